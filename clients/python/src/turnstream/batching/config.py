@@ -1,0 +1,169 @@
+"""The policy of a run: how groups become batches. Stored with the run, validated as a whole."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from turnstream.errors import InvalidConfigError, UnsupportedEstimatorError
+
+Estimator = Literal[
+    "grpo",
+    "grpo_population",
+    "grpo_leave_one_out",
+    "dr_grpo",
+    "rloo",
+    "maxrl",
+    "opo",
+    "gdpo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+]
+RewardSource = Literal["outcome", "sum_of_turns", "last_turn"]
+SingletonAdvantage = Literal["zero", "raw"]
+Aggregation = Literal[
+    "token_mean",
+    "seq_mean_token_sum",
+    "seq_mean_token_mean",
+    "constant",
+    "rollout_mean",
+    "prompt_mean",
+]
+
+UNPLANNABLE_ESTIMATORS = {
+    "gae": "it needs a value for every token: use turnstream.batching.token_advantages.gae",
+    "gigpo": "it needs the anchor state of every turn: use turnstream.batching.advantages.gigpo",
+}
+"""Estimators that the plan of a batch, which reads no token, cannot compute; and what can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchingConfig:
+    """How the groups of a run become the rows of a step.
+
+    Attributes:
+        batch_groups: groups of one training step.
+        mini_batch_groups: groups of one optimizer update; divides `batch_groups`.
+        estimator: how rewards become advantages (turnstream.batching.advantages).
+        reward_source: where a trajectory's one reward comes from. "outcome" is the reward given
+            at the seal; the other two read the token rewards of the turns.
+        component_weights: (name, weight) of the reward components of `estimator="gdpo"`, two or
+            more, kept in order of name; empty otherwise.
+        singleton_advantage: of the only trajectory of a group: 0, or its raw reward.
+        aggregation: the loss denominator the trainer uses.
+        length_constant: tokens, the constant of `aggregation="constant"`; 0 otherwise.
+        merge: merge turns that continue each other into one row; False gives a row per turn.
+        drop_zero_variance: groups whose rewards are all equal are filtered, not trained.
+        max_staleness: steps a group may lag behind the weights it trains; bounds admission.
+        max_planned_ahead: batches planned beyond the last stepped one; 0 if `max_staleness` is 0.
+        pad_token_id: written into padding positions; never read by the loss.
+        max_tokens_per_micro_batch: padded positions of one forward pass; 0 means no limit.
+    """
+
+    batch_groups: int
+    mini_batch_groups: int
+    estimator: Estimator = "grpo"
+    reward_source: RewardSource = "outcome"
+    component_weights: tuple[tuple[str, float], ...] = ()
+    singleton_advantage: SingletonAdvantage = "zero"
+    aggregation: Aggregation = "token_mean"
+    length_constant: int = 0
+    merge: bool = True
+    drop_zero_variance: bool = False
+    max_staleness: int = 1
+    max_planned_ahead: int = 1
+    pad_token_id: int = 0
+    max_tokens_per_micro_batch: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every field and their combinations.
+
+        Raises:
+            InvalidConfigError: names the field and its value.
+            UnsupportedEstimatorError: an estimator of UNPLANNABLE_ESTIMATORS.
+        """
+        for name, least in _LEAST.items():
+            _require_at_least(getattr(self, name), least, field=name)
+        if self.estimator in UNPLANNABLE_ESTIMATORS:
+            raise UnsupportedEstimatorError(
+                f"{self.estimator}: {UNPLANNABLE_ESTIMATORS[self.estimator]}"
+            )
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise InvalidConfigError(
+                    name, f"{getattr(self, name)!r} is not one of {', '.join(choices)}"
+                )
+        self._check_estimator()
+        self._check_combinations()
+
+    def _check_estimator(self) -> None:
+        weights = _weights(self.component_weights)
+        object.__setattr__(self, "component_weights", weights)
+        if (self.estimator == "gdpo") != (len(weights) >= 2) or len(weights) == 1:
+            raise InvalidConfigError(
+                "component_weights",
+                f"{len(weights)} do not go with estimator={self.estimator!r}: "
+                "gdpo takes two or more, the others none",
+            )
+        if self.estimator == "reinforce_pp" and self.reward_source != "outcome":
+            raise InvalidConfigError(
+                "reward_source",
+                f"{self.reward_source!r} does not go with estimator='reinforce_pp': with rewards "
+                "inside a trajectory its tokens have different returns, and a plan reads no token",
+            )
+
+    def _check_combinations(self) -> None:
+        if self.batch_groups % self.mini_batch_groups:
+            raise InvalidConfigError(
+                "mini_batch_groups",
+                f"{self.mini_batch_groups} does not divide batch_groups={self.batch_groups}",
+            )
+        if self.max_staleness == 0 and self.max_planned_ahead > 0:
+            raise InvalidConfigError(
+                "max_planned_ahead",
+                f"{self.max_planned_ahead} plans from older weights, but max_staleness is 0",
+            )
+        if (self.aggregation == "constant") != (self.length_constant > 0):
+            raise InvalidConfigError(
+                "length_constant",
+                f"{self.length_constant} does not go with aggregation={self.aggregation!r}",
+            )
+
+
+_LEAST = {
+    "batch_groups": 1,
+    "mini_batch_groups": 1,
+    "length_constant": 0,
+    "max_staleness": 0,
+    "max_planned_ahead": 0,
+    "pad_token_id": 0,
+    "max_tokens_per_micro_batch": 0,
+}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "estimator": Estimator.__args__,
+    "reward_source": RewardSource.__args__,
+    "singleton_advantage": SingletonAdvantage.__args__,
+    "aggregation": Aggregation.__args__,
+}
+
+
+def _require_at_least(value: object, least: int, *, field: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidConfigError(field, f"{value!r} is not a whole number of at least {least}")
+
+
+def _weights(given: object) -> tuple[tuple[str, float], ...]:
+    """Pairs of name and weight in order of name, also from the lists that JSON makes of them."""
+    try:
+        pairs = [(name, float(weight)) for name, weight in cast("Any", given)]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidConfigError(
+            "component_weights", f"{given!r} is not a list of (name, weight)"
+        ) from error
+    for name, weight in pairs:
+        if not isinstance(name, str) or not name or not math.isfinite(weight):
+            raise InvalidConfigError("component_weights", f"{(name, weight)!r} in {given!r}")
+    if len({name for name, _ in pairs}) < len(pairs):
+        raise InvalidConfigError("component_weights", f"a name comes twice in {given!r}")
+    return tuple(sorted(pairs))

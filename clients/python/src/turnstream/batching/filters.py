@@ -1,0 +1,93 @@
+"""Which finished rollouts carry no signal, or the wrong one, and what each row weighs.
+
+Everything dropped here is counted with its reason by whoever calls; nothing is dropped silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnstream.errors import BatchingError, InvalidConfigError
+from turnstream.types import Status
+
+ZERO_VARIANCE_TOLERANCE = 1e-6
+"""Rewards closer than this are equal: shaped rewards of the same outcome differ by rounding."""
+
+RowWeights = Literal["per_row", "per_trajectory", "rollout_mean"]
+
+
+def has_zero_variance(
+    rewards: Sequence[float], *, tolerance: float = ZERO_VARIANCE_TOLERANCE
+) -> bool:
+    """Whether a group teaches nothing: all its rewards are equal (DAPO, Yu et al. 2025, eq. 11).
+
+    A group of one has no variance to speak of and is kept: it is insufficient, not uninformative.
+
+    >>> has_zero_variance([1.0, 1.0]), has_zero_variance([1.0, 0.0]), has_zero_variance([1.0])
+    (True, False, False)
+    """
+    return len(rewards) > 1 and max(rewards) - min(rewards) <= tolerance
+
+
+def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) -> float:
+    """Soft punishment of long responses, to be added to the reward (DAPO, eq. 13).
+
+    0 up to `max_tokens - buffer_tokens`, then falling linearly to -1 at `max_tokens`.
+
+    >>> overlong_penalty(18_432, max_tokens=20_480, buffer_tokens=4_096)
+    -0.5
+
+    Raises:
+        InvalidConfigError: the buffer is not between 1 and `max_tokens`.
+    """
+    if not 1 <= buffer_tokens <= max_tokens:
+        raise InvalidConfigError("buffer_tokens", f"{buffer_tokens} is not in 1..{max_tokens}")
+    excess = num_tokens - (max_tokens - buffer_tokens)
+    return -min(max(excess / buffer_tokens, 0.0), 1.0)
+
+
+def is_cut_off(status: Status) -> bool:
+    """Whether the episode ended before the policy meant it to, so its last tokens mislead.
+
+    Such a row is masked (its tokens are not trained) while its reward may stay in the group's
+    baseline: whether it does is the caller's declared choice, since the advantages differ.
+    """
+    return status in (Status.TRUNCATED, Status.ABORTED)
+
+
+def row_weights(
+    kind: RowWeights, *, trajectory_B: NDArray[np.integer], num_trained_B: NDArray[np.integer]
+) -> NDArray[np.float32]:
+    """Weight of every row, so that a trajectory split into rows counts as its user wants.
+
+    With two rows of 3 and 1 trained tokens, and a trajectory of one row::
+
+        per_row          1     1     1      every row alike
+        per_trajectory   1/2   1/2   1      every trajectory alike, its rows alike
+        rollout_mean     3/4   1/4   1      every trajectory alike, its tokens alike: splitting a
+                                            trajectory does not change a mean over its tokens
+
+    Args:
+        kind: one of the three above.
+        trajectory_B: which trajectory each row belongs to, any integers.
+        num_trained_B: trained tokens of each row; a row without any weighs nothing.
+
+    Returns:
+        float32 (B,).
+
+    Raises:
+        BatchingError: the arguments differ in length.
+    """
+    if len(trajectory_B) != len(num_trained_B):
+        raise BatchingError(f"{len(trajectory_B)} trajectories for {len(num_trained_B)} rows")
+    is_live_B = num_trained_B > 0
+    if kind == "per_row":
+        return is_live_B.astype(np.float32)
+    _, index_B = np.unique(trajectory_B, return_inverse=True)
+    share_B = is_live_B if kind == "per_trajectory" else num_trained_B
+    totals = np.bincount(index_B, weights=share_B)
+    return (share_B / np.maximum(totals[index_B], 1)).astype(np.float32)

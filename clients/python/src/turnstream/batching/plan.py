@@ -1,0 +1,126 @@
+"""What a batch is made of, decided without reading a token: the content of a manifest.
+
+A plan is a pure function of the sealed trajectories (their lengths and rewards) and the run's
+configuration, so that whoever plans the same groups gets the same batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from turnstream.types import Denominators, Status, TrajectoryKey
+
+ASSEMBLY_VERSION = 0
+"""Changes whenever the same manifest would assemble to other rows."""
+
+
+class SequenceShape(NamedTuple):
+    """One row to be: which turns it merges, and its lengths in tokens.
+
+    Attributes:
+        turns: indices of the merged turns, ascending; the first one's full prompt is the prompt.
+        prompt_length: tokens before the first response.
+        num_tokens: prompt + response.
+        num_trained_tokens: response tokens with mask 1.
+    """
+
+    turns: tuple[int, ...]
+    prompt_length: int
+    num_tokens: int
+    num_trained_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryPlan:
+    """One trajectory of a batch.
+
+    Attributes:
+        reward: the one reward that the estimator saw.
+        advantage: float32 value, broadcast to every row by the row's own mask.
+        weight: of each of its rows in the loss.
+        num_turn_tokens: tokens of all turns sent one by one, for the merge ratio.
+        sequences: its rows, in order.
+        payload_crcs: CRC-32 of every turn's payload; the assembler refuses any other.
+    """
+
+    key: TrajectoryKey
+    status: Status
+    reward: float
+    advantage: float
+    weight: float
+    num_turn_tokens: int
+    oldest_version: int | None
+    newest_version: int | None
+    has_logprobs: bool
+    sequences: tuple[SequenceShape, ...]
+    payload_crcs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlan:
+    """One group of a batch, its members in order of (sample, attempt)."""
+
+    group_id: str
+    prompt_uid: str
+    trajectories: tuple[TrajectoryPlan, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatchPlan:
+    """Groups of one optimizer update, and what its loss is divided by.
+
+    Attributes:
+        first_group, num_groups: which groups of the batch.
+        first_row_id: row id of the first row; rows are numbered in order through all batches.
+        num_rows: real rows.
+        width: the longest row, in tokens.
+        response_width: the longest response, in tokens.
+    """
+
+    first_group: int
+    num_groups: int
+    first_row_id: int
+    num_rows: int
+    width: int
+    response_width: int
+    denominators: Denominators
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The immutable plan of one batch.
+
+    Attributes:
+        step: number of the batch, from 1.
+        revision: 0, or 1 where a damaged plan was replaced before anybody stepped it.
+        previous_hash: hex SHA-256 of the manifest before, "" for step 1: the chain.
+        last_event_id: the event that completed the last group of this batch.
+    """
+
+    run: str
+    step: int
+    revision: int
+    lineage: str
+    previous_hash: str
+    assembly_version: int
+    config_revision: int
+    last_event_id: str
+    groups: tuple[GroupPlan, ...]
+    mini_batches: tuple[MiniBatchPlan, ...]
+
+    @property
+    def num_trajectories(self) -> int:
+        """Trajectories of all groups."""
+        return sum(len(group.trajectories) for group in self.groups)
+
+    @property
+    def num_singleton_groups(self) -> int:
+        """Groups of one trajectory, which is compared with nothing: worth a warning."""
+        return sum(len(group.trajectories) == 1 for group in self.groups)
+
+    @property
+    def end_row_id(self) -> int:
+        """The row id that the next batch begins with."""
+        last = self.mini_batches[-1]
+        return last.first_row_id + last.num_rows

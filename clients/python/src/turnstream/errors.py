@@ -1,0 +1,158 @@
+"""Every error that Turnstream raises on purpose, split by what the caller can do.
+
+::
+
+    TurnstreamError
+    ├── BatchingError (ValueError)          bad input: mend it, do not retry
+    │   ├── InvalidTurnError                a field of a turn is wrong: names field and value
+    │   ├── InvalidConfigError              a run configuration that cannot work: names the field
+    │   ├── RowTooLongError                 a row is longer than the width or capacity asked for
+    │   └── UnsupportedEstimatorError       an estimator that this data makes meaningless
+    ├── RecordError (ValueError)            bytes not understood: dead-letter them
+    │   ├── CorruptRecordError              checksum or length disagrees: the bytes are damaged
+    │   └── UnknownFormatError              a newer major version than this code reads
+    ├── UnavailableError (ConnectionError)  not now: retry with back-off
+    │   ├── StoreUnavailableError           Redis is away, restarting or full
+    │   ├── NotReadyError                   the deadline passed before the data came: says why
+    │   └── BatcherUnavailableError         no batcher answered
+    └── RejectedError                       asked wrongly, too late or too fast; see retry_after_s
+        ├── RunNotFoundError                no run of that name
+        ├── ConflictError                   the same key came with another content
+        ├── FencedError                     a newer owner has taken over: stop
+        ├── TurnGapError                    a turn arrived before the one it follows
+        ├── StoreBehindError                the store does not know what the token claims
+        └── EndOfRunError                   the run is closed and everything in it was delivered
+
+Constructor arguments equal `args`, so that every error survives pickling to another process.
+"""
+
+from __future__ import annotations
+
+
+class TurnstreamError(Exception):
+    """Base of all errors below."""
+
+
+class BatchingError(TurnstreamError, ValueError):
+    """Input that cannot be turned into training rows. Retrying gives the same."""
+
+
+class InvalidTurnError(BatchingError):
+    """A field of a turn has a wrong length, type or value."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(field, message)
+        self.field = field
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}"
+
+
+class InvalidConfigError(BatchingError):
+    """A setting, or a combination of settings, that cannot work."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(field, message)
+        self.field = field
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}"
+
+
+class RowTooLongError(BatchingError):
+    """A row does not fit. Nothing here truncates: that is the caller's decision."""
+
+    def __init__(self, row: int, length: int, limit: int) -> None:
+        super().__init__(row, length, limit)
+        self.row = row
+        self.length = length
+        self.limit = limit
+
+    def __str__(self) -> str:
+        return f"row {self.row} has {self.length} tokens, more than {self.limit}"
+
+
+class UnsupportedEstimatorError(BatchingError):
+    """An advantage estimator that is meaningless, or undefined, for the data it was given."""
+
+
+class RecordError(TurnstreamError, ValueError):
+    """Bytes that are not a record of ours."""
+
+
+class CorruptRecordError(RecordError):
+    """A checksum or a length inside a record disagrees with its bytes."""
+
+
+class UnknownFormatError(RecordError):
+    """A record of a newer major version. Newer minor versions are read, unknown fields kept."""
+
+    def __init__(self, record: str, version: int, supported: int) -> None:
+        super().__init__(record, version, supported)
+        self.record = record
+        self.version = version
+        self.supported = supported
+
+    def __str__(self) -> str:
+        return (
+            f"{self.record} has format version {self.version}; "
+            f"this release reads versions up to {self.supported}"
+        )
+
+
+class UnavailableError(TurnstreamError, ConnectionError):
+    """Something is away for now. The same call may succeed later."""
+
+
+class StoreUnavailableError(UnavailableError):
+    """Redis cannot be reached, is loading, or has no memory left."""
+
+
+class NotReadyError(UnavailableError):
+    """The deadline of a wait passed. The message says what was waited for."""
+
+
+class BatcherUnavailableError(UnavailableError):
+    """No batcher answered the call."""
+
+
+class RejectedError(TurnstreamError):
+    """A call that was understood and refused.
+
+    Attributes:
+        retry_after_s: seconds after which the same call may be accepted; None where it never is.
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message, retry_after_s)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class RunNotFoundError(RejectedError):
+    """The store has no run of that name."""
+
+
+class ConflictError(RejectedError):
+    """The key is taken by another content. What was there is untouched."""
+
+
+class FencedError(RejectedError):
+    """The caller's epoch is over: another writer, planner or trainer session took over."""
+
+
+class TurnGapError(RejectedError):
+    """A turn that does not follow the last stored one. The message names the expected number."""
+
+
+class StoreBehindError(RejectedError):
+    """A recovery token names a batch that this store does not have: it is an older copy."""
+
+
+class EndOfRunError(RejectedError):
+    """The run was closed and its last batch has been delivered and stepped."""

@@ -1,0 +1,376 @@
+"""Mini-batches as Arrow: one record batch per (mini-batch, dp_rank), as one IPC stream.
+
+Ragged columns, so no padding travels; what is said beside the rows is metadata of the schema. The
+encoding is canonical: metadata sorted, zeros under nulls, no dictionaries, no compression. Columns
+and metadata that a newer release adds are passed over by this one, and are part of the hash.
+"""
+
+# pyarrow has neither stubs nor annotations, so everything it gives is unknown to the checker.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from struct import Struct
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from turnstream.errors import BatchingError, CorruptRecordError, RecordError
+from turnstream.records.checks import contradiction
+from turnstream.records.metadata import decode_info, encode_info
+from turnstream.types import MiniBatch, Ragged, Rows
+
+_RUN: Final = pa.struct(
+    [pa.field("version", pa.int64()), pa.field("count", pa.int32(), nullable=False)]
+)
+
+
+def _list_of(values: pa.DataType) -> pa.DataType:
+    return pa.list_(pa.field("item", values, nullable=False))
+
+
+COLUMNS: Final[dict[str, pa.DataType]] = {
+    "row_id": pa.int64(),
+    "trajectory_id": pa.string(),
+    "group_id": pa.string(),
+    "prompt_uid": pa.string(),
+    "sample": pa.int32(),
+    "attempt": pa.int32(),
+    "sequence_index": pa.int32(),
+    "is_last": pa.bool_(),
+    "is_padding": pa.bool_(),
+    "status": pa.string(),
+    "weight": pa.float32(),
+    "reward": pa.float32(),
+    "prompt_length": pa.int32(),
+    "trajectory_num_tokens": pa.int64(),
+    "group_num_tokens": pa.int64(),
+    "input_ids": _list_of(pa.int32()),
+    "loss_mask": _list_of(pa.uint8()),
+    "logprobs": _list_of(pa.float32()),
+    "rewards": _list_of(pa.float32()),
+    "version_runs": _list_of(_RUN),
+    "advantage": pa.float32(),
+}
+"""Every column of a mini-batch, in order. `reward` is null where a trajectory has none, the
+`version` of a run where its tokens were observed; `logprobs` is absent where no row has any."""
+
+
+class EncodedMiniBatch(NamedTuple):
+    """A mini-batch as bytes.
+
+    Attributes:
+        data: an Arrow IPC stream: schema, one record batch, end.
+        content_hash: hex SHA-256 over columns and metadata; independent of the IPC framing.
+        num_bytes: length of `data`.
+    """
+
+    data: memoryview
+    content_hash: str
+    num_bytes: int
+
+
+def encode_mini_batch(mini_batch: MiniBatch) -> EncodedMiniBatch:
+    """Encode with a single copy of the columns.
+
+    Raises:
+        BatchingError: columns of different lengths, or rows that contradict what is said of them.
+    """
+    reason = contradiction(mini_batch)
+    if reason:
+        raise BatchingError(reason)
+    batch = _to_arrow(mini_batch)
+    measured = pa.MockOutputStream()
+    _write_stream(measured, batch)
+    data = pa.allocate_buffer(measured.size())
+    _write_stream(pa.FixedSizeBufferWriter(data), batch)
+    return EncodedMiniBatch(memoryview(data).toreadonly(), content_hash(batch), data.size)
+
+
+def decode_mini_batch(
+    data: bytes | bytearray | memoryview, *, expected_hash: str | None = None
+) -> MiniBatch:
+    """The mini-batch of an IPC stream; its token arrays are read-only views into `data`.
+
+    Args:
+        data: what `encode_mini_batch` gave.
+        expected_hash: what the columns and metadata must hash to; None leaves that check out.
+
+    Raises:
+        CorruptRecordError: no stream of ours, contradicts itself, or has another content hash.
+        UnknownFormatError: a newer major version.
+    """
+    try:
+        mini_batch = _decode(data, expected_hash=expected_hash)
+    except RecordError:
+        raise
+    except (pa.ArrowException, OSError, ValueError, TypeError, StopIteration) as error:
+        raise CorruptRecordError(f"no mini-batch in {len(data)} bytes: {error!r}") from error
+    reason = contradiction(mini_batch)
+    if reason:
+        raise CorruptRecordError(reason)
+    return mini_batch
+
+
+def _decode(data: bytes | bytearray | memoryview, *, expected_hash: str | None) -> MiniBatch:
+    batch = _read_stream(data)
+    if expected_hash is not None and content_hash(batch) != expected_hash:
+        raise CorruptRecordError(f"the content of a mini-batch of {len(data)} bytes differs")
+    info = decode_info(batch.schema.metadata or {})
+    return MiniBatch(rows=_to_rows(batch), info=info)
+
+
+def content_hash(batch: pa.RecordBatch) -> str:
+    """Hex SHA-256 over the names, types and values of all columns, and the schema's metadata.
+
+    The same for the same content, however it is sliced, ordered by column, or framed.
+
+    Raises:
+        CorruptRecordError: a column has a type that is not made of numbers, text and lists.
+    """
+    digest = hashlib.sha256()
+    for piece in _content(batch):
+        digest.update(_LENGTH.pack(piece.nbytes if hasattr(piece, "nbytes") else len(piece)))
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+# --------------------------------------------------------------------------------------
+# rows to Arrow, without a copy of the token columns
+
+
+def _to_arrow(mini_batch: MiniBatch) -> pa.RecordBatch:
+    rows = mini_batch.rows
+    arrays: dict[str, pa.Array] = {}
+    for name, kind in COLUMNS.items():
+        if name == "version_runs":
+            arrays[name] = _runs_to_arrow(rows)
+            continue
+        column = getattr(rows, name)
+        if column is None:
+            continue
+        if isinstance(column, Ragged):
+            column = _compact(column)
+            values = _numbers_to_arrow(column.values, kind.value_type)
+            arrays[name] = _list_to_arrow(column.offsets, values, kind)
+        elif pa.types.is_string(kind):
+            arrays[name] = pa.array(column, kind)
+        elif pa.types.is_boolean(kind):
+            bits = pa.py_buffer(np.packbits(column, bitorder="little"))
+            arrays[name] = pa.Array.from_buffers(kind, len(column), [None, bits])
+        elif name == "reward":
+            arrays[name] = _nullable_to_arrow(column, kind, is_valid=~np.isnan(column))
+        else:
+            arrays[name] = _numbers_to_arrow(column, kind)
+    fields = [pa.field(name, COLUMNS[name], nullable=name == "reward") for name in arrays]
+    schema = pa.schema(fields, metadata=encode_info(mini_batch.info))
+    return pa.RecordBatch.from_arrays(list(arrays.values()), schema=schema)
+
+
+def _numbers_to_arrow(values: NDArray[Any], kind: pa.DataType) -> pa.Array:
+    buffer = pa.py_buffer(np.ascontiguousarray(values, kind.to_pandas_dtype()))
+    return pa.Array.from_buffers(kind, len(values), [None, buffer])
+
+
+def _nullable_to_arrow(
+    values: NDArray[Any], kind: pa.DataType, *, is_valid: NDArray[np.bool_]
+) -> pa.Array:
+    if is_valid.all():
+        return _numbers_to_arrow(values, kind)
+    validity = pa.py_buffer(np.packbits(is_valid, bitorder="little"))
+    filled = pa.py_buffer(np.where(is_valid, values, 0).astype(kind.to_pandas_dtype()))
+    return pa.Array.from_buffers(kind, len(values), [validity, filled])
+
+
+def _list_to_arrow(offsets: NDArray[np.int32], values: pa.Array, kind: pa.DataType) -> pa.Array:
+    buffer = pa.py_buffer(np.ascontiguousarray(offsets))
+    return pa.Array.from_buffers(kind, len(offsets) - 1, [None, buffer], children=[values])
+
+
+def _runs_to_arrow(rows: Rows) -> pa.Array:
+    versions, counts = _compact(rows.run_versions), _compact(rows.run_counts)
+    children = [
+        _nullable_to_arrow(versions.values, pa.int64(), is_valid=versions.values >= 0),
+        _numbers_to_arrow(counts.values, pa.int32()),
+    ]
+    runs = pa.Array.from_buffers(_RUN, len(counts.values), [None], children=children)
+    return _list_to_arrow(counts.offsets, runs, COLUMNS["version_runs"])
+
+
+def _compact(column: Ragged[Any]) -> Ragged[Any]:
+    """The column in a buffer that holds its rows and nothing else.
+
+    Cut here and not by slicing the Arrow array, which would send some of its neighbours' bytes.
+    """
+    first, end = int(column.offsets[0]), int(column.offsets[-1])
+    if not first and end == len(column.values):
+        return column
+    return Ragged(column.values[first:end], column.offsets - first)
+
+
+def _write_stream(sink: Any, batch: pa.RecordBatch) -> None:
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+
+
+# --------------------------------------------------------------------------------------
+# Arrow to rows, without a copy of the token columns
+
+
+def _read_stream(data: bytes | bytearray | memoryview) -> pa.RecordBatch:
+    with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
+        batch = reader.read_next_batch()
+    batch.validate(full=True)
+    return batch
+
+
+def _to_rows(batch: pa.RecordBatch) -> Rows:
+    columns: dict[str, Any] = {}
+    for name, kind in COLUMNS.items():
+        if name == "logprobs" and name not in batch.schema.names:
+            columns[name] = None
+            continue
+        column = _column(batch, name)
+        if name == "version_runs":
+            runs = _list_from_arrow(column)
+            columns["run_versions"] = Ragged(_versions(runs.values.field(0)), runs.offsets)
+            columns["run_counts"] = Ragged(_numbers(runs.values.field(1)), runs.offsets)
+        elif pa.types.is_list(kind):
+            ragged = _list_from_arrow(column)
+            columns[name] = Ragged(_numbers(ragged.values), ragged.offsets)
+        elif pa.types.is_string(kind):
+            columns[name] = column.to_pylist()
+        elif name == "reward" or pa.types.is_boolean(kind):
+            columns[name] = column.to_numpy(zero_copy_only=False)
+        else:
+            columns[name] = _numbers(column)
+    return Rows(**columns)
+
+
+def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
+    position = batch.schema.get_field_index(name)
+    if position < 0:
+        raise CorruptRecordError(f"a mini-batch has not exactly one column {name!r}")
+    column = batch.column(position)
+    if not _is_same_type(column.type, COLUMNS[name]):
+        raise CorruptRecordError(f"column {name!r} is {column.type}, not {COLUMNS[name]}")
+    if column.null_count and name != "reward":
+        raise CorruptRecordError(f"column {name!r} has {column.null_count} nulls")
+    return column
+
+
+def _is_same_type(actual: pa.DataType, expected: pa.DataType) -> bool:
+    """Whether values are stored alike; the names and nullability of list items do not matter."""
+    if pa.types.is_list(expected):
+        return pa.types.is_list(actual) and _is_same_type(actual.value_type, expected.value_type)
+    if pa.types.is_struct(expected):
+        return pa.types.is_struct(actual) and [(f.name, f.type) for f in actual] == [
+            (f.name, f.type) for f in expected
+        ]
+    return actual == expected
+
+
+class _List(NamedTuple):
+    values: pa.Array
+    offsets: NDArray[np.int32]
+
+
+def _list_from_arrow(column: pa.Array) -> _List:
+    if not len(column):
+        return _List(column.values.slice(0, 0), np.zeros(1, np.int32))
+    offsets = column.offsets.to_numpy()
+    first, end = int(offsets[0]), int(offsets[-1])
+    return _List(column.values.slice(first, end - first), offsets - first if first else offsets)
+
+
+def _numbers(values: pa.Array) -> NDArray[Any]:
+    if values.null_count:
+        raise CorruptRecordError(f"{values.null_count} nulls among {values.type} values")
+    return values.to_numpy()
+
+
+def _versions(values: pa.Array) -> NDArray[np.int64]:
+    """The versions of runs, -1 where null."""
+    stored = np.frombuffer(values.buffers()[1] or b"", np.int64)
+    stored = stored[values.offset : values.offset + len(values)]
+    return np.where(_bits(values, buffer=0), stored, -1) if values.null_count else stored
+
+
+def _bits(array: pa.Array, *, buffer: int) -> NDArray[np.uint8]:
+    """uint8 (len(array),), 0 or 1: the validity (buffer 0) or the values (buffer 1) as bytes."""
+    packed = np.frombuffer(array.buffers()[buffer] or b"", np.uint8)
+    bits = np.unpackbits(packed, bitorder="little")
+    return bits[array.offset : array.offset + len(array)]
+
+
+# --------------------------------------------------------------------------------------
+# what the content hash is taken over
+
+_LENGTH: Final = Struct("<q")
+
+
+def _content(batch: pa.RecordBatch) -> Iterator[Any]:
+    """Byte strings and contiguous arrays that name the content of a batch unambiguously."""
+    metadata: dict[bytes, bytes] = batch.schema.metadata or {}
+    yield b"metadata %d" % len(metadata)
+    for key in sorted(metadata):
+        yield key
+        yield metadata[key]
+    yield b"columns %d" % batch.num_columns
+    columns = zip(batch.schema.names, batch.columns, strict=True)
+    for name, column in sorted(columns, key=lambda named: named[0]):
+        yield name.encode()
+        yield from _array_content(column)
+
+
+def _array_content(array: pa.Array) -> Iterator[Any]:
+    kind = array.type
+    yield b"%d" % len(array)
+    yield _bits(array, buffer=0) if array.null_count else b""
+    if pa.types.is_struct(kind):
+        yield b"struct %d" % kind.num_fields
+        for position, field in enumerate(kind):
+            yield field.name.encode()
+            yield from _array_content(array.field(position))
+    elif pa.types.is_list(kind):
+        values, offsets = _list_from_arrow(array)
+        yield b"list"
+        yield np.ascontiguousarray(offsets)
+        yield from _array_content(values)
+    elif pa.types.is_fixed_size_list(kind):
+        yield b"list of %d" % kind.list_size
+        start = array.offset * kind.list_size
+        yield from _array_content(array.values.slice(start, len(array) * kind.list_size))
+    elif pa.types.is_string(kind) or pa.types.is_binary(kind):
+        yield str(kind).encode()
+        yield from _text_content(array)
+    elif pa.types.is_boolean(kind):
+        yield b"bool"
+        yield _bits(array, buffer=1)
+    elif pa.types.is_primitive(kind):
+        yield str(kind).encode()
+        yield _bytes_of(array, num_value_bytes=kind.bit_width // 8)
+    else:
+        raise CorruptRecordError(f"no content hash of a column of type {kind}")
+
+
+def _text_content(array: pa.Array) -> Iterator[Any]:
+    _, offset_buffer, text = array.buffers()
+    if not len(array):
+        return
+    offsets = np.frombuffer(offset_buffer, np.int32)[array.offset :][: len(array) + 1]
+    yield offsets - offsets[0]
+    yield memoryview(text or b"")[offsets[0] : offsets[-1]]
+
+
+def _bytes_of(array: pa.Array, *, num_value_bytes: int) -> memoryview:
+    """The stored values, not more: buffers may be longer, or shared with other slices."""
+    stored = memoryview(array.buffers()[1] or b"")
+    start = array.offset * num_value_bytes
+    return stored[start : start + len(array) * num_value_bytes]

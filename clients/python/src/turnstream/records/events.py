@@ -1,0 +1,227 @@
+"""The events of a run as records: what the plan depends on, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from google.protobuf.message import DecodeError
+
+from turnstream.errors import CorruptRecordError, RecordError
+from turnstream.records.framing import EVENT, read_header, write_frame
+from turnstream.records.keys import decode_key, decode_status, encode_key
+from turnstream.types import (
+    NO_PARENT,
+    Event,
+    GroupOpened,
+    RunClosed,
+    SealedTrajectory,
+    TrajectoryAbandoned,
+    TrajectoryDied,
+    TurnShape,
+    VersionAnnounced,
+)
+from turnstream.wire.v1 import records_pb2 as wire
+
+
+def encode_event(event: Event) -> bytes:
+    """The record of an event; the same event always gives the same bytes.
+
+    The seal of a trajectory is this record of its SealedTrajectory, both as the last entry of its
+    turns and as the event of the run.
+    """
+    message = _ENCODERS[type(event)](event)
+    # Maps have no order of their own, and a writer that sends its seal again must send the same.
+    return write_frame(EVENT, message.SerializeToString(deterministic=True))
+
+
+def decode_event(record: bytes) -> Event:
+    """The event of a record.
+
+    Raises:
+        CorruptRecordError: the bytes are damaged or contradict themselves.
+        RecordError: an event of a kind that this release does not know.
+        UnknownFormatError: a newer major version.
+    """
+    header = read_header(record, kind=EVENT)
+    try:
+        message = wire.Event.FromString(header)
+    except DecodeError as error:
+        raise CorruptRecordError(f"the header of an event is unreadable: {error}") from error
+    name = message.WhichOneof("event")
+    if name is None:
+        raise RecordError("an event of a kind that this release does not know")
+    return _DECODERS[name](getattr(message, name))
+
+
+def _encode_group_opened(event: GroupOpened) -> wire.Event:
+    return wire.Event(
+        group_opened=wire.GroupOpened(
+            group_id=event.group_id,
+            prompt_uid=event.prompt_uid,
+            num_samples=event.num_samples,
+        )
+    )
+
+
+def _decode_group_opened(message: wire.GroupOpened) -> GroupOpened:
+    return GroupOpened(
+        group_id=message.group_id,
+        prompt_uid=message.prompt_uid,
+        num_samples=message.num_samples,
+    )
+
+
+def _encode_sealed(event: SealedTrajectory) -> wire.Event:
+    columns = zip(event.turns, event.turn_rewards, event.payload_crcs, strict=True)
+    message = wire.TrajectorySealed(
+        key=encode_key(event.key),
+        lease_epoch=event.lease_epoch,
+        status=event.status.value,
+        reward=event.reward,
+        reward_components=event.reward_components,
+        turns=[
+            wire.TurnShape(
+                parent_turn=shape.parent_turn,
+                shared_tokens=shape.shared_tokens,
+                num_new_prompt_tokens=shape.num_new_prompt_tokens,
+                num_response_tokens=shape.num_response_tokens,
+                num_trained_tokens=shape.num_trained_tokens,
+                reward=reward,
+                payload_crc=crc,
+            )
+            for shape, reward, crc in columns
+        ],
+        oldest_version=event.oldest_version,
+        newest_version=event.newest_version,
+        num_payload_bytes=event.num_payload_bytes,
+        has_logprobs=event.has_logprobs,
+        sampling=event.sampling,
+        tags=event.tags,
+        metrics=event.metrics,
+    )
+    return wire.Event(trajectory_sealed=message)
+
+
+def _decode_sealed(message: wire.TrajectorySealed) -> SealedTrajectory:
+    turns: list[TurnShape] = []
+    rewards: list[float] = []
+    crcs: list[int] = []
+    for turn in message.turns:
+        shape = TurnShape(
+            turn.parent_turn,
+            turn.shared_tokens,
+            turn.num_new_prompt_tokens,
+            turn.num_response_tokens,
+            turn.num_trained_tokens,
+        )
+        _check_shape(shape, earlier=turns)
+        turns.append(shape)
+        rewards.append(turn.reward)
+        crcs.append(turn.payload_crc)
+    return SealedTrajectory(
+        key=decode_key(message),
+        lease_epoch=message.lease_epoch,
+        status=decode_status(message.status),
+        reward=message.reward if message.HasField("reward") else None,
+        reward_components=_sorted(message.reward_components),
+        turns=tuple(turns),
+        turn_rewards=tuple(rewards),
+        payload_crcs=tuple(crcs),
+        oldest_version=message.oldest_version if message.HasField("oldest_version") else None,
+        newest_version=message.newest_version if message.HasField("newest_version") else None,
+        num_payload_bytes=message.num_payload_bytes,
+        has_logprobs=message.has_logprobs,
+        sampling=_sorted(message.sampling),
+        tags=_sorted(message.tags),
+        metrics=_sorted(message.metrics),
+    )
+
+
+def _check_shape(shape: TurnShape, *, earlier: list[TurnShape]) -> None:
+    parent = shape.parent_turn
+    if not NO_PARENT <= parent < len(earlier):
+        raise CorruptRecordError(f"turn {len(earlier)} of a seal has the parent {parent}")
+    num_shareable = 0 if parent == NO_PARENT else earlier[parent].num_tokens
+    if shape.shared_tokens > num_shareable:
+        raise CorruptRecordError(
+            f"turn {len(earlier)} of a seal shares {shape.shared_tokens} tokens "
+            f"of {num_shareable} in turn {parent}"
+        )
+    if shape.num_trained_tokens > shape.num_response_tokens:
+        raise CorruptRecordError(
+            f"turn {len(earlier)} of a seal trains {shape.num_trained_tokens} "
+            f"of {shape.num_response_tokens} response tokens"
+        )
+
+
+def _sorted(values: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(sorted(values.items())) if values else {}
+
+
+def _encode_abandoned(event: TrajectoryAbandoned) -> wire.Event:
+    return wire.Event(
+        trajectory_abandoned=wire.TrajectoryAbandoned(
+            key=encode_key(event.key), reason=event.reason
+        )
+    )
+
+
+def _decode_abandoned(message: wire.TrajectoryAbandoned) -> TrajectoryAbandoned:
+    return TrajectoryAbandoned(key=decode_key(message), reason=message.reason)
+
+
+def _encode_died(event: TrajectoryDied) -> wire.Event:
+    return wire.Event(
+        trajectory_died=wire.TrajectoryDied(key=encode_key(event.key), reason=event.reason)
+    )
+
+
+def _decode_died(message: wire.TrajectoryDied) -> TrajectoryDied:
+    return TrajectoryDied(key=decode_key(message), reason=message.reason)
+
+
+def _encode_announced(event: VersionAnnounced) -> wire.Event:
+    return wire.Event(
+        version_announced=wire.VersionAnnounced(
+            version=event.version,
+            step=event.step,
+            lineage=event.lineage,
+            weights_uri=event.weights_uri,
+        )
+    )
+
+
+def _decode_announced(message: wire.VersionAnnounced) -> VersionAnnounced:
+    return VersionAnnounced(
+        version=message.version,
+        step=message.step,
+        lineage=message.lineage,
+        weights_uri=message.weights_uri,
+    )
+
+
+def _encode_closed(event: RunClosed) -> wire.Event:
+    return wire.Event(run_closed=wire.RunClosed(reason=event.reason))
+
+
+def _decode_closed(message: wire.RunClosed) -> RunClosed:
+    return RunClosed(reason=message.reason)
+
+
+_ENCODERS: Final[dict[type, Callable[[Any], wire.Event]]] = {
+    GroupOpened: _encode_group_opened,
+    SealedTrajectory: _encode_sealed,
+    TrajectoryAbandoned: _encode_abandoned,
+    TrajectoryDied: _encode_died,
+    VersionAnnounced: _encode_announced,
+    RunClosed: _encode_closed,
+}
+_DECODERS: Final[dict[str, Callable[[Any], Event]]] = {
+    "group_opened": _decode_group_opened,
+    "trajectory_sealed": _decode_sealed,
+    "trajectory_abandoned": _decode_abandoned,
+    "trajectory_died": _decode_died,
+    "version_announced": _decode_announced,
+    "run_closed": _decode_closed,
+}

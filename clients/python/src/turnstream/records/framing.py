@@ -1,0 +1,102 @@
+"""The frame around every stored record.
+
+::
+
+    offset  bytes
+    0       2      b"TS"
+    2       1      kind: b"T" turn, b"E" event, b"M" manifest
+    3       1      major version, now 0
+    4       4      length of the header, unsigned, little-endian
+    8       h      header: a protobuf message
+    8 + h   p      zeros, so that the body begins at a multiple of 8
+            b      body: raw little-endian arrays, as the header declares them
+            4      CRC-32 (zlib) of everything before it, unsigned, little-endian
+
+A newer minor version adds header fields or arrays: readers skip what they do not know, and services
+hand on the stored bytes instead of encoding them again, so nothing is lost. A newer major version
+is refused by name.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
+
+from numpy.typing import NDArray
+
+from turnstream.errors import CorruptRecordError, UnknownFormatError
+
+MAJOR_VERSION: Final = 0
+TURN: Final = b"T"
+EVENT: Final = b"E"
+MANIFEST: Final = b"M"
+
+_NAMES: Final = {TURN: "turn", EVENT: "event", MANIFEST: "manifest"}
+_PREFIX: Final = struct.Struct("<2s1sBI")
+_CRC: Final = struct.Struct("<I")
+
+
+class Frame(NamedTuple):
+    """A checked record: its protobuf header, and where in `record` its body lies."""
+
+    header: bytes
+    body_start: int
+    body_stop: int
+    crc: int
+
+
+def write_frame(kind: bytes, header: bytes, body: Iterable[NDArray[Any]] = ()) -> bytes:
+    """Frame a header and contiguous little-endian arrays; every array is copied once."""
+    prefix = _PREFIX.pack(b"TS", kind, MAJOR_VERSION, len(header))
+    parts: list[Any] = [prefix, header, bytes(-len(header) % 8), *body]
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    parts.append(_CRC.pack(crc))
+    return b"".join(parts)
+
+
+def read_frame(record: bytes, *, kind: bytes) -> Frame:
+    """Check a record's frame and checksum.
+
+    Raises:
+        UnknownFormatError: its major version is newer than this code.
+        CorruptRecordError: it is no record of this kind, is cut short, or its bytes are damaged.
+    """
+    name = _NAMES[kind]
+    if len(record) < _PREFIX.size + _CRC.size:
+        raise CorruptRecordError(f"a {name} record of {len(record)} bytes is cut short")
+    magic, found, version, num_header_bytes = _PREFIX.unpack_from(record)
+    if magic != b"TS" or found != kind:
+        raise CorruptRecordError(f"no {name} record: it begins with {bytes(record[:3])!r}")
+    if version > MAJOR_VERSION:
+        raise UnknownFormatError(name, version, MAJOR_VERSION)
+    body_stop = len(record) - _CRC.size
+    (crc,) = _CRC.unpack_from(record, body_stop)
+    if zlib.crc32(memoryview(record)[:body_stop]) != crc:
+        raise CorruptRecordError(f"the checksum of a {name} record of {len(record)} bytes differs")
+    header_stop = _PREFIX.size + num_header_bytes
+    body_start = header_stop + -num_header_bytes % 8
+    if body_start > body_stop:
+        raise CorruptRecordError(
+            f"a {name} record of {len(record)} bytes has a header of {num_header_bytes}"
+        )
+    return Frame(record[_PREFIX.size : header_stop], body_start, body_stop, crc)
+
+
+def read_header(record: bytes, *, kind: bytes) -> bytes:
+    """The header of a record without arrays, checked as in `read_frame`."""
+    frame = read_frame(record, kind=kind)
+    if frame.body_start != frame.body_stop:
+        raise CorruptRecordError(
+            f"{frame.body_stop - frame.body_start} stray bytes in a {_NAMES[kind]} record"
+        )
+    return frame.header
+
+
+def record_crc(record: bytes) -> int:
+    """The CRC-32 that a record carries in its last four bytes, unchecked."""
+    (crc,) = _CRC.unpack_from(record, len(record) - _CRC.size)
+    return crc

@@ -1,0 +1,45 @@
+"""The parts that events and manifests have in common."""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+from turnstream.errors import CorruptRecordError
+from turnstream.types import Status, TrajectoryKey
+from turnstream.wire.v1 import records_pb2 as wire
+
+_STATUSES: Final = {status.value: status for status in Status}
+
+
+class _HasKey(Protocol):
+    @property
+    def key(self) -> wire.TrajectoryKey: ...
+
+
+def encode_key(key: TrajectoryKey) -> wire.TrajectoryKey:
+    """A trajectory's key as a message."""
+    return wire.TrajectoryKey(group_id=key.group_id, sample=key.sample, attempt=key.attempt)
+
+
+def decode_key(message: _HasKey) -> TrajectoryKey:
+    """The key of a message that has one.
+
+    Raises:
+        CorruptRecordError: it names no group.
+    """
+    key = message.key
+    if not key.group_id:
+        raise CorruptRecordError("a trajectory without a group")
+    return TrajectoryKey(key.group_id, key.sample, key.attempt)
+
+
+def decode_status(text: str) -> Status:
+    """The status of that name.
+
+    Raises:
+        CorruptRecordError: there is none.
+    """
+    status = _STATUSES.get(text)
+    if status is None:
+        raise CorruptRecordError(f"{text!r} is no status of a trajectory")
+    return status

@@ -1,0 +1,198 @@
+"""Manifests as records. The hash of a batch is the hash of its manifest's record, as stored."""
+
+from __future__ import annotations
+
+import hashlib
+
+from google.protobuf.message import DecodeError
+
+from turnstream.batching.plan import (
+    GroupPlan,
+    Manifest,
+    MiniBatchPlan,
+    SequenceShape,
+    TrajectoryPlan,
+)
+from turnstream.errors import CorruptRecordError
+from turnstream.records.framing import MANIFEST, read_header, write_frame
+from turnstream.records.keys import decode_key, decode_status, encode_key
+from turnstream.types import Denominators
+from turnstream.wire.v1 import records_pb2 as wire
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The record of a manifest; the same plan always gives the same bytes."""
+    message = wire.Manifest(
+        run=manifest.run,
+        step=manifest.step,
+        revision=manifest.revision,
+        lineage=manifest.lineage,
+        previous_hash=manifest.previous_hash,
+        assembly_version=manifest.assembly_version,
+        config_revision=manifest.config_revision,
+        last_event_id=manifest.last_event_id,
+        groups=[_encode_group(group) for group in manifest.groups],
+        mini_batches=[_encode_mini_batch(plan) for plan in manifest.mini_batches],
+    )
+    return write_frame(MANIFEST, message.SerializeToString(deterministic=True))
+
+
+def decode_manifest(record: bytes) -> Manifest:
+    """The manifest of a record.
+
+    Raises:
+        CorruptRecordError: the bytes are damaged or contradict themselves.
+        UnknownFormatError: a newer major version.
+    """
+    header = read_header(record, kind=MANIFEST)
+    try:
+        message = wire.Manifest.FromString(header)
+    except DecodeError as error:
+        raise CorruptRecordError(f"the header of a manifest is unreadable: {error}") from error
+    manifest = Manifest(
+        run=message.run,
+        step=message.step,
+        revision=message.revision,
+        lineage=message.lineage,
+        previous_hash=message.previous_hash,
+        assembly_version=message.assembly_version,
+        config_revision=message.config_revision,
+        last_event_id=message.last_event_id,
+        groups=tuple(_decode_group(group) for group in message.groups),
+        mini_batches=tuple(_decode_mini_batch(plan) for plan in message.mini_batches),
+    )
+    _check_mini_batches(manifest)
+    return manifest
+
+
+def manifest_hash(record: bytes) -> str:
+    """Hex SHA-256 of a manifest's record: the batch's name in the chain."""
+    return hashlib.sha256(record).hexdigest()
+
+
+def _encode_group(group: GroupPlan) -> wire.GroupPlan:
+    return wire.GroupPlan(
+        group_id=group.group_id,
+        prompt_uid=group.prompt_uid,
+        trajectories=[_encode_trajectory(trajectory) for trajectory in group.trajectories],
+    )
+
+
+def _decode_group(message: wire.GroupPlan) -> GroupPlan:
+    return GroupPlan(
+        group_id=message.group_id,
+        prompt_uid=message.prompt_uid,
+        trajectories=tuple(_decode_trajectory(trajectory) for trajectory in message.trajectories),
+    )
+
+
+def _encode_trajectory(plan: TrajectoryPlan) -> wire.TrajectoryPlan:
+    return wire.TrajectoryPlan(
+        key=encode_key(plan.key),
+        status=plan.status.value,
+        reward=plan.reward,
+        advantage=plan.advantage,
+        weight=plan.weight,
+        num_turn_tokens=plan.num_turn_tokens,
+        oldest_version=plan.oldest_version,
+        newest_version=plan.newest_version,
+        has_logprobs=plan.has_logprobs,
+        sequences=[_encode_sequence(sequence) for sequence in plan.sequences],
+        payload_crcs=plan.payload_crcs,
+    )
+
+
+def _decode_trajectory(message: wire.TrajectoryPlan) -> TrajectoryPlan:
+    return TrajectoryPlan(
+        key=decode_key(message),
+        status=decode_status(message.status),
+        reward=message.reward,
+        advantage=message.advantage,
+        weight=message.weight,
+        num_turn_tokens=message.num_turn_tokens,
+        oldest_version=message.oldest_version if message.HasField("oldest_version") else None,
+        newest_version=message.newest_version if message.HasField("newest_version") else None,
+        has_logprobs=message.has_logprobs,
+        sequences=tuple(_decode_sequence(sequence) for sequence in message.sequences),
+        payload_crcs=tuple(message.payload_crcs),
+    )
+
+
+def _encode_sequence(shape: SequenceShape) -> wire.SequenceShape:
+    return wire.SequenceShape(
+        turns=shape.turns,
+        prompt_length=shape.prompt_length,
+        num_tokens=shape.num_tokens,
+        num_trained_tokens=shape.num_trained_tokens,
+    )
+
+
+def _decode_sequence(message: wire.SequenceShape) -> SequenceShape:
+    shape = SequenceShape(
+        tuple(message.turns),
+        message.prompt_length,
+        message.num_tokens,
+        message.num_trained_tokens,
+    )
+    if shape.prompt_length + shape.num_trained_tokens > shape.num_tokens:
+        raise CorruptRecordError(
+            f"a row of {shape.num_tokens} tokens with a prompt of {shape.prompt_length} "
+            f"and {shape.num_trained_tokens} trained ones"
+        )
+    return shape
+
+
+def _encode_mini_batch(plan: MiniBatchPlan) -> wire.MiniBatchPlan:
+    return wire.MiniBatchPlan(
+        first_group=plan.first_group,
+        num_groups=plan.num_groups,
+        first_row_id=plan.first_row_id,
+        num_rows=plan.num_rows,
+        width=plan.width,
+        response_width=plan.response_width,
+        denominators=wire.Denominators(**plan.denominators._asdict()),
+    )
+
+
+def _decode_mini_batch(message: wire.MiniBatchPlan) -> MiniBatchPlan:
+    denominators = message.denominators
+    return MiniBatchPlan(
+        first_group=message.first_group,
+        num_groups=message.num_groups,
+        first_row_id=message.first_row_id,
+        num_rows=message.num_rows,
+        width=message.width,
+        response_width=message.response_width,
+        denominators=Denominators(
+            num_tokens=denominators.num_tokens,
+            num_sequences=denominators.num_sequences,
+            num_trajectories=denominators.num_trajectories,
+            num_groups=denominators.num_groups,
+            weight_sum=denominators.weight_sum,
+            length_constant=denominators.length_constant,
+        ),
+    )
+
+
+def _check_mini_batches(manifest: Manifest) -> None:
+    """Every group is in one mini-batch, in order, and the rows are numbered without a gap."""
+    if not manifest.mini_batches:
+        raise CorruptRecordError(f"the manifest of step {manifest.step} has no mini-batch")
+    next_group = 0
+    next_row_id = manifest.mini_batches[0].first_row_id
+    for plan in manifest.mini_batches:
+        groups = manifest.groups[plan.first_group : plan.first_group + plan.num_groups]
+        rows = sum(len(member.sequences) for group in groups for member in group.trajectories)
+        planned = (plan.first_group, plan.first_row_id, plan.num_rows)
+        if planned != (next_group, next_row_id, rows) or len(groups) != plan.num_groups:
+            raise CorruptRecordError(
+                f"a mini-batch of step {manifest.step} has first_group, first_row_id, num_rows = "
+                f"{planned}, where its groups say {(next_group, next_row_id, rows)}"
+            )
+        next_group += plan.num_groups
+        next_row_id += rows
+    if next_group != len(manifest.groups):
+        raise CorruptRecordError(
+            f"the mini-batches of step {manifest.step} hold {next_group} "
+            f"of {len(manifest.groups)} groups"
+        )

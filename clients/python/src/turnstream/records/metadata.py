@@ -1,0 +1,92 @@
+"""What is said of a mini-batch beside its rows, as the metadata of an Arrow schema.
+
+Canonical: keys sorted, text as it is, everything else as compact JSON with sorted keys. Keys that
+this release does not know are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import NoneType
+from typing import Any, Final
+
+from turnstream.errors import CorruptRecordError, UnknownFormatError
+from turnstream.types import Denominators, MiniBatchInfo
+
+MAJOR_VERSION: Final = 0
+
+_TEXTS: Final = ("run", "lineage", "manifest_hash")
+_NUMBERS: Final[dict[str, tuple[type, ...]]] = {
+    "step": (int,),
+    "revision": (int,),
+    "mini_batch": (int,),
+    "num_mini_batches": (int,),
+    "assembly_version": (int,),
+    "config_revision": (int,),
+    "padding_share": (float, int),
+    "merge_ratio": (float, int),
+    "oldest_version": (int, NoneType),
+    "newest_version": (int, NoneType),
+    "dp_rank": (int,),
+    "dp_world_size": (int,),
+    "num_real_rows": (int,),
+    "num_inert_rows": (int,),
+}
+_LAYOUT: Final = ("width", "response_width", "pad_token_id")
+
+
+def encode_info(info: MiniBatchInfo) -> dict[bytes, bytes]:
+    """The metadata, in order of key."""
+    layout = {name: getattr(info, name) for name in _LAYOUT}
+    values: dict[str, Any] = {
+        "format": MAJOR_VERSION,
+        **{name: getattr(info, name) for name in (*_TEXTS, *_NUMBERS)},
+        "layout": {"side": "left", "alignment": 1, **layout},
+        "denominators": info.denominators._asdict(),
+        "micro_batches": info.micro_batches,
+    }
+    return {
+        name.encode(): value.encode() if name in _TEXTS else _json(value)
+        for name, value in sorted(values.items())
+    }
+
+
+def decode_info(metadata: Mapping[bytes, bytes]) -> MiniBatchInfo:
+    """What `encode_info` said.
+
+    Raises:
+        CorruptRecordError: a key is missing, or its value is not of its kind.
+        UnknownFormatError: a newer major version.
+    """
+    try:
+        version = json.loads(metadata[b"format"])
+        if version > MAJOR_VERSION:
+            raise UnknownFormatError("mini-batch", version, MAJOR_VERSION)
+        layout = json.loads(metadata[b"layout"])
+        return MiniBatchInfo(
+            **{name: metadata[name.encode()].decode() for name in _TEXTS},
+            **{
+                name: _of_kind(json.loads(metadata[name.encode()]), kinds)
+                for name, kinds in _NUMBERS.items()
+            },
+            **{name: _of_kind(layout[name], (int,)) for name in _LAYOUT},
+            denominators=_denominators(json.loads(metadata[b"denominators"])),
+            micro_batches=tuple(map(tuple, json.loads(metadata[b"micro_batches"]))),
+        )
+    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CorruptRecordError(f"the metadata of a mini-batch: {error!r}") from error
+
+
+def _of_kind(value: Any, kinds: tuple[type, ...]) -> Any:
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        raise TypeError(value)
+    return value
+
+
+def _denominators(values: Mapping[str, Any]) -> Denominators:
+    return Denominators(**{n: _of_kind(values[n], (int, float)) for n in Denominators._fields})
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()

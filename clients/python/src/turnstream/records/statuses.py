@@ -1,0 +1,140 @@
+"""Errors as gRPC and HTTP statuses and back. One table, total in both directions.
+
+Our own details (JSON with the class and its arguments) restore the very error. A status without
+them, from a proxy or a library, gives the error that tells a caller the same thing to do.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final, NamedTuple
+
+from turnstream import errors
+from turnstream.errors import TurnstreamError
+
+MAX_TEXT = 1_000
+"""Characters of one text argument in the details: gRPC puts them in a header, limited to 8 KB."""
+
+
+class _Status(NamedTuple):
+    grpc: str
+    http: int
+
+
+_STATUSES: Final[dict[type[TurnstreamError], _Status]] = {
+    errors.TurnstreamError: _Status("INTERNAL", 500),
+    errors.BatchingError: _Status("INVALID_ARGUMENT", 422),
+    errors.InvalidTurnError: _Status("INVALID_ARGUMENT", 422),
+    errors.InvalidConfigError: _Status("INVALID_ARGUMENT", 422),
+    errors.RowTooLongError: _Status("INVALID_ARGUMENT", 422),
+    errors.UnsupportedEstimatorError: _Status("INVALID_ARGUMENT", 422),
+    errors.RecordError: _Status("DATA_LOSS", 500),
+    errors.CorruptRecordError: _Status("DATA_LOSS", 500),
+    errors.UnknownFormatError: _Status("UNIMPLEMENTED", 501),
+    errors.UnavailableError: _Status("UNAVAILABLE", 503),
+    errors.StoreUnavailableError: _Status("UNAVAILABLE", 503),
+    errors.NotReadyError: _Status("DEADLINE_EXCEEDED", 504),
+    errors.BatcherUnavailableError: _Status("UNAVAILABLE", 503),
+    errors.RejectedError: _Status("RESOURCE_EXHAUSTED", 429),
+    errors.RunNotFoundError: _Status("NOT_FOUND", 404),
+    errors.ConflictError: _Status("ALREADY_EXISTS", 409),
+    errors.FencedError: _Status("ABORTED", 412),
+    errors.TurnGapError: _Status("FAILED_PRECONDITION", 409),
+    errors.StoreBehindError: _Status("FAILED_PRECONDITION", 409),
+    errors.EndOfRunError: _Status("OUT_OF_RANGE", 410),
+}
+
+_ERRORS_OF_GRPC: Final[dict[str, type[TurnstreamError]]] = {
+    "OK": errors.TurnstreamError,
+    "CANCELLED": errors.UnavailableError,
+    "UNKNOWN": errors.TurnstreamError,
+    "INVALID_ARGUMENT": errors.BatchingError,
+    "DEADLINE_EXCEEDED": errors.NotReadyError,
+    "NOT_FOUND": errors.RunNotFoundError,
+    "ALREADY_EXISTS": errors.ConflictError,
+    "PERMISSION_DENIED": errors.RejectedError,
+    "RESOURCE_EXHAUSTED": errors.RejectedError,
+    "FAILED_PRECONDITION": errors.RejectedError,
+    "ABORTED": errors.FencedError,
+    "OUT_OF_RANGE": errors.EndOfRunError,
+    "UNIMPLEMENTED": errors.RejectedError,
+    "INTERNAL": errors.TurnstreamError,
+    "UNAVAILABLE": errors.BatcherUnavailableError,
+    "DATA_LOSS": errors.RecordError,
+    "UNAUTHENTICATED": errors.RejectedError,
+}
+
+_ERRORS_OF_HTTP: Final[dict[int, type[TurnstreamError]]] = {
+    400: errors.BatchingError,
+    404: errors.RunNotFoundError,
+    408: errors.NotReadyError,
+    409: errors.ConflictError,
+    410: errors.EndOfRunError,
+    412: errors.FencedError,
+    422: errors.BatchingError,
+    502: errors.UnavailableError,
+    503: errors.UnavailableError,
+    504: errors.NotReadyError,
+}
+
+
+def error_to_status(error: TurnstreamError) -> tuple[str, str]:
+    """The name of the gRPC status code, such as "NOT_FOUND", and details that restore the error."""
+    return _status_of(error).grpc, _details(error)
+
+
+def status_to_error(code: str, details: str) -> TurnstreamError:
+    """The error of a gRPC status, from our details or else from the name of the code alone."""
+    restored = _restore(details)
+    if restored is not None:
+        return restored
+    kind = _ERRORS_OF_GRPC.get(code, errors.TurnstreamError)
+    return kind(_fallback_text(details, name=code))
+
+
+def error_to_http_status(error: TurnstreamError) -> tuple[int, str]:
+    """The HTTP status code, and the same details as for gRPC."""
+    return _status_of(error).http, _details(error)
+
+
+def http_status_to_error(status: int, details: str) -> TurnstreamError:
+    """The error of an HTTP status, from our details or else from the number alone."""
+    restored = _restore(details)
+    if restored is not None:
+        return restored
+    kind = _ERRORS_OF_HTTP.get(status)
+    if kind is None:
+        kind = errors.RejectedError if 400 <= status < 500 else errors.TurnstreamError
+    return kind(_fallback_text(details, name=f"HTTP {status}"))
+
+
+def _status_of(error: TurnstreamError) -> _Status:
+    """The status of the error's class, or of the nearest base of a class from elsewhere."""
+    return next(_STATUSES[kind] for kind in type(error).__mro__ if kind in _STATUSES)
+
+
+def _details(error: TurnstreamError) -> str:
+    kind = next(kind for kind in type(error).__mro__ if kind in _STATUSES)
+    arguments = [_short(argument) for argument in error.args]
+    return json.dumps({"error": kind.__name__, "args": arguments}, default=_short)
+
+
+def _short(argument: object) -> object:
+    if argument is None or isinstance(argument, bool | int | float):
+        return argument
+    text = str(argument)
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+
+
+def _restore(details: str) -> TurnstreamError | None:
+    """The error that our details name; None if they are not ours, or of a newer release."""
+    kinds = {kind.__name__: kind for kind in _STATUSES}
+    try:
+        content: Any = json.loads(details)
+        return kinds[content["error"]](*content["args"])
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _fallback_text(details: str, *, name: str) -> str:
+    return f"{name}: {details}" if details else name

@@ -1,0 +1,163 @@
+"""Turns as records: a protobuf header, then the raw arrays.
+
+The arrays are, in this order: token_ids int32 (new prompt tokens, then the response), logprobs
+float32, rewards float32, loss_mask uint8. A mask of ones and rewards of zeros say nothing and are
+left out, so that the same turn always gives the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+
+from turnstream.errors import CorruptRecordError, InvalidTurnError
+from turnstream.records.framing import TURN, Frame, read_frame, write_frame
+from turnstream.types import NO_PARENT, StoredTurn, VersionRun
+from turnstream.wire.v1 import records_pb2 as wire
+
+
+class _ArrayType(NamedTuple):
+    dtype: np.dtype[Any]
+    name: str  # as on the wire; asking a dtype for its name costs a microsecond
+
+
+_TYPES: Final = {
+    "token_ids": _ArrayType(np.dtype("<i4"), "int32"),
+    "logprobs": _ArrayType(np.dtype("<f4"), "float32"),
+    "rewards": _ArrayType(np.dtype("<f4"), "float32"),
+    "loss_mask": _ArrayType(np.dtype("u1"), "uint8"),
+}
+
+
+def encode_turn(turn: StoredTurn) -> bytes:
+    """The record of a turn; its last four bytes are what `decode_turn` gives as `payload_crc`.
+
+    Raises:
+        InvalidTurnError: a field has another dtype or length than StoredTurn says.
+    """
+    contradiction = _contradiction(turn)
+    if contradiction:
+        raise InvalidTurnError(*contradiction)
+    arrays = dict(_arrays_worth_sending(turn))
+    header = wire.TurnHeader(
+        index=turn.index,
+        parent_turn=turn.parent_turn,
+        shared_tokens=turn.shared_tokens,
+        num_response_tokens=turn.num_response_tokens,
+        arrays=[
+            wire.ArraySpec(name=name, dtype=_TYPES[name].name, shape=(len(array),))
+            for name, array in arrays.items()
+        ],
+        version_runs=[wire.VersionRun(version=v, count=n) for v, n in turn.version_runs],
+    )
+    return write_frame(TURN, header.SerializeToString(), arrays.values())
+
+
+def decode_turn(record: bytes) -> StoredTurn:
+    """The turn of a record; its arrays are read-only views into `record`.
+
+    Raises:
+        CorruptRecordError: the bytes are damaged or contradict themselves.
+        UnknownFormatError: a newer major version.
+    """
+    frame = read_frame(record, kind=TURN)
+    try:
+        header = wire.TurnHeader.FromString(frame.header)
+    except DecodeError as error:
+        raise CorruptRecordError(f"the header of a turn is unreadable: {error}") from error
+    arrays = _views(record, frame, header.arrays)
+    if "token_ids" not in arrays:
+        raise CorruptRecordError(f"turn {header.index} has no token_ids")
+    turn = StoredTurn(
+        index=header.index,
+        parent_turn=header.parent_turn,
+        shared_tokens=header.shared_tokens,
+        token_ids=arrays["token_ids"],
+        num_response_tokens=header.num_response_tokens,
+        logprobs=arrays.get("logprobs"),
+        loss_mask=arrays.get("loss_mask"),
+        rewards=arrays.get("rewards"),
+        version_runs=tuple(_version_runs(header.version_runs)),
+        payload_crc=frame.crc,
+    )
+    contradiction = _contradiction(turn)
+    if contradiction:
+        raise CorruptRecordError(f"turn {turn.index}: {': '.join(contradiction)}")
+    return turn
+
+
+def _arrays_worth_sending(turn: StoredTurn) -> Iterable[tuple[str, NDArray[Any]]]:
+    yield "token_ids", np.ascontiguousarray(turn.token_ids)
+    if turn.logprobs is not None:
+        yield "logprobs", np.ascontiguousarray(turn.logprobs)
+    if turn.rewards is not None and turn.rewards.any():
+        yield "rewards", np.ascontiguousarray(turn.rewards)
+    if turn.loss_mask is not None and not turn.loss_mask.all():
+        yield "loss_mask", np.ascontiguousarray(turn.loss_mask)
+
+
+def _views(record: bytes, frame: Frame, specs: Iterable[wire.ArraySpec]) -> dict[str, NDArray[Any]]:
+    """The arrays that this release knows; others are passed over, whatever they hold."""
+    arrays: dict[str, NDArray[Any]] = {}
+    start = frame.body_start
+    for spec in specs:
+        name, shape = spec.name, spec.shape
+        num_values = prod(shape)
+        num_bytes = num_values * _num_value_bytes(spec.dtype)
+        if start + num_bytes > frame.body_stop:
+            raise CorruptRecordError(f"array {name!r} of {num_bytes} bytes leaves its record")
+        known = _TYPES.get(name)
+        if known is not None:
+            if spec.dtype != known.name or len(shape) != 1 or name in arrays:
+                raise CorruptRecordError(f"array {name!r} is declared {spec.dtype}{list(shape)}")
+            arrays[name] = np.frombuffer(record, known.dtype, num_values, start)
+        start += num_bytes
+    if start != frame.body_stop:
+        raise CorruptRecordError(f"{frame.body_stop - start} stray bytes behind the arrays")
+    return arrays
+
+
+@cache
+def _num_value_bytes(dtype_name: str) -> int:
+    try:
+        dtype = np.dtype(dtype_name)
+    except TypeError as error:
+        raise CorruptRecordError(f"an array has the unknown dtype {dtype_name!r}") from error
+    if dtype.kind not in "biuf":
+        raise CorruptRecordError(f"an array has the dtype {dtype_name!r}, which is no number")
+    return dtype.itemsize
+
+
+def _version_runs(runs: Iterable[wire.VersionRun]) -> Iterable[VersionRun]:
+    for run in runs:
+        yield VersionRun(run.version if run.HasField("version") else None, run.count)
+
+
+def _contradiction(turn: StoredTurn) -> tuple[str, str] | None:
+    """The first field that disagrees with the others, and how; None if all agree."""
+    num_response = turn.num_response_tokens
+    if not NO_PARENT <= turn.parent_turn < turn.index:
+        return "parent_turn", f"{turn.parent_turn} is not before turn {turn.index}"
+    if turn.parent_turn == NO_PARENT and turn.shared_tokens:
+        return "shared_tokens", f"{turn.shared_tokens}, but the turn has no parent"
+    if not 0 <= num_response <= len(turn.token_ids):
+        return "num_response_tokens", f"{num_response} of {len(turn.token_ids)} token_ids"
+    for name, known in _TYPES.items():
+        array = getattr(turn, name)
+        if array is None:
+            continue
+        if array.dtype != known.dtype or array.ndim != 1:
+            return name, f"{array.dtype}{list(array.shape)} is not one row of {known.name}"
+        if array is not turn.token_ids and len(array) != num_response:
+            return name, f"{len(array)} values for {num_response} response tokens"
+    if turn.version_runs:
+        num_versioned = sum(run.num_tokens for run in turn.version_runs)
+        if num_versioned != num_response:
+            return "version_runs", f"cover {num_versioned} of {num_response} response tokens"
+    return None

@@ -1,0 +1,36 @@
+"""Builders with defaults, comparison and waiting: for the tests of whoever works with Turnstream.
+
+Tokens are written as letters, one per token; a capital is a trained token. So a turn is
+`turn("ab", "CD")`, and the rows that it ends up in are compared as text: `spell(rows) == ["abCD"]`.
+
+Hypothesis strategies are in `turnstream.testing.strategies`, which alone needs hypothesis.
+"""
+
+from turnstream.testing.batches import mini_batch, mini_batch_info, rows
+from turnstream.testing.compare import assert_same, is_same
+from turnstream.testing.letters import ids, mask, spell
+from turnstream.testing.plans import config, manifest, sealed, shape, trajectory_plan
+from turnstream.testing.turns import group, stored_turn, trajectory, turn
+from turnstream.testing.waiting import wait_until, wait_until_async
+
+__all__ = [
+    "assert_same",
+    "config",
+    "group",
+    "ids",
+    "is_same",
+    "manifest",
+    "mask",
+    "mini_batch",
+    "mini_batch_info",
+    "rows",
+    "sealed",
+    "shape",
+    "spell",
+    "stored_turn",
+    "trajectory",
+    "trajectory_plan",
+    "turn",
+    "wait_until",
+    "wait_until_async",
+]

@@ -1,0 +1,34 @@
+"""Hypothesis strategies of everything that Turnstream passes around. Needs hypothesis.
+
+Token ids come from a small alphabet, so that contexts repeat, extend and resemble each other.
+"""
+
+from turnstream.testing.strategies.plans import configs, events, manifests, sealed_trajectories
+from turnstream.testing.strategies.rows import mini_batches
+from turnstream.testing.strategies.turns import (
+    chains,
+    groups,
+    stored_turns,
+    trajectories,
+    trees,
+    turns,
+    version_runs,
+)
+from turnstream.testing.strategies.values import names, tokens
+
+__all__ = [
+    "chains",
+    "configs",
+    "events",
+    "groups",
+    "manifests",
+    "mini_batches",
+    "names",
+    "sealed_trajectories",
+    "stored_turns",
+    "tokens",
+    "trajectories",
+    "trees",
+    "turns",
+    "version_runs",
+]

@@ -1,0 +1,212 @@
+"""What a plan is made from and of: events, configurations, manifests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import get_args
+
+from hypothesis import strategies as st
+
+from turnstream.batching.config import (
+    Aggregation,
+    BatchingConfig,
+    Estimator,
+    RewardSource,
+    SingletonAdvantage,
+)
+from turnstream.batching.plan import (
+    GroupPlan,
+    Manifest,
+    MiniBatchPlan,
+    SequenceShape,
+    TrajectoryPlan,
+)
+from turnstream.testing.strategies.values import (
+    crcs,
+    exactly,
+    floats32,
+    keys,
+    names,
+    numbers_by_name,
+    optional_versions,
+    rewards_of_trajectories,
+    texts_by_name,
+    versions,
+)
+from turnstream.types import (
+    NO_PARENT,
+    Denominators,
+    Event,
+    GroupOpened,
+    RunClosed,
+    SealedTrajectory,
+    Status,
+    TrajectoryAbandoned,
+    TrajectoryDied,
+    TurnShape,
+    VersionAnnounced,
+)
+
+
+@st.composite
+def sealed_trajectories(draw: st.DrawFn) -> SealedTrajectory:
+    """What the plan knows of any finished trajectory."""
+    shapes: list[TurnShape] = []
+    for index in range(draw(st.integers(0, 4))):
+        parent = draw(st.integers(NO_PARENT, index - 1))
+        most = 0 if parent == NO_PARENT else shapes[parent].num_tokens
+        response = draw(st.integers(0, 9))
+        counts = (draw(st.integers(0, most)), draw(st.integers(0, 9)), response)
+        shapes.append(TurnShape(parent, *counts, draw(st.integers(0, response))))
+    num_turns = len(shapes)
+    return SealedTrajectory(
+        key=draw(keys),
+        lease_epoch=draw(st.integers(0, 2**32 - 1)),
+        status=draw(st.sampled_from(Status)),
+        reward=draw(st.none() | rewards_of_trajectories),
+        reward_components=draw(numbers_by_name),
+        turns=tuple(shapes),
+        turn_rewards=tuple(draw(exactly(num_turns, floats32))),
+        payload_crcs=tuple(draw(exactly(num_turns, crcs))),
+        oldest_version=draw(optional_versions),
+        newest_version=draw(optional_versions),
+        num_payload_bytes=draw(st.integers(0, 2**40)),
+        has_logprobs=draw(st.booleans()),
+        sampling=draw(numbers_by_name),
+        tags=draw(texts_by_name),
+        metrics=draw(numbers_by_name),
+    )
+
+
+def events() -> st.SearchStrategy[Event]:
+    """Any event of a run."""
+    text = st.text(max_size=8)
+    return st.one_of(
+        st.builds(GroupOpened, group_id=names, prompt_uid=text, num_samples=st.integers(1, 64)),
+        sealed_trajectories(),
+        st.builds(TrajectoryAbandoned, key=keys, reason=text),
+        st.builds(TrajectoryDied, key=keys, reason=text),
+        st.builds(
+            VersionAnnounced,
+            version=versions,
+            step=st.integers(0, 2**40),
+            lineage=names,
+            weights_uri=text,
+        ),
+        st.builds(RunClosed, reason=text),
+    )
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> BatchingConfig:
+    """Any configuration that can work."""
+    mini_batch_groups = draw(st.integers(1, 8))
+    aggregation = draw(st.sampled_from(get_args(Aggregation)))
+    estimator = draw(st.sampled_from(get_args(Estimator)))
+    sources: Sequence[RewardSource]
+    sources = ["outcome"] if estimator == "reinforce_pp" else get_args(RewardSource)
+    weights = st.dictionaries(names, st.floats(-9, 9), min_size=2, max_size=3)
+    max_staleness = draw(st.integers(0, 4))
+    return BatchingConfig(
+        batch_groups=mini_batch_groups * draw(st.integers(1, 8)),
+        mini_batch_groups=mini_batch_groups,
+        estimator=estimator,
+        reward_source=draw(st.sampled_from(sources)),
+        component_weights=tuple(draw(weights).items()) if estimator == "gdpo" else (),
+        singleton_advantage=draw(st.sampled_from(get_args(SingletonAdvantage))),
+        aggregation=aggregation,
+        length_constant=draw(st.integers(1, 4096)) if aggregation == "constant" else 0,
+        merge=draw(st.booleans()),
+        drop_zero_variance=draw(st.booleans()),
+        max_staleness=max_staleness,
+        max_planned_ahead=draw(st.integers(0, max_staleness)),
+        pad_token_id=draw(st.integers(0, 200_000)),
+        max_tokens_per_micro_batch=draw(st.integers(0, 100_000)),
+    )
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> Manifest:
+    """Any plan of a batch, its mini-batches of one group or more each."""
+    cut = draw(st.lists(st.integers(1, 2), min_size=1, max_size=3))
+    planned = [draw(_group_plans()) for _ in range(sum(cut))]
+    step = draw(st.integers(1, 2**40))
+    return Manifest(
+        run=draw(names),
+        step=step,
+        revision=draw(st.integers(0, 1)),
+        lineage=draw(names),
+        previous_hash="" if step == 1 else "ab" * 32,
+        assembly_version=draw(st.integers(0, 3)),
+        config_revision=draw(st.integers(1, 9)),
+        last_event_id=f"{draw(st.integers(1, 2**40))}-0",
+        groups=tuple(planned),
+        mini_batches=tuple(_mini_batch_plans(draw, planned, cut)),
+    )
+
+
+@st.composite
+def _sequence_shapes(draw: st.DrawFn) -> SequenceShape:
+    prompt, response = draw(st.integers(0, 9)), draw(st.integers(0, 9))
+    first = draw(st.integers(0, 3))
+    return SequenceShape(
+        turns=tuple(range(first, first + draw(st.integers(1, 3)))),
+        prompt_length=prompt,
+        num_tokens=prompt + response,
+        num_trained_tokens=draw(st.integers(0, response)),
+    )
+
+
+def _trajectory_plans() -> st.SearchStrategy[TrajectoryPlan]:
+    return st.builds(
+        TrajectoryPlan,
+        key=keys,
+        status=st.sampled_from(Status),
+        reward=rewards_of_trajectories,
+        advantage=floats32,
+        weight=floats32,
+        num_turn_tokens=st.integers(0, 2**40),
+        oldest_version=optional_versions,
+        newest_version=optional_versions,
+        has_logprobs=st.booleans(),
+        sequences=st.lists(_sequence_shapes(), min_size=1, max_size=2).map(tuple),
+        payload_crcs=st.lists(crcs, max_size=3).map(tuple),
+    )
+
+
+def _group_plans() -> st.SearchStrategy[GroupPlan]:
+    return st.builds(
+        GroupPlan,
+        group_id=names,
+        prompt_uid=st.text(max_size=3),
+        trajectories=st.lists(_trajectory_plans(), min_size=1, max_size=2).map(tuple),
+    )
+
+
+_counts = st.integers(0, 2**40)
+_denominators = st.builds(
+    Denominators, _counts, _counts, _counts, _counts, st.floats(0, 1e6), _counts
+)
+
+
+def _mini_batch_plans(
+    draw: st.DrawFn, planned: Sequence[GroupPlan], cut: Sequence[int]
+) -> Iterator[MiniBatchPlan]:
+    first_group = 0
+    first_row_id = draw(st.integers(0, 2**40))
+    for num_groups in cut:
+        members = [
+            t for g in planned[first_group : first_group + num_groups] for t in g.trajectories
+        ]
+        num_rows = sum(len(member.sequences) for member in members)
+        yield MiniBatchPlan(
+            first_group=first_group,
+            num_groups=num_groups,
+            first_row_id=first_row_id,
+            num_rows=num_rows,
+            width=draw(st.integers(0, 2**20)),
+            response_width=draw(st.integers(0, 2**20)),
+            denominators=draw(_denominators),
+        )
+        first_group += num_groups
+        first_row_id += num_rows

@@ -1,0 +1,123 @@
+"""What generators send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from hypothesis import strategies as st
+
+from turnstream.testing.strategies.values import (
+    floats,
+    floats32,
+    logprobs_of_tokens,
+    masked,
+    masks,
+    optional_versions,
+    rewards_of_trajectories,
+    tokens,
+)
+from turnstream.types import NO_PARENT, Group, Status, StoredTurn, Trajectory, Turn, VersionRun
+
+
+@st.composite
+def turns(draw: st.DrawFn, prompt_ids: Sequence[int] | None = None) -> Turn:
+    """One model call: after this prompt, or after any."""
+    prompt = draw(tokens()) if prompt_ids is None else np.array(prompt_ids, np.int32)
+    response = draw(tokens(min_size=1))
+    num_tokens = len(response)
+    loss_mask = draw(st.none() | masks(num_tokens))
+    return Turn(
+        prompt_ids=prompt,
+        response_ids=response,
+        logprobs=draw(st.none() | masked(floats(num_tokens, logprobs_of_tokens), loss_mask)),
+        loss_mask=loss_mask,
+        rewards=draw(st.none() | floats(num_tokens, floats32)),
+        version_runs=draw(version_runs(num_tokens)),
+    )
+
+
+@st.composite
+def stored_turns(draw: st.DrawFn) -> StoredTurn:
+    """A turn as it is stored: without a mask of ones, and without rewards of zeros."""
+    index = draw(st.integers(0, 4))
+    parent = draw(st.integers(NO_PARENT, index - 1))
+    turn = draw(turns())
+    mask, rewards = turn.loss_mask, turn.rewards
+    return StoredTurn(
+        index=index,
+        parent_turn=parent,
+        shared_tokens=0 if parent == NO_PARENT else draw(st.integers(0, 2**32 - 1)),
+        token_ids=np.concatenate([turn.prompt_ids, turn.response_ids]),
+        num_response_tokens=len(turn.response_ids),
+        logprobs=turn.logprobs,
+        loss_mask=None if mask is None or mask.all() else mask,
+        rewards=None if rewards is None or not rewards.any() else rewards,
+        version_runs=turn.version_runs,
+    )
+
+
+@st.composite
+def version_runs(draw: st.DrawFn, num_tokens: int) -> tuple[VersionRun, ...]:
+    """Runs that cover all tokens, or none where nothing is known."""
+    if not num_tokens or not draw(st.booleans()):
+        return ()
+    cut = draw(st.integers(1, num_tokens))
+    counts = filter(None, (cut, num_tokens - cut))
+    return tuple(VersionRun(draw(optional_versions), count) for count in counts)
+
+
+@st.composite
+def chains(draw: st.DrawFn, max_turns: int = 4) -> tuple[Turn, ...]:
+    """Turns that each see everything before them, and new observations."""
+    return _episode(draw, max_turns=max_turns, recall=_all_of_the_last)
+
+
+@st.composite
+def trees(draw: st.DrawFn, max_turns: int = 5) -> tuple[Turn, ...]:
+    """Turns that each see some earlier turn, or a part of it: sub-agents and edited contexts."""
+    return _episode(draw, max_turns=max_turns, recall=_some_of_any)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn, sample: int = 0) -> Trajectory:
+    """A chain or a tree with its reward."""
+    return Trajectory(
+        turns=draw(chains() | trees()),
+        sample=sample,
+        reward=draw(rewards_of_trajectories),
+        status=draw(st.sampled_from(Status)),
+    )
+
+
+@st.composite
+def groups(draw: st.DrawFn, group_id: str = "g0", max_samples: int = 4) -> Group:
+    """All samples of one visit of a prompt."""
+    num_samples = draw(st.integers(1, max_samples))
+    members = [draw(trajectories(sample=sample)) for sample in range(num_samples)]
+    return Group(group_id=group_id, trajectories=members, prompt_uid=draw(st.text(max_size=3)))
+
+
+def _all_of_the_last(draw: st.DrawFn, seen: list[list[int]]) -> list[int]:
+    return seen[-1]
+
+
+def _some_of_any(draw: st.DrawFn, seen: list[list[int]]) -> list[int]:
+    known = draw(st.sampled_from(seen))
+    return known[: draw(st.integers(0, len(known)))]
+
+
+def _episode(
+    draw: st.DrawFn,
+    *,
+    max_turns: int,
+    recall: Callable[[st.DrawFn, list[list[int]]], list[int]],
+) -> tuple[Turn, ...]:
+    episode: list[Turn] = []
+    seen: list[list[int]] = []
+    for _ in range(draw(st.integers(1, max_turns))):
+        known = recall(draw, seen) if seen else []
+        turn = draw(turns(prompt_ids=[*known, *draw(tokens(max_size=3)).tolist()]))
+        episode.append(turn)
+        seen.append([*turn.prompt_ids.tolist(), *turn.response_ids.tolist()])
+    return tuple(episode)

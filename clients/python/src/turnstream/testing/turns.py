@@ -1,0 +1,109 @@
+"""Builders of what generators send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnstream.testing.letters import ids, mask
+from turnstream.types import (
+    NO_PARENT,
+    Group,
+    Status,
+    StoredTurn,
+    Trajectory,
+    Turn,
+    VersionRun,
+)
+
+PerToken = float | Sequence[float] | None
+"""One number for every response token, or one each; None leaves the array out."""
+
+
+def turn(
+    prompt: str,
+    response: str,
+    *,
+    logprobs: PerToken = None,
+    rewards: PerToken = None,
+    version: int | None = None,
+) -> Turn:
+    """A turn from letters: the full prompt, then the response with its trained tokens as capitals.
+
+    Args:
+        prompt: one letter per token; capitals mean nothing here.
+        response: one letter per token. All capitals: no mask is given, as most generators do.
+        logprobs: in nats; a single number is written at the trained tokens, 0.0 elsewhere.
+        rewards: per response token; a single number is written at the last one, 0.0 elsewhere.
+        version: of the weights that sampled all of the response; None if unknown.
+    """
+    loss_mask = mask(response)
+    return Turn(
+        prompt_ids=ids(prompt),
+        response_ids=ids(response),
+        logprobs=_per_token(logprobs, where=loss_mask),
+        loss_mask=None if loss_mask.all() else loss_mask,
+        rewards=_per_token(rewards, where=_last(len(response))),
+        version_runs=_runs(version, num_tokens=len(response)),
+    )
+
+
+def stored_turn(
+    new_prompt: str,
+    response: str,
+    *,
+    index: int = 0,
+    parent: int = NO_PARENT,
+    shared: int = 0,
+    logprobs: PerToken = None,
+    rewards: PerToken = None,
+    version: int | None = None,
+) -> StoredTurn:
+    """A turn as it is stored: only the prompt tokens that its parent lacks. See `turn`."""
+    loss_mask = mask(response)
+    return StoredTurn(
+        index=index,
+        parent_turn=parent,
+        shared_tokens=shared,
+        token_ids=ids(new_prompt + response),
+        num_response_tokens=len(response),
+        logprobs=_per_token(logprobs, where=loss_mask),
+        loss_mask=None if loss_mask.all() else loss_mask,
+        rewards=_per_token(rewards, where=_last(len(response))),
+        version_runs=_runs(version, num_tokens=len(response)),
+    )
+
+
+def trajectory(
+    *turns: Turn,
+    sample: int = 0,
+    reward: float | None = 1.0,
+    status: Status = Status.COMPLETED,
+) -> Trajectory:
+    """An episode of these turns; of one turn "ab" -> "CD" if none is given."""
+    episode = turns or (turn("ab", "CD"),)
+    return Trajectory(turns=episode, sample=sample, reward=reward, status=status)
+
+
+def group(group_id: str = "g0", *trajectories: Trajectory, prompt_uid: str = "") -> Group:
+    """A group of these trajectories; of two with rewards 1 and 0 if none is given."""
+    members = trajectories or (trajectory(sample=0), trajectory(sample=1, reward=0.0))
+    return Group(group_id=group_id, trajectories=members, prompt_uid=prompt_uid)
+
+
+def _per_token(values: PerToken, *, where: NDArray[np.uint8]) -> NDArray[np.float32] | None:
+    if values is None:
+        return None
+    if isinstance(values, int | float):
+        return np.where(where, np.float32(values), np.float32(0))
+    return np.array(values, np.float32)
+
+
+def _last(num_tokens: int) -> NDArray[np.uint8]:
+    return np.array([i == num_tokens - 1 for i in range(num_tokens)], np.uint8)
+
+
+def _runs(version: int | None, *, num_tokens: int) -> tuple[VersionRun, ...]:
+    return () if version is None else (VersionRun(version, num_tokens),)

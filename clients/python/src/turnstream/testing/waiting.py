@@ -1,0 +1,55 @@
+"""Waiting for something to become true, with a failure that says what it was."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+Value = TypeVar("Value")
+
+POLL_INTERVAL_S = 0.01
+
+
+def wait_until(
+    predicate: Callable[[], Value], timeout_s: float = 10.0, describe: str = "the condition"
+) -> Value:
+    """Ask again and again until the answer is true, and give that answer.
+
+    Args:
+        predicate: called about every 10 ms; must itself return soon.
+        timeout_s: seconds after which to give up.
+        describe: completes "timed out waiting for ...".
+
+    Raises:
+        TimeoutError: names what was waited for, and the last answer.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        answer = predicate()
+        if answer:
+            return answer
+        if time.monotonic() > deadline:
+            raise TimeoutError(_gave_up(describe, timeout_s, answer))
+        time.sleep(POLL_INTERVAL_S)
+
+
+async def wait_until_async(
+    predicate: Callable[[], Awaitable[Value]],
+    timeout_s: float = 10.0,
+    describe: str = "the condition",
+) -> Value:
+    """`wait_until` for a predicate that must be awaited."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        answer = await predicate()
+        if answer:
+            return answer
+        if time.monotonic() > deadline:
+            raise TimeoutError(_gave_up(describe, timeout_s, answer))
+        await asyncio.sleep(POLL_INTERVAL_S)
+
+
+def _gave_up(describe: str, timeout_s: float, answer: object) -> str:
+    return f"timed out after {timeout_s:g} s waiting for {describe}; the last answer was {answer!r}"

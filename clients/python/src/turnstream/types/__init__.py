@@ -1,0 +1,62 @@
+"""The values that everything else passes around. No I/O, no clock, numpy only.
+
+Token ids are int32, log-probabilities float32 in nats, masks uint8 with 1 for "trained".
+"""
+
+from turnstream.types.events import (
+    Event,
+    GroupOpened,
+    RunClosed,
+    TrajectoryAbandoned,
+    TrajectoryDied,
+    VersionAnnounced,
+)
+from turnstream.types.rows import (
+    Denominators,
+    MiniBatch,
+    MiniBatchInfo,
+    Ragged,
+    RecoveryToken,
+    Rows,
+    Sequence,
+)
+from turnstream.types.turns import (
+    NO_PARENT,
+    Group,
+    SealedTrajectory,
+    Status,
+    StoredTurn,
+    Trajectory,
+    TrajectoryKey,
+    TrajectoryState,
+    Turn,
+    TurnShape,
+    VersionRun,
+)
+
+__all__ = [
+    "NO_PARENT",
+    "Denominators",
+    "Event",
+    "Group",
+    "GroupOpened",
+    "MiniBatch",
+    "MiniBatchInfo",
+    "Ragged",
+    "RecoveryToken",
+    "Rows",
+    "RunClosed",
+    "SealedTrajectory",
+    "Sequence",
+    "Status",
+    "StoredTurn",
+    "Trajectory",
+    "TrajectoryAbandoned",
+    "TrajectoryDied",
+    "TrajectoryKey",
+    "TrajectoryState",
+    "Turn",
+    "TurnShape",
+    "VersionAnnounced",
+    "VersionRun",
+]

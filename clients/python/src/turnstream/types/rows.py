@@ -1,0 +1,229 @@
+"""What workers train on: ragged token rows and the mini-batches made of them.
+
+Shape suffixes in docstrings: B rows, T tokens of a row, P its prompt, T - P its response.
+"""
+
+from __future__ import annotations
+
+import collections.abc as abc
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnstream.types.turns import VersionRun
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ragged(Generic[Scalar]):
+    """Rows of different lengths in one flat buffer: row b is `values[offsets[b]:offsets[b + 1]]`.
+
+    >>> rows = Ragged(np.array([1, 2, 3], np.int32), np.array([0, 2, 2, 3], np.int32))
+    >>> [row.tolist() for row in rows]
+    [[1, 2], [], [3]]
+    """
+
+    values: NDArray[Scalar]
+    offsets: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> NDArray[Scalar]:
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    def __iter__(self) -> Iterator[NDArray[Scalar]]:
+        bounds = self.offsets.tolist()
+        for start, stop in itertools.pairwise(bounds):
+            yield self.values[start:stop]
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """int32 (B,), the length of every row."""
+        return np.diff(self.offsets)
+
+    @classmethod
+    def from_rows(cls, rows: abc.Sequence[Any], dtype: type[Scalar]) -> Ragged[Scalar]:
+        """Copy ragged rows into one buffer of `dtype`."""
+        arrays = [np.asarray(row, dtype=dtype) for row in rows]
+        offsets = np.zeros(len(arrays) + 1, np.int32)
+        np.cumsum([len(array) for array in arrays], out=offsets[1:])
+        values = np.concatenate(arrays) if arrays else np.empty(0, dtype)
+        return cls(values, offsets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sequence:
+    """Merged turns as one token row: a prompt, then sampled and observed tokens in order.
+
+    Attributes:
+        turns: indices of the turns merged into this row, ascending.
+        input_ids: int32 (T,), prompt then response.
+        prompt_length: P; the response is the last T - P tokens.
+        loss_mask: uint8 (T - P,), 0 on observed tokens.
+        logprobs: float32 (T - P,), 0.0 where masked; None where the turns had none.
+        rewards: float32 (T - P,).
+        version_runs: which weights sampled the response, covering T - P tokens.
+        turn_spans: begin and end of every turn's own response, counted in response tokens.
+    """
+
+    turns: tuple[int, ...]
+    input_ids: NDArray[np.int32]
+    prompt_length: int
+    loss_mask: NDArray[np.uint8]
+    logprobs: NDArray[np.float32] | None
+    rewards: NDArray[np.float32]
+    version_runs: tuple[VersionRun, ...]
+    turn_spans: tuple[tuple[int, int], ...] = ()
+
+
+class Denominators(NamedTuple):
+    """What the sums of a loss are divided by: over all ranks and micro-batches of a mini-batch.
+
+    Inert rows, and real rows without a trained token, count nowhere.
+    """
+
+    num_tokens: int
+    num_sequences: int
+    num_trajectories: int
+    num_groups: int
+    weight_sum: float
+    length_constant: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """Token rows as ragged columns; B rows in every column.
+
+    Attributes:
+        row_id: int64 (B,), names a row for ever; negative for inert rows.
+        trajectory_id, group_id, prompt_uid, status: B strings each; empty in inert rows.
+        sample, attempt, sequence_index: int32 (B,).
+        is_last: bool (B,), the last sequence of its trajectory.
+        is_padding: bool (B,), an inert row.
+        weight: float32 (B,), 0 in inert rows.
+        reward: float32 (B,), of the trajectory; NaN where it has none (a null on the wire).
+        advantage: float32 (B,), of the trajectory.
+        prompt_length: int32 (B,).
+        trajectory_num_tokens, group_num_tokens: int64 (B,), trained tokens of the row's
+            trajectory and group in this batch.
+        input_ids: int32, prompt then response.
+        loss_mask: uint8, one per response token.
+        logprobs: float32, one per response token; None if no row has any; NaN at the trainable
+            positions of a row without, in a batch where others have them.
+        rewards: float32, one per response token.
+        run_versions, run_counts: the version runs of every row, -1 for observed tokens.
+    """
+
+    row_id: NDArray[np.int64]
+    trajectory_id: abc.Sequence[str]
+    group_id: abc.Sequence[str]
+    prompt_uid: abc.Sequence[str]
+    status: abc.Sequence[str]
+    sample: NDArray[np.int32]
+    attempt: NDArray[np.int32]
+    sequence_index: NDArray[np.int32]
+    is_last: NDArray[np.bool_]
+    is_padding: NDArray[np.bool_]
+    weight: NDArray[np.float32]
+    reward: NDArray[np.float32]
+    advantage: NDArray[np.float32]
+    prompt_length: NDArray[np.int32]
+    trajectory_num_tokens: NDArray[np.int64]
+    group_num_tokens: NDArray[np.int64]
+    input_ids: Ragged[np.int32]
+    loss_mask: Ragged[np.uint8]
+    logprobs: Ragged[np.float32] | None
+    rewards: Ragged[np.float32]
+    run_versions: Ragged[np.int64]
+    run_counts: Ragged[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.row_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatchInfo:
+    """What is said of a mini-batch beside its rows. The same on every rank but for the last five.
+
+    Attributes:
+        step: number of the batch, from 1.
+        mini_batch: index of the mini-batch in its batch, from 0.
+        manifest_hash: hex SHA-256 of the manifest: the batch's name in the chain.
+        width: max(prompt + response) over all rows of all ranks, in tokens.
+        response_width: the longest response of all ranks, in tokens.
+        padding_share: share of padding positions in the left-padded layout, 0 to 1.
+        merge_ratio: tokens of the turns sent one by one / tokens of the rows.
+        oldest_version, newest_version: over the trained tokens; None if unknown.
+        num_real_rows, num_inert_rows: of this rank.
+        micro_batches: row positions of this rank, one tuple per forward pass; every rank has the
+            same number of them.
+    """
+
+    run: str
+    step: int
+    revision: int
+    lineage: str
+    mini_batch: int
+    num_mini_batches: int
+    manifest_hash: str
+    assembly_version: int
+    config_revision: int
+    pad_token_id: int
+    width: int
+    response_width: int
+    denominators: Denominators
+    padding_share: float
+    merge_ratio: float
+    oldest_version: int | None
+    newest_version: int | None
+    dp_rank: int
+    dp_world_size: int
+    num_real_rows: int
+    num_inert_rows: int
+    micro_batches: tuple[tuple[int, ...], ...]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the batch is finished after this mini-batch."""
+        return self.mini_batch == self.num_mini_batches - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MiniBatch:
+    """One rank's rows of one optimizer update."""
+
+    rows: Rows
+    info: MiniBatchInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryToken:
+    """Names a batch of a run's history; a trainer keeps it in the checkpoint made after it.
+
+    >>> token = RecoveryToken(lineage="main", step=7, chain_hash="ab12")
+    >>> RecoveryToken.parse(str(token)) == token
+    True
+    """
+
+    lineage: str
+    step: int
+    chain_hash: str
+
+    def __str__(self) -> str:
+        return f"{self.lineage}:{self.step}:{self.chain_hash}"
+
+    @classmethod
+    def parse(cls, text: str) -> RecoveryToken:
+        """Read what `str(token)` wrote.
+
+        Raises:
+            ValueError: the text is not a token.
+        """
+        lineage, step, chain_hash = text.rsplit(":", 2)
+        return cls(lineage=lineage, step=int(step), chain_hash=chain_hash)

@@ -1,0 +1,119 @@
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class StartRequest(_message.Message):
+    __slots__ = ("run", "recovery_token", "dp_world_size", "session")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    RECOVERY_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    DP_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    recovery_token: str
+    dp_world_size: int
+    session: str
+    def __init__(self, run: _Optional[str] = ..., recovery_token: _Optional[str] = ..., dp_world_size: _Optional[int] = ..., session: _Optional[str] = ...) -> None: ...
+
+class StartReply(_message.Message):
+    __slots__ = ("session_epoch", "next_step", "config_json", "lineage", "newest_version")
+    SESSION_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    session_epoch: int
+    next_step: int
+    config_json: str
+    lineage: str
+    newest_version: int
+    def __init__(self, session_epoch: _Optional[int] = ..., next_step: _Optional[int] = ..., config_json: _Optional[str] = ..., lineage: _Optional[str] = ..., newest_version: _Optional[int] = ...) -> None: ...
+
+class GetRequest(_message.Message):
+    __slots__ = ("run", "step", "dp_rank", "dp_world_size", "session_epoch", "wait_s")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    DP_RANK_FIELD_NUMBER: _ClassVar[int]
+    DP_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    step: int
+    dp_rank: int
+    dp_world_size: int
+    session_epoch: int
+    wait_s: float
+    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_world_size: _Optional[int] = ..., session_epoch: _Optional[int] = ..., wait_s: _Optional[float] = ...) -> None: ...
+
+class GetChunk(_message.Message):
+    __slots__ = ("header", "data")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    header: MiniBatchHeader
+    data: bytes
+    def __init__(self, header: _Optional[_Union[MiniBatchHeader, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class MiniBatchHeader(_message.Message):
+    __slots__ = ("step", "mini_batch", "num_mini_batches", "num_bytes", "content_hash")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    MINI_BATCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_MINI_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_HASH_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    mini_batch: int
+    num_mini_batches: int
+    num_bytes: int
+    content_hash: str
+    def __init__(self, step: _Optional[int] = ..., mini_batch: _Optional[int] = ..., num_mini_batches: _Optional[int] = ..., num_bytes: _Optional[int] = ..., content_hash: _Optional[str] = ...) -> None: ...
+
+class SteppedRequest(_message.Message):
+    __slots__ = ("run", "step", "session_epoch", "manifest_hash")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SESSION_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_HASH_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    step: int
+    session_epoch: int
+    manifest_hash: str
+    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., session_epoch: _Optional[int] = ..., manifest_hash: _Optional[str] = ...) -> None: ...
+
+class SteppedReply(_message.Message):
+    __slots__ = ("recovery_token",)
+    RECOVERY_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    recovery_token: str
+    def __init__(self, recovery_token: _Optional[str] = ...) -> None: ...
+
+class CommittedRequest(_message.Message):
+    __slots__ = ("run", "recovery_token", "session_epoch")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    RECOVERY_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SESSION_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    recovery_token: str
+    session_epoch: int
+    def __init__(self, run: _Optional[str] = ..., recovery_token: _Optional[str] = ..., session_epoch: _Optional[int] = ...) -> None: ...
+
+class CommittedReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AnnounceVersionRequest(_message.Message):
+    __slots__ = ("run", "version", "step", "session_epoch", "weights_uri")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SESSION_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_URI_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    version: int
+    step: int
+    session_epoch: int
+    weights_uri: str
+    def __init__(self, run: _Optional[str] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., session_epoch: _Optional[int] = ..., weights_uri: _Optional[str] = ...) -> None: ...
+
+class AnnounceVersionReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

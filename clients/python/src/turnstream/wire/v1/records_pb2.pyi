@@ -1,0 +1,292 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class VersionRun(_message.Message):
+    __slots__ = ("version", "count")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    count: int
+    def __init__(self, version: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+
+class ArraySpec(_message.Message):
+    __slots__ = ("name", "dtype", "shape")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class TurnHeader(_message.Message):
+    __slots__ = ("index", "parent_turn", "shared_tokens", "num_response_tokens", "arrays", "version_runs")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    PARENT_TURN_FIELD_NUMBER: _ClassVar[int]
+    SHARED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESPONSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ARRAYS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_RUNS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    parent_turn: int
+    shared_tokens: int
+    num_response_tokens: int
+    arrays: _containers.RepeatedCompositeFieldContainer[ArraySpec]
+    version_runs: _containers.RepeatedCompositeFieldContainer[VersionRun]
+    def __init__(self, index: _Optional[int] = ..., parent_turn: _Optional[int] = ..., shared_tokens: _Optional[int] = ..., num_response_tokens: _Optional[int] = ..., arrays: _Optional[_Iterable[_Union[ArraySpec, _Mapping]]] = ..., version_runs: _Optional[_Iterable[_Union[VersionRun, _Mapping]]] = ...) -> None: ...
+
+class TurnShape(_message.Message):
+    __slots__ = ("parent_turn", "shared_tokens", "num_new_prompt_tokens", "num_response_tokens", "num_trained_tokens", "reward", "payload_crc")
+    PARENT_TURN_FIELD_NUMBER: _ClassVar[int]
+    SHARED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_NEW_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESPONSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRAINED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_CRC_FIELD_NUMBER: _ClassVar[int]
+    parent_turn: int
+    shared_tokens: int
+    num_new_prompt_tokens: int
+    num_response_tokens: int
+    num_trained_tokens: int
+    reward: float
+    payload_crc: int
+    def __init__(self, parent_turn: _Optional[int] = ..., shared_tokens: _Optional[int] = ..., num_new_prompt_tokens: _Optional[int] = ..., num_response_tokens: _Optional[int] = ..., num_trained_tokens: _Optional[int] = ..., reward: _Optional[float] = ..., payload_crc: _Optional[int] = ...) -> None: ...
+
+class TrajectoryKey(_message.Message):
+    __slots__ = ("group_id", "sample", "attempt")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    sample: int
+    attempt: int
+    def __init__(self, group_id: _Optional[str] = ..., sample: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class TrajectorySealed(_message.Message):
+    __slots__ = ("key", "lease_epoch", "status", "reward", "reward_components", "turns", "oldest_version", "newest_version", "num_payload_bytes", "has_logprobs", "sampling", "tags", "metrics")
+    class RewardComponentsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class SamplingEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class TagsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    LEASE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    REWARD_COMPONENTS_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HAS_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    key: TrajectoryKey
+    lease_epoch: int
+    status: str
+    reward: float
+    reward_components: _containers.ScalarMap[str, float]
+    turns: _containers.RepeatedCompositeFieldContainer[TurnShape]
+    oldest_version: int
+    newest_version: int
+    num_payload_bytes: int
+    has_logprobs: bool
+    sampling: _containers.ScalarMap[str, float]
+    tags: _containers.ScalarMap[str, str]
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, key: _Optional[_Union[TrajectoryKey, _Mapping]] = ..., lease_epoch: _Optional[int] = ..., status: _Optional[str] = ..., reward: _Optional[float] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., turns: _Optional[_Iterable[_Union[TurnShape, _Mapping]]] = ..., oldest_version: _Optional[int] = ..., newest_version: _Optional[int] = ..., num_payload_bytes: _Optional[int] = ..., has_logprobs: bool = ..., sampling: _Optional[_Mapping[str, float]] = ..., tags: _Optional[_Mapping[str, str]] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class GroupOpened(_message.Message):
+    __slots__ = ("group_id", "prompt_uid", "num_samples")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_UID_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    prompt_uid: str
+    num_samples: int
+    def __init__(self, group_id: _Optional[str] = ..., prompt_uid: _Optional[str] = ..., num_samples: _Optional[int] = ...) -> None: ...
+
+class TrajectoryAbandoned(_message.Message):
+    __slots__ = ("key", "reason")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    key: TrajectoryKey
+    reason: str
+    def __init__(self, key: _Optional[_Union[TrajectoryKey, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class TrajectoryDied(_message.Message):
+    __slots__ = ("key", "reason")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    key: TrajectoryKey
+    reason: str
+    def __init__(self, key: _Optional[_Union[TrajectoryKey, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class VersionAnnounced(_message.Message):
+    __slots__ = ("version", "step", "lineage", "weights_uri")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_URI_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    step: int
+    lineage: str
+    weights_uri: str
+    def __init__(self, version: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[str] = ..., weights_uri: _Optional[str] = ...) -> None: ...
+
+class RunClosed(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Event(_message.Message):
+    __slots__ = ("group_opened", "trajectory_sealed", "trajectory_abandoned", "trajectory_died", "version_announced", "run_closed")
+    GROUP_OPENED_FIELD_NUMBER: _ClassVar[int]
+    TRAJECTORY_SEALED_FIELD_NUMBER: _ClassVar[int]
+    TRAJECTORY_ABANDONED_FIELD_NUMBER: _ClassVar[int]
+    TRAJECTORY_DIED_FIELD_NUMBER: _ClassVar[int]
+    VERSION_ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
+    RUN_CLOSED_FIELD_NUMBER: _ClassVar[int]
+    group_opened: GroupOpened
+    trajectory_sealed: TrajectorySealed
+    trajectory_abandoned: TrajectoryAbandoned
+    trajectory_died: TrajectoryDied
+    version_announced: VersionAnnounced
+    run_closed: RunClosed
+    def __init__(self, group_opened: _Optional[_Union[GroupOpened, _Mapping]] = ..., trajectory_sealed: _Optional[_Union[TrajectorySealed, _Mapping]] = ..., trajectory_abandoned: _Optional[_Union[TrajectoryAbandoned, _Mapping]] = ..., trajectory_died: _Optional[_Union[TrajectoryDied, _Mapping]] = ..., version_announced: _Optional[_Union[VersionAnnounced, _Mapping]] = ..., run_closed: _Optional[_Union[RunClosed, _Mapping]] = ...) -> None: ...
+
+class SequenceShape(_message.Message):
+    __slots__ = ("turns", "prompt_length", "num_tokens", "num_trained_tokens")
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRAINED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    turns: _containers.RepeatedScalarFieldContainer[int]
+    prompt_length: int
+    num_tokens: int
+    num_trained_tokens: int
+    def __init__(self, turns: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_trained_tokens: _Optional[int] = ...) -> None: ...
+
+class TrajectoryPlan(_message.Message):
+    __slots__ = ("key", "status", "reward", "advantage", "weight", "num_turn_tokens", "oldest_version", "newest_version", "has_logprobs", "sequences", "payload_crcs")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    ADVANTAGE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TURN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    HAS_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_CRCS_FIELD_NUMBER: _ClassVar[int]
+    key: TrajectoryKey
+    status: str
+    reward: float
+    advantage: float
+    weight: float
+    num_turn_tokens: int
+    oldest_version: int
+    newest_version: int
+    has_logprobs: bool
+    sequences: _containers.RepeatedCompositeFieldContainer[SequenceShape]
+    payload_crcs: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, key: _Optional[_Union[TrajectoryKey, _Mapping]] = ..., status: _Optional[str] = ..., reward: _Optional[float] = ..., advantage: _Optional[float] = ..., weight: _Optional[float] = ..., num_turn_tokens: _Optional[int] = ..., oldest_version: _Optional[int] = ..., newest_version: _Optional[int] = ..., has_logprobs: bool = ..., sequences: _Optional[_Iterable[_Union[SequenceShape, _Mapping]]] = ..., payload_crcs: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GroupPlan(_message.Message):
+    __slots__ = ("group_id", "prompt_uid", "trajectories")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_UID_FIELD_NUMBER: _ClassVar[int]
+    TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    prompt_uid: str
+    trajectories: _containers.RepeatedCompositeFieldContainer[TrajectoryPlan]
+    def __init__(self, group_id: _Optional[str] = ..., prompt_uid: _Optional[str] = ..., trajectories: _Optional[_Iterable[_Union[TrajectoryPlan, _Mapping]]] = ...) -> None: ...
+
+class Denominators(_message.Message):
+    __slots__ = ("num_tokens", "num_sequences", "num_trajectories", "num_groups", "weight_sum", "length_constant")
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_SUM_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_CONSTANT_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    num_sequences: int
+    num_trajectories: int
+    num_groups: int
+    weight_sum: float
+    length_constant: int
+    def __init__(self, num_tokens: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_trajectories: _Optional[int] = ..., num_groups: _Optional[int] = ..., weight_sum: _Optional[float] = ..., length_constant: _Optional[int] = ...) -> None: ...
+
+class MiniBatchPlan(_message.Message):
+    __slots__ = ("first_group", "num_groups", "first_row_id", "num_rows", "width", "response_width", "denominators")
+    FIRST_GROUP_FIELD_NUMBER: _ClassVar[int]
+    NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ROW_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    DENOMINATORS_FIELD_NUMBER: _ClassVar[int]
+    first_group: int
+    num_groups: int
+    first_row_id: int
+    num_rows: int
+    width: int
+    response_width: int
+    denominators: Denominators
+    def __init__(self, first_group: _Optional[int] = ..., num_groups: _Optional[int] = ..., first_row_id: _Optional[int] = ..., num_rows: _Optional[int] = ..., width: _Optional[int] = ..., response_width: _Optional[int] = ..., denominators: _Optional[_Union[Denominators, _Mapping]] = ...) -> None: ...
+
+class Manifest(_message.Message):
+    __slots__ = ("run", "step", "revision", "lineage", "previous_hash", "assembly_version", "config_revision", "last_event_id", "groups", "mini_batches")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_HASH_FIELD_NUMBER: _ClassVar[int]
+    ASSEMBLY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_REVISION_FIELD_NUMBER: _ClassVar[int]
+    LAST_EVENT_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    MINI_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    step: int
+    revision: int
+    lineage: str
+    previous_hash: str
+    assembly_version: int
+    config_revision: int
+    last_event_id: str
+    groups: _containers.RepeatedCompositeFieldContainer[GroupPlan]
+    mini_batches: _containers.RepeatedCompositeFieldContainer[MiniBatchPlan]
+    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., revision: _Optional[int] = ..., lineage: _Optional[str] = ..., previous_hash: _Optional[str] = ..., assembly_version: _Optional[int] = ..., config_revision: _Optional[int] = ..., last_event_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupPlan, _Mapping]]] = ..., mini_batches: _Optional[_Iterable[_Union[MiniBatchPlan, _Mapping]]] = ...) -> None: ...

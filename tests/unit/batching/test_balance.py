@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.batching.balance import Method, Parts, balance, largest_part, token_cost
+from turnstream.errors import BatchingError
+
+weights_and_parts = st.tuples(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 6))
+
+
+def as_weights(parts: Parts, weights: list[int]) -> list[list[int]]:
+    return [[weights[item] for item in part] for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [("longest_first", [[8, 5, 4], [7, 6]]), ("karmarkar_karp", [[4, 7, 5], [8, 6]])],
+)
+def test_balances_the_golden_vector(method: Method, expected: list[list[int]]) -> None:
+    weights = [8, 7, 6, 5, 4]
+
+    assert as_weights(balance(weights, num_parts=2, method=method), weights) == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [("longest_first", [[20, 2, 1], [5, 4, 3]]), ("karmarkar_karp", [[20, 3, 1], [5, 4, 2]])],
+)
+def test_balances_the_golden_vector_with_equal_counts(
+    method: Method, expected: list[list[int]]
+) -> None:
+    weights = [1, 2, 3, 4, 5, 20]
+
+    parts = balance(weights, num_parts=2, method=method, equal_count=True)
+
+    assert as_weights(parts, weights) == expected
+
+
+def test_auto_takes_karmarkar_karp_where_it_is_better() -> None:
+    weights = [8, 7, 6, 5, 4]
+
+    assert largest_part(balance(weights, num_parts=2), weights) == 16
+
+
+def test_auto_takes_the_greedy_method_where_it_is_better() -> None:
+    weights = [10, 7, 2, 19, 3, 7]
+
+    differenced = balance(weights, num_parts=2, method="karmarkar_karp", equal_count=True)
+    best = balance(weights, num_parts=2, equal_count=True)
+
+    assert (largest_part(differenced, weights), largest_part(best, weights)) == (28, 24)
+
+
+def test_counts_attention_when_the_cost_is_quadratic() -> None:
+    lengths = [100, 10, 10, 10, 10, 10]
+    cost = token_cost(a=1.0, b=1.0)
+
+    parts = balance([cost(length) for length in lengths], num_parts=2)
+
+    assert sorted(map(len, parts)) == [1, 5]
+
+
+def test_refuses_equal_counts_that_do_not_divide() -> None:
+    with pytest.raises(BatchingError, match="5 items do not divide into 2"):
+        balance([1] * 5, num_parts=2, equal_count=True)
+
+
+def test_refuses_no_parts() -> None:
+    with pytest.raises(BatchingError, match="num_parts=0"):
+        balance([1], num_parts=0)
+
+
+@given(weights_and_parts, st.sampled_from(Method.__args__))
+def test_every_item_is_in_one_part(drawn: tuple[list[int], int], method: Method) -> None:
+    weights, num_parts = drawn
+
+    parts = balance(weights, num_parts=num_parts, method=method)
+
+    assert len(parts) == num_parts
+    assert sorted(item for part in parts for item in part) == list(range(len(weights)))
+
+
+@given(weights_and_parts, st.sampled_from(Method.__args__))
+def test_equal_counts_are_equal(drawn: tuple[list[int], int], method: Method) -> None:
+    weights, num_parts = drawn
+    weights = weights[: len(weights) // num_parts * num_parts]
+
+    parts = balance(weights, num_parts=num_parts, method=method, equal_count=True)
+
+    assert {len(part) for part in parts} == {len(weights) // num_parts}
+    assert sorted(item for part in parts for item in part) == list(range(len(weights)))
+
+
+@given(weights_and_parts)
+def test_auto_is_never_worse_than_either_method(drawn: tuple[list[int], int]) -> None:
+    weights, num_parts = drawn
+
+    best = largest_part(balance(weights, num_parts=num_parts), weights)
+
+    for method in ("longest_first", "karmarkar_karp"):
+        assert best <= largest_part(balance(weights, num_parts=num_parts, method=method), weights)
+
+
+@given(weights_and_parts)
+def test_the_greedy_method_is_within_four_thirds_of_any_partition(
+    drawn: tuple[list[int], int],
+) -> None:
+    # Graham (1969): longest first is at most 4/3 of the optimum, which no part can beat.
+    weights, num_parts = drawn
+    least = max([sum(weights) / num_parts, *map(float, weights)])
+
+    parts = balance(weights, num_parts=num_parts, method="longest_first")
+
+    assert largest_part(parts, weights) <= 4 / 3 * least + max(weights, default=0) / 3

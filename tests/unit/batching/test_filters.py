@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.batching.filters import (
+    has_zero_variance,
+    is_cut_off,
+    overlong_penalty,
+    row_weights,
+)
+from turnstream.errors import BatchingError, InvalidConfigError
+from turnstream.types import Status
+
+
+def test_edge_case_40_equal_rewards_within_the_tolerance_teach_nothing() -> None:
+    assert has_zero_variance([1.0, 1.0])
+    assert not has_zero_variance([0.0, 1.0])
+    assert has_zero_variance([0.1, 0.1 + 1e-7])
+    assert not has_zero_variance([0.1, 0.1 + 1e-5])
+
+
+def test_edge_case_40_a_group_with_one_member_is_kept() -> None:
+    assert not has_zero_variance([1.0])
+    assert not has_zero_variance([])
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"),
+    [(1, 0.0), (16_384, 0.0), (16_385, -0.000244), (18_432, -0.5), (20_480, -1.0), (30_000, -1.0)],
+)
+def test_punishes_long_responses_by_the_golden_vector(num_tokens: int, expected: float) -> None:
+    penalty = overlong_penalty(num_tokens, max_tokens=20_480, buffer_tokens=4_096)
+
+    assert penalty == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("buffer_tokens", [0, 101])
+def test_refuses_a_buffer_outside_the_limit(buffer_tokens: int) -> None:
+    with pytest.raises(InvalidConfigError, match="buffer_tokens"):
+        overlong_penalty(5, max_tokens=100, buffer_tokens=buffer_tokens)
+
+
+def test_only_truncated_and_aborted_episodes_are_cut_off() -> None:
+    assert [status for status in Status if is_cut_off(status)] == [Status.TRUNCATED, Status.ABORTED]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("per_row", [1, 1, 1, 0]),
+        ("per_trajectory", [0.5, 0.5, 1, 0]),
+        ("rollout_mean", [0.75, 0.25, 1, 0]),
+    ],
+)
+def test_weighs_the_rows_of_a_split_trajectory(kind, expected: list[float]) -> None:
+    weights = row_weights(
+        kind, trajectory_B=np.array([7, 7, 2, 2]), num_trained_B=np.array([3, 1, 5, 0])
+    )
+
+    assert weights.dtype == np.float32
+    assert weights.tolist() == expected
+
+
+def test_refuses_lists_of_different_length() -> None:
+    with pytest.raises(BatchingError, match="1 trajectories for 2 rows"):
+        row_weights("per_row", trajectory_B=np.array([1]), num_trained_B=np.array([1, 2]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), min_size=1, max_size=30))
+def test_the_rows_of_a_trajectory_weigh_one_together(rows: list[tuple[int, int]]) -> None:
+    trajectory_B = np.array([trajectory for trajectory, _ in rows])
+    num_trained_B = np.array([num_trained for _, num_trained in rows])
+
+    for kind in ("per_trajectory", "rollout_mean"):
+        weights = row_weights(kind, trajectory_B=trajectory_B, num_trained_B=num_trained_B)
+        sums = [weights[trajectory_B == name].sum() for name in set(trajectory_B.tolist())]
+        assert np.allclose(sums, 1.0)

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.batching.packing import Bins, Method, grow_bins, pack
+from turnstream.errors import BatchingError, RowTooLongError
+
+METHODS: tuple[Method, ...] = Method.__args__
+LENGTHS = [6, 3, 5, 7, 2, 4, 1, 8]
+
+rows = st.lists(st.integers(1, 60), max_size=60)
+
+
+def tokens(bins: Bins, lengths: list[int]) -> list[int]:
+    return [sum(lengths[row] for row in bin_rows) for bin_rows in bins]
+
+
+def scan_first_fit(order: list[int], lengths: list[int], capacity: int) -> Bins:
+    bins: Bins = []
+    for row in order:
+        for bin_rows in bins:
+            if sum(lengths[r] for r in bin_rows) + lengths[row] <= capacity:
+                bin_rows.append(row)
+                break
+        else:
+            bins.append([row])
+    return bins
+
+
+def scan_best_fit(order: list[int], lengths: list[int], capacity: int) -> Bins:
+    bins: Bins = []
+    for row in order:
+        rooms = [capacity - sum(lengths[r] for r in bin_rows) for bin_rows in bins]
+        fitting = [(room, index) for index, room in enumerate(rooms) if room >= lengths[row]]
+        if fitting:
+            bins[min(fitting)[1]].append(row)
+        else:
+            bins.append([row])
+    return bins
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("next_fit", [[0, 1], [2], [3, 4], [5, 6], [7]]),
+        ("first_fit", [[0, 1, 6], [2, 4], [3], [5], [7]]),
+        ("first_fit_decreasing", [[7, 4], [3, 1], [0, 5], [2, 6]]),
+        ("best_fit_decreasing", [[7, 4], [3, 1], [0, 5], [2, 6]]),
+    ],
+)
+def test_packs_the_golden_vector(method: Method, expected: Bins) -> None:
+    assert pack(LENGTHS, capacity=10, method=method) == expected
+
+
+def test_first_fit_decreasing_needs_five_bins_where_worst_fit_needs_six() -> None:
+    lengths = [10, 19, 5, 9, 8, 16, 15, 11, 2, 3]
+
+    assert len(pack(lengths, capacity=20, method="first_fit_decreasing")) == 5
+
+
+def test_modified_first_fit_decreasing_pairs_large_rows_with_the_largest_medium_one() -> None:
+    # Capacity 12: 7 is large, 5 medium (above 4), 3 small (above 2), 1 the rest.
+    lengths = [7, 7, 5, 3, 3, 3, 1]
+
+    bins = pack(lengths, capacity=12, method="modified_first_fit_decreasing")
+
+    # The last large bin has room 5, too little for two small rows; they go in forward, by size.
+    assert bins == [[0, 2], [1, 3, 6], [4, 5]]
+
+
+def test_modified_first_fit_decreasing_adds_two_small_rows_where_no_medium_one_went() -> None:
+    # Capacity 20: 11 is large; 4, 4 and 5 are small (above 3, at most 6).
+    lengths = [11, 4, 4, 5]
+
+    bins = pack(lengths, capacity=20, method="modified_first_fit_decreasing")
+
+    # The smallest (row 2, the later of the equal ones) and the largest that still fits (row 3).
+    assert bins == [[0, 2, 3], [1]]
+
+
+def test_edge_case_42_ties_go_to_the_lower_index_first() -> None:
+    # The reference puts the highest index first: [[1,3],[0,2],[4]] and [[3,2],[1,0]].
+    assert pack([5, 5, 3, 3, 2], capacity=8, method="first_fit_decreasing") == [[0, 2], [1, 3], [4]]
+    assert pack([4, 4, 4, 4], capacity=8) == [[0, 1], [2, 3]]
+
+
+def test_edge_case_42_bins_grow_by_splitting_the_fullest() -> None:
+    bins = grow_bins(pack([2] * 5, capacity=10), [2] * 5, multiple_of=4)
+
+    assert sorted(len(rows) for rows in bins) == [1, 1, 1, 2]
+    assert sorted(row for rows in bins for row in rows) == [0, 1, 2, 3, 4]
+
+
+def test_edge_cases_43_and_44_capacity_counts_aligned_lengths() -> None:
+    # The reference counts unaligned lengths: two rows of 3, aligned to 4, would fill 8 of 6.
+    assert pack([3, 3], capacity=6, alignment=4) == [[0], [1]]
+    assert pack([3, 3], capacity=8, alignment=4) == [[0, 1]]
+
+
+def test_edge_case_44_bins_grow_to_the_number_of_ranks() -> None:
+    bins = pack([4, 3, 2, 1], capacity=4)
+
+    assert bins == [[0], [1, 3], [2]]
+    assert grow_bins(bins, [4, 3, 2, 1], multiple_of=2) == [[0], [1], [3], [2]]
+
+
+def test_a_row_above_the_capacity_is_refused_by_name() -> None:
+    with pytest.raises(RowTooLongError) as caught:
+        pack([4, 11], capacity=10)
+
+    assert caught.value.args == (1, 11, 10)
+
+
+def test_a_row_above_the_capacity_may_be_alone_and_is_never_cut() -> None:
+    assert pack([4, 11, 6], capacity=10, over_long="alone") == [[2, 0], [1]]
+
+
+@pytest.mark.parametrize("bad", [{"capacity": 0}, {"capacity": 4, "alignment": 0}])
+def test_refuses_a_capacity_or_alignment_below_one(bad: dict[str, int]) -> None:
+    with pytest.raises(BatchingError, match="must be at least 1"):
+        pack([1], **bad)
+
+
+def test_refuses_an_empty_row_by_name() -> None:
+    with pytest.raises(BatchingError, match="row 1 has 0 tokens"):
+        pack([1, 0], capacity=4)
+
+
+def test_refuses_to_grow_beyond_the_number_of_rows() -> None:
+    with pytest.raises(BatchingError, match="2 rows cannot fill 4 bins"):
+        grow_bins([[0], [1]], [1, 1], multiple_of=4)
+
+
+@given(lengths=rows, method=st.sampled_from(METHODS))
+def test_every_row_is_in_one_bin_and_no_bin_is_above_the_capacity(
+    lengths: list[int], method: Method
+) -> None:
+    bins = pack(lengths, capacity=60, method=method)
+
+    assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
+    assert all(0 < total <= 60 for total in tokens(bins, lengths))
+
+
+@given(lengths=rows)
+def test_first_fit_finds_the_bins_of_a_plain_scan(lengths: list[int]) -> None:
+    expected = scan_first_fit(list(range(len(lengths))), lengths, 60)
+
+    assert pack(lengths, capacity=60, method="first_fit") == expected
+
+
+@given(lengths=rows)
+def test_best_fit_decreasing_finds_the_bins_of_a_plain_scan(lengths: list[int]) -> None:
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+
+    assert pack(lengths, capacity=60) == scan_best_fit(order, lengths, 60)
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=8, max_size=40), ranks=st.integers(1, 8))
+def test_growing_keeps_the_rows_and_never_makes_a_bin_larger(
+    lengths: list[int], ranks: int
+) -> None:
+    bins = pack(lengths, capacity=60)
+
+    if -(-len(bins) // ranks) * ranks > len(lengths):
+        with pytest.raises(BatchingError, match="cannot fill"):
+            grow_bins(bins, lengths, multiple_of=ranks)
+        return
+    grown = grow_bins(bins, lengths, multiple_of=ranks)
+
+    assert len(grown) % ranks == 0
+    assert sorted(row for rows in grown for row in rows) == list(range(len(lengths)))
+    assert max(tokens(grown, lengths)) <= max(tokens(bins, lengths))

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.batching.staleness import age, capacity, mask_old_tokens, oldest_trained_version
+from turnstream.errors import BatchingError
+from turnstream.types import VersionRun
+
+STEPS = {0: 0, 1: 1, 2: 2, 3: 2}
+
+
+def admit(
+    *, step: int, running: int, accepted: int, most: int = 100, b: int = 8, eta: int = 2
+) -> int:
+    return capacity(
+        version_step=step,
+        batch_groups=b,
+        max_staleness=eta,
+        num_accepted=accepted,
+        num_running=running,
+        max_concurrent=most,
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "running", "accepted", "most", "expected"),
+    [(0, 0, 0, 100, 24), (0, 10, 14, 100, 0), (3, 5, 27, 100, 16), (3, 5, 27, 6, 1)],
+)
+def test_admits_the_golden_vectors(
+    step: int, running: int, accepted: int, most: int, expected: int
+) -> None:
+    assert admit(step=step, running=running, accepted=accepted, most=most) == expected
+
+
+def test_edge_case_45_capacity_of_the_asynchronous_trainer() -> None:
+    # Its steps are counted from 1 and its formula has no + 1: g = version_step + 1.
+    def room(g: int, running: int, accepted: int, eta: int = 2) -> int:
+        return admit(step=g - 1, running=running, accepted=accepted, most=6, b=2, eta=eta)
+
+    assert room(1, 0, 0) == 6
+    assert room(1, 6, 0) == 0
+    assert room(1, 0, 6) == 0
+    assert room(2, 0, 6) == 2
+    assert room(2, 0, 6 - 1) == 3  # a dropped group is taken out of what was accepted
+    assert room(5, 0, 8) == 4 + 2  # after a resume at step 5 with 8 accepted
+    assert admit(step=0, running=0, accepted=0, most=2, b=2, eta=0) == 2
+
+
+@given(step=st.integers(0, 50), eta=st.integers(0, 5), b=st.integers(1, 16))
+def test_a_trainer_out_of_groups_always_gets_a_batch_of_admissions(
+    step: int, eta: int, b: int
+) -> None:
+    # Everything trained so far, nothing running, however many were filtered on the way.
+    assert admit(step=step, running=0, accepted=step * b, most=10_000, b=b, eta=eta) >= b
+
+
+def test_age_counts_steps_and_not_versions() -> None:
+    assert age(3, train_step=3, step_of_version=STEPS) == 0
+    assert age(2, train_step=3, step_of_version=STEPS) == 0
+    assert age(0, train_step=3, step_of_version=STEPS) == 2
+
+
+def test_refuses_a_version_that_nobody_announced() -> None:
+    with pytest.raises(BatchingError, match="version 9 was never announced"):
+        age(9, train_step=3, step_of_version=STEPS)
+
+
+def test_the_oldest_version_ignores_masked_and_observed_tokens() -> None:
+    runs = [VersionRun(0, 2), VersionRun(None, 1), VersionRun(2, 1), VersionRun(1, 1)]
+
+    assert oldest_trained_version(runs, np.array([0, 0, 0, 1, 1], np.uint8)) == 1
+    assert oldest_trained_version(runs, np.array([0, 1, 0, 1, 1], np.uint8)) == 0
+    assert oldest_trained_version(runs, np.zeros(5, np.uint8)) is None
+
+
+def test_masks_only_the_tokens_above_the_age() -> None:
+    runs = [VersionRun(0, 2), VersionRun(None, 1), VersionRun(2, 2)]
+    mask = np.array([1, 0, 1, 1, 1], np.uint8)
+
+    kept = mask_old_tokens(runs, mask, max_age=1, train_step=3, step_of_version=STEPS)
+
+    assert kept.tolist() == [0, 0, 1, 1, 1]
+    assert mask.tolist() == [1, 0, 1, 1, 1]
+
+
+def test_refuses_version_runs_that_do_not_cover_the_response() -> None:
+    with pytest.raises(BatchingError, match="cover 2 tokens, the response has 3"):
+        oldest_trained_version([VersionRun(0, 2)], np.ones(3, np.uint8))

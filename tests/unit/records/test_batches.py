@@ -1,0 +1,325 @@
+"""Mini-batches as Arrow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.errors import BatchingError, CorruptRecordError, RecordError, UnknownFormatError
+from turnstream.records.batches import (
+    COLUMNS,
+    decode_mini_batch,
+    encode_mini_batch,
+)
+from turnstream.testing import assert_same, mini_batch, mini_batch_info, rows, spell
+from turnstream.testing.strategies import mini_batches
+from turnstream.types import MiniBatch, Ragged, Rows
+
+
+def read_arrow(data: memoryview) -> pa.RecordBatch:
+    with pa.ipc.open_stream(data) as reader:
+        return reader.read_next_batch()
+
+
+def write_arrow(batch: pa.RecordBatch, **options: Any) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(**options)) as out:
+        out.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+def edited(mini: MiniBatch, edit: Callable[[pa.RecordBatch], pa.RecordBatch]) -> bytes:
+    return write_arrow(edit(read_arrow(encode_mini_batch(mini).data)))
+
+
+def with_metadata(**values: Any) -> Callable[[pa.RecordBatch], pa.RecordBatch]:
+    texts = {name.encode(): json.dumps(value).encode() for name, value in values.items()}
+    return lambda batch: batch.replace_schema_metadata({**batch.schema.metadata, **texts})
+
+
+def with_column(name: str, values: pa.Array) -> Callable[[pa.RecordBatch], pa.RecordBatch]:
+    def edit(batch: pa.RecordBatch) -> pa.RecordBatch:
+        position = batch.schema.get_field_index(name)
+        if position < 0:
+            return batch.append_column(name, values)
+        return batch.set_column(position, name, values)
+
+    return edit
+
+
+def without_column(name: str) -> Callable[[pa.RecordBatch], pa.RecordBatch]:
+    return lambda batch: batch.drop_columns([name])
+
+
+def with_rows(mini: MiniBatch, **changes: Any) -> MiniBatch:
+    return replace(mini, rows=replace(mini.rows, **changes))
+
+
+@given(mini=mini_batches())
+def test_a_decoded_mini_batch_is_the_encoded_one(mini: MiniBatch):
+    encoded = encode_mini_batch(mini)
+
+    decoded = decode_mini_batch(encoded.data, expected_hash=encoded.content_hash)
+
+    assert_same(decoded, mini)
+    assert encoded.num_bytes == len(encoded.data)
+
+
+@given(mini=mini_batches())
+def test_the_same_mini_batch_gives_the_same_bytes(mini: MiniBatch):
+    encoded = encode_mini_batch(mini)
+
+    again = encode_mini_batch(decode_mini_batch(encoded.data))
+
+    assert again.data == encoded.data
+
+
+def test_the_columns_are_those_of_the_design():
+    batch = read_arrow(encode_mini_batch(mini_batch("abCdE")).data)
+
+    types = {field.name: str(field.type).replace(" not null", "") for field in batch.schema}
+
+    assert types == {
+        "row_id": "int64",
+        "trajectory_id": "string",
+        "group_id": "string",
+        "prompt_uid": "string",
+        "sample": "int32",
+        "attempt": "int32",
+        "sequence_index": "int32",
+        "is_last": "bool",
+        "is_padding": "bool",
+        "status": "string",
+        "weight": "float",
+        "reward": "float",
+        "prompt_length": "int32",
+        "trajectory_num_tokens": "int64",
+        "group_num_tokens": "int64",
+        "input_ids": "list<item: int32>",
+        "loss_mask": "list<item: uint8>",
+        "logprobs": "list<item: float>",
+        "rewards": "list<item: float>",
+        "version_runs": "list<item: struct<version: int64, count: int32>>",
+        "advantage": "float",
+    }
+
+
+def test_another_arrow_reader_sees_nulls_where_nothing_is_known():
+    built = rows("abCdE", "f|g", is_padding=[False, True], version=7)
+    mini = MiniBatch(rows=built, info=mini_batch_info(built))
+
+    seen = read_arrow(encode_mini_batch(mini).data).to_pylist()
+
+    assert [row["reward"] for row in seen] == [1.0, None]
+    assert seen[0]["version_runs"] == [
+        {"version": 7, "count": 1},
+        {"version": None, "count": 1},
+        {"version": 7, "count": 1},
+    ]
+
+
+def test_the_metadata_is_text_and_canonical_json_in_order_of_key():
+    mini = mini_batch("abC", "d|eF", run="a run", micro_batches=((1,), (0,)))
+
+    metadata = read_arrow(encode_mini_batch(mini).data).schema.metadata
+
+    assert list(metadata) == sorted(metadata)
+    assert metadata[b"run"] == b"a run"
+    assert metadata[b"micro_batches"] == b"[[1],[0]]"
+    assert metadata[b"denominators"] == (
+        b'{"length_constant":0,"num_groups":1,"num_sequences":2,"num_tokens":2,'
+        b'"num_trajectories":2,"weight_sum":2.0}'
+    )
+    assert metadata[b"layout"] == (
+        b'{"alignment":1,"pad_token_id":0,"response_width":2,"side":"left","width":3}'
+    )
+
+
+def test_a_mini_batch_without_logprobs_has_no_such_column():
+    built = rows("abC", logprobs=None)
+    encoded = encode_mini_batch(MiniBatch(rows=built, info=mini_batch_info(built)))
+
+    assert "logprobs" not in read_arrow(encoded.data).schema.names
+    assert decode_mini_batch(encoded.data).rows.logprobs is None
+
+
+def test_token_columns_are_decoded_without_a_copy():
+    encoded = encode_mini_batch(mini_batch("abCdE", "abF"))
+    sent = np.frombuffer(encoded.data, np.uint8)
+
+    decoded = decode_mini_batch(encoded.data).rows
+
+    assert decoded.logprobs
+    for column in (decoded.input_ids, decoded.loss_mask, decoded.logprobs, decoded.rewards):
+        assert np.shares_memory(column.values, sent)
+        assert np.shares_memory(column.offsets, sent)
+        assert not column.values.flags.writeable
+
+
+def test_rows_that_begin_inside_a_longer_buffer_are_encoded_as_they_look():
+    whole = rows("abC", "abCdE", "xY")
+    second = replace(
+        rows("abCdE", first_row_id=1),
+        input_ids=Ragged(whole.input_ids.values, whole.input_ids.offsets[1:3]),
+        loss_mask=Ragged(whole.loss_mask.values, whole.loss_mask.offsets[1:3]),
+    )
+    mini = MiniBatch(rows=second, info=mini_batch_info(second))
+
+    encoded = encode_mini_batch(mini)
+
+    alone = rows("abCdE", first_row_id=1)
+    expected = encode_mini_batch(MiniBatch(rows=alone, info=mini_batch_info(alone)))
+    assert encoded.data == expected.data
+    assert spell(decode_mini_batch(encoded.data).rows) == ["abCdE"]
+
+
+# --------------------------------------------------------------------------------------
+# what a newer release may add
+
+
+def test_columns_and_metadata_that_this_release_does_not_know_are_passed_over():
+    mini = mini_batch("abC", "deF")
+    experts = pa.array([[[1, 2]], [[3, 4]]], pa.list_(pa.list_(pa.int16(), 2)))
+
+    newer = edited(mini, with_column("router_choices", experts))
+    newer = write_arrow(with_metadata(codec={"name": "none"})(read_arrow(memoryview(newer))))
+
+    assert_same(decode_mini_batch(newer), mini)
+
+
+def test_a_newer_major_version_is_refused_by_name():
+    newer = edited(mini_batch(), with_metadata(format=1))
+
+    with pytest.raises(UnknownFormatError, match="mini-batch has format version 1"):
+        decode_mini_batch(newer)
+
+
+# --------------------------------------------------------------------------------------
+# damage
+
+
+@given(data=st.data())
+def test_a_flipped_byte_is_refused_or_harmless(data: st.DataObject):
+    """Harmless: the padding of the IPC stream, which holds no content."""
+    mini = mini_batch("abCdE", "a|bC")
+    encoded = encode_mini_batch(mini)
+    damaged = bytearray(encoded.data)
+    damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
+
+    try:
+        decoded = decode_mini_batch(damaged, expected_hash=encoded.content_hash)
+    except RecordError:
+        return
+
+    assert_same(decoded, mini)
+
+
+def test_offsets_that_leave_their_buffer_are_refused_before_anything_is_read():
+    data = bytes(encode_mini_batch(mini_batch("abC", "deF")).data)
+    text_bounds = np.array([0, 6, 12], np.int32).tobytes()
+    beyond = np.array([0, 60_000, 12], np.int32).tobytes()
+    assert text_bounds in data
+
+    with pytest.raises(CorruptRecordError, match="ffset"):
+        decode_mini_batch(data.replace(text_bounds, beyond))
+
+
+@pytest.mark.parametrize("length", range(0, 4096, 97))
+def test_a_mini_batch_cut_short_is_refused(length: int):
+    encoded = encode_mini_batch(mini_batch("abCdE"))
+
+    with pytest.raises(CorruptRecordError):
+        decode_mini_batch(encoded.data[:length])
+
+
+@given(content=st.binary(max_size=300))
+def test_any_bytes_give_an_error_of_ours(content: bytes):
+    with pytest.raises(CorruptRecordError):
+        decode_mini_batch(content)
+
+
+def test_another_content_than_expected_is_refused():
+    encoded = encode_mini_batch(mini_batch("abC"))
+
+    with pytest.raises(CorruptRecordError, match="content of a mini-batch"):
+        decode_mini_batch(encoded.data, expected_hash="0" * 64)
+
+
+@pytest.mark.parametrize(
+    ("reason", "edit"),
+    [
+        ("not exactly one column 'weight'", without_column("weight")),
+        ("'sample' is int64", with_column("sample", pa.array([0, 1], pa.int64()))),
+        (
+            "'loss_mask' is list",
+            with_column("loss_mask", pa.array([[1], [1]], pa.list_(pa.int8()))),
+        ),
+        ("'weight' has 1 nulls", with_column("weight", pa.array([1, None], pa.float32()))),
+        (
+            "1 nulls among uint8",
+            with_column("loss_mask", pa.array([[1], [None]], pa.list_(pa.uint8()))),
+        ),
+        (
+            "loss_mask has not one value",
+            with_column("loss_mask", pa.array([[1], [1, 1]], pa.list_(pa.uint8()))),
+        ),
+        ("prompt_length", with_column("prompt_length", pa.array([1, 4], pa.int32()))),
+        ("metadata of a mini-batch: KeyError", lambda batch: batch.replace_schema_metadata({})),
+        ("metadata of a mini-batch: TypeError", with_metadata(step=1.5)),
+        ("metadata of a mini-batch: TypeError", with_metadata(step=True)),
+        ("metadata of a mini-batch: TypeError", with_metadata(denominators=[1])),
+        ("metadata of a mini-batch: TypeError", with_metadata(micro_batches=3)),
+        ("1 row positions for 2 rows", with_metadata(micro_batches=[[0]])),
+        ("2 row positions for 2 rows", with_metadata(micro_batches=[[0], [0]])),
+        ("1 real and 1 inert rows are said", with_metadata(num_real_rows=1, num_inert_rows=1)),
+        ("mini-batch 1 of 1", with_metadata(mini_batch=1)),
+        ("dp_rank 2 of 2", with_metadata(dp_rank=2, dp_world_size=2)),
+    ],
+)
+def test_a_mini_batch_that_contradicts_itself_is_refused(
+    reason: str, edit: Callable[[pa.RecordBatch], pa.RecordBatch]
+):
+    data = edited(mini_batch("abC", "deF"), edit)
+
+    with pytest.raises(CorruptRecordError, match=reason):
+        decode_mini_batch(data)
+
+
+@pytest.mark.parametrize(
+    ("reason", "changes"),
+    [
+        ("sample has 1 rows of 2", {"sample": np.zeros(1, np.int32)}),
+        ("sample is int64, not int32", {"sample": np.zeros(2, np.int64)}),
+        ("status has 3 rows of 2", {"status": ["", "", ""]}),
+        ("rewards is float64", {"rewards": Ragged.from_rows([[0], [0]], np.float64)}),
+        ("rewards has not one value", {"rewards": Ragged.from_rows([[0], [0, 0]], np.float32)}),
+        ("run_versions and run_counts", {"run_versions": Ragged.from_rows([[0, 0], []], np.int64)}),
+        ("version_runs do not cover", {"run_counts": Ragged.from_rows([[2], [1]], np.int32)}),
+    ],
+)
+def test_rows_that_contradict_themselves_are_not_encoded(reason: str, changes: dict[str, Any]):
+    mini = with_rows(mini_batch("abC", "deF"), **changes)
+
+    with pytest.raises(BatchingError, match=reason):
+        encode_mini_batch(mini)
+
+
+def test_a_row_wider_than_what_is_said_is_not_encoded():
+    mini = mini_batch("abCD", "deF", width=3)
+
+    with pytest.raises(BatchingError, match=r"width 3 .* a row has 4 tokens"):
+        encode_mini_batch(mini)
+
+
+def test_every_column_of_rows_travels():
+    sent = {*COLUMNS} - {"version_runs"} | {"run_versions", "run_counts"}
+
+    assert sent == set(Rows.__dataclass_fields__)

@@ -1,0 +1,95 @@
+"""Run configurations as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.errors import (
+    CorruptRecordError,
+    InvalidConfigError,
+    TurnstreamError,
+    UnknownFormatError,
+)
+from turnstream.records.configs import decode_config, encode_config
+from turnstream.testing import config
+from turnstream.testing.strategies import configs
+
+
+def edited(**changes: Any) -> str:
+    return json.dumps({**json.loads(encode_config(config())), **changes})
+
+
+@given(value=configs())
+def test_a_decoded_config_is_the_encoded_one(value: BatchingConfig):
+    text = encode_config(value)
+
+    assert decode_config(text) == value
+    assert decode_config(text.encode()) == value
+
+
+def test_fields_that_this_release_does_not_know_are_ignored():
+    assert decode_config(edited(newer_field=[1, 2])) == config()
+
+
+def test_fields_that_an_older_release_did_not_write_have_their_defaults():
+    older = '{"format": 0, "batch_groups": 1, "mini_batch_groups": 1}'
+
+    assert decode_config(older) == config()
+
+
+def test_a_newer_major_version_is_refused_by_name():
+    with pytest.raises(UnknownFormatError, match="run configuration has format version 1"):
+        decode_config(edited(format=1))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", "{}", '{"format": "0"}', b"\xff\xfe"])
+def test_what_is_no_config_is_refused(text: str | bytes):
+    with pytest.raises(CorruptRecordError):
+        decode_config(text)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("batch_groups", 0),
+        ("batch_groups", "8"),
+        ("merge", 1),
+        ("merge", "yes"),
+        ("estimator", "ppo"),
+        ("estimator", ["grpo"]),
+        ("component_weights", [[["format"], 1.0]]),
+        ("max_staleness", None),
+    ],
+)
+def test_a_wrong_value_is_refused_by_the_name_of_its_field(field: str, value: object):
+    with pytest.raises(InvalidConfigError) as caught:
+        decode_config(edited(**{field: value}))
+
+    assert caught.value.field == field
+
+
+def test_a_missing_field_is_refused_by_name():
+    with pytest.raises(InvalidConfigError, match="mini_batch_groups: is missing"):
+        decode_config('{"format": 0, "batch_groups": 1}')
+
+
+@given(
+    field=st.sampled_from(list(json.loads(encode_config(config())))),
+    value=st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=3)
+    | st.lists(st.integers(), max_size=2)
+    | st.dictionaries(st.text(max_size=2), st.none()),
+)
+def test_any_value_of_any_field_gives_a_config_or_an_error_of_ours(field: str, value: object):
+    with contextlib.suppress(TurnstreamError):
+        decode_config(edited(**{field: value}))

@@ -1,0 +1,121 @@
+"""Damaged, foreign and newer records are refused by an error of ours, and never pass."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.errors import CorruptRecordError, RecordError, UnknownFormatError
+from turnstream.records.events import decode_event, encode_event
+from turnstream.records.framing import EVENT, MANIFEST, TURN, record_crc, write_frame
+from turnstream.records.manifests import decode_manifest, encode_manifest
+from turnstream.records.turns import decode_turn, encode_turn
+from turnstream.testing import manifest, sealed, shape, stored_turn
+
+
+class Kind(NamedTuple):
+    """A kind of record, with an example."""
+
+    letter: bytes
+    decode: Callable[[bytes], object]
+    record: bytes
+
+
+KINDS = {
+    "turn": Kind(
+        TURN, decode_turn, encode_turn(stored_turn("abc", "DeF", logprobs=-0.5, version=1))
+    ),
+    "event": Kind(EVENT, decode_event, encode_event(sealed(turns=[shape(2, 3), shape(1, 1)]))),
+    "manifest": Kind(MANIFEST, decode_manifest, encode_manifest(manifest("g0", "g1"))),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+def with_crc(record: bytes) -> bytes:
+    """The record with its last four bytes made to fit the others again."""
+    return record[:-4] + struct.pack("<I", zlib.crc32(record[:-4]))
+
+
+@every_kind
+@pytest.mark.parametrize("flipped_bits", [0x01, 0x80, 0xFF])
+def test_a_flipped_byte_anywhere_is_refused(kind: Kind, flipped_bits: int):
+    for position in range(len(kind.record)):
+        damaged = bytearray(kind.record)
+        damaged[position] ^= flipped_bits
+
+        with pytest.raises((CorruptRecordError, UnknownFormatError)):
+            kind.decode(bytes(damaged))
+
+
+@every_kind
+def test_a_record_cut_short_anywhere_is_refused(kind: Kind):
+    for length in range(len(kind.record)):
+        with pytest.raises(CorruptRecordError):
+            kind.decode(kind.record[:length])
+
+
+@every_kind
+def test_a_record_of_another_kind_is_refused(kind: Kind):
+    others = [other for other in KINDS.values() if other is not kind]
+
+    for other in others:
+        with pytest.raises(CorruptRecordError, match="it begins with"):
+            kind.decode(other.record)
+
+
+@every_kind
+def test_a_newer_major_version_is_refused_by_name(kind: Kind):
+    newer = bytearray(kind.record)
+    newer[3] = 1
+
+    with pytest.raises(UnknownFormatError, match=r"has format version 1; .* up to 0"):
+        kind.decode(with_crc(bytes(newer)))
+
+
+@every_kind
+@given(content=st.binary(max_size=200))
+def test_a_header_of_any_bytes_gives_a_value_or_an_error_of_ours(kind: Kind, content: bytes):
+    record = write_frame(kind.letter, content)
+
+    with contextlib.suppress(RecordError):
+        kind.decode(record)
+
+
+@every_kind
+@given(data=st.data())
+def test_a_damaged_header_under_a_right_checksum_gives_a_value_or_an_error_of_ours(
+    kind: Kind, data: st.DataObject
+):
+    position = data.draw(st.integers(4, len(kind.record) - 5))
+    damaged = bytearray(kind.record)
+    damaged[position] ^= data.draw(st.integers(1, 255))
+
+    with contextlib.suppress(RecordError):
+        kind.decode(with_crc(bytes(damaged)))
+
+
+@every_kind
+def test_stray_bytes_behind_the_body_are_refused(kind: Kind):
+    with pytest.raises(CorruptRecordError, match="8 stray bytes"):
+        kind.decode(with_crc(kind.record[:-4] + bytes(12)))
+
+
+@every_kind
+def test_a_header_that_is_longer_than_its_record_is_refused(kind: Kind):
+    longer = bytearray(kind.record)
+    longer[4:8] = struct.pack("<I", len(kind.record))
+
+    with pytest.raises(CorruptRecordError, match="has a header of"):
+        kind.decode(with_crc(bytes(longer)))
+
+
+@every_kind
+def test_the_crc_of_a_record_is_the_checksum_of_all_before_it(kind: Kind):
+    assert record_crc(kind.record) == zlib.crc32(kind.record[:-4])

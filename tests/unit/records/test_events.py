@@ -1,0 +1,99 @@
+"""Events as records."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+
+from turnstream.errors import CorruptRecordError, RecordError
+from turnstream.records.events import decode_event, encode_event
+from turnstream.records.framing import EVENT, read_header, write_frame
+from turnstream.testing import sealed, shape
+from turnstream.testing.strategies import events, sealed_trajectories
+from turnstream.types import Event, RunClosed, SealedTrajectory, TrajectoryKey, TurnShape
+from turnstream.wire.v1 import records_pb2 as wire
+
+
+@given(event=events())
+def test_a_decoded_event_is_the_encoded_one(event: Event):
+    assert decode_event(encode_event(event)) == event
+
+
+@given(event=sealed_trajectories())
+def test_a_decoded_seal_is_the_encoded_one(event: SealedTrajectory):
+    assert decode_event(encode_event(event)) == event
+
+
+def test_what_is_unknown_is_not_zero():
+    event = replace(sealed(reward=None, version=None), tags={"a": ""})
+
+    decoded = decode_event(encode_event(event))
+
+    assert isinstance(decoded, SealedTrajectory)
+    assert decoded.reward is None
+    assert decoded.oldest_version is None
+    assert decoded.newest_version is None
+
+
+def test_named_values_are_in_order_of_name_however_they_were_given():
+    tags = {f"tag {number:03}": str(number) for number in range(100)}
+    event = replace(sealed(), tags=tags)
+    reordered = replace(sealed(), tags=dict(reversed(tags.items())))
+
+    record = encode_event(reordered)
+
+    assert record == encode_event(event)
+    decoded = decode_event(record)
+    assert isinstance(decoded, SealedTrajectory)
+    assert list(decoded.tags) == list(tags)
+
+
+def test_fields_that_this_release_does_not_know_are_ignored():
+    event = RunClosed(reason="enough")
+    header = read_header(encode_event(event), kind=EVENT)
+
+    record = write_frame(EVENT, header + b"\x9a\x06\x05newer")
+
+    assert decode_event(record) == event
+
+
+def test_an_event_of_an_unknown_kind_is_refused():
+    record = write_frame(EVENT, b"\x9a\x06\x05newer")
+
+    with pytest.raises(RecordError, match="does not know"):
+        decode_event(record)
+
+
+@pytest.mark.parametrize(
+    ("reason", "shapes"),
+    [
+        ("turn 0 of a seal has the parent 0", [shape(2, 3, parent=0)]),
+        ("turn 1 of a seal has the parent -2", [shape(2, 3), shape(2, 3, parent=-2)]),
+        ("shares 6 tokens of 5 in turn 0", [shape(2, 3), shape(2, 3, parent=0, shared=6)]),
+        ("shares 1 tokens of 0", [shape(2, 3, shared=1)]),
+        ("trains 4 of 3 response tokens", [shape(2, 3, trained=4)]),
+    ],
+)
+def test_a_seal_with_impossible_lengths_is_refused(reason: str, shapes: list[TurnShape]):
+    record = encode_event(sealed(turns=shapes))
+
+    with pytest.raises(CorruptRecordError, match=reason):
+        decode_event(record)
+
+
+def test_a_seal_without_a_group_is_refused():
+    record = encode_event(replace(sealed(), key=TrajectoryKey("", 0)))
+
+    with pytest.raises(CorruptRecordError, match="without a group"):
+        decode_event(record)
+
+
+def test_a_seal_with_an_unknown_status_is_refused():
+    header = read_header(encode_event(sealed()), kind=EVENT)
+    message = wire.Event.FromString(header)
+    message.trajectory_sealed.status = "bored"
+
+    with pytest.raises(CorruptRecordError, match="'bored' is no status"):
+        decode_event(write_frame(EVENT, message.SerializeToString()))

@@ -1,0 +1,155 @@
+"""The bytes of every record, as format 0.
+
+Format 0 may still change. Where it does on purpose, print what the failing test shows into the file
+under golden/; from format 1 on, a golden file is never edited, only added to.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from turnstream.batching.plan import Manifest
+from turnstream.records.batches import decode_mini_batch, encode_mini_batch
+from turnstream.records.configs import decode_config
+from turnstream.records.events import decode_event, encode_event
+from turnstream.records.manifests import decode_manifest, encode_manifest, manifest_hash
+from turnstream.records.turns import decode_turn, encode_turn
+from turnstream.testing import (
+    assert_same,
+    config,
+    manifest,
+    mini_batch_info,
+    rows,
+    sealed,
+    shape,
+    stored_turn,
+)
+from turnstream.types import (
+    Event,
+    GroupOpened,
+    MiniBatch,
+    RunClosed,
+    StoredTurn,
+    TrajectoryAbandoned,
+    TrajectoryDied,
+    TrajectoryKey,
+    VersionAnnounced,
+    VersionRun,
+)
+
+GOLDEN = Path(__file__).parent / "golden"
+MINI_BATCH_HASH = "230266d98c761305ded65db22f5ef9716fcd5f6a35c96d8ee4a165316f062722"
+
+EVENTS: dict[str, Event] = {
+    "group_opened": GroupOpened(group_id="g0", prompt_uid="gsm8k-17", num_samples=8),
+    "trajectory_sealed": replace(
+        sealed(
+            "g0",
+            sample=3,
+            reward=0.5,
+            turns=[shape(2, 3), shape(1, 2, parent=0, shared=5, trained=1)],
+            turn_rewards=[0.0, 0.25],
+            payload_crcs=[0x01020304, 0xFFFFFFFF],
+            version=7,
+            has_logprobs=True,
+        ),
+        reward_components={"format": 0.25, "result": 0.25},
+        sampling={"temperature": 0.7},
+        tags={"environment": "guessing"},
+        metrics={"num_tool_calls": 2.0},
+    ),
+    "trajectory_abandoned": TrajectoryAbandoned(key=TrajectoryKey("g0", 3), reason="tool died"),
+    "trajectory_died": TrajectoryDied(key=TrajectoryKey("g0", 3, 1), reason="turn 2: checksum"),
+    "version_announced": VersionAnnounced(
+        version=8, step=7, lineage="main", weights_uri="file:///weights/8"
+    ),
+    "run_closed": RunClosed(reason="enough"),
+}
+
+
+def golden_turn() -> StoredTurn:
+    turn = stored_turn(
+        "de", "FgH", index=2, parent=1, shared=3, logprobs=[-0.5, 0.0, -1.25], rewards=1.0
+    )
+    return replace(turn, version_runs=(VersionRun(7, 1), VersionRun(None, 1), VersionRun(8, 1)))
+
+
+def golden_manifest() -> Manifest:
+    return manifest("g0", "g1", run="run", step=2)
+
+
+def golden_mini_batch() -> MiniBatch:
+    built = rows(
+        "abCdE",
+        "abF",
+        "g|h",
+        group_ids=["g0", "g0", ""],
+        advantages=[0.5, -0.5, 0.0],
+        is_padding=[False, False, True],
+        version=7,
+    )
+    info = mini_batch_info(built, step=3, pad_token_id=9, micro_batches=((0,), (1, 2)))
+    return MiniBatch(rows=built, info=info)
+
+
+def assert_golden(name: str, actual: bytes) -> None:
+    stored = bytes.fromhex((GOLDEN / name).read_text())
+    lines = "\n".join(textwrap.wrap(actual.hex(), 96))
+    assert actual == stored, f"golden/{name} would now be:\n{lines}"
+
+
+def read_golden(name: str) -> bytes:
+    return bytes.fromhex((GOLDEN / name).read_text())
+
+
+def test_a_turn_has_the_bytes_of_format_0():
+    turn = golden_turn()
+
+    record = encode_turn(turn)
+
+    assert_golden("turn.hex", record)
+    assert_same(decode_turn(record), replace(turn, payload_crc=0x68283278))
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_an_event_has_the_bytes_of_format_0(name: str):
+    record = encode_event(EVENTS[name])
+
+    assert_golden(f"{name}.hex", record)
+    assert decode_event(record) == EVENTS[name]
+
+
+def test_a_manifest_has_the_bytes_and_the_hash_of_format_0():
+    record = encode_manifest(golden_manifest())
+
+    assert_golden("manifest.hex", record)
+    assert manifest_hash(record) == (
+        "1df6252656575b2609c5ef55e50dc5b545f695b67a169bf78881b348123a0dc8"
+    )
+    assert decode_manifest(record) == golden_manifest()
+
+
+def test_a_stored_config_of_format_0_is_read():
+    stored = (GOLDEN / "config.json").read_text()
+
+    decoded = decode_config(stored)
+
+    assert decoded == replace(config(batch_groups=8, mini_batch_groups=4), estimator="rloo")
+
+
+def test_a_mini_batch_has_the_content_hash_of_format_0():
+    encoded = encode_mini_batch(golden_mini_batch())
+
+    assert encoded.content_hash == MINI_BATCH_HASH
+
+
+def test_a_stored_mini_batch_of_format_0_is_read():
+    stored = read_golden("mini_batch.hex")
+
+    decoded = decode_mini_batch(stored, expected_hash=MINI_BATCH_HASH)
+
+    assert_same(decoded, golden_mini_batch())

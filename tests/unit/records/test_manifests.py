@@ -1,0 +1,79 @@
+"""Manifests as records."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from turnstream.batching.plan import Manifest, MiniBatchPlan
+from turnstream.errors import CorruptRecordError
+from turnstream.records.framing import MANIFEST, read_header, write_frame
+from turnstream.records.manifests import decode_manifest, encode_manifest, manifest_hash
+from turnstream.testing import manifest
+from turnstream.testing.strategies import manifests
+
+
+@given(plan=manifests())
+def test_a_decoded_manifest_is_the_encoded_one(plan: Manifest):
+    assert decode_manifest(encode_manifest(plan)) == plan
+
+
+@given(plan=manifests(), other=manifests())
+def test_different_manifests_have_different_hashes(plan: Manifest, other: Manifest):
+    hashes = {manifest_hash(encode_manifest(plan)), manifest_hash(encode_manifest(other))}
+
+    assert len(hashes) == 2 or plan == other
+
+
+def test_fields_that_this_release_does_not_know_are_ignored_and_are_part_of_the_hash():
+    record = encode_manifest(manifest())
+    header = read_header(record, kind=MANIFEST)
+
+    newer = write_frame(MANIFEST, header + b"\x9a\x06\x05newer")
+
+    assert decode_manifest(newer) == manifest()
+    assert manifest_hash(newer) != manifest_hash(record)
+
+
+def changed(**changes: Any) -> MiniBatchPlan:
+    return replace(manifest("g0", "g1").mini_batches[0], **changes)
+
+
+@pytest.mark.parametrize(
+    ("reason", "mini_batches"),
+    [
+        ("has no mini-batch", []),
+        ("first_group", [changed(first_group=1, num_groups=1, num_rows=2)]),
+        ("num_rows", [changed(num_rows=3)]),
+        ("where its groups say", [changed(num_groups=3)]),
+        ("hold 1 of 2 groups", [changed(num_groups=1, num_rows=2)]),
+        (
+            "first_row_id",
+            [
+                changed(num_groups=1, num_rows=2),
+                changed(first_group=1, num_groups=1, num_rows=2, first_row_id=3),
+            ],
+        ),
+    ],
+)
+def test_mini_batches_that_do_not_cut_the_groups_in_order_are_refused(
+    reason: str, mini_batches: list[MiniBatchPlan]
+):
+    record = encode_manifest(replace(manifest("g0", "g1"), mini_batches=tuple(mini_batches)))
+
+    with pytest.raises(CorruptRecordError, match=reason):
+        decode_manifest(record)
+
+
+def test_a_row_with_more_tokens_in_its_parts_than_in_all_is_refused():
+    plan = manifest("g0")
+    member = plan.groups[0].trajectories[0]
+    row = member.sequences[0]._replace(prompt_length=3)
+    members = (replace(member, sequences=(row,)), plan.groups[0].trajectories[1])
+    groups = (replace(plan.groups[0], trajectories=members),)
+
+    with pytest.raises(CorruptRecordError, match="a prompt of 3 and 3 trained"):
+        decode_manifest(encode_manifest(replace(plan, groups=groups)))

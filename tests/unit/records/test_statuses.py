@@ -1,0 +1,147 @@
+"""Errors as gRPC and HTTP statuses, held against the whole error tree by reflection."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pickle
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from turnstream import errors
+from turnstream.errors import TurnstreamError
+from turnstream.records.statuses import (
+    MAX_TEXT,
+    error_to_http_status,
+    error_to_status,
+    http_status_to_error,
+    status_to_error,
+)
+
+EXAMPLES = {"str": "für 你", "int": 7, "float | None": 1.5}
+
+
+def tree(root: type[TurnstreamError]) -> Iterator[type[TurnstreamError]]:
+    yield root
+    for kind in root.__subclasses__():
+        if kind.__module__ == errors.__name__:
+            yield from tree(kind)
+
+
+def example(kind: type[TurnstreamError]) -> TurnstreamError:
+    """An error of that class, its arguments made up by their annotations."""
+    parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return kind("für 你")
+    return kind(*(EXAMPLES[parameter.annotation] for parameter in parameters))
+
+
+every_error = pytest.mark.parametrize("kind", list(tree(TurnstreamError)))
+
+
+def assert_equal_errors(actual: BaseException, expected: TurnstreamError) -> None:
+    assert type(actual) is type(expected)
+    assert actual.args == expected.args
+    assert str(actual) == str(expected)
+    assert vars(actual) == vars(expected)
+
+
+@every_error
+def test_every_error_survives_pickling(kind: type[TurnstreamError]):
+    error = example(kind)
+
+    copy = pickle.loads(pickle.dumps(error))
+
+    assert_equal_errors(copy, error)
+
+
+@every_error
+def test_every_error_survives_a_grpc_status(kind: type[TurnstreamError]):
+    error = example(kind)
+
+    code, details = error_to_status(error)
+
+    assert code in grpc.StatusCode.__members__
+    assert code != "OK"
+    assert_equal_errors(status_to_error(code, details), error)
+
+
+@every_error
+def test_every_error_survives_an_http_status(kind: type[TurnstreamError]):
+    error = example(kind)
+
+    status, details = error_to_http_status(error)
+
+    assert 400 <= status < 600
+    assert_equal_errors(http_status_to_error(status, details), error)
+
+
+@every_error
+def test_every_error_without_our_details_keeps_its_branch_of_the_tree(kind: type[TurnstreamError]):
+    """A proxy may drop the details; what the caller can do must not change by that."""
+    branches = [b for b in TurnstreamError.__subclasses__() if issubclass(kind, b)]
+
+    code, _ = error_to_status(example(kind))
+    status, _ = error_to_http_status(example(kind))
+
+    if kind is not errors.UnknownFormatError:
+        for branch in branches:
+            assert isinstance(status_to_error(code, ""), branch)
+    if not issubclass(kind, errors.RecordError):
+        for branch in branches:
+            assert isinstance(http_status_to_error(status, ""), branch)
+
+
+@pytest.mark.parametrize("code", list(grpc.StatusCode.__members__))
+def test_every_grpc_code_gives_an_error_that_says_it(code: str):
+    error = status_to_error(code, "connection refused")
+
+    assert isinstance(error, TurnstreamError)
+    assert str(error) == f"{code}: connection refused"
+
+
+@pytest.mark.parametrize("status", range(300, 600))
+def test_every_http_status_gives_an_error_that_says_it(status: int):
+    error = http_status_to_error(status, "")
+
+    assert isinstance(error, TurnstreamError)
+    assert str(error) == f"HTTP {status}"
+
+
+@pytest.mark.parametrize(
+    "details",
+    [
+        "text",
+        "7",
+        "[]",
+        '{"error": "NewerError", "args": []}',
+        '{"error": ["x"], "args": []}',
+        '{"error": "RowTooLongError", "args": []}',
+        '{"error": "RowTooLongError"}',
+    ],
+)
+def test_details_that_are_not_understood_leave_the_meaning_of_the_code(details: str):
+    error = status_to_error("NOT_FOUND", details)
+
+    assert type(error) is errors.RunNotFoundError
+    assert details in str(error)
+
+
+def test_an_error_class_from_elsewhere_travels_as_its_nearest_base():
+    class TooEarlyError(errors.RejectedError):
+        pass
+
+    code, details = error_to_status(TooEarlyError("wait", 2.0))
+
+    assert_equal_errors(status_to_error(code, details), errors.RejectedError("wait", 2.0))
+
+
+def test_long_messages_are_shortened_to_what_fits_into_a_header():
+    error = errors.CorruptRecordError("你" * 100_000)
+
+    _, details = error_to_status(error)
+
+    assert len(details) < 8_000
+    assert len(json.loads(details)["args"][0]) == MAX_TEXT

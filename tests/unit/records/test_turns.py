@@ -1,0 +1,164 @@
+"""Turns as records."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from turnstream.errors import CorruptRecordError, InvalidTurnError
+from turnstream.records.framing import TURN, read_frame, record_crc, write_frame
+from turnstream.records.turns import decode_turn, encode_turn
+from turnstream.testing import assert_same, ids, is_same, stored_turn
+from turnstream.testing.strategies import stored_turns
+from turnstream.types import StoredTurn, VersionRun
+from turnstream.wire.v1 import records_pb2 as wire
+
+
+def rewritten(record: bytes, *arrays: np.ndarray[Any, Any], **changes: Any) -> bytes:
+    """The record with fields of its header changed, and arrays added at the end."""
+    frame = read_frame(record, kind=TURN)
+    header = wire.TurnHeader.FromString(frame.header)
+    for spec in changes.pop("arrays", ()):
+        header.arrays.append(spec)
+    for name, value in changes.items():
+        setattr(header, name, value)
+    body = np.frombuffer(record[frame.body_start : frame.body_stop], np.uint8)
+    return write_frame(TURN, header.SerializeToString(), [body, *arrays])
+
+
+@given(turn=stored_turns())
+def test_a_decoded_turn_is_the_encoded_one(turn: StoredTurn):
+    record = encode_turn(turn)
+
+    decoded = decode_turn(record)
+
+    assert_same(decoded, replace(turn, payload_crc=record_crc(record)))
+
+
+@given(turn=stored_turns(), other=stored_turns())
+def test_different_turns_have_different_records(turn: StoredTurn, other: StoredTurn):
+    assert encode_turn(turn) != encode_turn(other) or is_same(turn, other)
+
+
+def test_a_mask_of_ones_and_rewards_of_zeros_are_not_sent():
+    bare = stored_turn("ab", "CDE")
+    said = replace(bare, loss_mask=np.ones(3, np.uint8), rewards=np.zeros(3, np.float32))
+
+    record = encode_turn(said)
+
+    assert record == encode_turn(bare)
+
+
+def test_the_arrays_of_a_decoded_turn_are_views_into_the_record():
+    record = encode_turn(stored_turn("ab", "CdE", logprobs=-0.5, rewards=1.0))
+    stored = np.frombuffer(record, np.uint8)
+
+    turn = decode_turn(record)
+
+    for array in (turn.token_ids, turn.logprobs, turn.rewards, turn.loss_mask):
+        assert array is not None
+        assert np.shares_memory(array, stored)
+        assert not array.flags.writeable
+    assert turn.token_ids.ctypes.data % 8 == stored.ctypes.data % 8
+
+
+def test_strided_arrays_are_sent_as_the_values_they_show():
+    turn = replace(stored_turn("", "AB"), token_ids=ids("AxB")[::2])
+
+    decoded = decode_turn(encode_turn(turn))
+
+    assert decoded.token_ids.tolist() == ids("AB").tolist()
+
+
+def test_arrays_that_this_release_does_not_know_are_passed_over():
+    turn = stored_turn("ab", "CdE", logprobs=-0.5)
+    experts = wire.ArraySpec(name="router_choices", dtype="float16", shape=[3, 2])
+    record = rewritten(encode_turn(turn), np.ones((3, 2), np.float16), arrays=[experts])
+
+    decoded = decode_turn(record)
+
+    assert_same(decoded, replace(turn, payload_crc=record_crc(record)))
+
+
+def test_header_fields_that_this_release_does_not_know_are_ignored():
+    turn = stored_turn("ab", "CdE")
+    frame = read_frame(encode_turn(turn), kind=TURN)
+    field_99_as_text = b"\x9a\x06\x05newer"
+    body = np.concatenate([turn.token_ids.view(np.uint8), np.array([1, 0, 1], np.uint8)])
+    record = write_frame(TURN, frame.header + field_99_as_text, [body])
+
+    decoded = decode_turn(record)
+
+    assert b"newer" in record
+    assert_same(decoded, replace(turn, payload_crc=record_crc(record)))
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("token_ids", {"token_ids": np.array([1, 2, 3], np.int64)}),
+        ("token_ids", {"token_ids": np.array([[1], [2], [3]], np.int32)}),
+        ("num_response_tokens", {"num_response_tokens": 4}),
+        ("logprobs", {"logprobs": np.zeros(1, np.float32)}),
+        ("logprobs", {"logprobs": np.zeros(2, np.float64)}),
+        ("loss_mask", {"loss_mask": np.zeros(3, np.uint8)}),
+        ("rewards", {"rewards": np.ones(0, np.float32)}),
+        ("version_runs", {"version_runs": (VersionRun(0, 1),)}),
+        ("parent_turn", {"parent_turn": 0}),
+        ("parent_turn", {"parent_turn": -2}),
+        ("shared_tokens", {"shared_tokens": 1}),
+    ],
+)
+def test_a_turn_that_contradicts_itself_is_not_encoded(field: str, changes: dict[str, Any]):
+    turn = replace(stored_turn("a", "BC"), **changes)
+
+    with pytest.raises(InvalidTurnError) as caught:
+        encode_turn(turn)
+
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("reason", "changes"),
+    [
+        ("num_response_tokens: 4 of 3", {"num_response_tokens": 4}),
+        ("logprobs: 2 values for 1", {"num_response_tokens": 1}),
+        ("parent_turn: 3 is not before", {"parent_turn": 3}),
+        ("no parent", {"shared_tokens": 2}),
+    ],
+)
+def test_a_record_that_contradicts_itself_is_refused(reason: str, changes: dict[str, Any]):
+    record = rewritten(encode_turn(stored_turn("a", "BC", logprobs=-1.0)), **changes)
+
+    with pytest.raises(CorruptRecordError, match=reason):
+        decode_turn(record)
+
+
+@pytest.mark.parametrize(
+    ("reason", "spec"),
+    [
+        ("leaves its record", wire.ArraySpec(name="extra", dtype="int64", shape=[3])),
+        ("stray bytes", wire.ArraySpec(name="extra", dtype="uint8", shape=[7])),
+        ("unknown dtype", wire.ArraySpec(name="extra", dtype="float7", shape=[1])),
+        ("no number", wire.ArraySpec(name="extra", dtype="object", shape=[1])),
+        ("is declared float32", wire.ArraySpec(name="loss_mask", dtype="float32", shape=[2])),
+        ("is declared int32", wire.ArraySpec(name="token_ids", dtype="int32", shape=[2])),
+        ("is declared uint8", wire.ArraySpec(name="loss_mask", dtype="uint8", shape=[2, 1])),
+    ],
+)
+def test_an_array_that_is_not_what_the_header_says_is_refused(reason: str, spec: wire.ArraySpec):
+    record = rewritten(encode_turn(stored_turn("a", "BC")), np.zeros(2, np.int32), arrays=[spec])
+
+    with pytest.raises(CorruptRecordError, match=reason):
+        decode_turn(record)
+
+
+def test_a_turn_without_token_ids_is_refused():
+    record = write_frame(TURN, wire.TurnHeader(parent_turn=-1).SerializeToString())
+
+    with pytest.raises(CorruptRecordError, match="no token_ids"):
+        decode_turn(record)

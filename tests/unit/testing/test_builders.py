@@ -1,0 +1,111 @@
+"""The builders, comparison and waiting that are shipped for tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from turnstream.testing import (
+    assert_same,
+    is_same,
+    rows,
+    spell,
+    stored_turn,
+    turn,
+    wait_until,
+    wait_until_async,
+)
+from turnstream.types import VersionRun
+
+
+def test_a_turn_is_written_in_letters_with_its_trained_tokens_as_capitals():
+    built = turn("ab", "CdE", logprobs=-0.5, rewards=2.0, version=7)
+
+    assert built.prompt_ids.tolist() == [97, 98]
+    assert built.response_ids.tolist() == [99, 100, 101]
+    assert built.loss_mask is not None
+    assert built.loss_mask.tolist() == [1, 0, 1]
+    assert built.logprobs is not None
+    assert built.logprobs.tolist() == [-0.5, 0.0, -0.5]
+    assert built.rewards is not None
+    assert built.rewards.tolist() == [0.0, 0.0, 2.0]
+    assert built.version_runs == (VersionRun(7, 3),)
+
+
+def test_a_turn_of_capitals_has_no_mask():
+    assert turn("ab", "CD").loss_mask is None
+
+
+def test_a_stored_turn_holds_only_what_its_parent_lacks():
+    built = stored_turn("de", "FG", index=1, parent=0, shared=3)
+
+    assert built.shape == (0, 3, 2, 2, 2)
+    assert built.new_prompt_ids.tolist() == [100, 101]
+
+
+def test_rows_are_spelled_as_they_were_written():
+    built = rows("abCdE", "a|bC", "xyz")
+
+    assert spell(built) == ["abCdE", "abC", "xyz"]
+    assert built.prompt_length.tolist() == [2, 1, 3]
+    assert built.group_num_tokens.tolist() == [3, 3, 3]
+
+
+def test_inert_rows_belong_to_nobody():
+    built = rows("abC", "x|y", is_padding=[False, True])
+
+    assert built.row_id.tolist() == [0, -2]
+    assert built.group_id == ["g0", ""]
+    assert built.weight.tolist() == [1.0, 0.0]
+    assert np.isnan(built.reward).tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"token_ids": np.array([1], np.int32)}, r"value.token_ids: int32\[1\], not int32\[2\]"),
+        ({"token_ids": np.array([97, 9])}, r"value.token_ids: int64\[2\], not int32\[2\]"),
+        ({"token_ids": np.array([97, 9], np.int32)}, r"token_ids: \[97, 9\], not \[97, 98\]"),
+        ({"index": 1}, "value.index: 1, not 0"),
+        ({"logprobs": np.zeros(1)}, "value.logprobs: a ndarray, not a NoneType"),
+        ({"version_runs": (VersionRun(7, 1),)}, "value.version_runs: 1 items, not 0"),
+    ],
+)
+def test_a_difference_is_named_by_its_place(changes: dict[str, Any], difference: str):
+    expected = stored_turn("a", "B")
+
+    with pytest.raises(AssertionError, match=difference):
+        assert_same(replace(expected, **changes), expected)
+
+
+def test_values_of_different_classes_differ():
+    with pytest.raises(AssertionError, match="value: a Turn, not a StoredTurn"):
+        assert_same(turn("a", "B"), stored_turn("a", "B"))
+
+
+def test_nan_is_the_same_as_nan():
+    assert is_same(np.array([np.nan], np.float32), np.array([np.nan], np.float32))
+    assert is_same({"a": float("nan")}, {"a": float("nan")})
+    assert not is_same(np.array([np.nan], np.float32), np.array([0.0], np.float32))
+
+
+def test_waiting_gives_the_first_answer_that_is_true():
+    answers = iter([0, None, 3])
+
+    assert wait_until(lambda: next(answers)) == 3
+
+
+def test_waiting_in_vain_names_what_was_waited_for():
+    with pytest.raises(TimeoutError, match=r"0.02 s waiting for a batch; the last answer was \[\]"):
+        wait_until(list, timeout_s=0.02, describe="a batch")
+
+
+async def test_waiting_asynchronously_names_what_was_waited_for():
+    async def never() -> bool:
+        return False
+
+    with pytest.raises(TimeoutError, match="waiting for a leader"):
+        await wait_until_async(never, timeout_s=0.02, describe="a leader")
