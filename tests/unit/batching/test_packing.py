@@ -117,10 +117,10 @@ def test_a_row_above_the_capacity_may_be_alone_and_is_never_cut() -> None:
     assert pack([4, 11, 6], capacity=10, over_long="alone") == [[2, 0], [1]]
 
 
-@pytest.mark.parametrize("bad", [{"capacity": 0}, {"capacity": 4, "alignment": 0}])
-def test_refuses_a_capacity_or_alignment_below_one(bad: dict[str, int]) -> None:
+@pytest.mark.parametrize(("capacity", "alignment"), [(0, 1), (4, 0)])
+def test_refuses_a_capacity_or_alignment_below_one(capacity: int, alignment: int) -> None:
     with pytest.raises(BatchingError, match="must be at least 1"):
-        pack([1], **bad)
+        pack([1], capacity=capacity, alignment=alignment)
 
 
 def test_refuses_an_empty_row_by_name() -> None:

@@ -83,7 +83,8 @@ def test_the_same_mini_batch_gives_the_same_bytes(mini: MiniBatch):
 
 
 def test_the_columns_are_those_of_the_design():
-    batch = read_arrow(encode_mini_batch(mini_batch("abCdE")).data)
+    built = rows("abCdE", token_reward=0.5)
+    batch = read_arrow(encode_mini_batch(MiniBatch(rows=built, info=mini_batch_info(built))).data)
 
     types = {field.name: str(field.type).replace(" not null", "") for field in batch.schema}
 
@@ -151,8 +152,18 @@ def test_a_mini_batch_without_logprobs_has_no_such_column():
     assert decode_mini_batch(encoded.data).rows.logprobs is None
 
 
+def test_token_rewards_of_zero_are_left_out_and_come_back():
+    mini = mini_batch("abC", "dE")
+
+    encoded = encode_mini_batch(mini)
+
+    assert "rewards" not in read_arrow(encoded.data).schema.names
+    assert_same(decode_mini_batch(encoded.data), mini)
+
+
 def test_token_columns_are_decoded_without_a_copy():
-    encoded = encode_mini_batch(mini_batch("abCdE", "abF"))
+    built = rows("abCdE", "abF", token_reward=0.5)
+    encoded = encode_mini_batch(MiniBatch(rows=built, info=mini_batch_info(built)))
     sent = np.frombuffer(encoded.data, np.uint8)
 
     decoded = decode_mini_batch(encoded.data).rows

@@ -71,7 +71,8 @@ def test_it_does_not_depend_on_framing_slicing_or_the_order_of_columns():
 
 @pytest.mark.parametrize("name", COLUMNS)
 def test_it_depends_on_every_column(name: str):
-    batch = to_arrow(mini_batch("abC", "deFG", "hI"))
+    built = rows("abC", "deFG", "hI", token_reward=0.5)
+    batch = to_arrow(MiniBatch(rows=built, info=mini_batch_info(built)))
     column = batch.column(name)
     values = column.to_pylist()
     values[1] = changed(values[1])

@@ -42,7 +42,7 @@ from turnstream.types import (
 )
 
 GOLDEN = Path(__file__).parent / "golden"
-MINI_BATCH_HASH = "230266d98c761305ded65db22f5ef9716fcd5f6a35c96d8ee4a165316f062722"
+MINI_BATCH_HASH = "3fe3fa91f650fdd03b715eb8bcd2304c3da1d2883b0473165c275bb7e67118b5"
 
 EVENTS: dict[str, Event] = {
     "group_opened": GroupOpened(group_id="g0", prompt_uid="gsm8k-17", num_samples=8),
@@ -90,6 +90,7 @@ def golden_mini_batch() -> MiniBatch:
         group_ids=["g0", "g0", ""],
         advantages=[0.5, -0.5, 0.0],
         is_padding=[False, False, True],
+        token_reward=0.25,
         version=7,
     )
     info = mini_batch_info(built, step=3, pad_token_id=9, micro_batches=((0,), (1, 2)))

@@ -59,7 +59,8 @@ COLUMNS: Final[dict[str, pa.DataType]] = {
     "advantage": pa.float32(),
 }
 """Every column of a mini-batch, in order. `reward` is null where a trajectory has none, the
-`version` of a run where its tokens were observed; `logprobs` is absent where no row has any."""
+`version` of a run where its tokens were observed. `logprobs` is absent where no row has any, and
+`rewards` where all of them are 0.0: zeros say nothing, and would be a quarter of all bytes."""
 
 
 class EncodedMiniBatch(NamedTuple):
@@ -153,7 +154,7 @@ def _to_arrow(mini_batch: MiniBatch) -> pa.RecordBatch:
             arrays[name] = _runs_to_arrow(rows)
             continue
         column = getattr(rows, name)
-        if column is None:
+        if column is None or (name == "rewards" and not column.values.any()):
             continue
         if isinstance(column, Ragged):
             column = _compact(column)
@@ -230,11 +231,23 @@ def _read_stream(data: bytes | bytearray | memoryview) -> pa.RecordBatch:
     return batch
 
 
+def _no_logprobs(_: Ragged[np.uint8]) -> None:
+    return None
+
+
+def _no_rewards(loss_mask: Ragged[np.uint8]) -> Ragged[np.float32]:
+    return Ragged(np.zeros(len(loss_mask.values), np.float32), loss_mask.offsets)
+
+
+_ABSENT: Final = {"logprobs": _no_logprobs, "rewards": _no_rewards}
+"""What a column that is not there stands for, given the mask, which comes before it."""
+
+
 def _to_rows(batch: pa.RecordBatch) -> Rows:
     columns: dict[str, Any] = {}
     for name, kind in COLUMNS.items():
-        if name == "logprobs" and name not in batch.schema.names:
-            columns[name] = None
+        if name in _ABSENT and name not in batch.schema.names:
+            columns[name] = _ABSENT[name](columns["loss_mask"])
             continue
         column = _column(batch, name)
         if name == "version_runs":

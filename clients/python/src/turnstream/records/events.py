@@ -74,12 +74,12 @@ def _decode_group_opened(message: wire.GroupOpened) -> GroupOpened:
 
 def _encode_sealed(event: SealedTrajectory) -> wire.Event:
     columns = zip(event.turns, event.turn_rewards, event.payload_crcs, strict=True)
-    message = wire.TrajectorySealed(
+    message = wire.TrajectorySealed(  # an empty map costs a microsecond, None nothing
         key=encode_key(event.key),
         lease_epoch=event.lease_epoch,
         status=event.status.value,
         reward=event.reward,
-        reward_components=event.reward_components,
+        reward_components=event.reward_components or None,
         turns=[
             wire.TurnShape(
                 parent_turn=shape.parent_turn,
@@ -96,9 +96,9 @@ def _encode_sealed(event: SealedTrajectory) -> wire.Event:
         newest_version=event.newest_version,
         num_payload_bytes=event.num_payload_bytes,
         has_logprobs=event.has_logprobs,
-        sampling=event.sampling,
-        tags=event.tags,
-        metrics=event.metrics,
+        sampling=event.sampling or None,
+        tags=event.tags or None,
+        metrics=event.metrics or None,
     )
     return wire.Event(trajectory_sealed=message)
 

@@ -98,7 +98,7 @@ def _arrays_worth_sending(turn: StoredTurn) -> Iterable[tuple[str, NDArray[Any]]
         yield "logprobs", np.ascontiguousarray(turn.logprobs)
     if turn.rewards is not None and turn.rewards.any():
         yield "rewards", np.ascontiguousarray(turn.rewards)
-    if turn.loss_mask is not None and not turn.loss_mask.all():
+    if turn.loss_mask is not None and np.count_nonzero(turn.loss_mask) < len(turn.loss_mask):
         yield "loss_mask", np.ascontiguousarray(turn.loss_mask)
 
 

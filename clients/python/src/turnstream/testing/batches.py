@@ -20,6 +20,7 @@ def rows(
     rewards: Sequence[float] | None = None,
     advantages: Sequence[float] | None = None,
     logprobs: float | None = -0.5,
+    token_reward: float = 0.0,
     version: int = 0,
     first_row_id: int = 0,
     is_padding: Sequence[bool] | None = None,
@@ -35,6 +36,7 @@ def rows(
         rewards: of the trajectories; 1.0 each unless given.
         advantages: of the trajectories; 0.0 each unless given.
         logprobs: written at the trained tokens, 0.0 elsewhere; None leaves the column out.
+        token_reward: of every trained token, 0.0 elsewhere.
         version: that sampled the trained tokens.
         first_row_id: row ids count up from here.
         is_padding: which rows are inert, such as "a|b"; none unless given.
@@ -66,7 +68,7 @@ def rows(
         input_ids=Ragged.from_rows([ids(text.replace("|", "")) for text in texts], np.int32),
         loss_mask=Ragged.from_rows(masks, np.uint8),
         logprobs=_logprobs(logprobs, masks=masks),
-        rewards=Ragged.from_rows([np.zeros(len(m)) for m in masks], np.float32),
+        rewards=Ragged.from_rows([m * token_reward for m in masks], np.float32),
         run_versions=Ragged.from_rows([[run[0] for run in row] for row in runs], np.int64),
         run_counts=Ragged.from_rows([[run[1] for run in row] for row in runs], np.int32),
     )

@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from turnstream.errors import BatchingError
 from turnstream.types.turns import VersionRun
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -49,8 +50,15 @@ class Ragged(Generic[Scalar]):
 
     @classmethod
     def from_rows(cls, rows: abc.Sequence[Any], dtype: type[Scalar]) -> Ragged[Scalar]:
-        """Copy ragged rows into one buffer of `dtype`."""
+        """Copy ragged rows into one buffer of `dtype`.
+
+        Raises:
+            BatchingError: a row is a single value.
+        """
         arrays = [np.asarray(row, dtype=dtype) for row in rows]
+        for row, array in enumerate(arrays):
+            if array.ndim == 0:
+                raise BatchingError(f"row {row} is a single value, not a row of values")
         offsets = np.zeros(len(arrays) + 1, np.int32)
         np.cumsum([len(array) for array in arrays], out=offsets[1:])
         values = np.concatenate(arrays) if arrays else np.empty(0, dtype)

@@ -4,7 +4,7 @@ Token ids come from a small alphabet, so that contexts repeat, extend and resemb
 """
 
 from turnstream.testing.strategies.plans import configs, events, manifests, sealed_trajectories
-from turnstream.testing.strategies.rows import mini_batches
+from turnstream.testing.strategies.rows import mini_batches, scored_rows
 from turnstream.testing.strategies.turns import (
     chains,
     groups,
@@ -24,6 +24,7 @@ __all__ = [
     "manifests",
     "mini_batches",
     "names",
+    "scored_rows",
     "sealed_trajectories",
     "stored_turns",
     "tokens",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,25 @@ def mini_batches(draw: st.DrawFn) -> MiniBatch:
         micro_batches=(tuple(order[:cut]), tuple(order[cut:])),
     )
     return MiniBatch(rows=rows, info=info)
+
+
+@st.composite
+def scored_rows(draw: st.DrawFn) -> Rows:
+    """Rows that every layout takes: ids as they are given, and no first token is trained.
+
+    Prompts and responses may be empty, inert rows stand anywhere.
+    """
+    rows = draw(mini_batches()).rows
+    mask = rows.loss_mask.values.copy()
+    is_unscored = (rows.prompt_length == 0) & (rows.loss_mask.lengths > 0)
+    mask[rows.loss_mask.offsets[:-1][is_unscored]] = 0
+    mask[np.repeat(rows.is_padding, rows.loss_mask.lengths)] = 0
+    numbers = np.arange(len(rows), dtype=np.int64)
+    return replace(
+        rows,
+        row_id=np.where(rows.is_padding, -1 - numbers, numbers),
+        loss_mask=Ragged(mask, rows.loss_mask.offsets),
+    )
 
 
 def _rows(draw: st.DrawFn, *, prompts: Sequence[NDArray[np.int32]]) -> Rows:

@@ -1,0 +1,84 @@
+"""Whether rows agree with themselves, before anything is laid out.
+
+Nothing is repaired here: a mask that is shorter than its response, shifted silently, would train
+the wrong tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnstream.errors import BatchingError
+from turnstream.types import Ragged, Rows
+
+_PER_RESPONSE_TOKEN = ("loss_mask", "logprobs", "rewards")
+
+
+def response_lengths(rows: Rows) -> NDArray[np.int32]:
+    """int32 (B,), response tokens of every row, by its tokens and its prompt."""
+    return rows.input_ids.lengths - rows.prompt_length
+
+
+def require_aligned(rows: Rows) -> None:
+    """Refuse rows with anything but one value per response token, or a mask of other than 0 and 1.
+
+    Raises:
+        BatchingError: names the column, the row and both lengths.
+    """
+    lengths_B = response_lengths(rows)
+    if rows.prompt_length.min(initial=0) < 0 or lengths_B.min(initial=0) < 0:
+        row = int(np.flatnonzero((rows.prompt_length < 0) | (lengths_B < 0))[0])
+        raise BatchingError(
+            f"prompt_length of row {rows.row_id[row]}: {rows.prompt_length[row]} of "
+            f"{rows.input_ids.lengths[row]} tokens"
+        )
+    for name in _PER_RESPONSE_TOKEN:
+        column: Ragged[np.generic] | None = getattr(rows, name)
+        if column is not None:
+            require_per_token(column, rows, name=name)
+    if rows.loss_mask.values.max(initial=0) > 1:
+        raise BatchingError(f"loss_mask: {rows.loss_mask.values.max()} is neither 0 nor 1")
+
+
+def require_per_token(values: Ragged[np.generic], rows: Rows, *, name: str) -> None:
+    """Refuse a column with anything but one value per response token.
+
+    Raises:
+        BatchingError: names the column, the row and both lengths.
+    """
+    lengths_B = response_lengths(rows)
+    found_B = values.lengths
+    if len(found_B) != len(lengths_B):
+        raise BatchingError(f"{name} has {len(found_B)} rows, the others have {len(lengths_B)}")
+    if not np.array_equal(found_B, lengths_B):
+        row = int(np.flatnonzero(found_B != lengths_B)[0])
+        raise BatchingError(
+            f"{name} of row {rows.row_id[row]}: {found_B[row]} values for "
+            f"{lengths_B[row]} response tokens"
+        )
+
+
+def require_whole_trajectories(rows: Rows) -> None:
+    """Refuse rows that are not whole trajectories, one after the other, the last row flagged last.
+
+    For a whole mini-batch: a rank's share may hold any part of a trajectory. Inert rows may stand
+    anywhere. Trajectories are told apart by (group_id, sample, attempt), never by a joined text.
+
+    Raises:
+        BatchingError: names the row.
+    """
+    real = np.flatnonzero(~rows.is_padding).tolist()
+    keys = [(rows.group_id[b], int(rows.sample[b]), int(rows.attempt[b])) for b in real]
+    finished: set[tuple[str, int, int]] = set()
+    for place, (row, key) in enumerate(zip(real, keys, strict=True)):
+        ends = place + 1 == len(keys) or keys[place + 1] != key
+        if key in finished:
+            raise BatchingError(f"row {rows.row_id[row]}: {key} comes again after another one")
+        if bool(rows.is_last[row]) != ends:
+            said = "is flagged last" if rows.is_last[row] else "is not flagged last"
+            raise BatchingError(
+                f"row {rows.row_id[row]} {said}, but {key} {'ends' if ends else 'goes on'} there"
+            )
+        if ends:
+            finished.add(key)

@@ -1,0 +1,285 @@
+"""The token columns of rows, from the turns that they merge: one copy per column.
+
+A row is a prompt, a response, then for every further turn its new prompt tokens and its response.
+Turns hold exactly these pieces, so a column of all rows is one concatenation, however many turns
+there are. Tokens observed between two responses have mask 0, log-probability 0.0, reward 0.0 and no
+version.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnstream.batching.buffers import empty_in_one_piece
+from turnstream.errors import BatchingError, InvalidTurnError
+from turnstream.types import Ragged, StoredTurn, Turn
+
+OBSERVED = -1
+"""Written where a version run has no version."""
+
+
+class RowPieces(NamedTuple):
+    """One row, not yet copied together.
+
+    Attributes:
+        prompt_length: P, in tokens.
+        ids: int32 pieces of prompt + response, in order.
+        turns: the turns that it merges.
+        indices: their places in the trajectory.
+        spans: begin and end of every turn's own response, counted in response tokens.
+    """
+
+    prompt_length: int
+    ids: list[NDArray[np.int32]]
+    turns: list[Turn | StoredTurn]
+    indices: Sequence[int]
+    spans: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenColumns:
+    """Token columns of B rows, as in Rows.
+
+    Attributes:
+        num_trained: B numbers, response tokens with mask 1.
+    """
+
+    num_trained: list[int]
+    input_ids: Ragged[np.int32]
+    loss_mask: Ragged[np.uint8]
+    logprobs: Ragged[np.float32] | None
+    rewards: Ragged[np.float32]
+    run_versions: Ragged[np.int64]
+    run_counts: Ragged[np.int32]
+
+
+def stored_row(stored: Sequence[StoredTurn], indices: Sequence[int]) -> RowPieces:
+    """The row of a trajectory that merges these of its turns, each the parent of the next.
+
+    Raises:
+        InvalidTurnError: a turn claims tokens that its parents do not hold.
+    """
+    first = stored[indices[0]]
+    ids = shared_pieces(stored, indices[0]) if first.shared_tokens else []
+    num_tokens = first.shared_tokens
+    prompt_length = num_tokens + len(first.token_ids) - first.num_response_tokens
+    if len(indices) == 1:
+        ids.append(first.token_ids)
+        return RowPieces(prompt_length, ids, [first], indices, [(0, first.num_response_tokens)])
+    spans: list[tuple[int, int]] = []
+    turns: list[Turn | StoredTurn] = []
+    for index in indices:
+        turn = stored[index]
+        num_tokens += len(turn.token_ids)
+        end = num_tokens - prompt_length
+        spans.append((end - turn.num_response_tokens, end))
+        ids.append(turn.token_ids)
+        turns.append(turn)
+    return RowPieces(prompt_length, ids, turns, indices, spans)
+
+
+def shared_pieces(stored: Sequence[StoredTurn], index: int) -> list[NDArray[np.int32]]:
+    """The prompt tokens that a turn takes over from earlier ones, as views, first to last.
+
+    Raises:
+        InvalidTurnError: the chain of parents does not hold that many tokens.
+    """
+    pieces: list[NDArray[np.int32]] = []
+    missing, parent = stored[index].shared_tokens, stored[index].parent_turn
+    while missing:
+        if not 0 <= parent < index:
+            raise InvalidTurnError("parent_turn", f"turn {index} follows turn {parent}")
+        turn, index = stored[parent], parent
+        own = missing - turn.shared_tokens
+        if own > len(turn.token_ids):
+            raise InvalidTurnError(
+                "shared_tokens",
+                f"{missing} tokens of turn {parent}, which has "
+                f"{turn.shared_tokens + len(turn.token_ids)}",
+            )
+        if own > 0:
+            pieces.append(turn.token_ids[:own])
+            missing = turn.shared_tokens
+        parent = turn.parent_turn
+    pieces.reverse()
+    return pieces
+
+
+def token_columns(rows: Sequence[RowPieces]) -> TokenColumns:
+    """Copy rows together.
+
+    `logprobs` is None if no turn has any; a turn without, beside others, has NaN where it is
+    trained and 0.0 elsewhere.
+
+    Raises:
+        InvalidTurnError: an array has another length than its response.
+        BatchingError: more tokens than int32 offsets can count.
+    """
+    turns = [turn for row in rows for turn in row.turns]
+    gaps, counts = _gaps_and_counts(rows)
+    lengths = [row.spans[-1][1] for row in rows]
+    bounds = _bounds(lengths)
+    id_bounds = _bounds(
+        [row.prompt_length + length for row, length in zip(rows, lengths, strict=True)]
+    )
+    num_tokens = int(bounds[-1])
+    has_logprobs = any(turn.logprobs is not None for turn in turns)
+    ids, logprobs, rewards, mask = empty_in_one_piece(
+        ((int(id_bounds[-1]),), np.int32),
+        ((num_tokens if has_logprobs else 0,), np.float32),
+        ((num_tokens,), np.float32),
+        ((num_tokens,), np.uint8),
+    )
+    np.concatenate([piece for row in rows for piece in row.ids] or [ids], out=ids)
+    _write_mask(mask, turns, gaps, counts)
+    _write_rewards(rewards, turns, gaps, counts)
+    if has_logprobs:
+        _write_logprobs(logprobs, turns, gaps, counts)
+    versions, run_counts = _run_columns(rows)
+    return TokenColumns(
+        num_trained=_num_trained(rows, mask, bounds.tolist()),
+        input_ids=Ragged(ids, id_bounds),
+        loss_mask=Ragged(mask, bounds),
+        logprobs=Ragged(logprobs, bounds) if has_logprobs else None,
+        rewards=Ragged(rewards, bounds),
+        run_versions=versions,
+        run_counts=run_counts,
+    )
+
+
+def _gaps_and_counts(rows: Sequence[RowPieces]) -> tuple[list[int], list[int]]:
+    """For every turn of every row: observed tokens before its response, and response tokens."""
+    gaps: list[int] = []
+    counts: list[int] = []
+    for row in rows:
+        last = 0
+        for begin, end in row.spans:
+            gaps.append(begin - last)
+            counts.append(end - begin)
+            last = end
+    return gaps, counts
+
+
+def _write_mask(
+    into: NDArray[np.uint8],
+    turns: Sequence[Turn | StoredTurn],
+    gaps: list[int],
+    counts: list[int],
+) -> None:
+    masks = [turn.loss_mask for turn in turns]
+    if all(mask is None for mask in masks):
+        pattern = np.tile(np.array([0, 1], np.uint8), len(turns))
+        into[:] = np.repeat(pattern, np.array([gaps, counts], np.int64).T.ravel())
+        return
+    ones = np.ones(max(counts), np.uint8)
+    given = [
+        ones[:count] if mask is None else mask for mask, count in zip(masks, counts, strict=True)
+    ]
+    _write(into, given, gaps, counts, field="loss_mask")
+
+
+def _write_logprobs(
+    into: NDArray[np.float32],
+    turns: Sequence[Turn | StoredTurn],
+    gaps: list[int],
+    counts: list[int],
+) -> None:
+    given = [
+        _missing_logprobs(turn.loss_mask, count) if turn.logprobs is None else turn.logprobs
+        for turn, count in zip(turns, counts, strict=True)
+    ]
+    _write(into, given, gaps, counts, field="logprobs")
+
+
+def _write_rewards(
+    into: NDArray[np.float32],
+    turns: Sequence[Turn | StoredTurn],
+    gaps: list[int],
+    counts: list[int],
+) -> None:
+    arrays = [turn.rewards for turn in turns]
+    if all(array is None for array in arrays):
+        into.fill(0)
+        return
+    zeros = np.zeros(max(counts), np.float32)
+    given = [
+        zeros[:count] if array is None else array
+        for array, count in zip(arrays, counts, strict=True)
+    ]
+    _write(into, given, gaps, counts, field="rewards")
+
+
+def _write(
+    into: NDArray[Any],
+    arrays: Sequence[NDArray[Any]],
+    gaps: list[int],
+    counts: list[int],
+    *,
+    field: str,
+) -> None:
+    """Concatenate the arrays with zeros in the gaps before them."""
+    zeros = np.zeros(max(gaps), into.dtype)
+    pieces: list[NDArray[Any]] = []
+    for array, gap, count in zip(arrays, gaps, counts, strict=True):
+        if len(array) != count:
+            raise InvalidTurnError(field, f"{len(array)} values for {count} response tokens")
+        if gap:
+            pieces.append(zeros[:gap])
+        pieces.append(array)
+    np.concatenate(pieces, out=into)
+
+
+def _missing_logprobs(loss_mask: NDArray[np.uint8] | None, count: int) -> NDArray[np.float32]:
+    unknown = np.full(count, np.nan, np.float32)
+    if loss_mask is not None:
+        unknown[loss_mask == 0] = 0.0
+    return unknown
+
+
+def _num_trained(
+    rows: Sequence[RowPieces], mask: NDArray[np.uint8], bounds: list[int]
+) -> list[int]:
+    trained_mask = mask.view(np.bool_)
+    return [
+        row.spans[0][1]
+        if len(row.turns) == 1 and row.turns[0].loss_mask is None
+        else int(np.count_nonzero(trained_mask[start:stop]))
+        for row, (start, stop) in zip(rows, itertools.pairwise(bounds), strict=True)
+    ]
+
+
+def _run_columns(rows: Sequence[RowPieces]) -> tuple[Ragged[np.int64], Ragged[np.int32]]:
+    versions: list[int] = []
+    counts: list[int] = []
+    ends: list[int] = [0]
+    for row in rows:
+        start, last = len(versions), 0
+        for turn, (begin, end) in zip(row.turns, row.spans, strict=True):
+            runs = turn.version_runs or ((None, end - begin),)
+            if begin > last:
+                runs = ((None, begin - last), *runs)
+            for version, count in runs:
+                name = OBSERVED if version is None else version
+                if len(versions) > start and versions[-1] == name:
+                    counts[-1] += count
+                elif count:
+                    versions.append(name)
+                    counts.append(count)
+            last = end
+        ends.append(len(versions))
+    bounds = np.array(ends, np.int32)
+    return Ragged(np.array(versions, np.int64), bounds), Ragged(np.array(counts, np.int32), bounds)
+
+
+def _bounds(lengths: Sequence[int]) -> NDArray[np.int32]:
+    bounds = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=bounds[1:])
+    if bounds[-1] > np.iinfo(np.int32).max:
+        raise BatchingError(f"{bounds[-1]} tokens in one mini-batch: offsets are int32")
+    return bounds.astype(np.int32)

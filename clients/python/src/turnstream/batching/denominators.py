@@ -1,0 +1,180 @@
+"""What the sums of a loss are divided by, and the check that every rank runs on its share.
+
+A mini-batch is cut over ranks and micro-batches; each computes the sum of its own token losses,
+divided by these *global* numbers, and the parts are added. So the loss does not depend on how the
+rows were cut, packed, padded or ordered. With w the row's weight, l the token losses of a row,
+T its trained tokens, and sums over rows::
+
+    token_mean             w * sum(l) / num_tokens
+    seq_mean_token_sum     w * sum(l) / weight_sum
+    seq_mean_token_mean    w * sum(l) / T / weight_sum
+    constant               w * sum(l) / (weight_sum * length_constant)
+    rollout_mean           w * sum(l) / tokens of the trajectory / num_trajectories
+    prompt_mean            w * sum(l) / tokens of the group / num_groups
+
+`weight_sum` is the sum of the weights of the counted rows: with weights of 1 it is `num_sequences`.
+Rows without a trained token, and inert rows, are counted nowhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnstream.batching.config import Aggregation
+from turnstream.batching.plan import GroupPlan
+from turnstream.errors import BatchingError
+from turnstream.types import Denominators, Rows
+
+
+def plan_denominators(groups: Iterable[GroupPlan], *, length_constant: int) -> Denominators:
+    """Of a mini-batch that trains these groups."""
+    num_tokens = num_sequences = num_trajectories = num_groups = 0
+    weights: list[float] = []
+    for group in groups:
+        sequences_before = num_sequences
+        for trajectory in group.trajectories:
+            trained = [row.num_trained_tokens for row in trajectory.sequences]
+            num_live = sum([count > 0 for count in trained])
+            num_tokens += sum(trained)
+            num_sequences += num_live
+            num_trajectories += num_live > 0
+            weights.append(num_live * trajectory.weight)
+        num_groups += num_sequences > sequences_before
+    return Denominators(
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+        num_trajectories=num_trajectories,
+        num_groups=num_groups,
+        weight_sum=math.fsum(weights),
+        length_constant=length_constant,
+    )
+
+
+class ShareCounts(NamedTuple):
+    """What one rank's rows contribute; added over all ranks it gives the denominators.
+
+    A trajectory whose rows are on several ranks counts on each in proportion to its trained tokens
+    there, and a group likewise, so these parts are fractions.
+    """
+
+    num_tokens: int
+    num_sequences: int
+    num_trajectories: float
+    num_groups: float
+    weight_sum: float
+
+    @classmethod
+    def of(cls, rows: Rows) -> ShareCounts:
+        """Count the masks of these rows."""
+        trained_B = num_trained(rows)
+        live_B = trained_B > 0
+        trained = trained_B[live_B]
+        return cls(
+            num_tokens=int(trained.sum()),
+            num_sequences=int(live_B.sum()),
+            num_trajectories=math.fsum(trained / rows.trajectory_num_tokens[live_B]),
+            num_groups=math.fsum(trained / rows.group_num_tokens[live_B]),
+            weight_sum=math.fsum(rows.weight[live_B].tolist()),
+        )
+
+
+def num_trained(rows: Rows) -> NDArray[np.int64]:
+    """int64 (B,), trained tokens of every row: 0 in inert rows."""
+    offsets = rows.loss_mask.offsets
+    trained_B = np.zeros(len(rows), np.int64)
+    filled_B = offsets[:-1] < offsets[1:]  # an empty segment would give `reduceat` a neighbour
+    if filled_B.any():
+        values = rows.loss_mask.values[: offsets[-1]]
+        trained_B[filled_B] = np.add.reduceat(values, offsets[:-1][filled_B], dtype=np.int64)
+    return trained_B
+
+
+def count_denominators(shares: Sequence[Rows], *, length_constant: int) -> Denominators:
+    """Of a mini-batch whose ranks hold these rows, counted from the masks."""
+    counts = [ShareCounts.of(rows) for rows in shares]
+    return Denominators(
+        num_tokens=sum(share.num_tokens for share in counts),
+        num_sequences=sum(share.num_sequences for share in counts),
+        num_trajectories=round(math.fsum(share.num_trajectories for share in counts)),
+        num_groups=round(math.fsum(share.num_groups for share in counts)),
+        weight_sum=math.fsum(share.weight_sum for share in counts),
+        length_constant=length_constant,
+    )
+
+
+def row_scales(
+    rows: Rows, *, denominators: Denominators, aggregation: Aggregation
+) -> NDArray[np.float64]:
+    """float64 (B,): what every row's sum of masked token losses is multiplied by.
+
+    The loss of the mini-batch is the sum of these products over all ranks and micro-batches. 0 in
+    rows without a trained token.
+    """
+    trained_B = num_trained(rows)
+    ones_B = np.ones(len(rows))
+    match aggregation:
+        case "token_mean":
+            per_row_B, total = ones_B, denominators.num_tokens
+        case "seq_mean_token_sum":
+            per_row_B, total = ones_B, denominators.weight_sum
+        case "seq_mean_token_mean":
+            per_row_B, total = trained_B, denominators.weight_sum
+        case "constant":
+            per_row_B, total = ones_B, denominators.weight_sum * denominators.length_constant
+        case "rollout_mean":
+            per_row_B, total = rows.trajectory_num_tokens, denominators.num_trajectories
+        case "prompt_mean":
+            per_row_B, total = rows.group_num_tokens, denominators.num_groups
+    scales_B = np.zeros(len(rows))
+    live_B = trained_B > 0
+    scales_B[live_B] = rows.weight[live_B] / (per_row_B[live_B] * total)
+    return scales_B
+
+
+def check_share(rows: Rows, denominators: Denominators, *, dp_world_size: int) -> ShareCounts:
+    """Refuse a share that cannot be part of a mini-batch with these denominators.
+
+    A rank knows its own rows only: none of its counts may exceed the global ones, and where it is
+    the only rank they must be equal. The counts that it gives can be added over the ranks.
+
+    Raises:
+        BatchingError: names the count, or the row, and both numbers.
+    """
+    _check_rows(rows)
+    counts = ShareCounts.of(rows)
+    for name, own in counts._asdict().items():
+        whole = getattr(denominators, name)
+        tolerance = 1e-6 * max(1.0, abs(whole))
+        is_wrong = abs(own - whole) > tolerance if dp_world_size == 1 else own > whole + tolerance
+        if is_wrong:
+            raise BatchingError(
+                f"{name}: the share of one of {dp_world_size} ranks has {own:g}, "
+                f"the mini-batch {whole:g}"
+            )
+    return counts
+
+
+def _check_rows(rows: Rows) -> None:
+    trained_B = num_trained(rows)
+    live_inert = np.flatnonzero(rows.is_padding & ((trained_B > 0) | (rows.weight != 0)))
+    if len(live_inert):
+        row = int(live_inert[0])
+        raise BatchingError(
+            f"inert row {rows.row_id[row]} has {trained_B[row]} trained tokens and a weight of "
+            f"{rows.weight[row]:g}"
+        )
+    is_too_many = (trained_B > rows.trajectory_num_tokens) | (
+        rows.trajectory_num_tokens > rows.group_num_tokens
+    )
+    wrong = np.flatnonzero(is_too_many & ~rows.is_padding)
+    if len(wrong):
+        row = int(wrong[0])
+        raise BatchingError(
+            f"row {rows.row_id[row]} has {trained_B[row]} trained tokens, its trajectory "
+            f"{rows.trajectory_num_tokens[row]}, its group {rows.group_num_tokens[row]}"
+        )

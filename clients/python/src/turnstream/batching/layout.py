@@ -1,0 +1,175 @@
+"""Rows as rectangles, for models that want them so.
+
+Shapes: B rows, T columns (`width`), R response columns (`response_width`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnstream.batching.buffers import zeros_in_one_piece
+from turnstream.batching.checks import require_aligned, require_per_token
+from turnstream.batching.slots import masked_scalars
+from turnstream.errors import RowTooLongError
+from turnstream.types import Ragged, Rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LeftPadded:
+    """Rows that all end in the last column: `[PAD .. prompt response]`.
+
+    Column j of a response array is column T - R + j of `input_ids_BT`, so a model's output for the
+    response is its last R columns, whatever the lengths.
+
+    Attributes:
+        input_ids_BT: int64.
+        attention_mask_BT: bool, from lengths, never from ids.
+        response_mask_BR: bool, the row's response, observed tokens included.
+        loss_mask_BR: bool, the trained tokens.
+        logprobs_BR: float32, 0.0 left of the response; None if no row has any.
+        rewards_BR: float32, token rewards.
+        advantages_BR: float32, 0.0 where the loss mask is not set.
+    """
+
+    input_ids_BT: NDArray[np.int64]
+    attention_mask_BT: NDArray[np.bool_]
+    response_mask_BR: NDArray[np.bool_]
+    loss_mask_BR: NDArray[np.bool_]
+    logprobs_BR: NDArray[np.float32] | None
+    rewards_BR: NDArray[np.float32]
+    advantages_BR: NDArray[np.float32]
+
+    @property
+    def position_ids_BT(self) -> NDArray[np.int64]:
+        """int64 (B, T), 0 at the first real token of every row, and on the padding before it."""
+        width = self.attention_mask_BT.shape[1]
+        num_padding_B = width - np.count_nonzero(self.attention_mask_BT, axis=1)
+        columns_T: NDArray[np.int64] = np.arange(width, dtype=np.int64)
+        return np.maximum(columns_T - num_padding_B[:, None], 0)
+
+
+def left_padded(rows: Rows, *, width: int, response_width: int, pad_token_id: int) -> LeftPadded:
+    """Place every row in the last columns of a rectangle.
+
+    Args:
+        rows: any number; empty prompts and empty responses are allowed.
+        width: T, in tokens.
+        response_width: R, in tokens, at most T.
+        pad_token_id: left of every row; never read by the loss.
+
+    Raises:
+        RowTooLongError: a row is longer than `width`, or a response than `response_width`. Nothing
+            is cut.
+        BatchingError: a column has another length than its response.
+    """
+    require_aligned(rows)
+    require_fits(rows.input_ids.lengths, width)
+    require_fits(rows.loss_mask.lengths, response_width)
+    tokens, responses = (len(rows), width), (len(rows), response_width)
+    ids_BT, rewards_BR, advantages_BR, logprobs_BR, attention_BT, response_BR, mask_BR = (
+        zeros_in_one_piece(
+            (tokens, np.int64),
+            (responses, np.float32),
+            (responses, np.float32),
+            (responses if rows.logprobs is not None else (0, 0), np.float32),
+            (tokens, np.bool_),
+            (responses, np.bool_),
+            (responses, np.bool_),
+        )
+    )
+    if pad_token_id:
+        _fill_left(rows.input_ids.lengths, ids_BT, pad_token_id)
+    _right_align(rows.input_ids, ids_BT)
+    suffix_mask(rows.input_ids.lengths, attention_BT)
+    suffix_mask(rows.loss_mask.lengths, response_BR)
+    _right_align(rows.loss_mask, mask_BR.view(np.uint8))
+    if rows.rewards.values.any():
+        _right_align(rows.rewards, rewards_BR)
+    if rows.logprobs is not None:
+        _right_align(rows.logprobs, logprobs_BR)
+    masked_scalars(rows.advantage[:, None], mask_BR, advantages_BR)
+    return LeftPadded(
+        input_ids_BT=ids_BT,
+        attention_mask_BT=attention_BT,
+        response_mask_BR=response_BR,
+        loss_mask_BR=mask_BR,
+        logprobs_BR=None if rows.logprobs is None else logprobs_BR,
+        rewards_BR=rewards_BR,
+        advantages_BR=advantages_BR,
+    )
+
+
+def left_padded_column(values: Ragged[Any], rows: Rows, *, response_width: int) -> NDArray[Any]:
+    """One more column of response tokens, (B, R) in the dtype of the values, 0 before them.
+
+    For what `Rows` does not hold: fractional weights, a teacher's log-probabilities.
+
+    Args:
+        values: one per response token, in the order of `rows`; of any trailing shape.
+        rows: that were laid out.
+        response_width: R, in tokens.
+
+    Raises:
+        RowTooLongError: a response is longer than `response_width`.
+        BatchingError: a row has another number of values than response tokens.
+    """
+    require_per_token(values, rows, name="the column")
+    require_fits(values.lengths, response_width)
+    shape = (len(rows), response_width, *values.values.shape[1:])
+    placed_BR: NDArray[Any] = np.zeros(shape, values.values.dtype)
+    _right_align(values, placed_BR)
+    return placed_BR
+
+
+def prefix_mask(lengths_B: NDArray[np.int32], into_BW: NDArray[np.bool_]) -> None:
+    """Set the first `lengths_B` columns of every row, and clear the others."""
+    columns_W = _columns(into_BW)
+    np.less(columns_W, lengths_B.astype(columns_W.dtype)[:, None], out=into_BW)
+
+
+def suffix_mask(lengths_B: NDArray[np.int32], into_BW: NDArray[np.bool_]) -> None:
+    """Set the last `lengths_B` columns of every row, and clear the others."""
+    columns_W = _columns(into_BW)
+    np.greater_equal(
+        columns_W, (into_BW.shape[1] - lengths_B).astype(columns_W.dtype)[:, None], out=into_BW
+    )
+
+
+def require_fits(lengths_B: NDArray[np.int32], limit: int) -> None:
+    """Refuse rows above the limit.
+
+    Raises:
+        RowTooLongError: names the first such row, by position.
+    """
+    if lengths_B.max(initial=0) > limit:
+        row = int(np.argmax(lengths_B > limit))
+        raise RowTooLongError(row, int(lengths_B[row]), limit)
+
+
+def _right_align(values: Ragged[Any], into_BW: NDArray[Any]) -> None:
+    """Copy row by row into what is, in memory, one line: slices of a line cost least."""
+    num_rows, width = into_BW.shape[:2]
+    line = into_BW.reshape(num_rows * width, *into_BW.shape[2:])
+    bounds = values.offsets.tolist()
+    begin = bounds[0]
+    for row, end in enumerate(bounds[1:], start=1):
+        stop = row * width
+        line[stop - end + begin : stop] = values.values[begin:end]
+        begin = end
+
+
+def _fill_left(lengths_B: NDArray[np.int32], into_BW: NDArray[Any], value: int) -> None:
+    num_rows, width = into_BW.shape
+    line = into_BW.reshape(num_rows * width)
+    for row, length in enumerate(lengths_B.tolist()):
+        line[row * width : (row + 1) * width - length] = value
+
+
+def _columns(of_BW: NDArray[np.bool_]) -> NDArray[np.integer]:
+    """Column numbers in the narrowest type: comparing them is four times faster in int16."""
+    width = of_BW.shape[1]
+    return np.arange(width, dtype=np.int16 if width <= np.iinfo(np.int16).max else np.int32)

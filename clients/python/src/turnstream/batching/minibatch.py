@@ -1,0 +1,298 @@
+"""Which rank computes which rows of a mini-batch, and in which forward passes.
+
+Everything is a pure function of the rows' lengths and of `dp_world_size`, so any replica cuts the
+same way, and every rank knows what the others do. All ranks get equally many rows and equally many
+micro-batches, or their collectives would wait for one another: what is missing is filled with
+inert rows.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnstream.batching.assemble import concatenate_rows, take_rows
+from turnstream.batching.microbatch import Budget, plan_passes
+from turnstream.errors import BatchingError
+from turnstream.types import Ragged, Rows
+
+INERT_LENGTH = 2
+"""Tokens of an inert row: one of prompt, one of response, so that no layout has an empty side."""
+
+_POSITION_BITS = 20
+_MINI_BATCH_BITS = 12
+
+
+def mini_batch_bounds(group_ids: Sequence[str], *, mini_batch_groups: int) -> list[tuple[int, int]]:
+    """Begin and end of every mini-batch of rows that stand group by group, however many each has.
+
+    >>> mini_batch_bounds([*"aaaabbcccdd"], mini_batch_groups=2)
+    [(0, 6), (6, 11)]
+
+    Args:
+        group_ids: of every row.
+        mini_batch_groups: groups of one mini-batch; divides their number.
+
+    Raises:
+        BatchingError: there is no row, a group is interrupted by another one, or the groups do not
+            divide.
+    """
+    starts = [row for row, name in enumerate(group_ids) if row == 0 or name != group_ids[row - 1]]
+    seen: set[str] = set()
+    for row in starts:
+        if group_ids[row] in seen:
+            raise BatchingError(f"group {group_ids[row]!r} comes again at row {row}")
+        seen.add(group_ids[row])
+    if not starts or mini_batch_groups < 1 or len(starts) % mini_batch_groups:
+        raise BatchingError(f"{len(starts)} groups do not make mini-batches of {mini_batch_groups}")
+    bounds = [*starts[::mini_batch_groups], len(group_ids)]
+    return list(itertools.pairwise(bounds))
+
+
+def rows_multiple(
+    *,
+    dp_world_size: int,
+    critic_dp_world_size: int | None = None,
+    mini_batch_rows: int | None = None,
+    critic_mini_batch_rows: int | None = None,
+) -> int:
+    """What the number of rows has to be a multiple of: the least common multiple of all of these.
+
+    The largest of them would not do: 12 rows do not divide over 8 ranks.
+
+    >>> rows_multiple(dp_world_size=8, critic_dp_world_size=12)
+    24
+
+    Args:
+        dp_world_size: ranks of the policy.
+        critic_dp_world_size: ranks of the critic; None where there is no critic.
+        mini_batch_rows: rows of one update, where that is fixed.
+        critic_mini_batch_rows: the same of the critic.
+
+    Raises:
+        BatchingError: one is below 1.
+    """
+    sizes = (dp_world_size, critic_dp_world_size, mini_batch_rows, critic_mini_batch_rows)
+    declared = [size for size in sizes if size is not None]
+    if min(declared) < 1:
+        raise BatchingError(f"sizes {sizes}: each must be at least 1")
+    return math.lcm(*declared)
+
+
+def cut_ranks(
+    lengths_B: NDArray[np.integer], *, dp_world_size: int, multiple_of: int = 1
+) -> list[list[int]]:
+    """Row positions of every rank, ascending; positions from B on stand for inert rows.
+
+    Longest first, to the rank with the fewest tokens that still has room; ties go to the lower row
+    and the lower rank. Each rank gets the same number of rows, at least one.
+
+    >>> cut_ranks(np.array([8, 7, 6, 5, 4]), dp_world_size=2)
+    [[0, 3, 4], [1, 2, 5]]
+
+    Args:
+        lengths_B: tokens of every row.
+        dp_world_size: number of ranks.
+        multiple_of: what else divides the number of rows, inert ones included: `rows_multiple`.
+    """
+    num_rows = len(lengths_B)
+    multiple = math.lcm(dp_world_size, multiple_of)
+    num_padded = max(-(-num_rows // multiple), 1) * multiple
+    rows_per_rank = num_padded // dp_world_size
+    lengths = [*np.asarray(lengths_B).tolist(), *[INERT_LENGTH] * (num_padded - num_rows)]
+    ranks: list[list[int]] = [[] for _ in range(dp_world_size)]
+    lightest = [(0, dp_rank) for dp_rank in range(dp_world_size)]
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        num_tokens, dp_rank = heapq.heappop(lightest)
+        ranks[dp_rank].append(row)
+        if len(ranks[dp_rank]) < rows_per_rank:
+            heapq.heappush(lightest, (num_tokens + lengths[row], dp_rank))
+    return [sorted(rows) for rows in ranks]
+
+
+def rank_share(
+    rows: Rows,
+    *,
+    step: int,
+    mini_batch: int,
+    dp_rank: int,
+    dp_world_size: int,
+    pad_token_id: int,
+    multiple_of: int = 1,
+) -> Rows:
+    """The rows of one rank in their order, inert ones last; the same object if it is the only rank.
+
+    Args:
+        rows: the whole mini-batch.
+        step: of the batch; part of the ids of inert rows, as is `mini_batch`.
+        mini_batch: index in the batch.
+        dp_rank: whose share.
+        dp_world_size: number of ranks.
+        pad_token_id: both tokens of an inert row.
+        multiple_of: what else divides the number of rows, inert ones included: `rows_multiple`.
+
+    Raises:
+        BatchingError: no such rank, or numbers too large for the ids of inert rows.
+    """
+    _require_rank(dp_rank, dp_world_size)
+    if dp_world_size == 1 and len(rows) and len(rows) % multiple_of == 0:
+        return rows
+    mine = cut_ranks(rows.input_ids.lengths, dp_world_size=dp_world_size, multiple_of=multiple_of)[
+        dp_rank
+    ]
+    real = [row for row in mine if row < len(rows)]
+    padding = [row - len(rows) for row in mine if row >= len(rows)]
+    share = take_rows(rows, real)
+    if not padding:
+        return share
+    row_ids = [inert_row_id(step, mini_batch, position) for position in padding]
+    has_logprobs = rows.logprobs is not None
+    inert = inert_rows(row_ids, pad_token_id=pad_token_id, has_logprobs=has_logprobs)
+    return concatenate_rows([share, inert])
+
+
+def join_shares(shares: Sequence[Rows]) -> Rows:
+    """The whole mini-batch again, from the shares of all its ranks: inert rows gone, by row id.
+
+    To cut it for another number of ranks. A world of one may hand its share in alone.
+
+    Raises:
+        BatchingError: there is no share, or a row is in two.
+    """
+    together = concatenate_rows(shares)
+    real = np.flatnonzero(~together.is_padding)
+    order = real[np.argsort(together.row_id[real], kind="stable")]
+    row_ids = together.row_id[order]
+    twice = np.flatnonzero(row_ids[1:] == row_ids[:-1])
+    if len(twice):
+        raise BatchingError(f"row {row_ids[twice[0]]} is in two shares")
+    return take_rows(together, order.tolist())
+
+
+def inert_row_id(step: int, mini_batch: int, position: int) -> int:
+    """A negative id that no other row of the run has.
+
+    >>> inert_row_id(1, 0, 0), inert_row_id(1, 0, 1)
+    (-4294967297, -4294967298)
+
+    Raises:
+        BatchingError: a number does not fit.
+    """
+    fits = 0 <= position < 1 << _POSITION_BITS and 0 <= mini_batch < 1 << _MINI_BATCH_BITS
+    if not fits or not 0 <= step < 1 << 31:
+        raise BatchingError(
+            f"inert row {position} of mini-batch {mini_batch} of step {step}: no id is left"
+        )
+    return -1 - ((((step << _MINI_BATCH_BITS) | mini_batch) << _POSITION_BITS) | position)
+
+
+def inert_rows(row_ids: list[int], *, pad_token_id: int, has_logprobs: bool) -> Rows:
+    """Rows that are computed and count nowhere: two tokens, mask 0, no reward, weight 0.
+
+    They copy nothing of a real row. A logprob column is there if the other rows have one.
+    """
+    num_rows = len(row_ids)
+
+    def filled(value: float, dtype: type[np.generic]) -> NDArray[np.generic]:
+        return np.full(num_rows, value, dtype)
+
+    def ragged(value: float, dtype: type[np.generic], length: int = 1) -> Ragged[np.generic]:
+        offsets = np.arange(num_rows + 1, dtype=np.int32) * np.int32(length)
+        return Ragged(np.full(num_rows * length, value, dtype), offsets)
+
+    texts = {name: [""] * num_rows for name in _TEXT_COLUMNS}
+    numbers = {name: filled(value, dtype) for name, (value, dtype) in _INERT_VALUES.items()}
+    columns = {
+        **texts,
+        **numbers,
+        "row_id": np.array(row_ids, np.int64),
+        "input_ids": ragged(pad_token_id, np.int32, INERT_LENGTH),
+        "loss_mask": ragged(0, np.uint8),
+        "logprobs": ragged(0.0, np.float32) if has_logprobs else None,
+        "rewards": ragged(0.0, np.float32),
+        "run_versions": ragged(-1, np.int64),
+        "run_counts": ragged(1, np.int32),
+    }
+    return Rows(**columns)  # type: ignore[reportArgumentType] -- the tables below give the dtypes
+
+
+_TEXT_COLUMNS = ("trajectory_id", "group_id", "prompt_uid", "status")
+_INERT_VALUES: dict[str, tuple[float, type[np.generic]]] = {
+    "sample": (0, np.int32),
+    "attempt": (0, np.int32),
+    "sequence_index": (0, np.int32),
+    "is_last": (False, np.bool_),
+    "is_padding": (True, np.bool_),
+    "weight": (0.0, np.float32),
+    "reward": (float("nan"), np.float32),
+    "advantage": (0.0, np.float32),
+    "prompt_length": (1, np.int32),
+    "trajectory_num_tokens": (0, np.int64),
+    "group_num_tokens": (0, np.int64),
+}
+
+
+def micro_batches(
+    rows: Rows, *, dp_rank: int, dp_world_size: int, max_tokens: int
+) -> tuple[tuple[int, ...], ...]:
+    """The forward passes of one rank, as positions in its share; every rank has as many.
+
+    The cost of a pass is what a padded layout computes: rows x longest row. A row above the limit
+    has a pass of its own. Passes come longest first, so that what does not fit fails at once.
+
+    Args:
+        rows: the whole mini-batch, of all ranks.
+        dp_rank: whose passes.
+        dp_world_size: number of ranks.
+        max_tokens: cost that a pass must not exceed; 0 means no limit.
+
+    Raises:
+        BatchingError: no such rank.
+    """
+    budget = Budget(limit=max_tokens, model="padded")
+    return budgeted_passes(rows, dp_rank=dp_rank, dp_world_size=dp_world_size, budget=budget)
+
+
+def budgeted_passes(
+    rows: Rows,
+    *,
+    dp_rank: int,
+    dp_world_size: int,
+    budget: Budget,
+    passes_multiple_of: int = 1,
+    multiple_of: int = 1,
+) -> tuple[tuple[int, ...], ...]:
+    """The forward passes of one rank under any budget, as positions in its share.
+
+    Every rank has as many, known without asking one another: whoever cuts knows all lengths.
+
+    Args:
+        rows: the whole mini-batch, of all ranks.
+        dp_rank: whose passes.
+        dp_world_size: number of ranks.
+        budget: of one pass.
+        passes_multiple_of: the number of passes is one of these; `multiple_of` has to provide the
+            inert rows that this may take.
+        multiple_of: as given to `rank_share`.
+
+    Raises:
+        RowTooLongError: a row exceeds the limit and the budget refuses such rows.
+        BatchingError: no such rank, or a rank has fewer rows than passes are needed.
+    """
+    _require_rank(dp_rank, dp_world_size)
+    lengths = rows.input_ids.lengths
+    ranks = cut_ranks(lengths, dp_world_size=dp_world_size, multiple_of=multiple_of)
+    known = [*lengths.tolist(), *[INERT_LENGTH] * (sum(map(len, ranks)) - len(lengths))]
+    shares = [[known[row] for row in rank] for rank in ranks]
+    passes = plan_passes(shares, budget=budget, multiple_of=passes_multiple_of)
+    return tuple(tuple(rows_of_pass) for rows_of_pass in passes[dp_rank])
+
+
+def _require_rank(dp_rank: int, dp_world_size: int) -> None:
+    if not 0 <= dp_rank < dp_world_size:
+        raise BatchingError(f"dp_rank {dp_rank} of a world of {dp_world_size}")

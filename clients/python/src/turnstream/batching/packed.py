@@ -1,0 +1,161 @@
+"""Rows one behind the other, without padding, for attention that keeps sequences apart.
+
+Shapes: N slots of a bin, B rows of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnstream.batching.buffers import zeros_in_one_piece
+from turnstream.batching.checks import require_aligned, response_lengths
+from turnstream.batching.slots import SlotLine, masked_scalars
+from turnstream.errors import BatchingError
+from turnstream.types import Rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Packed:
+    """Rows of one bin, concatenated.
+
+    Row b is the slots `cu_seqlens[b]:cu_seqlens[b + 1]`: its tokens, then, where rows are aligned,
+    up to alignment - 1 slots of padding. These come last in their own sequence, so under causal
+    attention no token sees them. All columns follow the shift rule of `turnstream.batching.slots`:
+    what belongs to the token in slot j + 1 stands in slot j, whose logits score it.
+
+    Attributes:
+        input_ids_N: int64.
+        position_ids_N: int64, 0 at the first token of every row.
+        cu_seqlens: int32 (B + 1,), where rows begin, and N at the end.
+        length_B: int32, tokens of every row, its padding left out.
+        loss_mask_N: bool, slot j scores a trained token.
+        logprobs_N: float32, 0.0 outside the response; None if no row of the mini-batch has any.
+        rewards_N: float32, token rewards.
+        advantages_N: float32, 0.0 where the loss mask is not set.
+        row_id_B: int64.
+        prompt_length_B, response_length_B: int32, in tokens.
+    """
+
+    input_ids_N: NDArray[np.int64]
+    position_ids_N: NDArray[np.int64]
+    cu_seqlens: NDArray[np.int32]
+    length_B: NDArray[np.int32]
+    loss_mask_N: NDArray[np.bool_]
+    logprobs_N: NDArray[np.float32] | None
+    rewards_N: NDArray[np.float32]
+    advantages_N: NDArray[np.float32]
+    row_id_B: NDArray[np.int64]
+    prompt_length_B: NDArray[np.int32]
+    response_length_B: NDArray[np.int32]
+
+    @property
+    def max_length(self) -> int:
+        """Slots of the longest row, its padding included: what attention kernels ask for."""
+        return int(np.diff(self.cu_seqlens).max(initial=0))
+
+
+def packed(
+    rows: Rows, *, bins: Sequence[Sequence[int]], pad_token_id: int, alignment: int = 1
+) -> list[Packed]:
+    """One value per bin; its rows in the order of the bin. All share one piece of memory.
+
+    Args:
+        rows: empty prompts and empty responses are allowed.
+        bins: positions in `rows`: the micro-batches of a share, or bins of
+            `turnstream.batching.packing`. Rows may be left out.
+        pad_token_id: behind a row up to the next multiple; never read by the loss.
+        alignment: every row begins at a multiple of this, in tokens. See `sequence_alignment`.
+
+    Raises:
+        BatchingError: a row trains its first token, or a column has another length than its
+            response, or alignment is below 1.
+    """
+    require_aligned(rows)
+    order, lengths, starts = line_up(rows, bins=bins, alignment=alignment)
+    bounds = np.cumsum([0, *map(len, bins)]).tolist()
+    num_slots = int(starts[-1])
+    ids_N, positions_N, rewards_N, advantages_N, logprobs_N, mask_N = zeros_in_one_piece(
+        ((num_slots,), np.int64),
+        ((num_slots,), np.int64),
+        ((num_slots,), np.float32),
+        ((num_slots,), np.float32),
+        ((num_slots if rows.logprobs is not None else 0,), np.float32),
+        ((num_slots,), np.bool_),
+    )
+    line = SlotLine(rows, order=order, starts=starts[:-1])
+    if pad_token_id and alignment > 1:
+        ids_N[...] = pad_token_id
+    line.place_ids(ids_N)
+    line.place_positions(positions_N, lengths=lengths)
+    line.place_responses(rows.loss_mask, mask_N.view(np.uint8))
+    if rows.rewards.values.any():
+        line.place_responses(rows.rewards, rewards_N)
+    if rows.logprobs is not None:
+        line.place_responses(rows.logprobs, logprobs_N)
+    masked_scalars(np.repeat(rows.advantage[order], lengths), mask_N, advantages_N)
+    token_lengths, prompt_lengths = rows.input_ids.lengths[order], rows.prompt_length[order]
+    response_lengths_B, row_ids = response_lengths(rows)[order], rows.row_id[order]
+    made: list[Packed] = []
+    for first, last in itertools.pairwise(bounds):
+        own, slots = slice(first, last), slice(int(starts[first]), int(starts[last]))
+        made.append(
+            Packed(
+                input_ids_N=ids_N[slots],
+                position_ids_N=positions_N[slots],
+                cu_seqlens=(starts[first : last + 1] - starts[first]).astype(np.int32),
+                length_B=token_lengths[own],
+                loss_mask_N=mask_N[slots],
+                logprobs_N=None if rows.logprobs is None else logprobs_N[slots],
+                rewards_N=rewards_N[slots],
+                advantages_N=advantages_N[slots],
+                row_id_B=row_ids[own],
+                prompt_length_B=prompt_lengths[own],
+                response_length_B=response_lengths_B[own],
+            )
+        )
+    return made
+
+
+def line_up(
+    rows: Rows, *, bins: Sequence[Sequence[int]], alignment: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Rows in the order of their bins: positions, slots that each takes, and starts (one more).
+
+    Raises:
+        BatchingError: alignment is below 1, or a bin has more slots than int32 can count.
+    """
+    if alignment < 1:
+        raise BatchingError(f"alignment={alignment} must be at least 1")
+    order = np.array([row for rows_of_bin in bins for row in rows_of_bin], np.int64)
+    lengths = -(-rows.input_ids.lengths[order].astype(np.int64) // alignment) * alignment
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    longest = np.diff(starts[np.cumsum([0, *map(len, bins)])]).max(initial=0)
+    if longest > np.iinfo(np.int32).max:
+        raise BatchingError(f"{longest} slots in one bin: cu_seqlens are int32")
+    return order, lengths, starts
+
+
+def sequence_alignment(
+    *, tensor_parallel: int = 1, context_parallel: int = 1, multiple_of: int = 1
+) -> int:
+    """Multiple that every packed row must be long for these parallel sizes.
+
+    Sequence parallelism cuts a row into `tensor_parallel` pieces; context parallelism gives every
+    rank two chunks of each, one early and one late, so that causal work is equal.
+
+    >>> sequence_alignment(tensor_parallel=2), sequence_alignment(tensor_parallel=2,
+    ...                                                           context_parallel=4)
+    (2, 16)
+
+    Args:
+        tensor_parallel: ranks.
+        context_parallel: ranks.
+        multiple_of: what else has to divide a row; 16 * context_parallel for FP8 kernels.
+    """
+    own = tensor_parallel * context_parallel * 2 if context_parallel > 1 else tensor_parallel
+    return int(np.lcm(own, multiple_of))

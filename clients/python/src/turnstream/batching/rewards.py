@@ -1,0 +1,80 @@
+"""The one reward of a trajectory, and whether it has the one that the run's estimator needs."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnstream.batching.config import BatchingConfig, RewardSource
+from turnstream.errors import BatchingError
+from turnstream.types import Ragged, SealedTrajectory
+
+MAX_REWARD = 1e30
+"""Beyond it advantages leave float32."""
+
+
+def trajectory_reward(trajectory: SealedTrajectory, *, source: RewardSource) -> float | None:
+    """The reward by its declared source; None if the trajectory has none."""
+    match source:
+        case "outcome":
+            return trajectory.reward
+        case "sum_of_turns":
+            return math.fsum(trajectory.turn_rewards)
+        case "last_turn":
+            return trajectory.turn_rewards[-1] if trajectory.turn_rewards else None
+
+
+def planned_reward(trajectory: SealedTrajectory, config: BatchingConfig) -> float:
+    """The reward that goes into the plan of a trajectory without a `reward_problem`.
+
+    With gdpo it is the weighted sum of the components.
+    """
+    if config.estimator == "gdpo":
+        components = trajectory.reward_components
+        return math.fsum(weight * components[name] for name, weight in config.component_weights)
+    reward = trajectory_reward(trajectory, source=config.reward_source)
+    assert reward is not None
+    return reward
+
+
+def reward_problem(trajectory: SealedTrajectory, config: BatchingConfig) -> str:
+    """Why this trajectory cannot be compared with the others of its group; empty if it can."""
+    if config.estimator == "gdpo":
+        values = [trajectory.reward_components.get(name) for name, _ in config.component_weights]
+        for (name, _), value in zip(config.component_weights, values, strict=True):
+            if value is None:
+                return f"has no reward component {name!r}"
+    else:
+        values = [trajectory_reward(trajectory, source=config.reward_source)]
+        if values[0] is None:
+            return f"has no reward, which reward_source={config.reward_source!r} needs"
+    for value in values:
+        if value is not None and not abs(value) <= MAX_REWARD:
+            return f"has a reward of {value}"
+        if value is not None and value < 0 and config.estimator == "maxrl":
+            return f"has a reward of {value}, and maxrl divides by the mean reward"
+    return ""
+
+
+def rewards_on_last_token(
+    rewards_B: NDArray[np.floating], *, lengths_B: NDArray[np.integer]
+) -> Ragged[np.float32]:
+    """One reward per row as token rewards: on the row's last response token, 0.0 before.
+
+    A row without a response has no token to carry a reward: 0.0 vanishes, anything else is refused.
+
+    Raises:
+        BatchingError: names the row and its reward.
+    """
+    offsets = np.zeros(len(lengths_B) + 1, np.int32)
+    np.cumsum(lengths_B, out=offsets[1:])
+    is_empty_B = np.asarray(lengths_B) == 0
+    lost = np.flatnonzero(is_empty_B & (rewards_B != 0))
+    if len(lost):
+        row = int(lost[0])
+        raise BatchingError(f"row {row} has a reward of {rewards_B[row]} and no response token")
+    values = np.zeros(offsets[-1], np.float32)
+    values[offsets[1:][~is_empty_B] - 1] = rewards_B[~is_empty_B]
+    return Ragged(values, offsets)

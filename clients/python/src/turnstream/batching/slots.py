@@ -1,0 +1,127 @@
+"""Rows on a line of slots: what right-padded, packed and supervised layouts have in common.
+
+Row b takes the slots from `starts_B[b]` on, a token in each. The layouts differ in where the rows
+start, and in how the line is cut.
+
+**The shift rule.** The logits of a slot score the token of the next slot, so what belongs to a
+response token (mask, log-probability, reward, advantage) stands one slot before it, in the slot
+that scores it::
+
+    tokens      p p a b | q c       two rows, with the responses "a b" and "c"
+    loss_mask   0 1 1 0   1 0
+
+The last slot of a row scores nothing. The first token of a row is scored by nothing, so a row that
+trains it is refused; such a token is never lost silently.
+
+Shapes: N slots, B rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnstream.batching.checks import require_per_token
+from turnstream.errors import BatchingError
+from turnstream.types import Ragged, Rows
+
+
+class SlotLine:
+    """Writes columns of rows into the slots that are theirs. What is between is left alone.
+
+    Args:
+        rows: their prompt lengths and masks say what is scored where.
+        order: positions in `rows`, one per row of the line; rows may be left out.
+        starts: first slot of each, in the same order.
+
+    Raises:
+        BatchingError: a row trains its first token, which nothing scores.
+    """
+
+    def __init__(self, rows: Rows, *, order: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
+        prompts = rows.prompt_length[order]
+        self._rows = rows
+        self._order = order
+        self._starts = starts
+        self._is_unscored = (prompts == 0) & (rows.input_ids.lengths[order] > 0)
+        self._first_slots = (starts + np.maximum(prompts - 1, 0)).tolist()
+        self._require_scored()
+
+    def place_ids(self, into_N: NDArray[np.int64]) -> None:
+        """Tokens, each in its own slot."""
+        ids = self._rows.input_ids
+        begins, ends = ids.offsets[self._order], ids.offsets[self._order + 1]
+        _place(ids.values, begins.tolist(), ends.tolist(), self._starts.tolist(), into_N)
+
+    def mark_tokens(self, into_N: NDArray[np.bool_]) -> None:
+        """Set the slots that hold a token."""
+        lengths = self._rows.input_ids.lengths[self._order]
+        ones: NDArray[np.bool_] = np.ones(int(lengths.max(initial=0)), np.bool_)
+        _place(ones, [0] * len(lengths), lengths.tolist(), self._starts.tolist(), into_N)
+
+    def place_positions(self, into_N: NDArray[np.int64], *, lengths: NDArray[np.integer]) -> None:
+        """0, 1, 2 ... from the first slot of every row, `lengths` of them."""
+        counting: NDArray[np.int64] = np.arange(lengths.max(initial=0), dtype=np.int64)
+        begins = [0] * len(lengths)
+        _place(counting, begins, lengths.tolist(), self._starts.tolist(), into_N)
+
+    def place_responses(self, values: Ragged[Any], into_N: NDArray[Any]) -> None:
+        """Values of response tokens, each in the slot that scores its token."""
+        begins = values.offsets[self._order] + self._is_unscored
+        ends = values.offsets[self._order + 1]
+        _place(values.values, begins.tolist(), ends.tolist(), self._first_slots, into_N)
+
+    def _require_scored(self) -> None:
+        mask = self._rows.loss_mask
+        for row in self._order[self._is_unscored].tolist():
+            if mask.values[mask.offsets[row]]:
+                raise BatchingError(
+                    f"row {self._rows.row_id[row]} trains its first token, which no token before "
+                    "it scores: its prompt is empty"
+                )
+
+
+def response_column(
+    values: Ragged[Any], rows: Rows, *, starts: NDArray[np.int64], num_slots: int
+) -> NDArray[Any]:
+    """One more column of response tokens, (N,) in the dtype of the values, 0 between.
+
+    For what `Rows` does not hold: fractional weights, a teacher's log-probabilities.
+
+    Args:
+        values: one per response token, in the order of `rows`; of any trailing shape.
+        rows: that were laid out.
+        starts: first slot of every row.
+        num_slots: N.
+
+    Raises:
+        BatchingError: a row has another number of values than response tokens.
+    """
+    require_per_token(values, rows, name="the column")
+    placed_N = np.zeros((num_slots, *values.values.shape[1:]), values.values.dtype)
+    order: NDArray[np.int64] = np.arange(len(rows), dtype=np.int64)
+    SlotLine(rows, order=order, starts=starts).place_responses(values, placed_N)
+    return placed_N
+
+
+def masked_scalars(
+    scalars: NDArray[np.float32], mask: NDArray[np.bool_], into: NDArray[np.float32]
+) -> None:
+    """Write the scalar where the mask is set and 0.0 elsewhere; all three shapes broadcast.
+
+    Products of bits and not of numbers: -1.0 * 0 would be -0.0, and nan * 0 would stay.
+    """
+    np.multiply(mask.view(np.uint8), scalars.view(np.uint32), out=into.view(np.uint32))
+
+
+def _place(
+    values: NDArray[Any],
+    begins: list[int],
+    ends: list[int],
+    slots: list[int],
+    into_N: NDArray[Any],
+) -> None:
+    for begin, end, slot in zip(begins, ends, slots, strict=True):
+        into_N[slot : slot + end - begin] = values[begin:end]

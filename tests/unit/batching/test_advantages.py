@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.batching.advantages import (
+    GroupOutcomes,
+    broadcast,
+    gigpo,
+    trajectory_advantages,
+)
+from turnstream.batching.config import Estimator
+from turnstream.errors import BatchingError, UnsupportedEstimatorError
+from turnstream.types import Ragged
+
+WITHIN_A_GROUP: tuple[Estimator, ...] = (
+    "grpo",
+    "grpo_population",
+    "grpo_leave_one_out",
+    "dr_grpo",
+    "rloo",
+    "maxrl",
+    "opo",
+)
+
+
+def outcomes(rewards: Sequence[Any], num_tokens: Sequence[int] | None = None) -> GroupOutcomes:
+    counts = [3] * len(rewards) if num_tokens is None else num_tokens
+    return GroupOutcomes(np.array(rewards, np.float64), np.array(counts, np.int64))
+
+
+def estimate(estimator: Estimator, rewards: Sequence[float], **options: Any) -> list[float]:
+    (group,) = trajectory_advantages([outcomes(rewards)], estimator=estimator, **options)
+    return group.tolist()
+
+
+# --------------------------------------------------------------------------------------
+# golden vectors
+
+
+@pytest.mark.parametrize(
+    ("estimator", "rewards", "expected"),
+    [
+        ("grpo", [1, 0, 0, 1], [0.866024, -0.866024, -0.866024, 0.866024]),
+        ("grpo_population", [1, 0, 0, 1], [0.999998, -0.999998, -0.999998, 0.999998]),
+        ("dr_grpo", [1, 0, 0, 1], [0.5, -0.5, -0.5, 0.5]),
+        ("rloo", [1, 0, 0, 1], [0.666667, -0.666667, -0.666667, 0.666667]),
+        ("grpo_leave_one_out", [1, 0, 0, 1], [1.154699, -1.154699, -1.154699, 1.154699]),
+        ("grpo", [1, 0, 0, 0], [1.499997, -0.499999, -0.499999, -0.499999]),
+        ("rloo", [1, 0, 0, 0], [1, -0.333333, -0.333333, -0.333333]),
+        ("grpo_leave_one_out", [1, 0, 0, 0], [1, -0.577349, -0.577349, -0.577349]),
+        ("grpo", [1, 0], [0.707106, -0.707106]),
+        ("rloo", [1, 0], [1, -1]),
+        ("rloo", [1, 0, 0], [1, -0.5, -0.5]),
+        ("maxrl", [1, 0], [1, -1]),
+    ],
+)
+def test_golden_vectors(estimator: Estimator, rewards: list[float], expected: list[float]) -> None:
+    assert estimate(estimator, rewards) == pytest.approx(expected, abs=2e-6)
+
+
+@pytest.mark.parametrize("estimator", WITHIN_A_GROUP)
+@pytest.mark.parametrize("reward", [2.0, 0.1, 0.0])
+@pytest.mark.parametrize("num_members", [2, 3, 7, 8])
+def test_equal_rewards_give_exactly_zero(
+    estimator: Estimator, reward: float, num_members: int
+) -> None:
+    # The mean of three times 0.1 is rounded: divided by almost 0, the difference would be no zero.
+    assert estimate(estimator, [reward] * num_members) == [0.0] * num_members
+
+
+@pytest.mark.parametrize("estimator", WITHIN_A_GROUP)
+def test_case_37_the_only_member_of_a_group_gets_zero_or_its_raw_reward(
+    estimator: Estimator,
+) -> None:
+    # The reference gives the raw score for GRPO (.999999) and MaxRL, and 0 for RLOO.
+    assert estimate(estimator, [1.0]) == [0.0]
+    assert estimate(estimator, [1.0], singleton="raw") == [1.0]
+
+
+def test_leave_one_out_does_not_divide_where_the_others_are_equal() -> None:
+    # Rewards whose squares cancel badly: the others' std must be 0, not 1e-9.
+    assert estimate("grpo_leave_one_out", [1.0, 0.1, 0.1, 0.1])[0] == pytest.approx(0.9, abs=1e-12)
+
+
+def test_maxrl_refuses_a_negative_reward() -> None:
+    with pytest.raises(UnsupportedEstimatorError, match=r"maxrl .* -0\.5"):
+        estimate("maxrl", [1.0, -0.5])
+
+
+def test_opo_weighs_the_baseline_by_trained_tokens() -> None:
+    group = outcomes([1, 0], num_tokens=[30, 10])
+
+    (advantages,) = trajectory_advantages([group], estimator="opo")
+
+    assert advantages.tolist() == [0.25, -0.75]
+
+
+def test_opo_takes_the_plain_mean_where_nothing_is_trained() -> None:
+    group = outcomes([1, 0], num_tokens=[0, 0])
+
+    (advantages,) = trajectory_advantages([group], estimator="opo")
+
+    assert advantages.tolist() == [0.5, -0.5]
+
+
+# --------------------------------------------------------------------------------------
+# over the whole batch
+
+
+def slow_whitened(groups: list[GroupOutcomes], *, centred: bool) -> list[float]:
+    """Write every value on each of its tokens, and whiten the tokens."""
+    values = [r - group.rewards.mean() if centred else r for group in groups for r in group.rewards]
+    counts = [int(count) for group in groups for count in group.num_tokens]
+    tokens = [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
+    mean = math.fsum(tokens) / len(tokens)
+    variance = math.fsum((t - mean) ** 2 for t in tokens) / len(tokens)
+    return [(value - mean) / math.sqrt(variance + 1e-8) for value in values]
+
+
+@pytest.mark.parametrize("estimator", ["reinforce_pp", "reinforce_pp_baseline"])
+def test_whitening_is_over_the_trained_tokens_of_all_groups(estimator: Estimator) -> None:
+    groups = [outcomes([1, 0], [5, 1]), outcomes([3, 1, 0.5], [2, 0, 4])]
+
+    found = trajectory_advantages(groups, estimator=estimator)
+
+    expected = slow_whitened(groups, centred=estimator == "reinforce_pp_baseline")
+    assert np.concatenate(found).tolist() == pytest.approx(expected)
+    assert [len(part) for part in found] == [2, 3]
+
+
+def test_reinforce_pp_compares_with_the_batch_so_that_a_group_of_one_counts_too() -> None:
+    groups = [outcomes([1], [1]), outcomes([0], [1])]
+
+    found = trajectory_advantages(groups, estimator="reinforce_pp")
+
+    assert np.concatenate(found).tolist() == pytest.approx([1, -1])
+
+
+@pytest.mark.parametrize("estimator", ["reinforce_pp", "reinforce_pp_baseline"])
+def test_whitening_of_nothing_trained_leaves_the_values(estimator: Estimator) -> None:
+    (found,) = trajectory_advantages([outcomes([1, 1], [0, 0])], estimator=estimator)
+
+    assert found.tolist() == ([1, 1] if estimator == "reinforce_pp" else [0, 0])
+
+
+def test_gdpo_compares_each_component_then_the_weighted_sums_over_the_batch() -> None:
+    rewards = [[1, 0], [0, 0], [0, 1], [1, 1]], [[3, 1], [1, 2]]
+    groups = [outcomes(group) for group in rewards]
+
+    found = trajectory_advantages(groups, estimator="gdpo", component_weights=[1.0, 0.5])
+
+    sums: list[float] = []
+    for group in rewards:
+        columns = [estimate("grpo", column) for column in zip(*group, strict=True)]
+        sums += [a + 0.5 * b for a, b in zip(*columns, strict=True)]
+    expected = (np.array(sums) - np.mean(sums)) / (np.std(sums, ddof=1) + 1e-6)
+    assert np.concatenate(found).tolist() == pytest.approx(expected.tolist())
+
+
+def test_gdpo_tells_apart_what_a_sum_of_rewards_would_not() -> None:
+    group = outcomes([[1, 0], [0, 10], [1, 0], [0, 0]])
+
+    (found,) = trajectory_advantages([group], estimator="gdpo", component_weights=[1.0, 1.0])
+
+    assert found[0] > found[3]
+    assert found[0] == found[2]
+
+
+def test_gdpo_of_one_trajectory_in_all_gives_zero() -> None:
+    group = outcomes([[1, 0]])
+
+    (found,) = trajectory_advantages([group], estimator="gdpo", component_weights=[1.0, 1.0])
+
+    assert found.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("weights", [[], [1.0], [1.0, 1.0, 1.0]])
+def test_gdpo_refuses_components_that_do_not_match_its_weights(weights: list[float]) -> None:
+    with pytest.raises(UnsupportedEstimatorError, match="gdpo with"):
+        trajectory_advantages(
+            [outcomes([[1, 0], [0, 1]])], estimator="gdpo", component_weights=weights
+        )
+
+
+@given(
+    st.lists(st.lists(st.integers(-50, 50), min_size=2, max_size=6), min_size=1, max_size=4),
+    st.integers(-100, 100),
+)
+def test_a_shift_of_all_rewards_changes_no_centred_advantage(
+    rewards: list[list[int]], shift: int
+) -> None:
+    for estimator in ("grpo", "grpo_population", "grpo_leave_one_out", "dr_grpo", "rloo", "opo"):
+        plain = trajectory_advantages([outcomes(r) for r in rewards], estimator=estimator)
+        moved = [outcomes([value + shift for value in group]) for group in rewards]
+
+        shifted = trajectory_advantages(moved, estimator=estimator)
+
+        assert np.concatenate(shifted).tolist() == pytest.approx(np.concatenate(plain).tolist())
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=8))
+def test_rloo_is_the_reward_less_the_mean_of_the_others(rewards: list[float]) -> None:
+    expected = [reward - (math.fsum(rewards) - reward) / (len(rewards) - 1) for reward in rewards]
+
+    assert estimate("rloo", rewards) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+# --------------------------------------------------------------------------------------
+# step groups, and tokens
+
+
+def test_gigpo_compares_turns_that_began_in_the_same_state() -> None:
+    # Returns to go: [1, 1] and [0, 0]; "s" is seen by both, "t" and "u" by one each.
+    found = gigpo(
+        np.array([1.0, 0.0]),
+        turn_rewards=[np.array([0.0, 1.0]), np.array([0.0, 0.0])],
+        anchors=[["s", "t"], ["s", "u"]],
+    )
+
+    a = 0.707106
+    assert found[0].tolist() == pytest.approx([a + a, a], abs=2e-6)
+    assert found[1].tolist() == pytest.approx([-a - a, -a], abs=2e-6)
+
+
+def test_gigpo_discounts_the_return_of_a_turn() -> None:
+    found = gigpo(
+        np.array([1.0, 1.0]),
+        turn_rewards=[np.array([0.0, 0.0, 1.0]), np.array([1.0])],
+        anchors=[["s", "x", "y"], ["s"]],
+        gamma=0.5,
+        step_weight=2.0,
+        divide_by_std=False,
+    )
+
+    # 0.25 against 1.0 from the same state: -/+ 0.375, twice; the episodes are equal.
+    assert [part.tolist() for part in found] == [[-0.75, 0.0, 0.0], [0.75]]
+
+
+def test_gigpo_of_one_trajectory_compares_its_own_turns_only() -> None:
+    found = gigpo(
+        np.array([1.0]),
+        turn_rewards=[np.array([0.0, 1.0])],
+        anchors=[["s", "s"]],
+        gamma=0.5,
+        divide_by_std=False,
+    )
+
+    assert found[0].tolist() == [-0.25, 0.25]
+
+
+def test_gigpo_refuses_anchors_that_do_not_match_the_turns() -> None:
+    with pytest.raises(BatchingError, match="trajectory 0 has 1 anchors for 2 turns"):
+        gigpo(np.array([1.0]), turn_rewards=[np.zeros(2)], anchors=[["s"]])
+
+
+def test_case_35_one_trajectory_in_several_rows_is_compared_once() -> None:
+    # Trajectory 1 (reward 1) has rows with masks 111 and 001, trajectory 2 (reward 0) 011.
+    masks = Ragged.from_rows([[1, 1, 1], [0, 0, 1], [0, 1, 1]], np.uint8)
+
+    by_mean = estimate("dr_grpo", [1, 0])
+    by_std = estimate("grpo", [1, 0])
+
+    rows = [0, 0, 1]
+    tokens = broadcast(np.array(by_mean)[rows], loss_mask=masks)
+    assert [row.tolist() for row in tokens] == [[0.5, 0.5, 0.5], [0, 0, 0.5], [0, -0.5, -0.5]]
+    assert tokens.values.dtype == np.float32
+    tokens = broadcast(np.array(by_std)[rows], loss_mask=masks)
+    assert tokens[1].tolist() == pytest.approx([0, 0, 0.707106], abs=2e-6)
+
+
+def test_fan_out_a_trajectory_of_three_rows_does_not_move_the_baseline() -> None:
+    # Row-wise the mean would be 0.75 and the advantages 0.5, 0.5, 0.5, -1.5.
+    assert estimate("dr_grpo", [1, 0]) == [0.5, -0.5]
+    assert estimate("grpo", [1, 0]) == pytest.approx([0.7071, -0.7071], abs=1e-4)
+
+
+def test_a_masked_token_has_an_advantage_of_plain_zero() -> None:
+    tokens = broadcast(np.array([-1.0]), loss_mask=Ragged.from_rows([[0, 1]], np.uint8))
+
+    assert np.signbit(tokens.values).tolist() == [False, True]

@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.batching.assemble import assemble_rows, concatenate_rows, take_rows
+from turnstream.batching.merge import merge_turns, plan_sequences, store_turns
+from turnstream.batching.plan import GroupPlan, TrajectoryPlan
+from turnstream.errors import BatchingError, CorruptRecordError, InvalidTurnError
+from turnstream.store.keys import trajectory_id
+from turnstream.testing import assert_same, rows, spell, trajectory_plan, turn
+from turnstream.testing.strategies import chains, trees
+from turnstream.types import Ragged, Rows, Status, StoredTurn, TrajectoryKey, Turn
+
+TEXTS = ("trajectory_id", "group_id", "prompt_uid", "status")
+
+Payload = Mapping[TrajectoryKey, Sequence[StoredTurn]]
+
+
+def planned(
+    key: TrajectoryKey, turns: Sequence[Turn], **changes: Any
+) -> tuple[TrajectoryPlan, list[StoredTurn]]:
+    """A trajectory of a plan, and the payload it names."""
+    stored = [replace(own, payload_crc=10 + own.index) for own in store_turns(turns)]
+    plan = replace(
+        trajectory_plan(),
+        key=key,
+        sequences=plan_sequences([own.shape for own in stored], merge=True),
+        payload_crcs=tuple(own.payload_crc for own in stored),
+        **changes,
+    )
+    return plan, stored
+
+
+def build(*episodes: Sequence[Turn], group_id: str = "g0") -> tuple[GroupPlan, Payload]:
+    """A group of these episodes."""
+    members: list[TrajectoryPlan] = []
+    payload: dict[TrajectoryKey, Sequence[StoredTurn]] = {}
+    for sample, turns in enumerate(episodes):
+        plan, stored = planned(TrajectoryKey(group_id, sample), turns)
+        members.append(plan)
+        payload[plan.key] = stored
+    return GroupPlan(group_id=group_id, prompt_uid="uid", trajectories=tuple(members)), payload
+
+
+CHAIN = [turn("ab", "CD"), turn("abcdef", "G")]
+BROKEN = [turn("ab", "C"), turn("xy", "ZU")]
+
+
+def test_rows_come_in_the_order_of_the_plan() -> None:
+    group, payload = build(CHAIN, BROKEN)
+
+    assembled = assemble_rows([group], payload, first_row_id=7)
+
+    assert spell(assembled) == ["abCDefG", "abC", "xyZU"]
+    assert assembled.row_id.tolist() == [7, 8, 9]
+    assert assembled.trajectory_id == ["g0/0/0", "g0/1/0", "g0/1/0"]
+    assert assembled.sequence_index.tolist() == [0, 0, 1]
+    assert assembled.is_last.tolist() == [True, False, True]
+    assert assembled.prompt_length.tolist() == [2, 2, 2]
+
+
+def test_rows_carry_what_the_plan_says_of_their_trajectory() -> None:
+    key = TrajectoryKey("g/1", sample=3, attempt=2)
+    plan, stored = planned(
+        key, CHAIN, reward=0.25, advantage=-0.5, weight=0.5, status=Status.TRUNCATED
+    )
+    group = GroupPlan(group_id="g/1", prompt_uid="uid", trajectories=(plan,))
+
+    assembled = assemble_rows([group], {key: stored}, first_row_id=0)
+
+    assert (assembled.group_id, assembled.prompt_uid) == (["g/1"], ["uid"])
+    assert (assembled.sample.tolist(), assembled.attempt.tolist()) == ([3], [2])
+    assert assembled.status == ["truncated"]
+    assert (assembled.reward[0], assembled.advantage[0], assembled.weight[0]) == (0.25, -0.5, 0.5)
+    assert not assembled.is_padding[0]
+
+
+def test_the_id_of_a_trajectory_is_the_one_in_its_keys() -> None:
+    key = TrajectoryKey("a b~/c", sample=3, attempt=2)
+
+    assert key.trajectory_id == trajectory_id(key) == "a%20b%7E%2Fc/3/2"
+
+
+def test_rows_know_the_trained_tokens_of_their_trajectory_and_group() -> None:
+    group, payload = build(CHAIN, BROKEN)
+    other, more = build([turn("a", "B")], [turn("a", "b")], group_id="g1")
+
+    assembled = assemble_rows([group, other], {**payload, **more}, first_row_id=0)
+
+    assert assembled.trajectory_num_tokens.tolist() == [3, 3, 3, 1, 0]
+    assert assembled.group_num_tokens.tolist() == [6, 6, 6, 1, 1]
+
+
+def test_every_column_has_its_promised_type() -> None:
+    group, payload = build(CHAIN)
+
+    assembled = assemble_rows([group], payload, first_row_id=0)
+
+    expected = rows("abCDefG", logprobs=None)
+    for name in Rows.__dataclass_fields__:
+        ours, theirs = getattr(assembled, name), getattr(expected, name)
+        if isinstance(ours, Ragged):
+            assert (ours.values.dtype, ours.offsets.dtype) == (theirs.values.dtype, np.int32), name
+        elif isinstance(ours, np.ndarray):
+            assert ours.dtype == theirs.dtype, name
+
+
+def test_where_no_turn_has_logprobs_there_is_no_column() -> None:
+    group, payload = build(CHAIN, BROKEN)
+
+    assert assemble_rows([group], payload, first_row_id=0).logprobs is None
+
+
+def test_rows_without_logprobs_beside_others_have_nan_where_they_are_trained() -> None:
+    group, payload = build([turn("ab", "CdE", logprobs=-0.5)], [turn("ab", "CdE")])
+
+    logprobs = assemble_rows([group], payload, first_row_id=0).logprobs
+
+    assert logprobs is not None
+    np.testing.assert_array_equal(logprobs[0], np.array([-0.5, 0, -0.5], np.float32))
+    np.testing.assert_array_equal(logprobs[1], np.array([np.nan, 0, np.nan], np.float32))
+
+
+def test_version_runs_cover_the_response_with_minus_one_for_observed() -> None:
+    group, payload = build([turn("ab", "CD", version=3), turn("abcdef", "G", version=4)])
+
+    assembled = assemble_rows([group], payload, first_row_id=0)
+
+    assert assembled.run_versions[0].tolist() == [3, -1, 4]
+    assert assembled.run_counts[0].tolist() == [2, 2, 1]
+
+
+def test_neighbouring_runs_of_one_version_are_one() -> None:
+    group, payload = build([turn("ab", "CD", version=3), turn("abcd", "E", version=3)])
+
+    assembled = assemble_rows([group], payload, first_row_id=0)
+
+    assert (assembled.run_versions[0].tolist(), assembled.run_counts[0].tolist()) == ([3], [3])
+
+
+def test_case_16_token_rewards_of_all_merged_turns_are_kept() -> None:
+    group, payload = build([turn("ab", "CD", rewards=0.25), turn("abcdef", "G", rewards=1.0)])
+
+    assembled = assemble_rows([group], payload, first_row_id=0)
+
+    assert assembled.rewards[0].tolist() == [0, 0.25, 0, 0, 1]
+
+
+# --------------------------------------------------------------------------------------
+# the checks
+
+
+def test_refuses_a_payload_that_is_not_the_planned_one() -> None:
+    group, payload = build(CHAIN)
+    (key,) = payload
+    other = [replace(payload[key][0], payload_crc=99), *payload[key][1:]]
+
+    with pytest.raises(CorruptRecordError, match=r"2 turns with checksums \(99, 11\)"):
+        assemble_rows([group], {key: other}, first_row_id=0)
+
+
+def test_case_22_refuses_more_turns_than_were_planned() -> None:
+    # The reference drops rows after the last flag silently.
+    group, payload = build(CHAIN)
+    (key,) = payload
+
+    with pytest.raises(CorruptRecordError, match="3 turns with checksums"):
+        assemble_rows([group], {key: [*payload[key], payload[key][1]]}, first_row_id=0)
+
+
+@pytest.mark.parametrize("field", ["prompt_length", "num_tokens", "num_trained_tokens"])
+def test_refuses_tokens_of_other_lengths_than_planned(field: str) -> None:
+    group, payload = build([turn("ab", "CdE")])
+    (member,) = group.trajectories
+    (row,) = member.sequences
+    other = row._replace(**{field: getattr(row, field) + 1})
+    wrong = replace(member, sequences=(other,))
+
+    with pytest.raises(CorruptRecordError, match=r"tokens \(2, 5, 2\), planned were"):
+        assemble_rows([replace(group, trajectories=(wrong,))], payload, first_row_id=0)
+
+
+def test_refuses_an_array_that_is_not_aligned_with_its_response() -> None:
+    group, payload = build([turn("ab", "CD")])
+    (key,) = payload
+    wrong = [replace(payload[key][0], logprobs=np.zeros(3, np.float32))]
+
+    with pytest.raises(InvalidTurnError, match="logprobs: 3 values for 2 response tokens"):
+        assemble_rows([group], {key: wrong}, first_row_id=0)
+
+
+# --------------------------------------------------------------------------------------
+# rows of rows
+
+
+def test_takes_rows_in_any_order() -> None:
+    batch = rows("abC", "xYz", "uV")
+
+    taken = take_rows(batch, [2, 0])
+
+    assert spell(taken) == ["uV", "abC"]
+    assert taken.row_id.tolist() == [2, 0]
+    assert taken.trajectory_id == ["g0/2/0", "g0/0/0"]
+
+
+def test_takes_no_rows() -> None:
+    taken = take_rows(rows("abC"), [])
+
+    assert (len(taken), taken.input_ids.offsets.tolist()) == (0, [0])
+
+
+def test_parts_without_logprobs_get_nan_beside_parts_with() -> None:
+    joined = concatenate_rows([rows("abCd"), rows("abCdE", logprobs=None)])
+
+    assert joined.logprobs is not None
+    np.testing.assert_array_equal(joined.logprobs[0], np.array([-0.5, 0], np.float32))
+    np.testing.assert_array_equal(joined.logprobs[1], np.array([np.nan, 0, np.nan], np.float32))
+
+
+def test_no_parts_are_refused() -> None:
+    with pytest.raises(BatchingError, match="no rows"):
+        concatenate_rows([])
+
+
+@given(st.lists(st.text("aB", min_size=1, max_size=5), min_size=1, max_size=6), st.data())
+def test_cutting_and_joining_is_the_identity(texts: list[str], data: st.DataObject) -> None:
+    batch = rows(*texts)
+    cut = data.draw(st.integers(0, len(texts)))
+
+    joined = concatenate_rows(
+        [take_rows(batch, range(cut)), take_rows(batch, range(cut, len(texts)))]
+    )
+
+    assert_same(joined, replace(batch, **{name: list(getattr(batch, name)) for name in TEXTS}))
+
+
+# --------------------------------------------------------------------------------------
+# laws
+
+
+@given(st.lists(trees() | chains(), min_size=1, max_size=4))
+def test_what_was_stored_assembles_to_what_the_whole_turns_merge_to(
+    episodes: list[tuple[Turn, ...]],
+) -> None:
+    group, payload = build(*episodes)
+
+    assembled = assemble_rows([group], payload, first_row_id=0)
+
+    merged = [row for turns in episodes for row in merge_turns(turns)]
+    assert_same(list(assembled.input_ids), [row.input_ids for row in merged])
+    assert_same(list(assembled.loss_mask), [row.loss_mask for row in merged])
+    assert_same(list(assembled.rewards), [row.rewards for row in merged])
+    assert assembled.prompt_length.tolist() == [row.prompt_length for row in merged]
+    has_logprobs = [own.logprobs is not None for turns in episodes for own in turns]
+    assert (assembled.logprobs is not None) == any(has_logprobs)
+    for found, row in zip(assembled.logprobs or [], merged, strict=False):
+        missing = np.where(row.loss_mask, np.float32(np.nan), np.float32(0))
+        np.testing.assert_array_equal(found, missing if row.logprobs is None else row.logprobs)
+
+
+@given(st.lists(trees(), min_size=1, max_size=4))
+def test_every_sampled_token_is_trained_exactly_once(episodes: list[tuple[Turn, ...]]) -> None:
+    group, payload = build(*episodes)
+
+    assembled = assemble_rows([group], payload, first_row_id=0)
+
+    sampled = sum(
+        len(own.response_ids) if own.loss_mask is None else int(own.loss_mask.sum())
+        for turns in episodes
+        for own in turns
+    )
+    assert int(assembled.loss_mask.values.sum()) == sampled
+    assert int(assembled.run_counts.values.sum()) == len(assembled.loss_mask.values)
+
+
+@given(st.lists(chains(), min_size=1, max_size=4))
+def test_a_chain_keeps_every_token_once(episodes: list[tuple[Turn, ...]]) -> None:
+    # Each prompt of a chain holds everything before it, so its last context is all of its tokens.
+    group, payload = build(*episodes)
+
+    assembled = assemble_rows([group], payload, first_row_id=0)
+
+    ends = [len(turns[-1].prompt_ids) + len(turns[-1].response_ids) for turns in episodes]
+    assert [len(row) for row in assembled.input_ids] == ends

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from turnstream.batching.checks import require_aligned, require_whole_trajectories
+from turnstream.batching.denominators import count_denominators, row_scales
+from turnstream.batching.jagged import jagged
+from turnstream.batching.layout import left_padded
+from turnstream.batching.packed import packed
+from turnstream.batching.right_padded import right_padded
+from turnstream.errors import BatchingError
+from turnstream.testing import rows
+from turnstream.types import Ragged, Rows
+
+LAYOUTS: dict[str, Callable[[Rows], Any]] = {
+    "left_padded": lambda batch: left_padded(batch, width=9, response_width=9, pad_token_id=0),
+    "right_padded": lambda batch: right_padded(batch, width=9, pad_token_id=0),
+    "packed": lambda batch: packed(batch, bins=[range(len(batch))], pad_token_id=0),
+    "jagged": jagged,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("column", ["loss_mask", "logprobs", "rewards"])
+@pytest.mark.parametrize("length", [1, 4])
+def test_case_10_a_column_of_another_length_than_its_response_is_refused(
+    layout: str, column: str, length: int
+) -> None:
+    # The reference shifts a mask [1] of three tokens silently to [0, 0, 1].
+    short = Ragged.from_rows([np.ones(1), np.ones(length)], getattr(rows("a"), column).values.dtype)
+    batch = replace(rows("aB", "aBCD"), **{column: short})
+
+    with pytest.raises(BatchingError, match=f"{column} of row 1: {length} values for 3 response"):
+        LAYOUTS[layout](batch)
+
+
+def test_case_10_a_prompt_longer_than_its_row_is_refused() -> None:
+    batch = replace(rows("aB", "aB"), prompt_length=np.array([1, 3], np.int32))
+
+    with pytest.raises(BatchingError, match="prompt_length of row 1: 3 of 2 tokens"):
+        require_aligned(batch)
+
+
+def test_a_column_of_another_number_of_rows_is_refused() -> None:
+    batch = replace(rows("aB", "aB"), rewards=Ragged.from_rows([[0.0]], np.float32))
+
+    with pytest.raises(BatchingError, match="rewards has 1 rows, the others have 2"):
+        require_aligned(batch)
+
+
+def test_a_mask_of_anything_but_0_and_1_is_refused() -> None:
+    batch = replace(rows("aBC"), loss_mask=Ragged.from_rows([[1, 2]], np.uint8))
+
+    with pytest.raises(BatchingError, match="loss_mask: 2 is neither 0 nor 1"):
+        require_aligned(batch)
+
+
+def test_case_8_a_single_number_is_no_row_of_rewards() -> None:
+    with pytest.raises(BatchingError, match="row 1 is a single value"):
+        Ragged.from_rows([[1.0], 0.5], np.float32)
+
+
+# --------------------------------------------------------------------------------------
+# whole trajectories
+
+
+def trajectories(*members: tuple[str, int, bool]) -> Rows:
+    """A row for each (group, sample, whether it is flagged last)."""
+    batch = rows(*["aB"] * len(members), group_ids=[group for group, _, _ in members])
+    return replace(
+        batch,
+        sample=np.array([sample for _, sample, _ in members], np.int32),
+        is_last=np.array([last for _, _, last in members], np.bool_),
+    )
+
+
+def test_case_24_flags_of_numpy_are_flags() -> None:
+    # The reference asks whether the last one `is True`, which numpy.True_ is not.
+    require_whole_trajectories(trajectories(("g", 0, False), ("g", 0, True)))
+
+
+def test_case_25_a_trajectory_interrupted_by_another_is_refused() -> None:
+    batch = trajectories(("g", 0, True), ("g", 1, True), ("g", 0, True))
+
+    with pytest.raises(BatchingError, match=r"row 2: \('g', 0, 0\) comes again"):
+        require_whole_trajectories(batch)
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([("g", 0, False)], "row 0 is not flagged last, but .* ends there"),
+        ([("g", 0, True), ("g", 0, True)], "row 0 is flagged last, but .* goes on there"),
+        ([("g", 0, False), ("g", 1, True)], "row 0 is not flagged last, but .* ends there"),
+    ],
+)
+def test_case_26_flags_that_contradict_the_rows_are_refused(
+    members: list[tuple[str, int, bool]], message: str
+) -> None:
+    with pytest.raises(BatchingError, match=message):
+        require_whole_trajectories(trajectories(*members))
+
+
+def test_case_28_a_mini_batch_without_a_trained_token_goes_on_with_a_loss_of_zero() -> None:
+    # The reference warns that this may lead to NaN.
+    batch = rows("abc", "a|bc")
+
+    denominators = count_denominators([batch], length_constant=0)
+    scales_B = row_scales(batch, denominators=denominators, aggregation="token_mean")
+
+    assert denominators.num_tokens == 0
+    assert scales_B.tolist() == [0, 0]
+    assert not left_padded(batch, width=3, response_width=2, pad_token_id=0).loss_mask_BR.any()
+
+
+def test_case_29_names_that_would_collide_as_text_are_different_trajectories() -> None:
+    # "a_1" + "_" + "0" and "a" + "_" + "1_0" are the same text.
+    batch = trajectories(("a_1", 0, True), ("a", 10, True))
+
+    require_whole_trajectories(batch)
+    assert batch.trajectory_id[0] != batch.trajectory_id[1]
+
+
+def test_inert_rows_may_stand_anywhere() -> None:
+    batch = rows("aB", "a|b", "aB", is_padding=[False, True, False])
+
+    require_whole_trajectories(
+        replace(
+            batch, sample=np.zeros(3, np.int32), is_last=np.array([False, False, True], np.bool_)
+        )
+    )

@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.batching.assemble import take_rows
+from turnstream.batching.config import Aggregation
+from turnstream.batching.denominators import (
+    ShareCounts,
+    check_share,
+    count_denominators,
+    row_scales,
+)
+from turnstream.batching.minibatch import micro_batches, rank_share
+from turnstream.errors import BatchingError
+from turnstream.testing import rows
+from turnstream.types import Rows
+
+CUT: dict[str, Any] = {"step": 1, "mini_batch": 0, "pad_token_id": 0}
+MODES: tuple[Aggregation, ...] = get_args(Aggregation)
+
+
+def loss(
+    share: Rows,
+    token_losses: Sequence[Sequence[float]],
+    mode: Aggregation,
+    of: Rows,
+    constant: int = 0,
+) -> float:
+    """This share's part of the loss of the mini-batch `of`."""
+    denominators = count_denominators([of], length_constant=constant)
+    scales = row_scales(share, denominators=denominators, aggregation=mode)
+    sums = [np.dot(m, own) for m, own in zip(share.loss_mask, token_losses, strict=True)]
+    return float(np.dot(scales, sums))
+
+
+# --------------------------------------------------------------------------------------
+# the golden vector: token losses A = 1,2,3,4; B = 10; C = 2,2
+
+ABC = rows("x|ABCD", "x|E", "x|FG")
+LOSSES = [[1, 2, 3, 4], [10], [2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token_mean", 3.428571),
+        ("seq_mean_token_sum", 8.0),
+        ("seq_mean_token_mean", 4.833333),
+        ("constant", 1.0),
+    ],
+)
+def test_golden_vectors(mode: Aggregation, expected: float) -> None:
+    assert loss(ABC, LOSSES, mode, of=ABC, constant=8) == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_mean_of_micro_batch_means_is_another_number() -> None:
+    mini_batches = [take_rows(ABC, [0]), take_rows(ABC, [1, 2])]
+
+    right = loss(mini_batches[0], LOSSES[:1], "token_mean", of=ABC)
+    right += loss(mini_batches[1], LOSSES[1:], "token_mean", of=ABC)
+    wrong = loss(mini_batches[0], LOSSES[:1], "token_mean", of=mini_batches[0])
+    wrong += loss(mini_batches[1], LOSSES[1:], "token_mean", of=mini_batches[1])
+
+    assert right == pytest.approx(3.428571, abs=1e-6)
+    assert wrong / 2 == pytest.approx(3.583333, abs=1e-6)
+
+
+def test_an_inert_row_is_no_sequence() -> None:
+    padded = rank_share(ABC, dp_rank=1, dp_world_size=2, **CUT)
+    shares = [rank_share(ABC, dp_rank=0, dp_world_size=2, **CUT), padded]
+
+    counted = count_denominators(shares, length_constant=0)
+
+    # Counted as a sequence it would give 3.625 instead of 4.833333.
+    assert sum(len(share) for share in shares) == 4
+    assert counted.num_sequences == 3
+
+
+def test_case_38_scales_of_rows_with_masks_111_001_011_000() -> None:
+    # The reference counts the row without a trained token: .08333, .25, .125, .25 for the sequence
+    # mean and .025 for the constant. Ours leaves it out of the denominators; it is scaled by 0.
+    batch = rows("x|ABC", "x|abC", "x|aBC", "x|abc", group_ids=["a", "a", "b", "b"])
+    denominators = count_denominators([batch], length_constant=10)
+
+    scales = {
+        mode: row_scales(batch, denominators=denominators, aggregation=mode).tolist()
+        for mode in MODES
+    }
+
+    assert scales["token_mean"] == pytest.approx([1 / 6, 1 / 6, 1 / 6, 0])
+    assert scales["seq_mean_token_mean"] == pytest.approx([1 / 9, 1 / 3, 1 / 6, 0])
+    assert scales["seq_mean_token_sum"] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
+    assert scales["constant"] == pytest.approx([1 / 30, 1 / 30, 1 / 30, 0])
+    assert scales["prompt_mean"] == pytest.approx([0.125, 0.125, 0.25, 0])
+
+
+def fan_out() -> Rows:
+    """A trajectory in two rows (3 and 1 trained tokens) beside one in one row (2)."""
+    batch = rows("x|ABC", "x|D", "x|EF", group_ids=["a", "a", "a"])
+    return replace(
+        batch,
+        trajectory_id=["a/0/0", "a/0/0", "a/1/0"],
+        trajectory_num_tokens=np.array([4, 4, 2], np.int64),
+    )
+
+
+def test_rollout_mean_does_not_change_when_a_trajectory_is_split() -> None:
+    whole = rows("x|ABCD", "x|EF")
+
+    split = loss(fan_out(), [[1, 2, 3], [4], [5, 7]], "rollout_mean", of=fan_out())
+
+    assert split == pytest.approx(loss(whole, [[1, 2, 3, 4], [5, 7]], "rollout_mean", of=whole))
+    assert split == pytest.approx((2.5 + 6) / 2)
+
+
+def test_a_trajectory_in_two_rows_counts_once() -> None:
+    counted = count_denominators([fan_out()], length_constant=0)
+
+    assert (counted.num_sequences, counted.num_trajectories, counted.num_groups) == (3, 2, 1)
+
+
+def test_a_trajectory_on_two_ranks_counts_in_proportion_on_each() -> None:
+    left, right = take_rows(fan_out(), [0, 2]), take_rows(fan_out(), [1])
+
+    counts = [ShareCounts.of(share) for share in (left, right)]
+
+    assert [share.num_trajectories for share in counts] == [1.75, 0.25]
+    assert count_denominators([left, right], length_constant=0) == count_denominators(
+        [fan_out()], length_constant=0
+    )
+
+
+def test_weights_add_up_over_counted_rows_only() -> None:
+    batch = replace(rows("x|AB", "x|ab", "x|C"), weight=np.array([0.5, 9, 2], np.float32))
+
+    counted = count_denominators([batch], length_constant=0)
+
+    assert counted.weight_sum == 2.5
+
+
+# --------------------------------------------------------------------------------------
+# the check
+
+
+def denominators_of(batch: Rows) -> Any:
+    return count_denominators([batch], length_constant=0)
+
+
+def test_a_right_share_passes_and_gives_its_counts() -> None:
+    share = rank_share(ABC, dp_rank=0, dp_world_size=2, **CUT)
+
+    counts = check_share(share, denominators_of(ABC), dp_world_size=2)
+
+    assert counts == ShareCounts.of(share)
+
+
+@pytest.mark.parametrize("name", ShareCounts._fields)
+def test_a_share_of_more_than_the_mini_batch_is_refused(name: str) -> None:
+    wrong = denominators_of(ABC)._replace(**{name: 0})
+
+    with pytest.raises(BatchingError, match=f"^{name}: the share of one of 2 ranks has"):
+        check_share(ABC, wrong, dp_world_size=2)
+
+
+@pytest.mark.parametrize("name", ShareCounts._fields)
+def test_the_only_rank_must_have_all_of_it(name: str) -> None:
+    denominators = denominators_of(ABC)
+    wrong = denominators._replace(**{name: getattr(denominators, name) + 1})
+
+    check_share(ABC, wrong, dp_world_size=2)
+    with pytest.raises(BatchingError, match=f"^{name}: "):
+        check_share(ABC, wrong, dp_world_size=1)
+
+
+@pytest.mark.parametrize("live", [{"text": "x|A"}, {"text": "x|a", "weight": 1.0}])
+def test_a_live_inert_row_is_refused(live: dict[str, Any]) -> None:
+    share = rows("x|A", live["text"], is_padding=[False, True])
+    share = replace(share, weight=np.array([1, live.get("weight", 0)], np.float32))
+
+    with pytest.raises(BatchingError, match="inert row -2 has"):
+        check_share(share, denominators_of(ABC), dp_world_size=2)
+
+
+@pytest.mark.parametrize("column", ["trajectory_num_tokens", "group_num_tokens"])
+def test_a_row_of_more_tokens_than_its_trajectory_or_group_is_refused(column: str) -> None:
+    share = replace(ABC, **{column: np.array([4, 0, 2], np.int64)})
+
+    with pytest.raises(BatchingError, match="row 1 has 1 trained tokens"):
+        check_share(share, denominators_of(ABC), dp_world_size=2)
+
+
+# --------------------------------------------------------------------------------------
+# laws
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Rows:
+    texts = draw(st.lists(st.text("aB", max_size=6), min_size=1, max_size=7))
+    names = draw(st.lists(st.sampled_from("gh"), min_size=len(texts), max_size=len(texts)))
+    return rows(*["x|" + text for text in texts], group_ids=names)
+
+
+@given(batches(), st.sampled_from(MODES), st.integers(1, 9), st.integers(0, 30))
+def test_the_loss_does_not_depend_on_ranks_micro_batches_or_padding(
+    batch: Rows, mode: Aggregation, dp_world_size: int, max_tokens: int
+) -> None:
+    def token_losses(share: Rows) -> list[list[float]]:
+        return [
+            [float(row_id * 7 + t) for t in range(length)]
+            for row_id, length in zip(share.row_id.tolist(), share.loss_mask.lengths, strict=True)
+        ]
+
+    total = 0.0
+    for dp_rank in range(dp_world_size):
+        share = rank_share(batch, dp_rank=dp_rank, dp_world_size=dp_world_size, **CUT)
+        passes = micro_batches(
+            batch, dp_rank=dp_rank, dp_world_size=dp_world_size, max_tokens=max_tokens
+        )
+        for positions in passes:
+            part = take_rows(share, positions)
+            total += loss(part, token_losses(part), mode, of=batch, constant=5)
+
+    assert total == pytest.approx(loss(batch, token_losses(batch), mode, of=batch, constant=5))
+
+
+@given(batches(), st.integers(1, 9))
+def test_denominators_counted_over_ranks_are_those_of_the_whole(batch: Rows, world: int) -> None:
+    shares = [rank_share(batch, dp_rank=r, dp_world_size=world, **CUT) for r in range(world)]
+
+    counted = count_denominators(shares, length_constant=3)
+
+    assert counted == count_denominators([batch], length_constant=3)
+    for share in shares:
+        check_share(share, counted, dp_world_size=world)

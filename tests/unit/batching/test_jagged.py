@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given
+
+from turnstream.batching.jagged import Jagged, flat, jagged
+from turnstream.testing import assert_same, rows
+from turnstream.testing.strategies import scored_rows
+from turnstream.types import Ragged, Rows
+
+
+def test_tokens_and_responses_have_their_own_offsets() -> None:
+    made = jagged(rows("abC", "a|bCD", advantages=[2.0, -1.0]))
+
+    assert made.input_ids_N.tolist() == [97, 98, 99, 97, 98, 99, 100]
+    assert made.position_ids_N.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert (made.offsets.tolist(), made.response_offsets.tolist()) == ([0, 3, 7], [0, 1, 4])
+    assert made.loss_mask_M.tolist() == [1, 0, 1, 1]
+    assert made.advantages_M.tolist() == [2, 0, -1, -1]
+    assert not np.signbit(made.advantages_M[1])
+
+
+def test_every_response_token_is_scored_by_the_token_before_it() -> None:
+    made = jagged(rows("abC", "a|bCD"))
+
+    assert made.scoring_tokens_M.tolist() == [1, 3, 4, 5]
+
+
+def test_the_first_token_of_a_row_is_scored_by_none() -> None:
+    made = jagged(rows("aB", "|cD"))
+
+    assert made.scoring_tokens_M.tolist() == [0, -1, 2]
+
+
+def test_what_keeps_its_type_is_not_copied() -> None:
+    batch = rows("abC", "aB")
+    assert batch.logprobs is not None
+
+    made = jagged(batch)
+
+    assert made.logprobs_M is not None
+    assert np.shares_memory(made.logprobs_M, batch.logprobs.values)
+    assert np.shares_memory(made.loss_mask_M, batch.loss_mask.values)
+
+
+def test_a_slice_of_a_larger_column_gets_offsets_from_0() -> None:
+    whole = Ragged.from_rows([[1], [2, 3], [4]], np.int32)
+
+    part = flat(Ragged(whole.values, whole.offsets[1:]))
+
+    assert (part.values.tolist(), part.offsets.tolist()) == ([2, 3, 4], [0, 2, 3])
+
+
+def test_rows_that_are_slices_are_laid_out_alone() -> None:
+    batch = rows("xY", "abC")
+    second = {
+        name: Ragged(column.values, column.offsets[1:])
+        for name in ("input_ids", "loss_mask", "logprobs", "rewards")
+        if isinstance(column := getattr(batch, name), Ragged)
+    }
+    rest = {name: getattr(batch, name)[1:] for name in ("row_id", "prompt_length", "advantage")}
+
+    made = jagged(replace(batch, **second, **rest))
+
+    assert (made.input_ids_N.tolist(), made.offsets.tolist()) == ([97, 98, 99], [0, 3])
+
+
+def slow_jagged(batch: Rows) -> Jagged:
+    """Token by token."""
+    advantages = [
+        batch.advantage[b] if trained else np.float32(0)
+        for b in range(len(batch))
+        for trained in batch.loss_mask[b].tolist()
+    ]
+    positions = [t for b in range(len(batch)) for t in range(len(batch.input_ids[b]))]
+    return Jagged(
+        input_ids_N=np.array([t for row in batch.input_ids for t in row.tolist()], np.int64),
+        position_ids_N=np.array(positions, np.int64),
+        offsets=batch.input_ids.offsets.astype(np.int64),
+        response_offsets=batch.loss_mask.offsets.astype(np.int64),
+        loss_mask_M=batch.loss_mask.values.astype(np.bool_),
+        logprobs_M=None if batch.logprobs is None else batch.logprobs.values,
+        rewards_M=batch.rewards.values,
+        advantages_M=np.array(advantages, np.float32),
+        row_id_B=batch.row_id,
+        prompt_length_B=batch.prompt_length,
+    )
+
+
+@given(scored_rows())
+def test_agrees_with_placing_token_by_token(batch: Rows) -> None:
+    assert_same(jagged(batch), slow_jagged(batch))

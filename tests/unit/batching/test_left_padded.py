@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.batching.layout import LeftPadded, left_padded
+from turnstream.errors import RowTooLongError
+from turnstream.testing import assert_same, rows
+from turnstream.types import Ragged, Rows
+
+PAD = 7
+
+
+def pad(batch: Rows, *, width: int | None = None, response_width: int | None = None) -> LeftPadded:
+    return left_padded(
+        batch,
+        width=int(batch.input_ids.lengths.max(initial=0)) if width is None else width,
+        response_width=int(batch.loss_mask.lengths.max(initial=0))
+        if response_width is None
+        else response_width,
+        pad_token_id=PAD,
+    )
+
+
+def numbered(*parts: tuple[list[int], list[int]]) -> Rows:
+    """Rows of these prompts and responses; every response token is trained."""
+    texts = ["a" * len(prompt) + "|" + "B" * len(response) for prompt, response in parts]
+    ids = Ragged.from_rows([prompt + response for prompt, response in parts], np.int32)
+    return replace(rows(*texts), input_ids=ids)
+
+
+def test_case_1_rows_end_in_the_last_column() -> None:
+    batch = replace(
+        numbered(([1, 2, 3], [5]), ([4], [6, 7, 8])),
+        rewards=Ragged.from_rows([[1], [0, 0, 0.5]], np.float32),
+        loss_mask=Ragged.from_rows([[1], [1, 0, 1]], np.uint8),
+    )
+
+    padded = pad(batch)
+
+    assert padded.input_ids_BT.tolist() == [[1, 2, 3, 5], [4, 6, 7, 8]]
+    assert padded.attention_mask_BT.all()
+    assert padded.response_mask_BR.tolist() == [[0, 0, 1], [1, 1, 1]]
+    assert padded.rewards_BR.tolist() == [[0, 0, 1], [0, 0, 0.5]]
+    assert padded.loss_mask_BR.tolist() == [[0, 0, 1], [1, 0, 1]]
+
+
+def test_case_2_the_width_is_the_longest_row_and_not_the_longest_of_both_parts() -> None:
+    # Prompts and responses of (2, 10) and (9, 1): 12 columns, where two blocks would need 19.
+    padded = pad(numbered(([1] * 2, [2] * 10), ([1] * 9, [2])))
+
+    assert (padded.input_ids_BT.shape, padded.loss_mask_BR.shape) == ((2, 12), (2, 10))
+
+
+def test_case_3_an_empty_response_beside_a_real_one() -> None:
+    padded = pad(numbered(([1, 2], []), ([3], [4])))
+
+    assert padded.input_ids_BT.tolist() == [[1, 2], [3, 4]]
+    assert padded.response_mask_BR.tolist() == [[0], [1]]
+
+
+def test_case_4_all_responses_empty_give_no_response_column() -> None:
+    padded = pad(numbered(([1, 2], []), ([3], [])))
+
+    assert padded.loss_mask_BR.shape == padded.rewards_BR.shape == (2, 0)
+
+
+def test_case_5_an_empty_prompt() -> None:
+    padded = pad(numbered(([], [5]), ([3, 4], [6])))
+
+    assert padded.input_ids_BT.tolist() == [[PAD, PAD, 5], [3, 4, 6]]
+    assert padded.attention_mask_BT.tolist() == [[0, 0, 1], [1, 1, 1]]
+
+
+def test_case_6_padding_is_never_inferred_from_the_pad_token() -> None:
+    padded = pad(numbered(([PAD, 1], [PAD])))
+
+    assert padded.attention_mask_BT.tolist() == [[1, 1, 1]]
+
+
+def test_case_7_logprobs_are_zero_left_of_the_response() -> None:
+    batch = rows("x|AB", "x|C")
+
+    assert pad(replace(batch, logprobs=None)).logprobs_BR is None
+    logprobs_BR = pad(batch).logprobs_BR
+    assert logprobs_BR is not None
+    assert logprobs_BR.tolist() == [[-0.5, -0.5], [0, -0.5]]
+
+
+def test_a_missing_logprob_stays_missing() -> None:
+    batch = replace(rows("x|A"), logprobs=Ragged.from_rows([[np.nan]], np.float32))
+
+    logprobs_BR = pad(batch, response_width=2).logprobs_BR
+
+    assert logprobs_BR is not None
+    assert np.isnan(logprobs_BR).tolist() == [[False, True]]
+
+
+def test_advantages_stand_on_trained_tokens_only() -> None:
+    padded = pad(rows("x|AbC", "x|D", advantages=[-2.0, 3.0]))
+
+    assert padded.advantages_BR.tolist() == [[-2, 0, -2], [0, 0, 3]]
+    assert not np.signbit(padded.advantages_BR[0, 1])
+
+
+def test_positions_count_from_the_first_real_token() -> None:
+    padded = pad(rows("ab|C", "|D"))
+
+    assert padded.position_ids_BT.tolist() == [[0, 1, 2], [0, 0, 0]]
+    assert padded.position_ids_BT.dtype == np.int64
+
+
+def test_case_9_a_row_as_long_as_the_width_fits_and_one_longer_is_refused() -> None:
+    batch = rows("ab|CD", "abc|D")
+
+    assert pad(batch, width=4).input_ids_BT.shape == (2, 4)
+    with pytest.raises(RowTooLongError) as caught:
+        pad(rows("a|B", "abcd|E"), width=4)
+    assert caught.value.args == (1, 5, 4)
+
+
+def test_a_response_longer_than_its_width_is_refused() -> None:
+    with pytest.raises(RowTooLongError) as caught:
+        pad(rows("ab|C", "a|BC"), response_width=1)
+
+    assert caught.value.args == (1, 2, 1)
+
+
+def test_no_rows_make_empty_rectangles() -> None:
+    padded = pad(rows(), width=4, response_width=2)
+
+    assert (padded.input_ids_BT.shape, padded.rewards_BR.shape) == ((0, 4), (0, 2))
+
+
+def slow_left_padded(batch: Rows, *, width: int, response_width: int) -> LeftPadded:
+    """Token by token."""
+    num_rows = len(batch)
+    ids_BT = np.full((num_rows, width), PAD, np.int64)
+    attention_BT = np.zeros((num_rows, width), np.bool_)
+    response_BR = np.zeros((num_rows, response_width), np.bool_)
+    mask_BR = np.zeros((num_rows, response_width), np.bool_)
+    rewards_BR = np.zeros((num_rows, response_width), np.float32)
+    logprobs_BR = np.zeros((num_rows, response_width), np.float32)
+    advantages_BR = np.zeros((num_rows, response_width), np.float32)
+    for b in range(num_rows):
+        ids = batch.input_ids[b].tolist()
+        for t, token in enumerate(reversed(ids), start=1):
+            ids_BT[b, -t] = token
+            attention_BT[b, -t] = True
+        for t in range(1, len(batch.loss_mask[b]) + 1):
+            trained = bool(batch.loss_mask[b][-t])
+            response_BR[b, -t] = True
+            mask_BR[b, -t] = trained
+            rewards_BR[b, -t] = batch.rewards[b][-t]
+            logprobs_BR[b, -t] = batch.logprobs[b][-t] if batch.logprobs is not None else 0
+            advantages_BR[b, -t] = batch.advantage[b] if trained else 0
+    return LeftPadded(
+        input_ids_BT=ids_BT,
+        attention_mask_BT=attention_BT,
+        response_mask_BR=response_BR,
+        loss_mask_BR=mask_BR,
+        logprobs_BR=None if batch.logprobs is None else logprobs_BR,
+        rewards_BR=rewards_BR,
+        advantages_BR=advantages_BR,
+    )
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.text("aB", max_size=6)), max_size=6),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
+def test_agrees_with_placing_token_by_token(
+    parts: list[tuple[int, str]], more: int, more_response: int, has_logprobs: bool, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    batch = rows(*["a" * prompt + "|" + response for prompt, response in parts])
+    numbers = rng.standard_normal(len(batch.rewards.values)).astype(np.float32)
+    batch = replace(
+        batch,
+        input_ids=Ragged(
+            rng.integers(0, 9, len(batch.input_ids.values)).astype(np.int32),
+            batch.input_ids.offsets,
+        ),
+        rewards=Ragged(numbers, batch.rewards.offsets),
+        logprobs=Ragged(-abs(numbers), batch.rewards.offsets) if has_logprobs else None,
+        advantage=rng.standard_normal(len(batch)).astype(np.float32),
+    )
+    response_width = int(batch.loss_mask.lengths.max(initial=0)) + more_response
+    width = max(int(batch.input_ids.lengths.max(initial=0)), response_width) + more
+
+    found = pad(batch, width=width, response_width=response_width)
+
+    assert_same(found, slow_left_padded(batch, width=width, response_width=response_width))

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.batching.microbatch import Budget, CostModel, plan_passes
+from turnstream.errors import BatchingError, RowTooLongError
+
+MODELS: list[CostModel] = ["packed", "padded", "quadratic"]
+
+
+@pytest.mark.parametrize(
+    ("budget", "cost"),
+    [
+        (Budget(limit=0, model="packed"), 11),
+        (Budget(limit=0, model="packed", alignment=4), 16),
+        (Budget(limit=0, model="padded"), 18),
+        (Budget(limit=0, model="padded", alignment=4), 24),
+        (Budget(limit=0, model="quadratic", a=2, b=0.5), 22 + (9 + 4 + 36) / 2),
+        (Budget(limit=0, model="quadratic", b=1, alignment=4), 16 + 16 + 16 + 64),
+    ],
+)
+def test_a_pass_over_rows_of_3_2_and_6_tokens_costs(budget: Budget, cost: float) -> None:
+    assert budget.cost([3, 2, 6]) == cost
+
+
+def test_packed_rows_take_as_few_passes_as_the_budget_allows() -> None:
+    lengths = [6, 3, 5, 7, 2, 4, 1, 8]
+
+    [passes] = plan_passes([lengths], budget=Budget(limit=10, model="packed"))
+
+    # Best fit alone fills the first with 10 and leaves 8 for the last.
+    assert [sum(lengths[row] for row in rows) for rows in passes] == [9, 9, 9, 9]
+
+
+def test_the_costliest_pass_comes_first() -> None:
+    [passes] = plan_passes([[1, 6, 3]], budget=Budget(limit=6, model="packed"))
+
+    assert passes == [[1], [0, 2]]
+
+
+def test_passes_are_balanced_where_the_budget_allows_it() -> None:
+    # Best fit fills the first pass with 6 + 4 and leaves 1; two passes may as well be 6 and 5.
+    [passes] = plan_passes([[6, 4, 1]], budget=Budget(limit=10, model="packed"))
+
+    assert passes == [[0], [1, 2]]
+
+
+def test_padded_passes_are_balanced_too() -> None:
+    # Filling passes up would make one of four rows and one of a single row.
+    [passes] = plan_passes([[2, 2, 2, 2, 2]], budget=Budget(limit=8, model="padded"))
+
+    assert sorted(len(rows) for rows in passes) == [2, 3]
+
+
+def test_balance_never_comes_before_the_budget() -> None:
+    # Two equal parts of 3 3 2 2 2 are [3, 3] and [2, 2, 2]: within 6. By longest first they are
+    # [3, 2, 2] and [3, 2], above it.
+    [passes] = plan_passes([[3, 3, 2, 2, 2]], budget=Budget(limit=6, model="packed"))
+
+    assert sorted(passes) == [[0, 1], [2, 3, 4]]
+
+
+def test_every_rank_has_as_many_passes_as_the_one_that_needs_most() -> None:
+    by_rank = plan_passes([[8, 8], [1, 1]], budget=Budget(limit=8, model="packed"))
+
+    assert by_rank == [[[0], [1]], [[0], [1]]]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_number_of_passes_is_a_multiple_of_the_pipeline(model: CostModel) -> None:
+    by_rank = plan_passes(
+        [[4, 4, 4, 1], [2, 2, 2, 2]], budget=Budget(limit=4, model=model), multiple_of=4
+    )
+
+    assert [len(passes) for passes in by_rank] == [4, 4]
+
+
+def test_more_passes_than_rows_are_refused_with_both_numbers() -> None:
+    with pytest.raises(BatchingError, match="rank 1 has 1 rows for 2 micro-batches: add inert"):
+        plan_passes([[8, 8], [1]], budget=Budget(limit=8, model="packed"))
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        ("packed", RowTooLongError, "row 1 has 9 tokens, more than 8"),
+        ("padded", RowTooLongError, "row 1 has 9 tokens, more than 8"),
+        ("quadratic", BatchingError, "row 1 of 9 tokens costs 9, more than 8"),
+    ],
+)
+def test_a_row_above_the_limit_is_refused_or_alone_and_never_cut(
+    model: CostModel, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        plan_passes([[2, 9, 3]], budget=Budget(limit=8, model=model, over_long="refuse"))
+
+    [passes] = plan_passes([[2, 9, 3]], budget=Budget(limit=8, model=model))
+    assert passes == [[1], [0, 2]]
+
+
+def test_attention_makes_a_long_row_worth_more_than_its_tokens() -> None:
+    lengths = [8, 4, 4]
+
+    [by_tokens] = plan_passes([lengths], budget=Budget(limit=16, model="packed"))
+    [by_attention] = plan_passes([lengths], budget=Budget(limit=100, model="quadratic", b=1))
+
+    assert by_tokens == [[0, 1, 2]]
+    assert by_attention == [[0], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"limit": -1},
+        {"limit": math.nan},
+        {"alignment": 0},
+        {"a": -1, "model": "quadratic"},
+        {"b": 1, "model": "packed"},
+        {"model": "dense"},
+    ],
+)
+def test_a_budget_that_means_nothing_is_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(BatchingError):
+        Budget(**{"limit": 8, **bad})
+
+
+def test_a_pipeline_of_no_stages_is_refused() -> None:
+    with pytest.raises(BatchingError, match="multiple_of=0"):
+        plan_passes([[1]], budget=Budget(limit=8), multiple_of=0)
+
+
+budgets = st.builds(
+    lambda limit, model, alignment, a, b: Budget(
+        limit=limit,
+        model=model,
+        alignment=alignment,
+        a=a if model == "quadratic" else 1.0,
+        b=b if model == "quadratic" else 0.0,
+    ),
+    st.integers(0, 80),
+    st.sampled_from(MODELS),
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from([0.3, 1.0, 2.0]),
+    st.sampled_from([0.0, 0.1, 1.0]),
+)
+shares = st.integers(1, 9).flatmap(
+    lambda count: st.lists(
+        st.lists(st.integers(1, 30), min_size=count, max_size=count), min_size=1, max_size=4
+    )
+)
+
+
+@given(shares, budgets)
+def test_every_row_is_in_one_pass_within_the_budget_and_ranks_have_as_many(
+    lengths: list[list[int]], budget: Budget
+) -> None:
+    by_rank = plan_passes(lengths, budget=budget)
+
+    assert len({len(passes) for passes in by_rank}) == 1
+    for share, passes in zip(lengths, by_rank, strict=True):
+        assert sorted(row for rows in passes for row in rows) == list(range(len(share)))
+        for rows in passes:
+            cost = budget.cost([share[row] for row in rows])
+            assert rows == sorted(rows)
+            assert budget.limit == 0 or cost <= budget.limit or len(rows) == 1
+
+
+@given(shares, budgets)
+def test_the_same_lengths_give_the_same_passes(lengths: list[list[int]], budget: Budget) -> None:
+    assert plan_passes(lengths, budget=budget) == plan_passes(
+        [list(share) for share in lengths], budget=budget
+    )
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=9), st.integers(30, 200))
+def test_padded_passes_are_as_cheap_as_that_many_can_be(lengths: list[int], limit: int) -> None:
+    # Among cuts of the rows, from short to long, into as many runs.
+    [passes] = plan_passes([lengths], budget=Budget(limit=limit, model="padded"))
+    ordered = sorted(lengths)
+
+    def cheapest(rest: list[int], num_runs: int) -> int:
+        if num_runs == 1:
+            return len(rest) * rest[-1] if rest else 0
+        return min(
+            max(len(rest[:cut]) * max(rest[:cut], default=0), cheapest(rest[cut:], num_runs - 1))
+            for cut in range(len(rest) + 1)
+        )
+
+    found = max(len(rows) * max(lengths[row] for row in rows) for rows in passes)
+    assert found == cheapest(ordered, len(passes))

@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.batching.assemble import take_rows
+from turnstream.batching.minibatch import (
+    INERT_LENGTH,
+    cut_ranks,
+    inert_row_id,
+    inert_rows,
+    micro_batches,
+    rank_share,
+)
+from turnstream.errors import BatchingError
+from turnstream.testing import assert_same, rows
+from turnstream.types import Rows
+
+CUT: dict[str, Any] = {"step": 1, "mini_batch": 0, "pad_token_id": 9}
+FIVE = rows("abC", "abCDEF", "xY", "uvW", "kL")
+
+
+def shares(batch: Rows, world: int) -> list[Rows]:
+    return [rank_share(batch, dp_rank=r, dp_world_size=world, **CUT) for r in range(world)]
+
+
+def lengths_of(share: Rows) -> list[int]:
+    return share.input_ids.lengths.tolist()
+
+
+# --------------------------------------------------------------------------------------
+# the numbered cases
+
+
+def test_case_31_one_row_over_eight_ranks_is_one_real_row_and_seven_inert_ones() -> None:
+    # The reference makes eight rows of the same tokens with masks 1,0,0,0,0,0,0,0.
+    parts = shares(rows("abC"), 8)
+
+    assert [part.loss_mask.values.tolist() for part in parts] == [[1], *[[0]] * 7]
+    assert [part.input_ids.values.tolist() for part in parts[1:]] == [[9, 9]] * 7
+    assert [part.is_padding.tolist() for part in parts] == [[False], *[[True]] * 7]
+
+
+def test_case_31_five_rows_over_four_ranks_are_two_rows_each() -> None:
+    parts = shares(FIVE, 4)
+
+    assert [len(part) for part in parts] == [2, 2, 2, 2]
+    assert sum(int(part.is_padding.sum()) for part in parts) == 3
+
+
+def test_case_31_the_padding_of_a_mini_batch_is_no_row_of_it() -> None:
+    # The reference pads with a copy of the mini-batch's row 0.
+    (_, padded) = shares(rows("abC"), 2)
+
+    assert padded.input_ids[0].tolist() == [9, 9]
+    assert padded.trajectory_id == [""]
+
+
+def test_case_32_an_inert_row_is_empty_in_every_column() -> None:
+    inert = inert_rows([-5, -6], pad_token_id=9, has_logprobs=True)
+
+    assert inert.row_id.tolist() == [-5, -6]
+    for name in ("trajectory_id", "group_id", "prompt_uid", "status"):
+        assert getattr(inert, name) == ["", ""]
+    assert inert.is_padding.all()
+    assert not inert.is_last.any()
+    assert (inert.weight.tolist(), inert.advantage.tolist()) == ([0, 0], [0, 0])
+    assert np.isnan(inert.reward).all()
+    assert inert.prompt_length.tolist() == [1, 1]
+    assert [row.tolist() for row in inert.input_ids] == [[9, 9], [9, 9]]
+    assert [row.tolist() for row in inert.loss_mask] == [[0], [0]]
+    assert [row.tolist() for row in inert.rewards] == [[0], [0]]
+    assert [row.tolist() for row in inert.run_versions] == [[-1], [-1]]
+    assert [row.tolist() for row in inert.run_counts] == [[1], [1]]
+    assert inert.trajectory_num_tokens.tolist() == inert.group_num_tokens.tolist() == [0, 0]
+    assert inert.logprobs is not None
+    assert inert.logprobs.values.tolist() == [0, 0]
+
+
+def test_case_32_inert_rows_have_the_types_of_real_ones() -> None:
+    (_, padded) = shares(rows("abC"), 2)
+    real = rows("abC")
+
+    for name in Rows.__dataclass_fields__:
+        ours, theirs = getattr(padded, name), getattr(real, name)
+        for found, expected in zip(_arrays(ours), _arrays(theirs), strict=True):
+            assert found.dtype == expected.dtype, name
+
+
+def _arrays(column: Any) -> list[np.ndarray[Any, Any]]:
+    if isinstance(column, np.ndarray):
+        return [column]
+    return [column.values, column.offsets] if hasattr(column, "offsets") else []
+
+
+def test_case_32_without_padding_the_only_rank_gets_the_same_object() -> None:
+    assert rank_share(FIVE, dp_rank=0, dp_world_size=1, **CUT) is FIVE
+
+
+@pytest.mark.parametrize("dp_rank", [-1, 4])
+def test_case_32_a_rank_that_is_none_is_refused(dp_rank: int) -> None:
+    with pytest.raises(BatchingError, match=f"dp_rank {dp_rank} of a world of 4"):
+        rank_share(FIVE, dp_rank=dp_rank, dp_world_size=4, **CUT)
+    with pytest.raises(BatchingError, match=f"dp_rank {dp_rank} of a world of 4"):
+        micro_batches(FIVE, dp_rank=dp_rank, dp_world_size=4, max_tokens=0)
+
+
+def test_case_33_outputs_of_padded_mini_batches_are_joined_by_row_id() -> None:
+    # Mini-batches of rows (0, 5) and (5, 11) over four ranks. The reference joins by position and
+    # gives the rows the outputs of 0 1 2 3 4 0 0 0 5 6 7.
+    mini_batches = [rows(*["aB"] * 5), rows(*["aB"] * 6, first_row_id=5)]
+
+    outputs = [
+        (row_id, row_id * 10)
+        for batch in mini_batches
+        for share in shares(batch, 4)
+        for row_id in share.row_id.tolist()
+    ]
+
+    joined = {row_id: output for row_id, output in outputs if row_id >= 0}
+    assert [joined[row_id] for row_id in range(11)] == [row_id * 10 for row_id in range(11)]
+
+
+# --------------------------------------------------------------------------------------
+# cutting
+
+
+def test_the_longest_rows_go_to_the_lightest_rank() -> None:
+    assert cut_ranks(np.array([8, 7, 6, 5, 4, 3]), dp_world_size=2) == [[0, 3, 4], [1, 2, 5]]
+
+
+def test_ties_go_to_the_lower_row_and_the_lower_rank() -> None:
+    assert cut_ranks(np.array([5, 5, 5, 5]), dp_world_size=2) == [[0, 2], [1, 3]]
+
+
+def test_the_golden_vector_of_equal_counts() -> None:
+    # Longest first by equal count: sums 23 and 12, whatever the part they are in.
+    ranks = cut_ranks(np.array([1, 2, 3, 4, 5, 20]), dp_world_size=2)
+
+    assert ranks == [[0, 1, 5], [2, 3, 4]]
+
+
+def test_a_rank_keeps_the_order_of_the_rows_with_inert_ones_last() -> None:
+    parts = shares(FIVE, 2)
+
+    assert [part.row_id.tolist() for part in parts] == [[1, 2, -4294967297], [0, 3, 4]]
+
+
+def test_a_mini_batch_without_rows_gives_every_rank_an_inert_one() -> None:
+    empty = take_rows(FIVE, [])
+
+    assert [part.is_padding.tolist() for part in shares(empty, 3)] == [[True]] * 3
+    assert [part.is_padding.tolist() for part in shares(empty, 1)] == [[True]]
+
+
+def test_inert_rows_have_no_logprobs_where_the_others_have_none() -> None:
+    (_, padded) = shares(rows("abC", logprobs=None), 2)
+
+    assert padded.logprobs is None
+
+
+def test_ids_of_inert_rows_differ_in_all_that_names_them() -> None:
+    ids = [inert_row_id(*name) for name in [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1)]]
+
+    assert len(set(ids)) == 4
+    assert max(ids) < 0
+
+
+@pytest.mark.parametrize("name", [(2**31, 0, 0), (0, 2**12, 0), (0, 0, 2**20), (0, 0, -1)])
+def test_numbers_that_leave_no_id_are_refused(name: tuple[int, int, int]) -> None:
+    with pytest.raises(BatchingError, match="no id is left"):
+        inert_row_id(*name)
+
+
+# --------------------------------------------------------------------------------------
+# micro-batches
+
+
+def test_without_a_limit_a_rank_computes_all_rows_at_once() -> None:
+    assert micro_batches(FIVE, dp_rank=0, dp_world_size=1, max_tokens=0) == ((0, 1, 2, 3, 4),)
+
+
+def test_a_pass_costs_its_rows_times_the_longest() -> None:
+    # Lengths 3, 6, 2, 3, 2 and 6 positions: two rows of 3, two of 2, one of 6; the longest first.
+    passes = micro_batches(FIVE, dp_rank=0, dp_world_size=1, max_tokens=6)
+
+    assert passes == ((1,), (0, 3), (2, 4))
+
+
+def test_a_row_above_the_limit_has_a_pass_of_its_own() -> None:
+    passes = micro_batches(FIVE, dp_rank=0, dp_world_size=1, max_tokens=4)
+
+    assert passes == ((1,), (0,), (3,), (2, 4))
+
+
+def test_a_rank_with_fewer_passes_splits_its_own() -> None:
+    batch = rows("abcdeF", "abcdeF", "aB", "aB")
+
+    by_rank = [micro_batches(batch, dp_rank=r, dp_world_size=2, max_tokens=6) for r in range(2)]
+
+    assert by_rank == [((0,), (1,)), ((0,), (1,))]
+
+
+# --------------------------------------------------------------------------------------
+# laws
+
+texts = st.lists(st.text("aB", max_size=9), min_size=1, max_size=9).map(
+    lambda responses: ["x|" + response for response in responses]
+)
+
+
+@given(texts, st.integers(1, 12))
+def test_shares_are_disjoint_and_complete_for_any_number_of_ranks(
+    responses: list[str], world: int
+) -> None:
+    batch = rows(*responses)
+
+    parts = shares(batch, world)
+
+    real = [i for part in parts for i in part.row_id[~part.is_padding].tolist()]
+    inert = [i for part in parts for i in part.row_id[part.is_padding].tolist()]
+    assert sorted(real) == list(range(len(batch)))
+    assert len(set(inert)) == len(inert) < world
+    assert len({len(part) for part in parts}) == 1
+    for part in parts:
+        own = part.row_id[~part.is_padding].tolist()
+        assert own == sorted(own)
+
+
+@given(texts, st.integers(1, 12))
+def test_a_share_holds_its_rows_unchanged(responses: list[str], world: int) -> None:
+    batch = rows(*responses)
+
+    for part in shares(batch, world):
+        real = [position for position, is_inert in enumerate(part.is_padding) if not is_inert]
+        found = take_rows(part, real)
+        assert_same(found, take_rows(batch, found.row_id.tolist()))
+
+
+@given(texts, st.integers(1, 12), st.integers(0, 30))
+def test_all_ranks_have_equally_many_passes_and_each_row_once(
+    responses: list[str], world: int, max_tokens: int
+) -> None:
+    batch = rows(*responses)
+
+    passes = [
+        micro_batches(batch, dp_rank=r, dp_world_size=world, max_tokens=max_tokens)
+        for r in range(world)
+    ]
+
+    assert len({len(of_rank) for of_rank in passes}) == 1
+    for part, of_rank in zip(shares(batch, world), passes, strict=True):
+        assert sorted(row for rows_of_pass in of_rank for row in rows_of_pass) == list(
+            range(len(part))
+        )
+        lengths = lengths_of(part)
+        for own in of_rank:
+            cost = len(own) * max(lengths[row] for row in own)
+            assert max_tokens == 0 or cost <= max_tokens or len(own) == 1
+        assert [max(lengths[row] for row in own) for own in of_rank] == sorted(
+            (max(lengths[row] for row in own) for own in of_rank), reverse=True
+        )
+
+
+def slow_cut(lengths: list[int], world: int) -> list[list[int]]:
+    """Longest first, each to the lightest rank with room, by looking at all of them."""
+    per_rank = max(-(-len(lengths) // world), 1)
+    padded = lengths + [INERT_LENGTH] * (per_rank * world - len(lengths))
+    ranks: list[list[int]] = [[] for _ in range(world)]
+    for row in sorted(range(len(padded)), key=lambda row: (-padded[row], row)):
+        with_room = [r for r in range(world) if len(ranks[r]) < per_rank]
+        ranks[min(with_room, key=lambda r: (sum(padded[i] for i in ranks[r]), r))].append(row)
+    return [sorted(rank) for rank in ranks]
+
+
+@given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 7))
+def test_cutting_agrees_with_looking_at_every_rank(lengths: list[int], world: int) -> None:
+    assert cut_ranks(np.array(lengths, np.int32), dp_world_size=world) == slow_cut(lengths, world)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 7))
+def test_no_rank_is_longer_than_the_mean_by_more_than_the_longest_row(
+    lengths: list[int], world: int
+) -> None:
+    ranks = cut_ranks(np.array(lengths), dp_world_size=world)
+
+    padded = lengths + [INERT_LENGTH] * (sum(map(len, ranks)) - len(lengths))
+    sums = [sum(padded[row] for row in rank) for rank in ranks]
+    assert max(sums) - min(sums) <= max(padded) * len(ranks[0])
+
+
+def test_the_same_rows_give_the_same_share_whoever_cuts() -> None:
+    again = replace(FIVE, row_id=FIVE.row_id.copy())
+
+    for ours, theirs in zip(shares(FIVE, 3), shares(again, 3), strict=True):
+        assert_same(ours, theirs)

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.batching.assemble import take_rows
+from turnstream.batching.microbatch import Budget
+from turnstream.batching.minibatch import (
+    budgeted_passes,
+    cut_ranks,
+    join_shares,
+    mini_batch_bounds,
+    rank_share,
+    rows_multiple,
+)
+from turnstream.errors import BatchingError
+from turnstream.testing import assert_same, rows
+from turnstream.testing.strategies import scored_rows
+from turnstream.types import Rows
+
+CUT: dict[str, Any] = {"step": 1, "mini_batch": 0, "pad_token_id": 9}
+
+
+def shares(batch: Rows, world: int, **options: Any) -> list[Rows]:
+    return [
+        rank_share(batch, dp_rank=rank, dp_world_size=world, **CUT, **options)
+        for rank in range(world)
+    ]
+
+
+# --------------------------------------------------------------------------------------
+# mini-batches of rows in hand
+
+
+def test_case_30_mini_batches_end_where_groups_do() -> None:
+    uids = ["p0"] * 4 + ["p1"] * 2 + ["p2"] * 3 + ["p3"] * 2
+
+    assert mini_batch_bounds(uids, mini_batch_groups=2) == [(0, 6), (6, 11)]
+
+
+def test_case_30_a_group_that_comes_again_is_refused_at_its_row() -> None:
+    with pytest.raises(BatchingError, match="group 'a' comes again at row 2"):
+        mini_batch_bounds(["a", "b", "a"], mini_batch_groups=1)
+
+
+@pytest.mark.parametrize(("uids", "size"), [(["a", "b", "c"], 2), (["a"], 0)])
+def test_case_30_groups_that_do_not_divide_are_refused(uids: list[str], size: int) -> None:
+    with pytest.raises(BatchingError, match="do not make mini-batches of"):
+        mini_batch_bounds(uids, mini_batch_groups=size)
+
+
+def test_case_30_no_rows_are_refused() -> None:
+    # The reference fails with an IndexError.
+    with pytest.raises(BatchingError, match="0 groups"):
+        mini_batch_bounds([], mini_batch_groups=1)
+
+
+def test_case_30_uneven_groups_are_fine() -> None:
+    # The reference refuses them outside its step-wise mode.
+    assert mini_batch_bounds([*"aab"], mini_batch_groups=1) == [(0, 2), (2, 3)]
+
+
+# --------------------------------------------------------------------------------------
+# what has to divide
+
+
+def test_rows_divide_by_the_least_common_multiple_and_not_by_the_largest() -> None:
+    assert rows_multiple(dp_world_size=8, critic_dp_world_size=12) == 24
+    assert rows_multiple(dp_world_size=4, mini_batch_rows=6, critic_mini_batch_rows=10) == 60
+
+
+def test_a_critic_counts_only_where_there_is_one() -> None:
+    assert rows_multiple(dp_world_size=8) == 8
+
+
+def test_sizes_below_one_are_refused() -> None:
+    with pytest.raises(BatchingError, match="each must be at least 1"):
+        rows_multiple(dp_world_size=8, critic_dp_world_size=0)
+
+
+def test_policy_and_critic_get_the_same_rows_on_their_own_numbers_of_ranks() -> None:
+    batch = rows(*["aB"] * 7)
+    multiple = rows_multiple(dp_world_size=4, critic_dp_world_size=6)
+
+    policy = shares(batch, 4, multiple_of=multiple)
+    critic = shares(batch, 6, multiple_of=multiple)
+
+    assert [len(share) for share in policy] == [3] * 4
+    assert [len(share) for share in critic] == [2] * 6
+    of_policy = sorted(row_id for share in policy for row_id in share.row_id.tolist())
+    assert of_policy == sorted(row_id for share in critic for row_id in share.row_id.tolist())
+
+
+def test_the_only_rank_is_padded_too_where_something_else_has_to_divide() -> None:
+    [share] = shares(rows("aB", "aB", "aB"), 1, multiple_of=2)
+
+    assert share.is_padding.tolist() == [False, False, False, True]
+
+
+def test_a_multiple_that_divides_already_adds_nothing() -> None:
+    batch = rows("aB", "aB")
+
+    assert shares(batch, 1, multiple_of=2) == [batch]
+    assert cut_ranks(np.array([2, 2]), dp_world_size=2, multiple_of=1) == [[0], [1]]
+
+
+def test_inert_rows_make_room_for_a_multiple_of_passes() -> None:
+    batch = rows("aB", "abcC", "abC")
+    budget = Budget(limit=4, model="packed")
+    options: Any = {"dp_world_size": 2, "budget": budget, "passes_multiple_of": 4}
+
+    with pytest.raises(BatchingError, match="add inert rows"):
+        budgeted_passes(batch, dp_rank=0, **options)
+    by_rank = [budgeted_passes(batch, dp_rank=rank, multiple_of=8, **options) for rank in range(2)]
+
+    assert [sorted(own) for own in by_rank] == [[(0,), (1,), (2,), (3,)]] * 2
+
+
+# --------------------------------------------------------------------------------------
+# another world
+
+
+@given(scored_rows(), st.integers(1, 6), st.integers(1, 6), st.integers(1, 5))
+def test_a_mini_batch_cut_for_one_world_can_be_cut_for_another(
+    drawn: Rows, world: int, other_world: int, multiple: int
+) -> None:
+    batch = take_rows(drawn, np.flatnonzero(~drawn.is_padding).tolist())
+
+    whole = join_shares(shares(batch, world, multiple_of=multiple))
+
+    assert_same(whole, batch)
+    for ours, again in zip(shares(batch, other_world), shares(whole, other_world), strict=True):
+        assert_same(ours, again)
+
+
+def test_a_row_in_two_shares_is_refused() -> None:
+    with pytest.raises(BatchingError, match="row 1 is in two shares"):
+        join_shares([rows("aB", "aB"), rows("aB", first_row_id=1)])
+
+
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=12),
+    st.integers(1, 5),
+    st.sampled_from(["packed", "padded"]),
+    st.integers(0, 30),
+)
+def test_every_rank_knows_the_passes_of_all(
+    lengths: list[int], world: int, model: Any, limit: int
+) -> None:
+    batch = rows(*["x|" + "B" * length for length in lengths])
+    budget = Budget(limit=limit, model=model)
+
+    passes = [
+        budgeted_passes(batch, dp_rank=rank, dp_world_size=world, budget=budget)
+        for rank in range(world)
+    ]
+
+    assert len({len(of_rank) for of_rank in passes}) == 1
+    for share, of_rank in zip(shares(batch, world), passes, strict=True):
+        own = share.input_ids.lengths.tolist()
+        assert sorted(row for rows_of in of_rank for row in rows_of) == list(range(len(share)))
+        for rows_of in of_rank:
+            cost = budget.cost([own[row] for row in rows_of])
+            assert limit == 0 or cost <= limit or len(rows_of) == 1

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from turnstream.batching.jagged import jagged
+from turnstream.batching.layout import left_padded
+from turnstream.batching.minibatch import rank_share
+from turnstream.batching.outputs import (
+    join_by_row_id,
+    response_values_jagged,
+    response_values_left_padded,
+    response_values_packed,
+    response_values_right_padded,
+)
+from turnstream.batching.packed import packed
+from turnstream.batching.right_padded import right_padded
+from turnstream.errors import BatchingError, RowTooLongError
+from turnstream.testing import assert_same, rows
+from turnstream.testing.strategies import scored_rows
+from turnstream.types import Ragged, Rows
+
+
+def values_of(parts: Mapping[int, NDArray[np.float32]]) -> dict[int, list[float]]:
+    return {row_id: values.tolist() for row_id, values in parts.items()}
+
+
+def test_case_46_a_padded_pass_gives_exactly_the_responses_and_no_padding_row() -> None:
+    # Response lengths 3, 1 and 2 in one pass of four rows over two ranks.
+    batch = rows("abCDE", "abC", "abCD")
+    shares = [
+        rank_share(batch, step=1, mini_batch=0, dp_rank=rank, dp_world_size=2, pad_token_id=0)
+        for rank in range(2)
+    ]
+
+    parts = [
+        response_values_left_padded(
+            10 * share.row_id[:, None] + np.arange(3, dtype=np.float32),
+            row_ids=share.row_id.tolist(),
+            response_lengths=share.loss_mask.lengths.tolist(),
+        )
+        for share in shares
+    ]
+
+    assert sorted(row_id for part in parts for row_id in part) == [0, 1, 2]
+    joined = join_by_row_id(parts, batch)
+    assert [row.tolist() for row in joined] == [[0, 1, 2], [12], [21, 22]]
+
+
+def test_case_46_a_response_of_no_token_has_no_value() -> None:
+    found = response_values_left_padded(
+        np.ones((1, 2), np.float32), row_ids=[3], response_lengths=[0]
+    )
+
+    assert values_of(found) == {3: []}
+
+
+def test_right_padded_values_stand_one_column_before_their_tokens() -> None:
+    values_BT = np.arange(8, dtype=np.float32).reshape(2, 4)
+
+    found = response_values_right_padded(
+        values_BT, row_ids=[5, 6], prompt_lengths=[2, 1], response_lengths=[1, 3]
+    )
+
+    assert values_of(found) == {5: [1], 6: [4, 5, 6]}
+
+
+def test_packed_values_are_those_of_their_bin() -> None:
+    first, second = packed(rows("abC", "aBC", "abcD"), bins=[[1, 2], [0]], pad_token_id=0)
+
+    found = response_values_packed(np.arange(7, dtype=np.float32), first)
+
+    assert values_of(found) == {1: [0, 1], 2: [5]}
+    assert values_of(response_values_packed(np.arange(3, dtype=np.float32), second)) == {0: [1]}
+
+
+def test_a_first_token_that_nothing_scores_is_not_a_number() -> None:
+    batch = rows("|aB")
+    [one] = packed(batch, bins=[[0]], pad_token_id=0)
+    values = np.array([8, 9], np.float32)
+
+    from_packed = response_values_packed(values, one)
+    from_padded = response_values_right_padded(
+        values[None], row_ids=[0], prompt_lengths=[0], response_lengths=[2]
+    )
+
+    for found in (from_packed, from_padded):
+        np.testing.assert_array_equal(found[0], np.array([np.nan, 8], np.float32))
+
+
+def test_rows_are_joined_by_id_whatever_the_order_of_the_parts() -> None:
+    batch = rows("aB", "aBC", "abC", is_padding=[False, False, True])
+    parts = [{1: np.array([5.0, 6.0], np.float32)}, {0: np.array([4.0], np.float32)}]
+
+    joined = join_by_row_id(parts, batch)
+
+    assert [row.tolist() for row in joined] == [[4], [5, 6], [0]]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([{0: np.ones(1)}], "no values came for row 1"),
+        ([{0: np.ones(1), 1: np.ones(3)}], "3 values for the 2 of row 1"),
+        ([{0: np.ones(1), 1: np.ones(2)}, {0: np.ones(1)}], "values of row 0 came twice"),
+        ([{0: np.ones(1), 1: np.ones(2), 9: np.ones(1)}], r"rows that are not here: \[9\]"),
+    ],
+)
+def test_values_that_are_not_those_of_the_rows_are_refused(
+    parts: list[dict[int, NDArray[np.float64]]], message: str
+) -> None:
+    with pytest.raises(BatchingError, match=message):
+        join_by_row_id(parts, rows("aB", "aBC"))
+
+
+def test_values_of_another_shape_than_the_rows_are_refused() -> None:
+    ones = np.ones((2, 2), np.float32)
+    [one] = packed(rows("aB"), bins=[[0]], pad_token_id=0)
+
+    with pytest.raises(BatchingError, match="values of 2 rows for 1 row ids"):
+        response_values_left_padded(ones, row_ids=[1], response_lengths=[1])
+    with pytest.raises(RowTooLongError):
+        response_values_left_padded(ones, row_ids=[1, 2], response_lengths=[1, 3])
+    with pytest.raises(RowTooLongError):
+        response_values_right_padded(
+            ones, row_ids=[1, 2], prompt_lengths=[1, 1], response_lengths=[1, 2]
+        )
+    with pytest.raises(BatchingError, match="came twice"):
+        response_values_left_padded(ones, row_ids=[1, 1], response_lengths=[1, 1])
+    with pytest.raises(BatchingError, match="3 values for 2 slots"):
+        response_values_packed(np.ones(3, np.float32), one)
+    with pytest.raises(BatchingError, match="3 values for 1 response tokens"):
+        response_values_jagged(np.ones(3, np.float32), jagged(rows("aB")))
+
+
+@given(st.data(), scored_rows())
+def test_every_layout_gives_back_what_was_laid_out(data: st.DataObject, batch: Rows) -> None:
+    numbers = np.arange(1, len(batch.rewards.values) + 1, dtype=np.float32)
+    first_of_empty = (batch.prompt_length == 0) & (batch.rewards.lengths > 0)
+    numbers[batch.rewards.offsets[:-1][first_of_empty]] = np.nan
+    batch = replace(batch, rewards=Ragged(numbers, batch.rewards.offsets))
+    order = data.draw(st.permutations(range(len(batch))))
+    bins = [list(order[::2]), list(order[1::2])]
+    width = int(batch.input_ids.lengths.max(initial=0))
+    response_width = int(batch.loss_mask.lengths.max(initial=0))
+    ids = batch.row_id.tolist()
+    lengths = batch.loss_mask.lengths.tolist()
+
+    left = left_padded(batch, width=width, response_width=response_width, pad_token_id=0)
+    right = right_padded(batch, width=width, pad_token_id=0)
+    flat = jagged(batch)
+    by_layout = {
+        "left": [
+            response_values_left_padded(left.rewards_BR, row_ids=ids, response_lengths=lengths)
+        ],
+        "right": [
+            response_values_right_padded(
+                right.rewards_BT,
+                row_ids=ids,
+                prompt_lengths=batch.prompt_length.tolist(),
+                response_lengths=lengths,
+            )
+        ],
+        "packed": [
+            response_values_packed(one.rewards_N, one)
+            for one in packed(batch, bins=bins, pad_token_id=0, alignment=2)
+        ],
+        "jagged": [response_values_jagged(flat.rewards_M, flat)],
+    }
+
+    is_inert = np.repeat(batch.is_padding, batch.rewards.lengths)
+    expected = Ragged(np.where(is_inert, np.float32(0), numbers), batch.rewards.offsets)
+    for parts in by_layout.values():
+        assert_same(join_by_row_id(parts, batch), expected)

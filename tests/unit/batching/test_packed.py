@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.batching.packed import Packed, packed, sequence_alignment
+from turnstream.batching.packing import pack
+from turnstream.errors import BatchingError
+from turnstream.testing import assert_same, rows
+from turnstream.testing.strategies import scored_rows
+from turnstream.types import Ragged, Rows
+
+PAD = 7
+
+
+def pack_all(batch: Rows, *, alignment: int = 1) -> Packed:
+    bins = [list(range(len(batch)))]
+    [only] = packed(batch, bins=bins, pad_token_id=PAD, alignment=alignment)
+    return only
+
+
+def test_rows_stand_one_behind_the_other_with_positions_from_0() -> None:
+    made = pack_all(rows("abC", "aB"))
+
+    assert made.input_ids_N.tolist() == [97, 98, 99, 97, 98]
+    assert made.position_ids_N.tolist() == [0, 1, 2, 0, 1]
+    assert (made.cu_seqlens.tolist(), made.cu_seqlens.dtype) == ([0, 3, 5], np.int32)
+    assert made.max_length == 3
+
+
+def test_a_slot_scores_the_token_in_the_next_one_of_its_row() -> None:
+    batch = replace(
+        rows("a|bCD", "aB", advantages=[2.0, -3.0]),
+        rewards=Ragged.from_rows([[0, 0, 1], [0.5]], np.float32),
+    )
+
+    made = pack_all(batch)
+
+    assert made.loss_mask_N.tolist() == [0, 1, 1, 0, 1, 0]
+    assert made.advantages_N.tolist() == [0, 2, 2, 0, -3, 0]
+    assert not np.signbit(made.advantages_N[5])
+    assert made.rewards_N.tolist() == [0, 0, 1, 0, 0.5, 0]
+    assert made.logprobs_N is not None
+    assert made.logprobs_N.tolist() == [0, -0.5, -0.5, 0, -0.5, 0]
+
+
+def test_rows_begin_at_multiples_of_the_alignment() -> None:
+    made = pack_all(rows("abC", "aB"), alignment=4)
+
+    assert made.input_ids_N.tolist() == [97, 98, 99, PAD, 97, 98, PAD, PAD]
+    assert made.position_ids_N.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert made.cu_seqlens.tolist() == [0, 4, 8]
+    assert made.length_B.tolist() == [3, 2]
+    assert made.loss_mask_N.tolist() == [0, 1, 0, 0, 1, 0, 0, 0]
+
+
+def test_every_bin_holds_its_rows_in_its_order_and_counts_from_0() -> None:
+    first, second = packed(rows("aB", "abC", "x|y"), bins=[[2, 0], [1]], pad_token_id=0)
+
+    assert (first.row_id_B.tolist(), second.row_id_B.tolist()) == ([2, 0], [1])
+    assert (first.cu_seqlens.tolist(), second.cu_seqlens.tolist()) == ([0, 2, 4], [0, 3])
+    assert first.prompt_length_B.tolist() == [1, 1]
+    assert first.response_length_B.tolist() == [1, 1]
+
+
+def test_bins_of_nothing_are_empty() -> None:
+    assert packed(rows("aB"), bins=[], pad_token_id=0) == []
+    [empty] = packed(rows("aB"), bins=[[]], pad_token_id=0)
+    assert (empty.cu_seqlens.tolist(), empty.max_length) == ([0], 0)
+
+
+def test_a_row_that_trains_its_first_token_is_refused_by_name() -> None:
+    # It would be scored by the last token of another row.
+    with pytest.raises(BatchingError, match="row 1 trains its first token"):
+        pack_all(rows("aB", "AB"))
+
+
+def test_an_alignment_below_one_is_refused() -> None:
+    with pytest.raises(BatchingError, match="alignment=0 must be at least 1"):
+        pack_all(rows("aB"), alignment=0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"tensor_parallel": 1}, 1),
+        ({"tensor_parallel": 4}, 4),
+        ({"tensor_parallel": 2, "context_parallel": 2}, 8),
+        ({"context_parallel": 2}, 4),
+        ({"tensor_parallel": 2, "context_parallel": 2, "multiple_of": 32}, 32),
+        ({"tensor_parallel": 3, "multiple_of": 16}, 48),
+    ],
+)
+def test_the_alignment_is_what_parallel_ranks_cut_a_row_into(
+    sizes: dict[str, int], expected: int
+) -> None:
+    assert sequence_alignment(**sizes) == expected
+
+
+def slow_packed(batch: Rows, rows_of_bin: list[int], *, alignment: int) -> Packed:
+    """Token by token."""
+    ids: list[int] = []
+    positions: list[int] = []
+    mask: list[bool] = []
+    rewards: list[float] = []
+    advantages: list[float] = []
+    logprobs: list[float] = []
+    bounds = [0]
+    for b in rows_of_bin:
+        tokens = batch.input_ids[b].tolist()
+        for t in range(-(-len(tokens) // alignment) * alignment):
+            j = t + 1 - int(batch.prompt_length[b])
+            scores = 0 <= j < len(batch.loss_mask[b])
+            trains = scores and bool(batch.loss_mask[b][j])
+            ids.append(tokens[t] if t < len(tokens) else PAD)
+            positions.append(t)
+            mask.append(trains)
+            rewards.append(batch.rewards[b][j] if scores else 0)
+            advantages.append(batch.advantage[b] if trains else 0)
+            if batch.logprobs is not None:
+                logprobs.append(batch.logprobs[b][j] if scores else 0)
+        bounds.append(len(ids))
+    return Packed(
+        input_ids_N=np.array(ids, np.int64),
+        position_ids_N=np.array(positions, np.int64),
+        cu_seqlens=np.array(bounds, np.int32),
+        length_B=batch.input_ids.lengths[rows_of_bin],
+        loss_mask_N=np.array(mask, np.bool_),
+        logprobs_N=None if batch.logprobs is None else np.array(logprobs, np.float32),
+        rewards_N=np.array(rewards, np.float32),
+        advantages_N=np.array(advantages, np.float32),
+        row_id_B=batch.row_id[rows_of_bin],
+        prompt_length_B=batch.prompt_length[rows_of_bin],
+        response_length_B=batch.loss_mask.lengths[rows_of_bin],
+    )
+
+
+@given(st.data(), scored_rows(), st.sampled_from([1, 2, 3, 4]))
+def test_agrees_with_placing_token_by_token(
+    data: st.DataObject, batch: Rows, alignment: int
+) -> None:
+    order = data.draw(st.permutations(range(len(batch))))
+    cut = data.draw(st.integers(0, len(batch)))
+    bins = [list(order[:cut]), list(order[cut:])]
+
+    found = packed(batch, bins=bins, pad_token_id=PAD, alignment=alignment)
+
+    expected = [slow_packed(batch, own, alignment=alignment) for own in bins]
+    assert_same(found, expected)
+
+
+@given(
+    st.lists(st.integers(2, 40), min_size=1, max_size=20),
+    st.integers(40, 90),
+    st.sampled_from([1, 2, 8]),
+)
+def test_no_bin_has_more_slots_than_the_capacity_it_was_packed_for(
+    lengths: list[int], capacity: int, alignment: int
+) -> None:
+    batch = rows(*["a" * (length - 1) + "B" for length in lengths])
+
+    bins = pack(lengths, capacity=capacity, alignment=alignment, over_long="alone")
+    made = packed(batch, bins=bins, pad_token_id=0, alignment=alignment)
+
+    assert all(len(one.input_ids_N) <= capacity for one in made)
+    assert sorted(row for one in made for row in one.row_id_B.tolist()) == list(range(len(lengths)))
+    assert sum(int(one.length_B.sum()) for one in made) == sum(lengths)
+    assert sum(int(one.loss_mask_N.sum()) for one in made) == len(lengths)

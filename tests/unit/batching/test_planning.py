@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.plan import ASSEMBLY_VERSION, Manifest, SequenceShape
+from turnstream.batching.planning import num_groups_to_plan, plan_batch
+from turnstream.batching.readiness import ReadyGroup
+from turnstream.errors import BatchingError, InvalidConfigError
+from turnstream.testing import config, sealed, shape
+from turnstream.types import Denominators, SealedTrajectory
+
+
+def ready(
+    group_id: str, *members: SealedTrajectory, rewards: Sequence[float] = (), event: str = "1-0"
+) -> ReadyGroup:
+    own = members or tuple(
+        sealed(group_id, sample=sample, reward=reward) for sample, reward in enumerate(rewards)
+    )
+    return ReadyGroup(group_id=group_id, prompt_uid="uid", members=own, completed_by=event)
+
+
+def plan(*groups: ReadyGroup, of: BatchingConfig | None = None, **changes: Any) -> Manifest:
+    fields: dict[str, Any] = {
+        "run": "run",
+        "step": 3,
+        "lineage": "main",
+        "previous_hash": "ab",
+        "first_row_id": 100,
+        "config_revision": 2,
+        **changes,
+    }
+    return plan_batch(groups, config=of or config(len(groups)), **fields)
+
+
+def test_a_manifest_says_which_batch_it_is() -> None:
+    manifest = plan(ready("a", rewards=[1, 0]), revision=1)
+
+    assert (manifest.run, manifest.step, manifest.revision) == ("run", 3, 1)
+    assert (manifest.lineage, manifest.previous_hash) == ("main", "ab")
+    assert (manifest.config_revision, manifest.assembly_version) == (2, ASSEMBLY_VERSION)
+
+
+def test_the_last_event_is_the_latest_in_the_stream_and_not_in_the_alphabet() -> None:
+    events = ["99-0", "100-0", "100-10", "100-9"]
+
+    manifest = plan(*[ready(str(i), rewards=[1, 0], event=e) for i, e in enumerate(events)])
+
+    assert manifest.last_event_id == "100-10"
+
+
+def test_a_trajectory_is_planned_with_its_rows_and_its_advantage() -> None:
+    turns = [shape(2, 3), shape(1, 2, parent=0, shared=5, trained=1), shape(4, 1)]
+    member = sealed("a", reward=1.0, turns=turns, version=7, has_logprobs=True)
+
+    manifest = plan(ready("a", member, sealed("a", sample=1, reward=0.0)))
+
+    planned = manifest.groups[0].trajectories[0]
+    assert planned.sequences == (SequenceShape((0, 1), 2, 8, 4), SequenceShape((2,), 4, 5, 1))
+    assert (planned.reward, planned.weight, planned.num_turn_tokens) == (1.0, 1.0, 5 + 8 + 5)
+    assert (planned.oldest_version, planned.newest_version) == (7, 7)
+    assert (planned.has_logprobs, planned.payload_crcs) == (True, (1, 2, 3))
+    assert planned.advantage == float(np.float32(planned.advantage))
+    assert planned.advantage == pytest.approx(0.707106, abs=2e-6)
+
+
+def test_without_merging_every_turn_is_a_row() -> None:
+    turns = [shape(2, 3), shape(1, 2, parent=0, shared=5)]
+    members = [sealed("a", sample=s, reward=float(s), turns=turns) for s in (0, 1)]
+
+    manifest = plan(ready("a", *members), of=replace(config(), merge=False))
+
+    assert [row.turns for row in manifest.groups[0].trajectories[0].sequences] == [(0,), (1,)]
+
+
+def test_merging_changes_no_advantage() -> None:
+    turns = [shape(2, 3), shape(1, 2, parent=0, shared=5)]
+    members = [sealed("a", sample=s, reward=float(s), turns=turns[: s + 1]) for s in (0, 1)]
+
+    plans = [
+        plan(ready("a", *members), of=replace(config(), merge=merge)) for merge in (True, False)
+    ]
+
+    advantages = [[t.advantage for t in m.groups[0].trajectories] for m in plans]
+    assert advantages[0] == advantages[1]
+
+
+def test_case_30_mini_batches_are_cut_by_group_however_many_rows_they_have() -> None:
+    # Groups of 4, 2, 3 and 2 rows, two groups each: rows (0, 6) and (6, 11).
+    groups = [ready(f"p{i}", rewards=[1.0] * n) for i, n in enumerate([4, 2, 3, 2])]
+
+    manifest = plan(*groups, of=config(4, 2), first_row_id=0)
+
+    cuts = [(m.first_row_id, m.first_row_id + m.num_rows) for m in manifest.mini_batches]
+    assert cuts == [(0, 6), (6, 11)]
+    assert [(m.first_group, m.num_groups) for m in manifest.mini_batches] == [(0, 2), (2, 2)]
+    assert manifest.end_row_id == 11
+
+
+def test_case_30_mini_batches_that_do_not_divide_the_batch_are_refused() -> None:
+    with pytest.raises(InvalidConfigError, match="mini_batch_groups: 2 does not divide"):
+        config(3, 2)
+
+
+def test_case_30_two_groups_are_not_enough_for_a_batch_of_three() -> None:
+    assert num_groups_to_plan(2, config(3), is_final=False) == 0
+
+
+def test_case_30_an_empty_batch_is_refused() -> None:
+    with pytest.raises(BatchingError, match="a batch of no groups"):
+        plan(of=config())
+
+
+@pytest.mark.parametrize(
+    ("num_ready", "is_final", "expected"),
+    [(4, False, 4), (9, False, 4), (3, False, 0), (3, True, 3), (9, True, 4), (0, True, 0)],
+)
+def test_takes_a_whole_batch_or_at_the_end_what_is_left(
+    num_ready: int, is_final: bool, expected: int
+) -> None:
+    assert num_groups_to_plan(num_ready, config(4), is_final=is_final) == expected
+
+
+def test_a_short_last_batch_has_a_short_last_mini_batch() -> None:
+    groups = [ready(str(i), rewards=[1, 0]) for i in range(3)]
+
+    manifest = plan(*groups, of=config(4, 2))
+
+    assert [m.num_groups for m in manifest.mini_batches] == [2, 1]
+
+
+def test_a_mini_batch_knows_its_widths() -> None:
+    member = sealed("a", turns=[shape(10, 2), shape(1, 8)])
+
+    manifest = plan(ready("a", member, sealed("a", sample=1, reward=0.0)))
+
+    (mini_batch,) = manifest.mini_batches
+    assert (mini_batch.width, mini_batch.response_width) == (12, 8)
+
+
+def test_denominators_count_what_is_trained_and_nothing_else() -> None:
+    nothing = shape(2, 3, trained=0)
+    members = [
+        sealed("a", reward=1.0, turns=[shape(2, 3), nothing]),
+        sealed("a", sample=1, reward=0.0, turns=[nothing]),
+    ]
+    masked = [sealed("b", sample=s, reward=float(s), turns=[nothing]) for s in (0, 1)]
+    of = replace(config(2), aggregation="constant", length_constant=8)
+
+    manifest = plan(ready("a", *members), ready("b", *masked), of=of)
+
+    assert manifest.mini_batches[0].denominators == Denominators(3, 1, 1, 1, 1.0, 8)
+
+
+def test_a_group_of_one_is_counted_for_a_warning() -> None:
+    groups = [ready("a", rewards=[1.0]), ready("b", rewards=[1.0, 0.0])]
+
+    manifest = plan(*groups)
+
+    assert manifest.num_singleton_groups == 1
+    assert manifest.groups[0].trajectories[0].advantage == 0.0
+
+
+def test_whitening_sees_the_whole_batch_and_not_one_mini_batch() -> None:
+    groups = [ready("a", rewards=[1.0]), ready("b", rewards=[0.0])]
+    of = replace(config(2, 1), estimator="reinforce_pp")
+
+    manifest = plan(*groups, of=of)
+
+    advantages = [group.trajectories[0].advantage for group in manifest.groups]
+    assert advantages == pytest.approx([1.0, -1.0])
+
+
+def test_components_are_compared_one_by_one() -> None:
+    of = replace(config(), estimator="gdpo", component_weights=(("a", 1.0), ("b", 1.0)))
+    components = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}, {"b": 1.0, "a": 1.0}]
+    members = [
+        replace(sealed("a", sample=s), reward_components=c) for s, c in enumerate(components)
+    ]
+
+    manifest = plan(ready("a", *members), of=of)
+
+    first, second, third = [t.advantage for t in manifest.groups[0].trajectories]
+    assert first == second < 0 < third
+
+
+def test_the_same_groups_give_the_same_plan() -> None:
+    groups = [ready(str(i), rewards=[0.1, 0.7, 0.3]) for i in range(3)]
+
+    assert plan(*groups) == plan(*groups)

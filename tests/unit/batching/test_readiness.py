@@ -1,0 +1,386 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.readiness import GroupDropped, ReadyGroup, RunFold
+from turnstream.testing import config, sealed, shape
+from turnstream.types import (
+    Event,
+    GroupOpened,
+    RunClosed,
+    SealedTrajectory,
+    TrajectoryAbandoned,
+    TrajectoryDied,
+    TrajectoryKey,
+    TrajectoryState,
+    VersionAnnounced,
+)
+
+CONFIG = config()
+INCOMPLETE, FILTERED = TrajectoryState.INCOMPLETE, TrajectoryState.FILTERED
+SURPLUS = TrajectoryState.SURPLUS
+
+
+def opened(group_id: str = "g0", num_samples: int = 2) -> GroupOpened:
+    return GroupOpened(group_id=group_id, prompt_uid=f"uid of {group_id}", num_samples=num_samples)
+
+
+def abandoned(group_id: str = "g0", sample: int = 0, attempt: int = 0) -> TrajectoryAbandoned:
+    return TrajectoryAbandoned(key=TrajectoryKey(group_id, sample, attempt), reason="gave up")
+
+
+def died(group_id: str = "g0", sample: int = 0, attempt: int = 0) -> TrajectoryDied:
+    return TrajectoryDied(key=TrajectoryKey(group_id, sample, attempt), reason="bad checksum")
+
+
+def fold(
+    events: Iterable[Event], of: BatchingConfig = CONFIG
+) -> tuple[RunFold, list[GroupDropped]]:
+    """The state after these events, and all that they dropped."""
+    state = RunFold(of)
+    drops = [drop for i, event in enumerate(events) for drop in state.apply(f"{i}-0", event)]
+    return state, drops
+
+
+def samples(group: ReadyGroup) -> list[int]:
+    return [member.key.sample for member in group.members]
+
+
+def test_a_group_is_ready_when_every_sample_is_sealed() -> None:
+    state, drops = fold([opened(), sealed(sample=1, reward=0.0)])
+    num_ready_before = state.num_ready
+
+    state.apply("2-0", sealed(sample=0))
+
+    (group,) = state.ready
+    assert (num_ready_before, state.num_ready, drops) == (0, 1, [])
+    assert (group.group_id, group.prompt_uid, group.completed_by) == ("g0", "uid of g0", "2-0")
+    assert samples(group) == [0, 1]
+
+
+def test_groups_are_ready_in_the_order_in_which_they_were_completed() -> None:
+    events = [opened("a"), opened("b"), sealed("a", sample=0)]
+    events += [sealed("b", sample=s) for s in (0, 1)] + [sealed("a", sample=1)]
+
+    state, _ = fold(events)
+
+    assert [group.group_id for group in state.ready] == ["b", "a"]
+
+
+def test_an_abandoned_sample_completes_a_group_that_has_enough_others() -> None:
+    state, drops = fold(
+        [opened(num_samples=3), sealed(sample=0), abandoned(sample=1), sealed(sample=2)]
+    )
+
+    assert [samples(group) for group in state.ready] == [[0, 2]]
+    assert drops == []
+
+
+def test_a_group_of_one_left_is_dropped_as_incomplete() -> None:
+    state, (drop,) = fold([opened(), sealed(sample=0), abandoned(sample=1)])
+
+    assert state.ready == ()
+    assert (drop.state, drop.keys) == (INCOMPLETE, (TrajectoryKey("g0", 0),))
+    assert drop.reason == "1 valid members, and 2 are needed to compare"
+
+
+def test_a_group_without_any_member_is_dropped_and_names_no_trajectory() -> None:
+    _, (drop,) = fold([opened(), abandoned(sample=0), abandoned(sample=1)])
+
+    assert (drop.group_id, drop.state, drop.keys) == ("g0", INCOMPLETE, ())
+
+
+def test_a_group_declared_with_one_sample_is_ready_with_it() -> None:
+    state, _ = fold([opened(num_samples=1), sealed(sample=0)])
+
+    assert [samples(group) for group in state.ready] == [[0]]
+
+
+def test_another_attempt_stands_in_for_one_that_was_given_up() -> None:
+    events = [opened(), abandoned(sample=0), sealed(sample=0, attempt=1), sealed(sample=1)]
+
+    state, _ = fold(events)
+
+    assert [m.key.attempt for m in state.ready[0].members] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("late", "reason"),
+    [
+        (sealed(sample=0, attempt=1), "its group was decided before it was sealed"),
+        (sealed(sample=9), "its group was decided before it was sealed"),
+    ],
+)
+def test_what_is_sealed_after_its_group_was_decided_is_surplus(
+    late: SealedTrajectory, reason: str
+) -> None:
+    _, (drop,) = fold([opened(), sealed(sample=0), sealed(sample=1), late])
+
+    assert (drop.state, drop.keys, drop.reason) == (SURPLUS, (late.key,), reason)
+
+
+def test_a_second_sealed_attempt_of_a_sample_is_surplus() -> None:
+    state, (drop,) = fold(
+        [opened(), sealed(sample=0), sealed(sample=0, attempt=1), sealed(sample=1)]
+    )
+
+    assert (drop.state, drop.keys) == (SURPLUS, (TrajectoryKey("g0", 0, 1),))
+    assert [m.key.attempt for m in state.ready[0].members] == [0, 0]
+
+
+def test_a_sample_beyond_the_declared_number_is_surplus() -> None:
+    _, (drop,) = fold([opened(), sealed(sample=2)])
+
+    assert (drop.state, drop.reason) == (SURPLUS, "sample 2 of 2")
+
+
+def test_a_trajectory_of_a_group_that_was_never_opened_is_incomplete() -> None:
+    _, (drop,) = fold([sealed("nowhere")])
+
+    assert (drop.state, drop.reason) == (INCOMPLETE, "its group was never opened")
+
+
+def test_a_member_without_the_reward_that_the_run_needs_is_incomplete_and_named() -> None:
+    events = [opened(num_samples=3), *[sealed(sample=s) for s in (0, 1)]]
+
+    state, (drop,) = fold([*events, sealed(sample=2, reward=None)])
+
+    assert samples(state.ready[0]) == [0, 1]
+    assert (drop.state, drop.keys) == (INCOMPLETE, (TrajectoryKey("g0", 2),))
+    assert drop.reason == "sample 2 has no reward, which reward_source='outcome' needs"
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1e31])
+def test_a_reward_that_is_no_usable_number_is_incomplete(reward: float) -> None:
+    _, drops = fold([opened(), sealed(sample=0, reward=reward), sealed(sample=1)])
+
+    assert [drop.state for drop in drops] == [INCOMPLETE, INCOMPLETE]
+    assert drops[0].reason == f"sample 0 has a reward of {reward}"
+
+
+def test_a_trajectory_without_a_turn_is_incomplete() -> None:
+    _, drops = fold([opened(), sealed(sample=0, turns=[]), sealed(sample=1)])
+
+    assert drops[0].reason == "sample 0 has no turn"
+
+
+def test_a_reward_is_not_missed_where_the_turns_carry_it() -> None:
+    of = replace(CONFIG, reward_source="sum_of_turns")
+
+    state, drops = fold([opened(), *[sealed(sample=s, reward=None) for s in (0, 1)]], of)
+
+    assert (state.num_ready, drops) == (1, [])
+
+
+def test_a_member_that_lacks_a_declared_component_is_incomplete() -> None:
+    of = replace(CONFIG, estimator="gdpo", component_weights=(("a", 1.0), ("b", 1.0)))
+    whole = {"a": 1.0, "b": 0.0}
+    members = [replace(sealed(sample=s), reward_components=whole) for s in (0, 1)]
+    lacking = replace(sealed(sample=2), reward_components={"a": 1.0})
+
+    state, (drop,) = fold([opened(num_samples=3), *members, lacking], of)
+
+    assert samples(state.ready[0]) == [0, 1]
+    assert drop.reason == "sample 2 has no reward component 'b'"
+
+
+def test_a_negative_reward_is_incomplete_where_the_mean_is_divided_by() -> None:
+    of = replace(CONFIG, estimator="maxrl")
+
+    _, drops = fold([opened(), sealed(sample=0, reward=-1.0), sealed(sample=1)], of)
+
+    assert drops[0].reason == "sample 0 has a reward of -1.0, and maxrl divides by the mean reward"
+
+
+def test_equal_rewards_are_filtered_where_the_run_says_so() -> None:
+    of = replace(CONFIG, drop_zero_variance=True)
+    equal = [opened(), sealed(sample=0), sealed(sample=1)]
+
+    state, (drop,) = fold(equal, of)
+    kept, _ = fold(equal)
+
+    assert (state.num_ready, kept.num_ready) == (0, 1)
+    assert (drop.state, drop.reason) == (FILTERED, "all rewards are equal")
+    assert drop.keys == (TrajectoryKey("g0", 0), TrajectoryKey("g0", 1))
+
+
+def test_a_single_sample_is_never_filtered_for_its_variance() -> None:
+    of = replace(CONFIG, drop_zero_variance=True)
+
+    state, _ = fold([opened(num_samples=1), sealed(sample=0)], of)
+
+    assert state.num_ready == 1
+
+
+def test_components_are_filtered_only_where_all_of_them_are_equal() -> None:
+    of = replace(
+        CONFIG,
+        estimator="gdpo",
+        component_weights=(("a", 1.0), ("b", 1.0)),
+        drop_zero_variance=True,
+    )
+    # The sums are equal and the components are not: the group still teaches something.
+    rewards = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}]
+    members = [replace(sealed(sample=s), reward_components=rewards[s]) for s in (0, 1)]
+    same = [replace(sealed("g1", sample=s), reward_components=rewards[0]) for s in (0, 1)]
+
+    state, (drop,) = fold([opened(), *members, opened("g1"), *same], of)
+
+    assert [group.group_id for group in state.ready] == ["g0"]
+    assert (drop.group_id, drop.state) == ("g1", FILTERED)
+
+
+def test_a_member_that_dies_leaves_the_ready_group() -> None:
+    events = [opened(num_samples=3), *[sealed(sample=s) for s in (0, 1, 2)]]
+
+    state, drops = fold([*events, died(sample=1)])
+
+    (group,) = state.ready
+    assert (samples(group), group.completed_by, drops) == ([0, 2], "4-0", [])
+
+
+def test_a_ready_group_with_too_few_left_alive_is_dropped() -> None:
+    state, (drop,) = fold([opened(), sealed(sample=0), sealed(sample=1), died(sample=1)])
+
+    assert state.ready == ()
+    assert (drop.state, drop.keys) == (INCOMPLETE, (TrajectoryKey("g0", 0),))
+
+
+def test_a_death_before_the_group_is_complete_ends_the_sample() -> None:
+    state, (drop,) = fold([opened(), sealed(sample=0), died(sample=0), sealed(sample=1)])
+
+    assert (state.num_ready, drop.state, drop.keys) == (0, INCOMPLETE, (TrajectoryKey("g0", 1),))
+
+
+def test_another_attempt_stands_in_for_a_dead_one() -> None:
+    events = [opened(), sealed(sample=0), died(sample=0), sealed(sample=0, attempt=1)]
+
+    state, drops = fold([*events, sealed(sample=1)])
+
+    assert ([m.key.attempt for m in state.ready[0].members], drops) == ([1, 0], [])
+
+
+def test_what_was_taken_is_changed_by_nothing() -> None:
+    state, _ = fold([opened(), sealed(sample=0), sealed(sample=1)])
+    taken = state.ready
+
+    state.take(taken)
+    drops = [*state.apply("3-0", died(sample=0)), *state.apply("4-0", sealed(sample=0))]
+
+    assert (state.ready, drops) == ((), [])
+
+
+def test_knows_whether_the_run_is_closed_and_what_is_still_open() -> None:
+    state, _ = fold([opened("a"), opened("b"), sealed("a", sample=0), sealed("a", sample=1)])
+    before = state.closed
+
+    state.apply("9-0", RunClosed())
+
+    assert (before, state.closed, state.num_open_groups) == (False, True, 1)
+
+
+def test_other_events_change_nothing() -> None:
+    announced = VersionAnnounced(version=1, step=1, lineage="main")
+
+    state, drops = fold([opened(), announced])
+
+    assert (state.num_open_groups, drops) == (1, [])
+
+
+# --------------------------------------------------------------------------------------
+# laws
+
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def stream(rng: np.random.Generator) -> list[Event]:
+    """Events of a few groups in any order that a run allows: opened before anything else."""
+    lanes: list[list[Event]] = []
+    for group_id in ("a", "b", "c")[: rng.integers(1, 4)]:
+        num_samples = int(rng.integers(1, 4))
+        later = [
+            ending(rng, group_id, sample, attempt)
+            for sample in range(num_samples)
+            for attempt in range(rng.integers(1, 3))
+        ]
+        if rng.random() < 0.3:
+            key = TrajectoryKey(group_id, int(rng.integers(num_samples)), int(rng.integers(2)))
+            later.append(TrajectoryDied(key=key, reason="bad checksum"))
+        lanes.append(
+            [opened(group_id, num_samples), *(later[i] for i in rng.permutation(len(later)))]
+        )
+    order = rng.permutation([lane for lane, events in enumerate(lanes) for _ in events])
+    sources = [iter(lane) for lane in lanes]
+    return [next(sources[lane]) for lane in order]
+
+
+def ending(rng: np.random.Generator, group_id: str, sample: int, attempt: int) -> Event:
+    if rng.random() < 0.25:
+        return abandoned(group_id, sample, attempt)
+    reward = (0.0, 1.0, None)[rng.choice(3, p=[0.45, 0.45, 0.1])]
+    return sealed(group_id, sample=sample, attempt=attempt, reward=reward)
+
+
+def picture(state: RunFold) -> list[tuple[str, list[TrajectoryKey]]]:
+    return [(group.group_id, [m.key for m in group.members]) for group in state.ready]
+
+
+@given(seeds, st.booleans())
+def test_events_heard_again_change_nothing(seed: int, filters: bool) -> None:
+    rng = np.random.default_rng(seed)
+    of = replace(CONFIG, drop_zero_variance=filters)
+    events = stream(rng)
+    repeated: list[Event] = []
+    for event in events:
+        repeated.append(event)
+        repeated.extend(repeated[i] for i in rng.integers(0, len(repeated), rng.integers(3)))
+
+    once, drops = fold(events, of)
+    again, drops_again = fold(repeated, of)
+
+    assert picture(again) == picture(once)
+    assert drops_again == drops
+
+
+@given(seeds)
+def test_replaying_the_stream_gives_the_same_groups(seed: int) -> None:
+    events = stream(np.random.default_rng(seed))
+
+    first, drops = fold(events)
+    second, drops_again = fold(events)
+
+    assert (first.ready, drops) == (second.ready, drops_again)
+
+
+@given(seeds, st.booleans())
+def test_every_sealed_trajectory_is_in_exactly_one_place(seed: int, filters: bool) -> None:
+    events = stream(np.random.default_rng(seed))
+
+    state, drops = fold(events, replace(CONFIG, drop_zero_variance=filters))
+
+    sealed_keys = {event.key for event in events if isinstance(event, SealedTrajectory)}
+    dead = {event.key for event in events if isinstance(event, TrajectoryDied)}
+    ready = [member.key for group in state.ready for member in group.members]
+    settled = [*ready, *(key for drop in drops for key in drop.keys)]
+    assert len(settled) == len(set(settled))
+    assert set(settled) <= sealed_keys
+    # Every group of these streams is decided in the end, so only the dead are in neither place.
+    assert state.num_open_groups == 0
+    assert sealed_keys - set(settled) <= dead
+
+
+def test_reads_no_lengths_to_decide() -> None:
+    long = [sealed(sample=s, turns=[shape(10**6, 10**6)]) for s in (0, 1)]
+
+    state, _ = fold([opened(), *long])
+
+    assert state.num_ready == 1

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.batching.right_padded import RightPadded, right_padded
+from turnstream.errors import BatchingError, RowTooLongError
+from turnstream.testing import assert_same, rows
+from turnstream.testing.strategies import scored_rows
+from turnstream.types import Ragged, Rows
+
+PAD = 7
+
+
+def pad(batch: Rows, *, width: int | None = None) -> RightPadded:
+    longest = int(batch.input_ids.lengths.max(initial=0))
+    return right_padded(batch, width=longest if width is None else width, pad_token_id=PAD)
+
+
+def test_rows_begin_in_the_first_column() -> None:
+    padded = pad(rows("abC", "a|bCd"))
+
+    assert padded.input_ids_BT.tolist() == [[97, 98, 99, PAD], [97, 98, 99, 100]]
+    assert padded.attention_mask_BT.tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert padded.position_ids_BT.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
+
+
+def test_a_column_scores_the_token_in_the_next_one() -> None:
+    batch = replace(
+        rows("abC", "a|bCd", advantages=[-2.0, 3.0]),
+        rewards=Ragged.from_rows([[1], [0, 0.5, 0]], np.float32),
+    )
+
+    padded = pad(batch)
+
+    assert padded.loss_mask_BT.tolist() == [[0, 1, 0, 0], [0, 1, 0, 0]]
+    assert padded.rewards_BT.tolist() == [[0, 1, 0, 0], [0, 0.5, 0, 0]]
+    assert padded.advantages_BT.tolist() == [[0, -2, 0, 0], [0, 3, 0, 0]]
+    assert not np.signbit(padded.advantages_BT[0, 0])
+    assert padded.logprobs_BT is not None
+    assert padded.logprobs_BT.tolist() == [[0, -0.5, 0, 0], [0, -0.5, 0, 0]]
+
+
+def test_a_row_that_trains_its_first_token_is_refused_by_name() -> None:
+    # Case 43: in the reference, a response that covers every token loses its first target.
+    with pytest.raises(BatchingError, match="row 5 trains its first token"):
+        pad(rows("abC", "AB", first_row_id=4))
+
+
+def test_a_masked_first_token_is_no_target_and_needs_none_before_it() -> None:
+    padded = pad(rows("|aB"))
+
+    assert padded.loss_mask_BT.tolist() == [[1, 0]]
+    assert padded.logprobs_BT is not None
+    assert padded.logprobs_BT.tolist() == [[-0.5, 0]]
+
+
+def test_case_9_a_row_as_long_as_the_width_fits_and_one_longer_is_refused() -> None:
+    assert pad(rows("abcD"), width=4).input_ids_BT.shape == (1, 4)
+    with pytest.raises(RowTooLongError) as caught:
+        pad(rows("aB", "abcdE"), width=4)
+    assert caught.value.args == (1, 5, 4)
+
+
+def test_no_rows_make_an_empty_rectangle() -> None:
+    assert pad(rows(), width=4).input_ids_BT.shape == (0, 4)
+
+
+def slow_right_padded(batch: Rows, *, width: int) -> RightPadded:
+    """Token by token."""
+    shape = len(batch), width
+    ids_BT = np.full(shape, PAD, np.int64)
+    attention_BT, mask_BT = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
+    rewards_BT, advantages_BT = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    logprobs_BT = None if batch.logprobs is None else np.zeros(shape, np.float32)
+    for b in range(len(batch)):
+        for t, token in enumerate(batch.input_ids[b].tolist()):
+            ids_BT[b, t] = token
+            attention_BT[b, t] = True
+        for j in range(len(batch.loss_mask[b])):
+            column = int(batch.prompt_length[b]) + j - 1
+            if column < 0:
+                continue
+            mask_BT[b, column] = batch.loss_mask[b][j]
+            rewards_BT[b, column] = batch.rewards[b][j]
+            advantages_BT[b, column] = batch.advantage[b] if batch.loss_mask[b][j] else 0
+            if logprobs_BT is not None:
+                assert batch.logprobs is not None
+                logprobs_BT[b, column] = batch.logprobs[b][j]
+    return RightPadded(
+        input_ids_BT=ids_BT,
+        attention_mask_BT=attention_BT,
+        loss_mask_BT=mask_BT,
+        logprobs_BT=logprobs_BT,
+        rewards_BT=rewards_BT,
+        advantages_BT=advantages_BT,
+        row_id_B=batch.row_id,
+        prompt_length_B=batch.prompt_length,
+        response_length_B=batch.loss_mask.lengths,
+    )
+
+
+@given(scored_rows(), st.integers(0, 3))
+def test_agrees_with_placing_token_by_token(batch: Rows, more: int) -> None:
+    width = int(batch.input_ids.lengths.max(initial=0)) + more
+
+    assert_same(pad(batch, width=width), slow_right_padded(batch, width=width))

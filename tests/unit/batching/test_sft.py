@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.batching.checks import require_aligned, require_whole_trajectories
+from turnstream.batching.sft import (
+    LossScale,
+    SupervisedBins,
+    SupervisedRows,
+    bin_sequences,
+    loss_scales,
+    packed_supervised,
+    scaled_weights,
+    supervised_rows,
+)
+from turnstream.errors import BatchingError, RowTooLongError
+from turnstream.testing import assert_same, ids, mask, spell
+from turnstream.types import Ragged
+
+PAD = 0
+
+
+def learn(*texts: str, weights: list[list[float]] | None = None) -> SupervisedRows:
+    """Sequences from letters; a capital is a target of weight 1."""
+    given_weights = weights or [mask(text).tolist() for text in texts]
+    return supervised_rows(
+        Ragged.from_rows([ids(text) for text in texts], np.int32),
+        Ragged.from_rows(given_weights, np.float32),
+    )
+
+
+# --------------------------------------------------------------------------------------
+# rows
+
+
+def test_the_prompt_ends_before_the_first_target() -> None:
+    batch = learn("abCdE", "abc", "aB")
+
+    assert spell(batch.rows) == ["abCdE", "abc", "aB"]
+    assert batch.rows.prompt_length.tolist() == [2, 3, 1]
+    assert [row.tolist() for row in batch.target_weights] == [[1, 0, 1], [], [1]]
+    assert batch.rows.trajectory_num_tokens.tolist() == [2, 0, 1]
+
+
+def test_case_43_the_first_token_is_no_target_even_where_a_response_covers_every_token() -> None:
+    # Nothing stands before it that could score it; the reference loses it too.
+    batch = learn("ABC")
+
+    assert batch.rows.prompt_length.tolist() == [1]
+    assert spell(batch.rows) == ["aBC"]
+
+
+def test_case_8_fractional_weights_are_kept_and_whole_numbers_become_float32() -> None:
+    batch = supervised_rows(
+        Ragged.from_rows([[1, 2, 3]], np.int32), Ragged.from_rows([[0, 0.25, 1]], np.float64)
+    )
+    whole = supervised_rows(
+        Ragged.from_rows([[1, 2, 3]], np.int32), Ragged.from_rows([[0, 1, 2]], np.int64)
+    )
+
+    assert batch.target_weights.values.tolist() == [0.25, 1]
+    assert whole.target_weights.values.tolist() == [1, 2]
+    assert whole.target_weights.values.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("tokens", "weights", "message"),
+    [
+        ([[1, 2], [3]], [[0, 1], [0, 1]], "token_weights of sequence 1: 2 values for 1 tokens"),
+        ([[1, 2]], [[0, 1], [0]], "2 rows of weights for 1 sequences"),
+        ([[1], []], [[0], []], "sequence 1 has no token"),
+        ([[1], [2, 3]], [[0], [0, np.nan]], "sequence 1: a weight is not finite"),
+    ],
+)
+def test_sequences_that_cannot_be_learned_are_refused(
+    tokens: list[list[int]], weights: list[list[float]], message: str
+) -> None:
+    with pytest.raises(BatchingError, match=message):
+        supervised_rows(Ragged.from_rows(tokens, np.int32), Ragged.from_rows(weights, np.float32))
+
+
+# --------------------------------------------------------------------------------------
+# loss scale
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "expected"),
+    [("all_targets", [1 / 3, 1 / 3]), ("own_targets", [1 / 2, 1]), ("none", [1, 1])],
+)
+def test_weights_are_divided_by_the_sum_that_is_asked_for(
+    loss_scale: LossScale, expected: list[float]
+) -> None:
+    assert loss_scales(learn("aBC", "aB"), loss_scale=loss_scale).tolist() == expected
+
+
+def test_fractions_are_summed_as_they_are_and_a_small_sum_is_not_blown_up() -> None:
+    # The reference truncates the sum of 2.5 to 2.
+    batch = learn("aaaa", "aa", "aa", weights=[[0, 1, 1, 0.5], [0, 0.25], [0, 0]])
+
+    assert loss_scales(batch, loss_scale="own_targets").tolist() == [1 / 2.5, 1, 1]
+    assert loss_scales(batch, loss_scale="all_targets").tolist() == [1 / 2.75] * 3
+
+
+# --------------------------------------------------------------------------------------
+# bins
+
+
+def lay_out(batch: SupervisedRows, bins: Any, **options: Any) -> SupervisedBins:
+    return packed_supervised(batch, bins=bins, pad_token_id=PAD, **options)
+
+
+def test_case_43_two_sequences_in_one_bin() -> None:
+    # The reference leaves the last slot, which scores nothing, out of the mask.
+    made = lay_out(learn("aBC", "dE"), [[0, 1]])
+
+    assert made.input_ids_KW.tolist() == [[97, 98, 99, 100, 101]]
+    np.testing.assert_allclose(made.target_weights_KW, [[1 / 3, 1 / 3, 0, 1 / 3, 0]])
+
+
+def test_case_43_sequences_aligned_for_two_tensor_parallel_ranks() -> None:
+    made = lay_out(learn("aBC", "dE"), [[0, 1]], alignment=2)
+
+    assert made.input_ids_KW.tolist() == [[97, 98, 99, PAD, 100, 101]]
+    assert made.attention_mask_KW.tolist() == [[1, 1, 1, 0, 1, 1]]
+    assert made.position_ids_KW.tolist() == [[0, 1, 2, 3, 0, 1]]
+    np.testing.assert_allclose(made.target_weights_KW, [[1 / 3, 1 / 3, 0, 0, 1 / 3, 0]])
+    assert [one.tolist() for one in made.cu_seqlens] == [[0, 4, 6]]
+    assert made.sequence_lengths == ((3, 2),)
+
+
+def test_case_43_an_aligned_bin_is_never_above_its_capacity() -> None:
+    # The reference puts two rows of 3 into one of 8 slots, of a capacity of 6.
+    bins = bin_sequences([3, 3], capacity=6, dp_world_size=1, alignment=4)
+
+    assert bins == [[0], [1]]
+
+
+def test_case_44_bins_are_laid_out_shard_by_shard() -> None:
+    # Of lengths 4 3 2 1 the reference makes rows of 4 | 2 | 3 | 1 tokens: it takes the last row of
+    # a full bin to the end. Ours splits the bin where it is: [0] [1] [3] [2], of ranks 0 1 0 1.
+    lengths = [4, 3, 2, 1]
+
+    bins = bin_sequences(lengths, capacity=4, dp_world_size=2)
+    made = lay_out(learn("aBCD", "aBC", "aB", "a"), bins)
+
+    assert bins == [[0], [3], [1], [2]]
+    assert made.sequence_lengths == ((4,), (1,), (3,), (2,))
+    assert made.bins == ((0,), (3,), (1,), (2,))
+
+
+def test_case_44_a_sequence_of_one_token_contributes_no_loss() -> None:
+    made = lay_out(learn("A", "aB"), [[0], [1]], loss_scale="none")
+
+    assert made.target_weights_KW.tolist() == [[0, 0], [1, 0]]
+
+
+def test_fewer_sequences_than_ranks_are_refused() -> None:
+    with pytest.raises(BatchingError, match="2 rows cannot fill 4 bins"):
+        bin_sequences([3, 3], capacity=8, dp_world_size=4)
+
+
+def test_a_sequence_above_the_capacity_is_refused_by_name() -> None:
+    with pytest.raises(RowTooLongError) as caught:
+        bin_sequences([3, 9], capacity=8, dp_world_size=1)
+
+    assert caught.value.row == 1
+
+
+def slow_bins(
+    texts: list[list[int]], weights: list[list[float]], bins: list[list[int]], *, alignment: int
+) -> SupervisedBins:
+    """Token by token; weights divided by the sum over all sequences."""
+    total = max(1.0, sum(w for row in weights for w in row[1:]))
+    lines: list[tuple[list[int], list[int], list[int], list[float]]] = []
+    bounds: list[list[int]] = []
+    for own in bins:
+        tokens: list[int] = []
+        attended: list[int] = []
+        positions: list[int] = []
+        scores: list[float] = []
+        starts = [0]
+        for row in own:
+            length = len(texts[row])
+            for t in range(-(-length // alignment) * alignment):
+                tokens.append(texts[row][t] if t < length else PAD)
+                attended.append(t < length)
+                positions.append(t)
+                scores.append(weights[row][t + 1] * (1 / total) if t + 1 < length else 0)
+            starts.append(len(tokens))
+        lines.append((tokens, attended, positions, scores))
+        bounds.append(starts)
+    width = max((len(line[0]) for line in lines), default=0)
+
+    def stacked(column: int, fill: int, dtype: Any) -> Any:
+        rows = [line[column] + [fill] * (width - len(line[column])) for line in lines]
+        return np.array(rows, dtype).reshape(len(lines), width)
+
+    return SupervisedBins(
+        input_ids_KW=stacked(0, PAD, np.int64),
+        attention_mask_KW=stacked(1, 0, np.bool_),
+        position_ids_KW=stacked(2, 0, np.int64),
+        target_weights_KW=stacked(3, 0, np.float32),
+        bins=tuple(map(tuple, bins)),
+        sequence_lengths=tuple(tuple(len(texts[row]) for row in own) for own in bins),
+        cu_seqlens=tuple(np.array(starts, np.int32) for starts in bounds),
+    )
+
+
+sequences = st.lists(
+    st.lists(
+        st.tuples(st.integers(1, 9), st.sampled_from([0.0, 0.0, 0.25, 1.0])),
+        min_size=1,
+        max_size=9,
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(sequences, st.integers(1, 4), st.sampled_from([1, 2, 4]))
+def test_bins_agree_with_laying_out_token_by_token(
+    pairs: list[list[tuple[int, float]]], world: int, alignment: int
+) -> None:
+    texts = [[token for token, _ in row] for row in pairs]
+    weights = [[weight for _, weight in row] for row in pairs]
+    batch = supervised_rows(
+        Ragged.from_rows(texts, np.int32), Ragged.from_rows(weights, np.float32)
+    )
+    lengths = [len(text) for text in texts]
+    if len(lengths) < world:
+        return
+
+    bins = bin_sequences(lengths, capacity=16, dp_world_size=world, alignment=alignment)
+    made = lay_out(batch, bins, alignment=alignment)
+
+    require_aligned(batch.rows)
+    require_whole_trajectories(batch.rows)
+    assert_same(made, slow_bins(texts, weights, bins, alignment=alignment))
+    assert len(bins) % world == 0
+    assert made.input_ids_KW.shape[1] <= 16
+    assert sorted(row for own in bins for row in own) == list(range(len(lengths)))
+    total = scaled_weights(batch, loss_scale="all_targets").values.sum()
+    assert made.target_weights_KW.sum() == pytest.approx(total, rel=1e-5)

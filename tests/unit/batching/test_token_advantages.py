@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.batching.token_advantages import (
+    gae,
+    reinforce_plus_plus,
+    token_returns,
+    vapo_lambda,
+    whiten_tokens,
+)
+from turnstream.errors import BatchingError, UnsupportedEstimatorError
+from turnstream.testing import rows
+from turnstream.types import Ragged, Rows
+
+GOLDEN = rows("x|ABcdE")
+GOLDEN_REWARDS = Ragged.from_rows([[0, 0, 0, 0, 1]], np.float32)
+
+
+def lists(ragged: Ragged[np.float32]) -> list[list[float]]:
+    return [row.tolist() for row in ragged]
+
+
+def test_gae_carries_values_over_observed_tokens() -> None:
+    # Without carrying, the 9s of the observed tokens give 1.208 and 1.166.
+    values = Ragged.from_rows([[0.5, 0.6, 9, 9, 0.7]], np.float32)
+
+    advantages, returns = gae(GOLDEN, rewards=GOLDEN_REWARDS, values=values)
+
+    assert lists(advantages) == [pytest.approx([0.46575, 0.385, 0, 0, 0.3])]
+    assert lists(returns) == [pytest.approx([0.96575, 0.985, 0, 0, 1.0])]
+
+
+def test_a_return_reaches_the_turns_before_a_tool_call() -> None:
+    # A return that is multiplied by the mask at each step would give 0, 0, 0, 1, 1.
+    returns = token_returns(GOLDEN, rewards=GOLDEN_REWARDS)
+
+    assert lists(returns) == [[1, 1, 0, 0, 1]]
+
+
+def test_an_observed_token_costs_no_discount() -> None:
+    returns = token_returns(GOLDEN, rewards=GOLDEN_REWARDS, gamma=0.5)
+
+    assert lists(returns) == [[0.25, 0.5, 0, 0, 1]]
+
+
+def test_a_reward_on_an_observed_token_counts_for_the_trained_one_before_it() -> None:
+    rewards = Ragged.from_rows([[0, 0, 3, 2, 1]], np.float32)
+
+    returns = token_returns(GOLDEN, rewards=rewards, gamma=0.5)
+
+    assert lists(returns) == [[0.25 + 2.5, 0.5 + 5, 0, 0, 1]]
+
+
+def test_a_reward_before_the_first_trained_token_is_no_tokens_doing() -> None:
+    batch = rows("x|aB", "x|aB")
+    rewards = Ragged.from_rows([[0, 1], [7, 1]], np.float32)
+
+    returns = token_returns(batch, rewards=rewards)
+
+    assert lists(returns) == [[0, 1], [0, 1]]
+
+
+def test_reinforce_plus_plus_whitens_over_the_trained_tokens_of_all_rows() -> None:
+    batch = rows("x|AbC", "x|D")
+    rewards = Ragged.from_rows([[0, 0, 2], [1]], np.float32)
+
+    advantages = reinforce_plus_plus(batch, rewards=rewards)
+
+    values = np.array([2, 2, 1.0])
+    a, b, c = (values - values.mean()) / np.sqrt(values.var() + 1e-8)
+    assert lists(advantages) == [pytest.approx([a, 0, b]), pytest.approx([c])]
+
+
+def test_case_39_whitening_is_over_trained_tokens_only() -> None:
+    # The reference's mean is 7/6, over all six cells; over the four trained ones it is 7/4.
+    mask = Ragged.from_rows([[0, 0, 1], [1, 1, 1]], np.uint8)
+    values = Ragged.from_rows([[0, 0, 1], [2, 2, 2]], np.float32)
+
+    white = whiten_tokens(values, loss_mask=mask)
+
+    std = np.sqrt(((1 - 1.75) ** 2 + 3 * (2 - 1.75) ** 2) / 4)
+    assert lists(white) == [
+        pytest.approx([0, 0, -0.75 / std]),
+        pytest.approx([0.25 / std] * 3),
+    ]
+
+
+def test_whitening_nothing_gives_nothing() -> None:
+    mask = Ragged.from_rows([[0, 0], []], np.uint8)
+
+    white = whiten_tokens(Ragged.from_rows([[5, 6], []], np.float32), loss_mask=mask)
+
+    assert lists(white) == [[0, 0], []]
+
+
+def test_vapo_lambda_looks_further_in_longer_chains() -> None:
+    found = vapo_lambda(np.array([10, 100, 1000, 0]))
+
+    assert found.tolist() == pytest.approx([0.0, 0.8, 0.98, 0.0])
+
+
+def split(batch: Rows) -> Rows:
+    return replace(
+        batch, is_last=np.array([False, True]), sequence_index=np.array([0, 1], np.int32)
+    )
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_pp"])
+def test_refuses_a_trajectory_that_was_split_into_rows(estimator: str) -> None:
+    batch = split(rows("x|A", "x|B"))
+    ones = Ragged.from_rows([[1], [1]], np.float32)
+
+    estimate = {"gae": partial(gae, values=ones), "reinforce_pp": reinforce_plus_plus}[estimator]
+
+    with pytest.raises(UnsupportedEstimatorError, match=f"^{estimator} .* g0/0/0 is split"):
+        estimate(batch, rewards=ones)
+
+
+def test_an_inert_row_is_no_part_of_a_trajectory() -> None:
+    batch = rows("x|A", "x|b", is_padding=[False, True])
+    batch = replace(batch, is_last=np.array([True, False]))
+
+    returns = token_returns(batch, rewards=Ragged.from_rows([[1], [0]], np.float32))
+
+    assert lists(returns) == [[1], [0]]
+
+
+def test_refuses_values_that_are_not_aligned_with_the_responses() -> None:
+    with pytest.raises(BatchingError, match="one value per response token"):
+        token_returns(rows("x|AB"), rewards=Ragged.from_rows([[1]], np.float32))
+
+
+# --------------------------------------------------------------------------------------
+# against loops over tokens
+
+
+def slow_gae(
+    batch: Rows, rewards: Ragged[np.float32], values: Ragged[np.float32], gamma: float, lam: float
+) -> list[list[float]]:
+    result: list[list[float]] = []
+    for mask, own_rewards, own_values in zip(batch.loss_mask, rewards, values, strict=True):
+        advantages = [0.0] * len(mask)
+        value_ahead = advantage_ahead = waiting = 0.0
+        for t in range(len(mask) - 1, -1, -1):
+            waiting += float(own_rewards[t])
+            if mask[t]:
+                value = float(own_values[t])
+                advantage_ahead = (
+                    waiting + gamma * value_ahead - value + gamma * lam * advantage_ahead
+                )
+                value_ahead, waiting = value, 0.0
+                advantages[t] = advantage_ahead
+        result.append(advantages)
+    return result
+
+
+def random_batch(seed: int) -> tuple[Rows, Ragged[np.float32], Ragged[np.float32]]:
+    rng = np.random.default_rng(seed)
+    letters = "aB"
+    texts = [
+        "x|" + "".join(letters[i] for i in rng.integers(0, 2, rng.integers(0, 40)))
+        for _ in range(rng.integers(1, 5))
+    ]
+    batch = rows(*texts)
+    numbers = [rng.standard_normal(len(text) - 2) for text in texts]
+    more = [rng.standard_normal(len(text) - 2) for text in texts]
+    return batch, Ragged.from_rows(numbers, np.float32), Ragged.from_rows(more, np.float32)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1.0, 0.9, 0.0]), st.sampled_from([1.0, 0.5]))
+def test_gae_agrees_with_a_loop_over_tokens(seed: int, gamma: float, lam: float) -> None:
+    batch, rewards, values = random_batch(seed)
+
+    advantages, returns = gae(batch, rewards=rewards, values=values, gamma=gamma, lam=lam)
+
+    expected = slow_gae(batch, rewards, values, gamma, lam)
+    assert (advantages.values.dtype, returns.values.dtype) == (np.float32, np.float32)
+    for found, slow in zip(lists(advantages), expected, strict=True):
+        assert found == pytest.approx(slow, rel=1e-5, abs=1e-5)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1.0, 0.9]))
+def test_returns_agree_with_a_loop_over_tokens(seed: int, gamma: float) -> None:
+    batch, rewards, values = random_batch(seed)
+    nothing = Ragged(np.zeros_like(values.values), values.offsets)
+
+    returns = token_returns(batch, rewards=rewards, gamma=gamma)
+
+    # With values of 0 and lambda 1 the advantage is the discounted return.
+    for found, slow in zip(
+        lists(returns), slow_gae(batch, rewards, nothing, gamma, 1.0), strict=True
+    ):
+        assert found == pytest.approx(slow, rel=1e-5, abs=1e-5)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_gae_takes_a_lambda_for_every_row(seed: int) -> None:
+    batch, rewards, values = random_batch(seed)
+    lambdas = np.linspace(0.2, 1.0, len(batch))
+
+    advantages, _ = gae(batch, rewards=rewards, values=values, lam=lambdas)
+
+    for row, lam in enumerate(lambdas.tolist()):
+        slow = slow_gae(batch, rewards, values, 1.0, lam)[row]
+        assert advantages[row].tolist() == pytest.approx(slow, rel=1e-5, abs=1e-5)
