@@ -1,0 +1,22 @@
+"""What generators use: turns in, as they are sampled, into the store."""
+
+from turnstream.generator.async_publisher import (
+    AsyncGroupWriter,
+    AsyncPublisher,
+    AsyncTrajectoryWriter,
+)
+from turnstream.generator.publisher import GroupWriter, Publisher, TrajectoryWriter
+from turnstream.generator.receipts import AsyncReceipt, Receipt
+from turnstream.generator.statistics import PublisherStatistics
+
+__all__ = [
+    "AsyncGroupWriter",
+    "AsyncPublisher",
+    "AsyncReceipt",
+    "AsyncTrajectoryWriter",
+    "GroupWriter",
+    "Publisher",
+    "PublisherStatistics",
+    "Receipt",
+    "TrajectoryWriter",
+]

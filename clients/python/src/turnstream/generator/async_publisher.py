@@ -1,0 +1,309 @@
+"""The publisher for asyncio: writes return at once, one task sends them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from turnstream.errors import NotReadyError, RejectedError
+from turnstream.generator import writers
+from turnstream.generator.async_sender import AsyncSender
+from turnstream.generator.checks import checked_turn
+from turnstream.generator.drafts import draft_group
+from turnstream.generator.lanes import Lane
+from turnstream.generator.outbox import Outbox
+from turnstream.generator.receipts import AsyncReceipt, Delivery
+from turnstream.generator.statistics import PublisherStatistics
+from turnstream.generator.writers import WriterState
+from turnstream.types import Group, GroupOpened, Status, TrajectoryKey, VersionRun
+
+
+class AsyncPublisher:
+    """Sends the trajectories of one generator to a run; an asynchronous context manager.
+
+    The same as `Publisher`, for one event loop: what waits there is awaited here.
+
+    Args:
+        url: `redis://`, `rediss://` or `unix://` address of the store.
+        run: name of the run, which must exist.
+        writer: name of this generator, which holds the leases of its trajectories; the same name
+            again is the same generator. None makes a name up.
+        max_inflight_bytes: accepted and not yet acknowledged; writes wait above it.
+        timeout_s: how long the store may be away or full before accepted writes fail.
+        admission_timeout_s: how long a group may wait for leave to start.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        run: str,
+        *,
+        writer: str | None = None,
+        max_inflight_bytes: int = writers.MAX_INFLIGHT_BYTES,
+        timeout_s: float = writers.TIMEOUT_S,
+        admission_timeout_s: float = writers.ADMISSION_TIMEOUT_S,
+    ) -> None:
+        self._outbox = writers.new_outbox(
+            run,
+            writer=writer,
+            max_inflight_bytes=max_inflight_bytes,
+            timeout_s=timeout_s,
+            admission_timeout_s=admission_timeout_s,
+        )
+        self._sender = AsyncSender(url, run, self._outbox)
+        self._unread_failures: list[Delivery] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            await self.close()
+            return
+        try:
+            with contextlib.suppress(NotReadyError):
+                await self._sender.flush(writers.LAST_FLUSH_S)
+        finally:
+            await self._sender.close()
+
+    def group(self, group_id: str, num_samples: int, *, prompt_uid: str = "") -> AsyncGroupWriter:
+        """A group of which this publisher writes every sample. See `Publisher.group`."""
+        group = writers.checked_opening(group_id, num_samples, prompt_uid)
+        return AsyncGroupWriter(self._sender, self._outbox, group)
+
+    def trajectory(
+        self,
+        group_id: str,
+        sample: int,
+        *,
+        num_samples: int,
+        prompt_uid: str = "",
+        attempt: int = 0,
+    ) -> AsyncTrajectoryWriter:
+        """One sample of a group that several generators may share. See `Publisher.trajectory`."""
+        group = writers.checked_opening(group_id, num_samples, prompt_uid)
+        key = TrajectoryKey(group_id, sample, attempt)
+        return AsyncTrajectoryWriter(self._sender, WriterState(self._outbox, group, key, None))
+
+    async def publish(self, group: Group) -> AsyncReceipt:
+        """Send a whole finished group. See `Publisher.publish`; the receipt can be awaited."""
+        drafted = draft_group(group)
+        opening = writers.checked_opening(group.group_id, len(drafted), group.prompt_uid)
+        receipt = AsyncReceipt(len(drafted), unread_failures=self._unread_failures)
+        num_bytes = sum(len(turn.record) for made in drafted for turn in made.turns)
+        await self._sender.wait_until(lambda: self._outbox.tally.has_room_for_group(num_bytes))
+        self._sender.require_open()
+        writers.send_group(self._outbox, group=opening, drafted=drafted, end=receipt)
+        self._sender.start()
+        return receipt
+
+    async def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until everything accepted is acknowledged.
+
+        Raises:
+            NotReadyError: that was not so within `timeout_s`.
+            TurnstreamError: a published group failed, and its receipt was not asked.
+        """
+        await self._sender.flush(timeout_s)
+        writers.raise_unread(self._unread_failures)
+
+    def statistics(self) -> PublisherStatistics:
+        """What happened so far."""
+        return self._outbox.tally.statistics()
+
+    async def close_run(self, reason: str = "") -> None:
+        """Send what was accepted, then close the run to new groups."""
+        await self.flush()
+        receipt = AsyncReceipt()
+        self._sender.require_open()
+        self._outbox.close_run(reason, receipt)
+        self._sender.start()
+        await receipt
+
+    async def close(self, timeout_s: float | None = None) -> None:
+        """Send what was accepted, then disconnect. Safe to repeat.
+
+        Raises:
+            NotReadyError: not all of it was sent within `timeout_s`; the rest was given up.
+            TurnstreamError: a published group failed, and its receipt was not asked.
+        """
+        try:
+            await self.flush(timeout_s)
+        finally:
+            await self._sender.close()
+
+
+class AsyncGroupWriter:
+    """A group being written; made by `AsyncPublisher.group`. See `GroupWriter`."""
+
+    def __init__(self, sender: AsyncSender, outbox: Outbox, group: GroupOpened) -> None:
+        self._sender = sender
+        self._outbox = outbox
+        self._group = group
+        self._lanes: list[Lane] = []
+        self._writers: dict[int, AsyncTrajectoryWriter] = {}
+
+    async def __aenter__(self) -> Self:
+        group = self._group
+        members = [TrajectoryKey(group.group_id, sample) for sample in range(group.num_samples)]
+        opened = AsyncReceipt()
+        self._sender.require_open()
+        self._lanes = self._outbox.admit(group, members, opened=opened)
+        self._sender.start()
+        try:
+            await opened
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._give_up(error)
+
+    def trajectory(self, sample: int) -> AsyncTrajectoryWriter:
+        """The writer of one sample, open already; the same writer for the same sample.
+
+        Raises:
+            InvalidTurnError: the group has no such sample.
+            RejectedError: the group was not entered.
+        """
+        writer = self._writers.get(sample)
+        if writer is None:
+            key = TrajectoryKey(self._group.group_id, sample)
+            state = WriterState(self._outbox, self._group, key, None)
+            if not self._lanes:
+                raise RejectedError(f"group {key.group_id!r} is not open: use it in `async with`")
+            state.lane = self._lanes[sample]
+            writer = self._writers[sample] = AsyncTrajectoryWriter(self._sender, state)
+        return writer
+
+    def _give_up(self, error: BaseException | None) -> None:
+        """Abandon whatever was not sealed."""
+        for sample in range(len(self._lanes)):
+            is_started = sample in self._writers
+            writer = self.trajectory(sample)
+            if not writer.has_ended:
+                reason = writers.NOT_STARTED if error is None and not is_started else ""
+                writer.abandon(reason or writers.reason_of(error))
+
+
+class AsyncTrajectoryWriter:
+    """A trajectory being written; made by `AsyncPublisher` and `AsyncGroupWriter`.
+
+    Leaving it by an exception, or without `seal`, abandons the trajectory. Several tasks may
+    append: the turns are numbered here.
+    """
+
+    def __init__(self, sender: AsyncSender, state: WriterState) -> None:
+        self._sender = sender
+        self._state = state
+        self._order = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        async with self._order:
+            await self._opened_lane()
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not self.has_ended:
+            self.abandon(writers.reason_of(error))
+
+    @property
+    def key(self) -> TrajectoryKey:
+        """The name of the trajectory in its run."""
+        return self._state.key
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was sealed or abandoned."""
+        return self._state.has_ended
+
+    async def append(
+        self,
+        prompt_ids: Any,
+        response_ids: Any,
+        *,
+        logprobs: Any = None,
+        loss_mask: Any = None,
+        rewards: Any = None,
+        version: int | None = None,
+        version_runs: Sequence[VersionRun] = (),
+        allow_empty: bool = False,
+    ) -> AsyncReceipt:
+        """Send one turn; return before the store has answered. See `TrajectoryWriter.append`."""
+        turn = checked_turn(
+            prompt_ids,
+            response_ids,
+            logprobs=logprobs,
+            loss_mask=loss_mask,
+            rewards=rewards,
+            version=version,
+            version_runs=version_runs,
+            allow_empty=allow_empty,
+        )
+        receipt = AsyncReceipt()
+        async with self._order:
+            lane = await self._opened_lane()
+            # Room first: whatever the draft has counted must be sent.
+            await self._sender.wait_until(lambda: self._state.has_room(turn))
+            self._state.require_open()
+            self._sender.require_open()
+            self._state.append(lane, self._state.draft.add(turn), receipt)
+            self._sender.start()
+        return receipt
+
+    async def seal(
+        self,
+        reward: float | None = None,
+        *,
+        reward_components: Mapping[str, float] | None = None,
+        status: Status | str = Status.COMPLETED,
+        sampling: Mapping[str, float] | None = None,
+        tags: Mapping[str, str] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """End the trajectory and wait until the run knows of it. See `TrajectoryWriter.seal`."""
+        end = AsyncReceipt()
+        async with self._order:
+            lane = await self._opened_lane()
+            self._sender.require_open()
+            self._state.seal(
+                lane,
+                end,
+                reward=reward,
+                reward_components=reward_components,
+                status=status,
+                sampling=sampling,
+                tags=tags,
+                metrics=metrics,
+            )
+            self._sender.start()
+        await end
+
+    def abandon(self, reason: str) -> AsyncReceipt:
+        """Give the trajectory up: none of it is trained. Returns before the store has answered.
+
+        Raises:
+            RejectedError: the trajectory has ended.
+        """
+        end = AsyncReceipt()
+        self._sender.require_open()
+        self._state.abandon(reason, end)
+        self._sender.start()
+        return end
+
+    async def _opened_lane(self) -> Lane:
+        self._state.require_open()
+        if self._state.lane is None:
+            opened = AsyncReceipt()
+            self._sender.require_open()
+            self._state.lane = self._state.ask_leave(opened)
+            self._sender.start()
+            try:
+                await opened
+            except BaseException as error:
+                self.abandon(writers.reason_of(error))
+                raise
+        return self._state.lane

@@ -1,0 +1,133 @@
+"""Carries an outbox to the store with one task; a second one listens for leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+from redis.exceptions import RedisError
+
+from turnstream.errors import NotReadyError, StoreUnavailableError
+from turnstream.generator.calls import Round
+from turnstream.generator.outbox import Outbox
+from turnstream.store import keys
+from turnstream.store.connection import MAX_BLOCK_S, AsyncLink, connect_async
+
+_LISTEN_AGAIN_S = 0.5
+
+_logger = logging.getLogger(__name__)
+
+
+class AsyncSender:
+    """Owns the tasks and the connections of one asyncio publisher; lives in one event loop."""
+
+    def __init__(self, url: str, run: str, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._url = url
+        self._wake_key = keys.run_keys(run).wake
+        self._work = asyncio.Event()
+        self._progress = asyncio.Event()
+        self._sender: asyncio.Task[None] | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Something was put into the outbox: send it."""
+        self.require_open()
+        if self._sender is None:
+            self._sender = asyncio.create_task(self._send_rounds(), name="turnstream-sender")
+        self._work.set()
+
+    def require_open(self) -> None:
+        """Refuse writes after `close`."""
+        if self._is_closed:
+            raise StoreUnavailableError("the publisher was closed")
+
+    async def wait_until(self, has_room: Callable[[], bool]) -> None:
+        """Wait until more may be accepted."""
+        while not has_room():
+            self.require_open()
+            await self._progress.wait()
+
+    async def flush(self, timeout_s: float | None) -> None:
+        """Wait until everything accepted is acknowledged or has failed.
+
+        Raises:
+            NotReadyError: that was not so within `timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._outbox.is_idle:
+                    await self._progress.wait()
+        except TimeoutError as error:
+            raise NotReadyError(f"writes are still on their way after {timeout_s:g} s") from error
+
+    async def close(self) -> None:
+        """Give up what is not acknowledged, stop the tasks, disconnect. Safe to repeat."""
+        self._is_closed = True
+        self._outbox.fail_all(StoreUnavailableError("the publisher was closed"))
+        self._tell_progress()
+        for task in (self._sender, self._listener):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait((task,))
+
+    async def _send_rounds(self) -> None:
+        link = AsyncLink(self._url)
+        try:
+            while not self._is_closed:
+                await self._exchange(link, await self._next_round())
+        except Exception as error:
+            _logger.exception("the sender of a publisher failed")
+            self._is_closed = True
+            self._outbox.fail_all(StoreUnavailableError(f"the sender failed: {error!r}"))
+            self._tell_progress()
+        finally:
+            await link.close()
+
+    async def _next_round(self) -> Round:
+        """The next round to send, once there is one."""
+        while True:
+            self._work.clear()
+            sent = self._outbox.next_round(time.monotonic())
+            if sent is not None:
+                return sent
+            self._tell_progress()  # groups may have waited too long, and are turned away
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._outbox.pause_s(time.monotonic())):
+                    await self._work.wait()
+
+    async def _exchange(self, link: AsyncLink, sent: Round) -> None:
+        try:
+            replies = await link.exchange(sent.pack(), sent.num_replies)
+        except (RedisError, OSError) as error:
+            self._outbox.lost(sent, error=error, now_s=time.monotonic())
+        else:
+            self._outbox.answered(sent, replies=replies, now_s=time.monotonic())
+        self._tell_progress()
+        if self._outbox.wake_id is not None and (self._listener is None or self._listener.done()):
+            self._listener = asyncio.create_task(self._listen(), name="turnstream-listener")
+
+    def _tell_progress(self) -> None:
+        self._progress.set()
+        self._progress = asyncio.Event()
+
+    async def _listen(self) -> None:
+        """Wait on the run's wake stream for as long as groups are told to wait."""
+        client = connect_async(self._url, num_retries=0)
+        try:
+            while (wake_id := self._outbox.wake_id) is not None:
+                try:
+                    block_ms = int(MAX_BLOCK_S * 1000)
+                    has_moved = await client.xread({self._wake_key: wake_id}, block=block_ms)
+                except (RedisError, OSError):
+                    await asyncio.sleep(_LISTEN_AGAIN_S)
+                    has_moved = True  # or so we must assume
+                if has_moved:
+                    self._outbox.woken()
+                    self._work.set()
+        finally:
+            await client.aclose()

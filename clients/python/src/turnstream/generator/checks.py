@@ -1,0 +1,295 @@
+"""The door: whatever a generator gives is checked here, once, before anything is sent.
+
+Pure functions. Every error names the field, the value and its position.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnstream.errors import InvalidTurnError
+from turnstream.store.keys import encode_name
+from turnstream.types import Group, Status, Trajectory, TrajectoryKey, Turn, VersionRun
+
+MAX_RECORD_BYTES = 64 * 1024 * 1024
+"""Of one stored turn: a reader must hold several in memory."""
+
+MAX_LOGPROB = 1e-3
+"""A log-probability is at most 0, but sampling engines round."""
+
+_TOKEN_ID_LIMIT = 2**31
+_NUMBER_LIMIT = 2**31  # of samples and attempts
+_VERSION_LIMIT = 2**63
+_UNSIGNED = {4: np.uint32, 8: np.uint64}  # by size in bytes
+
+# Half the price of array.max() and array.min() for arrays as short as a turn.
+_largest = np.maximum.reduce
+_least = np.minimum.reduce
+
+
+def checked_turn(
+    prompt_ids: Any,
+    response_ids: Any,
+    *,
+    logprobs: Any = None,
+    loss_mask: Any = None,
+    rewards: Any = None,
+    version: int | None = None,
+    version_runs: Sequence[VersionRun] = (),
+    allow_empty: bool = False,
+) -> Turn:
+    """A turn of arrays that fit each other, from lists, numpy arrays or torch tensors.
+
+    Args:
+        prompt_ids: (P,) whole numbers, every token that the model saw.
+        response_ids: (R,) whole numbers, the sampled tokens.
+        logprobs: (R,) in nats; None if there are none. What stands where `loss_mask` is 0 is not
+            looked at, and becomes 0.0.
+        loss_mask: (R,) of 0 and 1 or booleans; None trains every response token.
+        rewards: (R,); None for none.
+        version: of the weights that sampled all of the response.
+        version_runs: which weights sampled which part of it, where there were several.
+        allow_empty: accept a response without tokens.
+
+    Raises:
+        InvalidTurnError: something does not fit.
+    """
+    prompt = token_ids(prompt_ids, field="prompt_ids")
+    response = token_ids(response_ids, field="response_ids")
+    if len(prompt) == 0:
+        raise InvalidTurnError("prompt_ids", "is empty; a model call sees at least one token")
+    if len(response) == 0 and not allow_empty:
+        raise InvalidTurnError("response_ids", "is empty; say allow_empty=True if that is meant")
+    mask = None if loss_mask is None else _mask(loss_mask, num_tokens=len(response))
+    return Turn(
+        prompt_ids=prompt,
+        response_ids=response,
+        logprobs=None if logprobs is None else _logprobs(logprobs, mask, num_tokens=len(response)),
+        loss_mask=mask,
+        rewards=None if rewards is None else _rewards(rewards, num_tokens=len(response)),
+        version_runs=_version_runs(version, version_runs, num_tokens=len(response)),
+    )
+
+
+def recheck_turn(turn: Turn) -> Turn:
+    """The same turn, its arrays checked; an empty response is taken as meant."""
+    return checked_turn(
+        turn.prompt_ids,
+        turn.response_ids,
+        logprobs=turn.logprobs,
+        loss_mask=turn.loss_mask,
+        rewards=turn.rewards,
+        version_runs=turn.version_runs,
+        allow_empty=True,
+    )
+
+
+def check_key(key: TrajectoryKey, *, num_samples: int) -> None:
+    """Refuse a key that cannot be a member of a group of `num_samples`."""
+    check_group(key.group_id, num_samples=num_samples)
+    _whole_number(key.sample, field="sample")
+    _whole_number(key.attempt, field="attempt")
+    if key.sample >= num_samples:
+        raise InvalidTurnError("sample", f"{key.sample} in a group of {num_samples}, from 0")
+
+
+def check_group(group_id: str, *, num_samples: int) -> None:
+    """Refuse a group that cannot be."""
+    checked_name(group_id, field="group_id")
+    _whole_number(num_samples, field="num_samples", least=1)
+
+
+def checked_group(group: Group) -> list[Trajectory]:
+    """The trajectories of a whole group, their turns checked, in order of their samples."""
+    samples = sorted(trajectory.sample for trajectory in group.trajectories)
+    check_group(group.group_id, num_samples=len(samples))
+    if samples != list(range(len(samples))):
+        raise InvalidTurnError("sample", f"{samples} are not 0 to {len(samples) - 1}, each once")
+    return sorted(group.trajectories, key=operator.attrgetter("sample"))
+
+
+def checked_name(name: str, *, field: str) -> str:
+    """The name in the form that keys have."""
+    try:
+        return encode_name(name)
+    except (ValueError, TypeError) as error:
+        raise InvalidTurnError(field, str(error)) from error
+
+
+def checked_reward(reward: Any) -> float | None:
+    """The outcome reward as a finite float, or None."""
+    return None if reward is None else _finite(reward, field="reward")
+
+
+def checked_numbers(values: Mapping[str, Any] | None, *, field: str) -> dict[str, float]:
+    """Named finite numbers, ordered by name."""
+    if not values:
+        return {}
+    for name in values:
+        checked_text(name, field=field)
+    return {name: _finite(values[name], field=f"{field}[{name!r}]") for name in sorted(values)}
+
+
+def checked_tags(tags: Mapping[str, str] | None) -> dict[str, str]:
+    """Named texts, ordered by name."""
+    if not tags:
+        return {}
+    for name, text in tags.items():
+        checked_text(name, field="tags")
+        checked_text(text, field=f"tags[{name!r}]")
+    return dict(sorted(tags.items()))
+
+
+def checked_text(text: Any, *, field: str) -> str:
+    """A text that has a UTF-8 form: half a surrogate pair has none."""
+    if not isinstance(text, str):
+        raise InvalidTurnError(field, f"{text!r} is not a text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidTurnError(field, f"{text!r} is no valid Unicode") from error
+    return text
+
+
+def checked_status(status: Status | str) -> Status:
+    """One of the ways in which an episode can end."""
+    try:
+        return Status(status)
+    except ValueError as error:
+        choices = ", ".join(Status)
+        raise InvalidTurnError("status", f"{status!r} is not one of {choices}") from error
+
+
+def token_ids(values: Any, *, field: str) -> NDArray[np.int32]:
+    """int32 (N,), from 0 to 2^31 - 1; the caller's own array where that is possible."""
+    array = _row(values, field=field)
+    if array.dtype.kind not in "iu":
+        if len(array) == 0:  # a list without elements says nothing of their type
+            return np.empty(0, np.int32)
+        raise InvalidTurnError(field, f"are whole numbers, not {array.dtype}: {array[0]!r} at 0")
+    if array.dtype.itemsize < 4 or not array.dtype.isnative:
+        array = array.astype(np.int64)
+    # Read as unsigned, negative numbers are the largest: one pass over the tokens in place of two.
+    if len(array) and _largest(array.view(_UNSIGNED[array.itemsize])) >= _TOKEN_ID_LIMIT:
+        wrong = (array < 0) | (array >= _TOKEN_ID_LIMIT)
+        raise _at_first(field, array, wrong, "is not a token id (0 to 2^31 - 1)")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def _mask(values: Any, *, num_tokens: int) -> NDArray[np.uint8] | None:
+    array = _per_token(values, field="loss_mask", kinds="biuf", num_tokens=num_tokens)
+    if array.dtype == np.bool_:
+        return np.ascontiguousarray(array).view(np.uint8)
+    is_small = array.dtype == np.uint8 and (not len(array) or _largest(array) <= 1)
+    if not is_small:
+        wrong = (array != 0) & (array != 1)
+        if wrong.any():
+            raise _at_first("loss_mask", array, wrong, "is neither 0 nor 1")
+    return np.ascontiguousarray(array, dtype=np.uint8)
+
+
+def _logprobs(
+    values: Any, mask: NDArray[np.uint8] | None, *, num_tokens: int
+) -> NDArray[np.float32]:
+    array = _per_token(values, field="logprobs", kinds="iuf", num_tokens=num_tokens)
+    logprobs = _as_float32(array)
+    if mask is not None:
+        logprobs = np.where(mask.view(np.bool_), logprobs, np.float32(0))
+    # Both comparisons are false where there is a NaN.
+    if len(logprobs) and not (_largest(logprobs) <= MAX_LOGPROB and _least(logprobs) > -math.inf):
+        wrong = ~np.isfinite(logprobs) | (logprobs > MAX_LOGPROB)
+        raise _at_first("logprobs", array, wrong, "is not a finite number of at most 0")
+    return logprobs
+
+
+def _rewards(values: Any, *, num_tokens: int) -> NDArray[np.float32]:
+    array = _per_token(values, field="rewards", kinds="biuf", num_tokens=num_tokens)
+    rewards = _as_float32(array)
+    wrong = ~np.isfinite(rewards)
+    if wrong.any():
+        raise _at_first("rewards", array, wrong, "is not a finite float32")
+    return rewards
+
+
+def _version_runs(
+    version: int | None, runs: Iterable[VersionRun], *, num_tokens: int
+) -> tuple[VersionRun, ...]:
+    runs = tuple(VersionRun(*run) for run in runs)
+    if version is not None:
+        if runs:
+            raise InvalidTurnError("version", f"{version!r} and version_runs are both given")
+        number = _whole_number(version, field="version", limit=_VERSION_LIMIT)
+        return (VersionRun(number, num_tokens),) if num_tokens else ()
+    for position, run in enumerate(runs):
+        if run.version is not None:
+            name = f"version_runs[{position}].version"
+            _whole_number(run.version, field=name, limit=_VERSION_LIMIT)
+        _whole_number(run.num_tokens, field=f"version_runs[{position}].num_tokens", least=1)
+    num_covered = sum(run.num_tokens for run in runs)
+    if runs and num_covered != num_tokens:
+        raise InvalidTurnError(
+            "version_runs", f"cover {num_covered} tokens, response_ids has {num_tokens}"
+        )
+    return runs
+
+
+def _as_float32(array: NDArray[Any]) -> NDArray[np.float32]:
+    if array.dtype == np.float32:
+        return np.ascontiguousarray(array)
+    with np.errstate(over="ignore"):  # what is too large for float32 is refused as infinite
+        return np.ascontiguousarray(array, dtype=np.float32)
+
+
+def _per_token(values: Any, *, field: str, kinds: str, num_tokens: int) -> NDArray[Any]:
+    array = _row(values, field=field)
+    if len(array) != num_tokens:
+        raise InvalidTurnError(field, f"has {len(array)} values, response_ids has {num_tokens}")
+    if array.dtype.kind not in kinds and len(array):
+        raise InvalidTurnError(field, f"are numbers, not {array.dtype}: {array[0]!r} at 0")
+    return array
+
+
+def _row(values: Any, *, field: str) -> NDArray[Any]:
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        # RuntimeError: a torch tensor that is part of a graph.
+        raise InvalidTurnError(field, f"is no array of numbers: {error}") from error
+    if array.ndim != 1:
+        raise InvalidTurnError(field, f"has the shape {array.shape}, not one dimension")
+    return array
+
+
+def _at_first(
+    field: str, array: NDArray[Any], wrong: NDArray[np.bool_], message: str
+) -> InvalidTurnError:
+    position = int(np.argmax(wrong))
+    return InvalidTurnError(field, f"{array[position].item()!r} at position {position} {message}")
+
+
+def _finite(value: Any, *, field: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidTurnError(field, f"{value!r} is not a number") from error
+    if not math.isfinite(number):
+        raise InvalidTurnError(field, f"{number!r} is not finite")
+    return number
+
+
+def _whole_number(value: Any, *, field: str, least: int = 0, limit: int = _NUMBER_LIMIT) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError as error:
+        raise InvalidTurnError(field, f"{value!r} is not a whole number") from error
+    if not least <= number < limit or isinstance(value, bool):
+        raise InvalidTurnError(
+            field, f"{value!r} is not a whole number from {least} to {limit - 1}"
+        )
+    return number

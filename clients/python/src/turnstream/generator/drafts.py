@@ -1,0 +1,226 @@
+"""A trajectory on the generator's side: numbers its turns, finds what they share, makes records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from turnstream.batching.merge import plan_sequences
+from turnstream.batching.prefix import PrefixIndex, PrefixMatch
+from turnstream.errors import InvalidTurnError
+from turnstream.generator import checks
+from turnstream.records.events import encode_event
+from turnstream.records.turns import encode_turn
+from turnstream.types import (
+    Group,
+    SealedTrajectory,
+    Status,
+    StoredTurn,
+    Trajectory,
+    TrajectoryKey,
+    Turn,
+    TurnShape,
+)
+
+SealMaker = Callable[[int], bytes]
+"""Gives the seal's record for a lease epoch: the epoch is known when the trajectory is open."""
+
+
+class TurnRecord(NamedTuple):
+    """An encoded turn.
+
+    Attributes:
+        record: the bytes that are stored.
+        shape: its lengths, in tokens.
+    """
+
+    record: bytes
+    shape: TurnShape
+
+
+class TrajectoryDraft:
+    """Makes the records of one trajectory, in order. Not thread-safe; no I/O.
+
+    A turn that is refused leaves the draft as it was.
+    """
+
+    def __init__(self, key: TrajectoryKey) -> None:
+        self.key = key
+        self._index = PrefixIndex()
+        self._shapes: list[TurnShape] = []
+        self._rewards: list[float] = []
+        self._crcs: list[int] = []
+        self._num_bytes = 0
+        self._has_logprobs = True
+        self._oldest_version: int | None = None
+        self._newest_version: int | None = None
+
+    def add(self, turn: Turn) -> TurnRecord:
+        """Encode the next turn, and remember its tokens for the turns that follow.
+
+        Raises:
+            InvalidTurnError: the record would be larger than MAX_RECORD_BYTES.
+        """
+        made, match = self._encode(turn)
+        self._index.add(match, turn.prompt_ids, turn.response_ids)
+        return made
+
+    def add_last(self, turn: Turn) -> TurnRecord:
+        """Encode the next turn, which none follows; its tokens are not kept."""
+        made, _ = self._encode(turn)
+        return made
+
+    def seal(
+        self,
+        *,
+        reward: float | None,
+        reward_components: Mapping[str, float] | None,
+        status: Status | str,
+        sampling: Mapping[str, float] | None,
+        tags: Mapping[str, str] | None,
+        metrics: Mapping[str, float] | None,
+    ) -> SealMaker:
+        """Check what is said of the whole trajectory, and give what makes its seal.
+
+        Raises:
+            InvalidTurnError: a value is wrong, or there is no turn.
+        """
+        if not self._shapes:
+            raise InvalidTurnError("turns", "there is none; a trajectory needs at least one")
+        status = checks.checked_status(status)
+        reward = checks.checked_reward(reward)
+        components = checks.checked_numbers(reward_components, field="reward_components")
+        sampling = checks.checked_numbers(sampling, field="sampling")
+        metrics = checks.checked_numbers(metrics, field="metrics")
+        tags = checks.checked_tags(tags)
+
+        def make_seal(epoch: int) -> bytes:
+            return encode_event(
+                SealedTrajectory(
+                    key=self.key,
+                    lease_epoch=epoch,
+                    status=status,
+                    reward=reward,
+                    reward_components=components,
+                    turns=tuple(self._shapes),
+                    turn_rewards=tuple(self._rewards),
+                    payload_crcs=tuple(self._crcs),
+                    oldest_version=self._oldest_version,
+                    newest_version=self._newest_version,
+                    num_payload_bytes=self._num_bytes,
+                    has_logprobs=self._has_logprobs,
+                    sampling=sampling,
+                    tags=tags,
+                    metrics=metrics,
+                )
+            )
+
+        return make_seal
+
+    @property
+    def merged_tokens(self) -> int:
+        """Tokens of the rows that the turns merge to."""
+        if len(self._shapes) == 1:
+            return self._shapes[0].num_tokens
+        return sum(row.num_tokens for row in plan_sequences(self._shapes, merge=True))
+
+    def _encode(self, turn: Turn) -> tuple[TurnRecord, PrefixMatch]:
+        match = self._index.link(turn.prompt_ids)
+        stored = StoredTurn(
+            index=len(self._shapes),
+            parent_turn=match.parent_turn,
+            shared_tokens=match.shared_tokens,
+            token_ids=np.concatenate((turn.prompt_ids[match.shared_tokens :], turn.response_ids)),
+            num_response_tokens=len(turn.response_ids),
+            logprobs=turn.logprobs,
+            loss_mask=turn.loss_mask,
+            rewards=turn.rewards,
+            version_runs=turn.version_runs,
+        )
+        num_bytes = stored.token_ids.nbytes + 4 * len(turn.response_ids) * (
+            (turn.logprobs is not None) + (turn.rewards is not None)
+        )
+        if num_bytes > checks.MAX_RECORD_BYTES:
+            raise InvalidTurnError(
+                "turn", f"is a record of {num_bytes} bytes, more than {checks.MAX_RECORD_BYTES}"
+            )
+        made = TurnRecord(encode_turn(stored), stored.shape)
+        self._remember(turn, made)
+        return made, match
+
+    def _remember(self, turn: Turn, made: TurnRecord) -> None:
+        self._shapes.append(made.shape)
+        self._rewards.append(
+            0.0 if turn.rewards is None else float(turn.rewards.sum(dtype=np.float64))
+        )
+        self._crcs.append(int.from_bytes(made.record[-4:], "little"))
+        self._num_bytes += len(made.record)
+        if made.shape.num_trained_tokens == 0:
+            return
+        if turn.logprobs is None:
+            self._has_logprobs = False
+        versions = _trained_versions(turn)
+        if versions:
+            known = [v for v in (self._oldest_version, self._newest_version) if v is not None]
+            self._oldest_version = min((*versions, *known))
+            self._newest_version = max((*versions, *known))
+
+
+def _trained_versions(turn: Turn) -> list[int]:
+    """Versions that sampled at least one trained token, of which there is one."""
+    if len(turn.version_runs) == 1:
+        version = turn.version_runs[0].version
+        return [] if version is None else [version]
+    versions: list[int] = []
+    start = 0
+    for version, num_tokens in turn.version_runs:
+        stop = start + num_tokens
+        if version is not None and (turn.loss_mask is None or turn.loss_mask[start:stop].any()):
+            versions.append(version)
+        start = stop
+    return versions
+
+
+class DraftedTrajectory(NamedTuple):
+    """A whole trajectory, encoded but for its seal."""
+
+    key: TrajectoryKey
+    turns: list[TurnRecord]
+    seal: SealMaker
+    merged_tokens: int
+
+
+def draft_group(group: Group) -> list[DraftedTrajectory]:
+    """Check and encode every trajectory of a finished group, in order of their samples.
+
+    Raises:
+        InvalidTurnError: names trajectory, turn, field and value; nothing of the group is accepted.
+    """
+    return [_draft_trajectory(group.group_id, made) for made in checks.checked_group(group)]
+
+
+def _draft_trajectory(group_id: str, trajectory: Trajectory) -> DraftedTrajectory:
+    key = TrajectoryKey(group_id, trajectory.sample, trajectory.attempt)
+    draft = TrajectoryDraft(key)
+    last = len(trajectory.turns) - 1
+    turns: list[TurnRecord] = []
+    where = f"trajectories[{trajectory.sample}]"
+    try:
+        for number, turn in enumerate(trajectory.turns):
+            where = f"trajectories[{trajectory.sample}].turns[{number}]"
+            add = draft.add_last if number == last else draft.add
+            turns.append(add(checks.recheck_turn(turn)))
+        where = f"trajectories[{trajectory.sample}]"
+        seal = draft.seal(
+            reward=trajectory.reward,
+            reward_components=trajectory.reward_components,
+            status=trajectory.status,
+            sampling=trajectory.sampling,
+            tags=trajectory.tags,
+            metrics=trajectory.metrics,
+        )
+    except InvalidTurnError as error:
+        raise InvalidTurnError(f"{where}.{error.field}", error.message) from error
+    return DraftedTrajectory(key, turns, seal, draft.merged_tokens)

@@ -1,0 +1,81 @@
+"""What is on its way to the store, by trajectory and by group. Data of the outbox; no decisions."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from turnstream.errors import TurnstreamError
+from turnstream.generator.drafts import SealMaker, TurnRecord
+from turnstream.generator.receipts import Delivery
+from turnstream.store.keys import TrajectoryKeys
+from turnstream.types import GroupOpened, TrajectoryKey
+
+
+class PendingTurn(NamedTuple):
+    """A turn that the store has not acknowledged."""
+
+    turn: TurnRecord
+    receipt: Delivery | None
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """One trajectory's writes, in order.
+
+    A lane goes through these, and stops early by `error`:
+
+    1. not admitted: `epoch` is 0; turns wait here;
+    2. admitted: `epoch` is set; turns are sent as they come;
+    3. ending: `seal` or `abandon_reason` is set, and follows the last turn;
+    4. sealed: all payload is acknowledged, the run is told with `seal_record`;
+    5. ended: `end` is settled.
+
+    Attributes:
+        keys: of its payload.
+        is_placed: the store has made the place of its payload.
+        num_acknowledged: turns acknowledged: the index of `pending[0]`.
+        is_queued: stands in the outbox's queue of lanes with something to send.
+        end: told when the lane has ended.
+    """
+
+    key: TrajectoryKey
+    trajectory_id: str
+    keys: TrajectoryKeys
+    end: Delivery | None = None
+    epoch: int = 0
+    is_placed: bool = False
+    pending: deque[PendingTurn] = field(default_factory=deque)
+    num_acknowledged: int = 0
+    seal: SealMaker | None = None
+    seal_record: bytes = b""
+    merged_tokens: int = 0
+    abandon_reason: str | None = None
+    is_queued: bool = False
+    error: TurnstreamError | None = None
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it takes no further turn."""
+        return self.seal is not None or self.abandon_reason is not None or self.error is not None
+
+
+@dataclass(slots=True, eq=False)
+class Admission:
+    """A group that asks for leave to start, or for places of further samples.
+
+    Attributes:
+        record: the encoded `group`.
+        opened: told when the store has answered.
+        since_s: when it was first refused for lack of capacity; None before.
+        reason: what the last refusal said.
+    """
+
+    group: GroupOpened
+    record: bytes
+    lanes: Sequence[Lane]
+    opened: Delivery
+    since_s: float | None = None
+    reason: str = ""

@@ -1,0 +1,347 @@
+"""The publisher for threads: writes return at once, one daemon thread sends them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from turnstream.errors import NotReadyError, RejectedError
+from turnstream.generator import writers
+from turnstream.generator.checks import checked_turn
+from turnstream.generator.drafts import draft_group
+from turnstream.generator.lanes import Lane
+from turnstream.generator.outbox import Outbox
+from turnstream.generator.receipts import Delivery, Receipt
+from turnstream.generator.sender import Sender
+from turnstream.generator.statistics import PublisherStatistics
+from turnstream.generator.writers import WriterState
+from turnstream.types import Group, GroupOpened, Status, TrajectoryKey, VersionRun
+
+
+class Publisher:
+    """Sends the trajectories of one generator to a run; a context manager.
+
+    What it has accepted is sent until the store acknowledges it, over restarts and while the store
+    is full, for at most `timeout_s`. May be used from several threads.
+
+    Args:
+        url: `redis://`, `rediss://` or `unix://` address of the store.
+        run: name of the run, which must exist.
+        writer: name of this generator, which holds the leases of its trajectories; the same name
+            again is the same generator. None makes a name up.
+        max_inflight_bytes: accepted and not yet acknowledged; writes wait above it.
+        timeout_s: how long the store may be away or full before accepted writes fail.
+        admission_timeout_s: how long a group may wait for leave to start.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        run: str,
+        *,
+        writer: str | None = None,
+        max_inflight_bytes: int = writers.MAX_INFLIGHT_BYTES,
+        timeout_s: float = writers.TIMEOUT_S,
+        admission_timeout_s: float = writers.ADMISSION_TIMEOUT_S,
+    ) -> None:
+        self._outbox = writers.new_outbox(
+            run,
+            writer=writer,
+            max_inflight_bytes=max_inflight_bytes,
+            timeout_s=timeout_s,
+            admission_timeout_s=admission_timeout_s,
+        )
+        self._sender = Sender(url, run, self._outbox)
+        self._unread_failures: list[Delivery] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            with contextlib.suppress(NotReadyError):
+                self._sender.flush(writers.LAST_FLUSH_S)
+        finally:
+            self._sender.close()
+
+    def group(self, group_id: str, num_samples: int, *, prompt_uid: str = "") -> GroupWriter:
+        """A group of which this publisher writes every sample.
+
+        Entering it waits for leave to start and opens all its samples at once. Leaving it abandons
+        the samples that were never started, so that the group can end.
+
+        Raises:
+            InvalidTurnError: the name or the number cannot be.
+        """
+        group = writers.checked_opening(group_id, num_samples, prompt_uid)
+        return GroupWriter(self._sender, self._outbox, group)
+
+    def trajectory(
+        self,
+        group_id: str,
+        sample: int,
+        *,
+        num_samples: int,
+        prompt_uid: str = "",
+        attempt: int = 0,
+    ) -> TrajectoryWriter:
+        """One sample of a group that several generators may share.
+
+        Entering it waits for leave, where the group is new.
+
+        Raises:
+            InvalidTurnError: the key cannot be.
+        """
+        group = writers.checked_opening(group_id, num_samples, prompt_uid)
+        key = TrajectoryKey(group_id, sample, attempt)
+        return TrajectoryWriter(self._sender, WriterState(self._outbox, group, key, None))
+
+    def publish(self, group: Group) -> Receipt:
+        """Send a whole finished group; its samples must be 0 to n - 1.
+
+        Waits only while there is too much on its way. The receipt is done when the run knows of
+        every trajectory; one that fails does not stop the others, and `receipt.errors` names it.
+
+        Raises:
+            InvalidTurnError: something in it is wrong; nothing of it was accepted.
+        """
+        drafted = draft_group(group)
+        opening = writers.checked_opening(group.group_id, len(drafted), group.prompt_uid)
+        receipt = Receipt(self._sender.lock, len(drafted), unread_failures=self._unread_failures)
+        num_bytes = sum(len(turn.record) for made in drafted for turn in made.turns)
+        self._sender.wait_until(lambda: self._outbox.tally.has_room_for_group(num_bytes))
+        self._sender.put(
+            lambda: writers.send_group(self._outbox, group=opening, drafted=drafted, end=receipt)
+        )
+        return receipt
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until everything accepted is acknowledged.
+
+        Raises:
+            NotReadyError: that was not so within `timeout_s`.
+            TurnstreamError: a published group failed, and its receipt was not asked.
+        """
+        self._sender.flush(timeout_s)
+        writers.raise_unread(self._unread_failures)
+
+    def statistics(self) -> PublisherStatistics:
+        """What happened so far."""
+        with self._sender.lock:
+            return self._outbox.tally.statistics()
+
+    def close_run(self, reason: str = "") -> None:
+        """Send what was accepted, then close the run to new groups."""
+        self.flush()
+        receipt = Receipt(self._sender.lock)
+        self._sender.put(lambda: self._outbox.close_run(reason, receipt))
+        receipt.result()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Send what was accepted, then disconnect. Safe to repeat.
+
+        Raises:
+            NotReadyError: not all of it was sent within `timeout_s`; the rest was given up.
+            TurnstreamError: a published group failed, and its receipt was not asked.
+        """
+        try:
+            self.flush(timeout_s)
+        finally:
+            self._sender.close()
+
+
+class GroupWriter:
+    """A group being written; a context manager. Made by `Publisher.group`."""
+
+    def __init__(self, sender: Sender, outbox: Outbox, group: GroupOpened) -> None:
+        self._sender = sender
+        self._outbox = outbox
+        self._group = group
+        self._lanes: list[Lane] = []
+        self._writers: dict[int, TrajectoryWriter] = {}
+
+    def __enter__(self) -> Self:
+        group = self._group
+        members = [TrajectoryKey(group.group_id, sample) for sample in range(group.num_samples)]
+        opened = Receipt(self._sender.lock)
+        self._lanes = self._sender.put(lambda: self._outbox.admit(group, members, opened=opened))
+        try:
+            opened.result()
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._give_up(error)
+
+    def trajectory(self, sample: int) -> TrajectoryWriter:
+        """The writer of one sample, open already; the same writer for the same sample.
+
+        Raises:
+            InvalidTurnError: the group has no such sample.
+            RejectedError: the group was not entered.
+        """
+        writer = self._writers.get(sample)
+        if writer is None:
+            if not self._lanes:
+                raise RejectedError(f"group {self._group.group_id!r} is not open: use it in `with`")
+            key = TrajectoryKey(self._group.group_id, sample)
+            state = WriterState(self._outbox, self._group, key, None)
+            state.lane = self._lanes[sample]
+            writer = self._writers[sample] = TrajectoryWriter(self._sender, state)
+        return writer
+
+    def _give_up(self, error: BaseException | None) -> None:
+        """Abandon whatever was not sealed."""
+        for sample in range(len(self._lanes)):
+            is_started = sample in self._writers
+            writer = self.trajectory(sample)
+            if not writer.has_ended:
+                reason = writers.NOT_STARTED if error is None and not is_started else ""
+                writer.abandon(reason or writers.reason_of(error))
+
+
+class TrajectoryWriter:
+    """A trajectory being written; a context manager. Made by `Publisher` and `GroupWriter`.
+
+    Leaving it by an exception, or without `seal`, abandons the trajectory. Several threads may
+    append: the turns are numbered here.
+    """
+
+    def __init__(self, sender: Sender, state: WriterState) -> None:
+        self._sender = sender
+        self._state = state
+        self._order = threading.Lock()
+
+    def __enter__(self) -> Self:
+        with self._order:
+            self._opened_lane()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not self.has_ended:
+            self.abandon(writers.reason_of(error))
+
+    @property
+    def key(self) -> TrajectoryKey:
+        """The name of the trajectory in its run."""
+        return self._state.key
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was sealed or abandoned."""
+        return self._state.has_ended
+
+    def append(
+        self,
+        prompt_ids: Any,
+        response_ids: Any,
+        *,
+        logprobs: Any = None,
+        loss_mask: Any = None,
+        rewards: Any = None,
+        version: int | None = None,
+        version_runs: Sequence[VersionRun] = (),
+        allow_empty: bool = False,
+    ) -> Receipt:
+        """Send one turn, and return before the store has answered.
+
+        Args:
+            prompt_ids: every token that the model saw, those of earlier turns included; what an
+                earlier turn holds is found and not sent again.
+            response_ids: the sampled tokens.
+            logprobs: one per response token, in nats, under the sampling policy.
+            loss_mask: one per response token, 1 where it is trained; None trains all.
+            rewards: one per response token; None for none.
+            version: of the weights that sampled the response.
+            version_runs: where several versions sampled it.
+            allow_empty: accept a response without tokens.
+
+        Raises:
+            InvalidTurnError: names field, value and position; nothing was accepted.
+            RejectedError: the trajectory has ended.
+            TurnstreamError: an earlier write of this trajectory failed, and why.
+        """
+        turn = checked_turn(
+            prompt_ids,
+            response_ids,
+            logprobs=logprobs,
+            loss_mask=loss_mask,
+            rewards=rewards,
+            version=version,
+            version_runs=version_runs,
+            allow_empty=allow_empty,
+        )
+        receipt = Receipt(self._sender.lock)
+        with self._order:
+            lane = self._opened_lane()
+            # Room first: whatever the draft has counted must be sent.
+            self._sender.wait_until(lambda: self._state.has_room(turn))
+            made = self._state.draft.add(turn)
+            self._sender.put(lambda: self._state.append(lane, made, receipt))
+        return receipt
+
+    def seal(
+        self,
+        reward: float | None = None,
+        *,
+        reward_components: Mapping[str, float] | None = None,
+        status: Status | str = Status.COMPLETED,
+        sampling: Mapping[str, float] | None = None,
+        tags: Mapping[str, str] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """End the trajectory and wait until the run knows of it.
+
+        Raises:
+            InvalidTurnError: a value is wrong, or there is no turn; the trajectory is still open.
+            TurnstreamError: a write of this trajectory failed, and why.
+        """
+        end = Receipt(self._sender.lock)
+        with self._order:
+            lane = self._opened_lane()
+            self._sender.put(
+                lambda: self._state.seal(
+                    lane,
+                    end,
+                    reward=reward,
+                    reward_components=reward_components,
+                    status=status,
+                    sampling=sampling,
+                    tags=tags,
+                    metrics=metrics,
+                )
+            )
+        end.result()
+
+    def abandon(self, reason: str) -> Receipt:
+        """Give the trajectory up: none of it is trained. Returns before the store has answered.
+
+        Raises:
+            RejectedError: the trajectory has ended.
+        """
+        with self._order:
+            return self._abandon(reason)
+
+    def _opened_lane(self) -> Lane:
+        self._state.require_open()
+        if self._state.lane is None:
+            opened = Receipt(self._sender.lock)
+            self._state.lane = self._sender.put(lambda: self._state.ask_leave(opened))
+            try:
+                opened.result()
+            except BaseException as error:
+                self._abandon(writers.reason_of(error))
+                raise
+        return self._state.lane
+
+    def _abandon(self, reason: str) -> Receipt:
+        end = Receipt(self._sender.lock)
+        self._sender.put(lambda: self._state.abandon(reason, end))
+        return end

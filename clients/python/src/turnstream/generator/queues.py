@@ -1,0 +1,132 @@
+"""What waits to be sent, and in which order rounds take it. Data of the outbox; no decisions."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from turnstream.generator.calls import (
+    AbandonCall,
+    AdmissionCall,
+    Call,
+    CloseCall,
+    PayloadCall,
+    SealsCall,
+)
+from turnstream.generator.lanes import Admission, Lane
+
+_MAX_ROUND_BYTES = 1 << 20  # enough to hide the round trip, small beside the server's buffers
+_MAX_SEALS = 256  # a script can unpack some thousand values, not more
+
+
+class Queues:
+    """Everything that is not on its way.
+
+    Attributes:
+        abandons: lanes to be given up, all their turns acknowledged.
+        seals: lanes whose payload is acknowledged, and of which the run must be told.
+        admissions: groups that ask, or ask again, for leave.
+        waiting: groups that were told to wait, in the order in which they asked.
+        closings: requests to close the run.
+    """
+
+    def __init__(self) -> None:
+        self.abandons: deque[Lane] = deque()
+        self.seals: deque[Lane] = deque()
+        self.admissions: deque[Admission] = deque()
+        self.waiting: deque[Admission] = deque()
+        self.closings: deque[CloseCall] = deque()
+        self._payload: deque[Lane] = deque()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits."""
+        queues = (self.abandons, self.seals, self.admissions, self.waiting, self.closings)
+        return not any((*queues, self._payload))
+
+    def add_payload(self, lane: Lane) -> None:
+        """Queue a lane that is admitted and has something to send; it stands here once."""
+        if lane.epoch and not lane.is_queued:
+            lane.is_queued = True
+            self._payload.append(lane)
+
+    def take(self) -> list[Call]:
+        """The calls of the next round."""
+        calls: list[Call] = [AbandonCall(lane) for lane in _drained(self.abandons)]
+        if self.seals:
+            num_seals = min(len(self.seals), _MAX_SEALS)
+            calls.append(SealsCall([self.seals.popleft() for _ in range(num_seals)]))
+        calls += [AdmissionCall(admission) for admission in _drained(self.admissions)]
+        num_bytes = 0
+        while self._payload and num_bytes < _MAX_ROUND_BYTES:
+            call, num_call_bytes = _payload_call(self._payload.popleft())
+            calls.append(call)
+            num_bytes += num_call_bytes
+        return calls + _drained(self.closings)
+
+    def put_back(self, calls: Sequence[Call]) -> None:
+        """Calls that were not answered: first in line again, in the same order."""
+        for call in reversed(calls):
+            match call:
+                case PayloadCall(lane):
+                    if not lane.is_queued:  # it may stand there for what came after
+                        lane.is_queued = True
+                        self._payload.appendleft(lane)
+                case SealsCall(lanes):
+                    self.seals.extendleft(reversed(lanes))
+                case AdmissionCall(admission):
+                    self.admissions.appendleft(admission)
+                case AbandonCall(lane):
+                    self.abandons.appendleft(lane)
+                case CloseCall():
+                    self.closings.appendleft(call)
+
+    def ask_again(self) -> None:
+        """Those who were told to wait ask before those who come now."""
+        self.admissions.extendleft(reversed(self.waiting))
+        self.waiting.clear()
+
+    @property
+    def waiting_since_s(self) -> float | None:
+        """When the first of those who were told to wait was told so; None if nobody waits."""
+        return self.waiting[0].since_s if self.waiting else None
+
+    def take_given_up(self) -> list[Admission]:
+        """Remove the groups that ask or wait, and of which every member was given up."""
+        given_up: list[Admission] = []
+        for queue in (self.admissions, self.waiting):
+            for admission in list(queue):
+                if all(lane.abandon_reason is not None for lane in admission.lanes):
+                    queue.remove(admission)
+                    given_up.append(admission)
+        return given_up
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for lane in _drained(self._payload):
+            lane.is_queued = False
+        for queue in (self.abandons, self.seals, self.admissions, self.waiting, self.closings):
+            queue.clear()
+
+
+def _payload_call(lane: Lane) -> tuple[PayloadCall, int]:
+    """Everything a lane can send now, within the bound of a round, and its bytes."""
+    lane.is_queued = False
+    num_turns = 0
+    num_bytes = 0
+    for turn, _ in lane.pending:
+        if num_turns and num_bytes + len(turn.record) > _MAX_ROUND_BYTES:
+            break
+        num_turns += 1
+        num_bytes += len(turn.record)
+    seals = lane.seal is not None and num_turns == len(lane.pending)
+    if seals and lane.seal is not None:
+        lane.seal_record = lane.seal(lane.epoch)
+    return PayloadCall(lane, num_turns, seals), num_bytes
+
+
+def _drained(queue: deque[Any]) -> list[Any]:
+    drained = list(queue)
+    queue.clear()
+    return drained

@@ -1,0 +1,150 @@
+"""Carries an outbox to the store with one daemon thread; a second one listens for leave."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from redis.exceptions import RedisError
+
+from turnstream.errors import NotReadyError, StoreUnavailableError
+from turnstream.generator.calls import Round
+from turnstream.generator.outbox import Outbox
+from turnstream.store import keys
+from turnstream.store.connection import MAX_BLOCK_S, Link, connect
+
+_Result = TypeVar("_Result")
+_LISTEN_AGAIN_S = 0.5
+_JOIN_TIMEOUT_S = 5.0
+
+_logger = logging.getLogger(__name__)
+
+
+class Sender:
+    """Owns the lock, the threads and the connections of one publisher.
+
+    The threads start with the first write and end with `close`.
+    """
+
+    def __init__(self, url: str, run: str, outbox: Outbox) -> None:
+        self.lock = threading.Lock()
+        self._outbox = outbox
+        self._work = threading.Condition(self.lock)
+        self._progress = threading.Condition(self.lock)
+        self._refused = threading.Condition(self.lock)
+        self._link = Link(url)
+        self._wake_key = keys.run_keys(run).wake
+        self._wake_client = connect(url, num_retries=0)
+        self._sender: threading.Thread | None = None
+        self._listener: threading.Thread | None = None
+        self._is_closed = False
+
+    def put(self, write: Callable[[], _Result]) -> _Result:
+        """Do something to the outbox, and send what comes of it."""
+        with self.lock:
+            self._require_open()
+            result = write()
+            self._sender = self._sender or _started(self._send_rounds, "turnstream-sender")
+            self._work.notify()
+        return result
+
+    def wait_until(self, has_room: Callable[[], bool]) -> None:
+        """Wait until more may be accepted."""
+        with self.lock:
+            while not has_room():
+                self._require_open()
+                self._progress.wait()
+
+    def flush(self, timeout_s: float | None) -> None:
+        """Wait until everything accepted is acknowledged or has failed.
+
+        Raises:
+            NotReadyError: that was not so within `timeout_s`.
+        """
+        with self.lock:
+            if not self._progress.wait_for(lambda: self._outbox.is_idle, timeout_s):
+                raise NotReadyError(f"writes are still on their way after {timeout_s:g} s")
+
+    def close(self) -> None:
+        """Give up what is not acknowledged, stop the threads, disconnect. Safe to repeat."""
+        with self.lock:
+            self._is_closed = True
+            self._outbox.fail_all(StoreUnavailableError("the publisher was closed"))
+            for condition in (self._work, self._progress, self._refused):
+                condition.notify_all()
+        self._link.close()
+        self._wake_client.connection_pool.disconnect()
+        for thread in (self._sender, self._listener):
+            if thread is not None:
+                thread.join(_JOIN_TIMEOUT_S)
+        self._wake_client.close()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise StoreUnavailableError("the publisher was closed")
+
+    def _send_rounds(self) -> None:
+        try:
+            while (sent := self._next_round()) is not None:
+                self._exchange(sent)
+        except Exception as error:
+            _logger.exception("the sender of a publisher failed")
+            with self.lock:
+                self._is_closed = True
+                self._outbox.fail_all(StoreUnavailableError(f"the sender failed: {error!r}"))
+                self._progress.notify_all()
+
+    def _next_round(self) -> Round | None:
+        """The next round to send, once there is one; None when the publisher was closed."""
+        with self.lock:
+            while not self._is_closed:
+                sent = self._outbox.next_round(time.monotonic())
+                if sent is not None:
+                    return sent
+                self._progress.notify_all()  # groups may have waited too long, and are turned away
+                self._work.wait(self._outbox.pause_s(time.monotonic()))
+        return None
+
+    def _exchange(self, sent: Round) -> None:
+        try:
+            replies = self._link.exchange(sent.pack(), sent.num_replies)
+        except (RedisError, OSError) as error:
+            with self.lock:
+                self._outbox.lost(sent, error=error, now_s=time.monotonic())
+        else:
+            with self.lock:
+                self._outbox.answered(sent, replies=replies, now_s=time.monotonic())
+        with self.lock:
+            self._progress.notify_all()
+            if self._outbox.wake_id is not None and not self._is_closed:
+                self._listener = self._listener or _started(self._listen, "turnstream-listener")
+                self._refused.notify()
+
+    def _listen(self) -> None:
+        """Wait on the run's wake stream whenever groups were told to wait."""
+        while (wake_id := self._next_wake_id()) is not None:
+            try:
+                block_ms = int(MAX_BLOCK_S * 1000)
+                has_moved = self._wake_client.xread({self._wake_key: wake_id}, block=block_ms)
+            except (RedisError, OSError):
+                with self.lock:
+                    self._refused.wait_for(lambda: self._is_closed, _LISTEN_AGAIN_S)
+                has_moved = True  # or so we must assume
+            if has_moved:
+                with self.lock:
+                    self._outbox.woken()
+                    self._work.notify()
+
+    def _next_wake_id(self) -> str | None:
+        with self.lock:
+            self._refused.wait_for(lambda: self._is_closed or self._outbox.wake_id is not None)
+            return None if self._is_closed else self._outbox.wake_id
+
+
+def _started(target: Callable[[], None], name: str) -> threading.Thread:
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,71 @@
+"""Counts what a publisher does, and the bytes that are on their way."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from turnstream.generator.drafts import TurnRecord
+from turnstream.generator.lanes import Lane
+from turnstream.generator.statistics import PublisherStatistics
+
+
+class Tally:
+    """The numbers of one outbox.
+
+    Args:
+        max_inflight_bytes: bound of what is accepted and not acknowledged, see `has_room_...`.
+    """
+
+    def __init__(self, max_inflight_bytes: int) -> None:
+        self._max_inflight_bytes = max_inflight_bytes
+        self._inflight_bytes = 0
+        self._held_bytes = 0  # of trajectories that are not admitted
+        self._wait_s = 0.0
+        self._counts: Counter[str] = Counter()
+
+    def has_room_for_turn(self, num_bytes: int) -> bool:
+        """Whether an open trajectory may add so much; anything fits while nothing is on its way.
+
+        What waits for leave does not count: leave may depend on this very trajectory.
+        """
+        total_bytes = self._inflight_bytes + num_bytes
+        return self._inflight_bytes == 0 or total_bytes <= self._max_inflight_bytes
+
+    def has_room_for_group(self, num_bytes: int) -> bool:
+        """Whether a whole group may be added; anything fits while nothing is on its way."""
+        held_bytes = self._inflight_bytes + self._held_bytes
+        return held_bytes == 0 or held_bytes + num_bytes <= self._max_inflight_bytes
+
+    def add(self, name: str, number: int = 1) -> None:
+        """Count something by its name in PublisherStatistics."""
+        self._counts[name] += number
+
+    def add_wait(self, wait_s: float) -> None:
+        """A group has waited so long for leave."""
+        self._wait_s += wait_s
+
+    def accepted(self, lane: Lane, num_bytes: int) -> None:
+        """So many bytes are on their way; fewer if negative."""
+        if lane.epoch:
+            self._inflight_bytes += num_bytes
+        else:
+            self._held_bytes += num_bytes
+
+    def acknowledged(self, lane: Lane, turn: TurnRecord) -> None:
+        """The store has a turn."""
+        num_bytes = len(turn.record)
+        self.accepted(lane, -num_bytes)
+        counts = self._counts
+        counts["num_turns"] += 1
+        counts["wire_bytes"] += num_bytes
+        counts["resend_bytes"] += num_bytes + 4 * turn.shape.shared_tokens
+        counts["turn_tokens"] += turn.shape.num_tokens
+
+    def statistics(self) -> PublisherStatistics:
+        """What happened so far."""
+        return PublisherStatistics(
+            **self._counts,
+            wait_s=self._wait_s,
+            inflight_bytes=self._inflight_bytes + self._held_bytes,
+            max_inflight_bytes=self._max_inflight_bytes,
+        )

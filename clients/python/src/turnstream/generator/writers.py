@@ -1,0 +1,160 @@
+"""What the writers of both publishers have in common: everything but the waiting."""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import socket
+from collections.abc import Mapping
+
+from turnstream.errors import RejectedError
+from turnstream.generator import checks
+from turnstream.generator.drafts import DraftedTrajectory, TrajectoryDraft, TurnRecord
+from turnstream.generator.lanes import Lane
+from turnstream.generator.outbox import Outbox
+from turnstream.generator.receipts import Delivery
+from turnstream.types import GroupOpened, Status, TrajectoryKey, Turn
+
+MAX_INFLIGHT_BYTES = 64 * 1024 * 1024
+TIMEOUT_S = 300.0
+ADMISSION_TIMEOUT_S = 3600.0
+
+LAST_FLUSH_S = 10.0
+"""How long a publisher that an exception has left still tries to send what it accepted."""
+
+UNSEALED = "left without a seal"
+NOT_STARTED = "never started"
+
+_MAX_REASON_LENGTH = 200  # a ledger keeps it for every trajectory
+
+
+def new_outbox(
+    run: str,
+    *,
+    writer: str | None,
+    max_inflight_bytes: int,
+    timeout_s: float,
+    admission_timeout_s: float,
+) -> Outbox:
+    """An outbox for one publisher; without a name it is named after host and process."""
+    if writer is None:
+        writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    checks.checked_name(run, field="run")
+    return Outbox(
+        run,
+        checks.checked_name(writer, field="writer"),
+        max_inflight_bytes=max_inflight_bytes,
+        timeout_s=timeout_s,
+        admission_timeout_s=admission_timeout_s,
+        jitter=random.random,
+    )
+
+
+def checked_opening(group_id: str, num_samples: int, prompt_uid: str) -> GroupOpened:
+    """The event of a group that begins, checked."""
+    checks.check_group(group_id, num_samples=num_samples)
+    checks.checked_text(prompt_uid, field="prompt_uid")
+    return GroupOpened(group_id=group_id, prompt_uid=prompt_uid, num_samples=num_samples)
+
+
+def send_group(
+    outbox: Outbox, *, group: GroupOpened, drafted: list[DraftedTrajectory], end: Delivery
+) -> None:
+    """Put a whole finished group into the outbox; `end` has one part per trajectory."""
+    lanes = outbox.admit(group, [made.key for made in drafted])
+    for lane, made in zip(lanes, drafted, strict=True):
+        for turn in made.turns:
+            outbox.append(lane, turn)
+        outbox.seal(lane, made.seal, merged_tokens=made.merged_tokens, end=end)
+
+
+def reason_of(error: BaseException | None) -> str:
+    """Why a with block was left, in words that fit the ledger."""
+    if error is None:
+        return UNSEALED
+    return f"{type(error).__name__}: {error}"
+
+
+class WriterState:
+    """One trajectory: its draft, its lane, and whether it has ended.
+
+    Args:
+        outbox: where its writes go.
+        group: its group, in case that it must be opened.
+        key: its name.
+        lane: where it is open already; None asks for leave at the first use.
+    """
+
+    def __init__(
+        self, outbox: Outbox, group: GroupOpened, key: TrajectoryKey, lane: Lane | None
+    ) -> None:
+        checks.check_key(key, num_samples=group.num_samples)
+        self.key = key
+        self.draft = TrajectoryDraft(key)
+        self.has_ended = False
+        self.lane = lane
+        self._outbox = outbox
+        self._group = group
+
+    def ask_leave(self, opened: Delivery) -> Lane:
+        """Open the trajectory; `opened` is told when that is so."""
+        return self._outbox.admit(self._group, [self.key], opened=opened)[0]
+
+    def require_open(self) -> None:
+        """Refuse writes to a trajectory that was sealed or abandoned here."""
+        if self.has_ended:
+            raise RejectedError(f"trajectory {self.key} is sealed or abandoned")
+
+    def has_room(self, turn: Turn) -> bool:
+        """Whether this turn may be accepted now; it may prove smaller when it is encoded."""
+        num_tokens = len(turn.prompt_ids) + 2 * len(turn.response_ids)
+        return self._outbox.tally.has_room_for_turn(4 * num_tokens)
+
+    def append(self, lane: Lane, turn: TurnRecord, receipt: Delivery) -> None:
+        """Put a turn that the draft has made behind the others."""
+        self._outbox.append(lane, turn, receipt)
+
+    def seal(
+        self,
+        lane: Lane,
+        end: Delivery,
+        *,
+        reward: float | None,
+        reward_components: Mapping[str, float] | None,
+        status: Status | str,
+        sampling: Mapping[str, float] | None,
+        tags: Mapping[str, str] | None,
+        metrics: Mapping[str, float] | None,
+    ) -> None:
+        """Put the seal behind the last turn."""
+        self.require_open()
+        make_seal = self.draft.seal(
+            reward=reward,
+            reward_components=reward_components,
+            status=status,
+            sampling=sampling,
+            tags=tags,
+            metrics=metrics,
+        )
+        self._outbox.seal(lane, make_seal, merged_tokens=self.draft.merged_tokens, end=end)
+        self.has_ended = True
+
+    def abandon(self, reason: str, end: Delivery) -> None:
+        """Give the trajectory up behind its last turn, where it was ever opened."""
+        self.require_open()
+        self.has_ended = True
+        if self.lane is None:
+            end.settle(self.key)
+        else:
+            # It may quote anything; what is no valid Unicode could not be sent.
+            text = reason[:_MAX_REASON_LENGTH].encode(errors="replace").decode()
+            self._outbox.abandon(self.lane, text, end=end)
+
+
+def raise_unread(failures: list[Delivery]) -> None:
+    """Raise the first error that nobody has asked for; forget them all."""
+    unread = [failed for failed in failures if not failed.was_read]
+    failures.clear()
+    for failed in unread:
+        failed.raise_error()

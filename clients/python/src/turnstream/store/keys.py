@@ -1,0 +1,135 @@
+"""The names of all keys in Redis. Nothing else in Turnstream writes a key by hand.
+
+The plan of a run lives in one slot, `ts:{<run>}:`, where scripts can be atomic:
+
+=========  ======  ==========================================================================
+events     stream  what the plan depends on, in order; field `r` = event record
+plan       stream  manifests, ids `<step>-<revision>`; field `r` = manifest record
+wake       stream  one entry, no data: written whenever a refused call may now succeed
+versions   stream  announced weights, ids `<version + 1>-0`; field `r` = event record
+ledger     hash    trajectory id -> its state, see below
+counts     hash    state -> number of trajectories, and `accepted`, their sum
+groups     hash    group name -> `<num_samples>:<state>`; the state is `open` until decided
+frontier   hash    stepped, committed, session_epoch, session, dp_world_size, lineage,
+                   live_groups, opened_groups, closed (0 or 1); planned, the newest batch, and
+                   session_token, what the session began with, are added when there is one
+batches    hash    step -> `<trajectories planned up to it>:<manifest hash>`
+leader     hash    epoch, owner, expires_ms, lease_ms
+config     hash    revision -> JSON of the batching config; `newest` -> the newest revision
+=========  ======  ==========================================================================
+
+A ledger value is `open:<epoch>:<writer>`, `sealed:<epoch>`, `planned:<step>` or
+`<filtered|expired|surplus|incomplete|abandoned|dead>:<reason>`. Whether a planned trajectory is
+stepped or committed follows from the frontier.
+
+The payload of a trajectory lives in a slot of its own, `ts:{<run>/<trajectory id>}:`:
+
+=========  ======  ==========================================================================
+turns      stream  turn n (from 0) has id `0-<n + 1>`, the seal is the entry after the last
+                   turn; field `r` = record
+meta       hash    epoch, writer, turns, bytes, sealed (0 or 1); made by the first append only
+=========  ======  ==========================================================================
+
+One key is global: `ts:runs`, the set of run names.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import NamedTuple
+
+from turnstream.types import TrajectoryKey
+from turnstream.types.names import decode_name, encode_name
+
+RUNS = "ts:runs"
+"""Set of the (encoded) names of all runs."""
+
+_RUN_TYPES = {
+    "events": "stream",
+    "plan": "stream",
+    "wake": "stream",
+    "versions": "stream",
+    "ledger": "hash",
+    "counts": "hash",
+    "groups": "hash",
+    "frontier": "hash",
+    "batches": "hash",
+    "leader": "hash",
+    "config": "hash",
+}
+_TRAJECTORY_TYPES = {"turns": "stream", "meta": "hash"}
+_KEY = re.compile(r"ts:\{([^{}/]+)(/[^{}/]+/\d+/\d+)?\}:([a-z]+)")
+
+
+class RunKeys(NamedTuple):
+    """The keys of one run, all in one slot."""
+
+    events: str
+    plan: str
+    wake: str
+    versions: str
+    ledger: str
+    counts: str
+    groups: str
+    frontier: str
+    batches: str
+    leader: str
+    config: str
+
+
+class TrajectoryKeys(NamedTuple):
+    """The keys of one trajectory's payload, both in one slot."""
+
+    turns: str
+    meta: str
+
+
+@functools.lru_cache(maxsize=1024)
+def run_keys(run: str) -> RunKeys:
+    """The keys of the run with this (plain) name."""
+    prefix = f"ts:{{{encode_name(run)}}}:"
+    return RunKeys(*[prefix + part for part in RunKeys._fields])
+
+
+def trajectory_keys(run: str, trajectory_id: str) -> TrajectoryKeys:
+    """The keys of one trajectory's payload."""
+    prefix = f"ts:{{{encode_name(run)}/{trajectory_id}}}:"
+    return TrajectoryKeys(prefix + "turns", prefix + "meta")
+
+
+def trajectory_id(key: TrajectoryKey) -> str:
+    """The trajectory's name inside its run.
+
+    >>> trajectory_id(TrajectoryKey("g/1", sample=3))
+    'g%2F1/3/0'
+    """
+    return key.trajectory_id
+
+
+def parse_trajectory_id(text: str) -> TrajectoryKey:
+    """The key that `trajectory_id` was given.
+
+    >>> parse_trajectory_id("g%2F1/3/0")
+    TrajectoryKey(group_id='g/1', sample=3, attempt=0)
+
+    Raises:
+        ValueError: the text is not a trajectory id.
+    """
+    group, sample, attempt = text.split("/")
+    return TrajectoryKey(decode_name(group), int(sample), int(attempt))
+
+
+def declared_type(key: str) -> str | None:
+    """The Redis type that a key of this name must have; None if no such key is declared.
+
+    >>> declared_type("ts:{a}:ledger"), declared_type("ts:{a/g/0/0}:meta"), declared_type("a")
+    ('hash', 'hash', None)
+    """
+    if key == RUNS:
+        return "set"
+    match = _KEY.fullmatch(key)
+    if match is None:
+        return None
+    types = _TRAJECTORY_TYPES if match[2] else _RUN_TYPES
+    return types.get(match[3])

@@ -1,0 +1,113 @@
+"""Runs in the store: made, read, watched for new weights, closed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import redis
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.errors import NotReadyError, RunNotFoundError
+from turnstream.records.configs import decode_config, encode_config
+from turnstream.records.events import decode_event, encode_event
+from turnstream.store import keys
+from turnstream.store.connection import MAX_BLOCK_S
+from turnstream.store.replies import translating
+from turnstream.store.scripts import Command, Script, run_command
+from turnstream.types import RunClosed, VersionAnnounced
+
+_CREATE_RUN = Script("create_run")
+_CLOSE_RUN = Script("close_run")
+
+
+def create_run(client: redis.Redis, run: str, config: BatchingConfig) -> int:
+    """Create a run, or find it with the same config.
+
+    Returns:
+        The config revision, 1 for a new run.
+
+    Raises:
+        ConflictError: the run exists with another config.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    command = _CREATE_RUN((names.frontier, names.config, names.counts), encode_config(config))
+    revision: int = run_command(client, command)
+    with translating():
+        client.sadd(keys.RUNS, keys.encode_name(run))
+    return revision
+
+
+def list_runs(client: redis.Redis) -> list[str]:
+    """The names of all runs, sorted."""
+    with translating():
+        names: Any = client.smembers(keys.RUNS)
+    return sorted(keys.decode_name(name.decode()) for name in names)
+
+
+def read_config(client: redis.Redis, run: str) -> tuple[int, BatchingConfig]:
+    """The newest config of a run, and its revision.
+
+    Raises:
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    name = keys.run_keys(run).config
+    with translating():
+        revision: Any = client.hget(name, "newest")
+        if revision is None:
+            raise RunNotFoundError(f"no run named {run!r}")
+        text: Any = client.hget(name, revision)
+    return int(revision), decode_config(text)
+
+
+def newest_version(client: redis.Redis, run: str) -> VersionAnnounced | None:
+    """The highest version announced so far; None before the first."""
+    with translating():
+        entries: Any = client.xrevrange(keys.run_keys(run).versions, count=1)
+    if not entries:
+        return None
+    event = decode_event(entries[0][1][b"r"])
+    assert isinstance(event, VersionAnnounced)  # only announcements are written there
+    return event
+
+
+def wait_for_version(
+    client: redis.Redis, run: str, *, above: int, timeout_s: float
+) -> VersionAnnounced:
+    """The newest version, once it is higher than `above`.
+
+    Raises:
+        NotReadyError: no such version was announced within `timeout_s`.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    # The entry of version v has the id <v + 1>-0: whatever is above lies behind this id.
+    position: Any = {keys.run_keys(run).versions: f"{above + 1}-0"}
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        wait_s = min(MAX_BLOCK_S, deadline_s - time.monotonic())
+        with translating():
+            found = client.xread(position, count=1, block=max(1, int(wait_s * 1000)))
+        newest = newest_version(client, run) if found else None
+        if newest is not None:
+            return newest
+        if time.monotonic() >= deadline_s:
+            raise NotReadyError(f"run {run!r}: no version above {above} within {timeout_s:g} s")
+
+
+def close_run(client: redis.Redis, run: str, reason: str = "") -> None:
+    """Take no new group any more; groups that are open may be finished.
+
+    Raises:
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    run_command(client, close_command(run, reason))
+
+
+def close_command(run: str, reason: str) -> Command:
+    """The call that closes a run; nothing is sent."""
+    names = keys.run_keys(run)
+    record = encode_event(RunClosed(reason=reason))
+    return _CLOSE_RUN((names.frontier, names.events, names.wake), record)

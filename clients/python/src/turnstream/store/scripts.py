@@ -1,0 +1,164 @@
+"""Scripts, the calls of scripts, and running them, in sync and asyncio programs.
+
+Every script is idempotent: a call whose reply was lost is sent again as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import redis
+import redis.asyncio
+from redis.exceptions import NoScriptError, RedisError
+
+from turnstream.store.replies import translate, translating
+
+Argument = str | bytes | int | memoryview
+"""What may be a key or an argument of a script."""
+
+
+class Script:
+    """A Lua file of a package's `lua` folder.
+
+    Attributes:
+        name: the file name without its suffix.
+        source: the text; its header says which keys it touches and what it replies.
+        sha: what EVALSHA calls it by.
+    """
+
+    __slots__ = ("name", "sha", "source")
+
+    def __init__(self, name: str, package: str = "turnstream.store") -> None:
+        path = importlib.resources.files(package) / "lua" / f"{name}.lua"
+        self.name = name
+        self.source = path.read_text(encoding="utf-8")
+        self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
+
+    def __repr__(self) -> str:
+        return f"Script({self.name!r})"
+
+    def __call__(self, keys: Sequence[str], *args: Argument) -> Command:
+        """The call of this script with these keys and arguments; nothing is sent."""
+        return Command(self, tuple(keys), args)
+
+
+class Command(NamedTuple):
+    """One call of a script, not yet sent."""
+
+    script: Script
+    keys: tuple[str, ...]
+    args: tuple[Argument, ...]
+
+    @property
+    def words(self) -> tuple[Argument, ...]:
+        """The command as the server is told it."""
+        return ("EVALSHA", self.script.sha, len(self.keys), *self.keys, *self.args)
+
+
+def pack(calls: Iterable[Sequence[Argument]]) -> bytes:
+    """Commands in the words of the Redis protocol, ready for a socket.
+
+    One join: twice as fast as the client's own pipelines, which pack word by word.
+    """
+    parts: list[bytes | memoryview] = []
+    for words in calls:
+        parts.append(b"*%d\r\n" % len(words))
+        for word in words:
+            if isinstance(word, str):
+                word = word.encode()
+            elif isinstance(word, int):
+                word = b"%d" % word
+            parts += (b"$%d\r\n" % len(word), word, b"\r\n")
+    return b"".join(parts)
+
+
+def run_command(client: redis.Redis, command: Command) -> Any:
+    """Call a script and give its reply.
+
+    Raises:
+        TurnstreamError: what the refusal, or the failing connection, stands for.
+    """
+    with translating():
+        try:
+            return client.execute_command(*command.words)
+        except NoScriptError:
+            client.script_load(command.script.source)
+            return client.execute_command(*command.words)
+
+
+def run_commands(client: redis.Redis, commands: Sequence[Command]) -> list[Any]:
+    """Call scripts in order, in one round trip.
+
+    Returns:
+        One reply per command; where a call was refused, the error, not raised.
+
+    Raises:
+        TurnstreamError: the connection failed; nothing is known of any of them.
+    """
+    with translating():
+        replies = _send(client, commands)
+        start = _first_unknown(replies)
+        if start is not None:
+            for source in _sources(commands[start:]):
+                client.script_load(source)
+            replies[start:] = _send(client, commands[start:])
+    return [_translated(reply) for reply in replies]
+
+
+async def run_command_async(client: redis.asyncio.Redis, command: Command) -> Any:
+    """The same as `run_command`, for asyncio."""
+    with translating():
+        try:
+            return await client.execute_command(*command.words)
+        except NoScriptError:
+            await client.script_load(command.script.source)
+            return await client.execute_command(*command.words)
+
+
+async def run_commands_async(client: redis.asyncio.Redis, commands: Sequence[Command]) -> list[Any]:
+    """The same as `run_commands`, for asyncio."""
+    with translating():
+        replies = await _send_async(client, commands)
+        start = _first_unknown(replies)
+        if start is not None:
+            for source in _sources(commands[start:]):
+                await client.script_load(source)
+            replies[start:] = await _send_async(client, commands[start:])
+    return [_translated(reply) for reply in replies]
+
+
+def _send(client: redis.Redis, commands: Sequence[Command]) -> list[Any]:
+    pipeline = client.pipeline(transaction=False)
+    for command in commands:
+        pipeline.execute_command(*command.words)
+    return pipeline.execute(raise_on_error=False)
+
+
+async def _send_async(client: redis.asyncio.Redis, commands: Sequence[Command]) -> list[Any]:
+    pipeline = client.pipeline(transaction=False)
+    for command in commands:
+        pipeline.execute_command(*command.words)
+    return await pipeline.execute(raise_on_error=False)
+
+
+def _first_unknown(replies: Sequence[Any]) -> int | None:
+    """Where the server did not know a script.
+
+    What came after it may have been refused only because it was left out, so that all of it is
+    sent again; what had been done already is answered as a duplicate.
+    """
+    for position, reply in enumerate(replies):
+        if isinstance(reply, NoScriptError):
+            return position
+    return None
+
+
+def _sources(commands: Sequence[Command]) -> set[str]:
+    return {command.script.source for command in commands}
+
+
+def _translated(reply: Any) -> Any:
+    return translate(reply) if isinstance(reply, (RedisError, OSError)) else reply

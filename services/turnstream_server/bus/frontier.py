@@ -1,0 +1,83 @@
+"""How far a run is: planned, stepped, committed, and who trains it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from turnstream.errors import RunNotFoundError
+from turnstream.store import keys
+from turnstream.store.replies import translate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frontier:
+    """The numbers of a run, as of one moment.
+
+    Attributes:
+        planned: newest batch that has a manifest; 0 before the first.
+        stepped: newest batch that the optimizer has taken.
+        committed: newest batch that a checkpoint on disk holds.
+        session_epoch: fencing number of the trainer session; 0 before the first.
+        session: its name.
+        dp_world_size: its data-parallel ranks.
+        lineage: name of the history; another one after every rollback.
+        num_opened_groups: groups ever opened.
+        num_live_groups: those of them that were not dropped untrained.
+        is_closed: no group will be opened any more.
+    """
+
+    planned: int
+    stepped: int
+    committed: int
+    session_epoch: int
+    session: str
+    dp_world_size: int
+    lineage: str
+    num_opened_groups: int
+    num_live_groups: int
+    is_closed: bool
+
+
+def read_frontier(client: redis.Redis, run: str) -> Frontier:
+    """How far the run is.
+
+    Raises:
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    try:
+        fields: Any = client.execute_command("HGETALL", keys.run_keys(run).frontier)
+    except (RedisError, OSError) as error:
+        raise translate(error) from error
+    return _parse(run, fields)
+
+
+async def read_frontier_async(client: redis.asyncio.Redis, run: str) -> Frontier:
+    """The same as `read_frontier`, for asyncio."""
+    try:
+        fields: Any = await client.execute_command("HGETALL", keys.run_keys(run).frontier)
+    except (RedisError, OSError) as error:
+        raise translate(error) from error
+    return _parse(run, fields)
+
+
+def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
+    if not fields:
+        raise RunNotFoundError(f"no run named {run!r}")
+    return Frontier(
+        planned=int(fields.get(b"planned", 0)),
+        stepped=int(fields[b"stepped"]),
+        committed=int(fields[b"committed"]),
+        session_epoch=int(fields[b"session_epoch"]),
+        session=fields[b"session"].decode(),
+        dp_world_size=int(fields[b"dp_world_size"]),
+        lineage=fields[b"lineage"].decode(),
+        num_opened_groups=int(fields[b"opened_groups"]),
+        num_live_groups=int(fields[b"live_groups"]),
+        is_closed=fields[b"closed"] == b"1",
+    )

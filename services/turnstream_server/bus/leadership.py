@@ -1,0 +1,62 @@
+"""Who plans a run: a lease by the server's clock, and a fencing number for whoever loses it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import redis.asyncio
+
+from turnstream.store import keys
+from turnstream.store.scripts import Script, run_command_async
+
+_ACQUIRE = Script("acquire_leader", "turnstream_server.bus")
+_RELEASE = Script("release_leader", "turnstream_server.bus")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leadership:
+    """Who plans the run now.
+
+    Attributes:
+        is_ours: whether the caller leads.
+        epoch: fencing number of the leader; every script of the planner takes it.
+        owner: name of the leader.
+        lease_left_s: seconds until the lease ends unless it is renewed.
+    """
+
+    is_ours: bool
+    epoch: int
+    owner: str
+    lease_left_s: float
+
+
+async def acquire_leadership(
+    client: redis.asyncio.Redis, run: str, *, owner: str, lease_s: float
+) -> Leadership:
+    """Become the run's planner, or stay it; a renewal by the same owner keeps the epoch.
+
+    Args:
+        client: of the store.
+        run: name of the run.
+        owner: name of this replica, different from every other's, also from its own before a
+            restart.
+        lease_s: seconds until another replica may take over, from now.
+
+    Raises:
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    command = _ACQUIRE((names.frontier, names.leader), owner, max(1, round(lease_s * 1000)))
+    leads, epoch, leader, left_ms = await run_command_async(client, command)
+    return Leadership(
+        is_ours=bool(leads), epoch=epoch, owner=leader.decode(), lease_left_s=left_ms / 1000
+    )
+
+
+async def release_leadership(
+    client: redis.asyncio.Redis, run: str, *, owner: str, epoch: int
+) -> bool:
+    """Give the leadership back before its lease ends; False where it was lost already."""
+    command = _RELEASE((keys.run_keys(run).leader,), owner, epoch)
+    return bool(await run_command_async(client, command))

@@ -1,0 +1,39 @@
+#!lua flags=allow-oom
+-- Tells generators and the plan that new weights exist. A version is announced once.
+--
+-- Keys, all in the run's slot:
+--   KEYS[1] frontier  hash    read: session_epoch
+--   KEYS[2] versions  stream  added: "<version + 1>-0", field r = the version_announced record
+--   KEYS[3] events    stream  added: the same record
+-- Arguments: ARGV[1] session epoch    ARGV[2] version    ARGV[3] the record
+-- Reply:     1, or 0 where the very same was announced before
+-- Errors:
+--   NORUN     no such run
+--   FENCED    another trainer session has begun
+--   CONFLICT  the version was announced with another content, or a higher one was
+
+local epoch = redis.call('HGET', KEYS[1], 'session_epoch')
+if not epoch then
+  return redis.error_reply('NORUN no such run')
+end
+if epoch ~= ARGV[1] then
+  return redis.error_reply('FENCED trainer session ' .. ARGV[1] .. ' is over, ' .. epoch
+    .. ' has begun')
+end
+local id = string.format('%.0f-0', ARGV[2] + 1)
+local known = redis.call('XRANGE', KEYS[2], id, id)[1]
+if known then
+  if known[2][2] == ARGV[3] then
+    return 0
+  end
+  return redis.error_reply('CONFLICT version ' .. ARGV[2] .. ' was announced with another content')
+end
+local newest = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
+newest = newest and tonumber(string.match(newest[1], '^%d+')) - 1 or -1
+if tonumber(ARGV[2]) < newest then
+  return redis.error_reply('CONFLICT version ' .. ARGV[2] .. ' is not above ' .. newest
+    .. ', the newest announced')
+end
+redis.call('XADD', KEYS[2], id, 'r', ARGV[3])
+redis.call('XADD', KEYS[3], '*', 'r', ARGV[3])
+return 1

@@ -1,0 +1,38 @@
+#!lua flags=allow-oom
+-- Acknowledges that the checkpoint which holds a recovery token is on disk.
+--
+-- Keys, all in the run's slot:
+--   KEYS[1] frontier  hash  read: session_epoch, stepped; changed: committed, which never falls here
+--   KEYS[2] batches   hash  read: step -> "<trajectories planned up to it>:<manifest hash>"
+-- Arguments: ARGV[1] session epoch    ARGV[2] token's step    ARGV[3] token's manifest hash
+-- Reply:     1, or 0 where that much was committed before
+-- Errors:
+--   NORUN     no such run
+--   FENCED    another trainer session has begun
+--   CONFLICT  the step was not stepped, or trained from another manifest
+
+local epoch, stepped, committed = unpack(
+  redis.call('HMGET', KEYS[1], 'session_epoch', 'stepped', 'committed'))
+if not epoch then
+  return redis.error_reply('NORUN no such run')
+end
+if epoch ~= ARGV[1] then
+  return redis.error_reply('FENCED trainer session ' .. ARGV[1] .. ' is over, ' .. epoch
+    .. ' has begun')
+end
+local step = tonumber(ARGV[2])
+if step > tonumber(stepped) then
+  return redis.error_reply('CONFLICT step ' .. step .. ' is not stepped; the newest such step is '
+    .. stepped)
+end
+local entry = redis.call('HGET', KEYS[2], ARGV[2])
+local hash = step == 0 and '' or string.match(entry or '', ':(.*)$')
+if hash ~= ARGV[3] then
+  return redis.error_reply('CONFLICT step ' .. step .. ' has the manifest "' .. (hash or '')
+    .. '", not "' .. ARGV[3] .. '"')
+end
+if step <= tonumber(committed) then
+  return 0
+end
+redis.call('HSET', KEYS[1], 'committed', step)
+return 1

@@ -1,0 +1,31 @@
+#!lua flags=allow-oom
+-- Sets a sealed trajectory aside because its payload is damaged, and tells the plan.
+--
+-- Keys, all in the run's slot:
+--   KEYS[1] leader  hash    read: epoch
+--   KEYS[2] ledger  hash    trajectory id: "sealed:<epoch>" becomes "dead:<reason>"
+--   KEYS[3] counts  hash    changed: sealed, dead
+--   KEYS[4] events  stream  added, once: field r = the trajectory_died record
+-- Arguments: ARGV[1] leader epoch    ARGV[2] trajectory id    ARGV[3] reason    ARGV[4] the record
+-- Reply:     1, or 0 where it was dead before
+-- Errors:
+--   FENCED    another planner leads
+--   CONFLICT  the trajectory is not sealed, or already in a batch
+
+if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
+  return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])
+end
+local entry = redis.call('HGET', KEYS[2], ARGV[2])
+local state = string.match(entry or '', '^[^:]*')
+if state == 'dead' then
+  return 0
+end
+if state ~= 'sealed' then
+  return redis.error_reply('CONFLICT ' .. ARGV[2] .. ' is ' .. (entry or 'unknown')
+    .. ', not sealed')
+end
+redis.call('HSET', KEYS[2], ARGV[2], 'dead:' .. ARGV[3])
+redis.call('HINCRBY', KEYS[3], 'sealed', -1)
+redis.call('HINCRBY', KEYS[3], 'dead', 1)
+redis.call('XADD', KEYS[4], '*', 'r', ARGV[4])
+return 1

@@ -1,0 +1,73 @@
+#!lua flags=allow-oom
+-- Begins a trainer session after the batch that its recovery token names, and fences every session
+-- before it. The same session again, before its first step, changes nothing.
+--
+-- A token is in a checkpoint on disk, so that the run is committed exactly up to it: what was
+-- stepped or committed beyond it comes back.
+--
+-- Keys, all in the run's slot:
+--   KEYS[1] frontier  hash    read and changed: stepped, committed, session_epoch, session,
+--                             session_token, dp_world_size, lineage
+--   KEYS[2] batches   hash    read: step -> "<trajectories planned up to it>:<manifest hash>"
+--   KEYS[3] wake      stream  added, so that calls of the session before find out
+-- Arguments:
+--   ARGV[1] session name     ARGV[2] dp_world_size
+--   ARGV[3] token's step, "" without a token    ARGV[4] token's manifest hash
+-- Reply: {session epoch; next step; lineage; stepped before; committed before}
+-- Errors:
+--   NORUN     no such run
+--   BEHIND    this store does not have the batch that the token names
+--   CONFLICT  no token, but batches are committed; or the session began otherwise, or has stepped
+
+local stepped, committed, epoch, session, began_with, world_size, lineage, planned = unpack(
+  redis.call('HMGET', KEYS[1], 'stepped', 'committed', 'session_epoch', 'session',
+    'session_token', 'dp_world_size', 'lineage', 'planned'))
+if not stepped then
+  return redis.error_reply('NORUN no such run')
+end
+stepped, committed, planned = tonumber(stepped), tonumber(committed), tonumber(planned or 0)
+local token = ARGV[3] .. ':' .. ARGV[4]
+
+if session == ARGV[1] and session ~= '' then
+  if began_with ~= token or world_size ~= ARGV[2] then
+    return redis.error_reply('CONFLICT session ' .. session .. ' began with the token "'
+      .. began_with .. '" for ' .. world_size .. ' ranks, not with "' .. token .. '" for '
+      .. ARGV[2] .. '; every start of a trainer needs a session name of its own')
+  end
+  if stepped ~= tonumber(ARGV[3] == '' and 0 or ARGV[3]) then
+    return redis.error_reply('CONFLICT session ' .. session .. ' is at step ' .. stepped
+      .. ' already; every start of a trainer needs a session name of its own')
+  end
+  return {tonumber(epoch), stepped + 1, lineage, stepped, committed}
+end
+
+-- 1. Is the token ours?
+local step = 0
+if ARGV[3] == '' then
+  if committed > 0 then
+    return redis.error_reply('CONFLICT the run is committed up to step ' .. committed
+      .. '; present the recovery token of a checkpoint, or the token of step 0 to begin again')
+  end
+else
+  step = tonumber(ARGV[3])
+  local entry = redis.call('HGET', KEYS[2], ARGV[3])
+  local hash = step == 0 and '' or string.match(entry or '', ':(.*)$')
+  if not hash then
+    return redis.error_reply('BEHIND the token names step ' .. step
+      .. ', but the newest batch of this store is ' .. planned)
+  end
+  if hash ~= ARGV[4] then
+    return redis.error_reply('BEHIND the token names the manifest "' .. ARGV[4] .. '" as step '
+      .. step .. ', this store has "' .. hash .. '"')
+  end
+end
+
+-- 2. Begin.
+if step ~= stepped then
+  local forks = tonumber(string.match(lineage, '%-(%d+)$') or 0)
+  lineage = 'main-' .. forks + 1
+end
+redis.call('HSET', KEYS[1], 'stepped', step, 'committed', step, 'session_epoch', epoch + 1,
+  'session', ARGV[1], 'session_token', token, 'dp_world_size', ARGV[2], 'lineage', lineage)
+redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', 'w', '')
+return {epoch + 1, step + 1, lineage, stepped, committed}

@@ -1,0 +1,101 @@
+#!lua flags=allow-oom
+-- Writes the plan of one batch and moves its trajectories to "planned", all or nothing.
+--
+-- Runs also when the server is full: without a plan nothing could ever be released.
+--
+-- Keys, all in the run's slot:
+--   KEYS[1] leader    hash    read: epoch
+--   KEYS[2] frontier  hash    read and changed: planned, the number of the newest batch
+--   KEYS[3] batches   hash    step -> "<trajectories planned up to it>:<manifest hash>"; added
+--   KEYS[4] plan      stream  added: "<step>-0", field r = record
+--   KEYS[5] ledger    hash    trajectory id: "sealed:<epoch>" becomes "planned:<step>"
+--   KEYS[6] counts    hash    changed: sealed, planned (cumulative: stepped ones stay in it)
+--   KEYS[7] groups    hash    group name -> "<num_samples>:open" becomes "<num_samples>:planned"
+-- Arguments:
+--   ARGV[1] leader epoch    ARGV[2] step    ARGV[3] manifest hash    ARGV[4] hash before, or ""
+--   ARGV[5] record          ARGV[6...] trajectory ids
+-- Reply: 1, or 0 where this very manifest was written before
+-- Errors:
+--   NORUN     no such run
+--   FENCED    another planner leads
+--   CONFLICT  the step has another manifest, is not the next one, does not continue the chain, or
+--             names a trajectory that is not sealed
+
+local CHUNK = 1000  -- unpack fails above a few thousand values
+
+local stepped, planned = unpack(redis.call('HMGET', KEYS[2], 'stepped', 'planned'))
+if not stepped then
+  return redis.error_reply('NORUN no such run')
+end
+if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
+  return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])
+end
+local step = tonumber(ARGV[2])
+local last = tonumber(planned or 0)
+
+local function batch(number)
+  if number == 0 then
+    return 0, ''
+  end
+  local entry = redis.call('HGET', KEYS[3], string.format('%.0f', number))
+  local total, hash = string.match(entry, '^(%d+):(.*)$')
+  return tonumber(total), hash
+end
+
+if step >= 1 and step <= last then
+  local _, hash = batch(step)
+  if hash == ARGV[3] then
+    return 0
+  end
+  return redis.error_reply('CONFLICT step ' .. step .. ' is planned with the manifest ' .. hash)
+end
+if step ~= last + 1 then
+  return redis.error_reply('CONFLICT step ' .. step .. ' does not follow step ' .. last)
+end
+local total, last_hash = batch(last)
+if last_hash ~= ARGV[4] then
+  return redis.error_reply('CONFLICT step ' .. last .. ' has the manifest "' .. last_hash
+    .. '", not "' .. ARGV[4] .. '"')
+end
+
+-- 1. Nothing is written before every trajectory has been looked at.
+local named = {}
+for start = 6, #ARGV, CHUNK do
+  local stop = math.min(start + CHUNK - 1, #ARGV)
+  local entries = redis.call('HMGET', KEYS[5], unpack(ARGV, start, stop))
+  for i, entry in ipairs(entries) do
+    local id = ARGV[start + i - 1]
+    if not entry or string.sub(entry, 1, 7) ~= 'sealed:' then
+      return redis.error_reply('CONFLICT ' .. id .. ' is ' .. (entry or 'unknown')
+        .. ', not sealed')
+    end
+    if named[id] then
+      return redis.error_reply('CONFLICT ' .. id .. ' is named twice')
+    end
+    named[id] = true
+  end
+end
+
+-- 2. Write.
+redis.call('XADD', KEYS[4], ARGV[2] .. '-0', 'r', ARGV[5])
+local groups = {}
+for start = 6, #ARGV, CHUNK do
+  local changes = {}
+  for i = start, math.min(start + CHUNK - 1, #ARGV) do
+    changes[#changes + 1] = ARGV[i]
+    changes[#changes + 1] = 'planned:' .. ARGV[2]
+    groups[string.match(ARGV[i], '^[^/]*')] = true
+  end
+  redis.call('HSET', KEYS[5], unpack(changes))
+end
+for group in pairs(groups) do
+  local entry = redis.call('HGET', KEYS[7], group)
+  redis.call('HSET', KEYS[7], group, string.match(entry or '0', '^%d+') .. ':planned')
+end
+local num_trajectories = #ARGV - 5
+redis.call('HINCRBY', KEYS[6], 'sealed', -num_trajectories)
+redis.call('HINCRBY', KEYS[6], 'planned', num_trajectories)
+redis.call('HSET', KEYS[3], ARGV[2],
+  string.format('%.0f:%s', total + num_trajectories, ARGV[3]))
+redis.call('HSET', KEYS[2], 'planned', ARGV[2])
+return 1

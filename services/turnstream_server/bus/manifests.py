@@ -1,0 +1,121 @@
+"""The plan of a run: one manifest per step, hash-chained, written once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from turnstream.batching.plan import Manifest
+from turnstream.records.manifests import decode_manifest, encode_manifest, manifest_hash
+from turnstream.store import keys
+from turnstream.store.replies import translate
+from turnstream.store.scripts import Script, run_command_async
+
+_WRITE = Script("write_manifest", "turnstream_server.bus")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredManifest:
+    """A manifest as the store has it.
+
+    Attributes:
+        manifest: the plan.
+        record: the stored bytes.
+        hash: hex SHA-256 of `record`: the batch's name in the chain.
+    """
+
+    manifest: Manifest
+    record: bytes
+    hash: str
+
+
+def encode_for_store(manifest: Manifest) -> StoredManifest:
+    """The manifest with the bytes and the name that it will have in the store."""
+    record = encode_manifest(manifest)
+    return StoredManifest(manifest=manifest, record=record, hash=manifest_hash(record))
+
+
+async def write_manifest(
+    client: redis.asyncio.Redis, run: str, planned: Manifest | StoredManifest, *, leader_epoch: int
+) -> StoredManifest:
+    """Write the plan of the next step and move its trajectories to "planned", all or nothing.
+
+    Writing the same plan again changes nothing.
+
+    Raises:
+        FencedError: another planner leads the run.
+        ConflictError: the step has another plan or is not the next one, the chain differs, or a
+            trajectory is not sealed: nothing was written.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    stored = planned if isinstance(planned, StoredManifest) else encode_for_store(planned)
+    manifest = stored.manifest
+    run_keys = keys.run_keys(run)
+    ids = (keys.trajectory_id(t.key) for group in manifest.groups for t in group.trajectories)
+    command = _WRITE(
+        (
+            run_keys.leader,
+            run_keys.frontier,
+            run_keys.batches,
+            run_keys.plan,
+            run_keys.ledger,
+            run_keys.counts,
+            run_keys.groups,
+        ),
+        leader_epoch,
+        manifest.step,
+        stored.hash,
+        manifest.previous_hash,
+        stored.record,
+        *ids,
+    )
+    await run_command_async(client, command)
+    return stored
+
+
+async def read_manifest(client: redis.asyncio.Redis, run: str, step: int) -> StoredManifest | None:
+    """The plan of a step, its newest revision; None where there is none yet.
+
+    Raises:
+        CorruptRecordError: the stored bytes are damaged.
+        UnknownFormatError: a newer release wrote it.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    plan = keys.run_keys(run).plan
+    try:
+        entries: Any = await client.execute_command("XREVRANGE", plan, step, step, "COUNT", 1)
+    except (RedisError, OSError) as error:
+        raise translate(error) from error
+    return _stored(entries[0]) if entries else None
+
+
+async def read_manifests(
+    client: redis.asyncio.Redis, run: str, *, first_step: int, max_count: int
+) -> list[StoredManifest]:
+    """The plans from `first_step` on, in order, at most `max_count` of them.
+
+    Raises:
+        CorruptRecordError: the stored bytes are damaged.
+        UnknownFormatError: a newer release wrote one.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    plan = keys.run_keys(run).plan
+    try:
+        entries: Any = await client.execute_command(
+            "XRANGE", plan, first_step, "+", "COUNT", max_count
+        )
+    except (RedisError, OSError) as error:
+        raise translate(error) from error
+    return [_stored(entry) for entry in entries]
+
+
+def _stored(entry: Sequence[Any]) -> StoredManifest:
+    record: bytes = entry[1][b"r"]
+    return StoredManifest(
+        manifest=decode_manifest(record), record=record, hash=manifest_hash(record)
+    )

@@ -1,0 +1,129 @@
+"""Trainer sessions: which one trains the run, how far it is, how much of it is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import redis.asyncio
+
+from turnstream.errors import InvalidConfigError
+from turnstream.store import keys
+from turnstream.store.scripts import Script, run_command_async
+from turnstream.types import RecoveryToken
+
+_START = Script("start_session", "turnstream_server.bus")
+_STEPPED = Script("stepped", "turnstream_server.bus")
+_COMMITTED = Script("committed", "turnstream_server.bus")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSession:
+    """A session that has begun.
+
+    Attributes:
+        session_epoch: fencing number of the session.
+        next_step: the batch it begins with.
+        lineage: name of the history it continues; another one after every rollback.
+        previous_stepped: the last stepped batch before it began.
+        previous_committed: the last committed batch before it began.
+    """
+
+    session_epoch: int
+    next_step: int
+    lineage: str
+    previous_stepped: int
+    previous_committed: int
+
+    @property
+    def returning_steps(self) -> range:
+        """Batches that were stepped before and will be trained again."""
+        return range(self.next_step, self.previous_stepped + 1)
+
+    @property
+    def is_rollback(self) -> bool:
+        """Whether batches that were committed will be trained again."""
+        return self.next_step <= self.previous_committed
+
+
+async def start_session(
+    client: redis.asyncio.Redis,
+    run: str,
+    *,
+    session: str,
+    dp_world_size: int,
+    token: RecoveryToken | None,
+) -> TrainerSession:
+    """Begin a session after the batch that the token names, and fence every session before it.
+
+    All ranks of a session may call this: the same again, before its first step, changes nothing.
+
+    Args:
+        client: of the store.
+        run: name of the run.
+        session: name of this start of the trainer, never used again.
+        dp_world_size: data-parallel ranks.
+        token: of the checkpoint that was loaded; None begins a run of which nothing is committed.
+            The token of step 0 with an empty hash goes back to the start in any case.
+
+    Raises:
+        StoreBehindError: this store does not have the batch that the token names.
+        ConflictError: no token, but batches are committed; or the session began otherwise.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    if not session:
+        raise InvalidConfigError("session", "a trainer session needs a name")
+    if dp_world_size < 1:
+        raise InvalidConfigError("dp_world_size", f"{dp_world_size} is not at least 1")
+    names = keys.run_keys(run)
+    step, chain_hash = ("", "") if token is None else (token.step, token.chain_hash)
+    command = _START(
+        (names.frontier, names.batches, names.wake), session, dp_world_size, step, chain_hash
+    )
+    epoch, next_step, lineage, stepped, committed = await run_command_async(client, command)
+    return TrainerSession(
+        session_epoch=epoch,
+        next_step=next_step,
+        lineage=lineage.decode(),
+        previous_stepped=stepped,
+        previous_committed=committed,
+    )
+
+
+async def acknowledge_stepped(
+    client: redis.asyncio.Redis, run: str, *, session_epoch: int, step: int, manifest_hash: str
+) -> RecoveryToken:
+    """Note that the optimizer took the last update of a step; gives the token for its checkpoint.
+
+    The same again, for this or an earlier step, gives the same token.
+
+    Raises:
+        FencedError: another session has begun.
+        ConflictError: not the next step, or trained from another manifest.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    command = _STEPPED(
+        (names.frontier, names.batches, names.wake), session_epoch, step, manifest_hash
+    )
+    lineage: bytes = await run_command_async(client, command)
+    return RecoveryToken(lineage=lineage.decode(), step=step, chain_hash=manifest_hash)
+
+
+async def acknowledge_committed(
+    client: redis.asyncio.Redis, run: str, *, session_epoch: int, token: RecoveryToken
+) -> None:
+    """Note that the checkpoint with this token is on disk. The same or an older one is fine.
+
+    Raises:
+        FencedError: another session has begun.
+        ConflictError: its step is not stepped, or was trained from another manifest.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    command = _COMMITTED(
+        (names.frontier, names.batches), session_epoch, token.step, token.chain_hash
+    )
+    await run_command_async(client, command)

@@ -1,0 +1,104 @@
+"""Which store a process uses: the embedded server, or the external one that it was told of."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import redis
+from redis.exceptions import RedisError
+
+from turnstream.errors import InvalidConfigError
+from turnstream.store.connection import connect
+from turnstream.store.replies import translate
+from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.settings import Settings, mask_password
+
+_OLDEST = {"valkey": 8, "redis": 7}
+
+
+@contextlib.contextmanager
+def open_store(settings: Settings) -> Iterator[str]:
+    """The URL of the store, for as long as it is needed.
+
+    Without TURNSTREAM_REDIS_URL the embedded server runs until the end of the block; otherwise the
+    external server is checked, and never stopped.
+
+    Raises:
+        InvalidConfigError: the external server is too old, or set up so that it would lose data.
+        StoreUnavailableError: it cannot be reached, or the embedded one does not start.
+    """
+    if settings.redis_url is not None:
+        url = settings.redis_url.get_secret_value()
+        check_store(url, durability=settings.durability)
+        yield url
+        return
+    with EmbeddedServer(
+        settings.data_dir,
+        durability=settings.durability,
+        max_memory_bytes=settings.store_max_bytes,
+    ) as server:
+        yield server.url
+
+
+def check_store(url: str, *, durability: str) -> None:
+    """Make sure that an external server keeps what it acknowledges.
+
+    Raises:
+        InvalidConfigError: names the server's setting, its value and the one that is needed.
+        StoreUnavailableError: the server cannot be reached.
+    """
+    try:
+        client = connect(url)
+    except ValueError as error:
+        raise InvalidConfigError("TURNSTREAM_REDIS_URL", str(error)) from error
+    with client:
+        try:
+            facts: dict[str, Any] = client.info()  # pyright: ignore[reportAssignmentType]  # sync
+            sync = _appendfsync(client) if durability == "fsync" else "everysec"
+        except (RedisError, OSError) as error:
+            raise translate(error) from error
+    where = mask_password(url)
+    check_version(facts, where=where)
+    _check_setting(where, "appendonly", "yes" if facts["aof_enabled"] else "no", needed="yes")
+    _check_setting(where, "maxmemory-policy", facts["maxmemory_policy"], needed="noeviction")
+    if durability == "fsync":
+        _check_setting(where, "appendfsync", sync, needed="always")
+
+
+def check_version(facts: Mapping[str, Any], *, where: str) -> None:
+    """Make sure that a server is new enough for our scripts.
+
+    Args:
+        facts: the reply to INFO, by name.
+        where: the server in the words of the error.
+
+    Raises:
+        InvalidConfigError: names the version.
+    """
+    name = "valkey" if "valkey_version" in facts else "redis"
+    version = str(facts[f"{name}_version"])
+    major = re.match(r"\d+", version)
+    if major is None or int(major[0]) < _OLDEST[name]:
+        raise InvalidConfigError(
+            "TURNSTREAM_REDIS_URL",
+            f"{where} is {name} {version}; needed is Redis 7 or Valkey 8 and above",
+        )
+
+
+def _check_setting(where: str, setting: str, value: str, *, needed: str) -> None:
+    if value != needed:
+        raise InvalidConfigError(
+            setting, f"the server at {where} has {value!r}; needed is {needed!r}"
+        )
+
+
+def _appendfsync(client: redis.Redis) -> str:
+    found: Any = client.config_get("appendfsync")
+    return {_text(name): _text(value) for name, value in found.items()}.get("appendfsync", "")
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,113 @@
+"""Single trajectories that the plan must be told of: damaged ones, and seals that nobody posted."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from turnstream.records.events import encode_event
+from turnstream.store import keys
+from turnstream.store.replies import translate
+from turnstream.store.scripts import Script, run_command_async
+from turnstream.types import TrajectoryDied
+
+_MARK_DEAD = Script("mark_dead", "turnstream_server.bus")
+_POST_SEALED = Script("post_sealed")
+_PAGE = 1000
+
+
+async def mark_dead(
+    client: redis.asyncio.Redis, run: str, died: TrajectoryDied, *, leader_epoch: int
+) -> bool:
+    """Set a sealed trajectory aside because its payload is damaged, and tell the plan, once.
+
+    Returns:
+        False where it was dead before.
+
+    Raises:
+        FencedError: another planner leads the run.
+        ConflictError: it is not sealed, or already in a batch.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    command = _MARK_DEAD(
+        (names.leader, names.ledger, names.counts, names.events),
+        leader_epoch,
+        keys.trajectory_id(died.key),
+        died.reason,
+        encode_event(died),
+    )
+    return bool(await run_command_async(client, command))
+
+
+async def post_forgotten_seals(client: redis.asyncio.Redis, run: str) -> int:
+    """Tell the run of trajectories whose writer died between the seal and its event.
+
+    The seal is the last entry of the trajectory's own stream, so nothing is lost. Posting one that
+    its writer posts at the same time is harmless: an event counts once.
+
+    Returns:
+        How many were posted.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    num_posted = 0
+    try:
+        async for ids in _open_trajectories(client, run):
+            arguments: list[Any] = []
+            for trajectory_id, epoch, seal in await _read_seals(client, run, ids):
+                arguments += (trajectory_id, epoch, seal)
+            if arguments:
+                command = _POST_SEALED(
+                    (names.ledger, names.counts, names.groups, names.events), *arguments
+                )
+                replies = await run_command_async(client, command)
+                num_posted += sum(reply in {b"OK", b"SURPLUS"} for reply in replies)
+    except (RedisError, OSError) as error:
+        raise translate(error) from error
+    return num_posted
+
+
+async def _open_trajectories(client: redis.asyncio.Redis, run: str) -> AsyncIterator[list[str]]:
+    """Pages of the ids that the ledger calls open."""
+    names = keys.run_keys(run)
+    if int(await client.execute_command("HGET", names.counts, "open") or 0) == 0:
+        return
+    cursor = 0
+    while True:
+        page: Any = await client.execute_command("HSCAN", names.ledger, cursor, "COUNT", _PAGE)
+        cursor, entries = page
+        ids = [name.decode() for name, value in entries.items() if value.startswith(b"open:")]
+        if ids:
+            yield ids
+        if cursor == 0:
+            return
+
+
+async def _read_seals(
+    client: redis.asyncio.Redis, run: str, ids: Sequence[str]
+) -> list[tuple[str, bytes, bytes]]:
+    """(id, epoch, seal record) of those whose payload is sealed."""
+    places = {trajectory_id: keys.trajectory_keys(run, trajectory_id) for trajectory_id in ids}
+    pipeline = client.pipeline(transaction=False)
+    for place in places.values():
+        pipeline.execute_command("HMGET", place.meta, "sealed", "epoch")
+    sealed: dict[str, bytes] = {
+        trajectory_id: epoch
+        for trajectory_id, (is_sealed, epoch) in zip(ids, await pipeline.execute(), strict=True)
+        if is_sealed == b"1"
+    }
+    pipeline = client.pipeline(transaction=False)
+    for trajectory_id in sealed:
+        pipeline.execute_command("XREVRANGE", places[trajectory_id].turns, "+", "-", "COUNT", 1)
+    return [
+        (trajectory_id, epoch, entries[0][1][b"r"])
+        for (trajectory_id, epoch), entries in zip(
+            sealed.items(), await pipeline.execute(), strict=True
+        )
+    ]

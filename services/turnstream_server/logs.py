@@ -1,0 +1,42 @@
+"""How the services log: one line per event on standard error, facts behind the message."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TextIO
+
+_OWN_FIELDS = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+
+
+def configure_logging(level: str, *, service: str, stream: TextIO | None = None) -> None:
+    """Send the records of every logger, from `level` up, to `stream` (standard error).
+
+    Calling it again replaces what the call before set up.
+
+    Args:
+        level: DEBUG, INFO, WARNING or ERROR.
+        service: name of this process in every line, such as "batcher".
+        stream: where the lines go.
+    """
+    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+    handler.setFormatter(_LineFormatter(service))
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        if isinstance(old.formatter, _LineFormatter):
+            root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level)
+
+
+class _LineFormatter(logging.Formatter):
+    """`time LEVEL service logger: message key=value …`, the keys from `extra`."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__(f"%(asctime)s %(levelname)-7s {service} %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - its name there
+        facts = (
+            f"{name}={value}" for name, value in record.__dict__.items() if name not in _OWN_FIELDS
+        )
+        return " ".join((super().formatMessage(record), *facts))

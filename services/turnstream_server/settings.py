@@ -1,0 +1,64 @@
+"""What a process reads from its environment, once; everything below gets it by argument."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """The settings of every service; each is read from `TURNSTREAM_<NAME>`.
+
+    Attributes:
+        redis_url: an external Redis or Valkey; without it the embedded server is started.
+        data_dir: kept folder of the embedded server; without it the data is temporary.
+        durability: "everysec", or "fsync": an acknowledged write survives a power cut too.
+        store_max_bytes: memory of the embedded server, above which it refuses writes; 0: no limit.
+        batcher_host: address on which the batcher listens.
+        batcher_port: its port; 0 takes a free one.
+        lease_s: seconds after which a silent planner loses its leadership.
+        get_wait_max_s: longest time the batcher holds a call that waits for a batch.
+        assembly_cache_bytes: encoded mini-batches that a batcher keeps to answer again.
+        log_level: what is logged: DEBUG, INFO, WARNING or ERROR.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="TURNSTREAM_", frozen=True, env_ignore_empty=True)
+
+    redis_url: SecretStr | None = None
+    data_dir: Path | None = None
+    durability: Literal["everysec", "fsync"] = "everysec"
+    store_max_bytes: int = Field(default=0, ge=0)
+    batcher_host: str = "127.0.0.1"
+    batcher_port: int = Field(default=0, ge=0, le=65_535)
+    lease_s: float = Field(default=5.0, gt=0.0)
+    get_wait_max_s: float = Field(default=30.0, gt=0.0)
+    assembly_cache_bytes: int = Field(default=512 * 1024 * 1024, ge=0)
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+
+    def printable(self) -> dict[str, str]:
+        """Every setting by the name of its variable, passwords masked."""
+        return {f"TURNSTREAM_{name.upper()}": _show(value) for name, value in self}
+
+
+def _show(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, SecretStr):
+        return mask_password(value.get_secret_value())
+    return str(value)
+
+
+def mask_password(url: str) -> str:
+    """The URL with whatever stands between its user and its host replaced.
+
+    >>> mask_password("redis://default:secret@10.0.0.7:6379/0")
+    'redis://default:***@10.0.0.7:6379/0'
+    >>> mask_password("redis://10.0.0.7:6379?password=secret&db=0")
+    'redis://10.0.0.7:6379?password=***&db=0'
+    """
+    masked = re.sub(r"(://[^:/@?]*):.*@", r"\1:***@", url)
+    return re.sub(r"([?&]password=)[^&]*", r"\1***", masked)

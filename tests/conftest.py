@@ -1,0 +1,169 @@
+"""What tests share: the length of searches, servers, runs, and what must not be left behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import redis
+from hypothesis import settings
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.store.runs import create_run
+from turnstream_server.embedded import EmbeddedServer, EmbeddedServerError, find_binary
+
+# Examples differ from run to run at a desk, where a new failure is welcome, and never on CI.
+# No deadlines: two busy cores make one example slow and the next one fast.
+settings.register_profile("dev", max_examples=50, deadline=None)
+settings.register_profile("ci", max_examples=300, deadline=None, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+REPOSITORY = Path(__file__).parents[1]
+SERVER_KINDS = ["valkey", "redis-server"]
+
+_SERVERS = ["server", "own_server", "unix_server"]
+
+_numbers = itertools.count(1)
+_checked_keys: dict[int, set[bytes]] = {}
+
+
+@pytest.fixture(scope="session", params=SERVER_KINDS)
+def server(request: pytest.FixtureRequest) -> Iterator[EmbeddedServer]:
+    """A store for tests that do not harm it: ours, and a real redis-server where there is one."""
+    with EmbeddedServer(binary=_binary(request.param)) as server:
+        yield server
+
+
+@pytest.fixture(params=SERVER_KINDS)
+def own_server(request: pytest.FixtureRequest) -> Iterator[EmbeddedServer]:
+    """A store that a test may kill, fill and restart."""
+    with EmbeddedServer(binary=_binary(request.param)) as server:
+        yield server
+
+
+@pytest.fixture
+def unix_server() -> Iterator[EmbeddedServer]:
+    """The embedded store behind a unix socket."""
+    with EmbeddedServer(binary=_binary("valkey"), unix_socket=True) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: EmbeddedServer) -> Iterator[redis.Redis]:
+    """A client of `server`."""
+    with connect(server.url) as client:
+        yield client
+
+
+@pytest.fixture
+def own_client(own_server: EmbeddedServer) -> Iterator[redis.Redis]:
+    """A client of `own_server`."""
+    with connect(own_server.url) as client:
+        yield client
+
+
+@pytest.fixture
+def new_run() -> Callable[..., str]:
+    """`new_run(client, batch_groups=..., ...)` creates a run and gives its name.
+
+    Without arguments a run has capacity for two hundred groups.
+    """
+
+    def make(client: redis.Redis, *, batch_groups: int = 100, **fields: Any) -> str:
+        run = f"run-{next(_numbers)}"
+        config = BatchingConfig(batch_groups=batch_groups, mini_batch_groups=batch_groups, **fields)
+        create_run(client, run, config)
+        return run
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def only_declared_keys(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No test leaves a key in a store that the key schema does not declare, with its type."""
+    names = [name for name in _SERVERS if name in request.fixturenames]
+    servers: list[EmbeddedServer] = [request.getfixturevalue(name) for name in names]
+    yield
+    for server in servers:
+        if server.is_running:
+            with connect(server.url) as client:
+                assert _undeclared(client, _checked_keys.setdefault(server.pid, set())) == {}
+
+
+def _undeclared(client: redis.Redis, checked: set[bytes]) -> dict[str, str]:
+    names: Any = client.keys("*")
+    new = [name for name in names if name not in checked]
+    types = {name.decode(): _type(client, name) for name in new}
+    checked.update(new)
+    return {name: kind for name, kind in types.items() if keys.declared_type(name) != kind}
+
+
+def _type(client: redis.Redis, name: bytes) -> str:
+    kind: Any = client.type(name)
+    return kind.decode()
+
+
+def _binary(kind: str) -> Path:
+    """The program of a kind of server. Ours must be there on CI; at a desk its absence skips."""
+    if kind == "redis-server":
+        found = shutil.which("redis-server")
+        if found is None:
+            pytest.skip("no redis-server is installed")
+        return Path(found)
+    try:
+        return find_binary()
+    except EmbeddedServerError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """The folder of recorded trajectories; skips where there is none."""
+    folder = Path(os.environ.get("TURNSTREAM_TEST_DATA", REPOSITORY.parent / "shared/data"))
+    if not (folder / "tokenizer/tokenizer.json").is_file():
+        pytest.skip("no recorded trajectories: name their folder in TURNSTREAM_TEST_DATA")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def stats(data_folder: Path) -> ModuleType:
+    """The loader that comes with the recorded trajectories, to compare with."""
+    spec = importlib.util.spec_from_file_location("stats", data_folder / "stats.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level tokenizer with the ChatML tokens, trained on one sentence."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokens = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=[AddedToken(token, special=True) for token in tokens],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the user and the assistant", "assistant\n\n"], trainer)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"pad_token": "<|pad|>"}')
+    return folder

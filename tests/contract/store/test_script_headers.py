@@ -1,0 +1,49 @@
+"""The header of a script is its contract: it names every key and argument that the code uses."""
+
+from __future__ import annotations
+
+import importlib.resources
+import re
+
+import pytest
+
+LUA = importlib.resources.files("turnstream.store") / "lua"
+NAMES = sorted(path.name for path in LUA.iterdir())
+
+
+def split(name: str) -> tuple[str, str]:
+    """Header and code."""
+    text = (LUA / name).read_text()
+    header = re.match(r"#!lua[^\n]*\n(?:--[^\n]*\n)+", text)
+    assert header is not None, f"{name} has no header"
+    return header[0], text[header.end() :]
+
+
+def test_the_scripts_of_generators_are_these() -> None:
+    assert [
+        *("abandon.lua", "append.lua", "close_run.lua"),
+        *("create_run.lua", "open_group.lua", "post_sealed.lua"),
+    ] == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_header_describes_every_key_and_its_type(name: str) -> None:
+    header, code = split(name)
+
+    used = set(re.findall(r"KEYS\[\d\]", code))
+    described = re.findall(r"(KEYS\[\d\]) \w+ +(hash|stream|set)\b", header)
+
+    assert used
+    assert {key for key, _ in described} == used
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_header_describes_arguments_reply_and_refusals(name: str) -> None:
+    header, code = split(name)
+
+    arguments = set(re.findall(r"ARGV\[(\d+)\]", code))
+    refusals = set(re.findall(r"error_reply\('([A-Z]+) ", code))
+
+    assert "-- Reply:" in header
+    assert {number for number in arguments if f"ARGV[{number}" not in header} == set()
+    assert {code_word for code_word in refusals if code_word not in header} == set()

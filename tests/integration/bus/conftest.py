@@ -1,0 +1,211 @@
+"""A run in a real store, driven by the scripts of generators, planner and trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+
+from turnstream.batching.readiness import GroupDropped
+from turnstream.records.events import decode_event, encode_event
+from turnstream.store import keys
+from turnstream.store.connection import connect_async
+from turnstream.store.scripts import Script, run_command_async
+from turnstream.testing import manifest, sealed
+from turnstream.types import (
+    Event,
+    GroupOpened,
+    RecoveryToken,
+    TrajectoryAbandoned,
+    TrajectoryDied,
+    TrajectoryKey,
+    TrajectoryState,
+)
+from turnstream_server.bus.groups import settle_groups
+from turnstream_server.bus.leadership import acquire_leadership
+from turnstream_server.bus.manifests import StoredManifest, write_manifest
+from turnstream_server.bus.sessions import TrainerSession, acknowledge_stepped, start_session
+from turnstream_server.bus.trajectories import mark_dead
+from turnstream_server.embedded import EmbeddedServer
+
+
+@pytest.fixture
+async def async_client(server: EmbeddedServer) -> AsyncIterator[redis.asyncio.Redis]:
+    """An asyncio client of `server`."""
+    client = connect_async(server.url)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+def start_run(
+    client: redis.Redis, new_run: Callable[..., str]
+) -> Callable[[redis.asyncio.Redis], Awaitable[RunDriver]]:
+    """Makes a new run of batches of one group, led by the planner "p"."""
+
+    async def start(async_client: redis.asyncio.Redis) -> RunDriver:
+        name = new_run(client, batch_groups=1, max_staleness=1000)
+        leadership = await acquire_leadership(async_client, name, owner="p", lease_s=60)
+        return RunDriver(async_client, name, leadership.epoch)
+
+    return start
+
+
+@pytest.fixture
+async def run(
+    async_client: redis.asyncio.Redis,
+    start_run: Callable[[redis.asyncio.Redis], Awaitable[RunDriver]],
+) -> RunDriver:
+    """A new run."""
+    return await start_run(async_client)
+
+
+class RunDriver:
+    """Everything that can happen to a run, in few words.
+
+    Attributes:
+        client: of the store.
+        name: of the run.
+        leader_epoch: of the planner "p".
+        manifests: by step.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis, name: str, leader_epoch: int) -> None:
+        self.client = client
+        self.name = name
+        self.keys = keys.run_keys(name)
+        self.leader_epoch = leader_epoch
+        self.manifests: dict[int, StoredManifest] = {}
+
+    async def open(self, group_id: str, *, num_samples: int = 2, attempt: int = 0) -> None:
+        """Open a group and all its samples."""
+        opened = GroupOpened(group_id=group_id, prompt_uid="", num_samples=num_samples)
+        ids = [
+            keys.trajectory_id(TrajectoryKey(group_id, sample, attempt))
+            for sample in range(num_samples)
+        ]
+        names = self.keys
+        command = Script("open_group")(
+            (
+                names.frontier,
+                names.config,
+                names.groups,
+                names.ledger,
+                names.counts,
+                names.events,
+                names.wake,
+            ),
+            keys.encode_name(group_id),
+            num_samples,
+            "writer",
+            encode_event(opened),
+            *ids,
+        )
+        await run_command_async(self.client, command)
+
+    async def seal(self, group_id: str, sample: int, *, attempt: int = 0) -> list[bytes]:
+        """Post the seal of an open trajectory."""
+        trajectory = sealed(group_id, sample=sample, attempt=attempt)
+        names = self.keys
+        command = Script("post_sealed")(
+            (names.ledger, names.counts, names.groups, names.events),
+            keys.trajectory_id(trajectory.key),
+            1,
+            encode_event(trajectory),
+        )
+        return await run_command_async(self.client, command)
+
+    async def abandon(self, group_id: str, sample: int) -> None:
+        """Give an open trajectory up."""
+        key = TrajectoryKey(group_id, sample)
+        record = encode_event(TrajectoryAbandoned(key=key, reason="crashed"))
+        names = self.keys
+        command = Script("abandon")(
+            (names.ledger, names.counts, names.events),
+            keys.trajectory_id(key),
+            1,
+            "crashed",
+            record,
+        )
+        await run_command_async(self.client, command)
+
+    async def kill(self, group_id: str, sample: int, *, leader_epoch: int | None = None) -> bool:
+        """Set a sealed trajectory aside."""
+        died = TrajectoryDied(key=TrajectoryKey(group_id, sample), reason="checksum")
+        epoch = self.leader_epoch if leader_epoch is None else leader_epoch
+        return await mark_dead(self.client, self.name, died, leader_epoch=epoch)
+
+    async def settle(
+        self, group_id: str, state: TrajectoryState, *samples: int, leader_epoch: int | None = None
+    ) -> None:
+        """Drop a group, or its surplus."""
+        dropped = GroupDropped(
+            group_id=group_id,
+            state=state,
+            reason="why",
+            keys=tuple(TrajectoryKey(group_id, sample) for sample in samples),
+        )
+        epoch = self.leader_epoch if leader_epoch is None else leader_epoch
+        await settle_groups(self.client, self.name, [dropped], leader_epoch=epoch)
+
+    async def plan(self, *group_ids: str, **fields: Any) -> StoredManifest:
+        """Plan the next step from samples 0 and 1 of these groups; `fields` replace its own."""
+        leader_epoch = fields.pop("leader_epoch", self.leader_epoch)
+        step = fields.pop("step", max(self.manifests, default=0) + 1)
+        before = self.manifests.get(step - 1)
+        plan = dataclasses.replace(
+            manifest(*group_ids, run=self.name, step=step),
+            **{"previous_hash": before.hash if before else "", **fields},
+        )
+        stored = await write_manifest(self.client, self.name, plan, leader_epoch=leader_epoch)
+        self.manifests[step] = stored
+        return stored
+
+    async def plan_steps(self, num_steps: int) -> None:
+        """Plan steps of one new group each."""
+        for _ in range(num_steps):
+            group_id = f"g{max(self.manifests, default=0) + 1}"
+            await self.open(group_id)
+            for sample in range(2):
+                await self.seal(group_id, sample)
+            await self.plan(group_id)
+
+    async def start(self, session: str, token: RecoveryToken | None = None) -> TrainerSession:
+        """Begin a trainer session of one rank."""
+        return await start_session(
+            self.client, self.name, session=session, dp_world_size=1, token=token
+        )
+
+    async def step(self, session: TrainerSession, step: int) -> RecoveryToken:
+        """Acknowledge a step."""
+        return await acknowledge_stepped(
+            self.client,
+            self.name,
+            session_epoch=session.session_epoch,
+            step=step,
+            manifest_hash=self.manifests[step].hash,
+        )
+
+    async def events(self) -> list[Event]:
+        """Every event of the run, in order."""
+        entries: Any = await self.client.execute_command("XRANGE", self.keys.events, "-", "+")
+        return [decode_event(fields[b"r"]) for _, fields in entries]
+
+    async def dump(self) -> dict[str, Any]:
+        """Everything that the store holds of the run, but for the id of the last wake-up."""
+        hashes = ("ledger", "counts", "groups", "frontier", "batches", "leader")
+        content: dict[str, Any] = {}
+        for name in hashes:
+            content[name] = await self.client.execute_command("HGETALL", getattr(self.keys, name))
+        for name in ("events", "plan", "versions", "wake"):
+            key = getattr(self.keys, name)
+            content[name] = await self.client.execute_command("XRANGE", key, "-", "+")
+        return content
+
+    async def last_wake_up(self) -> Any:
+        """The newest entry of the wake stream."""
+        return await self.client.execute_command("XRANGE", self.keys.wake, "-", "+")

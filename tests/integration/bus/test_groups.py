@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from turnstream.errors import ConflictError
+from turnstream.types import TrajectoryKey, TrajectoryState
+from turnstream_server.bus.frontier import read_frontier_async
+from turnstream_server.bus.ledger import read_ledger_async
+
+pytestmark = pytest.mark.redis
+
+
+async def states(run: Any) -> dict[bytes, bytes]:
+    return await run.client.hgetall(run.keys.ledger)
+
+
+async def test_a_dropped_group_ends_its_sealed_trajectories_with_the_reason(run: Any) -> None:
+    await run.open("a", num_samples=3)
+    await run.seal("a", 0)
+    await run.seal("a", 1)
+    await run.abandon("a", 2)
+
+    await run.settle("a", TrajectoryState.FILTERED, 0, 1, 2)
+
+    assert await states(run) == {
+        b"a/0/0": b"filtered:why",
+        b"a/1/0": b"filtered:why",
+        b"a/2/0": b"abandoned:crashed",
+    }
+    assert await run.client.hget(run.keys.groups, "a") == b"3:filtered"
+    (await read_ledger_async(run.client, run.name)).check()
+
+
+async def test_a_dropped_group_makes_room_for_another_once(run: Any) -> None:
+    await run.open("a")
+    await run.open("b")
+    await run.seal("a", 0)
+
+    for _ in range(2):
+        await run.settle("a", TrajectoryState.INCOMPLETE, 0)
+
+    frontier = await read_frontier_async(run.client, run.name)
+    assert (frontier.num_opened_groups, frontier.num_live_groups) == (2, 1)
+
+
+async def test_settling_again_changes_nothing(run: Any) -> None:
+    await run.open("a")
+    await run.seal("a", 0)
+    await run.seal("a", 1)
+    await run.settle("a", TrajectoryState.INCOMPLETE, 0, 1)
+    before = await run.dump()
+
+    await run.settle("a", TrajectoryState.INCOMPLETE, 0, 1)
+
+    assert await run.dump() == before
+
+
+async def test_a_dropped_group_wakes_up_whoever_waits_for_capacity(run: Any) -> None:
+    await run.open("a")
+    await run.seal("a", 0)
+    before = await run.last_wake_up()
+
+    await run.settle("a", TrajectoryState.INCOMPLETE, 0)
+
+    assert await run.last_wake_up() != before
+
+
+async def test_surplus_leaves_the_rest_of_its_group_in_the_plan(run: Any) -> None:
+    await run.open("a", num_samples=3)
+    for sample in range(3):
+        await run.seal("a", sample)
+
+    await run.settle("a", TrajectoryState.SURPLUS, 2)
+    await run.plan("a")
+    await run.settle("a", TrajectoryState.SURPLUS, 2)
+
+    assert await states(run) == {
+        b"a/0/0": b"planned:1",
+        b"a/1/0": b"planned:1",
+        b"a/2/0": b"surplus:why",
+    }
+    assert (await read_frontier_async(run.client, run.name)).num_live_groups == 1
+    (await read_ledger_async(run.client, run.name)).check()
+
+
+async def test_a_group_that_is_in_a_batch_cannot_be_dropped(run: Any) -> None:
+    await run.plan_steps(1)
+    before = await run.dump()
+
+    with pytest.raises(ConflictError, match="group g1 is planned"):
+        await run.settle("g1", TrajectoryState.FILTERED, 0, 1)
+
+    assert await run.dump() == before
+
+
+async def test_a_group_that_was_never_opened_cannot_be_dropped(run: Any) -> None:
+    with pytest.raises(ConflictError, match="group x is unknown"):
+        await run.settle("x", TrajectoryState.FILTERED)
+
+
+async def test_a_seal_that_comes_after_its_group_was_dropped_is_surplus(run: Any) -> None:
+    await run.open("a")
+    await run.seal("a", 0)
+    await run.settle("a", TrajectoryState.INCOMPLETE, 0)
+
+    assert await run.seal("a", 1) == [b"SURPLUS"]
+
+    (await read_ledger_async(run.client, run.name)).check()
+
+
+async def test_a_dead_trajectory_is_set_aside_and_told_to_the_plan_once(run: Any) -> None:
+    await run.open("a")
+    await run.seal("a", 0)
+
+    first = await run.kill("a", 0)
+    before = await run.dump()
+    second = await run.kill("a", 0)
+
+    assert (first, second) == (True, False)
+    assert await run.dump() == before
+    assert (await states(run))[b"a/0/0"] == b"dead:checksum"
+    died = (await run.events())[-1]
+    assert (died.key, died.reason) == (TrajectoryKey("a", 0), "checksum")
+    (await read_ledger_async(run.client, run.name)).check()
+
+
+@pytest.mark.parametrize("state", ["open", "planned", "unknown"])
+async def test_only_a_sealed_trajectory_can_die(run: Any, state: str) -> None:
+    if state != "unknown":
+        await run.open("a")
+    if state == "planned":
+        await run.seal("a", 0)
+        await run.seal("a", 1)
+        await run.plan("a")
+
+    with pytest.raises(ConflictError, match=f"a/0/0 is {state}"):
+        await run.kill("a", 0)

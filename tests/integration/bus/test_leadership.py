@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from turnstream.errors import RunNotFoundError
+from turnstream.testing import wait_until_async
+from turnstream_server.bus.leadership import acquire_leadership, release_leadership
+
+pytestmark = pytest.mark.redis
+
+
+async def test_only_one_of_two_planners_leads(run: Any) -> None:
+    first = await acquire_leadership(run.client, run.name, owner="p", lease_s=60)
+    second = await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
+
+    assert (first.is_ours, first.epoch, first.owner) == (True, 1, "p")
+    assert (second.is_ours, second.epoch, second.owner) == (False, 1, "p")
+    assert 59 < second.lease_left_s <= 60
+
+
+async def test_a_renewal_keeps_the_epoch_and_lengthens_the_lease(run: Any) -> None:
+    await acquire_leadership(run.client, run.name, owner="p", lease_s=60)
+
+    renewed = await acquire_leadership(run.client, run.name, owner="p", lease_s=90)
+
+    other = await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
+    assert renewed.epoch == 1
+    assert other.lease_left_s > 60
+
+
+async def test_another_planner_takes_over_with_a_new_epoch_when_the_lease_ends(run: Any) -> None:
+    await acquire_leadership(run.client, run.name, owner="p", lease_s=0.05)
+
+    async def taken_over() -> Any:
+        other = await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
+        return other if other.is_ours else None
+
+    taken = await wait_until_async(taken_over)
+
+    assert taken.epoch == 2
+    late = await acquire_leadership(run.client, run.name, owner="p", lease_s=60)
+    assert not late.is_ours
+
+
+async def test_a_released_leadership_can_be_taken_at_once(run: Any) -> None:
+    released = await release_leadership(run.client, run.name, owner="p", epoch=1)
+    again = await release_leadership(run.client, run.name, owner="p", epoch=1)
+
+    taken = await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
+    assert (released, again) == (True, False)
+    assert (taken.is_ours, taken.epoch) == (True, 2)
+
+
+async def test_a_late_release_does_not_touch_the_next_leader(run: Any) -> None:
+    await release_leadership(run.client, run.name, owner="p", epoch=1)
+    await acquire_leadership(run.client, run.name, owner="p", lease_s=60)
+
+    released = await release_leadership(run.client, run.name, owner="p", epoch=1)
+
+    other = await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
+    assert not released
+    assert (other.is_ours, other.owner, other.epoch) == (False, "p", 2)
+
+
+async def test_a_clock_that_was_set_back_does_not_make_a_dead_leader_lead_on(run: Any) -> None:
+    # The server's clock went back by an hour: to it, the lease ends in an hour and a minute.
+    seconds, _ = await run.client.time()
+    await run.client.hset(run.keys.leader, "expires_ms", (seconds + 3660) * 1000)
+
+    seen = await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
+    later = await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
+
+    assert not seen.is_ours
+    assert seen.lease_left_s == 60
+    assert later.lease_left_s <= 60
+
+
+async def test_a_run_that_does_not_exist_has_no_leader(async_client: redis.asyncio.Redis) -> None:
+    with pytest.raises(RunNotFoundError):
+        await acquire_leadership(async_client, "no such run", owner="p", lease_s=1)
+
+    assert await async_client.exists("ts:{no%20such%20run}:leader") == 0

@@ -1,0 +1,314 @@
+"""A random life of a run, compared with a model of a few dictionaries after every act.
+
+The laws: the states add up to what was accepted, a call that is sent twice acts once, a rollback
+moves batches back from committed and stepped to planned, and nobody whose epoch is over changes
+anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from turnstream.batching.plan import GroupPlan
+from turnstream.errors import ConflictError, FencedError
+from turnstream.store.connection import connect_async
+from turnstream.testing import trajectory_plan
+from turnstream.types import RecoveryToken, TrajectoryState
+from turnstream_server.bus.frontier import read_frontier_async
+from turnstream_server.bus.leadership import acquire_leadership, release_leadership
+from turnstream_server.bus.ledger import read_ledger_async
+from turnstream_server.bus.sessions import acknowledge_committed, acknowledge_stepped
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = [pytest.mark.redis, pytest.mark.slow]
+
+OPEN, SEALED, PLANNED = TrajectoryState.OPEN, TrajectoryState.SEALED, TrajectoryState.PLANNED
+STEPPED, COMMITTED = TrajectoryState.STEPPED, TrajectoryState.COMMITTED
+FILTERED, INCOMPLETE = TrajectoryState.FILTERED, TrajectoryState.INCOMPLETE
+SURPLUS, ABANDONED, DEAD = (
+    TrajectoryState.SURPLUS,
+    TrajectoryState.ABANDONED,
+    TrajectoryState.DEAD,
+)
+some = st.integers(0, 10**6)
+"""Picks one of however many there are."""
+
+
+class _Life(RuleBasedStateMachine):
+    """Generators, planner and trainer of one run; `twice` and `refused` are how they act."""
+
+    def __init__(self, url: str, start_run: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.loop = asyncio.Runner()
+        self.client = connect_async(url)
+        self.run: Any = self.loop.run(start_run(self.client))
+        self.trajectories: dict[tuple[str, int], TrajectoryState] = {}
+        self.groups: dict[str, TrajectoryState] = {}
+        self.batches: list[list[tuple[str, int]]] = []
+        self.stepped = self.committed = self.num_sessions = self.num_leaders = 0
+        self.session: Any = None
+        self.lineages: set[str] = set()
+
+    def teardown(self) -> None:
+        self.loop.run(self.client.aclose())
+        self.loop.close()
+
+    # what the rules are made of
+
+    def twice(self, act: Callable[[], Awaitable[Any]]) -> Any:
+        """Act, and send the same again: the reply was lost."""
+        first = self.loop.run(self.awaited(act))
+        before = self.loop.run(self.run.dump())
+        self.loop.run(self.awaited(act))
+        assert self.loop.run(self.run.dump()) == before
+        return first
+
+    async def awaited(self, act: Callable[[], Awaitable[Any]]) -> Any:
+        return await act()
+
+    def refused(self, act: Callable[[], Awaitable[Any]], error: type[Exception]) -> None:
+        before = self.loop.run(self.run.dump())
+        with pytest.raises(error):
+            self.loop.run(self.awaited(act))
+        assert self.loop.run(self.run.dump()) == before
+
+    def pick(self, number: int, *states: TrajectoryState) -> tuple[str, int]:
+        found = [key for key, state in self.trajectories.items() if state in states]
+        return found[number % len(found)]
+
+    def has(self, *states: TrajectoryState) -> bool:
+        return any(state in states for state in self.trajectories.values())
+
+    def token(self, step: int) -> RecoveryToken:
+        name = self.run.manifests[step].hash if step else ""
+        return RecoveryToken(lineage="main", step=step, chain_hash=name)
+
+    # generators
+
+    @initialize()
+    def first_group(self) -> None:
+        self.open_group(2)
+
+    @rule(num_samples=st.integers(1, 3))
+    def open_group(self, num_samples: int) -> None:
+        group_id = f"g {len(self.groups)}"
+        self.twice(lambda: self.run.open(group_id, num_samples=num_samples))
+        self.groups[group_id] = OPEN
+        self.trajectories |= {(group_id, sample): OPEN for sample in range(num_samples)}
+
+    @precondition(lambda self: self.has(OPEN))
+    @rule(number=some)
+    def seal(self, number: int) -> None:
+        key = self.pick(number, OPEN)
+        self.twice(lambda: self.run.seal(*key))
+        self.trajectories[key] = SEALED if self.groups[key[0]] == OPEN else SURPLUS
+
+    @precondition(lambda self: self.has(OPEN))
+    @rule(number=some)
+    def abandon(self, number: int) -> None:
+        key = self.pick(number, OPEN)
+        self.twice(lambda: self.run.abandon(*key))
+        self.trajectories[key] = ABANDONED
+
+    # the planner
+
+    @precondition(lambda self: self.has(SEALED))
+    @rule(number=some)
+    def die(self, number: int) -> None:
+        key = self.pick(number, SEALED)
+        self.twice(lambda: self.run.kill(*key))
+        self.trajectories[key] = DEAD
+
+    @precondition(lambda self: OPEN in self.groups.values())
+    @rule(number=some, state=st.sampled_from([FILTERED, INCOMPLETE]))
+    def drop(self, number: int, state: TrajectoryState) -> None:
+        groups = [group for group, known in self.groups.items() if known == OPEN]
+        group_id = groups[number % len(groups)]
+        members = [key for key in self.trajectories if key[0] == group_id]
+        samples = [sample for _, sample in members]
+        self.twice(lambda: self.run.settle(group_id, state, *samples))
+        self.groups[group_id] = state
+        for key in members:
+            if self.trajectories[key] == SEALED:
+                self.trajectories[key] = state
+
+    @precondition(lambda self: self.has(SEALED))
+    @rule(number=some)
+    def leave_over(self, number: int) -> None:
+        group_id, sample = self.pick(number, SEALED)
+        self.twice(lambda: self.run.settle(group_id, SURPLUS, sample))
+        self.trajectories[group_id, sample] = SURPLUS
+
+    @precondition(lambda self: self.has(SEALED))
+    @rule(numbers=st.lists(some, min_size=1, max_size=4))
+    def plan(self, numbers: list[int]) -> None:
+        keys = sorted({self.pick(number, SEALED) for number in numbers})
+        self.twice(self.planning(keys, step=len(self.batches) + 1))
+        self.batches.append(keys)
+        for key in keys:
+            self.trajectories[key] = PLANNED
+            self.groups[key[0]] = PLANNED
+
+    @precondition(lambda self: self.has(SEALED) and len(set(self.trajectories.values())) > 1)
+    @rule(number=some, other=some)
+    def plan_what_is_not_sealed(self, number: int, other: int) -> None:
+        states = set(self.trajectories.values()) - {SEALED}
+        keys = [self.pick(number, SEALED), self.pick(other, *states)]
+        self.refused(self.planning(keys, step=len(self.batches) + 1), ConflictError)
+
+    def planning(self, keys: list[tuple[str, int]], *, step: int) -> Callable[[], Any]:
+        groups = tuple(
+            GroupPlan(
+                group_id=group_id,
+                prompt_uid="",
+                trajectories=tuple(
+                    trajectory_plan(group_id, sample=sample)
+                    for group, sample in keys
+                    if group == group_id
+                ),
+            )
+            for group_id in dict.fromkeys(group for group, _ in keys)
+        )
+        return lambda: self.run.plan(groups=groups, step=step)
+
+    @rule(number=some)
+    def another_planner_takes_over(self, number: int) -> None:
+        name, client, old = self.run.name, self.client, self.run.leader_epoch
+        owner = "p" if self.num_leaders == 0 else f"p{self.num_leaders}"
+        self.num_leaders += 1
+        self.loop.run(release_leadership(client, name, owner=owner, epoch=old))
+        new = self.loop.run(
+            acquire_leadership(client, name, owner=f"p{self.num_leaders}", lease_s=60)
+        )
+        self.run.leader_epoch = new.epoch
+        if self.has(SEALED):
+            group_id, sample = self.pick(number, SEALED)
+            self.refused(
+                lambda: self.run.settle(group_id, SURPLUS, sample, leader_epoch=old),
+                FencedError,
+            )
+
+    # the trainer
+
+    @rule(number=some, is_without_token=st.booleans())
+    def start(self, number: int, is_without_token: bool) -> None:
+        step = number % (len(self.batches) + 1)
+        self.num_sessions += 1
+        name = f"session {self.num_sessions}"
+        old = self.session
+        if is_without_token and self.committed > 0:
+            self.refused(lambda: self.run.start(name), ConflictError)
+            return
+        token = None if is_without_token else self.token(step)
+        step = 0 if is_without_token else step
+        self.session = self.twice(lambda: self.run.start(name, token))
+        assert self.session.next_step == step + 1
+        assert (self.session.lineage in self.lineages) == (step == self.stepped and old is not None)
+        self.lineages.add(self.session.lineage)
+        self.stepped = self.committed = step
+        if old is not None and self.batches:
+            self.refused(lambda: self.run.step(old, 1), FencedError)
+
+    @precondition(lambda self: self.session and self.stepped < len(self.batches))
+    @rule()
+    def step(self) -> None:
+        self.twice(lambda: self.run.step(self.session, self.stepped + 1))
+        self.stepped += 1
+
+    @precondition(lambda self: self.session and self.stepped + 1 < len(self.batches))
+    @rule()
+    def leave_a_step_out(self) -> None:
+        self.refused(lambda: self.run.step(self.session, self.stepped + 2), ConflictError)
+
+    @precondition(lambda self: self.session and self.batches)
+    @rule(number=some)
+    def step_with_another_manifest(self, number: int) -> None:
+        step = min(self.stepped, len(self.batches) - 1) + 1
+        self.refused(
+            lambda: acknowledge_stepped(
+                self.client,
+                self.run.name,
+                session_epoch=self.session.session_epoch,
+                step=step,
+                manifest_hash=f"{number}",
+            ),
+            ConflictError,
+        )
+
+    @precondition(lambda self: self.session)
+    @rule(number=some)
+    def commit(self, number: int) -> None:
+        step = number % (self.stepped + 1)
+        self.twice(
+            lambda: acknowledge_committed(
+                self.client,
+                self.run.name,
+                session_epoch=self.session.session_epoch,
+                token=self.token(step),
+            )
+        )
+        self.committed = max(self.committed, step)
+
+    # the laws
+
+    @invariant()
+    def states_are_those_of_the_model_and_add_up(self) -> None:
+        expected = Counter(self.trajectories.values())
+        for step, keys in enumerate(self.batches, start=1):
+            if step <= self.stepped:
+                state = COMMITTED if step <= self.committed else STEPPED
+                expected[PLANNED] -= len(keys)
+                expected[state] += len(keys)
+
+        counts = self.loop.run(read_ledger_async(self.client, self.run.name))
+
+        counts.check()
+        assert counts.accepted == len(self.trajectories)
+        assert +Counter(counts.by_state) == +expected
+
+    @invariant()
+    def the_frontier_is_that_of_the_model(self) -> None:
+        found = self.loop.run(read_frontier_async(self.client, self.run.name))
+
+        dropped = sum(state in {FILTERED, INCOMPLETE} for state in self.groups.values())
+        assert (found.planned, found.stepped, found.committed) == (
+            len(self.batches),
+            self.stepped,
+            self.committed,
+        )
+        assert found.num_opened_groups == len(self.groups)
+        assert found.num_live_groups == len(self.groups) - dropped
+
+
+@pytest.mark.timeout(120)
+def test_the_ledger_follows_the_model_through_a_random_life(
+    server: EmbeddedServer, start_run: Callable[[Any], Any]
+) -> None:
+    class LifeOnThisServer(_Life):
+        def __init__(self) -> None:
+            super().__init__(server.url, start_run)
+
+    run_state_machine_as_test(
+        LifeOnThisServer,
+        settings=settings(
+            max_examples=25,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
+    )

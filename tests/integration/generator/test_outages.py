@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+
+from turnstream.errors import NotReadyError, RejectedError, StoreUnavailableError
+from turnstream.generator import Publisher
+from turnstream.generator.publisher import TrajectoryWriter
+from turnstream.testing import group, ids, trajectory, turn, wait_until
+from turnstream.types import TrajectoryKey
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.redis
+
+NewRun = Callable[..., str]
+Read = Callable[[redis.Redis, str], Any]
+KEY = TrajectoryKey("g", 0)
+
+
+def test_a_server_that_is_killed_mid_stream_ends_up_with_every_turn_once(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(own_client)
+
+    with Publisher(own_server.url, run) as publisher:
+        episodes = [publisher.trajectory("g", sample, num_samples=4) for sample in range(4)]
+        half_way = threading.Barrier(len(episodes) + 1)
+        players = [threading.Thread(target=play, args=(e, half_way)) for e in episodes]
+        for player in players:
+            player.start()
+        half_way.wait(10)
+        own_server.kill()
+        wait_until(lambda: publisher.statistics().num_retries > 4, describe="failing writes")
+        own_server.restart()
+        for player in players:
+            player.join(20)
+        statistics = publisher.statistics()
+
+    stored = read(own_client, run)
+    assert stored.counts() == {"accepted": 4, "sealed": 4}
+    assert sorted(stored.sealed()) == [TrajectoryKey("g", sample) for sample in range(4)]
+    for key in stored.sealed():
+        assert stored.spelled(key) == [("a" * number, "b") for number in range(1, 61)]
+    assert statistics.num_turns == 240
+
+
+def play(episode: TrajectoryWriter, half_way: threading.Barrier) -> None:
+    for number in range(1, 61):
+        episode.append(ids("a" * number), ids("b"))
+        if number == 30:
+            half_way.wait(10)
+    episode.seal(1.0)
+
+
+def test_a_reply_lost_after_the_write_was_applied_leaves_one_copy(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    new_run: NewRun,
+    read: Read,
+    proxy_to: Callable[[str], Any],
+) -> None:
+    run = new_run(client)
+    proxy = proxy_to(server.url)
+
+    with Publisher(proxy.url, run) as publisher:
+        episode = publisher.trajectory("g", 0, num_samples=1)
+        episode.append(ids("ab"), ids("c")).result(10)
+        proxy.lose_next_reply()
+        episode.append(ids("abc"), ids("d")).result(10)
+        after_append = publisher.statistics()
+        proxy.lose_next_reply()
+        episode.seal(1.0)
+        after_seal = publisher.statistics()
+
+    assert proxy.has_lost
+    assert (after_append.num_duplicates, after_append.num_retries) == (1, 1)
+    assert (after_seal.num_duplicates, after_seal.num_trajectories) == (2, 1)
+    assert read(client, run).spelled(KEY) == [("ab", "c"), ("abc", "d")]
+    assert read(client, run).counts() == {"accepted": 1, "sealed": 1}
+    assert read(client, run).sealed() == [KEY]
+
+
+@pytest.mark.parametrize("num_answered", [0, 1, 2, 3])
+def test_a_group_whose_replies_are_lost_anywhere_arrives_once(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    new_run: NewRun,
+    read: Read,
+    proxy_to: Callable[[str], Any],
+    num_answered: int,
+) -> None:
+    run = new_run(client)
+    proxy = proxy_to(server.url)
+
+    with Publisher(proxy.url, run) as publisher:
+        publisher.publish(group("first")).result(10)
+        for number in range(num_answered):
+            publisher.publish(group(f"before-{number}"))
+        proxy.lose_next_reply()
+        publisher.publish(group("g")).result(10)
+
+    stored = read(client, run)
+    num_trajectories = 2 * (num_answered + 2)
+    assert proxy.has_lost
+    assert stored.counts() == {"accepted": num_trajectories, "sealed": num_trajectories}
+    assert len(stored.events()) == 3 * (num_answered + 2)
+    assert stored.spelled(KEY) == [("ab", "cd")]
+
+
+def test_a_full_server_holds_writes_up_until_there_is_memory(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(own_client)
+    long = trajectory(turn("a" * 20_000, "B"))
+
+    with Publisher(own_server.url, run, max_inflight_bytes=200_000) as publisher:
+        publisher.publish(group("before", long)).result(10)
+        own_client.config_set("maxmemory", used_memory(own_client) + 300_000)
+        receipts: list[Any] = []
+        generator = threading.Thread(
+            target=lambda: receipts.extend(
+                publisher.publish(group(f"g{number}", long)) for number in range(20)
+            )
+        )
+        generator.start()
+        wait_until(lambda: publisher.statistics().num_retries > 3, describe="a full server")
+        is_blocked = generator.is_alive()
+        inflight_bytes = publisher.statistics().inflight_bytes
+        own_client.config_set("maxmemory", 0)
+        generator.join(20)
+        for receipt in receipts:
+            receipt.result(10)
+
+    assert is_blocked
+    assert 0 < inflight_bytes <= 200_000
+    assert read(own_client, run).counts() == {"accepted": 21, "sealed": 21}
+
+
+def used_memory(client: redis.Redis) -> int:
+    memory: Any = client.info("memory")
+    return memory["used_memory"]
+
+
+def test_a_server_that_forgot_the_scripts_is_told_them_again(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(own_client)
+
+    with Publisher(own_server.url, run, timeout_s=5) as publisher:
+        publisher.publish(group("g")).result(10)
+        own_client.script_flush()
+        publisher.publish(group("h")).result(10)
+
+    assert read(own_client, run).counts() == {"accepted": 4, "sealed": 4}
+
+
+def test_an_outage_longer_than_the_timeout_fails_what_was_accepted(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(own_client)
+    publisher = Publisher(own_server.url, run, timeout_s=0.3)
+    idle = publisher.trajectory("idle", 0, num_samples=1)
+    idle.append(ids("ab"), ids("c")).result(10)
+    own_server.kill()
+
+    with pytest.raises(StoreUnavailableError, match=r"took no writes for 0\.3 s"):
+        publisher.publish(group("g")).result(10)
+    own_server.restart()
+    idle.append(ids("abc"), ids("d"))
+    idle.seal(1.0)
+    publisher.publish(group("h")).result(10)
+    publisher.close()
+
+    assert read(own_client, run).states() == {
+        "idle/0/0": "sealed",
+        "h/0/0": "sealed",
+        "h/1/0": "sealed",
+    }
+
+
+def test_a_wait_for_an_answer_ends_by_its_own_deadline(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(own_client)
+
+    with Publisher(own_server.url, run) as publisher:
+        publisher.publish(group("before")).result(10)
+        own_server.kill()
+        receipt = publisher.publish(group("g"))
+        with pytest.raises(NotReadyError, match=r"within 0\.05 s"):
+            receipt.result(0.05)
+        with pytest.raises(NotReadyError, match=r"after 0\.05 s"):
+            publisher.flush(0.05)
+        own_server.restart()
+        receipt.result(10)
+
+    assert read(own_client, run).counts() == {"accepted": 4, "sealed": 4}
+
+
+def test_a_password_that_is_wrong_is_no_outage(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(own_client)
+    own_client.config_set("requirepass", "right")
+    url = own_server.url.replace("redis://", "redis://:wrong@")
+
+    with Publisher(url, run) as publisher, pytest.raises(RejectedError, match="denied access"):
+        publisher.publish(group("g")).result(10)
+
+    own_client.execute_command("AUTH", "right")
+    own_client.config_set("requirepass", "")

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from turnstream_server.logs import configure_logging
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+def test_a_line_names_service_logger_and_facts() -> None:
+    stream = io.StringIO()
+    configure_logging("INFO", service="batcher", stream=stream)
+
+    logging.getLogger("some.module").info("planned %s", "run", extra={"step": 3, "groups": 8})
+
+    assert "INFO    batcher some.module: planned run step=3 groups=8\n" in stream.getvalue()
+
+
+def test_what_is_below_the_level_is_left_out() -> None:
+    stream = io.StringIO()
+    configure_logging("WARNING", service="batcher", stream=stream)
+
+    logging.getLogger("some.module").info("planned")
+
+    assert stream.getvalue() == ""
+
+
+def test_configuring_again_replaces_the_lines_of_before() -> None:
+    first, second = io.StringIO(), io.StringIO()
+    configure_logging("INFO", service="batcher", stream=first)
+    configure_logging("INFO", service="batcher", stream=second)
+
+    logging.getLogger("some.module").info("planned")
+
+    assert first.getvalue() == ""
+    assert second.getvalue().count("planned") == 1
+
+
+def test_an_exception_is_shown_with_its_traceback() -> None:
+    stream = io.StringIO()
+    configure_logging("INFO", service="batcher", stream=stream)
+
+    try:
+        int("x")
+    except ValueError:
+        logging.getLogger("some.module").exception("failed")
+
+    assert "failed\nTraceback" in stream.getvalue()
+    assert stream.getvalue().endswith("invalid literal for int() with base 10: 'x'\n")

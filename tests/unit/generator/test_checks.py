@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as nps
+
+from turnstream.errors import InvalidTurnError
+from turnstream.generator import checks
+from turnstream.testing import group, trajectory
+from turnstream.types import Status, TrajectoryKey, Turn
+
+
+def check(prompt: Any = (1, 2), response: Any = (3, 4), **fields: Any) -> Turn:
+    return checks.checked_turn(prompt, response, **fields)
+
+
+ARRAYS_OF_ONE_AND_TWO = [
+    pytest.param([1, 2], id="list"),
+    pytest.param((1, 2), id="tuple"),
+    pytest.param(range(1, 3), id="range"),
+    *[pytest.param(np.array([1, 2], kind), id=kind) for kind in ("u1", "i2", "i4", "u4", "i8")],
+    pytest.param(np.array([1, 2], ">i8"), id="big-endian"),
+    pytest.param(np.array([1, 9, 2, 9])[::2], id="every second"),
+    pytest.param(torch.tensor([1, 2]), id="torch int64"),
+    pytest.param(torch.tensor([1, 2], dtype=torch.int32), id="torch int32"),
+]
+
+
+@pytest.mark.parametrize("ids", ARRAYS_OF_ONE_AND_TWO)
+def test_token_ids_of_every_integer_kind_become_int32(ids: Any) -> None:
+    turn = check(ids, ids)
+
+    for array in (turn.prompt_ids, turn.response_ids):
+        assert array.dtype == np.int32
+        assert array.flags.c_contiguous
+        assert array.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([1.0, 2.0], r"are whole numbers, not float64: .*1\.0.* at 0"),
+        (np.array([1, 2], np.float32), "are whole numbers, not float32"),
+        (torch.tensor([1.0]), "are whole numbers, not float32"),
+        ([True, False], "are whole numbers, not bool"),
+        ("ab", "has the shape"),
+        (["a", "b"], "are whole numbers, not <U1"),
+        ([1, None], "are whole numbers, not object"),
+        ([1, -1], "-1 at position 1 is not a token id"),
+        (np.array([5, 2**31], np.int64), "2147483648 at position 1 is not a token id"),
+        (np.array([2**32 - 1], np.uint32), "4294967295 at position 0 is not a token id"),
+        ([2**64], "are whole numbers, not object|is no array"),
+        ([[1, 2]], r"has the shape \(1, 2\), not one dimension"),
+        ([[1], [1, 2]], "is no array of numbers"),
+        (3, "has the shape"),
+    ],
+)
+def test_what_is_no_token_id_is_refused_with_its_value(ids: Any, message: str) -> None:
+    for field in ("prompt", "response"):
+        with pytest.raises(InvalidTurnError, match=message) as refusal:
+            check(**{field: ids})
+        assert refusal.value.field == f"{field}_ids"
+
+
+@given(
+    nps.arrays(
+        st.sampled_from(["i8", "i4", "u8", "u4", "i1", "i2", ">i4", ">i8"]), st.integers(1, 20)
+    )
+)
+def test_exactly_the_ids_from_0_to_2_31_are_accepted(ids: np.ndarray) -> None:
+    fits = all(0 <= token < 2**31 for token in ids.tolist())
+    try:
+        accepted = check(ids).prompt_ids.tolist()
+    except InvalidTurnError:
+        accepted = None
+
+    assert accepted == (ids.tolist() if fits else None)
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(InvalidTurnError, match="prompt_ids: is empty"):
+        check([])
+
+
+def test_an_empty_response_is_refused_unless_it_is_meant() -> None:
+    with pytest.raises(InvalidTurnError, match="response_ids: is empty"):
+        check(response=[])
+
+    turn = check(response=[], logprobs=[], loss_mask=[], rewards=[], version=3, allow_empty=True)
+
+    assert len(turn.response_ids) == 0
+    assert turn.response_ids.dtype == np.int32
+    assert turn.version_runs == ()
+
+
+@pytest.mark.parametrize("field", ["logprobs", "loss_mask", "rewards"])
+@pytest.mark.parametrize("values", [[0], [0, 0, 0], []])
+def test_an_array_of_another_length_than_the_response_is_refused(field: str, values: Any) -> None:
+    message = f"{field}: has {len(values)} values, response_ids has 2"
+
+    with pytest.raises(InvalidTurnError, match=message):
+        check(**{field: values})
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 0.5, -1e300])
+def test_a_log_probability_is_finite_and_at_most_zero(wrong: float) -> None:
+    with pytest.raises(InvalidTurnError, match=r"logprobs: .* at position 1 is not a finite"):
+        check(logprobs=[-1.0, wrong])
+
+
+def test_a_log_probability_may_be_rounded_above_zero() -> None:
+    assert check(logprobs=[1e-6, -2.0]).logprobs is not None
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, 7.0])
+def test_what_stands_at_masked_positions_is_not_read_and_becomes_zero(wrong: float) -> None:
+    given_logprobs = np.array([wrong, -2.0], np.float32)
+
+    turn = check(logprobs=given_logprobs, loss_mask=[0, 1])
+
+    assert turn.logprobs is not None
+    assert turn.logprobs.tolist() == [0.0, -2.0]
+    assert given_logprobs[0] != 0.0  # the caller's own array is untouched
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [[0, 1], [False, True], np.array([0, 1], np.int64), np.array([0.0, 1.0]), torch.tensor([0, 1])],
+)
+def test_masks_of_every_kind_become_uint8(mask: Any) -> None:
+    loss_mask = check(loss_mask=mask).loss_mask
+
+    assert loss_mask is not None
+    assert loss_mask.dtype == np.uint8
+    assert loss_mask.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("wrong", [2, -1, 0.5, math.nan])
+def test_a_mask_holds_nothing_but_0_and_1(wrong: float) -> None:
+    with pytest.raises(InvalidTurnError, match=r"loss_mask: .* at position 1 is neither 0 nor 1"):
+        check(loss_mask=[1, wrong])
+
+
+def test_a_mask_of_bytes_is_checked_too() -> None:
+    with pytest.raises(InvalidTurnError, match="loss_mask: 2 at position 0 is neither"):
+        check(loss_mask=np.array([2, 1], np.uint8))
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, 1e300])
+def test_rewards_are_finite(wrong: float) -> None:
+    with pytest.raises(InvalidTurnError, match=r"rewards: .* at position 0 is not a finite"):
+        check(rewards=[wrong, 1.0])
+
+
+@pytest.mark.parametrize("field", ["logprobs", "rewards"])
+def test_texts_are_no_numbers(field: str) -> None:
+    with pytest.raises(InvalidTurnError, match=f"{field}: are numbers, not <U2: .*-1.* at 0"):
+        check(**{field: ["-1", "-2"]})
+
+
+def test_a_tensor_that_is_part_of_a_graph_is_refused_by_name() -> None:
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+
+    with pytest.raises(InvalidTurnError, match="logprobs: is no array of numbers"):
+        check(logprobs=logprobs)
+
+
+def test_one_version_covers_the_whole_response() -> None:
+    assert check(version=7).version_runs == ((7, 2),)
+    assert check(version=np.int64(7)).version_runs == ((7, 2),)
+    assert check().version_runs == ()
+
+
+def test_version_runs_are_taken_as_they_are() -> None:
+    runs = [(None, 1), (4, 1)]
+
+    assert check(version_runs=runs).version_runs == ((None, 1), (4, 1))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"version": -1}, "version: -1 is not a whole number"),
+        ({"version": 1.5}, r"version: 1\.5 is not a whole number"),
+        ({"version": True}, "version: True is not a whole number"),
+        ({"version": 2**63}, "version: 9223372036854775808 is not a whole number from 0 to"),
+        ({"version": 1, "version_runs": [(1, 2)]}, "version: 1 and version_runs are both given"),
+        ({"version_runs": [(1, 1)]}, "version_runs: cover 1 tokens, response_ids has 2"),
+        ({"version_runs": [(1, 3)]}, "version_runs: cover 3 tokens, response_ids has 2"),
+        ({"version_runs": [(1, 2), (2, 0)]}, r"version_runs\[1\]\.num_tokens: 0 is not"),
+        ({"version_runs": [(-2, 2)]}, r"version_runs\[0\]\.version: -2 is not"),
+    ],
+)
+def test_versions_that_cannot_be_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidTurnError, match=message):
+        check(**fields)
+
+
+# ---- trajectories and groups
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        (TrajectoryKey("g", 4), "sample: 4 in a group of 4, from 0"),
+        (TrajectoryKey("g", -1), "sample: -1 is not"),
+        (TrajectoryKey("g", 0, -1), "attempt: -1 is not"),
+        (TrajectoryKey("g", 0, 2**31), "attempt: 2147483648 is not"),
+        (TrajectoryKey("", 0), "group_id: a name of 0 characters"),
+    ],
+)
+def test_a_key_that_cannot_be_a_member_is_refused(key: TrajectoryKey, message: str) -> None:
+    with pytest.raises(InvalidTurnError, match=message):
+        checks.check_key(key, num_samples=4)
+
+
+def test_a_group_has_at_least_one_sample() -> None:
+    with pytest.raises(InvalidTurnError, match="num_samples: 0 is not"):
+        checks.check_group("g", num_samples=0)
+    with pytest.raises(InvalidTurnError, match="group_id"):
+        checks.check_group(7, num_samples=1)  # pyright: ignore[reportArgumentType] - that is tested
+
+
+def test_the_samples_of_a_whole_group_are_numbered_without_holes() -> None:
+    with pytest.raises(InvalidTurnError, match=r"sample: \[0, 2\] are not 0 to 1, each once"):
+        checks.checked_group(group("g", trajectory(sample=0), trajectory(sample=2)))
+
+    members = checks.checked_group(group("g", trajectory(sample=1), trajectory(sample=0)))
+
+    assert [member.sample for member in members] == [0, 1]
+
+
+@pytest.mark.parametrize("wrong", [math.nan, -math.inf, "high", [1.0, 2.0]])
+def test_a_reward_is_a_finite_number(wrong: Any) -> None:
+    with pytest.raises(InvalidTurnError, match=r"reward: .* is not"):
+        checks.checked_reward(wrong)
+
+
+def test_named_numbers_come_out_sorted_as_floats() -> None:
+    numbers = checks.checked_numbers({"b": np.float32(1), "a": 2}, field="metrics")
+
+    assert list(numbers.items()) == [("a", 2.0), ("b", 1.0)]
+    with pytest.raises(InvalidTurnError, match=r"metrics\['a'\]: nan is not finite"):
+        checks.checked_numbers({"a": math.nan}, field="metrics")
+
+
+def test_tags_are_texts() -> None:
+    assert list(checks.checked_tags({"b": "x", "a": "y"})) == ["a", "b"]
+    with pytest.raises(InvalidTurnError, match=r"tags\['a'\]: 1 is not a text"):
+        checks.checked_tags({"a": 1})  # pyright: ignore[reportArgumentType] - that is tested
+
+
+@pytest.mark.parametrize("text", ["half a \ud800 pair", 7, None, b"bytes"])
+def test_what_is_no_text_is_refused_wherever_text_is_sent(text: Any) -> None:
+    for refused in (
+        lambda: checks.checked_text(text, field="prompt_uid"),
+        lambda: checks.checked_tags({"a": text}),
+        lambda: checks.checked_tags({text: "a"}),
+        lambda: checks.checked_numbers({text: 1.0}, field="metrics"),
+        lambda: checks.check_group(text, num_samples=1),
+    ):
+        with pytest.raises(InvalidTurnError):
+            refused()
+
+
+def test_a_status_is_one_of_four() -> None:
+    assert checks.checked_status("truncated") is Status.TRUNCATED
+    with pytest.raises(InvalidTurnError, match="status: 'gone' is not one of completed, truncated"):
+        checks.checked_status("gone")

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from turnstream.errors import InvalidTurnError
+from turnstream.generator import checks
+from turnstream.generator.drafts import TrajectoryDraft, draft_group
+from turnstream.records.events import decode_event
+from turnstream.records.turns import decode_turn
+from turnstream.testing import group, trajectory, turn
+from turnstream.types import SealedTrajectory, Status, TrajectoryKey, Turn, VersionRun
+
+KEY = TrajectoryKey("g", 0)
+
+
+def draft(*turns: Turn) -> TrajectoryDraft:
+    made = TrajectoryDraft(KEY)
+    for one in turns:
+        made.add(one)
+    return made
+
+
+def seal(made: TrajectoryDraft, epoch: int = 1, **fields: Any) -> SealedTrajectory:
+    nothing = dict.fromkeys(("reward", "reward_components", "sampling", "tags", "metrics"))
+    values: dict[str, Any] = {**nothing, "status": Status.COMPLETED, **fields}
+    event = decode_event(made.seal(**values)(epoch))
+    assert isinstance(event, SealedTrajectory)
+    return event
+
+
+def test_only_what_no_earlier_turn_holds_is_encoded() -> None:
+    made = TrajectoryDraft(KEY)
+
+    first, second, third = (
+        decode_turn(made.add(one).record)
+        for one in (turn("ab", "C"), turn("abcd", "E"), turn("abx", "F"))
+    )
+
+    assert (first.index, first.parent_turn, first.token_ids.tolist()) == (0, -1, [97, 98, 99])
+    assert (second.index, second.parent_turn, second.shared_tokens) == (1, 0, 3)
+    assert (third.index, third.parent_turn, third.shared_tokens) == (2, 0, 2)
+    assert third.token_ids.tolist() == [ord("x"), ord("f")]
+
+
+def test_the_seal_sums_the_turns_up() -> None:
+    made = draft(
+        turn("ab", "CD", rewards=0.5, logprobs=-1.0), turn("abcd", "eF", logprobs=-1.0, rewards=1.0)
+    )
+
+    sealed = seal(made, reward_components={"b": 1, "a": 2}, status="truncated", tags={"k": "v"})
+
+    assert sealed.key == KEY
+    assert [s.num_tokens for s in sealed.turns] == [4, 6]
+    assert [s.num_trained_tokens for s in sealed.turns] == [2, 1]
+    assert sealed.turn_rewards == (0.5, 1.0)
+    assert sealed.reward is None
+    assert list(sealed.reward_components.items()) == [("a", 2.0), ("b", 1.0)]
+    assert sealed.status is Status.TRUNCATED
+    assert sealed.has_logprobs
+
+
+def test_the_seal_carries_the_epoch_it_is_asked_for() -> None:
+    made = draft(turn("ab", "C"))
+
+    assert [seal(made, epoch).lease_epoch for epoch in (1, 5)] == [1, 5]
+
+
+def test_versions_count_only_where_they_sampled_a_trained_token() -> None:
+    runs = (VersionRun(1, 1), VersionRun(5, 1), VersionRun(None, 1), VersionRun(9, 1))
+    mixed = checks.checked_turn([1], [2, 3, 4, 5], loss_mask=[0, 1, 1, 0], version_runs=runs)
+
+    assert seal(draft(mixed)).oldest_version == seal(draft(mixed)).newest_version == 5
+    both = seal(draft(mixed, turn("ab", "C", version=3)))
+    assert (both.oldest_version, both.newest_version) == (3, 5)
+    assert seal(draft(turn("ab", "C"))).oldest_version is None
+    assert seal(draft(turn("ab", "c", version=3))).oldest_version is None
+
+
+def test_a_trained_turn_without_log_probabilities_is_told_of() -> None:
+    with_logprobs = turn("ab", "C", logprobs=-1.0)
+
+    assert seal(draft(with_logprobs, turn("ab", "observed"))).has_logprobs
+    assert not seal(draft(with_logprobs, turn("abc", "D"))).has_logprobs
+
+
+def test_a_trajectory_without_turns_cannot_be_sealed() -> None:
+    with pytest.raises(InvalidTurnError, match="turns: there is none"):
+        seal(draft())
+
+
+def test_a_record_that_is_too_large_is_refused_and_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checks, "MAX_RECORD_BYTES", 1000)
+    made = draft(turn("ab", "C"))
+
+    with pytest.raises(InvalidTurnError, match="turn: is a record of 1608 bytes, more than 1000"):
+        made.add(turn("x" * 400, "Y", logprobs=-1.0))
+
+    assert len(seal(made).turns) == 1
+    assert decode_turn(made.add(turn("abc", "D")).record).index == 1
+
+
+@pytest.mark.parametrize(
+    ("turns", "merged"),
+    [
+        ([turn("ab", "C")], 3),
+        ([turn("ab", "C"), turn("abcd", "E")], 5),
+        ([turn("ab", "C"), turn("abx", "D")], 3 + 4),
+        ([turn("ab", "C"), turn("xy", "D"), turn("abcz", "E"), turn("xydz", "F")], 5 + 5),
+    ],
+)
+def test_merged_tokens_are_those_of_the_rows(turns: list[Turn], merged: int) -> None:
+    assert draft(*turns).merged_tokens == merged
+
+
+def test_the_generator_may_reuse_its_arrays() -> None:
+    made = TrajectoryDraft(KEY)
+    prompt, response = np.array([1, 2], np.int32), np.array([3], np.int32)
+    made.add(checks.checked_turn(prompt, response))
+    prompt[:], response[:] = 9, 9
+
+    second = decode_turn(made.add(checks.checked_turn([1, 2, 3, 4], [5])).record)
+
+    assert (second.parent_turn, second.shared_tokens) == (0, 3)
+
+
+def test_a_group_is_drafted_in_order_and_its_errors_say_where() -> None:
+    members = [trajectory(sample=1), trajectory(turn("a", "B"), turn("ab", "C"), sample=0)]
+
+    drafted = draft_group(group("g", *members))
+
+    assert [made.key.sample for made in drafted] == [0, 1]
+    assert [len(made.turns) for made in drafted] == [2, 1]
+    assert drafted[0].merged_tokens == 3
+    with pytest.raises(InvalidTurnError, match=r"trajectories\[0\]\.reward: nan is not finite"):
+        draft_group(group("g", trajectory(reward=float("nan"))))
+    with pytest.raises(
+        InvalidTurnError, match=r"trajectories\[0\]\.turns\[1\]\.prompt_ids: is empt"
+    ):
+        draft_group(group("g", trajectory(turn("a", "B"), turn("", "C"))))

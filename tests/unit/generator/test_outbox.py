@@ -1,0 +1,421 @@
+"""The outbox without a store: rounds are taken, and answered by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, OutOfMemoryError, ResponseError
+
+from turnstream.errors import ConflictError, NotReadyError, StoreUnavailableError
+from turnstream.generator.calls import SCRIPTS, Round
+from turnstream.generator.drafts import TrajectoryDraft
+from turnstream.generator.lanes import Lane
+from turnstream.generator.outbox import Outbox
+from turnstream.generator.receipts import Delivery
+from turnstream.testing import turn
+from turnstream.types import GroupOpened, Status, TrajectoryKey
+
+OOM = OutOfMemoryError("command not allowed")
+KEYS = [TrajectoryKey("g", sample) for sample in range(3)]
+
+
+class Desk:
+    """An outbox, a clock, and a hand that answers."""
+
+    def __init__(self, **limits: Any) -> None:
+        defaults = {"max_inflight_bytes": 1 << 20, "timeout_s": 10.0, "admission_timeout_s": 60.0}
+        self.outbox = Outbox("r", "w", jitter=lambda: 1.0, **{**defaults, **limits})
+        self.now_s = 100.0
+        self.drafts = {key: TrajectoryDraft(key) for key in KEYS}
+
+    def opened(self, num_lanes: int = 1) -> list[Lane]:
+        """Lanes that the store has admitted."""
+        lanes = self.asked(num_lanes)
+        self.answer([1] * num_lanes)
+        return lanes
+
+    def asked(self, num_lanes: int = 1, opened: Delivery | None = None) -> list[Lane]:
+        """Lanes that ask for leave."""
+        group = GroupOpened(group_id="g", prompt_uid="", num_samples=3)
+        return self.outbox.admit(group, KEYS[:num_lanes], opened=opened)
+
+    def append(self, lane: Lane, response: str = "B") -> Delivery:
+        """Put a turn in."""
+        receipt = Delivery()
+        self.outbox.append(lane, self.drafts[lane.key].add(turn("a", response)), receipt)
+        return receipt
+
+    def seal(self, lane: Lane) -> Delivery:
+        """Put the seal in."""
+        end = Delivery()
+        nothing: dict[str, Any] = dict.fromkeys(
+            ("reward_components", "sampling", "tags", "metrics")
+        )
+        seal = self.drafts[lane.key].seal(reward=1.0, status=Status.COMPLETED, **nothing)
+        self.outbox.seal(lane, seal, merged_tokens=2, end=end)
+        return end
+
+    def take(self) -> Round | None:
+        """The next round."""
+        return self.outbox.next_round(self.now_s)
+
+    def answer(self, *answers: Any) -> Round:
+        """Take a round and answer its calls."""
+        sent = self.take()
+        assert sent is not None
+        loads = [b"sha"] * (sent.num_replies - len(sent.calls))
+        self.outbox.answered(sent, replies=[*loads, *answers], now_s=self.now_s)
+        return sent
+
+    def lose(self, error: Exception | None = None) -> Round:
+        """Take a round and lose the connection."""
+        sent = self.take()
+        assert sent is not None
+        self.outbox.lost(sent, error=error or RedisConnectionError("gone"), now_s=self.now_s)
+        return sent
+
+    def wait_out(self) -> None:
+        """Let the pause pass."""
+        self.now_s += self.outbox.pause_s(self.now_s) or 0.0
+
+
+def said(sent: Round) -> list[str]:
+    """The scripts that a round calls."""
+    return [command.script.name for command in sent.commands]
+
+
+def records(sent: Round) -> list[int]:
+    """How many records every append carries."""
+    return [len(c.args) - 3 for c in sent.commands if c.script.name == "append"]
+
+
+def test_turns_wait_until_their_trajectory_is_open() -> None:
+    desk = Desk()
+    (lane,) = desk.asked()
+    desk.append(lane)
+
+    first, second = desk.answer([1]), desk.answer(1)
+
+    assert said(first) == ["open_group"]
+    assert said(second) == ["append"]
+    assert second.commands[0].args[0] == "1:w"
+    assert desk.outbox.is_idle
+
+
+def test_one_round_is_on_its_way_at_a_time() -> None:
+    desk = Desk()
+    (lane,) = desk.opened()
+    desk.append(lane)
+
+    taken = desk.take()
+    desk.append(lane)
+
+    assert taken is not None
+    assert desk.take() is None
+    assert not desk.outbox.is_idle
+
+
+def test_turns_that_wait_travel_in_one_call_with_the_seal() -> None:
+    desk = Desk()
+    (lane,) = desk.opened()
+    receipts = [desk.append(lane), desk.append(lane)]
+    end = desk.seal(lane)
+
+    stored = desk.answer(3)
+    was_done = end.is_done
+    posted = desk.answer([b"OK"])
+
+    assert (said(stored), records(stored)) == (["append"], [3])
+    assert [receipt.is_done for receipt in receipts] == [True, True]
+    assert not was_done
+    assert said(posted) == ["post_sealed"]
+    assert end.is_done
+
+
+def test_only_the_first_call_of_a_trajectory_makes_its_place() -> None:
+    desk = Desk()
+    (lane,) = desk.opened()
+
+    leases = []
+    for _ in range(3):
+        desk.append(lane)
+        leases.append(desk.answer(1).commands[0].args[:2])
+
+    assert leases == [("1:w", 0), (1, 1), (1, 2)]
+
+
+def test_seals_of_several_trajectories_travel_in_one_call() -> None:
+    desk = Desk()
+    lanes = desk.opened(3)
+    for lane in lanes:
+        desk.append(lane)
+        desk.seal(lane)
+    desk.answer(2, 2, 2)
+
+    posted = desk.answer([b"OK", b"DUPLICATE", b"SURPLUS"])
+
+    assert said(posted) == ["post_sealed"]
+    assert desk.outbox.tally.statistics().num_trajectories == 3
+
+
+def test_a_seal_is_posted_only_after_its_payload_was_acknowledged() -> None:
+    desk = Desk()
+    (lane,) = desk.opened()
+    desk.append(lane)
+    desk.seal(lane)
+
+    desk.lose()
+    desk.wait_out()
+
+    assert said(desk.answer(2)) == ["append"]
+    assert said(desk.answer([b"OK"])) == ["post_sealed"]
+
+
+def test_what_was_lost_is_sent_again_first_and_in_order() -> None:
+    desk = Desk()
+    one, other, third = desk.opened(3)
+    desk.append(one)
+    desk.append(other)
+
+    lost = desk.lose()
+    desk.append(third)
+    desk.append(one)
+    desk.wait_out()
+    again = desk.take()
+
+    assert again is not None
+    assert lost.commands[0].keys == again.commands[0].keys
+    assert [c.keys for c in again.commands] == [lane.keys for lane in (one, other, third)]
+    assert records(again) == [2, 1, 1]
+
+
+def test_a_lost_connection_means_that_the_server_may_have_forgotten_the_scripts() -> None:
+    desk = Desk()
+    (lane,) = desk.opened()
+    desk.append(lane)
+
+    lost = desk.lose()
+    desk.wait_out()
+    again = desk.take()
+
+    assert again is not None
+    assert (lost.loads_scripts, again.loads_scripts) == (False, True)
+    assert again.num_replies == len(SCRIPTS) + 1
+    assert again.pack().count(b"LOAD") == len(SCRIPTS)
+
+
+def test_a_script_that_is_unknown_is_loaded_at_once_but_not_for_ever() -> None:
+    desk = Desk()
+    (lane,) = desk.opened()
+    desk.append(lane)
+
+    desk.answer(NoScriptError("no script"))
+    again = desk.answer(NoScriptError("no script"))
+
+    assert again.loads_scripts
+    assert desk.take() is None
+    assert desk.outbox.pause_s(desk.now_s) == pytest.approx(0.02)
+
+
+def test_a_full_server_is_left_alone_and_asked_again() -> None:
+    desk = Desk()
+    one, other = desk.opened(2)
+    receipts = [desk.append(one), desk.append(other)]
+
+    desk.answer(1, OOM)
+    was_paused = desk.take() is None
+    desk.wait_out()
+    again = desk.answer(1)
+
+    assert was_paused
+    assert [c.keys for c in again.commands] == [other.keys]
+    assert [receipt.is_done for receipt in receipts] == [True, True]
+    assert desk.outbox.tally.statistics().num_retries == 1
+
+
+def test_what_a_full_server_refused_is_sent_again_in_order() -> None:
+    desk = Desk()
+    lanes = desk.opened(3)
+    for lane in lanes:
+        desk.append(lane)
+
+    refused = desk.answer(OOM, OOM, OOM)
+    desk.wait_out()
+    again = desk.answer(1, 1, 1)
+
+    assert again.commands == refused.commands
+
+
+def test_nothing_accepted_fails_before_the_timeout() -> None:
+    desk = Desk(timeout_s=10.0)
+    (lane,) = desk.opened()
+    receipt = desk.append(lane)
+
+    while desk.now_s < 110.0:
+        assert not receipt.is_done
+        desk.answer(OOM)
+        desk.wait_out()
+    desk.answer(OOM)
+
+    with pytest.raises(StoreUnavailableError, match="took no writes for 10 s: OOM"):
+        receipt.raise_error()
+    assert desk.outbox.is_idle
+    assert desk.outbox.tally.has_room_for_group(1 << 20)
+
+
+def test_a_refusal_stops_one_trajectory_and_no_other() -> None:
+    desk = Desk()
+    one, other = desk.opened(2)
+    receipts = [desk.append(one), desk.append(one), desk.append(other)]
+
+    desk.answer(ResponseError("CONFLICT turn 0 has another content"), 1)
+
+    assert [list(receipt.errors.values()) != [] for receipt in receipts] == [True, True, False]
+    with pytest.raises(ConflictError):
+        desk.append(one)
+    assert not desk.append(other).is_done
+
+
+def test_a_group_that_must_wait_stands_aside_until_it_is_woken() -> None:
+    desk = Desk()
+    (lane,) = desk.opened()
+    opened = Delivery()
+    desk.asked(opened=opened)
+
+    desk.answer(ResponseError("WAIT 7-0 no capacity"))
+    desk.append(lane)
+    payload = desk.answer(1)
+    wake_id, nothing_to_send = desk.outbox.wake_id, desk.take() is None
+    desk.outbox.woken()
+    again = desk.answer([1])
+
+    assert (wake_id, nothing_to_send) == ("7-0", True)
+    assert (said(payload), said(again)) == (["append"], ["open_group"])
+    assert opened.is_done
+    assert desk.outbox.wake_id is None
+    assert desk.outbox.tally.statistics().num_waits == 1
+
+
+def test_the_oldest_wake_id_is_listened_from() -> None:
+    desk = Desk()
+    for wake_id in ("7-0", "9-0"):
+        desk.asked()
+        desk.answer(ResponseError(f"WAIT {wake_id} no capacity"))
+
+    assert desk.outbox.wake_id == "7-0"
+
+
+def test_a_wait_for_leave_ends_by_its_deadline() -> None:
+    desk = Desk(admission_timeout_s=60.0)
+    opened = Delivery()
+    desk.asked(opened=opened)
+    desk.answer(ResponseError("WAIT 7-0 the planner sleeps"))
+
+    desk.wait_out()
+    desk.take()
+
+    assert desk.now_s == pytest.approx(160.0)
+    with pytest.raises(NotReadyError, match="group g: no leave to start within 60 s: the planner"):
+        opened.raise_error()
+
+
+def test_a_group_given_up_while_it_waits_is_not_asked_for_again() -> None:
+    desk = Desk()
+    lanes = desk.asked(2)
+    desk.answer(ResponseError("WAIT 7-0 no capacity"))
+    ends = [Delivery(), Delivery()]
+
+    for lane, end in zip(lanes, ends, strict=True):
+        desk.outbox.abandon(lane, "bored", end=end)
+
+    assert [end.is_done for end in ends] == [True, True]
+    assert desk.outbox.is_idle
+
+
+def test_a_group_given_up_while_it_asks_is_abandoned_once_it_is_open() -> None:
+    desk = Desk()
+    (lane,) = desk.asked()
+    asking = desk.take()
+    assert asking is not None
+    desk.outbox.abandon(lane, "bored", end=Delivery())
+
+    desk.outbox.answered(asking, replies=[b"sha"] * len(SCRIPTS) + [[1]], now_s=desk.now_s)
+
+    assert said(desk.answer(1)) == ["abandon"]
+    assert desk.outbox.is_idle
+
+
+def test_an_abandon_follows_the_turns_that_were_accepted() -> None:
+    desk = Desk()
+    (lane,) = desk.opened()
+    receipt = desk.append(lane)
+    end = Delivery()
+    desk.outbox.abandon(lane, "bored", end=end)
+
+    sent = [said(desk.answer(1)), said(desk.answer(1))]
+
+    assert sent == [["append"], ["abandon"]]
+    assert receipt.is_done
+    assert end.is_done
+
+
+def test_a_round_is_bounded_but_takes_at_least_one_turn() -> None:
+    desk = Desk(max_inflight_bytes=1 << 30)
+    one, other = desk.opened(2)
+    for _ in range(3):
+        desk.append(one, response="B" * 200_000)
+    desk.seal(one)
+    desk.append(other)
+
+    rounds = [desk.answer(1, 1), desk.answer(1), desk.answer(2)]
+
+    assert [records(sent) for sent in rounds] == [[1, 1], [1], [2]]  # the seal comes last
+
+
+def test_room_is_counted_in_bytes_and_there_is_always_some_for_one() -> None:
+    desk = Desk(max_inflight_bytes=100)
+    (lane,) = desk.opened()
+
+    before = desk.outbox.tally.has_room_for_turn(10**9), desk.outbox.tally.has_room_for_group(10**9)
+    desk.append(lane)
+    during = desk.outbox.tally.has_room_for_turn(100), desk.outbox.tally.has_room_for_group(100)
+    desk.answer(1)
+
+    assert (before, during) == ((True, True), (False, False))
+    assert desk.outbox.tally.statistics().inflight_bytes == 0
+
+
+def test_what_waits_for_leave_takes_no_room_from_open_trajectories() -> None:
+    desk = Desk(max_inflight_bytes=100)
+    (lane,) = desk.asked()
+    desk.append(lane)
+    desk.answer(ResponseError("WAIT 7-0 no capacity"))
+
+    waiting = desk.outbox.tally.has_room_for_turn(100), desk.outbox.tally.has_room_for_group(100)
+    held_bytes = desk.outbox.tally.statistics().inflight_bytes
+    desk.outbox.woken()
+    desk.answer([1])
+    admitted = desk.outbox.tally.has_room_for_turn(100)
+
+    assert waiting == (True, False)
+    assert not admitted
+    assert desk.outbox.tally.statistics().inflight_bytes == held_bytes > 0
+
+
+def test_giving_everything_up_settles_everything_but_leaves_live_trajectories_alone() -> None:
+    desk = Desk()
+    live, sending = desk.opened(2)
+    receipt = desk.append(sending)
+    sent = desk.take()
+    opened, closing = Delivery(), Delivery()
+    desk.asked(opened=opened)
+    desk.outbox.close_run("", closing)
+
+    desk.outbox.fail_all(StoreUnavailableError("enough"))
+    assert sent is not None
+    desk.outbox.answered(sent, replies=[1], now_s=desk.now_s)
+
+    assert all(delivery.errors for delivery in (receipt, opened, closing))
+    assert (live.error, desk.outbox.is_idle) == (None, True)

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from turnstream.errors import ConflictError, FencedError, NotReadyError
+from turnstream.generator.receipts import AsyncReceipt, Delivery, Receipt
+from turnstream.types import TrajectoryKey
+
+ONE, OTHER = TrajectoryKey("g", 0), TrajectoryKey("g", 1)
+
+
+def test_a_receipt_is_done_when_all_its_parts_are() -> None:
+    receipt = Receipt(threading.Lock(), 2)
+
+    receipt.settle(ONE)
+    was_done = receipt.is_done
+    receipt.settle(OTHER)
+
+    assert not was_done
+    assert receipt.is_done
+    receipt.result()
+
+
+def test_a_receipt_raises_the_first_error_and_names_them_all() -> None:
+    receipt = Receipt(threading.Lock(), 2)
+    receipt.settle(ONE, ConflictError("first"))
+    receipt.settle(OTHER, FencedError("second"))
+
+    with pytest.raises(ConflictError, match="first"):
+        receipt.result()
+
+    assert list(receipt.errors) == [ONE, OTHER]
+
+
+def test_whoever_waits_is_woken() -> None:
+    lock = threading.Lock()
+    receipt = Receipt(lock)
+    waiters = [threading.Thread(target=receipt.result, args=(10,)) for _ in range(3)]
+    for waiter in waiters:
+        waiter.start()
+
+    with lock:
+        receipt.settle(ONE)
+
+    for waiter in waiters:
+        waiter.join(10)
+        assert not waiter.is_alive()
+
+
+def test_waiting_ends_by_its_deadline() -> None:
+    with pytest.raises(NotReadyError, match=r"within 0\.01 s"):
+        Receipt(threading.Lock()).result(0.01)
+
+
+async def test_an_async_receipt_can_be_awaited_by_many() -> None:
+    receipt = AsyncReceipt()
+    waiting = [asyncio.create_task(receipt.result(10)) for _ in range(3)]
+    await asyncio.sleep(0)
+
+    receipt.settle(ONE)
+
+    await asyncio.gather(*waiting)
+    await receipt
+
+
+async def test_waiting_for_an_async_receipt_ends_by_its_deadline() -> None:
+    with pytest.raises(NotReadyError, match=r"within 0\.01 s"):
+        await AsyncReceipt().result(0.01)
+
+
+def test_a_failure_is_unread_until_somebody_asks() -> None:
+    failures: list[Delivery] = []
+    receipt = Receipt(threading.Lock(), unread_failures=failures)
+    receipt.settle(ONE, ConflictError("first"))
+
+    assert failures == [receipt]
+    assert not receipt.was_read
+    with pytest.raises(ConflictError):
+        receipt.result()
+    assert receipt.was_read
+
+
+def test_success_is_no_failure() -> None:
+    failures: list[Delivery] = []
+
+    Receipt(threading.Lock(), unread_failures=failures).settle(ONE)
+
+    assert failures == []

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.store import keys
+from turnstream.types import TrajectoryKey
+
+# A name that is no valid Unicode has no bytes, and so no key.
+names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40)
+
+
+@given(names)
+def test_any_name_survives_its_encoding(name: str) -> None:
+    assert keys.decode_name(keys.encode_name(name)) == name
+
+
+@given(names, names)
+def test_two_names_never_share_an_encoding(one: str, other: str) -> None:
+    assert (keys.encode_name(one) == keys.encode_name(other)) == (one == other)
+
+
+@given(names)
+def test_an_encoded_name_has_no_character_that_means_something_in_a_key(name: str) -> None:
+    encoded = keys.encode_name(name)
+
+    assert not set(encoded) & set("{}/:~ \n")
+
+
+@given(names, st.integers(0, 10**6), st.integers(0, 99))
+def test_any_trajectory_id_can_be_read(group_id: str, sample: int, attempt: int) -> None:
+    key = TrajectoryKey(group_id, sample, attempt)
+
+    assert keys.parse_trajectory_id(keys.trajectory_id(key)) == key
+
+
+@pytest.mark.parametrize("name", ["", "x" * 513, "ä" * 100])
+def test_a_name_that_is_empty_or_too_long_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="1 to 512 are allowed"):
+        keys.encode_name(name)
+
+
+def test_all_keys_of_a_run_share_a_slot() -> None:
+    tags = {key[key.index("{") : key.index("}")] for key in keys.run_keys("a/b")}
+
+    assert tags == {"{a%2Fb"}
+
+
+def test_the_payload_of_two_trajectories_is_in_two_slots() -> None:
+    one = keys.trajectory_keys("r", "g/0/0")
+    other = keys.trajectory_keys("r", "g/1/0")
+
+    assert one == ("ts:{r/g/0/0}:turns", "ts:{r/g/0/0}:meta")
+    assert other.turns.startswith("ts:{r/g/1/0}:")
+
+
+@given(names, names)
+def test_every_key_is_declared(run: str, group_id: str) -> None:
+    payload = keys.trajectory_keys(run, keys.trajectory_id(TrajectoryKey(group_id, 1)))
+
+    declared = [keys.declared_type(key) for key in (*keys.run_keys(run), *payload, keys.RUNS)]
+
+    assert None not in declared
+
+
+@pytest.mark.parametrize(
+    "key", ["ts:{r}:turns", "ts:{r/g/0/0}:events", "ts:{r/g}:turns", "other", "ts:{r}:events:x"]
+)
+def test_any_other_key_is_not_declared(key: str) -> None:
+    assert keys.declared_type(key) is None

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import hiredis
+import pytest
+from redis import exceptions as redis_errors
+from redis.connection import DefaultParser
+
+from turnstream import errors
+from turnstream.store import replies
+
+
+def error_reply(text: str) -> Exception:
+    """The error that the Redis client makes of a server's error reply."""
+    reader = hiredis.Reader(replyError=DefaultParser.parse_error)
+    reader.feed(f"-{text}\r\n".encode())
+    error = reader.gets()
+    assert isinstance(error, Exception)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("FENCED epoch 2 writes", errors.FencedError("epoch 2 writes")),
+        ("CONFLICT turn 3", errors.ConflictError("turn 3")),
+        ("GAP expected 4", errors.TurnGapError("expected 4")),
+        ("NORUN no such run", errors.RunNotFoundError("no such run")),
+        ("BEHIND step 7", errors.StoreBehindError("step 7")),
+        ("CLOSED the end", errors.EndOfRunError("the end")),
+        ("WAIT 5-0 no capacity", errors.RejectedError("no capacity", replies.RETRY_AFTER_S)),
+    ],
+)
+def test_every_refusal_of_a_script_has_its_error(
+    text: str, expected: errors.TurnstreamError
+) -> None:
+    found = replies.translate(error_reply(text))
+
+    assert type(found) is type(expected)
+    assert found.args == expected.args
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "OOM command not allowed when used memory > 'maxmemory'.",
+        "LOADING Redis is loading the dataset in memory",
+        "READONLY You can't write against a read only replica.",
+        "MISCONF Errors writing to the AOF file: No space left on device",
+        "BUSY Redis is busy running a script.",
+        "MASTERDOWN Link with MASTER is down",
+        "CLUSTERDOWN The cluster is down",
+        "TRYAGAIN Multiple keys request during rehashing of slot",
+        "NOREPLICAS Not enough good replicas to write.",
+    ],
+)
+def test_what_passes_by_itself_is_unavailable(text: str) -> None:
+    assert type(replies.translate(error_reply(text))) is errors.StoreUnavailableError
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        redis_errors.ConnectionError("refused"),
+        redis_errors.TimeoutError("slow"),
+        OSError(111, "refused"),
+        TimeoutError("slow"),
+    ],
+)
+def test_a_lost_connection_is_unavailable(error: Exception) -> None:
+    assert type(replies.translate(error)) is errors.StoreUnavailableError
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NOAUTH Authentication required.",
+        "WRONGPASS invalid username-password pair",
+        "NOPERM this user has no permissions to run the 'evalsha' command",
+        "ERR unknown command 'EVALSHA'",
+        "WRONGTYPE Operation against a key holding the wrong kind of value",
+    ],
+)
+def test_what_never_passes_is_rejected_with_the_reason(text: str) -> None:
+    error = replies.translate(error_reply(text))
+
+    assert type(error) is errors.RejectedError
+    assert text.split(" ", 1)[1] in str(error)
+
+
+@pytest.mark.parametrize("text", ["OOM full", "READONLY no", "NOSCRIPT what", "FENCED gone"])
+def test_the_code_of_an_error_is_found_again(text: str) -> None:
+    error = error_reply(text)
+
+    assert isinstance(error, redis_errors.ResponseError)
+    assert replies.error_text(error) == text
+
+
+def test_an_error_of_ours_stays_itself() -> None:
+    error = errors.FencedError("over")
+
+    with pytest.raises(errors.FencedError) as raised, replies.translating():
+        raise error
+
+    assert raised.value is error
+    assert raised.value.__cause__ is None
