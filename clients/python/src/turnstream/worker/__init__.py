@@ -1,0 +1,10 @@
+"""Pull mini-batches into a training loop, and the losses to train with.
+
+Importing this package needs grpcio and pyarrow. Torch is loaded by `to_torch()`, and by importing
+`turnstream.worker.tensors`, `.losses` or `.corrections`.
+"""
+
+from turnstream.worker.mini_batch import PulledMiniBatch
+from turnstream.worker.stream import BatchStream, StreamStatistics
+
+__all__ = ["BatchStream", "PulledMiniBatch", "StreamStatistics"]

@@ -1,0 +1,205 @@
+"""The calls of `turnstream.wire.v1.Batches`, with errors of ours and bounded repetition."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, cast
+
+import grpc
+
+from turnstream.errors import (
+    BatcherUnavailableError,
+    RejectedError,
+    TurnstreamError,
+    UnavailableError,
+)
+from turnstream.records.statuses import status_to_error
+from turnstream.wire.v1 import batches_pb2 as wire
+
+ATTEMPT_S = 30.0
+"""Longest a single acknowledging call may take before it is made again."""
+
+FIRST_DELAY_S = 0.05
+MAX_DELAY_S = 2.0
+
+# Not SingleThreadedUnaryStream, though it would save a tenth of the receiving: a call that is
+# cancelled there keeps its connection open for ever.
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    # A restarted batcher should be found within a second or two, not after minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+)
+
+Reply = TypeVar("Reply")
+
+
+class GetCall(Protocol):
+    """A running Get: its raw messages, and the way to end it from another thread."""
+
+    def __iter__(self) -> Iterator[bytes]: ...
+
+    def cancel(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Whose data is asked for: one rank's share of a run."""
+
+    run: str
+    dp_rank: int
+    dp_world_size: int
+
+
+def backoff_s(num_failures: int) -> float:
+    """Seconds to wait after the n-th failure in a row, from 1: 0.05, 0.1, .. 2."""
+    return min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** min(num_failures - 1, 10))
+
+
+def error_of(error: grpc.RpcError) -> TurnstreamError:
+    """The error of ours that a failed call stands for.
+
+    A deadline that passed on this side says that nobody answered, not that data is missing: only
+    a batcher's own words make a NotReadyError.
+    """
+    call = cast("grpc.Call", error)
+    code, details = call.code(), call.details() or ""
+    if code in _TRANSPORT_CODES and not details.startswith("{"):
+        return BatcherUnavailableError(details or code.name)
+    return status_to_error(code.name, details)
+
+
+_TRANSPORT_CODES = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+)
+
+
+class BatcherCalls:
+    """One connection to a batcher for one share; every call is safe to make twice."""
+
+    def __init__(self, target: str, *, share: Share, timeout_s: float) -> None:
+        self.target = target
+        self.share = share
+        self._timeout_s = timeout_s
+        self._session_epoch = 0
+        self._closed = threading.Event()
+        self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        self._start = self._unary("Start", wire.StartReply)
+        self._stepped = self._unary("Stepped", wire.SteppedReply)
+        self._committed = self._unary("Committed", wire.CommittedReply)
+        self._announce = self._unary("AnnounceVersion", wire.AnnounceVersionReply)
+        # Raw bytes out: turnstream.worker._frames strips the framing without a copy.
+        self._get = self._channel.unary_stream(
+            _path("Get"), request_serializer=wire.GetRequest.SerializeToString
+        )
+
+    def start(self, *, recovery_token: str, session: str) -> wire.StartReply:
+        """Begin a session, or the same one again; later calls carry its epoch."""
+        request = wire.StartRequest(
+            run=self.share.run,
+            recovery_token=recovery_token,
+            dp_world_size=self.share.dp_world_size,
+            session=session,
+        )
+        reply = self._repeat(self._start, request)
+        self._session_epoch = reply.session_epoch
+        return reply
+
+    def get(self, step: int, *, wait_s: float) -> GetCall:
+        """Ask for a step. The call has no deadline of its own: a full queue may pause it."""
+        request = wire.GetRequest(
+            run=self.share.run,
+            step=step,
+            dp_rank=self.share.dp_rank,
+            dp_world_size=self.share.dp_world_size,
+            session_epoch=self._session_epoch,
+            wait_s=wait_s,
+        )
+        return cast("GetCall", self._get(request))
+
+    def stepped(self, step: int, *, manifest_hash: str) -> str:
+        """Acknowledge a step; gives the recovery token as text."""
+        request = wire.SteppedRequest(
+            run=self.share.run,
+            step=step,
+            session_epoch=self._session_epoch,
+            manifest_hash=manifest_hash,
+        )
+        return self._repeat(self._stepped, request).recovery_token
+
+    def committed(self, recovery_token: str) -> None:
+        """Say that the checkpoint with this token is on disk."""
+        request = wire.CommittedRequest(
+            run=self.share.run,
+            recovery_token=recovery_token,
+            session_epoch=self._session_epoch,
+        )
+        self._repeat(self._committed, request)
+
+    def announce_version(self, version: int, *, step: int, weights_uri: str) -> None:
+        """Say that new weights exist."""
+        request = wire.AnnounceVersionRequest(
+            run=self.share.run,
+            version=version,
+            step=step,
+            session_epoch=self._session_epoch,
+            weights_uri=weights_uri,
+        )
+        self._repeat(self._announce, request)
+
+    def pause(self, seconds: float) -> None:
+        """Wait, but not beyond `close`."""
+        self._closed.wait(seconds)
+
+    def close(self) -> None:
+        """Give the connection back; calls in flight end as cancelled."""
+        self._closed.set()
+        self._channel.close()
+
+    def _unary(self, method: str, reply: type[Reply]) -> Callable[..., Reply]:
+        return self._channel.unary_unary(
+            _path(method),
+            request_serializer=_serialize,
+            response_deserializer=reply.FromString,  # pyright: ignore[reportAttributeAccessIssue] - protobuf's
+        )
+
+    def _repeat(self, call: Callable[..., Reply], request: object) -> Reply:
+        """Call until it is answered or refused; the last error is raised after `timeout_s`."""
+        deadline_s = time.monotonic() + self._timeout_s
+        num_failures = 0
+        while True:
+            remaining_s = deadline_s - time.monotonic()
+            try:
+                return call(request, timeout=max(0.01, min(ATTEMPT_S, remaining_s)))
+            except grpc.RpcError as rpc_error:
+                error = error_of(rpc_error)
+                num_failures += 1
+                delay_s = retry_delay_s(error, num_failures=num_failures)
+                if delay_s is None or time.monotonic() + delay_s >= deadline_s:
+                    raise error from rpc_error
+            self.pause(delay_s)
+            if self._closed.is_set():
+                raise RejectedError("the stream was closed")
+
+
+def retry_delay_s(error: TurnstreamError, *, num_failures: int) -> float | None:
+    """Seconds after which the same call may succeed; None where it never will."""
+    if isinstance(error, RejectedError):
+        return error.retry_after_s
+    if isinstance(error, UnavailableError):
+        return backoff_s(num_failures)
+    return None
+
+
+def _path(method: str) -> str:
+    return f"/turnstream.wire.v1.Batches/{method}"
+
+
+def _serialize(message: wire.StartRequest) -> bytes:
+    return message.SerializeToString()

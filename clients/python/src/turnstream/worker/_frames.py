@@ -1,0 +1,158 @@
+"""Messages of a Get call to mini-batches, with one copy of the payload: into its own buffer.
+
+A data chunk is `12 <varint length> <bytes>` on the wire. Letting protobuf parse it would copy the
+bytes once more, so the framing is stripped by hand; every other form goes through protobuf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import pyarrow as pa
+from google.protobuf.message import DecodeError
+
+from turnstream.errors import CorruptRecordError
+from turnstream.records.batches import decode_mini_batch
+from turnstream.types import MiniBatch
+from turnstream.wire.v1.batches_pb2 import GetChunk, MiniBatchHeader
+
+_DATA_TAG = GetChunk.DATA_FIELD_NUMBER << 3 | 2  # length-delimited
+
+
+def parse_chunk(message: bytes) -> MiniBatchHeader | memoryview | None:
+    """The header or the data in a GetChunk; data is a view of `message`. None: a kind of later.
+
+    Raises:
+        CorruptRecordError: this is no GetChunk.
+    """
+    if message and message[0] == _DATA_TAG:
+        start, length = _read_varint(message, 1)
+        if start + length == len(message):
+            return memoryview(message)[start:]
+    try:
+        chunk = GetChunk.FromString(message)
+    except DecodeError as error:
+        raise CorruptRecordError(f"a message of {len(message)} bytes is no chunk") from error
+    match chunk.WhichOneof("chunk"):
+        case "header":
+            return chunk.header
+        case "data":
+            return memoryview(chunk.data)
+        case _:
+            return None
+
+
+def _read_varint(message: bytes, start: int) -> tuple[int, int]:
+    """Where the number that begins at `start` ends, and its value; a cut one gives a value of 0."""
+    value = 0
+    for index in range(start, min(start + 10, len(message))):
+        value |= (message[index] & 0x7F) << 7 * (index - start)
+        if message[index] < 0x80:
+            return index + 1, value
+    return len(message) + 1, 0
+
+
+class Skipped:
+    """A mini-batch that was received before: its bytes are counted and dropped."""
+
+    def __init__(self, header: MiniBatchHeader) -> None:
+        self.header = header
+        self._num_filled = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every promised byte has come."""
+        return self._num_filled == self.header.num_bytes
+
+    def add(self, chunk: memoryview) -> None:
+        """Count the next bytes.
+
+        Raises:
+            CorruptRecordError: more bytes than promised.
+        """
+        self._advance(len(chunk))
+
+    def _advance(self, num_bytes: int) -> int:
+        """Where the next `num_bytes` begin."""
+        start, self._num_filled = self._num_filled, self._num_filled + num_bytes
+        if self._num_filled > self.header.num_bytes:
+            raise CorruptRecordError(
+                f"mini-batch {self.header.mini_batch} of step {self.header.step} has more than "
+                f"the {self.header.num_bytes} bytes of its header"
+            )
+        return start
+
+
+class Arrival(Skipped):
+    """A mini-batch on its way in: a buffer of the promised size, filled chunk by chunk."""
+
+    def __init__(self, header: MiniBatchHeader) -> None:
+        """Make room for `header.num_bytes`."""
+        super().__init__(header)
+        # Arrow's allocator aligns to 64 bytes, which columns want, and reuses its pages.
+        self._view = memoryview(pa.allocate_buffer(header.num_bytes)).cast("B")
+
+    def add(self, chunk: memoryview) -> None:
+        """Copy the next bytes in.
+
+        Raises:
+            CorruptRecordError: more bytes than promised.
+        """
+        start = self._advance(len(chunk))
+        self._view[start : start + len(chunk)] = chunk
+
+    def decode(self) -> MiniBatch:
+        """The mini-batch; its arrays are views of the buffer.
+
+        Raises:
+            CorruptRecordError: the content has another hash than the header says.
+            UnknownFormatError: a newer major version.
+        """
+        return decode_mini_batch(self._view.toreadonly(), expected_hash=self.header.content_hash)
+
+
+def read_step(
+    messages: Iterable[bytes], *, step: int, admit: Callable[[MiniBatchHeader], Skipped]
+) -> Iterator[Skipped]:
+    """The mini-batches of one Get, in order, each when its last byte is there.
+
+    Args:
+        messages: serialised GetChunks.
+        step: that was asked for.
+        admit: called with every header; gives what its bytes go to.
+
+    Raises:
+        CorruptRecordError: messages that contradict each other, or an end before the last byte.
+    """
+    arrival: Skipped | None = None
+    num_complete, num_expected = 0, None
+    for message in messages:
+        chunk = parse_chunk(message)
+        if chunk is None:
+            continue
+        if isinstance(chunk, MiniBatchHeader):
+            _check_order(chunk, step=step, index=num_complete, is_free=arrival is None)
+            num_expected = chunk.num_mini_batches
+            arrival = admit(chunk)
+        elif arrival is None:
+            raise CorruptRecordError(f"step {step}: data of no mini-batch")
+        else:
+            arrival.add(chunk)
+        if arrival is not None and arrival.is_complete:
+            yield arrival
+            arrival, num_complete = None, num_complete + 1
+    if num_complete != num_expected:
+        raise CorruptRecordError(
+            f"step {step} ended after {num_complete} of {num_expected or 'all'} mini-batches"
+        )
+
+
+def _check_order(header: MiniBatchHeader, *, step: int, index: int, is_free: bool) -> None:
+    """Refuse a header that is not the one that comes next."""
+    if not is_free:
+        raise CorruptRecordError(f"mini-batch {index} of step {step} was cut short")
+    if header.step != step or header.mini_batch != index:
+        raise CorruptRecordError(
+            f"mini-batch {header.mini_batch} of step {header.step} came "
+            f"instead of {index} of step {step}"
+        )

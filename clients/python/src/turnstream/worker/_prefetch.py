@@ -1,0 +1,302 @@
+"""The thread that pulls ahead: Get after Get, each mini-batch checked before it is queued."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import grpc
+
+from turnstream.batching.denominators import check_share
+from turnstream.errors import (
+    BatcherUnavailableError,
+    BatchingError,
+    ConflictError,
+    CorruptRecordError,
+    NotReadyError,
+    RecordError,
+    RejectedError,
+    TurnstreamError,
+    UnavailableError,
+    UnknownFormatError,
+)
+from turnstream.types import MiniBatchInfo
+from turnstream.wire.v1.batches_pb2 import MiniBatchHeader
+from turnstream.worker._calls import BatcherCalls, GetCall, backoff_s, error_of, retry_delay_s
+from turnstream.worker._frames import Arrival, Skipped, read_step
+from turnstream.worker._queue import ByteQueue, ClosedError, QueueSize
+from turnstream.worker.mini_batch import PulledMiniBatch
+
+LONG_POLL_S = 30.0
+"""Longest single wait on the batcher; shorter than the idle limits of common load balancers."""
+
+STALL_GRACE_S = 10.0
+"""A batcher that is silent for this long beyond the wait it was asked for is taken for gone."""
+
+MAX_BAD_IN_A_ROW = 3
+"""The same damage so often is not of the wire: it is what the batcher has."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far the pulling thread is. Written by that thread only.
+
+    Attributes:
+        step: that is being pulled.
+        hashes: content hashes of the mini-batches of `step` that were queued.
+        num_failures: calls in a row that brought nothing, for the back-off.
+        num_bad_in_a_row: transfers in a row that came to nothing, by damage or by an inner error.
+        waiting_for: why there is no data yet, in the batcher's words; "" when there is.
+        failure: the last call's failure, where it will be repeated.
+    """
+
+    step: int
+    hashes: list[str] = field(default_factory=list)
+    num_failures: int = 0
+    num_bad_in_a_row: int = 0
+    num_retries: int = 0
+    num_damaged: int = 0
+    num_mini_batches: int = 0
+    num_bytes: int = 0
+    waiting_for: str = ""
+    failure: TurnstreamError | None = None
+
+
+class Prefetcher:
+    """Pulls the steps of one share in order into a queue that holds at most `max_bytes`.
+
+    Failures that may pass are retried for ever: whoever takes has the deadline, so that a trainer
+    may think for an hour between two mini-batches. What can't pass is raised by `take`.
+    """
+
+    def __init__(
+        self, calls: BatcherCalls, *, first_step: int, max_bytes: int, timeout_s: float
+    ) -> None:
+        """Start pulling.
+
+        Args:
+            calls: the connection; closed by its owner, after this.
+            first_step: to begin with.
+            max_bytes: bound of the queue.
+            timeout_s: after which `take` gives up.
+        """
+        self.progress = _Progress(first_step)
+        self.max_bytes = max_bytes
+        self._calls = calls
+        self._timeout_s = timeout_s
+        # Some answers before the deadline of `take`, so that it can give the reason.
+        self._wait_s = min(LONG_POLL_S, timeout_s / 4)
+        self._queue: ByteQueue[PulledMiniBatch] = ByteQueue(max_bytes=max_bytes)
+        self._num_reserved = 0
+        self._lock = threading.RLock()  # of the three below
+        self._closed = threading.Event()
+        self._call: GetCall | None = None
+        self._has_stalled = False
+        self._reading_since_s: float | None = None
+        self._thread = threading.Thread(target=self._run, name="turnstream-prefetch", daemon=True)
+        self._thread.start()
+
+    def take(self) -> PulledMiniBatch:
+        """The next mini-batch.
+
+        Raises:
+            NotReadyError: nothing came for `timeout_s`; says why.
+            BatcherUnavailableError: nobody answered for `timeout_s`.
+            TurnstreamError: what ended the pulling: EndOfRunError, FencedError, ...
+        """
+        try:
+            return self._queue.take(timeout_s=self._timeout_s, watch=self._watch)
+        except TimeoutError:
+            raise self._timeout_error() from self.progress.failure
+
+    def queue_size(self) -> QueueSize:
+        """What was pulled ahead."""
+        return self._queue.size()
+
+    def close(self) -> None:
+        """Cancel what is pending and end the thread."""
+        with self._lock:
+            self._closed.set()
+            if self._call is not None:
+                self._call.cancel()
+        self._queue.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _timeout_error(self) -> TurnstreamError:
+        progress, run = self.progress, self._calls.share.run
+        waited = f"step {progress.step} of run {run!r} did not come within {self._timeout_s:g} s"
+        if progress.failure is not None:
+            return BatcherUnavailableError(f"{waited}: {progress.failure}")
+        reason = progress.waiting_for or f"{self._calls.target} has not answered"
+        return NotReadyError(f"{waited}: {reason}")
+
+    def _watch(self) -> float:
+        """Cancel a call that has gone silent; gives the seconds until the next look."""
+        limit_s = self._wait_s + STALL_GRACE_S
+        since_s = self._reading_since_s
+        silent_s = 0.0 if since_s is None else time.monotonic() - since_s
+        if silent_s < limit_s:
+            return limit_s - silent_s
+        with self._lock:
+            self._has_stalled = True
+            if self._call is not None:
+                self._call.cancel()
+        return limit_s
+
+    # ----------------------------------------------------------------------------------
+    # the pulling thread
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._pull()
+        except ClosedError:
+            pass
+        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+            self._queue.fail(error)
+
+    def _pull(self) -> None:
+        """One Get and what follows from its end."""
+        started_s = time.monotonic()
+        try:
+            self._read_step()
+        except grpc.RpcError as rpc_error:
+            self._recover(self._error_of(rpc_error), started_s=started_s)
+        except TurnstreamError as error:
+            self._recover(error, started_s=started_s)
+        else:
+            self.progress.step += 1
+            self.progress.hashes = []
+
+    def _read_step(self) -> None:
+        call = self._open()
+        try:
+            messages = self._timed(call)
+            for arrival in read_step(messages, step=self.progress.step, admit=self._admit):
+                if isinstance(arrival, Arrival):
+                    self._enqueue(arrival)
+        finally:
+            call.cancel()
+            self._queue.release(self._num_reserved)
+            self._num_reserved = 0
+
+    def _open(self) -> GetCall:
+        with self._lock:
+            if self._closed.is_set():
+                raise ClosedError
+            self._has_stalled = False
+            self._call = self._calls.get(self.progress.step, wait_s=self._wait_s)
+            return self._call
+
+    def _timed(self, call: GetCall) -> Iterator[bytes]:
+        """The messages of a call; between them `_watch` sees since when the next one is due."""
+        messages = iter(call)
+        while True:
+            self._reading_since_s = time.monotonic()
+            try:
+                message = next(messages, None)
+            finally:
+                self._reading_since_s = None
+            if message is None:
+                return
+            yield message
+
+    def _admit(self, header: MiniBatchHeader) -> Skipped:
+        """Room for a mini-batch, once the queue has it; none for one that was queued before.
+
+        Raises:
+            ConflictError: it has another content than when it was queued.
+        """
+        hashes = self.progress.hashes
+        if header.mini_batch >= len(hashes):
+            self._queue.reserve(header.num_bytes)
+            self._num_reserved = header.num_bytes
+            return Arrival(header)
+        if header.content_hash != hashes[header.mini_batch]:
+            raise ConflictError(
+                f"mini-batch {header.mini_batch} of step {header.step} changed after it was used"
+            )
+        return Skipped(header)
+
+    def _enqueue(self, arrival: Arrival) -> None:
+        """Check a whole mini-batch and let it be taken."""
+        header, mini_batch = arrival.header, arrival.decode()
+        info = mini_batch.info
+        self._check_identity(info)
+        check_share(mini_batch.rows, info.denominators, dp_world_size=info.dp_world_size)
+        pulled = PulledMiniBatch(
+            rows=mini_batch.rows,
+            info=info,
+            content_hash=header.content_hash,
+            num_bytes=header.num_bytes,
+        )
+        self._num_reserved = 0
+        progress = self.progress
+        progress.hashes.append(header.content_hash)
+        progress.num_mini_batches += 1
+        progress.num_bytes += header.num_bytes
+        progress.num_failures = progress.num_bad_in_a_row = 0
+        progress.waiting_for, progress.failure = "", None
+        self._queue.put(pulled, num_bytes=header.num_bytes)
+
+    def _check_identity(self, info: MiniBatchInfo) -> None:
+        share = self._calls.share
+        came = (info.run, info.step, info.mini_batch, info.dp_rank, info.dp_world_size)
+        index = len(self.progress.hashes)
+        asked = (share.run, self.progress.step, index, share.dp_rank, share.dp_world_size)
+        if came != asked:
+            raise CorruptRecordError(
+                f"(run, step, mini-batch, dp_rank, dp_world_size) {came} came instead of {asked}"
+            )
+
+    def _error_of(self, rpc_error: grpc.RpcError) -> TurnstreamError:
+        if self._closed.is_set():
+            raise ClosedError from rpc_error
+        if self._has_stalled:
+            return BatcherUnavailableError(f"{self._calls.target} was silent for too long")
+        return error_of(rpc_error)
+
+    def _recover(self, error: TurnstreamError, *, started_s: float) -> None:
+        """Wait until the same Get may succeed.
+
+        Raises:
+            TurnstreamError: `error`, where it never will.
+        """
+        progress = self.progress
+        if isinstance(error, NotReadyError):
+            progress.waiting_for, progress.failure = str(error), None
+            if time.monotonic() - started_s >= self._wait_s / 2:
+                progress.num_failures = 0
+                return
+        else:
+            progress.failure = error
+        progress.num_failures += 1
+        delay_s = self._retry_delay_s(error)
+        if delay_s is None:
+            raise error
+        if progress.failure is not None:
+            progress.num_retries += 1
+            logger.warning(
+                "Get is repeated",
+                extra={"step": progress.step, "delay_s": delay_s, "error": str(error)},
+            )
+        self._closed.wait(delay_s)
+
+    def _retry_delay_s(self, error: TurnstreamError) -> float | None:
+        """Seconds to wait before the next attempt; None where there is no use in any."""
+        progress = self.progress
+        if isinstance(error, UnavailableError | RejectedError):
+            return retry_delay_s(error, num_failures=progress.num_failures)
+        if isinstance(error, UnknownFormatError | BatchingError):
+            return None
+        progress.num_damaged += isinstance(error, RecordError)
+        progress.num_bad_in_a_row += 1
+        if progress.num_bad_in_a_row >= MAX_BAD_IN_A_ROW:
+            return None
+        return backoff_s(progress.num_failures)

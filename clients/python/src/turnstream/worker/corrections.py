@@ -1,0 +1,161 @@
+"""Importance weights against the gap between the policy that sampled and the one that trains.
+
+Every function gives weights (B, R) without gradient, to multiply with a token loss of
+`turnstream.worker.losses`; a weight of 0 leaves a token out. `old` are the trainer's own
+log-probabilities of the sampled tokens, `behaviour` those that the inference engine reported;
+both are read only where `mask_BR` is set. Weights at masked positions are finite and mean
+nothing. Loss denominators stay as shipped (see `losses.aggregate`).
+
+A "row" is one sequence: a trajectory that was split into several has a ratio for each.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from turnstream.worker.losses import clipped_exp, log_ratio, mean_over_row
+
+Level = Literal["token", "sequence", "geometric"]
+"""What a ratio is taken over: each token, the product over its row, or the geometric mean."""
+
+
+def importance_ratio(
+    old_BR: Tensor, *, behaviour_BR: Tensor, mask_BR: Tensor, level: Level
+) -> Tensor:
+    """(B, R): exp of old - behaviour: by token, summed over the row, or averaged over the row."""
+    exponent_BR = log_ratio(old_BR, behaviour_BR, mask_BR=mask_BR).detach()
+    match level:
+        case "token":
+            return clipped_exp(exponent_BR)
+        case "sequence":
+            exponent_B1 = exponent_BR.sum(dim=1, keepdim=True)
+        case "geometric":
+            exponent_B1 = mean_over_row(exponent_BR, mask_BR=mask_BR)
+    return clipped_exp(exponent_B1).expand_as(exponent_BR)
+
+
+def tis(
+    old_BR: Tensor,
+    *,
+    behaviour_BR: Tensor,
+    mask_BR: Tensor,
+    level: Level = "token",
+    cap: float = 2.0,
+    floor: float = 0.0,
+) -> Tensor:
+    """(B, R): the ratio, truncated: max(floor, min(ratio, cap)).
+
+    Truncated importance sampling (https://fengyao.notion.site/off-policy-rl). slime also sets a
+    floor; 0 leaves small ratios alone.
+    """
+    ratio_BR = importance_ratio(old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, level=level)
+    return ratio_BR.clamp(floor, cap)
+
+
+def icepop(
+    old_BR: Tensor, *, behaviour_BR: Tensor, mask_BR: Tensor, low: float = 0.5, high: float = 5.0
+) -> Tensor:
+    """(B, R): the token ratio where it is inside [low, high], else 0 (IcePop, arXiv:2510.18855)."""
+    ratio_BR = importance_ratio(old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, level="token")
+    return torch.where(_inside(ratio_BR, low=low, high=high), ratio_BR, 0.0)
+
+
+def mis(
+    old_BR: Tensor,
+    *,
+    behaviour_BR: Tensor,
+    mask_BR: Tensor,
+    level: Level = "token",
+    low: float = 0.5,
+    high: float = 2.0,
+    veto_below: float = 1e-4,
+) -> Tensor:
+    """(B, R): 1 where the ratio is inside [low, high], else 0; and 0 for rows with a vetoed token.
+
+    Masked importance sampling. A geometric ratio wants far narrower bounds, such as 0.9999 and
+    1.0001. Multiply with `tis` for masking and weighting at once.
+
+    Args:
+        old_BR: log-probabilities.
+        behaviour_BR: log-probabilities.
+        mask_BR: 1 on trained tokens.
+        level: what the ratio is taken over.
+        low: the smallest ratio that is kept.
+        high: the largest ratio that is kept.
+        veto_below: one trained token whose own ratio is below it takes its whole row out:
+            the trainer finds it next to impossible, so the row was sampled by something else.
+    """
+    ratio_BR = importance_ratio(old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, level=level)
+    allowed_BR = row_veto(old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, low=veto_below)
+    return _inside(ratio_BR, low=low, high=high) * allowed_BR
+
+
+def row_veto(
+    old_BR: Tensor,
+    *,
+    behaviour_BR: Tensor,
+    mask_BR: Tensor,
+    low: float = 1e-4,
+    high: float = float("inf"),
+) -> Tensor:
+    """(B, R): 0 for every row that has a trained token with a ratio outside [low, high], else 1."""
+    ratio_BR = importance_ratio(old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, level="token")
+    outside_BR = mask_BR.bool() & ~_inside(ratio_BR, low=low, high=high)
+    allowed_B1 = ~outside_BR.any(dim=1, keepdim=True)
+    return allowed_B1.to(ratio_BR.dtype).expand_as(ratio_BR)
+
+
+def seq_mask_tis(
+    old_BR: Tensor,
+    *,
+    behaviour_BR: Tensor,
+    mask_BR: Tensor,
+    low: float = 0.999,
+    high: float = 1.002,
+) -> Tensor:
+    """(B, R): 0 for rows whose geometric ratio is outside [low, high], else the bare token ratio.
+
+    As NeMo-RL does it: the row filter replaces the truncation.
+    """
+    row_BR = importance_ratio(old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, level="geometric")
+    token_BR = importance_ratio(old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, level="token")
+    return torch.where(_inside(row_BR, low=low, high=high), token_BR, 0.0)
+
+
+def opsm(
+    current_BR: Tensor,
+    *,
+    old_BR: Tensor,
+    advantages_BR: Tensor,
+    mask_BR: Tensor,
+    delta: float = 0.1,
+) -> Tensor:
+    """(B, R): 0 where A < 0 in rows whose mean of old - current is above `delta`, else 1.
+
+    Off-policy sequence masking (slime; DeepSeek-V3.2, arXiv:2512.02556): rows of bad outcome that
+    the policy has already moved away from are not pushed further.
+    """
+    moved_B1 = mean_over_row(
+        log_ratio(old_BR, current_BR, mask_BR=mask_BR).detach(), mask_BR=mask_BR
+    )
+    dropped_BR = (advantages_BR < 0) & (moved_B1 > delta)
+    return (~dropped_BR).to(current_BR.dtype)
+
+
+def rescaled(weights_BR: Tensor, *, weight_sum: float | Tensor, num_tokens: int) -> Tensor:
+    """(B, R): the weights scaled so that their mean over all trained tokens is 1.
+
+    Args:
+        weights_BR: of this micro-batch.
+        weight_sum: sum of the weights of trained tokens over all ranks and micro-batches of the
+            mini-batch: a local mean would make the loss depend on how the batch was cut.
+        num_tokens: `denominators.num_tokens`.
+    """
+    return weights_BR * (num_tokens / weight_sum)
+
+
+def _inside(ratio: Tensor, *, low: float, high: float) -> Tensor:
+    return (ratio >= low) & (ratio <= high)

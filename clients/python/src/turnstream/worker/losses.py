@@ -1,0 +1,335 @@
+"""Policy losses per token, and their exact average over ranks and micro-batches.
+
+Every function takes tensors of shape (B, R): B rows, R response positions, right-aligned as in
+`LeftPaddedTensors`. Where `mask_BR` is 0 nothing is read, and value and gradient are exactly 0,
+whatever stands there. Log-probabilities are natural, of the sampled token:
+
+    behaviour   of the policy that sampled the token, as the generator reported it
+    old         of the weights at the start of the step, recomputed by the trainer
+    current     of the weights being trained; the only one that carries a gradient
+
+A run that does not recompute passes `behaviour` for `old`. Exponents are clipped to +-20, so that
+one absurd token gives a large number and not an infinity.
+
+    loss_BR = ppo_clip(current_BR, old_BR=old_BR, advantages_BR=part.advantages_BR, mask_BR=mask_BR)
+    loss = aggregate(loss_BR * weights_BR, part, mode=config.aggregation,
+                     denominators=tensors.denominators)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from turnstream.batching.config import Aggregation
+from turnstream.errors import BatchingError
+from turnstream.types import Denominators
+from turnstream.worker.tensors import TokenRows
+
+MAX_EXPONENT = 20.0
+"""exp(20) is 4.9e8: still finite when squared in float32, and far above every clip in use."""
+
+
+def response_logprobs(
+    logits_BTV: Tensor, *, input_ids_BT: Tensor, response_width: int, temperature: float = 1.0
+) -> Tensor:
+    """float32 (B, R): log-probability of every response token, logits at t scoring token t + 1.
+
+    Responses end in the last column, so they are scored by the columns `[-R - 1 : -1]`. A model
+    that only computed its last R + 1 columns may be passed as it is.
+
+    Args:
+        logits_BTV: (B, T, V), or its last R + 1 columns.
+        input_ids_BT: int64 (B, T).
+        response_width: R, in tokens.
+        temperature: that the tokens were sampled with.
+
+    Raises:
+        BatchingError: the widest row is all response: nothing scores its first token.
+    """
+    if logits_BTV.shape[1] <= response_width:
+        raise BatchingError(
+            f"logits of {logits_BTV.shape[1]} columns do not score a response of {response_width} "
+            "tokens: one column before the response is needed (is a prompt empty?)"
+        )
+    first = logits_BTV.shape[1] - response_width - 1
+    tokens_BR = input_ids_BT[:, input_ids_BT.shape[1] - response_width :]
+    return token_logprobs(logits_BTV[:, first:-1], tokens=tokens_BR, temperature=temperature)
+
+
+def next_token_logprobs(logits: Tensor, *, input_ids: Tensor, temperature: float = 1.0) -> Tensor:
+    """float32 like `input_ids`: slot j scores the token in slot j + 1, as shifted layouts want it.
+
+    The last slot of a row scores the first token of the next one; the loss mask is 0 there.
+
+    Args:
+        logits: (B, T, V) of right-padded rows, or (N, V) of packed ones.
+        input_ids: int64 (B, T) or (N,).
+        temperature: that the tokens were sampled with.
+    """
+    return token_logprobs(logits, tokens=input_ids.roll(-1, dims=-1), temperature=temperature)
+
+
+def token_logprobs(logits: Tensor, *, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    """float32 like `tokens`: the log-probability of each under its own logits.
+
+    Args:
+        logits: (..., V).
+        tokens: int64 (...).
+        temperature: that the tokens were sampled with.
+    """
+    scores = logits.float()
+    if temperature != 1.0:
+        scores = scores / temperature
+    return scores.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - scores.logsumexp(-1)
+
+
+# --------------------------------------------------------------------------------------
+# ratios: shared with turnstream.worker.corrections
+
+
+def log_ratio(numerator_BR: Tensor, denominator_BR: Tensor, *, mask_BR: Tensor) -> Tensor:
+    """`numerator - denominator` where the mask is set, 0 elsewhere, whatever is there (NaN too)."""
+    return torch.where(mask_BR.bool(), numerator_BR - denominator_BR, 0.0)
+
+
+def clipped_exp(exponent: Tensor) -> Tensor:
+    """The exponential, of the exponent held in +-20."""
+    return exponent.clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
+
+
+def mean_over_row(values_BR: Tensor, *, mask_BR: Tensor) -> Tensor:
+    """(B, 1): mean of every row's masked values; 0 for a row without any.
+
+    `values_BR` is 0 outside the mask, as `log_ratio` leaves it.
+    """
+    num_tokens_B1 = mask_BR.bool().sum(dim=1, keepdim=True)
+    return values_BR.sum(dim=1, keepdim=True) / num_tokens_B1.clamp(min=1)
+
+
+# --------------------------------------------------------------------------------------
+# policy losses
+
+
+def ppo_clip(
+    current_BR: Tensor,
+    *,
+    old_BR: Tensor,
+    advantages_BR: Tensor,
+    mask_BR: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """(B, R): -min(u * A, clip(u) * A) with u = exp(current - old).
+
+    PPO (arXiv:1707.06347, eq. 7). `clip_high` above `clip_low` is "clip higher" (DAPO).
+
+    Args:
+        current_BR: log-probabilities.
+        old_BR: log-probabilities.
+        advantages_BR: of every token.
+        mask_BR: 1 on trained tokens.
+        clip_low: the ratio is held above 1 - low,
+        clip_high: and below 1 + high.
+        dual_clip: bounds the loss by -dual_clip * A where A < 0 (arXiv:1912.09729; 3 is
+            usual): a token of bad outcome whose ratio exploded gives no gradient.
+    """
+    ratio_BR = clipped_exp(log_ratio(current_BR, old_BR, mask_BR=mask_BR))
+    return _clipped_loss(
+        ratio_BR,
+        advantages_BR=advantages_BR,
+        mask_BR=mask_BR,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
+
+
+def gspo(
+    current_BR: Tensor,
+    *,
+    old_BR: Tensor,
+    advantages_BR: Tensor,
+    mask_BR: Tensor,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Tensor:
+    """(B, R): the clipped loss with one ratio per row, exp(mean over its tokens of current - old).
+
+    GSPO (arXiv:2507.18071). A trajectory that was split into rows has a ratio per row.
+    """
+    exponent_BR = log_ratio(current_BR, old_BR, mask_BR=mask_BR)
+    ratio_B1 = clipped_exp(mean_over_row(exponent_BR, mask_BR=mask_BR))
+    return _clipped_loss(
+        ratio_B1.expand_as(current_BR),
+        advantages_BR=advantages_BR,
+        mask_BR=mask_BR,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=None,
+    )
+
+
+def cispo(
+    current_BR: Tensor,
+    *,
+    old_BR: Tensor,
+    advantages_BR: Tensor,
+    mask_BR: Tensor,
+    clip_low: float = 1.0,
+    clip_high: float = 0.28,
+) -> Tensor:
+    """(B, R): -stop_gradient(clip(u)) * A * current: a clipped weight that drops no token.
+
+    CISPO (MiniMax-M1, arXiv:2506.13585); `clip_low` 1 leaves the ratio unbounded below.
+    """
+    ratio_BR = clipped_exp(log_ratio(current_BR, old_BR, mask_BR=mask_BR)).detach()
+    weight_BR = ratio_BR.clamp(1.0 - clip_low, 1.0 + clip_high)
+    weighted_BR = weight_BR * _masked(advantages_BR, mask_BR=mask_BR)
+    return -weighted_BR * _masked(current_BR, mask_BR=mask_BR)
+
+
+def decoupled_ppo(
+    current_BR: Tensor,
+    *,
+    old_BR: Tensor,
+    behaviour_BR: Tensor,
+    advantages_BR: Tensor,
+    mask_BR: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    behaviour_cap: float = 5.0,
+) -> Tensor:
+    """(B, R): `ppo_clip` weighted by w = exp(old - behaviour); 0 where w > `behaviour_cap`.
+
+    Decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298). The weight has no gradient.
+    """
+    loss_BR = ppo_clip(
+        current_BR,
+        old_BR=old_BR,
+        advantages_BR=advantages_BR,
+        mask_BR=mask_BR,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
+    weight_BR = clipped_exp(log_ratio(old_BR, behaviour_BR, mask_BR=mask_BR)).detach()
+    return loss_BR * torch.where(weight_BR > behaviour_cap, 0.0, weight_BR)
+
+
+def _clipped_loss(
+    ratio_BR: Tensor,
+    *,
+    advantages_BR: Tensor,
+    mask_BR: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+) -> Tensor:
+    """(B, R): -min(ratio * A, clip(ratio) * A), bounded where A < 0 if `dual_clip` is given."""
+    advantages_BR = _masked(advantages_BR, mask_BR=mask_BR)
+    held_BR = ratio_BR.clamp(1.0 - clip_low, 1.0 + clip_high)
+    loss_BR = torch.maximum(-ratio_BR * advantages_BR, -held_BR * advantages_BR)
+    if dual_clip is not None:
+        bounded_BR = torch.minimum(loss_BR, -dual_clip * advantages_BR)
+        loss_BR = torch.where(advantages_BR < 0, bounded_BR, loss_BR)
+    return _masked(loss_BR, mask_BR=mask_BR)
+
+
+def _masked(values_BR: Tensor, *, mask_BR: Tensor) -> Tensor:
+    """The values where the mask is set, 0 elsewhere; multiplying would let NaN through."""
+    return torch.where(mask_BR.bool(), values_BR, 0.0)
+
+
+# --------------------------------------------------------------------------------------
+# KL to a reference policy, per token (http://joschu.net/blog/kl-approx.html)
+
+
+def kl_k1(current_BR: Tensor, *, reference_BR: Tensor, mask_BR: Tensor) -> Tensor:
+    """(B, R): x = current - reference: unbiased, of high variance, negative at times."""
+    return log_ratio(current_BR, reference_BR, mask_BR=mask_BR)
+
+
+def kl_k2(current_BR: Tensor, *, reference_BR: Tensor, mask_BR: Tensor) -> Tensor:
+    """(B, R): x * x / 2: its gradient is the unbiased one of the KL."""
+    return log_ratio(current_BR, reference_BR, mask_BR=mask_BR).square() / 2
+
+
+def kl_k3(current_BR: Tensor, *, reference_BR: Tensor, mask_BR: Tensor) -> Tensor:
+    """(B, R): exp(-x) - 1 + x: unbiased, of low variance, never negative."""
+    exponent_BR = log_ratio(current_BR, reference_BR, mask_BR=mask_BR)
+    return clipped_exp(-exponent_BR) - 1.0 + exponent_BR
+
+
+# --------------------------------------------------------------------------------------
+# the average
+
+
+def aggregate(
+    loss_BR: Tensor,
+    part: TokenRows,
+    *,
+    mode: Aggregation,
+    denominators: Denominators,
+    averaged_over: int = 1,
+) -> Tensor:
+    """This micro-batch's addend of the mini-batch's loss: local numerator / global denominator.
+
+    Sum it, and its gradients, over micro-batches and ranks, and the result is the loss of the
+    whole mini-batch, however it was cut, padded or ordered.
+    A correction that sets weights to 0 keeps the shipped denominators: fewer tokens make a smaller
+    step. Inert rows and masked positions contribute exactly 0; a micro-batch of nothing else gives
+    a 0 that can be differentiated, so that every rank takes part in the collectives.
+
+    Args:
+        loss_BR: token losses, in the shape of the layout's own loss mask.
+        part: the rows they belong to, in any layout.
+        mode: the run's `aggregation`.
+        denominators: of the whole mini-batch, as shipped.
+        averaged_over: by how much the framework divides what it sums: the number of ranks where
+            gradients are averaged (DDP, FSDP), times the accumulation steps where the engine
+            divides by them (DeepSpeed); 1 where it sums.
+
+    Raises:
+        BatchingError: `loss_BR` has another shape than the rows: broadcasting would hide it.
+    """
+    mask_BR = part.trained_tokens
+    if loss_BR.shape != mask_BR.shape:
+        raise BatchingError(
+            f"losses of shape {tuple(loss_BR.shape)} for rows of shape {tuple(mask_BR.shape)}"
+        )
+    row_sums_B = part.row_sums(_masked(loss_BR, mask_BR=mask_BR))
+    row_sums_B = torch.where(part.is_padding_B, 0.0, row_sums_B)
+    per_row_B, denominator = _row_divisors(part, mode=mode, denominators=denominators)
+    numerator = (part.weight_B * row_sums_B / per_row_B).sum()
+    return numerator * (averaged_over / denominator)
+
+
+def _row_divisors(
+    part: TokenRows, *, mode: Aggregation, denominators: Denominators
+) -> tuple[Tensor, float]:
+    """What every row's sum is divided by, (B,), and then all of them; never 0.
+
+    Where rows are counted, the sum of their weights stands for their number: it is their number
+    where all weights are 1.
+    """
+    ones_B = torch.ones_like(part.weight_B)
+    match mode:
+        case "token_mean":
+            per_row_B, denominator = ones_B, denominators.num_tokens
+        case "seq_mean_token_sum":
+            per_row_B, denominator = ones_B, denominators.weight_sum
+        case "seq_mean_token_mean":
+            per_row_B = part.row_sums(part.trained_tokens.long())
+            denominator = denominators.weight_sum
+        case "constant":
+            denominator = denominators.weight_sum * denominators.length_constant
+            per_row_B = ones_B
+        case "rollout_mean":
+            per_row_B = part.trajectory_num_tokens_B
+            denominator = denominators.num_trajectories
+        case "prompt_mean":
+            per_row_B, denominator = part.group_num_tokens_B, denominators.num_groups
+    return per_row_B.clamp(min=1), denominator or 1

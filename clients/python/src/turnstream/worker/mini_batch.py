@@ -1,0 +1,65 @@
+"""A mini-batch as a worker holds it: rows, what is said of them, and the way to tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from turnstream.types import MiniBatch
+
+if TYPE_CHECKING:
+    import torch
+
+    from turnstream.worker.layouts import JaggedTensors, PackedTensors, RightPaddedTensors
+    from turnstream.worker.tensors import LeftPaddedTensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PulledMiniBatch(MiniBatch):
+    """One rank's rows of one optimizer update, checked on arrival.
+
+    Attributes:
+        content_hash: hex SHA-256 over columns and metadata; equal for every replica and retry.
+        num_bytes: of the Arrow encoding, as it crossed the wire.
+    """
+
+    content_hash: str
+    num_bytes: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this finishes its batch: after its update, `BatchStream.stepped()` is due."""
+        return self.info.is_last
+
+    def to_torch(self, device: torch.device | str | None = None) -> LeftPaddedTensors:
+        """The rows as left-padded tensors, on the CPU or copied to `device`.
+
+        To a CUDA device the copies go through pinned memory and do not block.
+        """
+        # Here and not above: torch takes a second to load, and pulling does not need it.
+        from turnstream.worker.tensors import to_torch
+
+        return to_torch(self, device=device)
+
+    def to_torch_right_padded(self, device: torch.device | str | None = None) -> RightPaddedTensors:
+        """The rows as right-padded tensors, on the CPU or copied to `device`."""
+        from turnstream.worker.layouts import right_padded_to_torch
+
+        return right_padded_to_torch(self, device=device)
+
+    def to_torch_packed(
+        self, device: torch.device | str | None = None, *, alignment: int = 1
+    ) -> list[PackedTensors]:
+        """The rows of every micro-batch, one behind the other, on the CPU or copied to `device`.
+
+        `alignment` is the multiple at which every row begins.
+        """
+        from turnstream.worker.layouts import packed_to_torch
+
+        return packed_to_torch(self, alignment=alignment, device=device)
+
+    def to_torch_jagged(self, device: torch.device | str | None = None) -> JaggedTensors:
+        """The rows as flat values and offsets, on the CPU or copied to `device`."""
+        from turnstream.worker.layouts import jagged_to_torch
+
+        return jagged_to_torch(self, device=device)

@@ -1,0 +1,125 @@
+"""Values that are dear to make: made once however many ask, and kept within a bound of bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Hashable
+from typing import Generic, NamedTuple, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+class Sized(NamedTuple, Generic[Value]):
+    """A made value and the memory it holds."""
+
+    value: Value
+    num_bytes: int
+
+
+class CacheStatistics(NamedTuple):
+    """What a cache holds and how often it helped."""
+
+    num_values: int
+    num_bytes: int
+    max_bytes: int
+    num_hits: int
+    num_made: int
+
+
+class SingleFlightCache(Generic[Key, Value]):
+    """Keeps made values, the least recently used going first when `max_bytes` are passed.
+
+    A value that is larger than the bound is handed to those who wait for it and not kept. What
+    fails is not kept either: all who wait get the error, and the next to ask starts again.
+    """
+
+    def __init__(self, *, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[Key, Sized[Value]] = OrderedDict()
+        self._num_bytes = 0
+        self._in_progress: dict[Key, asyncio.Task[Value]] = {}
+        self._num_hits = 0
+        self._num_made = 0
+
+    async def get(self, key: Key, make: Callable[[], Awaitable[Sized[Value]]]) -> Value:
+        """The value of `key`; `make` is called unless it is kept or being made already.
+
+        The making goes on when a caller is cancelled: others may wait for the same value.
+        """
+        kept = self._kept.get(key)
+        if kept is None:
+            return await asyncio.shield(self._begin(key, make))
+        self._kept.move_to_end(key)
+        self._num_hits += 1
+        return kept.value
+
+    def prepare(self, key: Key, make: Callable[[], Awaitable[Sized[Value]]]) -> None:
+        """Begin to make a value that will be asked for soon."""
+        if key not in self._kept:
+            self._begin(key, make)
+
+    def is_kept(self, key: Key) -> bool:
+        """Whether the value of `key` is there now."""
+        return key in self._kept
+
+    def put(self, key: Key, sized: Sized[Value]) -> None:
+        """Keep a value that was made elsewhere."""
+        self.drop(lambda other: other == key)
+        if sized.num_bytes > self._max_bytes:
+            return
+        self._kept[key] = sized
+        self._num_bytes += sized.num_bytes
+        while self._num_bytes > self._max_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self._num_bytes -= oldest.num_bytes
+
+    def drop(self, is_unwanted: Callable[[Key], bool]) -> None:
+        """Forget the values of all such keys; what is being made stays wanted."""
+        for key in [key for key in self._kept if is_unwanted(key)]:
+            self._num_bytes -= self._kept.pop(key).num_bytes
+
+    def statistics(self) -> CacheStatistics:
+        """What is kept now, and hits and makings since the start."""
+        return CacheStatistics(
+            num_values=len(self._kept),
+            num_bytes=self._num_bytes,
+            max_bytes=self._max_bytes,
+            num_hits=self._num_hits,
+            num_made=self._num_made,
+        )
+
+    async def close(self) -> None:
+        """Stop what is being made and forget everything."""
+        tasks = list(self._in_progress.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._in_progress.clear()
+        self.drop(lambda _: True)
+
+    def _begin(self, key: Key, make: Callable[[], Awaitable[Sized[Value]]]) -> asyncio.Task[Value]:
+        task = self._in_progress.get(key)
+        if task is not None:
+            self._num_hits += 1
+            return task
+        task = self._in_progress[key] = asyncio.create_task(self._make(key, make))
+        task.add_done_callback(_mark_retrieved)
+        return task
+
+    async def _make(self, key: Key, make: Callable[[], Awaitable[Sized[Value]]]) -> Value:
+        try:
+            sized = await make()
+        finally:
+            self._in_progress.pop(key, None)
+        self._num_made += 1
+        self.put(key, sized)
+        return sized.value
+
+
+def _mark_retrieved(task: asyncio.Task[Value]) -> None:
+    """Look at the error, which nobody else does when every caller was cancelled meanwhile."""
+    with contextlib.suppress(asyncio.CancelledError):
+        task.exception()

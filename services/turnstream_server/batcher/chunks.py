@@ -1,0 +1,49 @@
+"""The messages of a Get stream, written by hand where a message class would copy the payload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from turnstream.records.batches import EncodedMiniBatch
+from turnstream.wire.v1 import batches_pb2 as wire
+
+CHUNK_BYTES: Final = 1 << 20
+"""Payload of one data message. It must stay below 4 MiB, or a client that sets no options refuses
+it. Measured over loopback, a receiver spends a third less on 1 MiB than on 2 MiB, whose copies
+leave the cache, and both ends more below 256 KiB, where the cost per message shows."""
+
+_DATA_TAG: Final = bytes([wire.GetChunk.DATA_FIELD_NUMBER << 3 | 2])  # 2: length-delimited
+
+
+def header_message(
+    share: EncodedMiniBatch, *, step: int, mini_batch: int, num_mini_batches: int
+) -> bytes:
+    """The GetChunk that comes before a mini-batch's data."""
+    header = wire.MiniBatchHeader(
+        step=step,
+        mini_batch=mini_batch,
+        num_mini_batches=num_mini_batches,
+        num_bytes=share.num_bytes,
+        content_hash=share.content_hash,
+    )
+    return wire.GetChunk(header=header).SerializeToString()
+
+
+def data_messages(data: memoryview) -> Iterator[bytes]:
+    """GetChunks with the data in order; every byte is copied once.
+
+    The same bytes as `GetChunk(data=part).SerializeToString()` for each part.
+    """
+    for start in range(0, len(data), CHUNK_BYTES):
+        part = data[start : start + CHUNK_BYTES]
+        yield b"".join((_DATA_TAG, _varint(len(part)), part))
+
+
+def _varint(number: int) -> bytes:
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)

@@ -1,0 +1,257 @@
+"""Leading a run: its events folded into groups, its groups planned into batches, one by one.
+
+A plan is a function of the events before it, so a leader that starts anew comes to the plan that
+the one before it was about to write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Final
+
+import redis.asyncio
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.plan import Manifest
+from turnstream.batching.planning import num_groups_to_plan, plan_batch
+from turnstream.batching.readiness import GroupDropped, ReadyGroup, RunFold
+from turnstream.errors import ConflictError
+from turnstream.records.events import decode_event
+from turnstream.types import TrajectoryDied, TrajectoryState
+from turnstream_server.batcher.assembler import Assembler
+from turnstream_server.batcher.listener import PAGE_EVENTS, RunListener
+from turnstream_server.batcher.payload import DamagedPayloadError
+from turnstream_server.batcher.runs import RunView
+from turnstream_server.batcher.shares import PlannedBatch
+from turnstream_server.bus.groups import settle_groups
+from turnstream_server.bus.manifests import (
+    StoredManifest,
+    encode_for_store,
+    read_manifests,
+    write_manifest,
+)
+from turnstream_server.bus.trajectories import mark_dead
+
+logger = logging.getLogger(__name__)
+
+GATHER_S: Final = 0.004
+"""Pause after events, in which more of them come: each read costs as much as fifty events, so that
+a thousand trajectories that are sealed one by one would otherwise cost 0.2 CPU seconds."""
+
+PAGE_MANIFESTS: Final = 64
+"""Plans of one reply when a history is replayed: a manifest may have a megabyte."""
+
+Hook = Callable[[Manifest], Awaitable[None]]
+
+
+async def no_hook(_: Manifest) -> None:
+    """Do nothing between the check of a plan and its writing."""
+
+
+class Leader:
+    """One term of leading a run, from the replay of its history until it is fenced.
+
+    Args:
+        client: of the store.
+        view: what this replica knows of the run.
+        assembler: checks the payload of what is planned.
+        epoch: fencing number of the term.
+        before_write: awaited when a plan is checked and not yet written; for fault injection.
+    """
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        view: RunView,
+        assembler: Assembler,
+        *,
+        epoch: int,
+        config_revision: int,
+        config: BatchingConfig,
+        before_write: Hook = no_hook,
+    ) -> None:
+        self._client = client
+        self._view = view
+        self._assembler = assembler
+        self._epoch = epoch
+        self._config_revision = config_revision
+        self._config = config
+        self._before_write = before_write
+        self._fold = RunFold(config)
+        self._listener = RunListener(client, view.run, after_step=0)
+        self._next_step = 1
+        self._previous_hash = ""
+        self._next_row_id = 0
+
+    async def lead(self) -> None:
+        """Plan whatever can be planned, for ever.
+
+        Raises:
+            FencedError: another planner leads the run.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        await self._replay()
+        await self._view.refresh()
+        logger.info(
+            "leading run %s from step %d on",
+            self._view.run,
+            self._next_step,
+            extra={"epoch": self._epoch},
+        )
+        self._view.explain = self._explain
+        try:
+            while True:
+                await self._plan_what_is_due()
+                await self._listen()
+        finally:
+            self._view.explain = None
+
+    async def _replay(self) -> None:
+        """Fold the history in; each plan takes its groups where it was made."""
+        dropped: list[GroupDropped] = []
+        planned = await self._read_planned()
+        while events := await self._listener.read_events():
+            for event_id, record in events:
+                dropped += self._apply(event_id, record)
+                while planned and _position(planned[0].manifest.last_event_id) <= _position(
+                    event_id
+                ):
+                    self._pass(planned.popleft().manifest)
+                    if not planned:
+                        planned = await self._read_planned()
+            await asyncio.sleep(0)
+        await self._settle(dropped)
+
+    async def _read_planned(self) -> deque[StoredManifest]:
+        """The next plans of those that exist, noting the last of them."""
+        stored = await read_manifests(
+            self._client, self._view.run, first_step=self._next_step, max_count=PAGE_MANIFESTS
+        )
+        for each in stored:
+            self._note_written(each)
+        return deque(stored)
+
+    def _pass(self, manifest: Manifest) -> None:
+        wanted = {group.group_id for group in manifest.groups}
+        self._fold.take([group for group in self._fold.ready if group.group_id in wanted])
+
+    def _note_written(self, stored: StoredManifest) -> None:
+        self._next_step = stored.manifest.step + 1
+        self._previous_hash = stored.hash
+        self._next_row_id = stored.manifest.end_row_id
+        self._listener.pass_step(stored.manifest.step)
+
+    async def _listen(self) -> None:
+        """Wait for news and take it in."""
+        news = await self._listener.wait(with_events=True)
+        await self._take_in(news.events)
+        if news.is_frontier_old:
+            await self._view.refresh()
+        elif len(news.events) < PAGE_EVENTS:
+            await asyncio.sleep(GATHER_S)
+
+    async def _take_in(self, events: Iterable[tuple[str, bytes]]) -> None:
+        dropped: list[GroupDropped] = []
+        for event_id, record in events:
+            dropped += self._apply(event_id, record)
+        await self._settle(dropped)
+
+    def _apply(self, event_id: str, record: bytes) -> list[GroupDropped]:
+        """Fold an event in; gives what the ledger must be told, each group at most once."""
+        drops = self._fold.apply(event_id, decode_event(record))
+        if not drops:
+            return drops
+        last = drops[-1]
+        if any(group.group_id == last.group_id for group in self._fold.ready):
+            # The group goes on without these members: they alone are settled.
+            return [dataclasses.replace(drop, state=TrajectoryState.SURPLUS) for drop in drops]
+        keys = tuple(key for drop in drops for key in drop.keys)
+        return [dataclasses.replace(last, keys=keys)]
+
+    async def _settle(self, dropped: list[GroupDropped]) -> None:
+        for group in dropped:
+            logger.info("group %s is %s: %s", group.group_id, group.state, group.reason)
+        try:
+            await settle_groups(self._client, self._view.run, dropped, leader_epoch=self._epoch)
+        except ConflictError as error:  # the rest of them was settled
+            logger.warning("a group of run %s cannot be dropped: %s", self._view.run, error)
+
+    async def _plan_what_is_due(self) -> None:
+        while groups := self._due_groups():
+            if not await self._plan(groups):
+                await self._take_in(await self._listener.read_events())
+
+    def _due_groups(self) -> tuple[ReadyGroup, ...]:
+        """The groups of the next batch; none while it must wait."""
+        if self._next_step > self._last_allowed_step():
+            return ()
+        is_final = self._fold.closed and not self._fold.num_open_groups
+        num_groups = num_groups_to_plan(self._fold.num_ready, self._config, is_final=is_final)
+        return self._fold.ready[:num_groups] if num_groups else ()
+
+    def _last_allowed_step(self) -> int:
+        return self._view.frontier.stepped + 1 + self._config.max_planned_ahead
+
+    async def _plan(self, groups: tuple[ReadyGroup, ...]) -> bool:
+        """Plan, check and write the next batch; False where some of its payload was damaged."""
+        stored = await self._assembler.in_thread(lambda: self._make_plan(groups))
+        manifest = stored.manifest
+        batch = PlannedBatch(manifest=manifest, manifest_hash=stored.hash, config=self._config)
+        try:
+            await self._assembler.check(batch)
+        except DamagedPayloadError as error:
+            await self._set_aside(error)
+            return False
+        await self._before_write(manifest)
+        await write_manifest(self._client, self._view.run, stored, leader_epoch=self._epoch)
+        self._note_written(stored)
+        self._fold.take(groups)
+        self._view.offer(batch)
+        logger.info(
+            "planned step %d of run %s",
+            manifest.step,
+            self._view.run,
+            extra={"num_groups": len(groups), "manifest_hash": stored.hash},
+        )
+        return True
+
+    def _make_plan(self, groups: tuple[ReadyGroup, ...]) -> StoredManifest:
+        manifest = plan_batch(
+            groups,
+            config=self._config,
+            run=self._view.run,
+            step=self._next_step,
+            lineage=self._view.frontier.lineage,
+            previous_hash=self._previous_hash,
+            first_row_id=self._next_row_id,
+            config_revision=self._config_revision,
+        )
+        return encode_for_store(manifest)
+
+    async def _set_aside(self, error: DamagedPayloadError) -> None:
+        logger.warning("run %s: %s", self._view.run, error)
+        for key, reason in error.damages:
+            died = TrajectoryDied(key=key, reason=reason)
+            await mark_dead(self._client, self._view.run, died, leader_epoch=self._epoch)
+
+    def _explain(self, step: int) -> str:
+        """Why a step is not planned yet."""
+        if step > self._next_step:
+            return f"step {step}: step {self._next_step} is planned before it"
+        if step > self._last_allowed_step():
+            stepped = self._view.frontier.stepped
+            return f"step {step} is planned when step {stepped + 1} is stepped"
+        return (
+            f"step {step}: {self._fold.num_ready} of {self._config.batch_groups} groups complete, "
+            f"{self._fold.num_open_groups} open"
+        )
+
+
+def _position(event_id: str) -> tuple[int, int]:
+    """A stream id as numbers, which are ordered as the events are."""
+    milliseconds, _, sequence = event_id.partition("-")
+    return int(milliseconds), int(sequence or 0)

@@ -1,0 +1,31 @@
+"""What a batcher process is told when it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatcherOptions:
+    """Settings of one batcher replica.
+
+    Attributes:
+        redis_url: the store.
+        listen: host:port of the gRPC server; port 0 takes a free one.
+        address_file: where the bound "host:port" is written once the server answers; None
+            writes it nowhere.
+        get_wait_max_s: longest a Get may wait for its batch, whatever it asks for.
+        leader_lease_s: a planner that dies is replaced after at most this long.
+        cache_bytes: payload, rows and encoded mini-batches kept in memory, least recently used
+            dropped first. One mini-batch that is larger is still served.
+        shutdown_grace_s: how long calls in progress may go on after a stop was asked for.
+    """
+
+    redis_url: str
+    listen: str = "127.0.0.1:0"
+    address_file: Path | None = None
+    get_wait_max_s: float = 60.0
+    leader_lease_s: float = 5.0
+    cache_bytes: int = 1 << 30
+    shutdown_grace_s: float = 2.0

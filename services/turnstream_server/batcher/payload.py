@@ -1,0 +1,126 @@
+"""The payload that a plan names: fetched from the store, decoded and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+from redis import exceptions as redis_errors
+
+from turnstream.batching.plan import TrajectoryPlan
+from turnstream.errors import CorruptRecordError, RecordError
+from turnstream.records.turns import decode_turn
+from turnstream.store import keys
+from turnstream.store.connection import Link
+from turnstream.store.replies import translating
+from turnstream.store.scripts import pack
+from turnstream.types import StoredTurn, TrajectoryKey
+
+SLICE_TRAJECTORIES: Final = 128
+"""Trajectories fetched and decoded in one go: it bounds the memory of a reply, and the time for
+which the decoding thread competes with the event loop."""
+
+
+class Damage(NamedTuple):
+    """A trajectory whose payload is not what was sealed, and in which way."""
+
+    key: TrajectoryKey
+    reason: str
+
+
+class DamagedPayloadError(CorruptRecordError):
+    """Payload that a plan names is damaged, missing, or not what was sealed."""
+
+    def __init__(self, damages: tuple[Damage, ...]) -> None:
+        super().__init__(damages)
+        self.damages = damages
+
+    def __str__(self) -> str:
+        named = (f"{keys.trajectory_id(key)}: {reason}" for key, reason in self.damages)
+        return "damaged payload of " + "; ".join(named)
+
+
+Payload = dict[TrajectoryKey, list[StoredTurn]]
+"""The turns of trajectories, in order."""
+
+
+class PayloadReader:
+    """Reads payload from the store; for threads, each of which uses a connection by itself.
+
+    Args:
+        url: of the store.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._idle: list[Link] = []  # appending and popping are atomic
+
+    def read(self, plans: Sequence[TrajectoryPlan], *, run: str) -> Payload:
+        """The turns of these trajectories, whole and with the checksums that were sealed.
+
+        Raises:
+            DamagedPayloadError: names every trajectory of which that is not true.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        turns: Payload = {}
+        damages: list[Damage] = []
+        for start in range(0, len(plans), SLICE_TRAJECTORIES):
+            some = plans[start : start + SLICE_TRAJECTORIES]
+            for plan, records in zip(some, self._fetch(some, run=run), strict=True):
+                try:
+                    turns[plan.key] = _decode(records, plan=plan)
+                except RecordError as error:
+                    damages.append(Damage(plan.key, str(error)))
+        if damages:
+            raise DamagedPayloadError(tuple(damages))
+        return turns
+
+    def close(self) -> None:
+        """Disconnect what is idle."""
+        while self._idle:
+            self._idle.pop().close()
+
+    def _fetch(self, plans: Sequence[TrajectoryPlan], *, run: str) -> Iterator[list[bytes]]:
+        """The records of the planned turns of every trajectory; fewer where some are missing."""
+        data = pack(_words(plan, run=run) for plan in plans)
+        with translating():
+            try:
+                replies = self._exchange(data, len(plans))
+            except (
+                redis_errors.ConnectionError
+            ):  # an idle connection does not see that the server restarted
+                replies = self._exchange(data, len(plans))
+            for reply in replies:
+                if isinstance(reply, redis_errors.RedisError):
+                    raise reply
+                yield [fields[1] for _, fields in reply]
+
+    def _exchange(self, data: bytes, num_replies: int) -> list[Any]:
+        link = self._idle.pop() if self._idle else Link(self._url)
+        replies = link.exchange(data, num_replies)
+        self._idle.append(link)
+        return replies
+
+
+def _words(plan: TrajectoryPlan, *, run: str) -> tuple[str, ...]:
+    stream = keys.trajectory_keys(run, keys.trajectory_id(plan.key)).turns
+    return ("XRANGE", stream, "0-1", f"0-{len(plan.payload_crcs)}")
+
+
+def _decode(records: Sequence[bytes], *, plan: TrajectoryPlan) -> list[StoredTurn]:
+    turns = [decode_turn(record) for record in records]
+    found = tuple([turn.payload_crc for turn in turns])
+    if found != plan.payload_crcs:
+        raise CorruptRecordError(_difference(found, plan.payload_crcs))
+    if plan.has_logprobs:
+        for turn in turns:
+            if turn.logprobs is None and turn.shape.num_trained_tokens:
+                raise CorruptRecordError(f"turn {turn.index} lacks the logprobs that were sealed")
+    return turns
+
+
+def _difference(found: Sequence[int], sealed: Sequence[int]) -> str:
+    if len(found) != len(sealed):
+        return f"{len(found)} turns are stored, {len(sealed)} were sealed"
+    index = next(i for i, pair in enumerate(zip(found, sealed, strict=True)) if pair[0] != pair[1])
+    return f"turn {index} has another checksum than was sealed"

@@ -1,0 +1,149 @@
+"""The task of one run in one replica: follow the run, and lead it while the lease is ours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Final
+
+import redis.asyncio
+
+from turnstream.errors import FencedError, RunNotFoundError, TurnstreamError, UnavailableError
+from turnstream_server.batcher.assembler import Assembler
+from turnstream_server.batcher.leader import Hook, Leader, no_hook
+from turnstream_server.batcher.listener import RunListener
+from turnstream_server.batcher.runs import RunView
+from turnstream_server.batcher.tasks import first_of
+from turnstream_server.bus.leadership import acquire_leadership, release_leadership
+from turnstream_server.bus.trajectories import post_forgotten_seals
+
+logger = logging.getLogger(__name__)
+
+RENEWALS_PER_LEASE: Final = 3
+"""Two of them may fail before the leadership is lost."""
+
+_FIRST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 2.0
+_RELEASE_S: Final = 1.0
+
+
+class RunPlanner:
+    """Keeps a run's view fresh, and plans the run whenever no other replica does.
+
+    Args:
+        client: of the store.
+        view: what this replica knows of the run.
+        assembler: checks the payload of what is planned.
+        owner: name of this replica, different from every other's.
+        lease_s: a leader that is silent for so long is replaced.
+        before_write: awaited between the check of a plan and its writing; for fault injection.
+    """
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        view: RunView,
+        assembler: Assembler,
+        *,
+        owner: str,
+        lease_s: float,
+        before_write: Hook = no_hook,
+    ) -> None:
+        self._client = client
+        self._view = view
+        self._assembler = assembler
+        self._owner = owner
+        self._lease_s = lease_s
+        self._before_write = before_write
+
+    async def run(self) -> None:
+        """Go on until cancelled, or until the run is gone from the store."""
+        num_failures = 0
+        while True:
+            started_s = asyncio.get_running_loop().time()
+            try:
+                await self._follow_then_lead()
+            except RunNotFoundError:
+                logger.warning("run %s is gone from the store", self._view.run)
+                return
+            except FencedError as error:
+                logger.warning("no longer leading run %s: %s", self._view.run, error)
+            except UnavailableError as error:
+                logger.warning("planning of run %s waits: %s", self._view.run, error)
+                self._view.trouble = str(error)
+            except Exception as error:  # a defect in one run must not stop the others
+                logger.exception("planning of run %s failed", self._view.run)
+                self._view.trouble = repr(error)
+            lasted_s = asyncio.get_running_loop().time() - started_s
+            num_failures = num_failures + 1 if lasted_s < _LONGEST_PAUSE_S else 0
+            await asyncio.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(num_failures, 10)))
+
+    async def _follow_then_lead(self) -> None:
+        epoch = await first_of(self._follow())
+        try:
+            await first_of(self._lead(epoch), self._renew(epoch))
+        except asyncio.CancelledError:
+            await self._release(epoch)
+            raise
+
+    async def _follow(self) -> int:
+        """Keep the view fresh until the leadership is ours; its epoch."""
+        loop = asyncio.get_running_loop()
+        frontier = await self._view.refresh()
+        listener = RunListener(self._client, self._view.run, after_step=frontier.planned)
+        while True:
+            leadership = await acquire_leadership(
+                self._client, self._view.run, owner=self._owner, lease_s=self._lease_s
+            )
+            if leadership.is_ours:
+                return leadership.epoch
+            try_again_s = loop.time() + leadership.lease_left_s
+            while (left_s := try_again_s - loop.time()) > 0:
+                news = await listener.wait(with_events=False, wait_s=left_s)
+                if news.is_frontier_old:
+                    await self._view.refresh()
+
+    async def _lead(self, epoch: int) -> None:
+        revision, config = await self._view.newest_config()
+        leader = Leader(
+            self._client,
+            self._view,
+            self._assembler,
+            epoch=epoch,
+            config_revision=revision,
+            config=config,
+            before_write=self._before_write,
+        )
+        await leader.lead()
+
+    async def _renew(self, epoch: int) -> None:
+        """Renew the lease until it is lost."""
+        has_swept = False
+        while True:
+            await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
+            leadership = await acquire_leadership(
+                self._client, self._view.run, owner=self._owner, lease_s=self._lease_s
+            )
+            if not leadership.is_ours or leadership.epoch != epoch:
+                raise FencedError(f"epoch {epoch} is over, {leadership.owner!r} leads")
+            if not has_swept:
+                await self._sweep()
+                has_swept = True
+
+    async def _sweep(self) -> None:
+        """Post the seals of writers that died between a seal and its event.
+
+        Done a while after a term has begun: by then, writers that live have posted their own.
+        """
+        num_posted = await post_forgotten_seals(self._client, self._view.run)
+        if num_posted:
+            logger.info("posted %d forgotten seals of run %s", num_posted, self._view.run)
+
+    async def _release(self, epoch: int) -> None:
+        """Let another replica lead at once, if the store can be told so."""
+        with contextlib.suppress(TurnstreamError, TimeoutError):
+            async with asyncio.timeout(_RELEASE_S):
+                await release_leadership(
+                    self._client, self._view.run, owner=self._owner, epoch=epoch
+                )

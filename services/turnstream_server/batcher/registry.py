@@ -1,0 +1,125 @@
+"""The runs that this replica takes part in: those of the store at the start, later by name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from turnstream.errors import RunNotFoundError
+from turnstream.store import keys
+from turnstream.store.replies import translate
+from turnstream_server.batcher.assembler import Assembler
+from turnstream_server.batcher.leader import Hook, no_hook
+from turnstream_server.batcher.planner import RunPlanner
+from turnstream_server.batcher.runs import RunView
+from turnstream_server.bus.frontier import Frontier, read_frontier_async
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    view: RunView
+    task: asyncio.Task[None]
+
+
+class RunRegistry:
+    """Views of runs, each kept fresh by a planner task.
+
+    Args:
+        client: of the store.
+        assembler: checks the payload of what is planned.
+        tasks: in which the planners run.
+        lease_s: a leader that is silent for so long is replaced.
+        before_write: see Leader; for fault injection.
+    """
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        assembler: Assembler,
+        tasks: asyncio.TaskGroup,
+        *,
+        lease_s: float,
+        before_write: Hook = no_hook,
+    ) -> None:
+        self._client = client
+        self._assembler = assembler
+        self._tasks = tasks
+        self._lease_s = lease_s
+        self._before_write = before_write
+        self._owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+        self._entries: dict[str, _Entry] = {}
+
+    async def find_all(self) -> None:
+        """Take part in every run of the store that is not closed.
+
+        A closed run opens no group, so nothing in it waits for a plan but a trainer, whose first
+        call names the run.
+
+        Raises:
+            StoreUnavailableError: the store cannot be reached.
+        """
+        try:
+            names: Any = await self._client.execute_command("SMEMBERS", keys.RUNS)
+        except (RedisError, OSError) as error:
+            raise translate(error) from error
+        for name in sorted(names):
+            run = keys.decode_name(name.decode())
+            try:
+                frontier = await read_frontier_async(self._client, run)
+            except RunNotFoundError:  # of a run that was deleted, the name may be left over
+                continue
+            if not frontier.is_closed and not self._takes_part(run):
+                self._entries[run] = self._begin(run, frontier)
+
+    async def find(self, run: str) -> RunView:
+        """The view of a run; from the first call on, this replica takes part in it.
+
+        Raises:
+            RunNotFoundError: the store has no such run.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        if not self._takes_part(run):
+            frontier = await read_frontier_async(self._client, run)
+            if not self._takes_part(run):  # no other call was faster
+                self._entries[run] = self._begin(run, frontier)
+        return self._entries[run].view
+
+    def dismiss(self) -> None:
+        """Answer whoever waits for a batch that this replica stops."""
+        for entry in self._entries.values():
+            entry.view.close()
+
+    async def close(self) -> None:
+        """Stop the planners and give leaderships back."""
+        tasks = [entry.task for entry in self._entries.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _takes_part(self, run: str) -> bool:
+        entry = self._entries.get(run)
+        return entry is not None and not entry.task.done()
+
+    def _begin(self, run: str, frontier: Frontier) -> _Entry:
+        view = RunView(
+            self._client,
+            run,
+            frontier=frontier,
+            on_stepped=lambda step: self._assembler.release(run, through_step=step),
+        )
+        planner = RunPlanner(
+            self._client,
+            view,
+            self._assembler,
+            owner=self._owner,
+            lease_s=self._lease_s,
+            before_write=self._before_write,
+        )
+        return _Entry(view, self._tasks.create_task(planner.run(), name=f"planner of {run}"))

@@ -1,0 +1,211 @@
+"""What a replica knows of a run: kept fresh by the run's planner, waited for by calls."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Final
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.errors import (
+    BatcherUnavailableError,
+    EndOfRunError,
+    NotReadyError,
+    RunNotFoundError,
+)
+from turnstream.records.configs import decode_config
+from turnstream.store import keys
+from turnstream.store.replies import translate
+from turnstream.types import TrajectoryState
+from turnstream_server.batcher.shares import PlannedBatch
+from turnstream_server.bus.frontier import Frontier, read_frontier_async
+from turnstream_server.bus.ledger import read_ledger_async
+from turnstream_server.bus.manifests import read_manifest
+
+_MANIFESTS_KEPT: Final = 8
+
+
+class RunView:
+    """A run as this replica sees it.
+
+    Args:
+        client: of the store.
+        run: name of the run.
+        on_stepped: called with the newest stepped batch whenever it may have moved.
+
+    Attributes:
+        frontier: as it was read last.
+        explain: why a step is not there yet, in the words of a planner that leads; else None.
+        trouble: why planning failed the last time; empty once it went well.
+    """
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        run: str,
+        *,
+        frontier: Frontier,
+        on_stepped: Callable[[int], None],
+    ) -> None:
+        self.run = run
+        self.frontier = frontier
+        self.explain: Callable[[int], str] | None = None
+        self.trouble = ""
+        self._client = client
+        self._on_stepped = on_stepped
+        self._changed = asyncio.Event()
+        self._batches: OrderedDict[int, PlannedBatch] = OrderedDict()
+        self._configs: dict[int, BatchingConfig] = {}
+        self._is_drained = False  # once the groups of a closed run are decided, they stay so
+        self._is_closed = False
+
+    async def refresh(self) -> Frontier:
+        """Read the frontier and wake whoever waits for it.
+
+        Raises:
+            RunNotFoundError: the run is gone.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        frontier = await read_frontier_async(self._client, self.run)
+        self._set_frontier(frontier)
+        return frontier
+
+    def offer(self, batch: PlannedBatch) -> None:
+        """A batch was planned here: no need to read it back."""
+        step = batch.manifest.step
+        self.trouble = ""
+        self._keep(batch)
+        self._set_frontier(dataclasses.replace(self.frontier, planned=step))
+
+    def close(self) -> None:
+        """Send away whoever waits: this replica stops."""
+        self._is_closed = True
+        self._changed.set()
+
+    async def wait_for_batch(
+        self, step: int, *, check: Callable[[Frontier], None], wait_s: float
+    ) -> PlannedBatch:
+        """The batch of a step, once it is planned.
+
+        Args:
+            step: number of the batch.
+            check: raises where the caller may not have it; asked again after every change.
+            wait_s: longest wait.
+
+        Raises:
+            BatcherUnavailableError: this replica stops.
+            NotReadyError: it was not planned within `wait_s`; says what is missing.
+            EndOfRunError: there will never be one.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        deadline_s = asyncio.get_running_loop().time() + wait_s
+        await self.refresh()  # an old session must not be served from what was true a moment ago
+        while True:
+            if self._is_closed:
+                raise BatcherUnavailableError("this replica stops")
+            changed = self._changed
+            check(self.frontier)
+            if step <= self.frontier.planned:
+                return await self.batch(step)
+            if await self._is_over():
+                raise EndOfRunError(f"run {self.run!r} ended with step {self.frontier.planned}")
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    await changed.wait()
+            except TimeoutError:
+                raise NotReadyError(await self._why_not(step)) from None
+
+    async def batch(self, step: int) -> PlannedBatch:
+        """The plan of a step that is planned.
+
+        Raises:
+            RecordError: the stored plan is damaged, or of a newer release.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        batch = self._batches.get(step)
+        if batch is None:
+            stored = await read_manifest(self._client, self.run, step)
+            if stored is None:
+                raise NotReadyError(f"step {step}: its plan is not in the store")
+            config = await self.config(stored.manifest.config_revision)
+            batch = PlannedBatch(manifest=stored.manifest, manifest_hash=stored.hash, config=config)
+            self._keep(batch)
+        return batch
+
+    async def config(self, revision: int) -> BatchingConfig:
+        """The configuration of the run in one of its revisions.
+
+        Raises:
+            RunNotFoundError: the store has no such revision.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        config = self._configs.get(revision)
+        if config is None:
+            text = await self._call("HGET", keys.run_keys(self.run).config, revision)
+            if text is None:
+                raise RunNotFoundError(f"run {self.run!r} has no config revision {revision}")
+            config = self._configs[revision] = decode_config(text)
+        return config
+
+    async def newest_config(self) -> tuple[int, BatchingConfig]:
+        """The configuration that the next batch is planned with, and its revision.
+
+        Raises:
+            RunNotFoundError: no such run.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        revision = await self._call("HGET", keys.run_keys(self.run).config, "newest")
+        if revision is None:
+            raise RunNotFoundError(f"no run named {self.run!r}")
+        return int(revision), await self.config(int(revision))
+
+    def _keep(self, batch: PlannedBatch) -> None:
+        self._batches[batch.manifest.step] = batch
+        while len(self._batches) > _MANIFESTS_KEPT:
+            self._batches.popitem(last=False)
+
+    def _set_frontier(self, frontier: Frontier) -> None:
+        self.frontier = frontier
+        self._on_stepped(frontier.stepped)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _is_over(self) -> bool:
+        """Whether every group that was ever opened is decided, and all batches are stepped."""
+        frontier = self.frontier
+        if not frontier.is_closed or frontier.stepped < frontier.planned:
+            return False
+        if not self._is_drained:
+            groups: list[bytes] = await self._call("HVALS", keys.run_keys(self.run).groups)
+            self._is_drained = not any(group.endswith(b":open") for group in groups)
+            if self._is_drained:  # the last batch may have been planned while this was read
+                frontier = await self.refresh()
+        return self._is_drained and frontier.stepped >= frontier.planned
+
+    async def _why_not(self, step: int) -> str:
+        reason = await self._missing(step)
+        return f"{reason}; planning failed: {self.trouble}" if self.trouble else reason
+
+    async def _missing(self, step: int) -> str:
+        frontier = self.frontier
+        if frontier.is_closed and frontier.stepped < frontier.planned < step:
+            return f"step {step}: the run is closed; step {frontier.planned} is not stepped yet"
+        if self.explain is not None:
+            return self.explain(step)
+        ledger = await read_ledger_async(self._client, self.run)
+        return (
+            f"step {step}: {frontier.planned} steps are planned, {frontier.stepped} are stepped; "
+            f"{ledger.by_state[TrajectoryState.OPEN]} trajectories are open, "
+            f"{ledger.by_state[TrajectoryState.SEALED]} are sealed"
+        )
+
+    async def _call(self, *words: str | int) -> Any:
+        try:
+            return await self._client.execute_command(*words)
+        except (RedisError, OSError) as error:
+            raise translate(error) from error

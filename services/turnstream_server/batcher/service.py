@@ -1,0 +1,132 @@
+"""One batcher process: the gRPC server and a planner per run, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Final
+
+import grpc.aio
+
+from turnstream.errors import InvalidConfigError
+from turnstream.store.connection import connect_async
+from turnstream_server.batcher.assembler import Assembler
+from turnstream_server.batcher.leader import Hook, no_hook
+from turnstream_server.batcher.options import BatcherOptions
+from turnstream_server.batcher.registry import RunRegistry
+from turnstream_server.batcher.servicer import BatchesServicer, handlers
+from turnstream_server.batcher.tasks import task_group
+
+logger = logging.getLogger(__name__)
+
+_SERVER_OPTIONS: Final = (
+    # Two batchers on one port would each answer half of the calls, unnoticed.
+    ("grpc.so_reuseport", 0),
+    # Requests are small, our own messages bounded: the limit only stops what is not ours.
+    ("grpc.max_receive_message_length", 4 << 20),
+    ("grpc.max_send_message_length", -1),
+    # A client that waits minutes for a batch hears nothing meanwhile: pings keep its path through
+    # load balancers open, and a peer that is gone is noticed.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+)
+
+
+def run_batcher(options: BatcherOptions) -> None:
+    """Serve until SIGTERM or SIGINT, then stop cleanly.
+
+    Raises:
+        InvalidConfigError: the address to listen on is taken, or none.
+        StoreUnavailableError: the store cannot be reached at the start.
+    """
+    asyncio.run(_serve_until_signal(options))
+
+
+async def _serve_until_signal(options: BatcherOptions) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with serving(options) as address:
+        _calm_the_collector()
+        if options.address_file is not None:
+            _write_whole(options.address_file, address)
+        await stop.wait()
+        logger.info("batcher at %s stops", address)
+
+
+def _calm_the_collector() -> None:
+    """Spare the garbage collector what it would do in vain."""
+    # What is loaded by now stays. To look through it again at every full collection would stop
+    # the event loop for 30 ms each time.
+    gc.collect()
+    gc.freeze()
+    # A trajectory is some forty objects from its event to its plan, none of them in a cycle: at
+    # the usual 700 the collector runs for every 20 trajectories, and finds nothing.
+    gc.set_threshold(20_000, 10, 10)
+
+
+@contextlib.asynccontextmanager
+async def serving(options: BatcherOptions, *, before_write: Hook = no_hook) -> AsyncIterator[str]:
+    """Serve for as long as the block lasts; gives the bound "host:port".
+
+    Args:
+        options: of this replica.
+        before_write: awaited between the check of a plan and its writing; for fault injection.
+
+    Raises:
+        InvalidConfigError: the address to listen on is taken, or none.
+        StoreUnavailableError: the store cannot be reached at the start.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        client = await stack.enter_async_context(connect_async(options.redis_url))
+        assembler = Assembler(options.redis_url, max_cache_bytes=options.cache_bytes)
+        stack.push_async_callback(assembler.close)
+        tasks = await stack.enter_async_context(task_group())
+        runs = RunRegistry(
+            client,
+            assembler,
+            tasks,
+            lease_s=options.leader_lease_s,
+            before_write=before_write,
+        )
+        stack.push_async_callback(runs.close)
+        await runs.find_all()
+        servicer = BatchesServicer(client, runs.find, assembler, wait_max_s=options.get_wait_max_s)
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        server.add_generic_rpc_handlers((handlers(servicer),))
+        address = _bind(server, options.listen)
+        await server.start()
+        stack.push_async_callback(_stop, server, runs, options.shutdown_grace_s)
+        logger.info("batcher listens at %s", address)
+        yield address
+
+
+async def _stop(server: grpc.aio.Server, runs: RunRegistry, grace_s: float) -> None:
+    """Let transfers in progress end; whoever waits for a batch is sent away at once."""
+    runs.dismiss()
+    await server.stop(grace_s)
+
+
+def _bind(server: grpc.aio.Server, listen: str) -> str:
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise InvalidConfigError("listen", f"{listen!r}: {error}") from error
+    host, _, _ = listen.rpartition(":")
+    return f"{host}:{port}"
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file that nobody can see half-written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)

@@ -1,0 +1,277 @@
+"""The calls of `turnstream.wire.v1.Batches`: requests checked, the store asked, errors told."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+import grpc
+import grpc.aio
+import redis.asyncio
+
+from turnstream.errors import (
+    ConflictError,
+    CorruptRecordError,
+    FencedError,
+    InvalidConfigError,
+    RejectedError,
+    TurnstreamError,
+)
+from turnstream.records.configs import encode_config
+from turnstream.records.statuses import error_to_status
+from turnstream.types import RecoveryToken, VersionAnnounced
+from turnstream.wire.v1 import batches_pb2 as wire
+from turnstream_server.batcher.assembler import Assembler
+from turnstream_server.batcher.chunks import data_messages, header_message
+from turnstream_server.batcher.payload import DamagedPayloadError
+from turnstream_server.batcher.runs import RunView
+from turnstream_server.batcher.shares import PlannedBatch
+from turnstream_server.bus.frontier import Frontier
+from turnstream_server.bus.sessions import (
+    TrainerSession,
+    acknowledge_committed,
+    acknowledge_stepped,
+    start_session,
+)
+from turnstream_server.bus.versions import announce_version, newest_version
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "turnstream.wire.v1.Batches"
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+
+
+class FindRun(Protocol):
+    """Gives the view of a run, from the first call that names it on."""
+
+    async def __call__(self, run: str) -> RunView:
+        """The view.
+
+        Raises:
+            RunNotFoundError: the store has no such run.
+        """
+        ...
+
+
+class BatchesServicer:
+    """What every call does, in terms of values and errors of ours.
+
+    Args:
+        client: of the store.
+        find_run: gives the view of a run.
+        assembler: makes shares.
+        wait_max_s: longest wait of a Get.
+    """
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        find_run: FindRun,
+        assembler: Assembler,
+        *,
+        wait_max_s: float,
+    ) -> None:
+        self._client = client
+        self._find_run = find_run
+        self._assembler = assembler
+        self._wait_max_s = wait_max_s
+
+    async def start(self, request: wire.StartRequest) -> wire.StartReply:
+        """Begin a trainer session."""
+        view = await self._find_run(request.run)
+        token = _parse_token(request.recovery_token) if request.recovery_token else None
+        session = await start_session(
+            self._client,
+            request.run,
+            session=request.session,
+            dp_world_size=request.dp_world_size,
+            token=token,
+        )
+        _log_start(request, session)
+        await view.refresh()
+        _, config = await view.newest_config()
+        newest = await newest_version(self._client, request.run)
+        return wire.StartReply(
+            session_epoch=session.session_epoch,
+            next_step=session.next_step,
+            config_json=encode_config(config),
+            lineage=session.lineage,
+            newest_version=-1 if newest is None else newest.version,
+        )
+
+    async def get(self, request: wire.GetRequest) -> AsyncIterator[bytes]:
+        """The messages of one rank's share, mini-batch by mini-batch."""
+        if request.step < 1:
+            raise RejectedError("steps count from 1")
+        view = await self._find_run(request.run)
+        batch = await view.wait_for_batch(
+            request.step,
+            check=lambda frontier: _check_caller(request, frontier),
+            wait_s=min(request.wait_s, self._wait_max_s),
+        )
+        try:
+            async for message in self._messages(batch, request):
+                yield message
+        except DamagedPayloadError as error:
+            raise CorruptRecordError(f"step {request.step}: {error}") from error
+
+    async def stepped(self, request: wire.SteppedRequest) -> wire.SteppedReply:
+        """Note that the optimizer took a step."""
+        token = await acknowledge_stepped(
+            self._client,
+            request.run,
+            session_epoch=request.session_epoch,
+            step=request.step,
+            manifest_hash=request.manifest_hash,
+        )
+        return wire.SteppedReply(recovery_token=str(token))
+
+    async def committed(self, request: wire.CommittedRequest) -> wire.CommittedReply:
+        """Note that a checkpoint is on disk."""
+        await acknowledge_committed(
+            self._client,
+            request.run,
+            session_epoch=request.session_epoch,
+            token=_parse_token(request.recovery_token),
+        )
+        return wire.CommittedReply()
+
+    async def announce_version(
+        self, request: wire.AnnounceVersionRequest
+    ) -> wire.AnnounceVersionReply:
+        """Tell generators of new weights."""
+        view = await self._find_run(request.run)
+        announced = VersionAnnounced(
+            version=request.version,
+            step=request.step,
+            lineage=view.frontier.lineage,
+            weights_uri=request.weights_uri,
+        )
+        await announce_version(
+            self._client, request.run, announced, session_epoch=request.session_epoch
+        )
+        return wire.AnnounceVersionReply()
+
+    async def _messages(
+        self, batch: PlannedBatch, request: wire.GetRequest
+    ) -> AsyncIterator[bytes]:
+        whose = {"dp_rank": request.dp_rank, "dp_world_size": request.dp_world_size}
+        num_mini_batches = len(batch.manifest.mini_batches)
+        for mini_batch in range(num_mini_batches):
+            share = await self._assembler.share(batch, mini_batch=mini_batch, **whose)
+            if mini_batch + 1 < num_mini_batches:  # made while this one is sent
+                self._assembler.prepare(batch, mini_batch=mini_batch + 1, **whose)
+            yield header_message(
+                share,
+                step=batch.manifest.step,
+                mini_batch=mini_batch,
+                num_mini_batches=num_mini_batches,
+            )
+            for message in data_messages(share.data):
+                yield message
+
+
+def handlers(servicer: BatchesServicer) -> grpc.GenericRpcHandler:
+    """The servicer as gRPC calls it; payload passes through without a message class."""
+    calls = {
+        "Start": _unary(servicer.start, wire.StartRequest),
+        "Stepped": _unary(servicer.stepped, wire.SteppedRequest),
+        "Committed": _unary(servicer.committed, wire.CommittedRequest),
+        "AnnounceVersion": _unary(servicer.announce_version, wire.AnnounceVersionRequest),
+        "Get": _stream(servicer.get),
+    }
+    return grpc.method_handlers_generic_handler(SERVICE, calls)
+
+
+def _unary(method: Callable[[Any], Awaitable[Any]], request_type: Any) -> Any:
+    async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        async with _refusing(context):
+            return await method(request)
+
+    return grpc.unary_unary_rpc_method_handler(
+        answer,
+        request_deserializer=request_type.FromString,
+        response_serializer=_serialize,
+    )
+
+
+def _stream(
+    method: Callable[[wire.GetRequest], AsyncIterator[bytes]],
+) -> Any:
+    async def answer(
+        request: wire.GetRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[bytes]:
+        async with _refusing(context):
+            async for message in method(request):
+                yield message
+
+    return grpc.unary_stream_rpc_method_handler(
+        answer, request_deserializer=wire.GetRequest.FromString
+    )
+
+
+@contextlib.asynccontextmanager
+async def _refusing(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """Answer with the status of whatever error the block raises."""
+    try:
+        yield
+    except TurnstreamError as error:
+        code, details = error_to_status(error)
+        await context.abort(grpc.StatusCode[code], details)
+    except Exception:
+        logger.exception("a call failed")
+        await context.abort(grpc.StatusCode.INTERNAL, "the batcher failed; its log says how")
+
+
+def _serialize(message: Any) -> bytes:
+    return message.SerializeToString()
+
+
+def _parse_token(text: str) -> RecoveryToken:
+    try:
+        return RecoveryToken.parse(text)
+    except ValueError as error:
+        raise InvalidConfigError("recovery_token", f"{text!r} is not a recovery token") from error
+
+
+def _check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
+    """Refuse a rank that is not one of the run's present session."""
+    if request.session_epoch != frontier.session_epoch or not frontier.session_epoch:
+        raise FencedError(
+            f"trainer session {request.session_epoch} is over, {frontier.session_epoch} has begun"
+        )
+    if request.dp_world_size != frontier.dp_world_size:
+        raise ConflictError(
+            f"the session has {frontier.dp_world_size} ranks, not {request.dp_world_size}"
+        )
+    if request.dp_rank >= request.dp_world_size:
+        raise InvalidConfigError(
+            "dp_rank", f"{request.dp_rank} is not below dp_world_size={request.dp_world_size}"
+        )
+
+
+def _log_start(request: wire.StartRequest, session: TrainerSession) -> None:
+    facts = {
+        "session_epoch": session.session_epoch,
+        "dp_world_size": request.dp_world_size,
+        "lineage": session.lineage,
+    }
+    logger.info(
+        "trainer session %r of run %s begins at step %d",
+        request.session,
+        request.run,
+        session.next_step,
+        extra=facts,
+    )
+    if session.is_rollback:
+        logger.warning(
+            "run %s goes back behind committed step %d; steps %s come again",
+            request.run,
+            session.previous_committed,
+            list(session.returning_steps),
+            extra=facts,
+        )

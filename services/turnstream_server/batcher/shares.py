@@ -1,0 +1,112 @@
+"""One rank's share of a mini-batch: a pure function of the manifest, its rows and the rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.minibatch import micro_batches, rank_share
+from turnstream.batching.plan import GroupPlan, Manifest
+from turnstream.records.batches import EncodedMiniBatch, encode_mini_batch
+from turnstream.types import MiniBatch, MiniBatchInfo, Rows
+
+Passes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedBatch:
+    """A manifest, what it is called, and the configuration that it was made under."""
+
+    manifest: Manifest
+    manifest_hash: str
+    config: BatchingConfig
+
+    def groups_of(self, mini_batch: int) -> tuple[GroupPlan, ...]:
+        """The groups of one optimizer update, in order."""
+        plan = self.manifest.mini_batches[mini_batch]
+        return self.manifest.groups[plan.first_group : plan.first_group + plan.num_groups]
+
+
+def encode_share(
+    batch: PlannedBatch, rows: Rows, *, mini_batch: int, dp_rank: int, dp_world_size: int
+) -> EncodedMiniBatch:
+    """One rank's share, encoded; the same arguments give the same bytes.
+
+    Args:
+        batch: the plan.
+        rows: all rows of this mini-batch.
+        mini_batch: its index.
+        dp_rank: whose share.
+        dp_world_size: of how many.
+    """
+    share = rank_share(
+        rows,
+        step=batch.manifest.step,
+        mini_batch=mini_batch,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        pad_token_id=batch.config.pad_token_id,
+    )
+    passes = micro_batches(
+        rows,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        max_tokens=batch.config.max_tokens_per_micro_batch,
+    )
+    num_inert_rows = int(np.count_nonzero(share.is_padding))
+    info = _info(
+        batch,
+        mini_batch=mini_batch,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        num_real_rows=len(share) - num_inert_rows,
+        num_inert_rows=num_inert_rows,
+        passes=passes,
+    )
+    return encode_mini_batch(MiniBatch(rows=share, info=info))
+
+
+def _info(
+    batch: PlannedBatch,
+    *,
+    mini_batch: int,
+    dp_rank: int,
+    dp_world_size: int,
+    num_real_rows: int,
+    num_inert_rows: int,
+    passes: Passes,
+) -> MiniBatchInfo:
+    manifest = batch.manifest
+    plan = manifest.mini_batches[mini_batch]
+    members = [member for group in batch.groups_of(mini_batch) for member in group.trajectories]
+    num_tokens = sum(row.num_tokens for member in members for row in member.sequences)
+    return MiniBatchInfo(
+        run=manifest.run,
+        step=manifest.step,
+        revision=manifest.revision,
+        lineage=manifest.lineage,
+        mini_batch=mini_batch,
+        num_mini_batches=len(manifest.mini_batches),
+        manifest_hash=batch.manifest_hash,
+        assembly_version=manifest.assembly_version,
+        config_revision=manifest.config_revision,
+        pad_token_id=batch.config.pad_token_id,
+        width=plan.width,
+        response_width=plan.response_width,
+        denominators=plan.denominators,
+        padding_share=1.0 - num_tokens / (plan.num_rows * plan.width),
+        merge_ratio=sum(member.num_turn_tokens for member in members) / num_tokens,
+        oldest_version=min(
+            (m.oldest_version for m in members if m.oldest_version is not None), default=None
+        ),
+        newest_version=max(
+            (m.newest_version for m in members if m.newest_version is not None), default=None
+        ),
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        num_real_rows=num_real_rows,
+        num_inert_rows=num_inert_rows,
+        micro_batches=passes,
+    )

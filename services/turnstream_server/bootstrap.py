@@ -1,0 +1,77 @@
+"""The composition root: settings and a command's options in, a running service out.
+
+Services are imported when they are started, so that a command line costs no torch and no gRPC.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from turnstream.errors import InvalidConfigError
+from turnstream_server.logs import configure_logging
+from turnstream_server.settings import Settings
+
+if TYPE_CHECKING:
+    from turnstream_server.generators.live import LiveGeneratorConfig
+    from turnstream_server.generators.replay import ReplayConfig
+    from turnstream_server.trainer.config import TrainerConfig
+
+
+def store_url(settings: Settings, given: str | None = None) -> str:
+    """The address of a store that runs already: the given one, else that of the settings.
+
+    Raises:
+        InvalidConfigError: neither names one.
+    """
+    if given:
+        return given
+    if settings.redis_url is None:
+        raise InvalidConfigError(
+            "TURNSTREAM_REDIS_URL", "is not set; name a store there, or with --redis"
+        )
+    return settings.redis_url.get_secret_value()
+
+
+def start_batcher(
+    settings: Settings, *, redis_url: str, listen: str | None, address_file: Path | None
+) -> None:
+    """Serve batches until SIGTERM or SIGINT."""
+    from turnstream_server.batcher.options import BatcherOptions
+    from turnstream_server.batcher.service import run_batcher
+
+    configure_logging(settings.log_level, service="batcher")
+    options = BatcherOptions(
+        redis_url=redis_url,
+        listen=listen or f"{settings.batcher_host}:{settings.batcher_port}",
+        address_file=address_file,
+        get_wait_max_s=settings.get_wait_max_s,
+        leader_lease_s=settings.lease_s,
+        cache_bytes=settings.assembly_cache_bytes,
+    )
+    run_batcher(options)
+
+
+def start_trainer(settings: Settings, config: TrainerConfig) -> int:
+    """Train until the run ends, or SIGTERM or SIGINT comes; gives the exit status."""
+    from turnstream_server.trainer.service import run_trainer
+
+    configure_logging(settings.log_level, service="trainer")
+    return run_trainer(config)
+
+
+def start_live_generator(settings: Settings, config: LiveGeneratorConfig) -> int:
+    """Play until the run ends, or SIGTERM or SIGINT comes; gives the exit status."""
+    from turnstream_server.generators.live import run_live_generator
+
+    configure_logging(settings.log_level, service=config.writer)
+    return run_live_generator(config)
+
+
+def start_replay(settings: Settings, config: ReplayConfig) -> int:
+    """Publish one share of a file; gives the exit status."""
+    from turnstream_server.generators.replay import run_replay
+
+    configure_logging(settings.log_level, service=config.writer)
+    run_replay(config)
+    return 0

@@ -1,0 +1,319 @@
+"""Batcher replicas on a real store, called over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import grpc
+import grpc.aio
+import pytest
+
+from turnstream import testing
+from turnstream.batching.config import BatchingConfig
+from turnstream.generator import Publisher
+from turnstream.records.batches import decode_mini_batch
+from turnstream.records.events import encode_event
+from turnstream.records.statuses import status_to_error
+from turnstream.records.turns import encode_turn
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.store.runs import create_run
+from turnstream.store.scripts import Script, run_command
+from turnstream.types import (
+    Group,
+    GroupOpened,
+    MiniBatch,
+    RecoveryToken,
+    StoredTurn,
+    TrajectoryKey,
+    TurnShape,
+)
+from turnstream.wire.v1 import batches_pb2 as wire
+from turnstream_server.batcher.leader import Hook, no_hook
+from turnstream_server.batcher.options import BatcherOptions
+from turnstream_server.batcher.service import serving
+from turnstream_server.embedded import EmbeddedServer
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[EmbeddedServer]:
+    """The embedded server of all tests that do not harm it."""
+    with EmbeddedServer() as server:
+        yield server
+
+
+class Replica:
+    """A batcher in this process."""
+
+    def __init__(self, options: BatcherOptions, before_write: Hook) -> None:
+        self.address = ""
+        self._options = options
+        self._before_write = before_write
+        self._may_end = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Return when it answers."""
+        ready = asyncio.Event()
+        self._task = asyncio.create_task(self._serve(ready))
+        waiting = asyncio.create_task(ready.wait())
+        await asyncio.wait({self._task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if self._task.done():
+            self._task.result()
+
+    async def stop(self) -> None:
+        """Stop cleanly."""
+        self._may_end.set()
+        if self._task is not None:
+            await self._task
+
+    async def _serve(self, ready: asyncio.Event) -> None:
+        async with serving(self._options, before_write=self._before_write) as self.address:
+            ready.set()
+            await self._may_end.wait()
+
+
+class Pulled(NamedTuple):
+    """A mini-batch as it came."""
+
+    header: wire.MiniBatchHeader
+    mini_batch: MiniBatch
+
+    @property
+    def rows(self) -> list[str]:
+        """Its rows in letters, inert ones included."""
+        return testing.spell(self.mini_batch.rows)
+
+
+class Trainer:
+    """A trainer's calls to one batcher."""
+
+    def __init__(self, address: str, run: str) -> None:
+        self.run = run
+        self.session_epoch = 0
+        self.dp_world_size = 1
+        self._channel = grpc.aio.insecure_channel(address)
+
+    async def start(
+        self, session: str = "s", *, token: str = "", dp_world_size: int = 1
+    ) -> wire.StartReply:
+        """Begin a session; later calls carry its epoch."""
+        request = wire.StartRequest(
+            run=self.run, recovery_token=token, dp_world_size=dp_world_size, session=session
+        )
+        reply = await self._call("Start", request, wire.StartReply)
+        self.session_epoch = reply.session_epoch
+        self.dp_world_size = dp_world_size
+        return reply
+
+    async def get(self, step: int, *, dp_rank: int = 0, wait_s: float = 10.0) -> list[Pulled]:
+        """All mini-batches of a step."""
+        request = wire.GetRequest(
+            run=self.run,
+            step=step,
+            dp_rank=dp_rank,
+            dp_world_size=self.dp_world_size,
+            session_epoch=self.session_epoch,
+            wait_s=wait_s,
+        )
+        call = self._channel.unary_stream(
+            "/turnstream.wire.v1.Batches/Get",
+            request_serializer=wire.GetRequest.SerializeToString,
+            response_deserializer=wire.GetChunk.FromString,
+        )
+        headers: list[wire.MiniBatchHeader] = []
+        data: list[bytearray] = []
+        try:
+            async for chunk in call(request):
+                if chunk.HasField("header"):
+                    headers.append(chunk.header)
+                    data.append(bytearray())
+                else:
+                    data[-1] += chunk.data
+        except grpc.aio.AioRpcError as error:
+            raise status_to_error(error.code().name, error.details() or "") from error
+        return [Pulled(*pair) for pair in zip(headers, map(decode_mini_batch, data), strict=True)]
+
+    async def stepped(self, pulled: Sequence[Pulled]) -> RecoveryToken:
+        """Acknowledge the step that these mini-batches are of."""
+        info = pulled[-1].mini_batch.info
+        request = wire.SteppedRequest(
+            run=self.run,
+            step=info.step,
+            session_epoch=self.session_epoch,
+            manifest_hash=info.manifest_hash,
+        )
+        reply = await self._call("Stepped", request, wire.SteppedReply)
+        return RecoveryToken.parse(reply.recovery_token)
+
+    async def committed(self, token: RecoveryToken) -> None:
+        """Say that the checkpoint with this token is on disk."""
+        request = wire.CommittedRequest(
+            run=self.run, recovery_token=str(token), session_epoch=self.session_epoch
+        )
+        await self._call("Committed", request, wire.CommittedReply)
+
+    async def announce_version(self, version: int, *, step: int, weights_uri: str = "") -> None:
+        """Say that new weights exist."""
+        request = wire.AnnounceVersionRequest(
+            run=self.run,
+            version=version,
+            step=step,
+            session_epoch=self.session_epoch,
+            weights_uri=weights_uri,
+        )
+        await self._call("AnnounceVersion", request, wire.AnnounceVersionReply)
+
+    async def close(self) -> None:
+        """Disconnect."""
+        await self._channel.close()
+
+    async def _call(self, method: str, request: Any, reply: Any) -> Any:
+        call = self._channel.unary_unary(
+            f"/turnstream.wire.v1.Batches/{method}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=reply.FromString,
+        )
+        try:
+            return await call(request)
+        except grpc.aio.AioRpcError as error:
+            raise status_to_error(error.code().name, error.details() or "") from error
+
+
+class House:
+    """A store, and whatever a test starts around it; all of it ends with the test."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._replicas: list[Replica] = []
+        self._trainers: list[Trainer] = []
+
+    def create_run(self, *, batch_groups: int = 2, **fields: Any) -> str:
+        """A new run; `fields` replace those of its config."""
+        name = f"run {next(_numbers)}"
+        defaults = {"max_staleness": 1000, "max_planned_ahead": 1, **fields}
+        config: BatchingConfig = dataclasses.replace(testing.config(batch_groups), **defaults)
+        with connect(self.url) as client:
+            create_run(client, name, config)
+        return name
+
+    def delete_run(self, run: str) -> None:
+        """Take a run out of the store, with a word to whoever listens to it."""
+        names = keys.run_keys(run)
+        with connect(self.url) as client:
+            client.delete(*names)
+            client.xadd(names.wake, {"w": ""})
+
+    async def publish(self, run: str, *groups: Group, closes: bool = False) -> None:
+        """Send whole groups, in order, and close the run if told so."""
+
+        def send() -> None:
+            with Publisher(self.url, run) as publisher:
+                for group in groups:
+                    publisher.publish(group).result(10)
+                if closes:
+                    publisher.close_run()
+
+        await asyncio.to_thread(send)
+
+    def seal_group_of_one(
+        self,
+        run: str,
+        group_id: str,
+        stored: StoredTurn,
+        *,
+        said: TurnShape | None = None,
+        posts: bool = True,
+    ) -> None:
+        """A group of one, past all checks of a publisher.
+
+        Args:
+            run: name of the run.
+            group_id: of the group.
+            stored: its only turn.
+            said: what the seal says of that turn; the truth unless given.
+            posts: whether its writer lived to tell the run of the seal.
+        """
+        names, key = keys.run_keys(run), TrajectoryKey(group_id, sample=0)
+        payload = keys.trajectory_keys(run, keys.trajectory_id(key))
+        record = encode_turn(stored)
+        crc = int.from_bytes(record[-4:], "little")
+        seal = encode_event(
+            testing.sealed(group_id, turns=[said or stored.shape], payload_crcs=[crc])
+        )
+        opened = encode_event(GroupOpened(group_id=group_id, prompt_uid="", num_samples=1))
+        commands = [
+            Script("open_group")(
+                (
+                    *(names.frontier, names.config, names.groups, names.ledger),
+                    *(names.counts, names.events, names.wake),
+                ),
+                *(group_id, 1, "w", opened, keys.trajectory_id(key)),
+            ),
+            Script("append")(payload, "1:w", 0, 1, record, seal),
+        ]
+        if posts:
+            post = Script("post_sealed")
+            where = (names.ledger, names.counts, names.groups, names.events)
+            commands.append(post(where, keys.trajectory_id(key), 1, seal))
+        with connect(self.url) as client:
+            for command in commands:
+                run_command(client, command)
+
+    async def start_batcher(
+        self, *, before_write: Hook = no_hook, lease_s: float = 5.0, wait_max_s: float = 20.0
+    ) -> Replica:
+        """A replica that answers."""
+        options = BatcherOptions(
+            redis_url=self.url,
+            leader_lease_s=lease_s,
+            get_wait_max_s=wait_max_s,
+            shutdown_grace_s=0.5,
+        )
+        replica = Replica(options, before_write)
+        await replica.start()
+        self._replicas.append(replica)
+        return replica
+
+    def trainer(self, replica: Replica | str, run: str) -> Trainer:
+        """A trainer that calls a replica, or whoever listens at an address."""
+        address = replica if isinstance(replica, str) else replica.address
+        trainer = Trainer(address, run)
+        self._trainers.append(trainer)
+        return trainer
+
+    async def close(self) -> None:
+        """Stop everything."""
+        for trainer in self._trainers:
+            await trainer.close()
+        for replica in self._replicas:
+            await replica.stop()
+
+
+@pytest.fixture
+async def house(server: EmbeddedServer) -> AsyncIterator[House]:
+    """A house around the shared store."""
+    house = House(server.url)
+    yield house
+    await house.close()
+
+
+@pytest.fixture
+async def house_at() -> AsyncIterator[Callable[[str], House]]:
+    """Makes a house around a store of one's own."""
+    houses: list[House] = []
+
+    def make(url: str) -> House:
+        houses.append(House(url))
+        return houses[-1]
+
+    yield make
+    for house in houses:
+        await house.close()

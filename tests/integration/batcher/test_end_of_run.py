@@ -1,0 +1,102 @@
+import asyncio
+
+import pytest
+
+from turnstream.errors import EndOfRunError, NotReadyError
+from turnstream.generator import Publisher
+from turnstream.testing import group
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+
+async def test_a_closed_run_ends_with_a_short_batch_and_then_an_end(house):
+    run = house.create_run(batch_groups=2)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, *(group(f"g{i}") for i in range(3)), closes=True)
+    await trainer.start()
+
+    sizes = []
+    for step in (1, 2):
+        (pulled,) = await trainer.get(step)
+        sizes.append(len(pulled.rows))
+        await trainer.stepped([pulled])
+
+    assert sizes == [4, 2]
+    with pytest.raises(EndOfRunError):
+        await trainer.get(3)
+
+
+async def test_the_end_is_told_when_the_last_batch_is_stepped_and_not_before(house):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g0"), closes=True)
+    await trainer.start()
+    last = await trainer.get(1)
+
+    waiting = asyncio.create_task(trainer.get(2))
+    with pytest.raises(NotReadyError) as caught:  # calls of one connection arrive in order
+        await trainer.get(2, wait_s=0.1)
+    await trainer.stepped(last)
+
+    assert str(caught.value) == "step 2: the run is closed; step 1 is not stepped yet"
+    with pytest.raises(EndOfRunError):
+        await waiting
+
+
+async def test_a_closed_run_does_not_end_while_a_group_is_open(house):
+    run = house.create_run(batch_groups=2)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+
+    with Publisher(house.url, run) as publisher, publisher.group("late", 2) as members:
+        await house.publish(run, group("g0"), closes=True)
+        with pytest.raises(NotReadyError) as caught:
+            await trainer.get(1, wait_s=0.3)
+        for sample in range(2):
+            with members.trajectory(sample) as writer:
+                writer.append([1, 2], [3])
+                writer.seal(reward=float(sample))
+    (pulled,) = await trainer.get(1)
+
+    assert str(caught.value) == "step 1: 1 of 2 groups complete, 1 open"
+    assert pulled.mini_batch.rows.group_id == ["g0", "g0", "late", "late"]
+
+
+async def test_every_replica_tells_the_end(house):
+    run = house.create_run(batch_groups=1)
+    trainers = [house.trainer(await house.start_batcher(), run) for _ in range(2)]
+    await house.publish(run, group("g0"), closes=True)
+    for trainer in trainers:
+        await trainer.start("s")
+    await trainers[0].stepped(await trainers[0].get(1))
+
+    for trainer in trainers:
+        with pytest.raises(EndOfRunError):
+            await trainer.get(2)
+
+
+async def test_a_closed_run_that_got_nothing_ends_at_once(house):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, closes=True)
+    await trainer.start()
+
+    with pytest.raises(EndOfRunError):
+        await trainer.get(1)
+
+
+async def test_a_session_that_goes_back_after_the_end_gets_its_batches_again(house):
+    run = house.create_run(batch_groups=1)
+    replica = await house.start_batcher()
+    first, second = house.trainer(replica, run), house.trainer(replica, run)
+    await house.publish(run, group("g0"), closes=True)
+    await first.start("first")
+    before = await first.get(1)
+    await first.stepped(before)
+    with pytest.raises(EndOfRunError):
+        await first.get(2)
+
+    await second.start("second")
+    after = await second.get(1)
+
+    assert after[0].header == before[0].header

@@ -1,0 +1,127 @@
+import pytest
+
+from turnstream.errors import NotReadyError
+from turnstream.generator import Publisher
+from turnstream.store.connection import connect
+from turnstream.testing import group, stored_turn, trajectory, turn
+from turnstream.types import TrajectoryState
+from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.ledger import read_ledger
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+
+async def test_a_group_that_teaches_nothing_is_filtered_and_its_place_is_free_again(house):
+    run = house.create_run(batch_groups=1, drop_zero_variance=True)
+    trainer = house.trainer(await house.start_batcher(), run)
+    equal = [trajectory(turn("ab", "CD"), sample=sample, reward=1.0) for sample in range(2)]
+    await trainer.start()
+
+    await house.publish(run, group("equal", *equal), group("g1"))
+    (pulled,) = await trainer.get(1)
+
+    assert pulled.mini_batch.rows.group_id == ["g1", "g1"]
+    assert _states(house, run) == {TrajectoryState.FILTERED: 2, TrajectoryState.PLANNED: 2}
+    with connect(house.url) as client:
+        assert read_frontier(client, run).num_live_groups == 1
+
+
+async def test_a_planner_that_comes_late_drops_what_nobody_dropped_before(house):
+    run = house.create_run(batch_groups=1, drop_zero_variance=True)
+    equal = [trajectory(turn("ab", "CD"), sample=sample, reward=1.0) for sample in range(2)]
+    await house.publish(run, group("equal", *equal), group("g1"))
+
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+    await trainer.get(1)
+
+    assert _states(house, run) == {TrajectoryState.FILTERED: 2, TrajectoryState.PLANNED: 2}
+
+
+async def test_a_group_whose_members_were_abandoned_is_incomplete(house):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    with (
+        Publisher(house.url, run) as publisher,
+        publisher.group("half", 2) as members,
+        members.trajectory(0) as writer,
+    ):
+        writer.append([1, 2], [3])
+        writer.seal(reward=1.0)
+
+    await house.publish(run, group("g1"))
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    assert pulled.mini_batch.rows.group_id == ["g1", "g1"]
+    assert _states(house, run) == {
+        TrajectoryState.ABANDONED: 1,
+        TrajectoryState.INCOMPLETE: 1,
+        TrajectoryState.PLANNED: 2,
+    }
+
+
+async def test_a_member_without_the_reward_that_the_run_compares_is_left_out_of_its_group(house):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    members = [
+        trajectory(turn("ab", "CD"), sample=sample, reward=reward)
+        for sample, reward in enumerate([1.0, None, 0.0])
+    ]
+    await house.publish(run, group("g0", *members))
+
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    assert pulled.mini_batch.rows.sample.tolist() == [0, 2]
+    assert _states(house, run) == {TrajectoryState.PLANNED: 2, TrajectoryState.SURPLUS: 1}
+    with connect(house.url) as client:
+        assert read_frontier(client, run).num_live_groups == 1
+
+
+async def test_a_group_of_which_too_few_members_have_a_reward_ends_whole(house):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    members = [
+        trajectory(turn("ab", "CD"), sample=sample, reward=reward)
+        for sample, reward in enumerate([1.0, None])
+    ]
+    await house.publish(run, group("g0", *members))
+
+    await house.publish(run, group("g1"))
+    await trainer.start()
+    await trainer.get(1)
+
+    assert _states(house, run) == {TrajectoryState.INCOMPLETE: 2, TrajectoryState.PLANNED: 2}
+
+
+async def test_no_batch_is_planned_further_ahead_than_the_run_allows(house):
+    run = house.create_run(batch_groups=1, max_planned_ahead=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, *(group(f"g{i}") for i in range(4)))
+    await trainer.start()
+
+    await trainer.get(2)
+    with pytest.raises(NotReadyError):
+        await trainer.get(3, wait_s=0.3)
+
+    with connect(house.url) as client:
+        assert read_frontier(client, run).planned == 2
+
+
+async def test_a_seal_that_its_writer_could_not_post_is_posted_for_it(house):
+    run = house.create_run(batch_groups=1)
+    house.seal_group_of_one(run, "g0", stored_turn("ab", "CD"), posts=False)
+
+    trainer = house.trainer(await house.start_batcher(lease_s=0.3), run)
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    assert pulled.rows == ["abCD"]
+
+
+def _states(house, run: str) -> dict[TrajectoryState, int]:
+    with connect(house.url) as client:
+        ledger = read_ledger(client, run)
+    ledger.check()
+    return {state: number for state, number in ledger.by_state.items() if number}

@@ -1,0 +1,72 @@
+import asyncio
+
+import pytest
+
+from turnstream.errors import StoreUnavailableError, UnavailableError
+from turnstream.testing import group, wait_until_async
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+
+async def test_a_batcher_goes_on_after_the_store_was_killed_and_came_back(house_at, tmp_path):
+    with EmbeddedServer(tmp_path) as server:
+        house = house_at(server.url)
+        run = house.create_run(batch_groups=1)
+        trainer = house.trainer(await house.start_batcher(), run)
+        await house.publish(run, group("g0"), group("g1"))
+        await trainer.start()
+        before = await trainer.get(1)
+
+        await asyncio.to_thread(server.kill)
+        await asyncio.to_thread(server.restart)
+        await _retried(lambda: trainer.stepped(before))
+        await house.publish(run, group("g2"))
+        after = [await _retried(lambda step=step: trainer.get(step)) for step in (1, 2, 3)]
+
+    assert after[0][0].header == before[0].header
+    assert [pulled[0].mini_batch.rows.group_id[0] for pulled in after] == ["g0", "g1", "g2"]
+
+
+async def test_a_call_while_the_store_is_away_says_so(house_at, tmp_path):
+    with EmbeddedServer(tmp_path) as server:
+        house = house_at(server.url)
+        run = house.create_run(batch_groups=1)
+        trainer = house.trainer(await house.start_batcher(), run)
+        await trainer.start()
+
+        await asyncio.to_thread(server.kill)
+
+        with pytest.raises(StoreUnavailableError):
+            await trainer.get(1)
+        await asyncio.to_thread(server.restart)
+
+
+async def test_a_run_that_is_gone_from_the_store_ends_only_its_own_planner(house_at, tmp_path):
+    with EmbeddedServer(tmp_path) as server:
+        house = house_at(server.url)
+        lost, kept = house.create_run(batch_groups=1), house.create_run(batch_groups=1)
+        replica = await house.start_batcher()
+        house.delete_run(lost)
+        await house.publish(kept, group("g0"))
+
+        trainer = house.trainer(replica, kept)
+        await trainer.start()
+        (pulled,) = await trainer.get(1)
+
+        assert pulled.mini_batch.rows.group_id == ["g0", "g0"]
+
+
+async def _retried(call):
+    """What the call gives once the store is reached again."""
+    results = []
+
+    async def attempt() -> bool:
+        try:
+            results.append(await call())
+        except UnavailableError:
+            return False
+        return True
+
+    await wait_until_async(attempt, describe="the batcher to reach the store")
+    return results[0]

@@ -1,0 +1,71 @@
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from turnstream.errors import InvalidConfigError, StoreUnavailableError
+from turnstream.testing import group, wait_until
+from turnstream_server.batcher.options import BatcherOptions
+from turnstream_server.batcher.service import run_batcher, serving
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+SERVE = """
+import sys
+from pathlib import Path
+from turnstream_server.batcher.options import BatcherOptions
+from turnstream_server.batcher.service import run_batcher
+
+run_batcher(BatcherOptions(redis_url=sys.argv[1], address_file=Path(sys.argv[2])))
+"""
+
+
+@pytest.fixture
+def start_process(house) -> Iterator[Callable[[Path], subprocess.Popen]]:
+    """Starts a batcher as a process that writes its address to a file."""
+    processes: list[subprocess.Popen] = []
+
+    def start(address_file: Path) -> subprocess.Popen:
+        command = [sys.executable, "-c", SERVE, house.url, str(address_file)]
+        processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+        wait_until(address_file.exists, 20, describe="the address of the batcher")
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_batcher_process_serves_until_a_signal_and_ends_without_complaint(
+    house, start_process, tmp_path, number
+):
+    run = house.create_run(batch_groups=1)
+    process = start_process(tmp_path / "run" / "address")
+    trainer = house.trainer((tmp_path / "run" / "address").read_text(), run)
+    await house.publish(run, group("g0"))
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    process.send_signal(number)
+    _, complaints = process.communicate(timeout=10)
+
+    assert len(pulled.rows) == 2
+    assert (process.returncode, complaints) == (0, "")
+
+
+async def test_an_address_that_is_taken_is_refused_by_name(house):
+    taken = (await house.start_batcher()).address
+
+    with pytest.raises(InvalidConfigError, match=taken):
+        async with serving(BatcherOptions(redis_url=house.url, listen=taken)):
+            pass
+
+
+def test_a_store_that_does_not_answer_ends_the_start():
+    with pytest.raises(StoreUnavailableError):
+        run_batcher(BatcherOptions(redis_url="redis://127.0.0.1:1/0"))

@@ -1,0 +1,151 @@
+import dataclasses
+from collections import Counter
+
+import pytest
+
+from turnstream import testing
+from turnstream.testing import group, trajectory, turn
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+
+async def test_a_batch_comes_to_the_trainer_as_rows(house):
+    run = house.create_run(batch_groups=2)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, _lettered("g0", "CD", "E"), _lettered("g1", "F", "GH"))
+
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    assert pulled.rows == ["abCD", "abE", "abF", "abGH"]
+    assert pulled.mini_batch.rows.group_id == ["g0", "g0", "g1", "g1"]
+
+
+async def test_two_replicas_give_the_same_content_for_the_same_call(house):
+    run = house.create_run(batch_groups=4, mini_batch_groups=2)
+    trainers = [house.trainer(await house.start_batcher(), run) for _ in range(2)]
+    await house.publish(run, *(_lettered(f"g{i}", "CD", "E") for i in range(4)))
+
+    for trainer in trainers:
+        await trainer.start(dp_world_size=2)
+    hashes = [
+        [pulled.header.content_hash for rank in range(2) for pulled in await t.get(1, dp_rank=rank)]
+        for t in trainers
+    ]
+
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes[0])) == 4
+
+
+@pytest.mark.parametrize("dp_world_size", [1, 2, 3])
+async def test_the_ranks_share_out_a_mini_batch_and_fill_up_with_inert_rows(house, dp_world_size):
+    run = house.create_run(batch_groups=2)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, _lettered("g0", "CD", "E"), _lettered("g1", "F", "GH"))
+
+    await trainer.start(dp_world_size=dp_world_size)
+    shares = [(await trainer.get(1, dp_rank=r))[0].mini_batch for r in range(dp_world_size)]
+
+    real = [row for share in shares for row in share.rows.row_id.tolist() if row >= 0]
+    num_rows = {len(share.rows) for share in shares}
+    assert sorted(real) == [0, 1, 2, 3]
+    assert num_rows == {-(-4 // dp_world_size)}
+    assert sum(share.info.num_inert_rows for share in shares) == num_rows.pop() * dp_world_size - 4
+
+
+async def test_what_is_said_of_a_mini_batch_is_the_same_for_every_rank_but_for_its_rows(house):
+    run = house.create_run(batch_groups=2, max_tokens_per_micro_batch=8)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, _lettered("g0", "CD", "E"), _lettered("g1", "F", "GH"))
+
+    await trainer.start(dp_world_size=3)
+    infos = [(await trainer.get(1, dp_rank=rank))[0].mini_batch.info for rank in range(3)]
+
+    own = {"dp_rank": 0, "num_real_rows": 0, "num_inert_rows": 0, "micro_batches": ()}
+    assert len({dataclasses.replace(info, **own) for info in infos}) == 1
+    assert len({len(info.micro_batches) for info in infos}) == 1
+    assert infos[0].denominators.num_tokens == 6
+
+
+async def test_the_mini_batches_of_a_step_come_in_order_and_hold_whole_groups(house):
+    run = house.create_run(batch_groups=3, mini_batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, *(group(f"g{i}") for i in range(3)))
+
+    await trainer.start()
+    pulled = await trainer.get(1)
+
+    assert [each.header.mini_batch for each in pulled] == [0, 1, 2]
+    assert [each.mini_batch.info.is_last for each in pulled] == [False, False, True]
+    assert [set(each.mini_batch.rows.group_id) for each in pulled] == [{"g0"}, {"g1"}, {"g2"}]
+
+
+async def test_what_is_said_beside_the_rows_follows_from_the_turns(house):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    two_turns = trajectory(turn("ab", "CD", version=3), turn("abcde", "FG", version=4), sample=0)
+    one_turn = trajectory(turn("ab", "C", version=5), sample=1, reward=0.0)
+    await house.publish(run, group("g0", two_turns, one_turn))
+
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    info = pulled.mini_batch.info
+    assert pulled.rows == ["abCDeFG", "abC"]
+    assert (info.width, info.response_width) == (7, 5)
+    assert info.padding_share == pytest.approx(1 - 10 / 14)
+    assert info.merge_ratio == pytest.approx((4 + 7 + 3) / 10)
+    assert (info.oldest_version, info.newest_version) == (3, 5)
+    assert pulled.mini_batch.rows.advantage.tolist() == pytest.approx([0.7071, -0.7071], abs=1e-4)
+
+
+async def test_a_mini_batch_of_several_chunks_arrives_whole(house):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    long = "abcdefgh" * 100_000
+    members = [trajectory(turn(long, "CD"), sample=i, reward=float(i)) for i in range(2)]
+    await house.publish(run, group("g0", *members))
+
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    assert pulled.header.num_bytes > 6 << 20
+    assert Counter(pulled.rows) == {long + "CD": 2}
+
+
+async def test_steps_follow_one_another_with_rising_row_ids(house):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, *(group(f"g{i}") for i in range(3)))
+
+    await trainer.start()
+    row_ids = []
+    for step in (1, 2, 3):
+        (pulled,) = await trainer.get(step)
+        row_ids += pulled.mini_batch.rows.row_id.tolist()
+        await trainer.stepped([pulled])
+
+    assert row_ids == [0, 1, 2, 3, 4, 5]
+
+
+async def test_a_step_can_be_fetched_again_as_long_as_nobody_began_a_new_session(house):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g0"))
+    await trainer.start()
+    first = await trainer.get(1)
+    await trainer.stepped(first)
+
+    again = await trainer.get(1)
+
+    assert again[0].header == first[0].header
+    testing.assert_same(again[0].mini_batch, first[0].mini_batch)
+
+
+def _lettered(group_id: str, *responses: str):
+    """A group of one-turn trajectories with the prompt "ab"."""
+    members = [
+        trajectory(turn("ab", response), sample=sample, reward=float(sample))
+        for sample, response in enumerate(responses)
+    ]
+    return group(group_id, *members)

@@ -1,0 +1,188 @@
+import asyncio
+
+import pytest
+
+from turnstream import testing
+from turnstream.errors import (
+    ConflictError,
+    FencedError,
+    InvalidConfigError,
+    RejectedError,
+    RunNotFoundError,
+)
+from turnstream.records.configs import decode_config
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.store.runs import newest_version
+from turnstream.testing import group
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+
+async def test_a_session_is_told_where_to_begin_and_how_the_run_is_configured(house):
+    run = house.create_run(batch_groups=2, pad_token_id=7)
+    trainer = house.trainer(await house.start_batcher(), run)
+
+    reply = await trainer.start()
+
+    assert (reply.next_step, reply.lineage, reply.newest_version) == (1, "main", -1)
+    assert decode_config(reply.config_json).pad_token_id == 7
+
+
+async def test_an_old_session_can_neither_get_nor_acknowledge(house):
+    run = house.create_run(batch_groups=1)
+    replica = await house.start_batcher()
+    old, new = house.trainer(replica, run), house.trainer(replica, run)
+    await house.publish(run, group("g0"))
+    await old.start("old")
+    pulled = await old.get(1)
+
+    await new.start("new")
+
+    with pytest.raises(FencedError):
+        await old.get(1)
+    with pytest.raises(FencedError):
+        await old.stepped(pulled)
+
+
+async def test_a_get_asks_the_store_who_trains_and_not_its_own_memory(house):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g0"))
+    await trainer.start()
+    await trainer.get(1)
+
+    with connect(house.url) as client:  # as when the word of a new session is still on its way
+        client.hset(keys.run_keys(run).frontier, "session_epoch", 9)
+
+    with pytest.raises(FencedError, match="trainer session 1 is over, 9 has begun"):
+        await trainer.get(1)
+
+
+async def test_a_waiting_call_ends_when_another_session_begins_elsewhere(house):
+    run = house.create_run(batch_groups=1)
+    old = house.trainer(await house.start_batcher(), run)
+    new = house.trainer(await house.start_batcher(), run)
+    await old.start("old")
+    waiting = asyncio.create_task(old.get(1))
+
+    await new.start("new")
+
+    with pytest.raises(FencedError):
+        await waiting
+
+
+async def test_a_get_without_a_session_is_refused(house):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+
+    with pytest.raises(FencedError):
+        await trainer.get(1)
+
+
+async def test_a_rank_outside_the_session_is_refused(house):
+    run = house.create_run()
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start(dp_world_size=2)
+
+    with pytest.raises(InvalidConfigError, match="2 is not below dp_world_size=2"):
+        await trainer.get(1, dp_rank=2)
+
+
+async def test_another_world_size_than_the_session_has_is_refused(house):
+    run = house.create_run()
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start(dp_world_size=2)
+    trainer.dp_world_size = 3
+
+    with pytest.raises(ConflictError, match="the session has 2 ranks, not 3"):
+        await trainer.get(1)
+
+
+async def test_step_0_is_refused(house):
+    run = house.create_run()
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+
+    with pytest.raises(RejectedError, match="steps count from 1"):
+        await trainer.get(0)
+
+
+async def test_a_run_that_nobody_made_is_not_found(house):
+    trainer = house.trainer(await house.start_batcher(), "nowhere")
+
+    with pytest.raises(RunNotFoundError):
+        await trainer.start()
+
+
+async def test_a_text_that_is_no_token_is_refused(house):
+    run = house.create_run()
+    trainer = house.trainer(await house.start_batcher(), run)
+
+    with pytest.raises(InvalidConfigError, match="is not a recovery token"):
+        await trainer.start(token="yesterday")
+
+
+async def test_a_batch_that_was_stepped_and_not_committed_comes_again_as_it_was(house):
+    run = house.create_run(batch_groups=1)
+    replica = await house.start_batcher()
+    first, second = house.trainer(replica, run), house.trainer(replica, run)
+    await house.publish(run, group("g0"), group("g1"))
+    await first.start("first")
+    before = await first.get(1)
+    await first.stepped(before)
+
+    reply = await second.start("second")
+    after = await second.get(1)
+
+    assert reply.next_step == 1
+    assert after[0].header.content_hash == before[0].header.content_hash
+    testing.assert_same(after[0].mini_batch, before[0].mini_batch)
+
+
+async def test_a_session_goes_on_after_the_checkpoint_whose_token_it_has(house):
+    run = house.create_run(batch_groups=1)
+    replica = await house.start_batcher()
+    first, second = house.trainer(replica, run), house.trainer(replica, run)
+    await house.publish(run, group("g0"), group("g1"))
+    await first.start("first")
+    token = await first.stepped(await first.get(1))
+    await first.committed(token)
+
+    reply = await second.start("second", token=str(token))
+    (pulled,) = await second.get(reply.next_step)
+
+    assert reply.next_step == 2
+    assert pulled.mini_batch.rows.group_id == ["g1", "g1"]
+
+
+async def test_another_world_size_gets_the_same_rows_with_the_same_denominators(house):
+    run = house.create_run(batch_groups=2)
+    replica = await house.start_batcher()
+    one, three = house.trainer(replica, run), house.trainer(replica, run)
+    await house.publish(run, group("g0"), group("g1"))
+    await one.start("one", dp_world_size=1)
+    (whole,) = await one.get(1)
+
+    await three.start("three", dp_world_size=3)
+    shares = [(await three.get(1, dp_rank=rank))[0].mini_batch for rank in range(3)]
+
+    rows = whole.mini_batch.rows.row_id.tolist()
+    assert sorted(r for s in shares for r in s.rows.row_id.tolist() if r >= 0) == rows
+    assert {s.info.denominators for s in shares} == {whole.mini_batch.info.denominators}
+
+
+async def test_an_announced_version_reaches_generators_and_the_next_session(house):
+    run = house.create_run(batch_groups=1)
+    replica = await house.start_batcher()
+    first, second = house.trainer(replica, run), house.trainer(replica, run)
+    await first.start("first")
+
+    await first.announce_version(4, step=0, weights_uri="file:///weights/4")
+    reply = await second.start("second")
+
+    with connect(house.url) as client:
+        announced = newest_version(client, run)
+    assert announced is not None
+    assert (announced.version, announced.weights_uri) == (4, "file:///weights/4")
+    assert reply.newest_version == 4

@@ -1,0 +1,215 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.testing import group, wait_until_async
+from turnstream_server.batcher.leader import PAGE_MANIFESTS
+from turnstream_server.batcher.listener import PAGE_EVENTS
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+LEASE_S = 0.6
+
+# A batcher that writes down the plan it has checked and signals itself before it writes it.
+DOOMED = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from turnstream_server.batcher.options import BatcherOptions
+from turnstream_server.batcher.service import serving
+from turnstream_server.bus.manifests import encode_for_store
+
+url, folder, lease_s, number = sys.argv[1:]
+
+async def fall(manifest):
+    draft = Path(folder, "draft")
+    draft.write_text(encode_for_store(manifest).hash)
+    draft.rename(Path(folder, "checked"))
+    os.kill(os.getpid(), int(number))
+
+async def main():
+    options = BatcherOptions(redis_url=url, leader_lease_s=float(lease_s))
+    async with serving(options, before_write=fall) as address:
+        print(address, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+class Doomed:
+    """A batcher process that a signal hits between the check of a plan and its writing."""
+
+    def __init__(self, url: str, folder: Path, number: signal.Signals) -> None:
+        self._checked = folder / "checked"
+        command = [sys.executable, "-c", DOOMED, url, str(folder), str(LEASE_S), str(int(number))]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().strip()
+
+    async def plan(self) -> str:
+        """Hash of the plan that it has checked, once the signal has hit."""
+
+        async def is_hit() -> bool:
+            return self._checked.exists()
+
+        await wait_until_async(is_hit, describe="the plan of the doomed batcher")
+        return self._checked.read_text()
+
+
+@pytest.fixture
+def start_doomed(house, tmp_path) -> Iterator[Callable[[signal.Signals], Doomed]]:
+    started: list[Doomed] = []
+
+    def start(number: signal.Signals) -> Doomed:
+        started.append(Doomed(house.url, tmp_path, number))
+        return started[-1]
+
+    yield start
+    for doomed in started:
+        doomed.process.kill()
+        doomed.process.communicate()
+
+
+async def test_the_successor_of_a_killed_planner_writes_the_very_same_plan(house, start_doomed):
+    run = house.create_run(batch_groups=2)
+    doomed = start_doomed(signal.SIGKILL)
+    successor = house.trainer(await house.start_batcher(lease_s=LEASE_S), run)
+    await house.publish(run, *(group(f"g{i}") for i in range(3)))
+    plan = await doomed.plan()
+    assert await asyncio.to_thread(doomed.process.wait, 10) == -signal.SIGKILL
+
+    await successor.start()
+    (pulled,) = await successor.get(1)
+
+    assert pulled.mini_batch.info.manifest_hash == plan
+
+
+async def test_a_planner_that_slept_through_its_lease_is_refused_and_serves_what_was_planned(
+    house, start_doomed
+):
+    run = house.create_run(batch_groups=2)
+    doomed = start_doomed(signal.SIGSTOP)
+    await house.publish(run, *(group(f"g{i}") for i in range(4)))
+    plan = await doomed.plan()
+    successor = house.trainer(await house.start_batcher(lease_s=LEASE_S), run)
+    await successor.start()
+    (first,) = await successor.get(1)
+
+    os.kill(doomed.process.pid, signal.SIGCONT)
+    sleeper = house.trainer(doomed.address, run)
+    await sleeper.start("s")
+    (again,) = await sleeper.get(1)
+
+    assert first.mini_batch.info.manifest_hash == plan
+    assert again.header == first.header
+    with connect(house.url) as client:
+        assert client.hget(keys.run_keys(run).leader, "epoch") == b"2"
+
+
+async def test_a_planner_that_stops_cleanly_leaves_no_lease_behind(house):
+    run = house.create_run(batch_groups=1)
+    first = await house.start_batcher(lease_s=600)
+    await house.publish(run, group("g0"))
+    await _wait_for_plans(house, run, 1)
+
+    await first.stop()
+    second = house.trainer(await house.start_batcher(lease_s=600), run)
+    await second.start()
+    await second.stepped(await second.get(1))
+    await house.publish(run, group("g1"))
+    (pulled,) = await second.get(2)
+
+    assert pulled.mini_batch.rows.group_id == ["g1", "g1"]
+
+
+async def test_a_run_is_planned_from_the_start_without_a_call_that_names_it(house):
+    run = house.create_run(batch_groups=1)
+    await house.publish(run, group("g0"))
+
+    await house.start_batcher()
+
+    await _wait_for_plans(house, run, 1)
+
+
+async def test_a_closed_run_is_planned_when_a_call_names_it(house):
+    run = house.create_run(batch_groups=1)
+    await house.publish(run, group("g0"), closes=True)
+
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    assert pulled.mini_batch.rows.group_id == ["g0", "g0"]
+
+
+async def test_the_name_of_a_deleted_run_does_not_keep_a_batcher_from_starting(house):
+    deleted, kept = house.create_run(batch_groups=1), house.create_run(batch_groups=1)
+    house.delete_run(deleted)
+    await house.publish(kept, group("g0"))
+
+    await house.start_batcher()
+
+    await _wait_for_plans(house, kept, 1)
+
+
+async def test_a_planner_that_comes_later_goes_on_where_the_plan_ends(house):
+    run = house.create_run(batch_groups=2, max_planned_ahead=5)
+    first = await house.start_batcher()
+    await house.publish(run, *(group(f"g{i}") for i in range(5)))
+    await _wait_for_plans(house, run, 2)
+    await first.stop()
+
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g5"))
+    await trainer.start()
+    steps = [(await trainer.get(step))[0].mini_batch for step in (1, 2, 3)]
+
+    assert [step.rows.group_id[0] for step in steps] == ["g0", "g2", "g4"]
+    assert [row for step in steps for row in step.rows.row_id.tolist()] == list(range(12))
+
+
+async def test_a_history_of_several_pages_is_folded_in_whole(house):
+    num_groups = PAGE_EVENTS // 3 * 2  # three events each
+    run = house.create_run(batch_groups=num_groups)
+    await house.publish(run, *(group(f"g{i}") for i in range(num_groups)))
+
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    expected = [f"g{i}" for i in range(num_groups) for _ in range(2)]
+    assert pulled.mini_batch.rows.group_id == expected
+
+
+async def test_a_plan_of_several_pages_is_taken_over_whole(house):
+    num_steps = PAGE_MANIFESTS + 2
+    run = house.create_run(batch_groups=1, max_planned_ahead=2 * num_steps)
+    first = await house.start_batcher()
+    await house.publish(run, *(group(f"g{i}") for i in range(num_steps)))
+    await _wait_for_plans(house, run, num_steps)
+    await first.stop()
+
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("next"))
+    await trainer.start()
+    (pulled,) = await trainer.get(num_steps + 1)
+
+    assert pulled.mini_batch.rows.group_id == ["next", "next"]
+    assert pulled.mini_batch.rows.row_id.tolist() == [2 * num_steps, 2 * num_steps + 1]
+
+
+async def _wait_for_plans(house, run: str, num_plans: int) -> None:
+    with connect(house.url) as client:
+
+        async def is_planned() -> bool:
+            return client.xlen(keys.run_keys(run).plan) >= num_plans
+
+        await wait_until_async(is_planned, describe=f"{num_plans} plans")

@@ -1,0 +1,114 @@
+import asyncio
+
+import pytest
+
+from turnstream.batching.plan import Manifest
+from turnstream.errors import BatcherUnavailableError, NotReadyError
+from turnstream.testing import group
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+
+async def test_a_call_that_waits_is_woken_by_the_group_that_completes_the_batch(house):
+    run = house.create_run(batch_groups=2)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g0"))
+    await trainer.start()
+    waiting = asyncio.create_task(trainer.get(1))
+
+    await house.publish(run, group("g1"))
+    (pulled,) = await waiting
+
+    assert len(pulled.rows) == 4
+
+
+async def test_a_deadline_ends_the_wait_and_says_what_is_missing(house):
+    run = house.create_run(batch_groups=3)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g0"))
+    await trainer.start()
+
+    with pytest.raises(NotReadyError) as caught:
+        await trainer.get(1, wait_s=0.2)
+
+    assert str(caught.value) == "step 1: 1 of 3 groups complete, 0 open"
+
+
+async def test_a_replica_that_does_not_plan_says_what_the_ledger_knows(house):
+    run = house.create_run(batch_groups=3)
+    await house.start_batcher()
+    follower = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g0"))
+    await follower.start()
+
+    with pytest.raises(NotReadyError) as caught:
+        await follower.get(1, wait_s=0.1)
+
+    assert str(caught.value) == (
+        "step 1: 0 steps are planned, 0 are stepped; 0 trajectories are open, 2 are sealed"
+    )
+
+
+async def test_the_batcher_bounds_the_wait_that_a_call_asks_for(house):
+    run = house.create_run()
+    trainer = house.trainer(await house.start_batcher(wait_max_s=0.05), run)
+    await trainer.start()
+
+    with pytest.raises(NotReadyError):
+        await asyncio.wait_for(trainer.get(1, wait_s=1000), timeout=5)
+
+
+async def test_a_step_beyond_the_allowed_ones_waits_for_the_step_before_it(house):
+    run = house.create_run(batch_groups=1, max_planned_ahead=0)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g0"), group("g1"))
+    await trainer.start()
+    first = await trainer.get(1)
+
+    waiting = asyncio.create_task(trainer.get(2))
+    with pytest.raises(NotReadyError) as caught:  # calls of one connection arrive in order
+        await trainer.get(2, wait_s=0.1)
+    await trainer.stepped(first)
+    (second,) = await waiting
+
+    assert str(caught.value) == "step 2 is planned when step 1 is stepped"
+    assert second.header.step == 2
+
+
+async def test_a_step_far_ahead_is_told_which_one_comes_first(house):
+    run = house.create_run()
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+
+    with pytest.raises(NotReadyError) as caught:
+        await trainer.get(5, wait_s=0.1)
+
+    assert str(caught.value) == "step 5: step 1 is planned before it"
+
+
+async def test_a_wait_that_ends_while_planning_fails_says_why_it_fails(house):
+    async def fail(_: Manifest) -> None:
+        raise RuntimeError("the moon is full")
+
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(before_write=fail), run)
+    await house.publish(run, group("g0"))
+    await trainer.start()
+
+    with pytest.raises(NotReadyError, match=r"planning failed: .*the moon is full"):
+        await trainer.get(1, wait_s=1.0)
+
+
+async def test_a_replica_that_stops_sends_waiting_calls_away(house):
+    run = house.create_run()
+    replica = await house.start_batcher()
+    trainer = house.trainer(replica, run)
+    await trainer.start()
+    waiting = asyncio.create_task(trainer.get(1))
+    with pytest.raises(NotReadyError):  # calls of one connection arrive in order
+        await trainer.get(1, wait_s=0.05)
+
+    await replica.stop()
+
+    with pytest.raises(BatcherUnavailableError, match="this replica stops"):
+        await waiting

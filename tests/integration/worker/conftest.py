@@ -1,0 +1,295 @@
+"""A batcher that does what a test tells it to, over real gRPC; and the batcher itself."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+
+from turnstream import testing
+from turnstream.errors import EndOfRunError, FencedError, NotReadyError, TurnstreamError
+from turnstream.records.batches import encode_mini_batch
+from turnstream.records.configs import encode_config
+from turnstream.records.statuses import error_to_status
+from turnstream.types import MiniBatch, RecoveryToken
+from turnstream.wire.v1 import batches_pb2 as wire
+from turnstream_server.batcher.options import BatcherOptions
+from turnstream_server.batcher.service import serving
+from turnstream_server.embedded import EmbeddedServer
+
+Fault = Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]
+"""What happens to one Get: given the messages it should send, gives those that it does send."""
+
+
+class FakeBatcher:
+    """Steps kept in memory; step n + 1 is given out once step n was stepped.
+
+    Attributes:
+        faults: one for every coming Get, in order; None lets that Get pass.
+        refusals: errors for the coming acknowledgements, in order.
+        calls: what was called, such as ("Get", 1), in order.
+    """
+
+    def __init__(self) -> None:
+        self.steps: dict[int, list[MiniBatch]] = {}
+        self.faults: list[Fault | None] = []
+        self.refusals: list[TurnstreamError | None] = []
+        self.calls: list[tuple[Any, ...]] = []
+        self.is_closed = False
+        self.chunk_bytes = 300
+        self.needs_stepped = True
+        self.num_open_gets = 0
+        self.stepped = 0
+        self.changed = threading.Condition()
+        self._server: grpc.Server | None = None
+        self.port = 0
+
+    def start(self) -> None:
+        """Serve, on the same port as before if there was one."""
+        self._server = grpc.server(
+            ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=8
+        )
+        self._server.add_generic_rpc_handlers([_handlers(self)])
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self._server.start()
+
+    def stop(self) -> None:
+        """Cut every connection."""
+        with self.changed:
+            self.changed.notify_all()
+        if self._server is not None:
+            self._server.stop(grace=None).wait()
+            self._server = None
+
+    @property
+    def target(self) -> str:
+        """Where it serves."""
+        return f"127.0.0.1:{self.port}"
+
+    def add_step(self, step: int, *texts: str, num_mini_batches: int = 1, **info: Any) -> None:
+        """A step whose mini-batches all have these rows."""
+        with self.changed:
+            self.steps[step] = [
+                testing.mini_batch(
+                    *texts,
+                    step=step,
+                    mini_batch=index,
+                    num_mini_batches=num_mini_batches,
+                    manifest_hash=f"{step:064}",
+                    **info,
+                )
+                for index in range(num_mini_batches)
+            ]
+            self.changed.notify_all()
+
+    def close_run(self) -> None:
+        """Asking for a step that is not there now ends the run."""
+        with self.changed:
+            self.is_closed = True
+            self.changed.notify_all()
+
+    # ---------------------------------------------------------------- the methods
+
+    def start_session(self, request: wire.StartRequest, context: Any) -> wire.StartReply:
+        """Every session has epoch 7."""
+        self.calls.append(("Start", request.session, request.dp_world_size))
+        self._refuse(context)
+        token = request.recovery_token
+        step = RecoveryToken.parse(token).step if token else 0
+        return wire.StartReply(
+            session_epoch=7,
+            next_step=step + 1,
+            config_json=encode_config(testing.config(4)),
+            lineage="main",
+            newest_version=3,
+        )
+
+    def get(self, request: wire.GetRequest, context: Any) -> Iterator[bytes]:
+        """A step, once it is there and its turn has come, with the next fault."""
+        self.calls.append(("Get", request.step))
+        _check_epoch(request, context)
+        with self.changed:
+            fault = self.faults.pop(0) if self.faults else None
+            self.num_open_gets += 1
+        try:
+            messages = self._messages(request, context)
+            yield from messages if fault is None else fault(messages, context)
+        finally:
+            with self.changed:
+                self.num_open_gets -= 1
+                self.changed.notify_all()
+
+    def _messages(self, request: wire.GetRequest, context: Any) -> Iterator[bytes]:
+        context.add_callback(self._wake)
+        deadline_s = time.monotonic() + request.wait_s
+        with self.changed:
+            while not self._is_ready(request.step):
+                if self.is_closed and request.step not in self.steps:
+                    abort(context, EndOfRunError("the run was closed"))
+                remaining_s = deadline_s - time.monotonic()
+                if remaining_s <= 0 or not context.is_active():
+                    abort(context, NotReadyError(f"group g7 of step {request.step} is open"))
+                self.changed.wait(remaining_s)
+        for mini_batch in self.steps[request.step]:
+            yield from self.encode(mini_batch, request)
+
+    def encode(self, mini_batch: MiniBatch, request: wire.GetRequest) -> Iterator[bytes]:
+        """The messages of one mini-batch; every rank gets the same rows."""
+        share = {"dp_rank": request.dp_rank, "dp_world_size": request.dp_world_size}
+        mini_batch = replace(mini_batch, info=replace(mini_batch.info, **share))
+        encoded = encode_mini_batch(mini_batch)
+        header = wire.MiniBatchHeader(
+            step=mini_batch.info.step,
+            mini_batch=mini_batch.info.mini_batch,
+            num_mini_batches=mini_batch.info.num_mini_batches,
+            num_bytes=encoded.num_bytes,
+            content_hash=encoded.content_hash,
+        )
+        yield wire.GetChunk(header=header).SerializeToString()
+        for start in range(0, encoded.num_bytes, self.chunk_bytes):
+            chunk = bytes(encoded.data[start : start + self.chunk_bytes])
+            yield wire.GetChunk(data=chunk).SerializeToString()
+
+    def acknowledge(self, request: wire.SteppedRequest, context: Any) -> wire.SteppedReply:
+        """Move the frontier."""
+        self.calls.append(("Stepped", request.step, request.manifest_hash))
+        _check_epoch(request, context)
+        self._refuse(context)
+        with self.changed:
+            self.stepped = request.step
+            self.changed.notify_all()
+        token = RecoveryToken(lineage="main", step=request.step, chain_hash="c" * 8)
+        return wire.SteppedReply(recovery_token=str(token))
+
+    def commit(self, request: wire.CommittedRequest, context: Any) -> wire.CommittedReply:
+        """Take note."""
+        self.calls.append(("Committed", request.recovery_token))
+        _check_epoch(request, context)
+        self._refuse(context)
+        return wire.CommittedReply()
+
+    def announce(
+        self, request: wire.AnnounceVersionRequest, context: Any
+    ) -> wire.AnnounceVersionReply:
+        """Take note."""
+        self.calls.append(("Announce", request.version, request.step, request.weights_uri))
+        _check_epoch(request, context)
+        self._refuse(context)
+        return wire.AnnounceVersionReply()
+
+    def _is_ready(self, step: int) -> bool:
+        is_due = step == 1 or not self.needs_stepped or self.stepped >= step - 1
+        return step in self.steps and is_due
+
+    def _refuse(self, context: Any) -> None:
+        error = self.refusals.pop(0) if self.refusals else None
+        if error is not None:
+            abort(context, error)
+
+    def _wake(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+
+def abort(context: Any, error: TurnstreamError) -> None:
+    """End the call with this error, as a batcher does."""
+    code, details = error_to_status(error)
+    context.abort(grpc.StatusCode[code], details)
+
+
+def _check_epoch(request: Any, context: Any) -> None:
+    if request.session_epoch != 7:
+        abort(context, FencedError(f"epoch {request.session_epoch} is not 7"))
+
+
+def _handlers(batcher: FakeBatcher) -> grpc.GenericRpcHandler:
+    def serialize(reply: Any) -> bytes:
+        return reply.SerializeToString()
+
+    def unary(method: Callable[..., Any], request: Any) -> grpc.RpcMethodHandler:
+        return grpc.unary_unary_rpc_method_handler(method, request.FromString, serialize)
+
+    return grpc.method_handlers_generic_handler(
+        "turnstream.wire.v1.Batches",
+        {
+            "Start": unary(batcher.start_session, wire.StartRequest),
+            "Get": grpc.unary_stream_rpc_method_handler(batcher.get, wire.GetRequest.FromString),
+            "Stepped": unary(batcher.acknowledge, wire.SteppedRequest),
+            "Committed": unary(batcher.commit, wire.CommittedRequest),
+            "AnnounceVersion": unary(batcher.announce, wire.AnnounceVersionRequest),
+        },
+    )
+
+
+@pytest.fixture
+def batcher() -> Iterator[FakeBatcher]:
+    """A batcher that serves nothing yet."""
+    fake = FakeBatcher()
+    fake.start()
+    yield fake
+    fake.stop()
+
+
+@pytest.fixture
+def abort_with() -> Callable[[Any, TurnstreamError], None]:
+    """`abort_with(context, error)` ends a call as a batcher does."""
+    return abort
+
+
+# --------------------------------------------------------------------- the batcher itself
+
+
+class RealBatcher:
+    """A batcher replica in a thread of its own, because the stream blocks the one of the test."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.target = "127.0.0.1:0"
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._may_end: asyncio.Event | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Serve, at the same address as before if there was one."""
+        is_ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(is_ready)))
+        self._thread.start()
+        assert is_ready.wait(10)
+
+    def stop(self) -> None:
+        """Stop, as SIGTERM does."""
+        if self._thread is None or self._loop is None or self._may_end is None:
+            return
+        self._loop.call_soon_threadsafe(self._may_end.set)
+        self._thread.join(10)
+        self._thread = None
+
+    async def _serve(self, is_ready: threading.Event) -> None:
+        self._loop, self._may_end = asyncio.get_running_loop(), asyncio.Event()
+        options = BatcherOptions(redis_url=self._url, listen=self.target, shutdown_grace_s=0.1)
+        async with serving(options) as self.target:
+            is_ready.set()
+            await self._may_end.wait()
+
+
+@pytest.fixture
+def start_batcher(server: EmbeddedServer) -> Iterator[Callable[[], RealBatcher]]:
+    """Starts a replica that ends with the test."""
+    started: list[RealBatcher] = []
+
+    def start() -> RealBatcher:
+        batcher = RealBatcher(server.url)
+        batcher.start()
+        started.append(batcher)
+        return batcher
+
+    yield start
+    for batcher in started:
+        batcher.stop()

@@ -1,0 +1,319 @@
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from turnstream import testing
+from turnstream.errors import (
+    FencedError,
+    InvalidConfigError,
+    NotReadyError,
+    RejectedError,
+    RunNotFoundError,
+    StoreUnavailableError,
+)
+from turnstream.types import RecoveryToken
+from turnstream.worker import BatchStream
+
+pytestmark = pytest.mark.grpc
+
+
+def open_stream(batcher: Any, **changes: Any) -> BatchStream:
+    return BatchStream(batcher.target, "run", **{"timeout_s": 10.0, **changes})
+
+
+def texts(mini_batch: Any) -> list[str]:
+    return testing.spell(mini_batch.rows)
+
+
+def test_yields_every_mini_batch_in_order_and_ends_with_the_run(batcher: Any) -> None:
+    batcher.add_step(1, "abCD", "xYZ", num_mini_batches=2)
+    batcher.add_step(2, "pqR")
+    batcher.close_run()
+
+    with open_stream(batcher) as stream:
+        seen = []
+        for mini_batch in stream:
+            seen.append((mini_batch.info.step, mini_batch.info.mini_batch, texts(mini_batch)))
+            if mini_batch.is_last:
+                stream.stepped()
+
+    assert seen == [(1, 0, ["abCD", "xYZ"]), (1, 1, ["abCD", "xYZ"]), (2, 0, ["pqR"])]
+
+
+def test_says_what_start_told_it(batcher: Any) -> None:
+    with open_stream(batcher) as stream:
+        assert stream.config == testing.config(4)
+        assert (stream.lineage, stream.newest_version) == ("main", 3)
+
+
+def test_begins_after_the_recovery_token(batcher: Any) -> None:
+    batcher.needs_stepped = False
+    batcher.add_step(6, "abC")
+    token = RecoveryToken(lineage="main", step=5, chain_hash="ab")
+
+    with open_stream(batcher, recovery_token=token) as stream:
+        assert next(stream).info.step == 6
+
+
+def test_gives_each_rank_its_own_share(batcher: Any) -> None:
+    batcher.add_step(1, "abC")
+
+    with open_stream(batcher, dp_rank=1, dp_world_size=2, session="s") as stream:
+        info = next(stream).info
+
+    assert (info.dp_rank, info.dp_world_size) == (1, 2)
+    assert batcher.calls[0] == ("Start", "s", 2)
+
+
+def test_needs_a_session_name_for_several_ranks(batcher: Any) -> None:
+    with pytest.raises(InvalidConfigError, match="session"):
+        open_stream(batcher, dp_world_size=2)
+    with pytest.raises(InvalidConfigError, match="dp_rank"):
+        open_stream(batcher, dp_rank=1)
+
+
+def test_refusals_of_start_are_raised_and_leave_nothing_behind(batcher: Any) -> None:
+    batcher.refusals = [RunNotFoundError("no run 'run'")]
+
+    with pytest.raises(RunNotFoundError, match="no run"):
+        open_stream(batcher)
+    assert prefetch_threads() == []
+
+
+# --------------------------------------------------------------------- acknowledging
+
+
+def test_stepped_gives_the_recovery_token_and_committed_takes_it(batcher: Any) -> None:
+    batcher.add_step(1, "abC")
+
+    with open_stream(batcher) as stream:
+        next(stream)
+        token = stream.stepped()
+        stream.committed(token)
+
+    assert token == RecoveryToken(lineage="main", step=1, chain_hash="cccccccc")
+    assert ("Stepped", 1, f"{1:064}") in batcher.calls
+    assert ("Committed", str(token)) in batcher.calls
+
+
+def test_stepped_is_refused_before_the_last_mini_batch_and_after_the_first_call(
+    batcher: Any,
+) -> None:
+    batcher.add_step(1, "abC", num_mini_batches=2)
+
+    with open_stream(batcher) as stream:
+        with pytest.raises(RejectedError, match="last mini-batch"):
+            stream.stepped()
+        next(stream)
+        with pytest.raises(RejectedError, match="last mini-batch"):
+            stream.stepped()
+        next(stream)
+        stream.stepped()
+        with pytest.raises(RejectedError, match="acknowledged step is 1"):
+            stream.stepped()
+
+
+def test_only_rank_0_acknowledges(batcher: Any) -> None:
+    batcher.add_step(1, "abC")
+
+    with open_stream(batcher, dp_rank=1, dp_world_size=2, session="s") as stream:
+        next(stream)
+        for call in (
+            stream.stepped,
+            lambda: stream.committed("main:1:ab"),
+            lambda: stream.announce_version(4),
+        ):
+            with pytest.raises(RejectedError, match="dp_rank 0 alone"):
+                call()
+
+
+def test_a_version_is_announced_for_the_last_stepped_step(batcher: Any) -> None:
+    batcher.add_step(1, "abC")
+
+    with open_stream(batcher) as stream:
+        stream.announce_version(4)
+        next(stream)
+        stream.stepped()
+        stream.announce_version(5, weights_uri="file:///weights/5")
+
+        assert stream.newest_version == 5
+
+    announced = [call for call in batcher.calls if call[0] == "Announce"]
+    assert announced == [("Announce", 4, 0, ""), ("Announce", 5, 1, "file:///weights/5")]
+
+
+def test_acknowledging_is_repeated_while_the_store_is_away(batcher: Any) -> None:
+    batcher.add_step(1, "abC")
+
+    with open_stream(batcher) as stream:
+        next(stream)
+        batcher.refusals = [StoreUnavailableError("loading"), StoreUnavailableError("loading")]
+        stream.stepped()
+
+    assert [call[0] for call in batcher.calls].count("Stepped") == 3
+
+
+def test_a_refusal_that_names_a_delay_is_waited_out(batcher: Any) -> None:
+    batcher.add_step(1, "abC")
+
+    with open_stream(batcher) as stream:
+        next(stream)
+        batcher.refusals = [RejectedError("too fast", 0.05)]
+        assert stream.stepped().step == 1
+
+
+def test_a_failed_stepped_can_be_made_again(batcher: Any) -> None:
+    batcher.add_step(1, "abC")
+
+    with open_stream(batcher) as stream:
+        next(stream)
+        batcher.refusals = [FencedError("a newer session")]
+        with pytest.raises(FencedError):
+            stream.stepped()
+        assert stream.stepped().step == 1
+
+
+# --------------------------------------------------------------------- waiting
+
+
+def test_a_wait_ends_by_its_deadline_with_the_batchers_reason(batcher: Any) -> None:
+    with open_stream(batcher, timeout_s=0.4) as stream:
+        started_s = time.monotonic()
+        with pytest.raises(NotReadyError, match="group g7 of step 1 is open"):
+            next(stream)
+        waited_s = time.monotonic() - started_s
+
+    assert 0.3 < waited_s < 2.0
+
+
+def test_iterating_goes_on_after_a_wait_that_ended_without_data(batcher: Any) -> None:
+    with open_stream(batcher, timeout_s=0.4) as stream:
+        with pytest.raises(NotReadyError):
+            next(stream)
+        batcher.add_step(1, "abC")
+
+        assert texts(next(stream)) == ["abC"]
+
+
+def test_a_long_poll_that_ends_at_once_does_not_become_a_busy_loop(
+    batcher: Any, abort_with: Any
+) -> None:
+    def not_ready(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        abort_with(context, NotReadyError("no"))
+        yield b""
+
+    batcher.faults = [not_ready] * 1000
+
+    with open_stream(batcher, timeout_s=1.0) as stream, pytest.raises(NotReadyError):
+        next(stream)
+
+    assert len(batcher.calls) < 12
+
+
+def test_pulls_ahead_while_the_trainer_trains(batcher: Any) -> None:
+    batcher.needs_stepped = False
+    for step in (1, 2, 3):
+        batcher.add_step(step, "abC")
+
+    with open_stream(batcher) as stream:
+        testing.wait_until(lambda: stream.statistics().queued_mini_batches == 3)
+
+        statistics = stream.statistics()
+
+    assert statistics.queued_bytes == statistics.num_bytes > 0
+
+
+def test_pulls_ahead_no_more_bytes_than_allowed(batcher: Any) -> None:
+    batcher.needs_stepped = False
+    for step in range(1, 7):
+        batcher.add_step(step, "abC")
+    with open_stream(batcher) as stream:
+        num_bytes = next(stream).num_bytes
+
+    with open_stream(batcher, max_prefetch_bytes=2 * num_bytes + 10) as stream:
+        testing.wait_until(lambda: stream.statistics().queued_mini_batches == 2)
+        most = 0
+        for step in range(1, 7):
+            most = max(most, stream.statistics().queued_bytes)
+            assert next(stream).info.step == step
+
+    assert most == 2 * num_bytes
+
+
+def test_a_mini_batch_larger_than_the_bound_still_comes(batcher: Any) -> None:
+    batcher.add_step(1, "abC", num_mini_batches=2)
+
+    with open_stream(batcher, max_prefetch_bytes=1) as stream:
+        assert [next(stream).info.mini_batch, next(stream).info.mini_batch] == [0, 1]
+
+
+def test_close_cancels_a_get_that_waits_for_the_step_before(batcher: Any) -> None:
+    batcher.add_step(1, "abC")
+    batcher.add_step(2, "abD")
+    stream = open_stream(batcher)
+    next(stream)
+    testing.wait_until(lambda: ("Get", 2) in batcher.calls)
+
+    started_s = time.monotonic()
+    stream.close()
+    stream.close()
+
+    assert time.monotonic() - started_s < 0.5
+    testing.wait_until(lambda: batcher.num_open_gets == 0)
+    assert prefetch_threads() == []
+    with pytest.raises(RejectedError, match="closed"):
+        next(stream)
+
+
+def test_a_wait_is_woken_by_close_from_another_thread(batcher: Any) -> None:
+    stream = open_stream(batcher)
+    closer = threading.Timer(0.1, stream.close)
+    closer.start()
+
+    with pytest.raises(RejectedError, match="closed"):
+        next(stream)
+    closer.join()
+
+
+@pytest.mark.parametrize("leave", [BatchStream.close, lambda stream: None], ids=["close", "drop"])
+def test_a_stream_that_is_left_leaves_no_thread_and_no_socket(batcher: Any, leave: Any) -> None:
+    batcher.add_step(1, "abC")
+    threads, sockets = client_threads(), open_sockets()
+
+    for _ in range(3):
+        stream = open_stream(batcher)
+        next(stream)
+        leave(stream)
+        del stream
+        gc.collect()
+
+    assert prefetch_threads() == []
+    testing.wait_until(lambda: client_threads() <= threads, describe="threads to end")
+    testing.wait_until(lambda: open_sockets() <= sockets, describe="sockets to close")
+
+
+def client_threads() -> int:
+    """All threads but those of the test's own server."""
+    return sum("ThreadPoolExecutor" not in thread.name for thread in threading.enumerate())
+
+
+def prefetch_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if "prefetch" in thread.name]
+
+
+def open_sockets() -> int:
+    folder = "/proc/self/fd"
+    links = []
+    for name in os.listdir(folder):
+        try:
+            links.append(os.readlink(f"{folder}/{name}"))
+        except OSError:
+            continue
+    return sum(link.startswith("socket:") for link in links)

@@ -1,0 +1,312 @@
+"""What goes wrong between a batcher and the stream, and what the trainer sees of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from turnstream import testing
+from turnstream.errors import (
+    BatcherUnavailableError,
+    BatchingError,
+    ConflictError,
+    CorruptRecordError,
+    FencedError,
+)
+from turnstream.types import Denominators
+from turnstream.worker import BatchStream, _prefetch
+
+pytestmark = pytest.mark.grpc
+
+
+def open_stream(batcher: Any, **changes: Any) -> BatchStream:
+    return BatchStream(batcher.target, "run", **{"timeout_s": 10.0, **changes})
+
+
+def texts(mini_batch: Any) -> list[str]:
+    return testing.spell(mini_batch.rows)
+
+
+def test_a_batcher_that_comes_up_later_is_waited_for(batcher: Any) -> None:
+    batcher.add_step(1, "abC")
+    batcher.stop()
+    starter = threading.Timer(0.3, batcher.start)
+    starter.start()
+
+    with open_stream(batcher) as stream:
+        assert texts(next(stream)) == ["abC"]
+    starter.join()
+
+
+def test_no_batcher_at_all_is_said_by_the_deadline(batcher: Any) -> None:
+    batcher.stop()
+
+    with pytest.raises(BatcherUnavailableError):
+        open_stream(batcher, timeout_s=0.5)
+
+
+def test_a_batcher_that_went_away_is_said_by_the_deadline(batcher: Any) -> None:
+    with open_stream(batcher, timeout_s=0.5) as stream:
+        batcher.stop()
+
+        with pytest.raises(BatcherUnavailableError, match="step 1 of run 'run' did not come"):
+            next(stream)
+
+
+def test_a_batcher_restart_in_the_middle_of_a_batch_yields_nothing_twice(batcher: Any) -> None:
+    batcher.add_step(1, "abCDEFG", num_mini_batches=4)
+    batcher.chunk_bytes = 1 << 20
+    batcher.faults = [stop_after(3, batcher)]
+
+    with open_stream(batcher, max_prefetch_bytes=1) as stream:
+        seen = [next(stream)]
+        batcher.stop()
+        batcher.start()
+        seen += [next(stream) for _ in range(3)]
+
+    assert [mini_batch.info.mini_batch for mini_batch in seen] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("num_messages", [0, 1, 2, 5])
+def test_a_stream_cut_short_is_fetched_again(batcher: Any, num_messages: int) -> None:
+    batcher.add_step(1, "abCDEFG", num_mini_batches=2)
+    batcher.faults = [cut_after(num_messages), aborted_after(num_messages)]
+
+    with open_stream(batcher) as stream:
+        seen = [next(stream), next(stream)]
+        statistics = stream.statistics()
+
+    assert [texts(mini_batch) for mini_batch in seen] == [["abCDEFG"]] * 2
+    assert statistics.num_retries == 2
+    assert statistics.num_damaged == 1  # an aborted call is not damage
+
+
+def test_damaged_bytes_are_thrown_away_and_fetched_again(batcher: Any) -> None:
+    batcher.chunk_bytes = 1 << 20
+    batcher.add_step(1, "abCDEFG")
+    batcher.faults = [damage("abcd"), damage("defg")]
+
+    with open_stream(batcher) as stream:
+        mini_batch = next(stream)
+        statistics = stream.statistics()
+
+    assert texts(mini_batch) == ["abCDEFG"]
+    assert (statistics.num_damaged, statistics.num_mini_batches) == (2, 1)
+
+
+def test_the_same_damage_again_and_again_is_raised(batcher: Any) -> None:
+    batcher.chunk_bytes = 1 << 20
+    batcher.add_step(1, "abC")
+    batcher.faults = [damage("abc")] * 10
+
+    with open_stream(batcher) as stream:
+        with pytest.raises(CorruptRecordError):
+            next(stream)
+        with pytest.raises(CorruptRecordError):
+            next(stream)
+
+    assert batcher.calls.count(("Get", 1)) == 3
+
+
+def test_damage_now_and_then_is_never_too_much(batcher: Any) -> None:
+    batcher.chunk_bytes = 1 << 20
+    batcher.needs_stepped = False
+    for step in (1, 2, 3):
+        batcher.add_step(step, "abC")
+    batcher.faults = [damage("abc"), damage("abc"), None] * 3
+
+    with open_stream(batcher) as stream:
+        seen = [next(stream).info.step for _ in range(3)]
+        assert stream.statistics().num_damaged == 6
+
+    assert seen == [1, 2, 3]
+
+
+def test_more_bytes_than_promised_are_damage(batcher: Any) -> None:
+    batcher.add_step(1, "abC", num_mini_batches=2)
+    batcher.faults = [repeat_message(1)]
+
+    with open_stream(batcher) as stream:
+        seen = [next(stream), next(stream)]
+        assert stream.statistics().num_damaged == 1
+
+    assert [mini_batch.info.mini_batch for mini_batch in seen] == [0, 1]
+
+
+def test_the_share_of_another_rank_is_refused(batcher: Any) -> None:
+    batcher.add_step(1, "abC", run="other")
+
+    with open_stream(batcher) as stream, pytest.raises(CorruptRecordError, match="other"):
+        next(stream)
+
+
+def test_rows_that_the_shipped_denominators_do_not_count_are_refused(batcher: Any) -> None:
+    fewer = Denominators(1, 1, 1, 1, weight_sum=1.0, length_constant=0)
+    batcher.add_step(1, "abCD", denominators=fewer)
+
+    with open_stream(batcher) as stream, pytest.raises(BatchingError, match="num_tokens"):
+        next(stream)
+
+    assert batcher.calls.count(("Get", 1)) == 1
+
+
+def test_a_batch_that_changes_between_two_attempts_is_refused(batcher: Any) -> None:
+    batcher.add_step(1, "abCDEFG", num_mini_batches=2)
+    batcher.chunk_bytes = 1 << 20
+    batcher.faults = [aborted_after(3)]
+
+    with open_stream(batcher, max_prefetch_bytes=1) as stream:
+        testing.wait_until(lambda: stream.statistics().queued_mini_batches == 1)
+        batcher.add_step(1, "xyZ", num_mini_batches=2)
+        next(stream)
+
+        with pytest.raises(ConflictError, match="changed after it was used"):
+            next(stream)
+
+
+def test_what_was_pulled_ahead_is_yielded_before_the_error_that_ended_it(
+    batcher: Any, abort_with: Any
+) -> None:
+    def fenced(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        abort_with(context, FencedError("session 8 took over"))
+        yield b""
+
+    batcher.add_step(1, "abC")
+    batcher.faults = [None, fenced]
+
+    with open_stream(batcher) as stream:
+        testing.wait_until(lambda: ("Get", 2) in batcher.calls)
+        assert texts(next(stream)) == ["abC"]
+        for _ in range(2):
+            with pytest.raises(FencedError, match="took over"):
+                next(stream)
+
+
+def test_an_inner_error_of_the_batcher_is_raised_soon(batcher: Any) -> None:
+    def broken(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        context.abort(grpc.StatusCode.INTERNAL, "a bug")
+        yield b""
+
+    batcher.faults = [broken] * 10
+
+    with open_stream(batcher) as stream, pytest.raises(Exception, match="a bug"):
+        next(stream)
+
+    assert batcher.calls.count(("Get", 1)) == 3
+
+
+def test_a_batcher_that_falls_silent_is_left_and_asked_again(
+    batcher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_prefetch, "STALL_GRACE_S", 0.1)
+    released = threading.Event()
+
+    def silent(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        yield next(messages)
+        released.wait(20)
+
+    batcher.add_step(1, "abC")
+    batcher.faults = [silent]
+
+    with open_stream(batcher, timeout_s=2.0) as stream:
+        assert texts(next(stream)) == ["abC"]
+        assert stream.statistics().num_retries == 1
+    released.set()
+
+
+def test_a_batcher_that_stays_silent_is_said_by_the_deadline(
+    batcher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_prefetch, "STALL_GRACE_S", 0.1)
+    released = threading.Event()
+
+    def silent(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        released.wait(20)
+        yield b""
+
+    batcher.faults = [silent] * 5
+
+    with (
+        open_stream(batcher, timeout_s=0.6) as stream,
+        pytest.raises(BatcherUnavailableError, match="silent"),
+    ):
+        next(stream)
+    released.set()
+
+
+def test_a_trainer_that_is_slower_than_the_stall_limit_is_not_cut_off(
+    batcher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A paused reader is not a silent batcher: the queue is full, nothing is being read.
+    monkeypatch.setattr(_prefetch, "STALL_GRACE_S", 0.05)
+    batcher.add_step(1, "abC", num_mini_batches=4)
+
+    with open_stream(batcher, timeout_s=0.2, max_prefetch_bytes=1) as stream:
+        testing.wait_until(lambda: stream.statistics().queued_mini_batches == 1)
+        paused_until_s = time.monotonic() + 0.3
+        testing.wait_until(lambda: time.monotonic() > paused_until_s)
+        seen = [next(stream).info.mini_batch for _ in range(4)]
+
+        assert stream.statistics().num_retries == 0
+
+    assert seen == [0, 1, 2, 3]
+
+
+# --------------------------------------------------------------------- faults to order
+
+
+def cut_after(num_messages: int) -> Any:
+    """The call ends well, but too early."""
+
+    def fault(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        for _ in range(num_messages):
+            yield next(messages)
+
+    return fault
+
+
+def aborted_after(num_messages: int) -> Any:
+    def fault(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        for _ in range(num_messages):
+            yield next(messages)
+        context.abort(grpc.StatusCode.UNAVAILABLE, "going away")
+
+    return fault
+
+
+def stop_after(num_messages: int, batcher: Any) -> Any:
+    """Sends that many messages and then nothing, until the server is stopped."""
+
+    def fault(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        for _ in range(num_messages):
+            yield next(messages)
+        with batcher.changed:
+            batcher.changed.wait_for(lambda: not context.is_active(), timeout=10)
+
+    return fault
+
+
+def damage(letters: str) -> Any:
+    """One bit of the first of these tokens."""
+    needle = testing.ids(letters).tobytes()
+
+    def fault(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        for sent in messages:
+            yield sent.replace(needle, bytes([needle[0] ^ 0x10]) + needle[1:])
+
+    return fault
+
+
+def repeat_message(message: int) -> Any:
+    def fault(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        for index, sent in enumerate(messages):
+            yield sent
+            if index == message:
+                yield sent
+
+    return fault

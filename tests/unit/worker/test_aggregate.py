@@ -1,0 +1,320 @@
+"""The average of a loss: golden vectors, and that no way of cutting a mini-batch changes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from turnstream import testing
+from turnstream.batching.denominators import count_denominators, row_scales
+from turnstream.errors import BatchingError
+from turnstream.types import Denominators, MiniBatch
+from turnstream.worker.losses import aggregate
+from turnstream.worker.tensors import LeftPaddedTensors, to_torch
+
+MODES: list[Any] = [
+    "token_mean",
+    "seq_mean_token_sum",
+    "seq_mean_token_mean",
+    "constant",
+    "rollout_mean",
+    "prompt_mean",
+]
+
+# The vector of the definitions: rows A, B and C.
+MASKS = ["1111", "1", "11"]
+LOSSES = [[1.0, 2.0, 3.0, 4.0], [0.0, 0.0, 0.0, 10.0], [0.0, 0.0, 2.0, 2.0]]
+
+
+def losses(*rows: int) -> Tensor:
+    return torch.tensor([LOSSES[row] for row in rows], dtype=torch.float64)
+
+
+def whole(build_tensors: Any, mode: Any, **options: Any) -> float:
+    part = build_tensors(MASKS, **options)
+    return aggregate(losses(0, 1, 2), part, mode=mode, denominators=part.denominators).item()
+
+
+def test_golden_token_mean(build_tensors: Any) -> None:
+    assert whole(build_tensors, "token_mean") == pytest.approx(3.428571, abs=1e-6)
+
+
+def test_golden_seq_mean_token_sum(build_tensors: Any) -> None:
+    assert whole(build_tensors, "seq_mean_token_sum") == pytest.approx(8.0)
+
+
+def test_golden_seq_mean_token_mean(build_tensors: Any) -> None:
+    assert whole(build_tensors, "seq_mean_token_mean") == pytest.approx(4.833333, abs=1e-6)
+
+
+def test_golden_constant_with_a_length_of_8(build_tensors: Any) -> None:
+    assert whole(build_tensors, "constant", length_constant=8) == pytest.approx(1.0)
+
+
+def test_golden_rollout_mean_divides_by_the_whole_trajectory(build_tensors: Any) -> None:
+    # A and C are one trajectory: (10 + 4) / 6, and B: 10 / 1.
+    mean = whole(build_tensors, "rollout_mean", trajectories=["t", "u", "t"])
+
+    assert mean == pytest.approx((14 / 6 + 10) / 2)
+
+
+def test_golden_prompt_mean_divides_by_the_whole_group(build_tensors: Any) -> None:
+    mean = whole(build_tensors, "prompt_mean", groups=["g", "h", "g"])
+
+    assert mean == pytest.approx((14 / 6 + 10) / 2)
+
+
+def test_golden_micro_batches_are_summed_and_not_averaged(build_tensors: Any) -> None:
+    # Averaging the means of ({A}, {B, C}) would give 3.583333.
+    denominators = build_tensors(MASKS).denominators
+    options: Any = {"mode": "token_mean", "denominators": denominators}
+
+    parts = [build_tensors(MASKS[:1]), build_tensors(["0001", "11"])]
+    total = aggregate(losses(0), parts[0], **options) + aggregate(losses(1, 2), parts[1], **options)
+
+    assert total.item() == pytest.approx(3.428571, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("token_mean", 3.428571), ("seq_mean_token_mean", 4.833333)]
+)
+def test_golden_an_inert_row_counts_nowhere(build_tensors: Any, mode: Any, expected: float) -> None:
+    # Counting it as a sequence would give 3.625, one live token in it 3.0.
+    part = build_tensors([*MASKS, ""])
+    loss_BR = torch.cat([losses(0, 1, 2), torch.full((1, 4), float("nan"))])
+
+    mean = aggregate(loss_BR, part, mode=mode, denominators=part.denominators)
+
+    assert mean.item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_golden_two_ranks_whose_gradients_are_averaged(build_tensors: Any) -> None:
+    denominators = build_tensors(MASKS).denominators
+    options: Any = {"mode": "token_mean", "denominators": denominators, "averaged_over": 2}
+
+    on_rank_0 = aggregate(losses(0), build_tensors(MASKS[:1]), **options)
+    on_rank_1 = aggregate(losses(1, 2), build_tensors(["0001", "11"]), **options)
+
+    assert ((on_rank_0 + on_rank_1) / 2).item() == pytest.approx(3.428571, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "coefficients"),
+    [
+        # batch-assembly, edge case 38: masks 111, 001, 011, 000 of prompts (0, 2), (2, 4).
+        ("token_mean", [1 / 6, 1 / 6, 1 / 6]),
+        # The reference counts the fully masked row: .08333, .25, .125 and .025.
+        ("seq_mean_token_mean", [1 / 9, 1 / 3, 1 / 6]),
+        ("constant", [1 / 30, 1 / 30, 1 / 30]),
+        ("prompt_mean", [0.125, 0.125, 0.25]),
+    ],
+)
+def test_edge_case_38_what_each_token_is_multiplied_by(
+    build_tensors: Any, mode: Any, coefficients: list[float]
+) -> None:
+    masks = ["111", "001", "011", "000"]
+    part = build_tensors(masks, groups=["p", "p", "q", "q"], length_constant=10)
+    loss_BR = torch.zeros(4, 3, requires_grad=True)
+
+    aggregate(loss_BR, part, mode=mode, denominators=part.denominators).backward()
+
+    expected = [
+        [c * (m == "1") for m in mask] for c, mask in zip([*coefficients, 0.0], masks, strict=True)
+    ]
+    assert loss_BR.grad is not None
+    np.testing.assert_allclose(loss_BR.grad.numpy(), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_micro_batch_of_inert_rows_gives_a_zero_that_can_be_differentiated(
+    build_tensors: Any, mode: Any
+) -> None:
+    denominators = build_tensors(MASKS, length_constant=8).denominators
+    part = build_tensors(["0", "0"])
+    part = replace(part, is_padding_B=~part.is_padding_B, weight_B=torch.zeros(2))
+    loss_BR = torch.full((2, 1), 5.0, requires_grad=True)
+
+    total = aggregate(loss_BR, part, mode=mode, denominators=denominators)
+    total.backward()
+
+    assert total.item() == 0.0
+    assert loss_BR.grad is not None
+    assert loss_BR.grad.tolist() == [[0.0], [0.0]]
+
+
+def test_an_inert_row_with_a_live_token_still_contributes_exactly_0(build_tensors: Any) -> None:
+    part = build_tensors(["11", "11"])
+    part = replace(part, is_padding_B=torch.tensor([False, True]))
+
+    total = aggregate(
+        torch.ones(2, 2), part, mode="seq_mean_token_sum", denominators=part.denominators
+    )
+
+    assert total.item() == 1.0
+
+
+def test_losses_of_another_shape_than_the_mask_are_refused(build_tensors: Any) -> None:
+    part = build_tensors(["11", "11"])
+
+    with pytest.raises(BatchingError, match=r"\(2, 1\).*\(2, 2\)"):
+        aggregate(torch.ones(2, 1), part, mode="token_mean", denominators=part.denominators)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mini_batch_without_a_trained_token_has_a_loss_of_0(
+    build_tensors: Any, mode: Any
+) -> None:
+    part = build_tensors(["00", "0"])
+
+    assert aggregate(torch.ones(2, 2), part, mode=mode, denominators=part.denominators).item() == 0
+
+
+def test_weights_of_a_correction_keep_the_shipped_denominators(build_tensors: Any) -> None:
+    part = build_tensors(["11", "11"])
+    kept_BR = torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+
+    mean = aggregate(
+        torch.ones(2, 2) * kept_BR, part, mode="token_mean", denominators=part.denominators
+    )
+
+    assert mean.item() == 0.5
+
+
+def test_rows_weighted_by_their_trajectory_count_each_trajectory_once(build_tensors: Any) -> None:
+    # A trajectory of two rows (weights 1/2) beside one of a single row.
+    part = build_tensors(["1", "1", "1"], trajectories="ttu", weights=[0.5, 0.5, 1.0])
+    loss_BR = torch.tensor([[1.0], [3.0], [10.0]])
+
+    mean = aggregate(loss_BR, part, mode="seq_mean_token_mean", denominators=part.denominators)
+
+    assert mean.item() == pytest.approx((2 + 10) / 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_token_is_multiplied_by_what_the_plan_says(mode: Any) -> None:
+    rows = testing.rows("abCD", "xYzZ", "a|bb", "a|b", group_ids=["g", "g", "h", ""])
+    rows = replace(rows, weight=np.array([1.0, 0.5, 2.0, 0.0], np.float32))
+    denominators = count_denominators([rows], length_constant=9)
+    part = to_torch(MiniBatch(rows=rows, info=testing.mini_batch_info(rows)))
+    loss_BR = torch.zeros(part.loss_mask_BR.shape, dtype=torch.float64, requires_grad=True)
+
+    aggregate(loss_BR, part, mode=mode, denominators=denominators).backward()
+
+    scales_B = row_scales(rows, denominators=denominators, aggregation=mode)
+    assert loss_BR.grad is not None
+    np.testing.assert_allclose(
+        loss_BR.grad.numpy(), scales_B[:, None] * part.loss_mask_BR.numpy(), rtol=1e-6
+    )
+
+
+# --------------------------------------------------------------------- the law
+
+
+def take(part: LeftPaddedTensors, loss_BR: Tensor, rows: list[int], num_inert: int) -> Any:
+    """These rows in this order, and inert rows that carry nonsense."""
+    picked = part._cut(tuple(rows))
+    inert: dict[str, Any] = {
+        name: torch.cat([getattr(picked, name), fill])
+        for name, fill in {
+            "loss_mask_BR": torch.zeros(num_inert, picked.response_width, dtype=torch.bool),
+            "is_padding_B": torch.ones(num_inert, dtype=torch.bool),
+            "weight_B": torch.zeros(num_inert),
+            "trajectory_num_tokens_B": torch.zeros(num_inert, dtype=torch.int64),
+            "group_num_tokens_B": torch.zeros(num_inert, dtype=torch.int64),
+        }.items()
+    }
+    values = loss_BR[rows][:, loss_BR.shape[1] - picked.response_width :]
+    nonsense = torch.full((num_inert, picked.response_width), float("nan"), dtype=values.dtype)
+    return replace(picked, **inert), torch.cat([values, nonsense])
+
+
+def loop_mean(
+    loss_BR: np.ndarray, masks: list[str], keys: list[Any], groups: list[Any], mode: str
+) -> float:
+    """Straight from the table of definitions; `constant` with a length of 7."""
+    width = loss_BR.shape[1]
+    rows = []
+    for row, mask in enumerate(masks):
+        live = [loss_BR[row, width - len(mask) + t] for t, c in enumerate(mask) if c == "1"]
+        if live:
+            rows.append((keys[row], groups[row], live))
+    if not rows:
+        return 0.0
+    if mode == "token_mean":
+        return sum(sum(live) for *_, live in rows) / sum(len(live) for *_, live in rows)
+    if mode == "seq_mean_token_sum":
+        return sum(sum(live) for *_, live in rows) / len(rows)
+    if mode == "seq_mean_token_mean":
+        return sum(sum(live) / len(live) for *_, live in rows) / len(rows)
+    if mode == "constant":
+        return sum(sum(live) for *_, live in rows) / (len(rows) * 7)
+    position = 0 if mode == "rollout_mean" else 1
+    of_key: dict[Any, list[float]] = {}
+    for row in rows:
+        of_key.setdefault(row[position], []).extend(row[2])
+    return sum(sum(live) / len(live) for live in of_key.values()) / len(of_key)
+
+
+@given(data=st.data(), mode=st.sampled_from(MODES))
+def test_the_loss_is_the_same_for_every_cut_order_and_padding(
+    build_tensors: Any, data: st.DataObject, mode: Any
+) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    num_rows = data.draw(st.integers(1, 9))
+    masks = ["".join(rng.choice(["0", "1"], rng.integers(1, 7))) for _ in range(num_rows)]
+    keys = rng.integers(0, 4, num_rows).tolist()
+    groups = [key // 2 for key in keys]
+    part = build_tensors(masks, trajectories=keys, groups=groups, length_constant=7)
+    loss_BR = torch.from_numpy(rng.normal(0, 10, part.loss_mask_BR.shape)).requires_grad_()
+    denominators: Denominators = part.denominators
+
+    order = rng.permutation(num_rows).tolist()
+    num_pieces = data.draw(st.integers(1, 5))
+    total = torch.zeros((), dtype=torch.float64)
+    for piece in np.array_split(order, num_pieces):
+        num_inert = int(rng.integers(0, 3))
+        if len(piece) + num_inert:
+            cut, values = take(part, loss_BR, piece.tolist(), num_inert)
+            total = total + aggregate(values, cut, mode=mode, denominators=denominators)
+    total.backward()
+
+    expected = loop_mean(loss_BR.detach().numpy(), masks, keys, groups, mode)
+    in_one = aggregate(
+        once := loss_BR.detach().clone().requires_grad_(),
+        part,
+        mode=mode,
+        denominators=denominators,
+    )
+    in_one.backward()
+    np.testing.assert_allclose(total.item(), expected, rtol=1e-12, atol=1e-12)
+    assert loss_BR.grad is not None
+    assert once.grad is not None
+    np.testing.assert_allclose(loss_BR.grad.numpy(), once.grad.numpy(), rtol=1e-15)
+
+
+@given(data=st.data(), mode=st.sampled_from(MODES))
+def test_losses_that_floats_hold_exactly_are_summed_exactly_in_float32(
+    build_tensors: Any, data: st.DataObject, mode: Any
+) -> None:
+    # Whole losses, and divisors that are powers of two: no cut may change a single bit.
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    masks = ["1" * int(rng.choice([1, 2, 4])) for _ in range(8)]
+    part = build_tensors(masks, length_constant=8)
+    loss_BR = torch.from_numpy(rng.integers(-99, 99, part.loss_mask_BR.shape)).float()
+    denominators = part.denominators._replace(num_tokens=32)
+    part = replace(part, group_num_tokens_B=torch.full((8,), 32))
+
+    whole = aggregate(loss_BR, part, mode=mode, denominators=denominators)
+    pieces = torch.zeros(())
+    for piece in np.array_split(rng.permutation(8), data.draw(st.integers(1, 8))):
+        cut, values = take(part, loss_BR, piece.tolist(), num_inert=1)
+        pieces = pieces + aggregate(values, cut, mode=mode, denominators=denominators)
+
+    assert pieces.item() == whole.item()

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from turnstream import testing
+from turnstream.worker._queue import ByteQueue, ClosedError
+
+
+def forever() -> float:
+    return 60.0
+
+
+def take(queue: ByteQueue[str], timeout_s: float = 5.0) -> str:
+    return queue.take(timeout_s=timeout_s, watch=forever)
+
+
+def filled(*items: str, max_bytes: int = 100) -> ByteQueue[str]:
+    queue: ByteQueue[str] = ByteQueue(max_bytes=max_bytes)
+    for item in items:
+        queue.reserve(len(item))
+        queue.put(item, num_bytes=len(item))
+    return queue
+
+
+def test_items_come_out_in_order() -> None:
+    queue = filled("a", "bb")
+
+    assert [take(queue), take(queue)] == ["a", "bb"]
+    assert queue.size() == (0, 0)
+
+
+def test_a_reservation_waits_until_there_is_room() -> None:
+    queue = filled("aaaa", max_bytes=6)
+    reserved = threading.Event()
+    thread = threading.Thread(target=lambda: (queue.reserve(3), reserved.set()), daemon=True)
+    thread.start()
+
+    assert not reserved.wait(0.05)
+    take(queue)
+
+    assert reserved.wait(5)
+    assert queue.size().num_bytes == 3
+    thread.join()
+
+
+def test_what_is_larger_than_the_bound_is_let_in_alone() -> None:
+    queue = filled(max_bytes=2)
+
+    queue.reserve(10)
+
+    assert queue.size().num_bytes == 10
+
+
+def test_a_released_reservation_makes_room() -> None:
+    queue = filled(max_bytes=2)
+    queue.reserve(2)
+
+    queue.release(2)
+    queue.reserve(2)
+
+    assert queue.size().num_bytes == 2
+
+
+def test_nothing_in_time_is_a_timeout() -> None:
+    with pytest.raises(TimeoutError):
+        take(filled(), timeout_s=0.01)
+
+
+def test_what_is_left_comes_before_the_failure() -> None:
+    queue = filled("a")
+    queue.fail(ValueError("no more"))
+
+    assert take(queue) == "a"
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no more"):
+            take(queue)
+
+
+def test_close_wakes_both_sides() -> None:
+    full, empty = filled("aa", max_bytes=2), filled()
+    failures: list[BaseException] = []
+
+    def run(wait: object, *arguments: object) -> None:
+        try:
+            wait(*arguments)  # type: ignore[operator]
+        except ClosedError as error:
+            failures.append(error)
+
+    threads = [
+        threading.Thread(target=run, args=(full.reserve, 2), daemon=True),
+        threading.Thread(target=run, args=(take, empty), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    for queue in (full, empty):
+        queue.close()
+    for thread in threads:
+        thread.join(5)
+
+    assert len(failures) == 2
+
+
+def test_the_watch_is_called_as_often_as_it_asks() -> None:
+    queue = filled()
+    calls: list[None] = []
+
+    def watch() -> float:
+        calls.append(None)
+        return 0.01
+
+    with pytest.raises(TimeoutError):
+        queue.take(timeout_s=0.1, watch=watch)
+
+    assert 3 <= len(calls) <= 12
+    testing.wait_until(lambda: queue.size().num_items == 0)

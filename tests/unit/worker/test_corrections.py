@@ -1,0 +1,296 @@
+"""Every correction against a loop over rows and tokens, and its golden vectors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from turnstream.worker import corrections
+
+# The vector of the definitions: four tokens of one row.
+OLD = torch.tensor([[-1.0, -2.0, -0.5, -3.0]], dtype=torch.float64)
+BEHAVIOUR = torch.tensor([[-1.2, -4.0, -0.5, -2.0]], dtype=torch.float64)
+ALL = torch.ones(1, 4, dtype=torch.bool)
+
+
+def weights(function: Callable[..., Tensor], **options: Any) -> list[float]:
+    result = function(OLD, behaviour_BR=BEHAVIOUR, mask_BR=ALL, **options)
+    return [round(value, 4) for value in result[0].tolist()]
+
+
+def test_golden_token_ratios() -> None:
+    assert weights(corrections.importance_ratio, level="token") == [1.2214, 7.3891, 1.0, 0.3679]
+
+
+def test_golden_sequence_ratio() -> None:
+    assert weights(corrections.importance_ratio, level="sequence") == [3.3201] * 4
+
+
+def test_golden_geometric_ratio() -> None:
+    assert weights(corrections.importance_ratio, level="geometric") == [1.3499] * 4
+
+
+def test_golden_tis_with_cap_2() -> None:
+    assert weights(corrections.tis, cap=2.0) == [1.2214, 2.0, 1.0, 0.3679]
+
+
+def test_golden_icepop_between_a_half_and_5() -> None:
+    assert weights(corrections.icepop, low=0.5, high=5.0) == [1.2214, 0.0, 1.0, 0.0]
+
+
+def test_tis_with_a_floor_clamps_below_too() -> None:
+    assert weights(corrections.tis, floor=0.5) == [1.2214, 2.0, 1.0, 0.5]
+
+
+def test_tis_of_a_row_is_truncated_as_a_whole() -> None:
+    assert weights(corrections.tis, level="sequence", cap=2.0) == [2.0] * 4
+    assert weights(corrections.tis, level="geometric", cap=2.0) == [1.3499] * 4
+
+
+# batch-assembly, edge case 41: old -1, rollout -1, -3, -1, mask 110, beside an on-policy row.
+OLD_41 = torch.full((2, 3), -1.0)
+ROLLOUT_41 = torch.tensor([[-1.0, -3.0, -1.0], [-1.0, -1.0, -1.0]])
+MASK_41 = torch.tensor([[1, 1, 0], [1, 1, 1]])
+
+
+def weights_41(function: Callable[..., Tensor], **options: Any) -> list[list[float]]:
+    return function(OLD_41, behaviour_BR=ROLLOUT_41, mask_BR=MASK_41, **options).tolist()
+
+
+def test_edge_case_41_token_weights_are_capped_at_2() -> None:
+    assert weights_41(corrections.tis, cap=2.0) == [[1, 2, 1], [1, 1, 1]]
+
+
+def test_edge_case_41_the_sequence_weight_is_capped_at_5() -> None:
+    assert weights_41(corrections.tis, level="sequence", cap=5.0) == [[5, 5, 5], [1, 1, 1]]
+
+
+def test_edge_case_41_geometric_and_product_masks_zero_row_0_only() -> None:
+    geometric = weights_41(corrections.mis, level="geometric", low=0.99, high=1.01)
+    product = weights_41(corrections.mis, level="sequence", low=0.5, high=2.0)
+
+    assert geometric == product == [[0, 0, 0], [1, 1, 1]]
+
+
+def test_edge_case_41_an_outlier_above_5_zeroes_row_0() -> None:
+    assert weights_41(corrections.row_veto, high=5.0) == [[0, 0, 0], [1, 1, 1]]
+
+
+def test_edge_case_41_the_token_mask_zeroes_token_1_of_row_0_only() -> None:
+    # The page counts tokens from 1 ("only its token 2").
+    assert weights_41(corrections.mis, low=0.5, high=2.0) == [[1, 0, 1], [1, 1, 1]]
+
+
+def test_one_next_to_impossible_token_vetoes_its_row() -> None:
+    behaviour_BR = torch.tensor([[-1.0, -1.0], [-1.0, -1.0]])
+    old_BR = torch.tensor([[-1.0, -1.0 + math.log(0.9e-4)], [-1.0, -1.0 + math.log(1.1e-4)]])
+    mask_BR = torch.ones(2, 2)
+
+    vetoed = corrections.mis(old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, low=0.0)
+
+    assert vetoed.tolist() == [[0, 0], [1, 1]]
+
+
+def test_a_masked_token_vetoes_nothing() -> None:
+    old_BR, behaviour_BR = torch.tensor([[-90.0, -1.0]]), torch.tensor([[-1.0, -1.0]])
+
+    vetoed = corrections.mis(old_BR, behaviour_BR=behaviour_BR, mask_BR=torch.tensor([[0, 1]]))
+
+    assert vetoed.tolist() == [[1, 1]]
+
+
+def test_a_masked_token_vetoes_nothing_even_where_1_is_outside() -> None:
+    old_BR, behaviour_BR = torch.tensor([[-0.5, -1.0]]), torch.tensor([[-1.0, -1.0]])
+
+    vetoed = corrections.row_veto(
+        old_BR, behaviour_BR=behaviour_BR, mask_BR=torch.tensor([[1, 0]]), low=1.5, high=2.0
+    )
+
+    assert vetoed.tolist() == [[1, 1]]
+
+
+def test_a_ratio_on_the_bound_is_kept() -> None:
+    on_policy: Any = {"behaviour_BR": OLD, "mask_BR": ALL, "low": 1.0, "high": 1.0}
+
+    assert corrections.icepop(OLD, **on_policy).tolist() == [[1.0] * 4]
+    assert corrections.mis(OLD, **on_policy).tolist() == [[1.0] * 4]
+    assert corrections.seq_mask_tis(OLD, **on_policy).tolist() == [[1.0] * 4]
+
+
+@pytest.mark.parametrize("name", ["tis", "icepop", "mis", "row_veto", "seq_mask_tis"])
+def test_weights_carry_no_gradient(name: str) -> None:
+    old_BR = OLD.clone().requires_grad_()
+
+    weights_BR = getattr(corrections, name)(old_BR, behaviour_BR=BEHAVIOUR, mask_BR=ALL)
+
+    assert not weights_BR.requires_grad
+
+
+def test_opsm_drops_rows_of_negative_advantage_that_the_policy_left() -> None:
+    old_BR = torch.tensor([[-1.0, -1.0]] * 4)
+    moved_BR = torch.tensor([[-1.3, -1.1], [-1.1, -1.05], [-1.3, -1.1], [-9.0, -9.0]])
+    advantages_BR = torch.tensor([[-1.0, -1.0], [-1.0, -1.0], [1.0, 1.0], [0.0, 0.0]])
+
+    kept = corrections.opsm(
+        moved_BR, old_BR=old_BR, advantages_BR=advantages_BR, mask_BR=torch.ones(4, 2), delta=0.1
+    )
+
+    assert kept.tolist() == [[0, 0], [1, 1], [1, 1], [1, 1]]
+
+
+def test_rescaled_weights_have_a_mean_of_1_over_all_ranks() -> None:
+    shares = [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.5, 0.5]])]
+    weight_sum = sum(share.sum() for share in shares)
+
+    scaled = [corrections.rescaled(s, weight_sum=weight_sum, num_tokens=4) for s in shares]
+
+    assert torch.cat(scaled).mean().item() == 1.0
+    assert scaled[0].tolist() == [[2.0, 0.0]]
+
+
+# --------------------------------------------------------------------- against loops
+
+
+class Case(NamedTuple):
+    """Random log-probabilities; what stands at masked positions must not matter."""
+
+    old: np.ndarray
+    behaviour: np.ndarray
+    current: np.ndarray
+    advantages: np.ndarray
+    mask: np.ndarray
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The same by name."""
+        return {name: torch.from_numpy(value) for name, value in self._asdict().items()}
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    shape = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    spread = draw(st.sampled_from([1e-4, 0.1, 3.0, 60.0]))
+    behaviour = -rng.exponential(2.0, shape)
+    mask = rng.random(shape) < draw(st.sampled_from([0.0, 0.6, 1.0]))
+    case = Case(
+        old=behaviour + rng.normal(0, spread, shape),
+        behaviour=behaviour,
+        current=behaviour + rng.normal(0, spread, shape),
+        advantages=rng.normal(0, 1, (shape[0], 1)) * np.ones(shape),
+        mask=mask,
+    )
+    for values in (case.old, case.behaviour, case.current):
+        values[~mask] = rng.choice([np.nan, np.inf, 0.0])
+    return case
+
+
+def clipped_exp(exponent: float) -> float:
+    return math.exp(max(-20.0, min(20.0, exponent)))
+
+
+def loop_ratios(case: Case, level: str) -> np.ndarray:
+    """By row and token; 1 at masked positions of the token level."""
+    ratios = np.ones(case.mask.shape)
+    for row in range(len(case.mask)):
+        live = np.flatnonzero(case.mask[row])
+        exponents = [case.old[row, t] - case.behaviour[row, t] for t in live]
+        if level == "token":
+            for t, exponent in zip(live, exponents, strict=True):
+                ratios[row, t] = clipped_exp(exponent)
+        elif level == "sequence":
+            ratios[row] = clipped_exp(sum(exponents))
+        else:
+            ratios[row] = clipped_exp(sum(exponents) / max(1, len(exponents)))
+    return ratios
+
+
+def assert_equal_where_trained(actual: Tensor, expected: np.ndarray, case: Case) -> None:
+    assert not actual.requires_grad
+    assert torch.isfinite(actual).all()
+    np.testing.assert_allclose(actual.numpy()[case.mask], expected[case.mask], rtol=1e-12)
+
+
+@given(cases(), st.sampled_from(["token", "sequence", "geometric"]))
+def test_tis_equals_the_loop(case: Case, level: Any) -> None:
+    t = case.tensors()
+
+    actual = corrections.tis(
+        t["old"], behaviour_BR=t["behaviour"], mask_BR=t["mask"], level=level, cap=2.0, floor=0.1
+    )
+
+    assert_equal_where_trained(actual, loop_ratios(case, level).clip(0.1, 2.0), case)
+
+
+@given(cases())
+def test_icepop_equals_the_loop(case: Case) -> None:
+    t = case.tensors()
+    ratios = loop_ratios(case, "token")
+
+    actual = corrections.icepop(t["old"], behaviour_BR=t["behaviour"], mask_BR=t["mask"])
+
+    assert_equal_where_trained(actual, ratios * ((ratios >= 0.5) & (ratios <= 5.0)), case)
+
+
+@given(cases(), st.sampled_from(["token", "sequence", "geometric"]))
+def test_mis_equals_the_loop(case: Case, level: Any) -> None:
+    t = case.tensors()
+    ratios, token_ratios = loop_ratios(case, level), loop_ratios(case, "token")
+    expected = ((ratios >= 0.5) & (ratios <= 2.0)).astype(float)
+    for row in range(len(expected)):
+        if any(token_ratios[row][case.mask[row]] < 1e-4):
+            expected[row] = 0.0
+
+    actual = corrections.mis(t["old"], behaviour_BR=t["behaviour"], mask_BR=t["mask"], level=level)
+
+    assert_equal_where_trained(actual, expected, case)
+
+
+@given(cases())
+def test_seq_mask_tis_equals_the_loop(case: Case) -> None:
+    t = case.tensors()
+    rows = loop_ratios(case, "geometric")
+    expected = loop_ratios(case, "token") * ((rows >= 0.999) & (rows <= 1.002))
+
+    actual = corrections.seq_mask_tis(t["old"], behaviour_BR=t["behaviour"], mask_BR=t["mask"])
+
+    assert_equal_where_trained(actual, expected, case)
+
+
+@given(cases())
+def test_opsm_equals_the_loop(case: Case) -> None:
+    t = case.tensors()
+    expected = np.ones(case.mask.shape)
+    for row, live in enumerate(case.mask):
+        gap = (case.old[row][live] - case.current[row][live]).sum() / max(1, live.sum())
+        expected[row] = [float(not (a < 0 and gap > 0.1)) for a in case.advantages[row]]
+
+    actual = corrections.opsm(
+        t["current"].requires_grad_(),
+        old_BR=t["old"],
+        advantages_BR=t["advantages"],
+        mask_BR=t["mask"],
+        delta=0.1,
+    )
+
+    assert_equal_where_trained(actual, expected, case)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_absurd_ratios_are_large_numbers_and_not_infinities(level: Any) -> None:
+    ratio = corrections.importance_ratio(
+        torch.tensor([[0.0], [-1e30]]),
+        behaviour_BR=torch.tensor([[-1e30], [0.0]]),
+        mask_BR=torch.ones(2, 1),
+        level=level,
+    )
+
+    assert ratio[0, 0].item() == pytest.approx(math.exp(20), rel=1e-6)
+    assert ratio[1, 0].item() == pytest.approx(math.exp(-20), rel=1e-6)

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream import testing
+from turnstream.errors import CorruptRecordError, RecordError
+from turnstream.records.batches import EncodedMiniBatch, encode_mini_batch
+from turnstream.types import MiniBatch
+from turnstream.wire.v1.batches_pb2 import GetChunk, MiniBatchHeader
+from turnstream.worker._frames import Arrival, Skipped, parse_chunk, read_step
+
+# --------------------------------------------------------------------- one message
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 127, 128, 16_383, 16_384, 3_000_000])
+def test_data_is_a_view_of_the_message(num_bytes: int) -> None:
+    message = GetChunk(data=bytes(range(256)) * (num_bytes // 256) + b"x" * (num_bytes % 256))
+
+    parsed = parse_chunk(serialised := message.SerializeToString())
+
+    assert isinstance(parsed, memoryview)
+    assert parsed.obj is serialised
+    assert bytes(parsed) == message.data
+
+
+def test_a_header_is_parsed() -> None:
+    header = MiniBatchHeader(step=3, mini_batch=1, num_mini_batches=2, num_bytes=10)
+
+    assert parse_chunk(GetChunk(header=header).SerializeToString()) == header
+
+
+def test_data_with_a_field_of_a_newer_release_behind_it_is_read() -> None:
+    message = GetChunk(data=b"abc").SerializeToString() + b"\x98\x06\x01"  # field 99: 1
+
+    assert parse_chunk(message) == memoryview(b"abc")
+
+
+@pytest.mark.parametrize("message", [b"", b"\x98\x06\x01"])
+def test_a_kind_of_chunk_of_a_newer_release_is_passed_over(message: bytes) -> None:
+    assert parse_chunk(message) is None
+
+
+@pytest.mark.parametrize(
+    "message",
+    [b"\x12", b"\x12\x80", b"\x12\xff\xff\xff\xff", b"\x12\x05abc", b"\x0a\x05abc", b"\xff"],
+)
+def test_bytes_that_are_no_chunk_are_refused(message: bytes) -> None:
+    with pytest.raises(CorruptRecordError, match="is no chunk"):
+        parse_chunk(message)
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_give_what_protobuf_gives_or_are_refused(message: bytes) -> None:
+    try:
+        parsed = parse_chunk(message)
+    except CorruptRecordError:
+        return
+
+    chunk = GetChunk.FromString(message)
+    if isinstance(parsed, memoryview):
+        assert bytes(parsed) == chunk.data
+    else:
+        assert parsed == (chunk.header if chunk.HasField("header") else None)
+
+
+# --------------------------------------------------------------------- one step
+
+
+def messages(
+    mini_batches: list[MiniBatch], *, chunk_bytes: int = 1000, step: int = 1
+) -> Iterator[bytes]:
+    for index, mini_batch in enumerate(mini_batches):
+        encoded = encode_mini_batch(mini_batch)
+        yield header_of(encoded, step=step, index=index, num_mini_batches=len(mini_batches))
+        for start in range(0, encoded.num_bytes, chunk_bytes):
+            data = bytes(encoded.data[start : start + chunk_bytes])
+            yield GetChunk(data=data).SerializeToString()
+
+
+def header_of(encoded: EncodedMiniBatch, *, step: int, index: int, num_mini_batches: int) -> bytes:
+    header = MiniBatchHeader(
+        step=step,
+        mini_batch=index,
+        num_mini_batches=num_mini_batches,
+        num_bytes=encoded.num_bytes,
+        content_hash=encoded.content_hash,
+    )
+    return GetChunk(header=header).SerializeToString()
+
+
+def read(sent: list[bytes], *, step: int = 1) -> list[MiniBatch]:
+    arrivals = read_step(sent, step=step, admit=Arrival)
+    return [arrival.decode() for arrival in arrivals if isinstance(arrival, Arrival)]
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 1000, 1 << 20])
+def test_a_step_comes_back_as_it_was_whatever_the_chunks(chunk_bytes: int) -> None:
+    sent = [testing.mini_batch("abCD", "xYZ"), testing.mini_batch("abC")]
+
+    received = read(list(messages(sent, chunk_bytes=chunk_bytes)))
+
+    testing.assert_same(received, sent)
+
+
+def test_columns_lie_on_boundaries_that_arrays_want() -> None:
+    [received] = read(list(messages([testing.mini_batch("abCD")], chunk_bytes=7)))
+
+    assert received.rows.input_ids.values.ctypes.data % 8 == 0
+    assert received.rows.row_id.ctypes.data % 8 == 0
+
+
+@given(st.data())
+def test_a_step_that_lost_its_end_is_never_accepted(data: st.DataObject) -> None:
+    sent = list(messages([testing.mini_batch("abCD")] * 2))
+    kept = data.draw(st.integers(0, len(sent) - 1))
+
+    with pytest.raises(CorruptRecordError, match="ended after"):
+        read(sent[:kept])
+
+
+@given(st.data())
+def test_a_step_that_lost_one_message_is_never_accepted(data: st.DataObject) -> None:
+    sent = list(messages([testing.mini_batch("abCD")] * 2))
+    lost = data.draw(st.integers(0, len(sent) - 1))
+
+    with pytest.raises(CorruptRecordError):
+        read(sent[:lost] + sent[lost + 1 :])
+
+
+@given(st.data())
+def test_a_step_with_one_message_twice_is_never_accepted(data: st.DataObject) -> None:
+    sent = list(messages([testing.mini_batch("abCD")] * 2))
+    twice = data.draw(st.integers(0, len(sent) - 1))
+
+    with pytest.raises(CorruptRecordError):
+        read(sent[: twice + 1] + sent[twice:])
+
+
+def test_no_flipped_bit_changes_what_is_accepted() -> None:
+    # Some bytes pad Arrow's buffers: flipping those is harmless, and all others are noticed.
+    mini_batch = testing.mini_batch("abCD")
+    header, data = messages([mini_batch], chunk_bytes=1 << 20)
+    payload = bytearray(GetChunk.FromString(data).data)
+    num_refused = 0
+
+    for position in range(0, len(payload), 3):
+        payload[position] ^= 1 << position % 8
+        try:
+            [received] = read([header, GetChunk(data=bytes(payload)).SerializeToString()])
+        except RecordError:
+            num_refused += 1
+        else:
+            testing.assert_same(received, mini_batch)
+        payload[position] ^= 1 << position % 8
+
+    assert num_refused > len(payload) / 12
+
+
+def test_another_step_than_the_one_asked_for_is_refused() -> None:
+    sent = list(messages([testing.mini_batch("abC")], step=2))
+
+    with pytest.raises(CorruptRecordError, match="step 2 came instead"):
+        read(sent, step=1)
+
+
+def test_a_skipped_mini_batch_is_counted_but_not_kept() -> None:
+    sent = list(messages([testing.mini_batch("abC")] * 2))
+
+    def admit(header: MiniBatchHeader) -> Skipped:
+        return Arrival(header) if header.mini_batch == 1 else Skipped(header)
+
+    kinds = [type(arrival) for arrival in read_step(sent, step=1, admit=admit)]
+
+    assert kinds == [Skipped, Arrival]

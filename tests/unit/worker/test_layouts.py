@@ -1,0 +1,387 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from turnstream import testing
+from turnstream.batching.layout import left_padded_column
+from turnstream.batching.microbatch import Budget
+from turnstream.batching.minibatch import budgeted_passes, rank_share
+from turnstream.batching.outputs import ResponseValues, join_by_row_id
+from turnstream.batching.sft import (
+    bin_sequences,
+    packed_supervised,
+    scaled_weights,
+    supervised_rows,
+)
+from turnstream.batching.slots import response_column
+from turnstream.errors import BatchingError
+from turnstream.types import MiniBatch, Ragged, Rows
+from turnstream.worker.layouts import jagged_to_torch, packed_to_torch, right_padded_to_torch
+from turnstream.worker.losses import (
+    aggregate,
+    next_token_logprobs,
+    response_logprobs,
+    token_logprobs,
+)
+from turnstream.worker.tensors import TokenRows, on_cpu, to_torch
+
+VOCAB_SIZE = 128
+MODES = [
+    "token_mean",
+    "seq_mean_token_sum",
+    "seq_mean_token_mean",
+    "constant",
+    "rollout_mean",
+    "prompt_mean",
+]
+
+Score = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(ids, positions, may_attend) -> logits; the mask is (..., T, T), set where a token is seen."""
+
+
+def score_by_token(ids: Tensor, positions: Tensor, may_attend: Tensor) -> Tensor:
+    """Logits that depend on the token alone."""
+    generator = torch.Generator().manual_seed(0)
+    table_VV = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=generator)
+    return table_VV[ids]
+
+
+def score_by_position(ids: Tensor, positions: Tensor, may_attend: Tensor) -> Tensor:
+    """Logits that depend on the token and its position."""
+    return score_by_token(ids, positions, may_attend) * (1 + positions[..., None])
+
+
+@pytest.fixture(scope="module")
+def qwen2() -> PreTrainedModel:
+    """One layer of a real architecture, with attention that can be told what to see."""
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            initializer_range=0.5,
+        )
+    ).eval()
+
+
+def scored_by(model: PreTrainedModel) -> Score:
+    def score(ids: Tensor, positions: Tensor, may_attend: Tensor) -> Tensor:
+        flat = ids.ndim == 1
+        ids_BT, positions_BT, seen_BTT = (
+            value[None] if flat else value for value in (ids, positions, may_attend)
+        )
+        bias_B1TT = torch.zeros(seen_BTT.shape).masked_fill(~seen_BTT, -1e9)[:, None]
+        logits_BTV = model(
+            input_ids=ids_BT, position_ids=positions_BT, attention_mask=bias_B1TT
+        ).logits
+        return logits_BTV[0] if flat else logits_BTV
+
+    return score
+
+
+def causal(attended_BT: Tensor) -> Tensor:
+    """(B, T, T): every token sees the real ones up to itself, and itself."""
+    width = attended_BT.shape[1]
+    seen_TT = torch.ones(width, width, dtype=torch.bool).tril()
+    return (seen_TT & attended_BT[:, None, :]) | torch.eye(width, dtype=torch.bool)
+
+
+def loss_of(current: Tensor, part: TokenRows, advantages: Tensor, *, mode: Any) -> Tensor:
+    loss = -advantages * current + current**2 / 8
+    denominators: Any = part
+    return aggregate(loss, part, mode=mode, denominators=denominators.denominators)
+
+
+def left_loss(share: MiniBatch, score: Score, *, mode: Any) -> tuple[Tensor, list[ResponseValues]]:
+    # One column more than the longest row, so that something stands before a whole response.
+    wide = replace(share, info=replace(share.info, width=share.info.width + 1))
+    total, values = torch.zeros(()), list[ResponseValues]()
+    for part in to_torch(wide).micro_batches():
+        pad = torch.zeros(len(part.input_ids_BT), 1, dtype=torch.int64)
+        ids_BT = torch.cat([pad, part.input_ids_BT], dim=1)
+        attended_BT = torch.cat([pad.bool(), part.attention_mask_BT], dim=1)
+        positions_BT = torch.cat([pad, part.position_ids_BT], dim=1)
+        logits_BTV = score(ids_BT, positions_BT, causal(attended_BT))
+        current_BR = response_logprobs(
+            logits_BTV, input_ids_BT=ids_BT, response_width=part.response_width
+        )
+        total = total + loss_of(current_BR, part, part.advantages_BR, mode=mode)
+        values.append(part.response_values(current_BR))
+    return total, values
+
+
+def right_loss(share: MiniBatch, score: Score, *, mode: Any) -> tuple[Tensor, list[ResponseValues]]:
+    total, values = torch.zeros(()), list[ResponseValues]()
+    for part in right_padded_to_torch(share).micro_batches():
+        positions_BT = torch.arange(part.input_ids_BT.shape[1]).expand_as(part.input_ids_BT)
+        logits_BTV = score(part.input_ids_BT, positions_BT, causal(part.attention_mask_BT))
+        current_BT = next_token_logprobs(logits_BTV, input_ids=part.input_ids_BT)
+        total = total + loss_of(current_BT, part, part.advantages_BT, mode=mode)
+        values.append(part.response_values(current_BT))
+    return total, values
+
+
+def packed_loss(
+    share: MiniBatch, score: Score, *, mode: Any, alignment: int = 1
+) -> tuple[Tensor, list[ResponseValues]]:
+    total, values = torch.zeros(()), list[ResponseValues]()
+    for part in packed_to_torch(share, alignment=alignment):
+        rows_N = part.row_of_slot_N
+        seen_NN = (rows_N[:, None] == rows_N) & torch.ones(len(rows_N), len(rows_N)).tril().bool()
+        logits_NV = score(part.input_ids_N, part.position_ids_N, seen_NN)
+        current_N = next_token_logprobs(logits_NV, input_ids=part.input_ids_N)
+        total = total + loss_of(current_N, part, part.advantages_N, mode=mode)
+        values.append(part.response_values(current_N))
+    return total, values
+
+
+def jagged_loss(
+    share: MiniBatch, score: Score, *, mode: Any
+) -> tuple[Tensor, list[ResponseValues]]:
+    part = jagged_to_torch(share)
+    rows_N = torch.arange(len(part.row_id_B)).repeat_interleave(part.offsets.diff())
+    seen_NN = (rows_N[:, None] == rows_N) & torch.ones(len(rows_N), len(rows_N)).tril().bool()
+    logits_NV = score(part.input_ids_N, part.position_ids_N, seen_NN)
+    current_M = token_logprobs(logits_NV[part.scoring_tokens_M], tokens=part.response_ids_M)
+    total = loss_of(current_M, part, part.advantages_M, mode=mode)
+    return total, [part.response_values(current_M)]
+
+
+def packed_by_8(
+    share: MiniBatch, score: Score, *, mode: Any
+) -> tuple[Tensor, list[ResponseValues]]:
+    return packed_loss(share, score, mode=mode, alignment=8)
+
+
+LAYOUTS = [left_loss, right_loss, packed_loss, packed_by_8, jagged_loss]
+
+texts = st.lists(
+    st.from_regex(r"[a-d]{1,4}\|[a-dA-D]{0,5}", fullmatch=True), min_size=1, max_size=6
+)
+
+
+def cut(batch: Rows, *, world: int, limit: int, seed: int = 0) -> list[MiniBatch]:
+    """The shares of a mini-batch, with token budgets; rows have advantages and weights."""
+    rng = np.random.default_rng(seed)
+    batch = replace(batch, advantage=rng.standard_normal(len(batch)).astype(np.float32))
+    whole = testing.mini_batch_info(batch)
+    denominators = whole.denominators._replace(length_constant=7)
+    budget = Budget(limit=limit, model="packed")
+    made: list[MiniBatch] = []
+    for rank in range(world):
+        own: Any = {"dp_rank": rank, "dp_world_size": world}
+        share = rank_share(batch, step=1, mini_batch=0, pad_token_id=0, **own)
+        passes = budgeted_passes(batch, budget=budget, **own)
+        num_inert = int(share.is_padding.sum())
+        info = testing.mini_batch_info(
+            share,
+            denominators=denominators,
+            micro_batches=passes,
+            num_real_rows=len(share) - num_inert,
+            num_inert_rows=num_inert,
+            **own,
+        )
+        made.append(MiniBatch(rows=share, info=info))
+    return made
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("score", [score_by_token, score_by_position])
+@given(responses=texts, world=st.integers(1, 3), limit=st.integers(0, 20), data=st.data())
+def test_the_same_batch_has_the_same_loss_in_all_layouts_ranks_and_micro_batches(
+    mode: str, score: Score, responses: list[str], world: int, limit: int, data: st.DataObject
+) -> None:
+    batch = testing.rows(*responses, group_ids=[f"g{i % 2}" for i in range(len(responses))])
+    [whole] = cut(batch, world=1, limit=0)
+    shares = cut(batch, world=world, limit=limit)
+
+    expected, values = left_loss(whole, score, mode=mode)
+    layout = data.draw(st.sampled_from(LAYOUTS))
+    parts = [layout(share, score, mode=mode) for share in shares]
+
+    assert sum(loss.item() for loss, _ in parts) == pytest.approx(expected.item(), abs=1e-4)
+    found = join_by_row_id([own for _, of_rank in parts for own in of_rank], batch)
+    want = join_by_row_id(values, batch)
+    assert found.offsets.tolist() == want.offsets.tolist()
+    np.testing.assert_allclose(found.values, want.values, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("limit", [0, 12])
+def test_a_real_model_has_the_same_loss_and_gradient_in_all_layouts(
+    layout: Any, limit: int, qwen2: PreTrainedModel
+) -> None:
+    # Attention is kept inside each row: by padding, or by comparing the rows of two slots.
+    batch = testing.rows("abCdEF", "a|bC", "abcdefGHI", "xyZ", "kLmN", "a|b")
+    score = scored_by(qwen2)
+    results: list[tuple[float, Tensor]] = []
+    for run, cuts in ((left_loss, (1, 0)), (layout, (2, limit))):
+        qwen2.zero_grad()
+        world, max_tokens = cuts
+        shares = cut(batch, world=world, limit=max_tokens)
+        losses = [run(share, score, mode="token_mean")[0] for share in shares]
+        total = torch.stack(losses).sum()
+        total.backward()
+        results.append((total.item(), torch.cat([_gradient(p) for p in qwen2.parameters()])))
+
+    (expected, expected_gradient), (found, gradient) = results
+    assert expected_gradient.abs().max() > 1e-3
+    assert found == pytest.approx(expected, rel=1e-5)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-3, atol=1e-5)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.flatten().clone()
+
+
+def test_a_bin_that_mixed_its_rows_would_have_another_loss(qwen2: PreTrainedModel) -> None:
+    [share] = cut(testing.rows("abCdEF", "abcdefGHI"), world=1, limit=0)
+    score = scored_by(qwen2)
+
+    def unaware(ids: Tensor, positions: Tensor, may_attend: Tensor) -> Tensor:
+        return score(ids, positions, torch.ones_like(may_attend).tril())
+
+    apart, _ = packed_loss(share, score, mode="token_mean")
+    mixed, _ = packed_loss(share, unaware, mode="token_mean")
+
+    assert abs(apart.item() - mixed.item()) > 1e-3
+
+
+# --------------------------------------------------------------------------------------
+# supervised rows
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(st.integers(1, 99), st.sampled_from([0.0, 0.5, 1.0])), min_size=2, max_size=7
+        ),
+        min_size=2,
+        max_size=6,
+    )
+)
+def test_supervised_rows_have_the_same_loss_in_all_layouts(
+    pairs: list[list[tuple[int, float]]],
+) -> None:
+    batch = supervised_rows(
+        Ragged.from_rows([[token for token, _ in row] for row in pairs], np.int32),
+        Ragged.from_rows([[weight for _, weight in row] for row in pairs], np.float32),
+    )
+    weights = scaled_weights(batch, loss_scale="all_targets")
+    rows = batch.rows
+    info = testing.mini_batch_info(rows)
+    mini_batch = MiniBatch(rows=rows, info=info)
+
+    def score(ids: Tensor) -> Tensor:
+        return score_by_token(ids, ids, ids)
+
+    left = to_torch(mini_batch)
+    left_BR = response_logprobs(
+        score(left.input_ids_BT), input_ids_BT=left.input_ids_BT, response_width=left.response_width
+    )
+    right = right_padded_to_torch(mini_batch)
+    right_BT = next_token_logprobs(score(right.input_ids_BT), input_ids=right.input_ids_BT)
+    [one] = packed_to_torch(mini_batch)
+    packed_N = next_token_logprobs(score(one.input_ids_N), input_ids=one.input_ids_N)
+    flat = jagged_to_torch(mini_batch)
+    jagged_M = token_logprobs(
+        score(flat.input_ids_N)[flat.scoring_tokens_M], tokens=flat.response_ids_M
+    )
+    bins = packed_supervised(
+        batch,
+        bins=bin_sequences(rows.input_ids.lengths.tolist(), capacity=16, dp_world_size=2),
+        pad_token_id=0,
+    )
+    ids_KW = torch.from_numpy(bins.input_ids_KW)
+    bins_KW = next_token_logprobs(score(ids_KW), input_ids=ids_KW)
+    starts: Any = np.arange(len(rows), dtype=np.int64) * info.width
+    slots = len(rows) * info.width
+
+    losses = [
+        -(left_padded_column(weights, rows, response_width=info.response_width) * on_cpu(left_BR)),
+        -response_column(weights, rows, starts=starts, num_slots=slots) * on_cpu(right_BT).ravel(),
+        -response_column(
+            weights,
+            rows,
+            starts=rows.input_ids.offsets[:-1].astype(np.int64),
+            num_slots=len(one.input_ids_N),
+        )
+        * on_cpu(packed_N),
+        -weights.values * on_cpu(jagged_M),
+        -bins.target_weights_KW * on_cpu(bins_KW),
+    ]
+
+    totals = [float(loss.sum()) for loss in losses]
+    assert totals == pytest.approx([totals[0]] * len(totals), rel=1e-4, abs=1e-6)
+
+
+# --------------------------------------------------------------------------------------
+# tensors
+
+
+def test_every_layout_gives_its_rows_back_without_the_inert_ones() -> None:
+    batch = testing.rows("abC", "aBC", "a|b", is_padding=[False, False, True])
+    mini_batch = MiniBatch(rows=batch, info=testing.mini_batch_info(batch))
+
+    [one] = packed_to_torch(mini_batch)
+
+    values = one.response_values(torch.arange(8, dtype=torch.bfloat16, requires_grad=True))
+    assert {row_id: own.tolist() for row_id, own in values.items()} == {0: [1], 1: [3, 4]}
+
+
+@pytest.mark.parametrize("layout", [right_padded_to_torch, jagged_to_torch])
+def test_rows_without_logprobs_are_refused_by_name_in_every_layout(layout: Any) -> None:
+    batch = testing.rows("aB", "aCd")
+    missing = Ragged.from_rows([[-0.5], [np.nan, 0]], np.float32)
+    mini_batch = MiniBatch(
+        rows=replace(batch, logprobs=missing), info=testing.mini_batch_info(batch)
+    )
+
+    with pytest.raises(BatchingError, match=r"rows without log-probabilities: 1$"):
+        layout(mini_batch).require_logprobs()
+    [one] = packed_to_torch(mini_batch)
+    with pytest.raises(BatchingError, match=r"rows without log-probabilities: 1$"):
+        one.require_logprobs()
+
+
+def test_a_device_holds_every_tensor() -> None:
+    batch = testing.rows("abC", "aBC")
+    mini_batch = MiniBatch(rows=batch, info=testing.mini_batch_info(batch))
+
+    on_meta: list[Any] = [
+        right_padded_to_torch(mini_batch, device="meta"),
+        *packed_to_torch(mini_batch, device="meta"),
+        jagged_to_torch(mini_batch, device="meta"),
+    ]
+
+    for tensors in on_meta:
+        values = [getattr(tensors, name) for name in tensors.__dataclass_fields__]
+        assert {v.device.type for v in values if isinstance(v, Tensor)} == {"meta"}
+
+
+def test_a_pulled_mini_batch_comes_in_every_layout() -> None:
+    from turnstream.worker.mini_batch import PulledMiniBatch
+
+    batch = testing.rows("abC", "aBC")
+    pulled = PulledMiniBatch(
+        rows=batch, info=testing.mini_batch_info(batch), content_hash="", num_bytes=0
+    )
+
+    assert pulled.to_torch_right_padded().input_ids_BT.shape == (2, 3)
+    assert [len(part.input_ids_N) for part in pulled.to_torch_packed(alignment=4)] == [8]
+    assert pulled.to_torch_jagged().offsets.tolist() == [0, 3, 6]

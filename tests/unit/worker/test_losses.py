@@ -1,0 +1,325 @@
+"""Every policy loss against a loop over rows and tokens; gradients that stay finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from turnstream.errors import BatchingError
+from turnstream.worker import losses
+
+
+class Case(NamedTuple):
+    """Random log-probabilities; what stands at masked positions must not matter."""
+
+    current: np.ndarray
+    old: np.ndarray
+    behaviour: np.ndarray
+    advantages: np.ndarray
+    mask: np.ndarray
+
+    def tensors(self) -> dict[str, Any]:
+        """The same by the names of arguments."""
+        return {f"{name}_BR": torch.from_numpy(value) for name, value in self._asdict().items()}
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    shape = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    spread = draw(st.sampled_from([1e-4, 0.2, 3.0, 60.0]))
+    behaviour = -rng.exponential(2.0, shape)
+    mask = rng.random(shape) < draw(st.sampled_from([0.0, 0.6, 1.0]))
+    case = Case(
+        current=behaviour + rng.normal(0, spread, shape),
+        old=behaviour + rng.normal(0, spread, shape),
+        behaviour=behaviour,
+        advantages=rng.choice([-2.0, -0.3, 0.0, 0.7, 1.5], shape),
+        mask=mask,
+    )
+    for values in case[:4]:
+        values[~mask] = rng.choice([np.nan, np.inf, 0.0])
+    return case
+
+
+def clipped_exp(exponent: float) -> float:
+    return math.exp(max(-20.0, min(20.0, exponent)))
+
+
+def loop(case: Case, token_loss: Callable[[int, int], float]) -> np.ndarray:
+    """`token_loss(row, t)` where trained, 0 elsewhere."""
+    loss = np.zeros(case.mask.shape)
+    for row, t in zip(*np.nonzero(case.mask), strict=True):
+        loss[row, t] = token_loss(row, t)
+    return loss
+
+
+def clipped(u: float, low: float, high: float) -> float:
+    return max(1 - low, min(1 + high, u))
+
+
+def assert_equals(actual: Tensor, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(actual.detach().numpy(), expected, rtol=1e-12, atol=1e-300)
+
+
+# --------------------------------------------------------------------- against loops
+
+
+@given(cases(), st.sampled_from([None, 3.0]))
+def test_ppo_clip_equals_the_loop(case: Case, dual_clip: float | None) -> None:
+    def token_loss(row: int, t: int) -> float:
+        u, a = clipped_exp(case.current[row, t] - case.old[row, t]), case.advantages[row, t]
+        loss = -min(u * a, clipped(u, 0.2, 0.28) * a)
+        return min(loss, -dual_clip * a) if dual_clip and a < 0 else loss
+
+    t = case.tensors()
+    del t["behaviour_BR"]
+    actual = losses.ppo_clip(
+        t.pop("current_BR"), **t, clip_low=0.2, clip_high=0.28, dual_clip=dual_clip
+    )
+
+    assert_equals(actual, loop(case, token_loss))
+
+
+@given(cases())
+def test_gspo_equals_the_loop(case: Case) -> None:
+    def token_loss(row: int, t: int) -> float:
+        live = case.mask[row]
+        gaps = case.current[row][live] - case.old[row][live]
+        s, a = clipped_exp(gaps.sum() / live.sum()), case.advantages[row, t]
+        return -min(s * a, clipped(s, 3e-4, 4e-4) * a)
+
+    t = case.tensors()
+    del t["behaviour_BR"]
+    actual = losses.gspo(t.pop("current_BR"), **t)
+
+    assert_equals(actual, loop(case, token_loss))
+
+
+@given(cases())
+def test_cispo_equals_the_loop(case: Case) -> None:
+    def weight(row: int, t: int) -> float:
+        u = clipped_exp(case.current[row, t] - case.old[row, t])
+        return -clipped(u, 0.9, 0.28) * case.advantages[row, t]
+
+    t = case.tensors()
+    del t["behaviour_BR"]
+    current_BR = t.pop("current_BR").requires_grad_()
+    actual = losses.cispo(current_BR, **t, clip_low=0.9, clip_high=0.28)
+    actual.sum().backward()
+
+    assert_equals(actual, loop(case, lambda row, t: weight(row, t) * case.current[row, t]))
+    assert current_BR.grad is not None
+    assert_equals(current_BR.grad, loop(case, weight))
+
+
+@given(cases())
+def test_decoupled_ppo_equals_the_loop(case: Case) -> None:
+    def token_loss(row: int, t: int) -> float:
+        u, a = clipped_exp(case.current[row, t] - case.old[row, t]), case.advantages[row, t]
+        w = clipped_exp(case.old[row, t] - case.behaviour[row, t])
+        return 0.0 if w > 5.0 else -min(u * a, clipped(u, 0.2, 0.2) * a) * w
+
+    t = case.tensors()
+    actual = losses.decoupled_ppo(t.pop("current_BR"), **t, behaviour_cap=5.0)
+
+    assert_equals(actual, loop(case, token_loss))
+
+
+@given(cases())
+def test_the_three_kl_estimates_equal_the_loops(case: Case) -> None:
+    def x(row: int, t: int) -> float:
+        return case.current[row, t] - case.old[row, t]
+
+    t = case.tensors()
+    arguments = {"reference_BR": t["old_BR"], "mask_BR": t["mask_BR"]}
+
+    assert_equals(losses.kl_k1(t["current_BR"], **arguments), loop(case, x))
+    assert_equals(
+        losses.kl_k2(t["current_BR"], **arguments), loop(case, lambda r, t: x(r, t) ** 2 / 2)
+    )
+    np.testing.assert_allclose(
+        losses.kl_k3(t["current_BR"], **arguments).numpy(),
+        loop(case, lambda r, t: clipped_exp(-x(r, t)) - 1 + x(r, t)),
+        rtol=1e-12,
+        atol=1e-14,  # exp(-x) - 1 + x loses digits near 0, in both
+    )
+
+
+# --------------------------------------------------------------------- gradients
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "ppo_clip": losses.ppo_clip,
+    "dual_clip": lambda current, **t: losses.ppo_clip(current, dual_clip=3.0, **t),
+    "gspo": losses.gspo,
+    "cispo": losses.cispo,
+    "kl_k2": lambda current, *, old_BR, mask_BR, **_: losses.kl_k2(
+        current, reference_BR=old_BR, mask_BR=mask_BR
+    ),
+    "kl_k3": lambda current, *, old_BR, mask_BR, **_: losses.kl_k3(
+        current, reference_BR=old_BR, mask_BR=mask_BR
+    ),
+}
+
+
+@given(cases(), st.sampled_from(sorted(LOSSES)))
+def test_gradients_are_finite_and_0_where_not_trained(case: Case, name: str) -> None:
+    t = case.tensors()
+    del t["behaviour_BR"]
+    current_BR = t.pop("current_BR").requires_grad_()
+
+    LOSSES[name](current_BR, **t).sum().backward()
+
+    assert current_BR.grad is not None
+    assert torch.isfinite(current_BR.grad).all()
+    assert (current_BR.grad[~t["mask_BR"]] == 0).all()
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize("nonsense", [math.nan, math.inf])
+def test_nonsense_at_a_masked_token_reaches_no_other_token(name: str, nonsense: float) -> None:
+    current_BR = torch.tensor([[-1.0, nonsense]], requires_grad=True)
+    t: Any = {
+        "old_BR": torch.tensor([[-1.1, nonsense]]),
+        "advantages_BR": torch.tensor([[2.0, nonsense]]),
+        "mask_BR": torch.tensor([[True, False]]),
+    }
+
+    loss_BR = LOSSES[name](current_BR, **t)
+    loss_BR.sum().backward()
+
+    assert current_BR.grad is not None
+    assert torch.isfinite(loss_BR).all()
+    assert torch.isfinite(current_BR.grad).all()
+    assert (loss_BR[0, 1].item(), current_BR.grad[0, 1].item()) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "kl_k2", "kl_k3"])
+def test_gradients_are_those_of_the_formula(name: str) -> None:
+    rng = np.random.default_rng(7)
+    old_BR = torch.from_numpy(-rng.exponential(1.0, (3, 5)))
+    current_BR = (old_BR + torch.from_numpy(rng.normal(0, 0.05, (3, 5)))).requires_grad_()
+    mask_BR = torch.from_numpy(rng.random((3, 5)) < 0.7)
+    t = {
+        "old_BR": old_BR,
+        "advantages_BR": torch.from_numpy(rng.normal(0, 1, (3, 5))),
+        "mask_BR": mask_BR,
+    }
+
+    assert torch.autograd.gradcheck(lambda c: LOSSES[name](c, **t), (current_BR,), eps=1e-7)
+
+
+def test_dual_clip_gives_no_gradient_to_a_bad_token_whose_ratio_exploded() -> None:
+    current_BR = torch.tensor([[0.0, -1.0]], requires_grad=True)
+    t: Any = {
+        "old_BR": torch.tensor([[-9.0, -1.0]]),
+        "advantages_BR": torch.tensor([[-1.0, -1.0]]),
+        "mask_BR": torch.ones(1, 2),
+    }
+
+    loss_BR = losses.ppo_clip(current_BR, **t, dual_clip=3.0)
+    loss_BR.sum().backward()
+
+    assert loss_BR.tolist() == [[3.0, 1.0]]
+    assert current_BR.grad is not None
+    assert current_BR.grad.tolist() == [[0.0, 1.0]]
+
+
+def test_the_weight_of_decoupled_ppo_has_no_gradient() -> None:
+    old_BR = torch.tensor([[-1.0]], requires_grad=True)
+    t: Any = {
+        "behaviour_BR": torch.tensor([[-1.5]]),
+        "advantages_BR": torch.ones(1, 1),
+        "mask_BR": torch.ones(1, 1),
+    }
+    current_BR = torch.tensor([[-1.0]], requires_grad=True)
+
+    losses.decoupled_ppo(current_BR, old_BR=old_BR.detach(), **t).sum().backward()
+
+    assert current_BR.grad is not None
+    assert current_BR.grad.item() == pytest.approx(-math.exp(0.5))
+
+
+@pytest.mark.parametrize("gap", [1e30, -1e30, math.inf, -math.inf])
+def test_exponents_are_held_within_20(gap: float) -> None:
+    loss_BR = losses.ppo_clip(
+        torch.tensor([[gap]]),
+        old_BR=torch.zeros(1, 1),
+        advantages_BR=torch.tensor([[-1.0]]),
+        mask_BR=torch.ones(1, 1),
+    )
+
+    assert loss_BR.item() == pytest.approx(math.exp(20) if gap > 0 else 0.8, rel=1e-6)
+
+
+# --------------------------------------------------------------------- log-probabilities
+
+
+def test_response_logprobs_score_each_token_by_the_column_before_it() -> None:
+    torch.manual_seed(0)
+    logits_BTV = torch.randn(2, 6, 11)
+    input_ids_BT = torch.randint(0, 11, (2, 6))
+
+    actual = losses.response_logprobs(logits_BTV, input_ids_BT=input_ids_BT, response_width=3)
+
+    for row in range(2):
+        for j, t in enumerate((3, 4, 5)):
+            logprobs_V = torch.log_softmax(logits_BTV[row, t - 1], dim=-1)
+            expected = logprobs_V[input_ids_BT[row, t]].item()
+            assert actual[row, j].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_response_logprobs_accept_the_last_columns_alone() -> None:
+    torch.manual_seed(0)
+    logits_BTV, input_ids_BT = torch.randn(2, 6, 11), torch.randint(0, 11, (2, 6))
+    options: Any = {"input_ids_BT": input_ids_BT, "response_width": 3, "temperature": 0.7}
+
+    whole = losses.response_logprobs(logits_BTV, **options)
+    last = losses.response_logprobs(logits_BTV[:, -4:], **options)
+
+    assert torch.equal(whole, last)
+
+
+def test_response_logprobs_are_those_of_the_sampling_temperature() -> None:
+    logits_BTV, input_ids_BT = torch.tensor([[[0.0, 2.0], [9.0, 9.0]]]), torch.tensor([[0, 1]])
+
+    actual = losses.response_logprobs(
+        logits_BTV, input_ids_BT=input_ids_BT, response_width=1, temperature=2.0
+    )
+
+    assert actual.item() == pytest.approx(-math.log(1 + math.exp(-1.0)))
+
+
+def test_response_logprobs_of_half_precision_logits_are_float32() -> None:
+    logits_BTV = torch.zeros(1, 3, 5, dtype=torch.bfloat16)
+
+    actual = losses.response_logprobs(
+        logits_BTV, input_ids_BT=torch.ones(1, 3, dtype=torch.int64), response_width=2
+    )
+
+    assert actual.dtype == torch.float32
+    assert actual.tolist() == [[pytest.approx(-math.log(5))] * 2]
+
+
+def test_no_response_at_all_gives_no_columns() -> None:
+    actual = losses.response_logprobs(
+        torch.zeros(2, 3, 5), input_ids_BT=torch.ones(2, 3, dtype=torch.int64), response_width=0
+    )
+
+    assert actual.shape == (2, 0)
+
+
+def test_a_response_that_nothing_scores_is_refused() -> None:
+    with pytest.raises(BatchingError, match="is a prompt empty"):
+        losses.response_logprobs(
+            torch.zeros(1, 2, 5), input_ids_BT=torch.ones(1, 2, dtype=torch.int64), response_width=2
+        )

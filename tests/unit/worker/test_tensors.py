@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from turnstream import testing
+from turnstream.batching.layout import left_padded
+from turnstream.errors import BatchingError
+from turnstream.types import MiniBatch
+from turnstream.worker.losses import aggregate
+from turnstream.worker.tensors import LeftPaddedTensors, to_torch
+
+ROWS = ("abCd", "aBcDeF", "abcdE", "a|b")
+"""Responses "Cd", "BcDeF", "E" and, in an inert row, "b"."""
+
+
+def build(*texts: str, micro_batches: Any = None, pad_token_id: int = 0) -> MiniBatch:
+    chosen = texts or ROWS
+    rows = testing.rows(
+        *chosen,
+        advantages=[float(b + 1) for b in range(len(chosen))],
+        is_padding=[text == "a|b" for text in chosen],
+    )
+    changes = {} if micro_batches is None else {"micro_batches": micro_batches}
+    info = testing.mini_batch_info(rows, pad_token_id=pad_token_id, **changes)
+    return MiniBatch(rows=rows, info=info)
+
+
+def spelled(part: LeftPaddedTensors) -> list[str]:
+    """Every row of tensors as text; "." is padding, capitals are trained."""
+    texts = []
+    for row in range(len(part.input_ids_BT)):
+        letters = [chr(token) for token in part.input_ids_BT[row].tolist()]
+        live = part.attention_mask_BT[row].tolist()
+        text = ["." if not on else letter for letter, on in zip(letters, live, strict=True)]
+        for j, trained in enumerate(part.loss_mask_BR[row].tolist()):
+            column = len(text) - part.response_width + j
+            text[column] = text[column].upper() if trained else text[column]
+        texts.append("".join(text))
+    return texts
+
+
+def named_tensors(part: LeftPaddedTensors) -> dict[str, Tensor]:
+    values = {field.name: getattr(part, field.name) for field in fields(part)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def test_rows_end_together_and_responses_in_the_last_columns() -> None:
+    part = to_torch(build())
+
+    assert spelled(part) == ["..abCd", "aBcDeF", ".abcdE", "....ab"]
+    assert part.response_mask_BR.tolist() == [
+        [False, False, False, True, True],
+        [True, True, True, True, True],
+        [False, False, False, False, True],
+        [False, False, False, False, True],
+    ]
+    assert part.advantages_BR.tolist() == [
+        [0, 0, 0, 1, 0],
+        [2, 0, 2, 0, 2],
+        [0, 0, 0, 0, 3],
+        [0, 0, 0, 0, 0],
+    ]
+    assert part.position_ids_BT[0].tolist() == [0, 0, 0, 1, 2, 3]
+
+
+def test_tensors_equal_the_layout_of_the_batching_core() -> None:
+    mini_batch = build(pad_token_id=9)
+    info = mini_batch.info
+
+    part = to_torch(mini_batch)
+
+    padded = left_padded(
+        mini_batch.rows,
+        width=info.width,
+        response_width=info.response_width,
+        pad_token_id=9,
+    )
+    for field in fields(padded):
+        actual, expected = getattr(part, field.name), getattr(padded, field.name)
+        testing.assert_same(actual.numpy(), expected)
+    assert torch.equal(part.position_ids_BT, torch.from_numpy(padded.position_ids_BT))
+
+
+def test_tensors_can_be_written_though_the_columns_that_arrived_cannot() -> None:
+    mini_batch = build()
+    for column in ("row_id", "weight", "is_padding", "trajectory_num_tokens", "group_num_tokens"):
+        getattr(mini_batch.rows, column).flags.writeable = False
+
+    part = to_torch(mini_batch)
+
+    for tensor in named_tensors(part).values():
+        tensor[...] = 0
+    assert mini_batch.rows.weight.tolist() == [1, 1, 1, 0]
+
+
+def test_the_width_is_that_of_all_ranks() -> None:
+    mini_batch = build("abC")
+    wider = replace(mini_batch, info=replace(mini_batch.info, width=6, response_width=2))
+
+    assert spelled(to_torch(wider)) == ["...abC"]
+    assert to_torch(wider).response_width == 2
+
+
+def test_a_device_holds_every_tensor() -> None:
+    part = to_torch(build(), device="meta")
+
+    assert {tensor.device.type for tensor in named_tensors(part).values()} == {"meta"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_cuda_device_gets_the_same_values() -> None:
+    on_cpu, on_device = to_torch(build()), to_torch(build(), device="cuda")
+
+    for name, tensor in named_tensors(on_device).items():
+        assert tensor.is_cuda
+        assert torch.equal(tensor.cpu(), named_tensors(on_cpu)[name])
+
+
+# --------------------------------------------------------------------- micro-batches
+
+
+def test_a_micro_batch_is_trimmed_to_its_own_longest_row_and_response() -> None:
+    parts = list(to_torch(build(micro_batches=((0, 3), (1,), (2,)))).micro_batches())
+
+    assert [spelled(part) for part in parts] == [["abCd", "..ab"], ["aBcDeF"], ["abcdE"]]
+    assert [part.response_width for part in parts] == [2, 5, 1]
+    assert [part.row_id_B.tolist() for part in parts] == [[0, -4], [1], [2]]
+    assert parts[0].row_lengths == (4, 2)
+
+
+def test_neighbours_are_views_and_others_are_copies() -> None:
+    part = to_torch(build(micro_batches=((0, 1), (2, 0))))
+
+    views, copies = part.micro_batches()
+
+    assert views.input_ids_BT.untyped_storage().data_ptr() == (
+        part.input_ids_BT.untyped_storage().data_ptr()
+    )
+    assert copies.input_ids_BT.untyped_storage().data_ptr() != (
+        part.input_ids_BT.untyped_storage().data_ptr()
+    )
+
+
+def test_one_micro_batch_of_all_rows_is_the_mini_batch() -> None:
+    whole = to_torch(build())
+
+    [part] = whole.micro_batches()
+
+    for name, tensor in named_tensors(part).items():
+        assert torch.equal(tensor, named_tensors(whole)[name])
+    assert part.denominators == whole.denominators
+
+
+@given(st.data())
+def test_micro_batches_hold_every_row_once_with_all_its_tokens(data: st.DataObject) -> None:
+    texts = data.draw(st.lists(st.from_regex(r"[a-d]{1,6}[E-H]{1,6}", fullmatch=True), min_size=1))
+    order = data.draw(st.permutations(range(len(texts))))
+    cut = data.draw(st.integers(1, len(texts)))
+    plan = tuple(tuple(order[start : start + cut]) for start in range(0, len(order), cut))
+
+    parts = list(to_torch(build(*texts, micro_batches=plan)).micro_batches())
+
+    assert [text.lstrip(".") for part in parts for text in spelled(part)] == [
+        texts[row] for row in order
+    ]
+    assert all(part.attention_mask_BT[:, 0].any() for part in parts)
+    assert all(part.response_mask_BR[:, 0].any() for part in parts)
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "seq_mean_token_mean", "prompt_mean"])
+def test_micro_batches_sum_to_the_loss_of_the_mini_batch(mode: Any) -> None:
+    whole = to_torch(build(micro_batches=((1,), (2, 0), (3,))))
+    options: Any = {"mode": mode, "denominators": whole.denominators}
+
+    # A loss that each token carries along: its own id.
+    def loss_of(part: LeftPaddedTensors) -> Tensor:
+        return part.input_ids_BT[:, part.input_ids_BT.shape[1] - part.response_width :].double()
+
+    total = sum(aggregate(loss_of(part), part, **options) for part in whole.micro_batches())
+
+    assert float(total) == pytest.approx(aggregate(loss_of(whole), whole, **options).item())
+
+
+# --------------------------------------------------------------------- log-probabilities
+
+
+def test_rows_without_logprobs_are_refused_by_name() -> None:
+    mini_batch = build("abC", "abD")
+    logprobs = mini_batch.rows.logprobs
+    assert logprobs is not None
+    logprobs.values[1] = np.nan
+
+    part = to_torch(mini_batch)
+
+    with pytest.raises(BatchingError, match=r"without log-probabilities: 1$"):
+        part.require_logprobs()
+
+
+def test_a_mini_batch_without_any_logprobs_is_refused() -> None:
+    mini_batch = build("abC")
+    part = to_torch(replace(mini_batch, rows=replace(mini_batch.rows, logprobs=None)))
+
+    assert part.logprobs_BR is None
+    with pytest.raises(BatchingError, match="no row"):
+        part.require_logprobs()
+
+
+def test_present_logprobs_are_given() -> None:
+    part = to_torch(build())
+
+    assert part.require_logprobs() is part.logprobs_BR
+
+
+# --------------------------------------------------------------------- imports
+
+
+def test_importing_the_worker_loads_no_torch() -> None:
+    code = "import sys, turnstream.worker; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
