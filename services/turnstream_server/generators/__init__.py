@@ -1,0 +1,1 @@
+"""What makes trajectories: recorded ones replayed, and live ones sampled from a policy."""

@@ -1,0 +1,95 @@
+r"""Conversations as token ids, in ChatML: every message is written by itself.
+
+::
+
+    <|im_start|>ROLE\nTEXT<|im_end|>\n
+
+Both marks are special tokens, so no token reaches over the border of two messages, and encoding
+each message once equals encoding every prefix afresh: a conversation of T turns costs O(T).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from turnstream.errors import RecordError
+from turnstream.types import Turn
+from turnstream_server.generators.recordings import Message, Recording
+
+START = "<|im_start|>"
+END = "<|im_end|>"
+REPLY_HEADER = f"{START}assistant\n"
+
+
+class ChatTokenizer:
+    """Turns recordings into the token ids that a generator would have seen and sampled."""
+
+    def __init__(self, tokenizer: Tokenizer, *, pad_token_id: int) -> None:
+        self._tokenizer = tokenizer
+        self.pad_token_id = pad_token_id
+
+    @classmethod
+    def load(cls, folder: Path) -> ChatTokenizer:
+        """The tokenizer of a model folder: `tokenizer.json`, and the configuration beside it.
+
+        Raises:
+            RecordError: there is none, it cannot be read, or it has no ChatML tokens.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise RecordError(f"{folder}: has no tokenizer.json")
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # nothing narrower: the library raises Exception itself
+            raise RecordError(f"{path}: not a tokenizer: {error}") from error
+        for token in (START, END):
+            if tokenizer.token_to_id(token) is None:
+                raise RecordError(f"{path}: has no token {token}, so it cannot write ChatML")
+        return cls(tokenizer, pad_token_id=_pad_token_id(folder, tokenizer))
+
+    @property
+    def vocab_size(self) -> int:
+        """One above the largest token id: rows of an embedding table that serves all of them."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode_turns(self, recording: Recording) -> list[Turn]:
+        """Every turn with its full prompt.
+
+        The prompt is the conversation so far and the header of a reply. The response is the
+        reply and its end mark, encoded by itself, as a model samples it token by token; where
+        that differs from the same text inside the next prompt, the turns do not join.
+        """
+        if not recording.turns:
+            return []
+        context = recording.messages[: recording.turns[-1]]
+        replies = [recording.messages[turn].text + END for turn in recording.turns]
+        *messages, header = self._encode([*map(_written, context), REPLY_HEADER])
+        return [
+            Turn(prompt_ids=np.concatenate([*messages[:turn], header]), response_ids=response)
+            for turn, response in zip(recording.turns, self._encode(replies), strict=True)
+        ]
+
+    def _encode(self, texts: list[str]) -> list[NDArray[np.int32]]:
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+
+def _written(message: Message) -> str:
+    return f"{START}{message.role}\n{message.text}{END}\n"
+
+
+def _pad_token_id(folder: Path, tokenizer: Tokenizer) -> int:
+    """The id of the configured padding token; 0 where the folder names none."""
+    path = folder / "tokenizer_config.json"
+    token = None
+    if path.is_file():
+        token = json.loads(path.read_text(encoding="utf-8")).get("pad_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    token_id = tokenizer.token_to_id(token) if isinstance(token, str) else None
+    return 0 if token_id is None else token_id

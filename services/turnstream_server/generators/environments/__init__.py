@@ -1,0 +1,1 @@
+"""Built-in environments: pure functions from tokens to tokens and a reward."""

@@ -1,0 +1,93 @@
+"""The newest weights that the trainer of a run has announced."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from urllib.parse import urlparse
+from urllib.request import url2pathname
+
+import redis
+from transformers import PreTrainedModel
+
+from turnstream.errors import InvalidConfigError, NotReadyError
+from turnstream.store.runs import newest_version, wait_for_version
+from turnstream.types import VersionAnnounced
+from turnstream_server.models.policy import load_policy
+
+logger = logging.getLogger(__name__)
+
+_SLICE_S = 1.0
+"""Length of one blocking read while there are no weights yet; a signal is obeyed after it."""
+
+
+class NewestPolicy:
+    """A model that can be brought up to date.
+
+    Attributes:
+        model: in evaluation mode, with the weights named `version`.
+        version: -1 before the first weights.
+    """
+
+    model: PreTrainedModel
+
+    def __init__(self, client: redis.Redis, run: str) -> None:
+        self.version = -1
+        self._client = client
+        self._run = run
+
+    async def wait_for_first(self, *, timeout_s: float) -> None:
+        """Load the newest weights as soon as there are any.
+
+        Raises:
+            NotReadyError: none were announced within `timeout_s`.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while self.version < 0:
+            slice_s = max(0.0, min(_SLICE_S, deadline_s - time.monotonic()))
+            try:
+                await asyncio.to_thread(
+                    wait_for_version, self._client, self._run, above=-1, timeout_s=slice_s
+                )
+                await asyncio.to_thread(self.refresh)
+            except NotReadyError:
+                if time.monotonic() >= deadline_s:
+                    raise
+
+    def refresh(self) -> None:
+        """Load the newest weights if they are newer than these. Blocks.
+
+        Raises:
+            InvalidConfigError: the newest weights cannot be loaded.
+        """
+        while True:
+            announced = newest_version(self._client, self._run)
+            if announced is None or announced.version <= self.version:
+                return
+            try:
+                self.model = load_policy(weights_folder(announced))
+            except InvalidConfigError:
+                # The trainer keeps only the newest few. Are these still among them?
+                newest = newest_version(self._client, self._run)
+                if newest is None or newest.version == announced.version:
+                    raise
+                continue
+            self.version = announced.version
+            logger.debug("loaded weights %d", self.version)
+
+
+def weights_folder(announced: VersionAnnounced) -> Path:
+    """Where announced weights lie.
+
+    Raises:
+        InvalidConfigError: they are not in a folder of this machine.
+    """
+    parsed = urlparse(announced.weights_uri)
+    if parsed.scheme != "file":
+        raise InvalidConfigError(
+            "weights_uri",
+            f"{announced.weights_uri!r} of version {announced.version} is no file URI",
+        )
+    return Path(url2pathname(parsed.path))

@@ -1,0 +1,1 @@
+"""Whole jobs: services started together as processes, watched, stopped and summed up."""

@@ -1,0 +1,127 @@
+"""What a run has done so far, read from the store again and again, only what is new each time."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import redis
+
+from turnstream.records.events import decode_event
+from turnstream.records.manifests import decode_manifest
+from turnstream.store import keys
+from turnstream.store.replies import translating
+from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey
+from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.ledger import LedgerCounts, read_ledger
+from turnstream_server.jobs.summary import (
+    BatchFigures,
+    SealedFigures,
+    Summary,
+    figures_of_batch,
+    figures_of_sealed,
+    summarise,
+)
+
+_PAGE = 1_000
+
+
+class RunHistory:
+    """The figures of one run, up to the last `refresh`.
+
+    An event may stand in the stream twice, and a batch may be planned anew: events count once, and
+    the newest plan of a step counts.
+    """
+
+    def __init__(self, client: redis.Redis, run: str) -> None:
+        self.run = run
+        self._groups: set[str] = set()
+        self._sealed: dict[TrajectoryKey, SealedFigures] = {}
+        self._batches: dict[int, BatchFigures] = {}
+        self._stepped = 0
+        self._first_event_ms = 0
+        self._last_step_ms = 0
+        self._client = client
+        self._names = keys.run_keys(run)
+        self._next_event = "-"
+        self._next_plan = "-"
+
+    @property
+    def sealed(self) -> list[SealedFigures]:
+        """Every sealed trajectory, in the order of the seals."""
+        return list(self._sealed.values())
+
+    @property
+    def batches(self) -> list[BatchFigures]:
+        """Every planned batch, in order."""
+        return list(self._batches.values())
+
+    def refresh(self) -> None:
+        """Read what was added since the last time.
+
+        Raises:
+            StoreUnavailableError: the store cannot be reached.
+        """
+        while entries := self._read(self._names.events, self._next_event):
+            for entry_id, record in entries:
+                self._first_event_ms = self._first_event_ms or int(entry_id.split("-")[0])
+                self._add_event(record)
+                self._next_event = f"({entry_id}"
+        while entries := self._read(self._names.plan, self._next_plan):
+            for entry_id, record in entries:
+                batch = figures_of_batch(decode_manifest(record))
+                self._batches[batch.step] = batch
+                self._next_plan = f"({entry_id}"
+        stepped = read_frontier(self._client, self.run).stepped
+        if stepped != self._stepped:
+            self._stepped, self._last_step_ms = stepped, self._server_ms()
+
+    @property
+    def stepped(self) -> int:
+        """Number of the last batch that the trainer acknowledged."""
+        return self._stepped
+
+    @property
+    def seconds(self) -> float:
+        """From the first event to the last step, by the server's clock."""
+        return max(0, self._last_step_ms - self._first_event_ms) / 1_000
+
+    def ledger(self) -> LedgerCounts:
+        """Where its trajectories are now."""
+        return read_ledger(self._client, self.run)
+
+    def summary(self) -> Summary:
+        """All figures, as of now.
+
+        Raises:
+            LedgerMismatchError: the states of the run do not add up.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        self.refresh()
+        ledger = self.ledger()
+        ledger.check()
+        return summarise(
+            num_groups=len(self._groups),
+            sealed=self.sealed,
+            batches=self.batches,
+            stepped=self.stepped,
+            ledger={str(state): count for state, count in ledger.by_state.items()},
+            elapsed_s=self.seconds,
+        )
+
+    def _add_event(self, record: bytes) -> None:
+        event = decode_event(record)
+        if isinstance(event, GroupOpened):
+            self._groups.add(event.group_id)
+        elif isinstance(event, SealedTrajectory):
+            self._sealed.setdefault(event.key, figures_of_sealed(event))
+
+    def _read(self, stream: str, start: str) -> list[tuple[str, bytes]]:
+        """Entries of a stream from `start` on: (id, record)."""
+        with translating():
+            entries: Any = self._client.xrange(stream, min=start, count=_PAGE)
+        return [(entry_id.decode(), fields[b"r"]) for entry_id, fields in entries]
+
+    def _server_ms(self) -> int:
+        with translating():
+            seconds, microseconds = cast("tuple[int, int]", self._client.time())
+        return seconds * 1_000 + microseconds // 1_000

@@ -1,0 +1,71 @@
+"""The runs of a store, for people."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+
+from turnstream.store.connection import connect
+from turnstream.store.runs import list_runs, read_config
+from turnstream_server.bus.ledger import RunSummary, run_summary
+
+
+def print_runs(url: str, console: Console) -> None:
+    """One line per run.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    table = Table("run", "planned", "stepped", "committed", "accepted", "trained", "closed")
+    with connect(url) as client:
+        for run in list_runs(client):
+            seen = run_summary(client, run)
+            table.add_row(
+                run,
+                str(seen.frontier.planned),
+                str(seen.frontier.stepped),
+                str(seen.frontier.committed),
+                f"{seen.ledger.accepted:,}",
+                f"{seen.ledger.num_trained:,}",
+                "yes" if seen.frontier.is_closed else "no",
+            )
+    console.print(table if table.row_count else "no runs")
+
+
+def print_run(url: str, run: str, console: Console) -> None:
+    """Frontier, ledger and configuration of one run.
+
+    Raises:
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    with connect(url) as client:
+        seen = run_summary(client, run)
+        _, config = read_config(client, run)
+    console.print(_run_table(seen))
+    settings = Table("setting", "value", title=f"configuration, revision {seen.config_revision}")
+    for name, value in asdict(config).items():
+        settings.add_row(name, str(value))
+    console.print(settings)
+
+
+def _run_table(seen: RunSummary) -> Table:
+    frontier = seen.frontier
+    version = seen.newest_version
+    table = Table(title=seen.run, show_header=False)
+    table.add_row("batches", f"{frontier.planned} planned")
+    table.add_row("", f"{frontier.stepped} stepped, {frontier.committed} committed")
+    table.add_row("groups", f"{frontier.num_opened_groups} opened")
+    table.add_row("policy version", "none yet" if version is None else str(version.version))
+    table.add_row("trainer", f"session {frontier.session_epoch}, {frontier.dp_world_size} ranks")
+    table.add_row("planner", seen.planner or "none")
+    table.add_row("lineage", frontier.lineage)
+    table.add_row("closed", "yes" if frontier.is_closed else "no")
+    table.add_section()
+    for state, count in seen.ledger.by_state.items():
+        if count:
+            table.add_row(f"ledger: {state}", f"{count:,}")
+    table.add_row("accepted", f"{seen.ledger.accepted:,}")
+    return table

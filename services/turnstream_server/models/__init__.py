@@ -1,0 +1,1 @@
+"""Policies: loading and saving them, their log-probabilities, and sampling from them."""

@@ -1,0 +1,130 @@
+"""Log-probabilities of a response under a policy, in memory that does not grow with the vocabulary.
+
+Shapes: B rows, T columns, R response columns, N picked tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from turnstream.errors import BatchingError
+
+_CHUNK_VALUES = 1 << 24
+"""Logits held at a time, 64 MB. A 22,000-token row over 8,192 tokens has eleven times as many."""
+
+
+class PaddedRows(Protocol):
+    """Rows that end in the last column, as `turnstream.worker.tensors.LeftPaddedTensors`."""
+
+    @property
+    def input_ids_BT(self) -> Tensor:
+        """int64."""
+        ...
+
+    @property
+    def attention_mask_BT(self) -> Tensor:
+        """Set on real tokens."""
+        ...
+
+
+def response_logprobs(
+    model: PreTrainedModel, rows: PaddedRows, *, mask_BR: Tensor, temperature: float = 1.0
+) -> Tensor:
+    """float32 (B, R): log-probability of each response token where the mask is set, else 0.
+
+    Logits are made only where the mask is set, in chunks, and made again for the gradient instead
+    of being kept. A mask that is all 0 gives a result that can be differentiated, to zeros.
+
+    Args:
+        model: any causal language model of transformers.
+        rows: every real token of row b is at the end of its row.
+        mask_BR: which of the last R columns are wanted.
+        temperature: that the tokens were, or would be, sampled with.
+
+    Raises:
+        BatchingError: the first token of a row is wanted, and nothing stands before it.
+    """
+    ids_BT, num_padding_B = _left_aligned(rows)
+    row_N, column_N = mask_BR.bool().nonzero(as_tuple=True)
+    first_column = ids_BT.shape[1] - mask_BR.shape[1]
+    target_N = first_column + column_N - num_padding_B[row_N]
+    if (target_N < 1).any():
+        raise BatchingError("the first token of a row has no log-probability: a prompt is empty")
+    picked_N = _token_logprobs(model, ids_BT, row_N, target_N, temperature=temperature)
+    result_BR = torch.zeros(mask_BR.shape, dtype=torch.float32, device=ids_BT.device)
+    return result_BR.index_put((row_N, column_N), picked_N)
+
+
+def _left_aligned(rows: PaddedRows) -> tuple[Tensor, Tensor]:
+    """The rows shifted to begin in the first column, (B, T), and by how much, (B,).
+
+    Behind its last token nothing of a row looks at the padding: attention is causal. So the model
+    needs no attention mask, which would cost T * T per row, and no position ids.
+    """
+    width = rows.input_ids_BT.shape[1]
+    num_padding_B = width - rows.attention_mask_BT.bool().sum(dim=1)
+    columns_T = torch.arange(width, device=num_padding_B.device)
+    source_BT = (columns_T + num_padding_B[:, None]) % width
+    return rows.input_ids_BT.gather(1, source_BT), num_padding_B
+
+
+def _token_logprobs(
+    model: PreTrainedModel, ids_BT: Tensor, row_N: Tensor, target_N: Tensor, *, temperature: float
+) -> Tensor:
+    """float32 (N,): of the tokens in these rows and columns, each scored by the column before."""
+    tokens_N = ids_BT[row_N, target_N]
+    if not _head_is_linear(model):
+        logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
+        return _chosen(logits_BTV[row_N, target_N - 1], tokens_N, temperature)
+    hidden_BTH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
+    hidden_NH = hidden_BTH[row_N, target_N - 1]
+    head = cast(Callable[[Tensor], Tensor], model.get_output_embeddings())
+
+    def score(chunk_NH: Tensor, chunk_N: Tensor) -> Tensor:
+        return _chosen(head(chunk_NH), chunk_N, temperature)
+
+    size = max(1, _CHUNK_VALUES // model.config.get_text_config().vocab_size)
+    chunks = list(zip(hidden_NH.split(size), tokens_N.split(size), strict=True))
+    if len(chunks) == 1 or not torch.is_grad_enabled():
+        return torch.cat([score(*chunk) for chunk in chunks])
+    return torch.cat([checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks])
+
+
+def _chosen(logits_NV: Tensor, tokens_N: Tensor, temperature: float) -> Tensor:
+    scores_NV = logits_NV.float()
+    if temperature != 1.0:
+        scores_NV = scores_NV / temperature
+    chosen_N = scores_NV.gather(1, tokens_N[:, None]).squeeze(1)
+    return chosen_N - scores_NV.logsumexp(1)
+
+
+_LINEAR_HEADS: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
+
+
+def _head_is_linear(model: PreTrainedModel) -> bool:
+    """Whether the logits are the output embeddings of the last hidden state; found by trying.
+
+    Some families scale or cap them on the way (Gemma 2, Cohere, Granite).
+    """
+    known = _LINEAR_HEADS.get(model)
+    if known is None:
+        known = _LINEAR_HEADS[model] = _try_head(model)
+    return known
+
+
+@torch.no_grad()
+def _try_head(model: PreTrainedModel) -> bool:
+    head = model.get_output_embeddings()
+    if head is None or model.base_model is model:
+        return False
+    ids_12 = torch.tensor([[0, 1]], device=model.device)
+    expected = model(input_ids=ids_12, use_cache=False).logits
+    hidden = model.base_model(input_ids=ids_12, use_cache=False).last_hidden_state
+    return torch.allclose(head(hidden), expected, rtol=1e-3, atol=1e-4)

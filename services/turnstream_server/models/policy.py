@@ -1,0 +1,78 @@
+"""A policy is a Hugging Face causal language model in a folder, or a small one made from a spec."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from turnstream.errors import InvalidConfigError
+from turnstream_server.models.folders import new_folder
+from turnstream_server.models.spec import PolicySource, SmallModelSpec, read_policy_source
+
+__all__ = [
+    "PolicySource",
+    "SmallModelSpec",
+    "load_policy",
+    "read_policy_source",
+    "save_policy",
+    "write_policy",
+]
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+
+def load_policy(
+    source: PolicySource,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """The model in evaluation mode (no dropout) on `device`. Only local files are read.
+
+    Raises:
+        InvalidConfigError: the folder holds no model, or the spec is not one of transformers.
+    """
+    try:
+        made = _make(source) if isinstance(source, SmallModelSpec) else _read(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidConfigError("policy", f"{source} does not load: {error}") from error
+    made.requires_grad_(True)
+    return cast(PreTrainedModel, made.to(device=device, dtype=dtype).eval())  # pyright: ignore[reportCallIssue]
+
+
+def save_policy(model: PreTrainedModel, folder: Path) -> None:
+    """Write weights (safetensors) and configuration in Hugging Face layout, whole or not at all."""
+    with new_folder(folder) as written:
+        write_policy(model, written)
+
+
+def write_policy(model: PreTrainedModel, folder: Path) -> None:
+    """Write weights and configuration into an existing folder, next to what is there."""
+    model.save_pretrained(folder)
+
+
+def _make(spec: SmallModelSpec) -> PreTrainedModel:
+    config = AutoConfig.for_model(
+        spec.architecture,
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_heads,
+        max_position_embeddings=spec.max_positions,
+        initializer_range=spec.weight_std,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _read(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)

@@ -1,0 +1,123 @@
+"""Sampling of many responses at once, with the log-probability of every sampled token.
+
+Shapes: B rows, T columns, R response columns, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+class SampledResponse(NamedTuple):
+    """One response.
+
+    Attributes:
+        token_ids: int32 (R,), the stop token included; at least one.
+        logprobs: float32 (R,) in nats, of the distribution that was sampled from.
+        is_stopped: a stop token ended it, and not the limit.
+    """
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    is_stopped: bool
+
+
+@torch.inference_mode()
+def sample_batch(
+    model: PreTrainedModel,
+    prompts: Sequence[NDArray[np.int32]],
+    *,
+    max_new_tokens: int,
+    stop_ids: Collection[int] = (),
+    temperature: float = 1.0,
+    generator: torch.Generator,
+) -> list[SampledResponse]:
+    """A response to every prompt, in order of the prompts. All are sampled together.
+
+    The log-probabilities are of softmax(logits / temperature) over the whole vocabulary, which is
+    what `response_logprobs` computes at the same temperature.
+
+    Args:
+        model: in evaluation mode.
+        prompts: int32 (P,) each, of any lengths from 1.
+        max_new_tokens: limit of a response.
+        stop_ids: tokens that end a response, and belong to it.
+        temperature: above 0.
+        generator: on the device of the model; the same state gives the same responses.
+    """
+    if not prompts:
+        return []
+    ids_BT, attention_BT = _left_padded(prompts, device=model.device)
+    stop_S = torch.tensor(sorted(stop_ids), dtype=torch.long, device=model.device)
+    ended_B = torch.zeros(len(prompts), dtype=torch.bool, device=model.device)
+    tokens: list[Tensor] = []
+    logprobs: list[Tensor] = []
+    ended: list[Tensor] = []
+    cache = None
+    while len(tokens) < max_new_tokens and not bool(ended_B.all()):
+        output = _forward(model, ids_BT, attention_BT, cache=cache)
+        cache = output.past_key_values
+        logprobs_BV = torch.log_softmax(output.logits[:, -1].float() / temperature, dim=-1)
+        ids_BT = torch.multinomial(logprobs_BV.exp(), 1, generator=generator)
+        ended.append(ended_B)
+        tokens.append(ids_BT)
+        logprobs.append(logprobs_BV.gather(1, ids_BT))
+        ended_B = ended_B | torch.isin(ids_BT[:, 0], stop_S)
+        if attention_BT is not None:
+            attention_BT = torch.cat([attention_BT, torch.ones_like(ids_BT)], dim=1)
+    return _responses(tokens, logprobs, ended, is_stopped_B=ended_B)
+
+
+def _forward(model: PreTrainedModel, ids_BT: Tensor, attention_BT: Tensor | None, *, cache: object):
+    """One pass over the columns that the cache does not hold, with logits of the last one."""
+    if attention_BT is None:
+        return model(input_ids=ids_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    positions_BT = (attention_BT.cumsum(dim=1) - 1).clamp(min=0)
+    return model(
+        input_ids=ids_BT,
+        attention_mask=attention_BT,
+        position_ids=positions_BT[:, -ids_BT.shape[1] :],
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+
+
+def _left_padded(
+    prompts: Sequence[NDArray[np.int32]], *, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """The prompts, int64 (B, T), and where they are real; None where all have one length."""
+    width = max(map(len, prompts))
+    ids_BT = np.zeros((len(prompts), width), np.int64)
+    attention_BT = np.zeros((len(prompts), width), np.int64)
+    for row, prompt in enumerate(prompts):
+        ids_BT[row, width - len(prompt) :] = prompt
+        attention_BT[row, width - len(prompt) :] = 1
+    is_ragged = not attention_BT.all()
+    attention = torch.from_numpy(attention_BT).to(device) if is_ragged else None
+    return torch.from_numpy(ids_BT).to(device), attention
+
+
+def _responses(
+    tokens: Sequence[Tensor],
+    logprobs: Sequence[Tensor],
+    ended: Sequence[Tensor],
+    *,
+    is_stopped_B: Tensor,
+) -> list[SampledResponse]:
+    """Cut every row after its stop token; `ended[j]` says which rows had ended before column j."""
+    tokens_BR = torch.cat(list(tokens), dim=1).int().cpu().numpy()
+    logprobs_BR = torch.cat(list(logprobs), dim=1).cpu().numpy()
+    length_B = (~torch.stack(list(ended), dim=1)).sum(dim=1).tolist()
+    stopped_B = is_stopped_B.tolist()
+    return [
+        SampledResponse(tokens_BR[row, :length], logprobs_BR[row, :length], stopped)
+        for row, (length, stopped) in enumerate(zip(length_B, stopped_B, strict=True))
+    ]

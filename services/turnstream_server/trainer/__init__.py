@@ -1,0 +1,1 @@
+"""The torch worker: batches in, optimizer steps out, weights and checkpoints on disk."""

@@ -1,0 +1,94 @@
+"""Checkpoints on disk: whole or absent, each with the recovery token that goes with its weights.
+
+A checkpoint is a folder `step-<N>` of the weights in Hugging Face layout, the state of optimizer
+and random numbers, and `checkpoint.json`. It appears under its name in one rename, after all of it
+is on disk, so a folder with that name is complete.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from turnstream.types import RecoveryToken
+from turnstream_server.models.folders import new_folder, remove_folder, remove_unfinished
+from turnstream_server.models.policy import write_policy
+from turnstream_server.trainer.engine import Engine
+
+_PREFIX = "step-"
+_ABOUT = "checkpoint.json"
+_STATE = "state.pt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A complete checkpoint: a folder of weights, and where in the run's history they stand."""
+
+    folder: Path
+    token: RecoveryToken
+
+
+class Checkpoints:
+    """The checkpoints of one trainer, in one folder.
+
+    Args:
+        folder: of the checkpoints; made when the first one is saved.
+        num_retained: how many of the newest stay.
+    """
+
+    def __init__(self, folder: Path, *, num_retained: int) -> None:
+        self._folder = folder
+        self._num_retained = num_retained
+
+    def clean(self) -> None:
+        """Remove what an earlier trainer, killed while it was writing, left in the folder."""
+        remove_unfinished(self._folder)
+
+    def newest(self) -> Checkpoint | None:
+        """The complete checkpoint of the highest step; None if there is none."""
+        folders = self._by_age()
+        if not folders:
+            return None
+        about = json.loads((folders[-1] / _ABOUT).read_text(encoding="utf-8"))
+        token = RecoveryToken.parse(about["recovery_token"])
+        return Checkpoint(folder=folders[-1], token=token)
+
+    def save(self, engine: Engine, token: RecoveryToken) -> Checkpoint:
+        """Write a checkpoint; when this returns it is on disk. Older ones stay until `prune`."""
+        target = self._folder / f"{_PREFIX}{token.step:08d}"
+        with new_folder(target) as written:
+            write_policy(engine.model, written)
+            torch.save({"engine": engine.state_dict(), "random": _random_state()}, written / _STATE)
+            about = json.dumps({"step": token.step, "recovery_token": str(token)})
+            (written / _ABOUT).write_text(about, encoding="utf-8")
+        return Checkpoint(folder=target, token=token)
+
+    def restore(self, checkpoint: Checkpoint, engine: Engine) -> None:
+        """Give engine and random numbers the state they had; the weights are loaded already."""
+        device = engine.model.device
+        state = torch.load(checkpoint.folder / _STATE, map_location=device, weights_only=True)
+        engine.load_state_dict(state["engine"])
+        _set_random_state(state["random"])
+
+    def prune(self) -> None:
+        """Remove all but the newest; to be called when the newest is committed."""
+        for folder in self._by_age()[: -self._num_retained]:
+            remove_folder(folder)
+
+    def _by_age(self) -> list[Path]:
+        return sorted(self._folder.glob(f"{_PREFIX}*"))
+
+
+def _random_state() -> dict[str, Any]:
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"cpu": torch.get_rng_state(), "cuda": devices}
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"].cpu())
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([device.cpu() for device in state["cuda"]])

@@ -1,0 +1,84 @@
+"""What a trainer process needs to know. Plain values, so that a command line can build it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from turnstream.errors import InvalidConfigError
+from turnstream_server.models.spec import PolicySource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW.
+
+    Attributes:
+        learning_rate: constant after `num_warmup_updates` optimizer updates of linear growth.
+        max_grad_norm: gradients of a larger global norm are scaled down to it.
+    """
+
+    learning_rate: float = 1e-6
+    num_warmup_updates: int = 0
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveConfig:
+    """The clipped policy gradient. How token losses are averaged is the run's decision, not ours.
+
+    Attributes:
+        clip_low, clip_high: the ratio current / behaviour is held in [1 - low, 1 + high].
+        dual_clip: bound of the loss where the advantage is negative; 0 turns it off.
+        temperature: that the generators sample with; log-probabilities are taken at it.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float = 3.0
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise InvalidConfigError("temperature", f"{self.temperature} is not above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    """One trainer process.
+
+    Attributes:
+        run: name of the run.
+        batcher_target: gRPC address of a batcher, "host:port".
+        policy: the first weights; a checkpoint in `folder` wins over them.
+        folder: receives `checkpoints/`, `weights/` and `metrics.jsonl`.
+        checkpoint_every: steps between checkpoints; one is also made at the end of the run.
+        retain_checkpoints, retain_weights: folders kept of each kind, the newest ones.
+        max_steps: stops after this step; 0 trains until the run ends.
+        num_threads: of torch; 0 leaves torch's own choice.
+        seed: of whatever is random in training.
+        timeout_s: longest wait for one batch.
+        dump_folder: receives the rows of every mini-batch that was trained on; None writes none.
+    """
+
+    run: str
+    batcher_target: str
+    policy: PolicySource
+    folder: Path
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    checkpoint_every: int = 10
+    retain_checkpoints: int = 2
+    retain_weights: int = 3
+    max_steps: int = 0
+    num_threads: int = 0
+    seed: int = 0
+    timeout_s: float = 600.0
+    dump_folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("checkpoint_every", "retain_checkpoints", "retain_weights"):
+            if getattr(self, name) < 1:
+                raise InvalidConfigError(name, f"{getattr(self, name)} is not at least 1")

@@ -1,0 +1,147 @@
+"""Model and optimizer: one mini-batch in, one optimizer update done."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from turnstream.batching.config import Aggregation
+from turnstream.batching.denominators import check_share
+from turnstream.worker.losses import aggregate
+from turnstream.worker.mini_batch import PulledMiniBatch
+from turnstream.worker.tensors import LeftPaddedTensors
+from turnstream_server.models.logprobs import response_logprobs
+from turnstream_server.trainer.config import ObjectiveConfig, OptimizerConfig
+from turnstream_server.trainer.objectives import policy_loss
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReport:
+    """What one optimizer update did. Means are over its trained tokens.
+
+    Attributes:
+        loss: of the whole mini-batch.
+        gradient_norm: before clipping.
+        is_applied: False where the gradient was not finite: the weights were left alone.
+        num_trained_tokens: of this rank.
+        num_recomputed_rows: rows without behaviour log-probabilities.
+        ratio: current / behaviour probability.
+        kl: estimate of KL(behaviour || current), in nats.
+        clipped_share: of the ratios, outside the clip range; 0 to 1.
+        logprob: of the trained tokens under the weights before the update, in nats.
+    """
+
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    is_applied: bool
+    num_trained_tokens: int
+    num_recomputed_rows: int
+    ratio: float
+    kl: float
+    clipped_share: float
+    logprob: float
+
+
+class Engine:
+    """Trains one model on mini-batches, one optimizer update each.
+
+    The loss is summed over micro-batches, each divided by the denominators that were shipped, so
+    that it does not depend on how the mini-batch was cut or padded.
+
+    Attributes:
+        model: in evaluation mode, so that its log-probabilities are those of the sampling policy.
+        num_updates: done so far, those before a restart included.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, optimizer: OptimizerConfig, objective: ObjectiveConfig
+    ) -> None:
+        self.model = model
+        self.num_updates = 0
+        self._config = optimizer
+        self._objective = objective
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=optimizer.learning_rate,
+            betas=optimizer.betas,
+            weight_decay=optimizer.weight_decay,
+        )
+
+    def update(self, mini_batch: PulledMiniBatch, *, aggregation: Aggregation) -> UpdateReport:
+        """Take one optimizer step on the rows of this rank.
+
+        Raises:
+            BatchingError: the rows contradict the shipped denominators, or an inert row is live.
+        """
+        info = mini_batch.info
+        counts = check_share(mini_batch.rows, info.denominators, dp_world_size=info.dp_world_size)
+        parts = mini_batch.to_torch(self.model.device).micro_batches()
+        self._optimizer.zero_grad(set_to_none=True)
+        sums = torch.stack([self._backward(part, aggregation=aggregation) for part in parts])
+        loss, num_recomputed, *token_sums = sums.sum(dim=0).tolist()
+        ratio, kl, clipped, logprob = (total / max(1, counts.num_tokens) for total in token_sums)
+        learning_rate = self._next_learning_rate()
+        gradient_norm = self._step(learning_rate)
+        is_applied = math.isfinite(gradient_norm)
+        if not is_applied:
+            logger.warning("step %s: gradient is not finite, update left out", info.step)
+        return UpdateReport(
+            loss=loss,
+            gradient_norm=gradient_norm,
+            learning_rate=learning_rate,
+            is_applied=is_applied,
+            num_trained_tokens=counts.num_tokens,
+            num_recomputed_rows=int(num_recomputed),
+            ratio=ratio,
+            kl=kl,
+            clipped_share=clipped,
+            logprob=logprob,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the weights that the next update depends on."""
+        return {"optimizer": self._optimizer.state_dict(), "num_updates": self.num_updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict()` was taken; the weights are the caller's."""
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.num_updates = state["num_updates"]
+
+    def _backward(self, part: LeftPaddedTensors, *, aggregation: Aggregation) -> Tensor:
+        """Add the gradient of one micro-batch; float64 (6,): loss, recomputed rows, token sums."""
+        current_BR = response_logprobs(
+            self.model,
+            part,
+            mask_BR=part.loss_mask_BR,
+            temperature=self._objective.temperature,
+        )
+        losses = policy_loss(current_BR, part, objective=self._objective)
+        loss = aggregate(losses.loss_BR, part, mode=aggregation, denominators=part.denominators)
+        loss.backward()
+        numbers = torch.stack([loss.detach().double(), losses.num_recomputed_rows.double()])
+        return torch.cat([numbers, losses.token_sums])
+
+    def _next_learning_rate(self) -> float:
+        share = min(1.0, (self.num_updates + 1) / max(1, self._config.num_warmup_updates))
+        return self._config.learning_rate * share
+
+    def _step(self, learning_rate: float) -> float:
+        """Apply the gradient if it is finite; gives its norm before clipping."""
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), self._config.max_grad_norm
+        ).item()
+        if math.isfinite(norm):
+            for group in self._optimizer.param_groups:
+                group["lr"] = learning_rate
+            self._optimizer.step()
+        self.num_updates += 1
+        return norm

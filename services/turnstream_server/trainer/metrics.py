@@ -1,0 +1,119 @@
+"""One JSON object per step, a line each, for whoever watches the training.
+
+Keys of a line: `step`, `version` (of the weights after it), `loss`, `reward_mean` and
+`num_trajectories` (of the batch; the mean is null where no trajectory has a reward), `num_groups`,
+`num_tokens` (of the real rows), `num_trained_tokens`, `num_real_rows`, `num_inert_rows`,
+`num_recomputed_rows`, `padding_share`, `merge_ratio`, `oldest_version`, `newest_version` (that
+sampled it), `ratio`, `kl`, `clipped_share`, `logprob`, `gradient_norm`, `learning_rate`,
+`num_updates`, `num_skipped_updates`, and seconds: `wait_s` (for data), `update_s`, `publish_s` (of
+the weights before), `elapsed_s` (since the trainer started).
+
+After a restart the steps behind the checkpoint appear again; the later line of a step counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from turnstream.types import MiniBatch, MiniBatchInfo, Rows
+from turnstream_server.trainer.engine import UpdateReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateFigures:
+    """What the metrics keep of one mini-batch and its update: numbers, no rows."""
+
+    info: MiniBatchInfo
+    report: UpdateReport
+    num_tokens: int
+    rewards: Sequence[float]
+
+    @classmethod
+    def of(cls, mini_batch: MiniBatch, report: UpdateReport) -> UpdateFigures:
+        """Of a mini-batch and what its update reported."""
+        rows = mini_batch.rows
+        return cls(
+            info=mini_batch.info,
+            report=report,
+            num_tokens=int(rows.input_ids.lengths[~rows.is_padding].sum()),
+            rewards=_trajectory_rewards(rows),
+        )
+
+
+def step_figures(updates: Sequence[UpdateFigures]) -> dict[str, Any]:
+    """The figures of a batch from those of its mini-batches, under the names of this module."""
+    reports = [update.report for update in updates]
+    infos = [update.info for update in updates]
+    rewards = [reward for update in updates for reward in update.rewards]
+    trained = [report.num_trained_tokens for report in reports]
+    positions = [info.width * (info.num_real_rows + info.num_inert_rows) for info in infos]
+    versions = [info.newest_version for info in infos if info.newest_version is not None]
+    oldest = [info.oldest_version for info in infos if info.oldest_version is not None]
+    return {
+        "step": infos[-1].step,
+        "loss": _mean([report.loss for report in reports]),
+        "reward_mean": _mean([reward for reward in rewards if not math.isnan(reward)]),
+        "num_trajectories": len(rewards),
+        "num_groups": sum(info.denominators.num_groups for info in infos),
+        "num_tokens": sum(update.num_tokens for update in updates),
+        "num_trained_tokens": sum(trained),
+        "num_real_rows": sum(info.num_real_rows for info in infos),
+        "num_inert_rows": sum(info.num_inert_rows for info in infos),
+        "num_recomputed_rows": sum(report.num_recomputed_rows for report in reports),
+        "padding_share": _weighted([info.padding_share for info in infos], positions),
+        "merge_ratio": _weighted([info.merge_ratio for info in infos], positions),
+        "oldest_version": min(oldest, default=None),
+        "newest_version": max(versions, default=None),
+        **{
+            name: _weighted([getattr(report, name) for report in reports], trained)
+            for name in ("ratio", "kl", "clipped_share", "logprob")
+        },
+        "gradient_norm": max(report.gradient_norm for report in reports),
+        "learning_rate": reports[-1].learning_rate,
+        "num_skipped_updates": sum(not report.is_applied for report in reports),
+    }
+
+
+class MetricsFile:
+    """Appends lines to a file; a line that a crash cut off is closed, not continued."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.read_bytes().endswith(b"\n"):
+            self._append("\n")
+
+    def write(self, figures: dict[str, Any]) -> None:
+        """Append one line; numbers that are not finite become null."""
+        finite = {name: _finite(value) for name, value in figures.items()}
+        self._append(json.dumps(finite) + "\n")
+
+    def _append(self, text: str) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
+def _trajectory_rewards(rows: Rows) -> list[float]:
+    """One reward per trajectory, NaN where it has none: its last row stands for it."""
+    counted_B = rows.is_last & ~rows.is_padding
+    return np.asarray(rows.reward)[counted_B].tolist()
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _weighted(values: Sequence[float], weights: Sequence[int]) -> float:
+    total = sum(weights)
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / total if total else 0.0
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

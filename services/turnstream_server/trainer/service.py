@@ -1,0 +1,83 @@
+"""The trainer as a process."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from types import FrameType
+from typing import NoReturn
+
+import torch
+
+from turnstream.worker.stream import BatchStream
+from turnstream_server.models.policy import load_policy
+from turnstream_server.trainer.checkpoint import Checkpoint, Checkpoints
+from turnstream_server.trainer.config import TrainerConfig
+from turnstream_server.trainer.engine import Engine
+from turnstream_server.trainer.loop import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+def run_trainer(config: TrainerConfig) -> int:
+    """Train until the run ends, `max_steps` is reached or SIGTERM or SIGINT comes.
+
+    What was trained since the last checkpoint is then trained again by the next trainer in the same
+    folder: it begins at the newest complete checkpoint.
+
+    Returns:
+        The exit status: 0.
+    """
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, _stop)
+    try:
+        train(config)
+    except _Stopped:
+        logger.info("trainer stopped by a signal")
+    return 0
+
+
+def train(config: TrainerConfig) -> None:
+    """Train until the run ends or `max_steps` is reached.
+
+    Raises:
+        TurnstreamError: no batch came in time, or a newer trainer took over.
+    """
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    torch.manual_seed(config.seed)
+    checkpoints = Checkpoints(config.folder / "checkpoints", num_retained=config.retain_checkpoints)
+    checkpoints.clean()
+    checkpoint = checkpoints.newest()
+    engine = _engine(config, checkpoints, checkpoint)
+    token = checkpoint.token if checkpoint else None
+    from_step = token.step if token else 0
+    logger.info("trainer starts after step %d on %s", from_step, engine.model.device)
+    with BatchStream(
+        config.batcher_target, config.run, recovery_token=token, timeout_s=config.timeout_s
+    ) as stream:
+        trainer = Trainer(engine, stream, config=config, checkpoints=checkpoints)
+        trainer.train(from_step=from_step)
+
+
+def _engine(
+    config: TrainerConfig, checkpoints: Checkpoints, checkpoint: Checkpoint | None
+) -> Engine:
+    """Model and optimizer as the checkpoint left them, or as they begin."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_policy(checkpoint.folder if checkpoint else config.policy, device=device)
+    engine = Engine(model, optimizer=config.optimizer, objective=config.objective)
+    if checkpoint is not None:
+        checkpoints.restore(checkpoint, engine)
+    return engine
+
+
+class _Stopped(BaseException):
+    """A signal asked the process to stop."""
+
+
+def _stop(_number: int, _frame: FrameType | None) -> NoReturn:
+    # Once is enough: a second one must not cut the clean-up short.
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, signal.SIG_IGN)
+    raise _Stopped

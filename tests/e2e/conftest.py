@@ -1,0 +1,91 @@
+"""Whole jobs as a user starts them, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+class Job:
+    """The command `turnstream` in a folder of its own.
+
+    Attributes:
+        folder: where the job works, `--data-dir`.
+        json_path: for its summary.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "job"
+        self.json_path = folder / "summary.json"
+        self._outside = folder / "outside"
+        self._outside.mkdir()
+        self._mark = f"mark-{uuid.uuid4().hex}"
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start it (again) in an empty folder that is also home and temporary folder."""
+        command = [sys.executable, "-P", "-m", "turnstream_server.cli", *arguments]
+        outside = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME"), str(self._outside))
+        environment = {**os.environ, **outside, "TURNSTREAM_TEST_MARK": self._mark}
+        environment.pop("TURNSTREAM_REDIS_URL", None)
+        self.close()
+        self._process = subprocess.Popen(
+            [*command, "--data-dir", str(self.folder)],
+            cwd=self._outside,
+            env={**environment, "PYTHONDONTWRITEBYTECODE": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        return self._process
+
+    @property
+    def process(self) -> subprocess.Popen[str]:
+        """The command that was started last."""
+        assert self._process is not None
+        return self._process
+
+    def run(self, *arguments: str, timeout_s: float) -> tuple[int, str]:
+        """Run it to the end: exit status and output."""
+        process = self.start(*arguments)
+        output, _ = process.communicate(timeout=timeout_s)
+        return process.returncode, output
+
+    def processes(self) -> list[str]:
+        """The processes that this job started and that still run, as `ps` shows them."""
+        shown = subprocess.run(
+            ["ps", "axeww", "-o", "pid=,stat=,command="], capture_output=True, check=True, text=True
+        )
+        lines = [line for line in shown.stdout.splitlines() if self._mark in line]
+        return [line[:200] for line in lines if not line.split()[1].startswith("Z")]
+
+    def files_outside(self) -> list[Path]:
+        """What it wrote outside of its folder."""
+        return list(self._outside.rglob("*"))
+
+    def logs(self) -> str:
+        """What its services said."""
+        paths = sorted(self.folder.glob("logs/*.log"))
+        return "\n".join(f"== {path.name}\n{path.read_text()}" for path in paths)
+
+    def close(self) -> None:
+        """End it if it still runs, and close its output."""
+        if self._process is not None:
+            if self._process.poll() is None:
+                self._process.terminate()
+            with self._process:
+                pass
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    """A job that is not started yet."""
+    job = Job(tmp_path)
+    yield job
+    job.close()

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from turnstream.store.connection import connect
+from turnstream.testing import wait_until
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Job
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90)]
+
+
+def start_up(job: Job) -> dict[str, str]:
+    """Start store and batcher; gives what it prints: addresses by name."""
+    process = job.start("up")
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(4)]
+    return {line.split()[0]: line.split()[1] for line in lines}
+
+
+def test_up_prints_where_to_connect(job: Job) -> None:
+    addresses = start_up(job)
+
+    with connect(addresses["store"]) as client:
+        assert client.ping()
+    assert addresses["batcher"].startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_everything_and_says_so_in_one_line(job: Job, name: signal.Signals) -> None:
+    start_up(job)
+    process = job.process
+
+    process.send_signal(name)
+    output, _ = process.communicate(timeout=30)
+
+    assert (process.returncode, output) == (130, "interrupted\n")
+    assert job.processes() == []
+    assert job.files_outside() == []
+
+
+def test_nothing_survives_the_death_of_the_supervisor(job: Job) -> None:
+    start_up(job)
+
+    job.process.kill()
+
+    wait_until(lambda: job.processes() == [], timeout_s=30, describe="the end of every process")
+
+
+def test_a_batcher_that_dies_ends_the_job_with_its_last_words(job: Job) -> None:
+    start_up(job)
+    [batcher] = [line for line in job.processes() if "cli batcher" in line]
+
+    os.kill(int(batcher.split()[0]), signal.SIGKILL)
+    output, _ = job.process.communicate(timeout=30)
+
+    assert job.process.returncode == 1
+    assert "error: batcher-0 ended with SIGKILL; its log is " in output
+    assert "batcher listens at" in output
+    assert "Traceback" not in output
+    assert job.processes() == []
+
+
+def test_data_is_kept_from_one_up_to_the_next(job: Job) -> None:
+    with connect(start_up(job)["store"]) as client:
+        client.set("kept", "1")
+    job.process.send_signal(signal.SIGINT)
+    job.process.communicate(timeout=30)
+
+    with connect(start_up(job)["store"]) as client:
+        assert client.get("kept") == b"1"

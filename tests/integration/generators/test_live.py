@@ -1,0 +1,333 @@
+"""The live generator on a real store; the weights are announced as a trainer would."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import redis
+import torch
+from transformers import PreTrainedModel
+
+from turnstream import testing
+from turnstream.errors import InvalidConfigError, NotReadyError, StoreUnavailableError
+from turnstream.records.events import decode_event
+from turnstream.records.turns import decode_turn
+from turnstream.store import keys
+from turnstream.store.connection import connect_async
+from turnstream.store.runs import close_run
+from turnstream.types import (
+    GroupOpened,
+    SealedTrajectory,
+    StoredTurn,
+    TrajectoryAbandoned,
+    TrajectoryKey,
+    TrajectoryState,
+    VersionAnnounced,
+)
+from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.bus.sessions import start_session
+from turnstream_server.bus.versions import announce_version
+from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.generators import playing
+from turnstream_server.generators.environments.guessing import Episode, GuessingGame
+from turnstream_server.generators.live import LiveGeneratorConfig, generate
+from turnstream_server.generators.newest_policy import NewestPolicy
+from turnstream_server.models.policy import SmallModelSpec, load_policy, save_policy
+
+GAME = GuessingGame(num_numbers=7, max_guesses=3)
+
+
+class LiveRun(NamedTuple):
+    """A run whose trainer has announced its first weights."""
+
+    url: str
+    name: str
+    client: redis.Redis
+    folder: Path
+    session_epoch: int
+
+    def config(self, writer: str = "live", **fields: Any) -> LiveGeneratorConfig:
+        """Of a generator of this run."""
+        defaults = {"group_size": 2, "groups_per_round": 4, "timeout_s": 20.0, "game": GAME}
+        return LiveGeneratorConfig(
+            redis_url=self.url, run=self.name, writer=writer, **{**defaults, **fields}
+        )
+
+    async def announce(self, version: int, *, seed: int) -> PreTrainedModel:
+        """Publish weights of this seed."""
+        model = load_policy(
+            SmallModelSpec(vocab_size=GAME.vocab_size, hidden_size=16, num_layers=1, seed=seed)
+        )
+        save_policy(model, self.folder / f"v{version}")
+        uri = (self.folder / f"v{version}").as_uri()
+        await self.say(version, uri=uri)
+        return model
+
+    async def say(self, version: int, *, uri: str) -> None:
+        """Announce weights that lie at `uri`."""
+        announced = VersionAnnounced(version=version, step=0, lineage="main", weights_uri=uri)
+        async with connect_async(self.url) as client:
+            await announce_version(client, self.name, announced, session_epoch=self.session_epoch)
+
+    def events(self, kind: type) -> list[Any]:
+        """All events of one kind, in order."""
+        entries: Any = self.client.xrange(keys.run_keys(self.name).events)
+        events = [decode_event(fields[b"r"]) for _, fields in entries]
+        return [event for event in events if isinstance(event, kind)]
+
+    def turns(self, key: TrajectoryKey) -> list[StoredTurn]:
+        """The stored turns of a sealed trajectory."""
+        names = keys.trajectory_keys(self.name, keys.trajectory_id(key))
+        entries: Any = self.client.xrange(names.turns)
+        return [decode_turn(fields[b"r"]) for _, fields in entries[:-1]]
+
+    def count(self, state: TrajectoryState) -> int:
+        """Trajectories in this state."""
+        return read_ledger(self.client, self.name).by_state[state]
+
+
+@pytest.fixture
+async def make_live_run(
+    server: EmbeddedServer, client: redis.Redis, new_run: Callable[..., str], tmp_path: Path
+) -> Callable[..., Any]:
+    """Makes a run with a trainer session and nothing else; fields are those of its config."""
+    torch.set_num_threads(1)
+
+    async def make(**fields: Any) -> LiveRun:
+        name = new_run(client, **fields)
+        async with connect_async(server.url) as async_client:
+            session = await start_session(
+                async_client, name, session="s", dp_world_size=1, token=None
+            )
+        return LiveRun(server.url, name, client, tmp_path, session.session_epoch)
+
+    return make
+
+
+@pytest.fixture
+async def live_run(make_live_run: Callable[..., Any]) -> LiveRun:
+    """A run with room for two hundred groups."""
+    return await make_live_run()
+
+
+async def test_games_are_published_turn_by_turn_with_logprobs_version_and_outcome(
+    live_run: LiveRun,
+) -> None:
+    model = await live_run.announce(3, seed=1)
+
+    await generate(live_run.config(max_groups=6))
+
+    sealed: list[SealedTrajectory] = live_run.events(SealedTrajectory)
+    groups = {event.group_id: event for event in live_run.events(GroupOpened)}
+    assert len(groups) == 6
+    assert len(sealed) == 12
+    for trajectory in sealed:
+        secret = int(groups[trajectory.key.group_id].prompt_uid.removeprefix("secret-"))
+        turns = live_run.turns(trajectory.key)
+        assert trajectory.reward == _replayed(turns, secret=secret)
+        assert trajectory.oldest_version == trajectory.newest_version == 3
+        assert trajectory.sampling == {"temperature": 1.0}
+        _check_logprobs(model, turns)
+
+
+async def test_rounds_go_on_until_the_run_is_closed_and_every_game_is_finished(
+    live_run: LiveRun,
+) -> None:
+    await live_run.announce(0, seed=1)
+    generator = asyncio.create_task(generate(live_run.config()))
+    await _wait_for(lambda: live_run.count(TrajectoryState.SEALED) >= 16)
+
+    close_run(live_run.client, live_run.name)
+    await asyncio.wait_for(generator, timeout=20)
+
+    ledger = read_ledger(live_run.client, live_run.name)
+    ledger.check()
+    assert ledger.by_state[TrajectoryState.SEALED] == ledger.accepted
+    assert ledger.accepted == 2 * len(live_run.events(GroupOpened))
+
+
+async def test_a_generator_that_is_stopped_abandons_its_games_and_says_why(
+    live_run: LiveRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await live_run.announce(0, seed=1)
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def sample_for_ever(*_: object, **__: object) -> list[object]:
+        has_begun.set()
+        may_end.wait(20)
+        return []
+
+    monkeypatch.setattr(playing, "sample_batch", sample_for_ever)
+    generator = asyncio.create_task(generate(live_run.config()))
+    await asyncio.to_thread(has_begun.wait, 20)
+
+    generator.cancel()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await generator
+
+    abandoned: list[TrajectoryAbandoned] = live_run.events(TrajectoryAbandoned)
+    assert live_run.count(TrajectoryState.ABANDONED) == len(abandoned) == 8
+    assert live_run.count(TrajectoryState.OPEN) == 0
+    assert {"Cancelled" in event.reason for event in abandoned} == {True}
+
+
+async def test_two_generators_that_want_more_than_there_is_leave_for_do_not_block_each_other(
+    make_live_run: Callable[..., Any],
+) -> None:
+    # Each of them got a part of the four groups, and waited with open groups for the rest.
+    run: LiveRun = await make_live_run(batch_groups=4, max_staleness=0, max_planned_ahead=0)
+    await run.announce(0, seed=1)
+    generators = [
+        asyncio.create_task(generate(run.config(writer, seed=number, groups_per_round=3)))
+        for number, writer in enumerate(("one", "two"))
+    ]
+
+    await _wait_for(lambda: run.count(TrajectoryState.SEALED) == 4 * 2)
+
+    close_run(run.client, run.name)
+    await asyncio.wait_for(asyncio.gather(*generators), timeout=20)
+    assert run.count(TrajectoryState.OPEN) == 0
+
+
+async def test_a_restarted_generator_of_the_same_name_and_seed_makes_new_groups(
+    live_run: LiveRun,
+) -> None:
+    await live_run.announce(0, seed=1)
+
+    await generate(live_run.config(max_groups=2))
+    await generate(live_run.config(max_groups=2))
+
+    assert live_run.count(TrajectoryState.SEALED) == 8
+
+
+async def test_newer_weights_are_loaded_and_older_ones_are_kept_until_then(
+    live_run: LiveRun,
+) -> None:
+    first = await live_run.announce(0, seed=1)
+    policy = NewestPolicy(live_run.client, live_run.name)
+    policy.refresh()
+    before = policy.model
+    policy.refresh()
+    assert policy.model is before
+    assert _equal(before, first)
+
+    second = await live_run.announce(1, seed=2)
+    policy.refresh()
+
+    assert policy.version == 1
+    assert _equal(policy.model, second)
+    assert not _equal(policy.model, first)
+
+
+async def test_weights_that_were_removed_meanwhile_give_way_to_newer_ones(
+    live_run: LiveRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The trainer had removed version 0 between the announcement and the loading of it.
+    await live_run.announce(0, seed=1)
+    newest = await live_run.announce(1, seed=2)
+    shutil.rmtree(live_run.folder / "v0")
+    told = [VersionAnnounced(version=0, step=0, lineage="", weights_uri=_uri(live_run, 0))]
+    true_newest = VersionAnnounced(version=1, step=0, lineage="", weights_uri=_uri(live_run, 1))
+    monkeypatch.setattr(
+        "turnstream_server.generators.newest_policy.newest_version",
+        lambda *_: told.pop() if told else true_newest,
+    )
+    policy = NewestPolicy(live_run.client, live_run.name)
+
+    policy.refresh()
+
+    assert policy.version == 1
+    assert _equal(policy.model, newest)
+
+
+@pytest.mark.parametrize("uri", ["file:///nowhere/v7", "s3://bucket/v7", ""])
+async def test_weights_that_cannot_be_loaded_are_refused_by_name(
+    live_run: LiveRun, uri: str
+) -> None:
+    await live_run.say(7, uri=uri)
+
+    with pytest.raises(InvalidConfigError, match=r"v7|version 7"):
+        NewestPolicy(live_run.client, live_run.name).refresh()
+
+
+async def test_a_generator_that_finds_no_weights_gives_up_at_its_deadline(
+    live_run: LiveRun,
+) -> None:
+    with pytest.raises(NotReadyError, match="no version above -1"):
+        await generate(live_run.config(timeout_s=0.05))
+
+
+async def test_an_error_in_the_middle_of_the_games_comes_out_as_itself(
+    live_run: LiveRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> list[object]:
+        raise StoreUnavailableError("the store went away")
+
+    await live_run.announce(0, seed=1)
+    monkeypatch.setattr(playing, "sample_batch", fail)
+
+    with pytest.raises(StoreUnavailableError, match="went away"):
+        await generate(live_run.config())
+
+
+@pytest.mark.parametrize(
+    "fields", [{"group_size": 0}, {"groups_per_round": 0}, {"temperature": 0.0}]
+)
+def test_settings_that_cannot_work_are_refused_by_name(fields: dict[str, Any]) -> None:
+    (name,) = fields
+
+    with pytest.raises(InvalidConfigError, match=name):
+        LiveGeneratorConfig(redis_url="redis://none", run="run", writer="w", **fields)
+
+
+def _replayed(turns: Sequence[StoredTurn], *, secret: int) -> float:
+    """The outcome of the game when the stored responses are played again."""
+    episode, context, reward = Episode(secret), [1], 0.0
+    for index, turn in enumerate(turns):
+        assert turn.parent_turn == index - 1
+        context += turn.new_prompt_ids.tolist() if index else []
+        response = turn.response_ids
+        answer = GAME.step(episode, response)
+        assert answer.is_done == (index == len(turns) - 1)
+        if not answer.is_done:
+            expected = turns[index + 1].new_prompt_ids
+            assert expected.tolist() == answer.observation_ids.tolist()
+        episode, reward = answer.episode, answer.reward
+    return reward
+
+
+def _check_logprobs(model: PreTrainedModel, turns: Sequence[StoredTurn]) -> None:
+    context = np.empty(0, np.int32)
+    for turn in turns:
+        context = np.concatenate((context, turn.new_prompt_ids))
+        with torch.no_grad():
+            logits_V = model(input_ids=torch.from_numpy(context).long()[None]).logits[0, -1]
+        (token,) = turn.response_ids.tolist()
+        expected = torch.log_softmax(logits_V, dim=-1)[token].item()
+        assert turn.logprobs is not None
+        assert turn.logprobs.tolist() == pytest.approx([expected], abs=1e-4)
+        context = np.concatenate((context, turn.response_ids))
+
+
+def _equal(one: PreTrainedModel, other: PreTrainedModel) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+def _uri(run: LiveRun, version: int) -> str:
+    return (run.folder / f"v{version}").as_uri()
+
+
+async def _wait_for(condition: Callable[[], bool]) -> None:
+    async def ask() -> bool:
+        return condition()
+
+    await testing.wait_until_async(ask, 20.0, "the games")

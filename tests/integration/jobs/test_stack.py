@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from turnstream.testing import wait_until
+from turnstream_server.jobs.stack import (
+    ServiceFailedError,
+    Stack,
+    terminate_as_interrupt,
+    uninterrupted,
+)
+
+GOES_ON = """
+from turnstream_server.jobs.orphans import end_when_stdin_closes
+end_when_stdin_closes()
+print("started", flush=True)
+import threading
+threading.Event().wait()
+"""
+
+DEAF = """
+import signal, threading
+from turnstream_server.jobs.orphans import end_when_stdin_closes
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+end_when_stdin_closes()
+print("started", flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    with Stack(tmp_path) as stack:
+        yield stack
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(code)]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of somebody else runs; one that only waits to be reaped does not."""
+    shown = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, check=False)
+    return shown.stdout.strip()[:1] not in (b"", b"Z")
+
+
+def test_what_a_service_prints_is_in_its_log(tmp_path: Path, stack: Stack) -> None:
+    service = stack.start_program("talker", python("print('hello')"))
+
+    stack.wait_for_all([service], timeout_s=10)
+
+    assert (tmp_path / "logs/talker.log").read_text() == "hello\n"
+
+
+def test_a_service_that_failed_is_named_with_its_last_words(stack: Stack) -> None:
+    service = stack.start_program("loser", python("raise SystemExit('no more disk')"))
+
+    with pytest.raises(ServiceFailedError, match="loser ended with status 1") as caught:
+        stack.wait_for_all([service], timeout_s=10)
+
+    assert caught.value.log_lines == ("no more disk",)
+    assert "no more disk" in str(caught.value)
+
+
+def test_a_service_that_was_killed_is_named_with_the_signal(stack: Stack) -> None:
+    service = stack.start_program("victim", python(GOES_ON))
+
+    os.kill(service.pid, signal.SIGKILL)
+
+    with pytest.raises(ServiceFailedError, match="victim ended with SIGKILL"):
+        stack.wait_for_all([service], timeout_s=10)
+
+
+def test_waiting_for_one_service_ends_when_another_fails(stack: Stack) -> None:
+    patient = stack.start_program("patient", python(GOES_ON))
+    stack.start_program("loser", python("raise SystemExit(3)"))
+
+    with pytest.raises(ServiceFailedError, match="loser ended with status 3"):
+        stack.wait_for_all([patient], timeout_s=10)
+
+
+def test_waiting_has_a_deadline(stack: Stack) -> None:
+    patient = stack.start_program("patient", python(GOES_ON))
+
+    with pytest.raises(ServiceFailedError, match="patient was not done after 0 s"):
+        stack.wait_for_all([patient], timeout_s=0.2)
+
+
+def test_a_service_is_ready_when_its_file_is_there(tmp_path: Path, stack: Stack) -> None:
+    path = tmp_path / "address"
+    service = stack.start_program("server", python(f"open({str(path)!r}, 'w').write('h:1')"))
+
+    wait_until(lambda: service.status is not None)
+
+    assert stack.wait_for_file(path, of=service, timeout_s=10) == "h:1"
+
+
+def test_a_service_that_ends_before_it_is_ready_is_an_error(tmp_path: Path, stack: Stack) -> None:
+    service = stack.start_program("server", python("print('nothing to do')"))
+
+    with pytest.raises(ServiceFailedError, match="server ended before it was ready") as caught:
+        stack.wait_for_file(tmp_path / "address", of=service, timeout_s=10)
+
+    assert caught.value.log_lines == ("nothing to do",)
+
+
+def test_leaving_the_stack_stops_every_service(tmp_path: Path) -> None:
+    with Stack(tmp_path) as stack:
+        services = [stack.start_program(name, python(GOES_ON)) for name in ("a", "b")]
+        wait_until(lambda: all("started" in s.log_path.read_text() for s in services))
+
+    assert [service.status for service in services] == [-signal.SIGTERM] * 2
+
+
+def test_a_service_that_does_not_stop_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("turnstream_server.jobs.stack._STOP_S", 0.2)
+    with Stack(tmp_path) as stack:
+        service = stack.start_program("deaf", python(DEAF))
+        wait_until(lambda: "started" in service.log_path.read_text())
+
+    assert service.status == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("service", [GOES_ON, DEAF])
+@pytest.mark.timeout(60)
+def test_no_service_survives_the_death_of_its_supervisor(tmp_path: Path, service: str) -> None:
+    supervisor = subprocess.Popen(
+        python(
+            f"""
+            import sys, threading
+            from pathlib import Path
+            from turnstream_server.jobs.stack import Stack
+            stack = Stack(Path({str(tmp_path)!r}))
+            child = stack.start_program("child", [sys.executable, "-c", {service!r}])
+            print(child.pid, flush=True)
+            threading.Event().wait()
+            """
+        ),
+        stdout=subprocess.PIPE,
+    )
+    assert supervisor.stdout is not None
+    with supervisor.stdout:
+        pid = int(supervisor.stdout.readline())
+        wait_until(lambda: "started" in (tmp_path / "logs/child.log").read_text())
+
+        supervisor.kill()
+        supervisor.wait()
+
+        wait_until(lambda: not is_alive(pid), timeout_s=15, describe="the end of the service")
+
+
+def test_temporary_files_of_a_service_stay_in_the_folder(tmp_path: Path, stack: Stack) -> None:
+    code = "import tempfile; print(tempfile.gettempdir())"
+    service = stack.start_program("writer", python(code))
+
+    stack.wait_for_all([service], timeout_s=10)
+
+    assert service.log_path.read_text().strip() == str(tmp_path / "tmp")
+
+
+def test_a_service_gets_the_variables_of_its_job_and_may_be_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    code = "import os; print(os.environ['JOB'], os.environ['OMP_WAIT_POLICY'])"
+    with Stack(tmp_path, {"JOB": "mine"}) as stack:
+        service = stack.start_program("reader", python(code))
+        stack.wait_for_all([service], timeout_s=10)
+
+    assert service.log_path.read_text() == "mine ACTIVE\n"
+
+
+def test_sigterm_reads_as_ctrl_c_inside_the_block() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt), terminate_as_interrupt():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_nothing_interrupts_the_stop() -> None:
+    reached = False
+
+    with uninterrupted():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        reached = True
+
+    assert reached

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+
+from turnstream.errors import (
+    ConflictError,
+    StoreUnavailableError,
+)
+from turnstream.store.connection import connect_async
+from turnstream.store.scripts import run_command_async, run_commands_async
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.redis
+
+Drive = Callable[..., Any]
+
+TURN_0, TURN_1, OTHER_TURN, SEAL = b"first.0000", b"second1111", b"first.9999", b"seal..2222"
+
+
+def test_a_full_server_takes_no_payload_but_still_takes_seals_and_abandons(
+    own_client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(own_client)
+    run.do(run.open_group("g/0/0", "g/1/0"))
+    run.do_all([run.append(), run.post_sealed("g/9/0", 1, b""), run.abandon("x")])
+    own_client.config_set("maxmemory", 1)
+
+    answers = run.do_all(
+        [
+            run.append(TURN_0),
+            run.open_group(group="b"),
+            run.post_sealed("g/0/0", 1, b"seal"),
+            run.abandon("g/1/0"),
+        ],
+    )
+
+    own_client.config_set("maxmemory", 0)
+    assert [type(answer) for answer in answers[:2]] == [StoreUnavailableError] * 2
+    assert answers[2:] == [[b"OK"], 1]
+
+
+def test_scripts_are_told_again_to_a_server_that_forgot_them(
+    own_client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(own_client)
+    run.do(run.open_group("g/0/0"))
+    own_client.script_flush()
+
+    # The second call of a trajectory would be refused if the first one were left out.
+    answers = run.do_all(
+        [run.append(TURN_0), run.append(TURN_1, first=1, lease="1"), run.open_group("g/1/0")],
+    )
+
+    assert answers == [1, 1, [1]]
+    own_client.script_flush()
+    assert run.do(run.open_group("g/1/0")) == [1]
+
+
+async def test_asyncio_programs_run_scripts_alike(
+    own_server: EmbeddedServer, own_client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(own_client)
+    async with connect_async(own_server.url) as client:
+        await client.script_flush()
+
+        one = await run_command_async(client, run.open_group("g/0/0"))
+        many = await run_commands_async(
+            client, [run.append(TURN_0), run.append(OTHER_TURN), run.abandon("g/0/0")]
+        )
+
+    assert one == [1]
+    assert many[::2] == [1, 1]
+    assert isinstance(many[1], ConflictError)
+
+
+def test_a_server_that_is_away_is_an_error_of_ours(
+    own_server: EmbeddedServer, own_client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(own_client)
+    own_server.kill()
+
+    with pytest.raises(StoreUnavailableError):
+        run.do(run.open_group())
+    with pytest.raises(StoreUnavailableError):
+        run.do_all([run.open_group()])

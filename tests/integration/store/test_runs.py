@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.errors import ConflictError, NotReadyError, RunNotFoundError, StoreUnavailableError
+from turnstream.records.events import decode_event, encode_event
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.store.runs import (
+    close_run,
+    create_run,
+    list_runs,
+    newest_version,
+    read_config,
+    wait_for_version,
+)
+from turnstream.testing import wait_until
+from turnstream.types import RunClosed, VersionAnnounced
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.redis
+
+NewRun = Callable[..., str]
+CONFIG = BatchingConfig(batch_groups=4, mini_batch_groups=2)
+
+
+def announce(client: redis.Redis, run: str, version: int) -> VersionAnnounced:
+    event = VersionAnnounced(version=version, step=version, lineage="main", weights_uri="w")
+    entry_id = f"{version + 1}-0"
+    client.xadd(keys.run_keys(run).versions, {"r": encode_event(event)}, id=entry_id)
+    return event
+
+
+def test_a_run_keeps_its_config(client: redis.Redis) -> None:
+    created = create_run(client, "keeps/its config", CONFIG)
+
+    assert created == 1
+    assert read_config(client, "keeps/its config") == (1, CONFIG)
+    assert "keeps/its config" in list_runs(client)
+
+
+def test_creating_a_run_again_changes_nothing(client: redis.Redis) -> None:
+    create_run(client, "again", CONFIG)
+    client.hset(keys.run_keys("again").frontier, "stepped", 3)
+
+    assert create_run(client, "again", CONFIG) == 1
+    assert client.hget(keys.run_keys("again").frontier, "stepped") == b"3"
+
+
+def test_a_run_cannot_be_created_with_two_configs(client: redis.Redis) -> None:
+    create_run(client, "one-config", CONFIG)
+
+    with pytest.raises(ConflictError):
+        create_run(client, "one-config", BatchingConfig(batch_groups=5, mini_batch_groups=5))
+
+
+def test_a_run_that_was_never_created_has_no_config(client: redis.Redis) -> None:
+    with pytest.raises(RunNotFoundError, match="nobody"):
+        read_config(client, "nobody")
+
+
+def test_the_newest_version_is_the_last_announced(client: redis.Redis, new_run: NewRun) -> None:
+    run = new_run(client)
+
+    before = newest_version(client, run)
+    announce(client, run, 0)
+    last = announce(client, run, 7)
+
+    assert before is None
+    assert newest_version(client, run) == last
+
+
+def test_a_version_that_is_there_is_not_waited_for(client: redis.Redis, new_run: NewRun) -> None:
+    run = new_run(client)
+    announced = announce(client, run, 3)
+
+    assert wait_for_version(client, run, above=2, timeout_s=0.0) == announced
+
+
+def test_waiting_for_a_version_ends_when_a_higher_one_is_announced(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client)
+    announce(client, run, 3)
+    found: list[VersionAnnounced] = []
+    waiter = threading.Thread(
+        target=lambda: found.append(
+            wait_for_version(connect(server.url), run, above=3, timeout_s=20)
+        )
+    )
+
+    waiter.start()
+    wait_until(lambda: num_blocked(client) == 1, describe="the blocked read")
+    announced = announce(client, run, 4)
+    waiter.join(20)
+
+    assert found == [announced]
+
+
+def num_blocked(client: redis.Redis) -> int:
+    clients: Any = client.info("clients")
+    return clients["blocked_clients"]
+
+
+def test_waiting_for_a_version_ends_by_its_deadline(client: redis.Redis, new_run: NewRun) -> None:
+    run = new_run(client)
+    announce(client, run, 3)
+
+    with pytest.raises(NotReadyError, match=r"no version above 3 within 0\.05 s"):
+        wait_for_version(client, run, above=3, timeout_s=0.05)
+
+
+def test_closing_a_run_is_an_event_with_the_reason(client: redis.Redis, new_run: NewRun) -> None:
+    run = new_run(client)
+
+    close_run(client, run, "no more prompts")
+    close_run(client, run, "again")
+
+    entries: Any = client.xrange(keys.run_keys(run).events)
+    assert [decode_event(fields[b"r"]) for _, fields in entries] == [
+        RunClosed(reason="no more prompts")
+    ]
+
+
+def test_a_store_that_is_away_is_an_error_of_ours(own_server: EmbeddedServer) -> None:
+    own_server.kill()
+
+    with connect(own_server.url, num_retries=0) as client, pytest.raises(StoreUnavailableError):
+        list_runs(client)

@@ -1,0 +1,184 @@
+"""The trainer on a real store and batcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import torch
+
+from turnstream import testing
+from turnstream.generator import Publisher
+from turnstream.store.runs import close_run, newest_version
+from turnstream.types import Group, RecoveryToken, TrajectoryState
+from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.models.policy import SmallModelSpec, load_policy
+from turnstream_server.trainer.checkpoint import Checkpoint, Checkpoints
+from turnstream_server.trainer.config import OptimizerConfig, TrainerConfig
+from turnstream_server.trainer.engine import Engine
+from turnstream_server.trainer.service import train
+
+POLICY = SmallModelSpec(vocab_size=128, hidden_size=16, num_layers=1)
+
+
+def _config(batcher: str, run: str, folder: Path, **changes: Any) -> TrainerConfig:
+    fields = {"checkpoint_every": 2, "timeout_s": 20.0, **changes}
+    return TrainerConfig(
+        run=run,
+        batcher_target=batcher,
+        policy=POLICY,
+        folder=folder,
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        **fields,
+    )
+
+
+def _publish(url: str, run: str, groups: Sequence[str]) -> None:
+    """Groups of two: a short good answer, a longer bad one."""
+    good = [testing.turn("ab", "CD")]
+    bad = [testing.turn("ab", "EF"), testing.turn("abefg", "H")]
+    with Publisher(url, run) as publisher:
+        for name in groups:
+            trajectories = (
+                testing.trajectory(*good, sample=0, reward=1.0),
+                testing.trajectory(*bad, sample=1, reward=0.0),
+            )
+            publisher.publish(Group(group_id=name, trajectories=trajectories))
+
+
+@pytest.mark.redis
+@pytest.mark.grpc
+def test_a_run_is_trained_to_its_end_and_every_trajectory_is_committed(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    new_run: Callable[..., str],
+    batcher: str,
+    tmp_path: Path,
+) -> None:
+    run = new_run(client, batch_groups=2, max_staleness=100)
+    _publish(server.url, run, ["g1", "g2", "g3", "g4", "g5", "g6"])
+    close_run(client, run)
+
+    train(_config(batcher, run, tmp_path))
+
+    ledger = read_ledger(client, run)
+    assert ledger.by_state[TrajectoryState.COMMITTED] == ledger.accepted == 12
+    announced = newest_version(client, run)
+    assert announced is not None
+    assert (announced.version, announced.step) == (3, 3)
+    lines = _metrics(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["reward_mean"] for line in lines] == [0.5, 0.5, 0.5]
+    assert lines[0]["num_real_rows"] == 4
+    assert lines[2]["logprob"] != lines[0]["logprob"]
+
+
+@pytest.mark.redis
+@pytest.mark.grpc
+def test_a_trainer_that_dies_after_stepped_trains_the_same_batches_again_to_the_same_weights(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    new_run: Callable[..., str],
+    batcher: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups = [f"g{number}" for number in range(8)]
+    whole, broken = (new_run(client, batch_groups=2, max_staleness=100) for _ in range(2))
+    for run in (whole, broken):
+        _publish(server.url, run, groups)
+        close_run(client, run)
+
+    train(_config(batcher, whole, tmp_path / "whole"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Checkpoints, "save", _dying_at_step(4))
+        with pytest.raises(_KilledError):
+            train(_config(batcher, broken, tmp_path / "broken"))
+    before = read_ledger(client, broken).by_state
+    train(_config(batcher, broken, tmp_path / "broken"))
+
+    assert before[TrajectoryState.COMMITTED] == before[TrajectoryState.STEPPED] == 8
+    assert read_ledger(client, broken).by_state[TrajectoryState.COMMITTED] == 16
+    lines = _metrics(tmp_path / "broken")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 3, 4]
+    # Version 5 names the weights of step 2 anew: 3 and 4 stay taken.
+    assert [line["version"] for line in lines] == [1, 2, 3, 4, 6, 7]
+    assert [line["loss"] for line in lines[2:4]] == [line["loss"] for line in lines[4:]]
+    for expected, actual in zip(
+        _weights(tmp_path / "whole"), _weights(tmp_path / "broken"), strict=True
+    ):
+        assert torch.equal(expected, actual)
+
+
+@pytest.mark.redis
+@pytest.mark.grpc
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("server", ["valkey"], indirect=True)
+def test_a_trainer_process_ends_well_on_sigterm_and_leaves_nothing_half_written(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    new_run: Callable[..., str],
+    batcher: str,
+    tmp_path: Path,
+) -> None:
+    run = new_run(client, batch_groups=2, max_staleness=100)
+    _publish(server.url, run, ["g1", "g2"])
+    policy = tmp_path / "policy.json"
+    policy.write_text(json.dumps({"vocab_size": 128, "hidden_size": 16, "num_layers": 1}))
+    folder = tmp_path / "trainer"
+    arguments = ["--run", run, "--batcher", batcher, "--policy", policy, "--folder", folder]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "turnstream_server.cli", "trainer", *map(str, arguments)],
+        env={**os.environ, "TURNSTREAM_REDIS_URL": server.url},
+    )
+    try:
+        metrics = folder / "metrics.jsonl"
+        testing.wait_until(lambda: metrics.exists() and metrics.read_text(), 40.0, "step 1")
+
+        process.send_signal(signal.SIGTERM)
+        status = process.wait(20)
+    finally:
+        process.kill()
+        process.wait()
+
+    assert status == 0
+    names = {path.name for path in folder.rglob("*") if path.is_dir()}
+    assert not {name for name in names if name.startswith(".")}
+    assert Checkpoints(folder / "checkpoints", num_retained=2).newest() is None
+    assert read_ledger(client, run).by_state[TrajectoryState.STEPPED] == 4
+
+
+class _KilledError(BaseException):
+    """Stands for the end of the process."""
+
+
+def _dying_at_step(step: int) -> Callable[..., Checkpoint]:
+    """`Checkpoints.save`, but the process ends when it should save this step."""
+    save = Checkpoints.save
+
+    def save_or_die(self: Checkpoints, engine: Engine, token: RecoveryToken) -> Checkpoint:
+        if token.step == step:
+            raise _KilledError
+        return save(self, engine, token)
+
+    return save_or_die
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def _weights(folder: Path) -> list[torch.Tensor]:
+    newest = Checkpoints(folder / "checkpoints", num_retained=2).newest()
+    assert newest is not None
+    return list(load_policy(newest.folder).state_dict().values())

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from turnstream.errors import TurnstreamError
+from turnstream_server import cli
+from turnstream_server.jobs.stack import ServiceFailedError
+
+COMMANDS = (
+    *("up", "demo", "replay", "batcher", "trainer", "generator", "replayer"),
+    *("runs", "show", "config"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("TURNSTREAM_REDIS_URL", raising=False)
+
+
+def turnstream(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "turnstream_server.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str) -> None:
+    result = CliRunner().invoke(cli.app, [command, "--help"])
+
+    assert result.exit_code == 0
+    assert f"Usage: turnstream {command}" in result.output
+    assert "--end-with-stdin" not in result.output
+
+
+def test_help_lists_every_command() -> None:
+    result = CliRunner().invoke(cli.app, ["--help"])
+
+    assert all(f" {command} " in result.output for command in COMMANDS)
+
+
+def test_config_prints_the_settings_with_the_password_masked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TURNSTREAM_REDIS_URL", "redis://me:hush@store:6379/0")
+    monkeypatch.setenv("TURNSTREAM_LEASE_S", "7.5")
+
+    result = CliRunner().invoke(cli.app, ["config"])
+
+    assert "TURNSTREAM_REDIS_URL=redis://me:***@store:6379/0\n" in result.output
+    assert "TURNSTREAM_LEASE_S=7.5\n" in result.output
+
+
+def test_a_bad_setting_is_one_line_that_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TURNSTREAM_LEASE_S", "-1")
+
+    done = turnstream("config")
+
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: TURNSTREAM_LEASE_S: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", [("runs",), ("show", "a"), ("batcher",)])
+def test_a_command_without_a_store_says_where_to_name_one(command: tuple[str, ...]) -> None:
+    done = turnstream(*command)
+
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: TURNSTREAM_REDIS_URL: is not set; name a store there, or with --redis\n"
+    )
+
+
+def test_a_store_that_is_away_is_one_clear_line() -> None:
+    done = turnstream("runs", "--redis", "redis://127.0.0.1:1/0")
+
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_replay_of_a_missing_file_is_one_clear_line(tmp_path: Path) -> None:
+    done = turnstream(
+        *("replay", str(tmp_path / "none.jsonl"), "--tokenizer", str(tmp_path)),
+        *("--data-dir", str(tmp_path / "job")),
+    )
+
+    assert done.returncode == 1
+    assert "none.jsonl" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "job").exists()
+
+
+@pytest.mark.parametrize("error", [TurnstreamError("no luck"), ServiceFailedError("no luck")])
+def test_an_error_of_ours_is_printed_and_exits_with_1(
+    error: TurnstreamError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", fail)
+
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == "error: no luck\n"
+
+
+def test_a_service_ends_when_its_standard_input_does() -> None:
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "turnstream_server.cli", "batcher", "--end-with-stdin"),
+            *("--redis", "redis://127.0.0.1:1/0"),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdin is not None
+
+    process.stdin.close()
+
+    assert process.wait(timeout=20) is not None

@@ -1,0 +1,100 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from turnstream.errors import InvalidConfigError
+from turnstream_server.models.folders import new_folder, remove_unfinished
+from turnstream_server.models.policy import (
+    SmallModelSpec,
+    load_policy,
+    read_policy_source,
+    save_policy,
+)
+
+SPEC = SmallModelSpec(vocab_size=40, hidden_size=16, intermediate_size=16, num_layers=1)
+
+
+def test_the_same_spec_gives_the_same_weights_and_leaves_the_random_state_alone() -> None:
+    before = torch.get_rng_state()
+
+    first, second = load_policy(SPEC), load_policy(SPEC)
+
+    assert torch.equal(before, torch.get_rng_state())
+    for name, weight in first.state_dict().items():
+        assert torch.equal(weight, second.state_dict()[name]), name
+
+
+def test_a_saved_policy_loads_with_the_same_weights(tmp_path: Path) -> None:
+    model = load_policy(SPEC)
+
+    save_policy(model, tmp_path / "policy")
+    loaded = load_policy(tmp_path / "policy")
+
+    assert type(loaded) is type(model)
+    assert loaded.dtype == torch.float32
+    assert (tmp_path / "policy" / "model.safetensors").is_file()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, loaded.state_dict()[name]), name
+
+
+def test_a_folder_that_was_not_finished_is_absent_and_leaves_nothing(tmp_path: Path) -> None:
+    def write_half() -> None:
+        with new_folder(tmp_path / "weights") as written:
+            (written / "half").write_text("half")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_half()
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "weights") as written:
+        (written / "old").write_text("old")
+
+    with new_folder(tmp_path / "weights") as written:
+        (written / "new").write_text("new")
+
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["new"]
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    half = new_folder(tmp_path / "weights")
+    half.__enter__()
+    (tmp_path / "v1").mkdir()
+
+    remove_unfinished(tmp_path)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["v1"]
+
+
+def test_a_spec_is_read_from_a_file_and_a_folder_is_itself(tmp_path: Path) -> None:
+    path = tmp_path / "policy.json"
+    path.write_text(json.dumps({"vocab_size": 40, "num_layers": 1}))
+
+    sources = [read_policy_source(path), read_policy_source(tmp_path)]
+
+    assert sources == [SmallModelSpec(vocab_size=40, num_layers=1), tmp_path]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"vocab_size": 40, "colour": 1}', "{}"])
+def test_a_file_that_is_no_spec_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "policy.json"
+    path.write_text(text)
+
+    with pytest.raises(InvalidConfigError, match="policy"):
+        read_policy_source(path)
+
+
+def test_a_folder_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfigError, match=tmp_path.name):
+        load_policy(tmp_path)
+
+
+def test_an_unknown_architecture_is_refused() -> None:
+    with pytest.raises(InvalidConfigError, match="no-such-model"):
+        load_policy(SmallModelSpec(architecture="no-such-model", vocab_size=40))

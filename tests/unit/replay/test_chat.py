@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from turnstream.errors import RecordError
+from turnstream_server.generators.chat import ChatTokenizer
+from turnstream_server.generators.recordings import Message, Recording, read_recordings
+
+
+def recording(*texts: str, turns: tuple[int, ...]) -> Recording:
+    roles = itertools.cycle(("user", "assistant"))
+    messages = tuple(Message(role, text) for role, text in zip(roles, texts, strict=False))
+    return Recording(prompt_uid="a", sample=0, reward=0.0, messages=messages, turns=turns)
+
+
+def test_the_prompt_is_the_conversation_so_far_and_the_header_of_a_reply(
+    tokenizer_folder: Path,
+) -> None:
+    chat = ChatTokenizer.load(tokenizer_folder)
+    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+
+    first, second = chat.encode_turns(recording("hi", "yo", "more", "end", turns=(1, 3)))
+
+    assert tokenizer.decode(first.prompt_ids.tolist(), skip_special_tokens=False) == (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer.decode(first.response_ids.tolist(), skip_special_tokens=False) == (
+        "yo<|im_end|>"
+    )
+    assert tokenizer.decode(second.prompt_ids.tolist(), skip_special_tokens=False) == (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
+        "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", "", "\n\nstarts with newlines", "has <|im_start|>user\n in it", "ends \n\n"]
+)
+def test_encoding_each_message_once_equals_encoding_every_prefix_afresh(
+    tokenizer_folder: Path, text: str
+) -> None:
+    chat = ChatTokenizer.load(tokenizer_folder)
+    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    conversation = recording(text, text, text, text, text, "end", turns=(1, 3, 5))
+
+    turns = chat.encode_turns(conversation)
+
+    for index, turn in zip(conversation.turns, turns, strict=True):
+        written = "".join(
+            f"<|im_start|>{message.role}\n{message.text}<|im_end|>\n"
+            for message in conversation.messages[:index]
+        )
+        afresh = tokenizer.encode(f"{written}<|im_start|>assistant\n", add_special_tokens=False)
+        alone = tokenizer.encode(
+            f"{conversation.messages[index].text}<|im_end|>", add_special_tokens=False
+        )
+        assert turn.prompt_ids.tolist() == afresh.ids
+        assert turn.response_ids.tolist() == alone.ids
+        assert turn.prompt_ids.dtype == turn.response_ids.dtype == np.int32
+
+
+def test_a_reply_that_joins_its_header_does_not_continue_in_the_next_prompt(
+    tokenizer_folder: Path,
+) -> None:
+    chat = ChatTokenizer.load(tokenizer_folder)
+
+    first, second = chat.encode_turns(recording("hi", "\n", "more", "end", turns=(1, 3)))
+
+    seen = np.concatenate([first.prompt_ids, first.response_ids])
+    assert second.prompt_ids[: len(seen)].tolist() != seen.tolist()
+
+
+def test_a_recording_without_turns_has_none(tokenizer_folder: Path) -> None:
+    chat = ChatTokenizer.load(tokenizer_folder)
+
+    assert chat.encode_turns(recording("hi", turns=())) == []
+
+
+def test_knows_the_size_of_the_vocabulary_and_the_padding_token(tokenizer_folder: Path) -> None:
+    chat = ChatTokenizer.load(tokenizer_folder)
+
+    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    assert chat.vocab_size == tokenizer.get_vocab_size(with_added_tokens=True)
+    assert chat.pad_token_id == tokenizer.token_to_id("<|pad|>")
+
+
+def test_says_what_a_tokenizer_folder_lacks(tmp_path: Path, tokenizer_folder: Path) -> None:
+    text = (tokenizer_folder / "tokenizer.json").read_text()
+
+    with pytest.raises(RecordError, match=r"has no tokenizer\.json"):
+        ChatTokenizer.load(tmp_path)
+
+    (tmp_path / "tokenizer.json").write_text(text.replace("<|im_end|>", "<|stop|>"))
+    with pytest.raises(RecordError, match=r"has no token <\|im_end\|>"):
+        ChatTokenizer.load(tmp_path)
+
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(RecordError, match="not a tokenizer"):
+        ChatTokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tau_bench", "tau2", "mint"])
+def test_gives_the_same_tokens_as_the_recorded_sets_loader(
+    data_folder: Path, stats: ModuleType, name: str
+) -> None:
+    path = data_folder / f"{name}_trajectories.jsonl.gz"
+    tokenizer = Tokenizer.from_file(str(data_folder / "tokenizer/tokenizer.json"))
+    chat = ChatTokenizer.load(data_folder / "tokenizer")
+    every = slice(0, None, 25)
+
+    ours = [chat.encode_turns(recorded) for recorded in list(read_recordings(path))[every]]
+
+    theirs = [stats.turns(tokenizer, line) for line in list(stats.load(str(path)))[every]]
+    assert [
+        [(turn.prompt_ids.tolist(), turn.response_ids.tolist()) for turn in turns] for turns in ours
+    ] == theirs
+
+
+@pytest.mark.parametrize("name", ["tau_bench", "tau2", "mint"])
+def test_every_recorded_turn_continues_in_the_next_prompt(data_folder: Path, name: str) -> None:
+    path = data_folder / f"{name}_trajectories.jsonl.gz"
+    chat = ChatTokenizer.load(data_folder / "tokenizer")
+
+    chains = [chat.encode_turns(recorded) for recorded in list(read_recordings(path))[::10]]
+
+    for turns in chains:
+        for turn, following in itertools.pairwise(turns):
+            seen = np.concatenate([turn.prompt_ids, turn.response_ids])
+            assert np.array_equal(following.prompt_ids[: len(seen)], seen)
+
+
+@pytest.mark.slow
+def test_the_template_of_the_folder_writes_the_same_text(
+    data_folder: Path, stats: ModuleType
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    path = data_folder / "tau_bench_trajectories.jsonl.gz"
+    template = transformers.AutoTokenizer.from_pretrained(data_folder / "tokenizer")
+    chat = ChatTokenizer.load(data_folder / "tokenizer")
+    [line, *_] = stats.load(str(path))
+    [recorded, *_] = read_recordings(path)
+
+    turns = chat.encode_turns(recorded)
+
+    for index, turn in zip(line["turns"], turns, strict=True):
+        text = template.apply_chat_template(
+            line["messages"][:index], tokenize=False, add_generation_prompt=True
+        )
+        assert turn.prompt_ids.tolist() == template.encode(text, add_special_tokens=False)

@@ -1,0 +1,101 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from turnstream.types import RecoveryToken
+from turnstream.worker.mini_batch import PulledMiniBatch
+from turnstream_server.models.policy import load_policy
+from turnstream_server.trainer.checkpoint import Checkpoints
+from turnstream_server.trainer.config import ObjectiveConfig, OptimizerConfig
+from turnstream_server.trainer.engine import Engine
+
+BuildEngine = Callable[..., Engine]
+BuildMiniBatch = Callable[..., PulledMiniBatch]
+
+
+def _token(step: int) -> RecoveryToken:
+    return RecoveryToken(lineage="main", step=step, chain_hash=f"{step:064x}")
+
+
+def test_training_resumed_from_a_checkpoint_goes_on_as_if_nothing_had_happened(
+    tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, num_retained=2)
+    uninterrupted = build_engine(num_warmup_updates=5)
+    for _ in range(3):
+        uninterrupted.update(build_mini_batch(), aggregation="token_mean")
+    checkpoints.save(uninterrupted, _token(3))
+    expected = [torch.rand(2), uninterrupted.update(build_mini_batch(), aggregation="token_mean")]
+
+    newest = Checkpoints(tmp_path, num_retained=2).newest()
+    assert newest is not None
+    resumed = Engine(
+        load_policy(newest.folder),
+        optimizer=OptimizerConfig(learning_rate=1e-2, num_warmup_updates=5),
+        objective=ObjectiveConfig(),
+    )
+    checkpoints.restore(newest, resumed)
+    actual = [torch.rand(2), resumed.update(build_mini_batch(), aggregation="token_mean")]
+
+    assert newest.token == _token(3)
+    assert torch.equal(actual[0], expected[0])
+    assert actual[1] == expected[1]
+    assert resumed.num_updates == uninterrupted.num_updates == 4
+    weights = zip(resumed.model.parameters(), uninterrupted.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in weights)
+
+
+def test_there_is_no_checkpoint_before_the_first(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path / "none", num_retained=2).newest() is None
+
+
+@pytest.mark.parametrize("last_call", ["torch.save", "os.fsync", "pathlib.Path.rename"])
+def test_a_checkpoint_that_a_killed_trainer_was_writing_is_not_there_and_goes_with_the_next_start(
+    tmp_path: Path, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch, last_call: str
+) -> None:
+    checkpoints = Checkpoints(tmp_path, num_retained=2)
+    engine = build_engine()
+    checkpoints.save(engine, _token(1))
+    with monkeypatch.context() as patched:
+        patched.setattr(last_call, _die)
+        patched.setattr("shutil.rmtree", lambda *_, **__: None)  # the dead clean nothing up
+        with pytest.raises(_KilledError):
+            checkpoints.save(engine, _token(2))
+    left = len(list(tmp_path.iterdir()))
+
+    checkpoints.clean()
+    newest = checkpoints.newest()
+
+    assert left == 2
+    assert newest is not None
+    assert newest.token.step == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_the_newest_is_the_one_of_the_highest_step_and_old_ones_go_on_request(
+    tmp_path: Path, build_engine: BuildEngine
+) -> None:
+    checkpoints = Checkpoints(tmp_path, num_retained=2)
+    engine = build_engine()
+    for step in (9, 10, 100):
+        checkpoints.save(engine, _token(step))
+
+    before = sorted(path.name for path in tmp_path.iterdir())
+    checkpoints.prune()
+
+    newest = checkpoints.newest()
+    assert len(before) == 3
+    assert newest is not None
+    assert newest.token.step == 100
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == ["step-00000010", "step-00000100"]
+
+
+class _KilledError(BaseException):
+    """Stands for the end of the process."""
+
+
+def _die(*_: object) -> None:
+    raise _KilledError

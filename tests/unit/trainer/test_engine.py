@@ -1,0 +1,211 @@
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from turnstream import testing
+from turnstream.batching.config import Aggregation
+from turnstream.errors import BatchingError
+from turnstream.types import Denominators, Ragged
+from turnstream.worker.mini_batch import PulledMiniBatch
+from turnstream.worker.tensors import to_torch
+from turnstream_server.models.logprobs import response_logprobs
+from turnstream_server.trainer.engine import Engine
+
+BuildEngine = Callable[..., Engine]
+BuildMiniBatch = Callable[..., PulledMiniBatch]
+ADVANTAGES = (1.0, -0.5, 0.25, -1.5)
+TEXTS = ("abCDefG", "xY", "hijKLM", "pqRsT")
+
+
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
+@pytest.mark.parametrize("cut", [((0, 1), (2, 3)), ((3,), (1, 0), (2,)), ((2, 0, 3, 1),)])
+def test_loss_and_gradient_do_not_depend_on_micro_batches(
+    build_engine: BuildEngine,
+    build_mini_batch: BuildMiniBatch,
+    aggregation: Aggregation,
+    cut: tuple[tuple[int, ...], ...],
+) -> None:
+    constant = 8 if aggregation == "constant" else 0
+    whole = build_mini_batch()
+    denominators = whole.info.denominators._replace(length_constant=constant)
+    whole = build_mini_batch(denominators=denominators)
+    parts = build_mini_batch(denominators=denominators, micro_batches=cut)
+    one, other = build_engine(max_grad_norm=1e9), build_engine(max_grad_norm=1e9)
+
+    expected = one.update(whole, aggregation=aggregation)
+    report = other.update(parts, aggregation=aggregation)
+
+    assert report.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-7)
+    assert report.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-4)
+    assert report.ratio == pytest.approx(expected.ratio, rel=1e-5)
+    torch.testing.assert_close(_gradients(other), _gradients(one), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "prompt_mean"])
+def test_inert_rows_contribute_exactly_nothing(
+    build_engine: BuildEngine, build_mini_batch: BuildMiniBatch, aggregation: Aggregation
+) -> None:
+    with_pads = testing.rows(
+        *TEXTS,
+        "a|b",
+        "a|b",
+        group_ids=["g0", "g0", "g1", "g1", "", ""],
+        advantages=[*ADVANTAGES, 0.0, 0.0],
+        logprobs=-4.5,
+        is_padding=[False] * 4 + [True] * 2,
+    )
+    info = testing.mini_batch_info(with_pads, micro_batches=((0, 1, 2, 3), (4, 5)))
+    padded = PulledMiniBatch(rows=with_pads, info=info, content_hash="", num_bytes=0)
+    one, other = build_engine(), build_engine()
+
+    expected = one.update(build_mini_batch(), aggregation=aggregation)
+    report = other.update(padded, aggregation=aggregation)
+
+    assert report.loss == expected.loss
+    assert torch.equal(_gradients(other), _gradients(one))
+
+
+def test_a_mini_batch_of_inert_rows_alone_changes_nothing(build_engine: BuildEngine) -> None:
+    engine = build_engine()
+    before = _weights(engine)
+    rows = testing.rows("a|b", is_padding=[True])
+    info = testing.mini_batch_info(rows)
+
+    report = engine.update(
+        PulledMiniBatch(rows=rows, info=info, content_hash="", num_bytes=0),
+        aggregation="token_mean",
+    )
+
+    assert (report.loss, report.gradient_norm, report.num_trained_tokens) == (0.0, 0.0, 0)
+    assert torch.equal(_weights(engine), before)
+
+
+def test_the_loss_is_the_clipped_one_over_the_shipped_number_of_tokens(
+    build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
+) -> None:
+    engine = build_engine()
+    mini_batch = build_mini_batch(logprobs=-4.5)
+    tensors = to_torch(mini_batch)
+    mask_BR = tensors.loss_mask_BR
+    current = response_logprobs(engine.model, tensors, mask_BR=mask_BR)[mask_BR].detach().numpy()
+    advantages = tensors.advantages_BR[mask_BR].numpy()
+    ratios = np.exp(current + 4.5)
+    losses = -np.minimum(ratios * advantages, np.clip(ratios, 0.8, 1.28) * advantages)
+    losses = np.where(advantages < 0, np.minimum(losses, -3.0 * advantages), losses)
+
+    report = engine.update(mini_batch, aggregation="token_mean")
+
+    assert report.loss == pytest.approx(losses.sum() / len(losses), rel=1e-5)
+    assert report.ratio == pytest.approx(ratios.mean(), rel=1e-5)
+    assert report.kl == pytest.approx((ratios - 1 - np.log(ratios)).mean(), rel=1e-4)
+    assert report.clipped_share == ((ratios < 0.8) | (ratios > 1.28)).mean()
+    assert report.logprob == pytest.approx(current.mean(), rel=1e-5)
+    assert 0 < report.clipped_share < 1
+
+
+def test_rows_without_logprobs_take_those_before_the_update_and_are_counted(
+    build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
+) -> None:
+    absent = build_engine().update(build_mini_batch(logprobs=None), aggregation="token_mean")
+    mixed = build_mini_batch()
+    assert mixed.rows.logprobs is not None
+    values = mixed.rows.logprobs.values.copy()
+    first = mixed.rows.loss_mask[0]
+    values[: len(first)][first == 1] = np.nan
+    logprobs = Ragged(values, mixed.rows.logprobs.offsets)
+    mixed = replace(mixed, rows=replace(mixed.rows, logprobs=logprobs))
+
+    report = build_engine().update(mixed, aggregation="token_mean")
+
+    weights = [1.0] * 3 + [-0.5] + [0.25] * 3 + [-1.5] * 2
+    assert absent.num_recomputed_rows == 4
+    assert absent.ratio == 1.0
+    assert absent.loss == pytest.approx(-sum(weights) / 9, rel=1e-5)
+    assert report.num_recomputed_rows == 1
+    assert math.isfinite(report.loss)
+    assert report.is_applied
+
+
+def test_an_update_makes_tokens_of_positive_advantage_likelier(
+    build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
+) -> None:
+    engine = build_engine()
+    mini_batch = build_mini_batch(["abC", "abD"], advantages=[1.0, -1.0], logprobs=None)
+    before = _logprobs(engine, mini_batch)
+
+    engine.update(mini_batch, aggregation="token_mean")
+
+    after = _logprobs(engine, mini_batch)
+    assert after[0] > before[0]
+    assert after[1] < before[1]
+
+
+def test_denominators_that_contradict_the_rows_are_refused(
+    build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
+) -> None:
+    engine = build_engine()
+    before = _weights(engine)
+    wrong: Denominators = build_mini_batch().info.denominators._replace(num_tokens=10)
+
+    with pytest.raises(BatchingError, match="num_tokens"):
+        engine.update(build_mini_batch(denominators=wrong), aggregation="token_mean")
+
+    assert torch.equal(_weights(engine), before)
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(
+    build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
+) -> None:
+    engine = build_engine()
+    before = _weights(engine)
+
+    report = engine.update(
+        build_mini_batch(advantages=[math.inf, 1.0, 1.0, 1.0]), aggregation="token_mean"
+    )
+
+    assert not report.is_applied
+    assert torch.equal(_weights(engine), before)
+
+
+def test_the_learning_rate_grows_over_the_warmup_updates(
+    build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
+) -> None:
+    engine = build_engine(learning_rate=0.4, num_warmup_updates=4)
+
+    rates = [
+        engine.update(build_mini_batch(), aggregation="token_mean").learning_rate for _ in range(5)
+    ]
+
+    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4])
+
+
+def test_a_large_gradient_is_scaled_down(
+    build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
+) -> None:
+    engine = build_engine(max_grad_norm=1e-3)
+
+    report = engine.update(build_mini_batch(), aggregation="token_mean")
+
+    assert report.gradient_norm > 1e-2
+    assert _gradients(engine).norm() == pytest.approx(1e-3, rel=1e-3)
+
+
+def _logprobs(engine: Engine, mini_batch: PulledMiniBatch) -> list[float]:
+    tensors = to_torch(mini_batch)
+    with torch.no_grad():
+        scores_BR = response_logprobs(engine.model, tensors, mask_BR=tensors.loss_mask_BR)
+    return scores_BR.sum(dim=1).tolist()
+
+
+def _weights(engine: Engine) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in engine.model.parameters()])
+
+
+def _gradients(engine: Engine) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in engine.model.parameters() if p.grad is not None])

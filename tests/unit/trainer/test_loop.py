@@ -1,0 +1,191 @@
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnstream import testing
+from turnstream.types import RecoveryToken
+from turnstream.worker.mini_batch import PulledMiniBatch
+from turnstream_server.models.policy import SmallModelSpec, load_policy
+from turnstream_server.trainer.checkpoint import Checkpoints
+from turnstream_server.trainer.config import TrainerConfig
+from turnstream_server.trainer.engine import Engine
+from turnstream_server.trainer.loop import Trainer
+
+BuildEngine = Callable[..., Engine]
+BuildMiniBatch = Callable[..., PulledMiniBatch]
+
+
+class StreamInMemory:
+    """Steps of two mini-batches each, and a record of what the trainer said, in order."""
+
+    def __init__(
+        self, build: BuildMiniBatch, *, first_step: int = 1, last_step: int, newest_version: int
+    ) -> None:
+        self.config = testing.config(2)
+        self.newest_version = newest_version
+        self.said: list[Any] = []
+        self.on_committed: Callable[[RecoveryToken], None] = lambda _: None
+        self._build = build
+        self._steps = range(first_step, last_step + 1)
+        self._step = 0
+
+    def __iter__(self) -> Iterator[PulledMiniBatch]:
+        for step in self._steps:
+            self._step = step
+            for index in range(2):
+                self.said.append(f"yield {step}.{index}")
+                yield self._build(step=step, mini_batch=index, num_mini_batches=2)
+
+    def stepped(self) -> RecoveryToken:
+        """Names the step that was yielded last."""
+        self.said.append(f"stepped {self._step}")
+        return RecoveryToken(lineage="main", step=self._step, chain_hash="ab")
+
+    def committed(self, token: RecoveryToken) -> None:
+        """Asks the test first."""
+        self.on_committed(token)
+        self.said.append(f"committed {token.step}")
+
+    def announce_version(self, version: int, *, step: int, weights_uri: str) -> None:
+        """The weights must be there already."""
+        assert Path(weights_uri.removeprefix("file://"), "model.safetensors").is_file()
+        self.newest_version = version
+        self.said.append(f"version {version} after {step}")
+
+
+def _config(folder: Path, **changes: Any) -> TrainerConfig:
+    fields = {"checkpoint_every": 2, **changes}
+    policy = SmallModelSpec(vocab_size=128)
+    return TrainerConfig(run="run", batcher_target="none:0", policy=policy, folder=folder, **fields)
+
+
+def _train(
+    engine: Engine, stream: StreamInMemory, config: TrainerConfig, *, from_step: int = 0
+) -> list[str]:
+    checkpoints = Checkpoints(config.folder / "checkpoints", num_retained=2)
+    Trainer(engine, stream, config=config, checkpoints=checkpoints).train(from_step=from_step)
+    return stream.said
+
+
+def test_a_step_is_acknowledged_then_published_and_every_second_one_saved(
+    tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
+) -> None:
+    stream = StreamInMemory(build_mini_batch, last_step=3, newest_version=-1)
+
+    said = _train(build_engine(), stream, _config(tmp_path))
+
+    assert said == [
+        "version 0 after 0",
+        *("yield 1.0", "yield 1.1", "stepped 1", "version 1 after 1"),
+        *("yield 2.0", "yield 2.1", "stepped 2", "version 2 after 2", "committed 2"),
+        *("yield 3.0", "yield 3.1", "stepped 3", "version 3 after 3"),
+        "committed 3",  # the end of the run
+    ]
+
+
+def test_a_checkpoint_is_on_disk_before_it_is_committed(
+    tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
+) -> None:
+    stream = StreamInMemory(build_mini_batch, last_step=4, newest_version=-1)
+    found: list[int] = []
+
+    def look(token: RecoveryToken) -> None:
+        newest = Checkpoints(tmp_path / "checkpoints", num_retained=2).newest()
+        assert newest is not None
+        assert newest.token == token
+        found.append(token.step)
+
+    stream.on_committed = look
+    _train(build_engine(), stream, _config(tmp_path))
+
+    assert found == [2, 4]
+
+
+def test_versions_go_on_above_the_highest_announced_after_a_restart(
+    tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
+) -> None:
+    # Versions 3 to 5 were made after step 2 by a trainer that died: their names stay taken.
+    stream = StreamInMemory(build_mini_batch, first_step=3, last_step=3, newest_version=5)
+
+    said = _train(build_engine(), stream, _config(tmp_path), from_step=2)
+
+    assert said[0] == "version 6 after 2"
+    assert "version 7 after 3" in said
+
+
+def test_the_last_three_versions_stay_and_hold_the_weights_of_their_step(
+    tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
+) -> None:
+    engine = build_engine()
+    stream = StreamInMemory(build_mini_batch, last_step=11, newest_version=-1)
+
+    _train(engine, stream, _config(tmp_path))
+
+    assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["v10", "v11", "v9"]
+    published = load_policy(tmp_path / "weights" / "v11")
+    for mine, theirs in zip(engine.model.parameters(), published.parameters(), strict=True):
+        assert mine.equal(theirs)
+
+
+def test_training_stops_after_the_step_it_was_told(
+    tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
+) -> None:
+    stream = StreamInMemory(build_mini_batch, last_step=9, newest_version=-1)
+
+    said = _train(build_engine(), stream, _config(tmp_path, max_steps=3))
+
+    assert said[-1] == "committed 3"
+
+
+def test_every_step_is_a_line_of_metrics_with_figures_of_its_mini_batches(
+    tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
+) -> None:
+    stream = StreamInMemory(build_mini_batch, last_step=2, newest_version=-1)
+
+    _train(build_engine(), stream, _config(tmp_path))
+
+    text = (tmp_path / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [(line["step"], line["version"]) for line in lines] == [(1, 1), (2, 2)]
+    first = lines[0]
+    assert first["num_trajectories"] == first["num_real_rows"] == 8
+    assert first["num_trained_tokens"] == 2 * 9
+    assert first["num_tokens"] == 2 * (7 + 2 + 6 + 5)
+    assert first["reward_mean"] == 1.0
+    assert first["num_updates"] == 2
+    assert {"loss", "kl", "wait_s", "update_s", "publish_s", "elapsed_s"} <= set(first)
+
+
+def test_a_metrics_line_that_a_crash_cut_off_is_closed_and_the_next_one_is_whole(
+    tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"ste')
+    stream = StreamInMemory(build_mini_batch, last_step=1, newest_version=-1)
+
+    _train(build_engine(), stream, _config(tmp_path))
+
+    lines = path.read_text().splitlines()
+    assert lines[:2] == ['{"step": 1}', '{"ste']
+    assert json.loads(lines[2])["step"] == 1
+
+
+def test_what_a_killed_trainer_left_half_written_is_removed(
+    tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
+) -> None:
+    leftover = tmp_path / "weights" / ".unfinished-x"
+    leftover.mkdir(parents=True)
+    stream = StreamInMemory(build_mini_batch, last_step=1, newest_version=-1)
+
+    _train(build_engine(), stream, _config(tmp_path))
+
+    assert not leftover.exists()
+
+
+@pytest.mark.parametrize("field", ["checkpoint_every", "retain_checkpoints", "retain_weights"])
+def test_a_count_below_one_is_refused_by_name(tmp_path: Path, field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        _config(tmp_path, **{field: 0})
