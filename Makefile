@@ -1,0 +1,61 @@
+# Turnstream: every task of the project. `make` alone lists them.
+# All of them set up what they need first; a machine with Python 3.11 or newer and make is enough.
+
+PYTHON ?= python3
+# A build with CUDA comes from the package index; name another version or a wheel here.
+TORCH ?= torch==2.13.0
+# `make demo JSON=FILE` also writes the summary there.
+JSON ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-stamp
+PROTO_VENV := .venv-proto
+PROTO_STAMP := $(PROTO_VENV)/.setup-stamp
+PYPROJECTS := pyproject.toml clients/python/pyproject.toml
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test check bench proto
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: $(STAMP) ## make the virtual environment .venv (every other target does it too)
+
+demo: $(STAMP) ## run the main job: all services as processes, live generators, a trainer; JSON=FILE
+	@$(BIN)/turnstream demo $(if $(JSON),--json "$(JSON)")
+
+test: $(STAMP) ## all tests: unit, contract, integration, e2e
+	$(BIN)/pytest -q tests
+
+check: $(STAMP) ## the quick loop: lint, types, layers, unit and contract tests
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/pytest -q tests/unit tests/contract
+
+bench: $(STAMP) ## measure the whole path; results also in benchmarks/results
+	$(BIN)/python benchmarks/pipeline.py
+
+proto: $(PROTO_STAMP) ## compile proto/ with the pinned compiler
+	$(PROTO_VENV)/bin/python tools/generate_wire.py
+
+# torch goes first and alone, so that no range of another package picks its build.
+# pip is brought up to date because --group needs pip 25.1.
+$(STAMP): $(PYPROJECTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Turnstream needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@echo "setting up $(VENV) (only after a change of a pyproject.toml)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q -e ".[trainer]" --group dev
+	@touch $@
+
+# The compiler still imports pkg_resources, which setuptools 80 began to drop.
+$(PROTO_STAMP): Makefile
+	$(PYTHON) -m venv $(PROTO_VENV)
+	$(PROTO_VENV)/bin/python -m pip install -q "grpcio-tools==1.66.2" "setuptools<80"
+	@touch $@

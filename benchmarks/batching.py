@@ -1,0 +1,301 @@
+"""The batching core against loops over lists, and against a plain copy of the bytes it writes.
+
+    make bench                                  # after the whole path
+    python benchmarks/batching.py --tiny        # sees that it works
+
+CPU time of one thread, the least of several rounds. `loop` is the job over Python lists
+(benchmarks/loops.py); `copy` is np.copyto of as many bytes as are written, into an np.empty of
+their own, which is what any way of making them costs at least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import loops
+import numpy as np
+from numpy.typing import NDArray
+from rollouts import (
+    Lists,
+    as_lists,
+    lengths_of,
+    make_rows,
+    make_sequences,
+    make_trajectories,
+    rows_from_lists,
+    turns_as_lists,
+)
+
+from turnstream.batching.columns import stored_row, token_columns
+from turnstream.batching.jagged import jagged
+from turnstream.batching.layout import left_padded
+from turnstream.batching.merge import merge_trajectories, plan_sequences, store_turns
+from turnstream.batching.packed import packed
+from turnstream.batching.right_padded import right_padded
+from turnstream.batching.sft import bin_sequences, packed_supervised, supervised_rows
+from turnstream.types import Ragged, Rows, Turn
+
+COLLATION_GOAL, MERGE_GOAL, COPY_GOAL = 30.0, 8.0, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the table: milliseconds of CPU time, and bytes written."""
+
+    job: str
+    loop_ms: float
+    ours_ms: float
+    copy_ms: float
+    num_bytes: int
+    goal: float | None
+
+    @property
+    def gain(self) -> float:
+        """Times faster than the loop."""
+        return self.loop_ms / self.ours_ms
+
+    @property
+    def over_copy(self) -> float:
+        """Times the plain copy."""
+        return self.ours_ms / self.copy_ms
+
+
+def least_ms(job: Callable[[], Any], *, rounds: int) -> float:
+    """CPU milliseconds of the fastest round; what is made in a round is freed before the next."""
+    best = float("inf")
+    for _ in range(rounds):
+        gc.collect()
+        start = time.process_time()
+        made = job()
+        best = min(best, time.process_time() - start)
+        del made
+    return best * 1e3
+
+
+def bytes_of(made: Any) -> int:
+    """Bytes of all arrays in a value, those that share memory with nothing else of it."""
+    return sum({id(array): array.nbytes for array in _arrays(made)}.values())
+
+
+def _arrays(made: Any) -> Iterable[NDArray[Any]]:
+    if isinstance(made, np.ndarray):
+        yield made
+    elif is_dataclass(made):
+        for column in fields(made):
+            yield from _arrays(getattr(made, column.name))
+    elif isinstance(made, list | tuple) and made and not isinstance(made[0], str | int | float):
+        for part in made:
+            yield from _arrays(part)
+
+
+class Table:
+    """Measures jobs and prints a line for each."""
+
+    def __init__(self, *, rounds: int) -> None:
+        self.lines: list[Line] = []
+        self._rounds = rounds
+        print(f"{'job':58} {'loop ms':>9} {'ours ms':>9} {'gain':>7} {'copy ms':>9} {'x copy':>7}")
+
+    def add(
+        self, job: str, ours: Callable[[], Any], *, loop_ms: float, goal: float | None = None
+    ) -> None:
+        """Measure a job whose loop took `loop_ms` (nan where there is none)."""
+        num_bytes = bytes_of(ours())
+        source: NDArray[np.uint8] = np.ones(num_bytes, np.uint8)
+
+        def copy() -> NDArray[np.uint8]:
+            into: NDArray[np.uint8] = np.empty(num_bytes, np.uint8)
+            np.copyto(into, source)
+            return into
+
+        ours_ms = least_ms(ours, rounds=self._rounds)
+        line = Line(job, loop_ms, ours_ms, least_ms(copy, rounds=self._rounds), num_bytes, goal)
+        self.lines.append(line)
+        print(
+            f"{job:58} {loop_ms:9.1f} {ours_ms:9.2f} {line.gain:6.1f}x {line.copy_ms:9.2f} "
+            f"{line.over_copy:6.1f}x",
+            flush=True,
+        )
+
+
+# ------------------------------------------------------------------------------ collation
+
+
+def measure_collation(table: Table, *, num_rows: int, loop_rounds: int) -> None:
+    """Left-padded rectangles in the three workloads, and the other layouts of the middle one."""
+    for workload in ("short", "2.8 M tokens", "15.7 M tokens"):
+        rows = make_rows(*lengths_of(workload, num_rows))
+        widths = {
+            "width": int(rows.input_ids.lengths.max()),
+            "response_width": int(rows.loss_mask.lengths.max()),
+        }
+        lists = as_lists(rows)
+        columns = (lists.prompts, lists.responses, lists.rewards, lists.masks, lists.logprobs)
+        loop_ms = least_ms(lambda columns=columns: loops.left_padded(*columns), rounds=loop_rounds)
+
+        def pad(rows: Rows = rows, widths: dict[str, int] = widths) -> Any:
+            return left_padded(rows, **widths, pad_token_id=0)
+
+        def pad_lists(rows: Rows = rows, lists: Lists = lists, pad: Any = pad) -> Any:
+            return pad(rows_from_lists(rows, lists))
+
+        name = f"left padded, {workload}"
+        table.add(f"{name}, from buffers", pad, loop_ms=loop_ms, goal=COLLATION_GOAL)
+        table.add(f"{name}, from lists", pad_lists, loop_ms=loop_ms)
+        del lists, columns, pad_lists
+        if workload == "2.8 M tokens":
+            measure_other_layouts(table, rows)
+
+
+def measure_other_layouts(table: Table, rows: Rows) -> None:
+    """The layouts that no loop stands for."""
+    width, nan = int(rows.input_ids.lengths.max()), float("nan")
+    bins = [list(range(k, len(rows), 8)) for k in range(8)]
+    table.add(
+        "right padded, 2.8 M tokens",
+        lambda: right_padded(rows, width=width, pad_token_id=0),
+        loop_ms=nan,
+    )
+    table.add(
+        "packed in 8 bins, 2.8 M tokens",
+        lambda: packed(rows, bins=bins, pad_token_id=0),
+        loop_ms=nan,
+    )
+    table.add("jagged, 2.8 M tokens", lambda: jagged(rows), loop_ms=nan)
+
+
+# ------------------------------------------------------------------------------ packed
+
+
+def measure_packing(table: Table, *, num_rows: int, loop_rounds: int) -> None:
+    """Supervised sequences in bins of 8,192 tokens for 8 ranks, packing included."""
+    for low, high in ((100, 700), (256, 5000)):
+        ids, weights = make_sequences(low, high, num_rows)
+        as_ids, as_weights = ([row.tolist() for row in column] for column in (ids, weights))
+        loop_ms = least_ms(
+            lambda ids=as_ids, weights=as_weights: loops.packed_supervised(
+                ids, weights, capacity=8192, dp_world_size=8
+            ),
+            rounds=loop_rounds,
+        )
+
+        def ours(ids: Ragged[Any] = ids, weights: Ragged[Any] = weights) -> Any:
+            batch = supervised_rows(ids, weights)
+            bins = bin_sequences(ids.lengths.tolist(), capacity=8192, dp_world_size=8)
+            return packed_supervised(batch, bins=bins, pad_token_id=0)
+
+        def from_lists(ids: Any = as_ids, weights: Any = as_weights, ours: Any = ours) -> Any:
+            return ours(Ragged.from_rows(ids, np.int32), Ragged.from_rows(weights, np.float32))
+
+        name = f"packed supervised, U[{low},{high}]"
+        table.add(f"{name}, from buffers", ours, loop_ms=loop_ms, goal=COLLATION_GOAL)
+        table.add(f"{name}, from lists", from_lists, loop_ms=loop_ms)
+
+
+# ------------------------------------------------------------------------------ merging
+
+
+def measure_merging(table: Table, *, num_trajectories: int, loop_rounds: int) -> None:
+    """Turns with whole prompts into rows, in both sizes; and as they are stored, in the batcher."""
+    for size in ("short", "long"):
+        for breaks in ("none", "turn 4", "every turn"):
+            turns = make_trajectories(size, breaks=breaks, num_trajectories=num_trajectories)
+            lists = turns_as_lists(turns)
+            loop_ms = least_ms(lambda lists=lists: loops.merge(lists), rounds=loop_rounds)
+            bare_ms = least_ms(lambda lists=lists: loops.merge_lists(lists), rounds=loop_rounds)
+            del lists
+            name = f"merge {size}, breaks: {breaks}"
+            table.add(
+                name,
+                lambda turns=turns: merge_trajectories(turns),
+                loop_ms=loop_ms,
+                goal=MERGE_GOAL,
+            )
+            print(f"{'  of the loop, without making arrays':58} {bare_ms:9.1f}")
+            if breaks == "none":
+                table.add(f"{name}, stored turns to columns", _assembly(turns), loop_ms=loop_ms)
+
+
+def _assembly(turns: list[list[Turn]]) -> Callable[[], Any]:
+    stored = [store_turns(own) for own in turns]
+    planned = [plan_sequences([turn.shape for turn in own], merge=True) for own in stored]
+
+    def assemble() -> Any:
+        return token_columns(
+            [
+                stored_row(own, row.turns)
+                for own, rows in zip(stored, planned, strict=True)
+                for row in rows
+            ]
+        )
+
+    return assemble
+
+
+def measure_growth(*, num_trajectories: int, rounds: int) -> list[dict[str, float]]:
+    """CPU nanoseconds per token given, for more and more turns: flat, if the cost is linear."""
+    found: list[dict[str, float]] = []
+    print("\nmerging, CPU nanoseconds per token of all prompts and responses")
+    for num_turns in (4, 8, 16, 32):
+        turns = make_trajectories(
+            "short",
+            breaks="none",
+            num_trajectories=max(1, num_trajectories // num_turns),
+            num_turns=num_turns,
+        )
+        tokens = sum(len(t.prompt_ids) + len(t.response_ids) for own in turns for t in own)
+        ms = least_ms(lambda turns=turns: merge_trajectories(turns), rounds=rounds)
+        found.append({"turns": num_turns, "ns_per_token": ms * 1e6 / tokens})
+        print(f"  {num_turns:3} turns  {found[-1]['ns_per_token']:.3f}")
+    return found
+
+
+# ------------------------------------------------------------------------------ report
+
+
+def report(lines: list[Line]) -> None:
+    """Say what was aimed at and what was reached."""
+    print("\ngoals")
+    for goal, jobs in ((COLLATION_GOAL, "collation from buffers"), (MERGE_GOAL, "merging")):
+        own = [line for line in lines if line.goal == goal]
+        least = min(own, key=lambda line: line.gain)
+        said = "reached" if least.gain >= goal else "missed"
+        print(f"  {jobs}: {goal:g} times the loop: {said}; least {least.gain:.1f} ({least.job})")
+    own = [line for line in lines if line.goal is not None]
+    within = [line for line in own if line.over_copy <= COPY_GOAL]
+    print(f"  within {COPY_GOAL:g} times a copy of the bytes written: {len(within)} of {len(own)}")
+    for line in own:
+        if line.over_copy > COPY_GOAL:
+            print(f"    {line.job}: {line.over_copy:.1f}, of {line.num_bytes / 1e6:.0f} MB")
+
+
+def main() -> None:
+    """Measure everything and print one table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tiny", action="store_true", help="a few rows, to see that it works")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    num_rows, num_trajectories = (16, 8) if arguments.tiny else (1024, 512)
+    rounds, loop_rounds = (1, 1) if arguments.tiny else (7, 3)
+    table = Table(rounds=rounds)
+    measure_collation(table, num_rows=num_rows, loop_rounds=loop_rounds)
+    measure_packing(table, num_rows=num_rows, loop_rounds=loop_rounds)
+    measure_merging(table, num_trajectories=num_trajectories, loop_rounds=loop_rounds)
+    growth = measure_growth(num_trajectories=num_trajectories * 4, rounds=rounds)
+    report(table.lines)
+    if arguments.json:
+        lines = [
+            asdict(line) | {"gain": line.gain, "over_copy": line.over_copy} for line in table.lines
+        ]
+        arguments.json.write_text(json.dumps({"lines": lines, "growth": growth}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The seeded workload of the whole-path benchmark, and the checksum both of its ends agree on.
+
+1,024 trajectories = 128 groups x 8, one turn each: prompt 256-768, response 1,024-3,072 tokens,
+float32 log-probabilities, a 0/1 mask with a fifth of zeros, one reward: 31 MB with int64 ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from turnstream.types import Group, Trajectory, Turn
+
+GROUP_SIZE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """Sums that do not depend on the order of rows, nor on padding."""
+
+    num_rows: int
+    ids: int
+    mask: int
+    logprob_bits: int
+    rewards: float
+
+    def __add__(self, other: Checksum) -> Checksum:
+        return Checksum(
+            self.num_rows + other.num_rows,
+            (self.ids + other.ids) % 2**64,
+            self.mask + other.mask,
+            (self.logprob_bits + other.logprob_bits) % 2**64,
+            self.rewards + other.rewards,
+        )
+
+
+def make_groups(num_groups: int, *, seed: int = 0) -> list[Group]:
+    """The groups of the workload, in the order in which they finish."""
+    rng = np.random.default_rng(seed)
+    return [
+        Group(
+            group_id=f"g{index:05d}",
+            prompt_uid=f"task-{index}",
+            trajectories=[_trajectory(rng, sample=sample) for sample in range(GROUP_SIZE)],
+        )
+        for index in range(num_groups)
+    ]
+
+
+def _trajectory(rng: np.random.Generator, *, sample: int) -> Trajectory:
+    num_prompt, num_response = int(rng.integers(256, 769)), int(rng.integers(1024, 3073))
+    mask = (rng.random(num_response) >= 0.2).astype(np.uint8)
+    logprobs = -rng.exponential(1.0, num_response).astype(np.float32)
+    logprobs[mask == 0] = 0.0
+    turn = Turn(
+        prompt_ids=rng.integers(0, 150_000, num_prompt, dtype=np.int32),
+        response_ids=rng.integers(0, 150_000, num_response, dtype=np.int32),
+        logprobs=logprobs,
+        loss_mask=mask,
+    )
+    return Trajectory(turns=[turn], sample=sample, reward=float(rng.integers(0, 2)))
+
+
+def checksum_row(
+    ids_T: np.ndarray, mask_R: np.ndarray, logprobs_R: np.ndarray, reward: float
+) -> Checksum:
+    """Checksum of one row without its padding; ids are weighted by their position."""
+    positions_T = np.arange(1, len(ids_T) + 1, dtype=np.uint64)
+    return Checksum(
+        num_rows=1,
+        ids=int((ids_T.astype(np.uint64) * positions_T).sum()) % 2**64,
+        mask=int(mask_R.sum()),
+        logprob_bits=int(logprobs_R.astype(np.float32).view(np.uint32).astype(np.uint64).sum()),
+        rewards=float(reward),
+    )
+
+
+def checksum_groups(groups: list[Group]) -> Checksum:
+    """What the producer holds."""
+    total = Checksum(0, 0, 0, 0, 0.0)
+    for group in groups:
+        for trajectory in group.trajectories:
+            (turn,) = trajectory.turns
+            assert turn.loss_mask is not None
+            assert turn.logprobs is not None
+            ids_T = np.concatenate([turn.prompt_ids, turn.response_ids])
+            reward = trajectory.reward or 0.0
+            total += checksum_row(ids_T, turn.loss_mask, turn.logprobs, reward)
+    return total
+
+
+def int64_bytes(groups: list[Group]) -> int:
+    """Logical payload with int64 ids, float32 log-probabilities and byte masks."""
+    return sum(
+        8 * (len(turn.prompt_ids) + len(turn.response_ids)) + 5 * len(turn.response_ids)
+        for group in groups
+        for trajectory in group.trajectories
+        for turn in trajectory.turns
+    )
