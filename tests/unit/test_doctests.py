@@ -1,0 +1,42 @@
+"""The examples in docstrings are true."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import importlib.util
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import turnstream
+import turnstream_server
+
+PACKAGES = (turnstream, turnstream_server)
+
+
+def modules_with_examples() -> list[str]:
+    """The modules in whose source an example stands."""
+    return [
+        info.name
+        for package in PACKAGES
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+        if ">>> " in source(info.name)
+    ]
+
+
+def source(name: str) -> str:
+    """The text of a module, which is not imported for it."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", modules_with_examples())
+def test_the_examples_of_a_module_are_true(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+
+    assert result.attempted > 0
+    assert result.failed == 0
