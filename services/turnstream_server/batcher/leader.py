@@ -206,6 +206,7 @@ class Leader:
         except DamagedPayloadError as error:
             await self._set_aside(error)
             return False
+        self._prepare(batch)
         await self._before_write(manifest)
         await write_manifest(self._client, self._view.run, stored, leader_epoch=self._epoch)
         self._note_written(stored)
@@ -231,6 +232,12 @@ class Leader:
             config_revision=self._config_revision,
         )
         return encode_for_store(manifest)
+
+    def _prepare(self, batch: PlannedBatch) -> None:
+        """Begin to encode what most trainers of one rank ask this replica for next."""
+        frontier = self._view.frontier
+        if frontier.session_epoch and frontier.dp_world_size == 1:
+            self._assembler.prepare(batch, mini_batch=0, dp_rank=0, dp_world_size=1)
 
     async def _set_aside(self, error: DamagedPayloadError) -> None:
         logger.warning("run %s: %s", self._view.run, error)

@@ -59,28 +59,41 @@ class RunView:
         self._client = client
         self._on_stepped = on_stepped
         self._changed = asyncio.Event()
+        self._num_reads = 0
+        self._newest_read = 0
+        self._num_offers = 0
         self._batches: OrderedDict[int, PlannedBatch] = OrderedDict()
         self._configs: dict[int, BatchingConfig] = {}
         self._is_drained = False  # once the groups of a closed run are decided, they stay so
         self._is_closed = False
 
     async def refresh(self) -> Frontier:
-        """Read the frontier and wake whoever waits for it.
+        """The frontier, read after this call began; wakes whoever waits for it.
+
+        Replies may overtake one another, and what was read before a plan was written must not
+        replace what is known since.
 
         Raises:
             RunNotFoundError: the run is gone.
             StoreUnavailableError: the store cannot be reached.
         """
-        frontier = await read_frontier_async(self._client, self.run)
-        self._set_frontier(frontier)
-        return frontier
+        while True:
+            self._num_reads += 1
+            read, num_offers = self._num_reads, self._num_offers
+            frontier = await read_frontier_async(self._client, self.run)
+            if num_offers != self._num_offers:
+                continue
+            if read > self._newest_read:
+                self._newest_read = read
+                self._set_frontier(frontier)
+            return self.frontier
 
     def offer(self, batch: PlannedBatch) -> None:
         """A batch was planned here: no need to read it back."""
-        step = batch.manifest.step
+        self._num_offers += 1
         self.trouble = ""
         self._keep(batch)
-        self._set_frontier(dataclasses.replace(self.frontier, planned=step))
+        self._set_frontier(dataclasses.replace(self.frontier, planned=batch.manifest.step))
 
     def close(self) -> None:
         """Send away whoever waits: this replica stops."""

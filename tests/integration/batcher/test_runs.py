@@ -1,0 +1,96 @@
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from turnstream import testing
+from turnstream.store import keys
+from turnstream.store.connection import connect_async
+from turnstream_server.batcher.runs import RunView
+from turnstream_server.batcher.shares import PlannedBatch
+from turnstream_server.bus.frontier import read_frontier_async
+
+pytestmark = [pytest.mark.redis]
+
+
+class SlowClient:
+    """A client whose replies are handed on one by one, when the test says so."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._client = client
+        self.waiting: list[asyncio.Event] = []
+
+    async def execute_command(self, *words: Any) -> Any:
+        """The reply, once its event is set."""
+        reply = await self._client.execute_command(*words)
+        self.waiting.append(asyncio.Event())
+        await self.waiting[-1].wait()
+        return reply
+
+    async def has_replies(self, count: int) -> None:
+        """Return when so many replies have come in all."""
+
+        async def are_there() -> bool:
+            return len(self.waiting) >= count
+
+        await testing.wait_until_async(are_there, describe=f"{count} replies")
+
+
+@pytest.fixture
+async def client(house) -> AsyncIterator[redis.asyncio.Redis]:
+    async with connect_async(house.url) as client:
+        yield client
+
+
+@pytest.fixture
+async def slow(client) -> SlowClient:
+    return SlowClient(client)
+
+
+@pytest.fixture
+async def view(house, client, slow) -> RunView:
+    """A view of a new run whose reads are slow."""
+    run = house.create_run()
+    frontier = await read_frontier_async(client, run)
+    return RunView(slow, run, frontier=frontier, on_stepped=lambda _: None)
+
+
+async def test_a_reply_from_before_a_plan_was_written_does_not_hide_the_plan(view, slow, client):
+    # A Get read the frontier just before the planner wrote a batch, and its reply was looked at
+    # just after: the batch was there, and the Get slept until its deadline.
+    refreshing = asyncio.create_task(view.refresh())
+    await slow.has_replies(1)
+
+    await client.hset(keys.run_keys(view.run).frontier, "planned", 1)
+    view.offer(_batch(view.run, step=1))
+    slow.waiting[0].set()
+    await slow.has_replies(2)
+    planned_meanwhile = view.frontier.planned
+    slow.waiting[1].set()
+    frontier = await refreshing
+
+    assert planned_meanwhile == 1
+    assert frontier.planned == view.frontier.planned == 1
+
+
+async def test_of_two_reads_the_one_that_began_later_counts(view, slow, client):
+    early = asyncio.create_task(view.refresh())
+    await slow.has_replies(1)
+    await client.hset(keys.run_keys(view.run).frontier, "stepped", 5)
+    late = asyncio.create_task(view.refresh())
+    await slow.has_replies(2)
+
+    slow.waiting[1].set()
+    await late
+    slow.waiting[0].set()
+
+    assert (await early).stepped == 5
+    assert view.frontier.stepped == 5
+
+
+def _batch(run: str, *, step: int) -> PlannedBatch:
+    manifest = dataclasses.replace(testing.manifest(run=run), step=step)
+    return PlannedBatch(manifest=manifest, manifest_hash="ab", config=testing.config())
