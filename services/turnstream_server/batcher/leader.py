@@ -151,7 +151,7 @@ class Leader:
         await self._take_in(news.events)
         if news.is_frontier_old:
             await self._view.refresh()
-        elif len(news.events) < PAGE_EVENTS:
+        elif len(news.events) < PAGE_EVENTS and not self._due_groups():
             await asyncio.sleep(GATHER_S)
 
     async def _take_in(self, events: Iterable[tuple[str, bytes]]) -> None:
