@@ -16,7 +16,7 @@ PYPROJECTS := pyproject.toml clients/python/pyproject.toml
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check bench proto
+.PHONY: help setup demo test check bench mutate proto
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -36,8 +36,12 @@ check: $(STAMP) ## the quick loop: lint, types, layers, unit and contract tests
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q tests/unit tests/contract
 
-bench: $(STAMP) ## measure the whole path; results also in benchmarks/results
+bench: $(STAMP) ## measure the whole path and the batching core, beside their baselines
 	$(BIN)/python benchmarks/pipeline.py
+	$(BIN)/python benchmarks/batching.py
+
+mutate: $(STAMP) ## break the guards of the batching core one by one; each must fail a test
+	$(BIN)/python tools/mutate.py
 
 proto: $(PROTO_STAMP) ## compile proto/ with the pinned compiler
 	$(PROTO_VENV)/bin/python tools/generate_wire.py

@@ -49,6 +49,11 @@ def test_edge_case_45_capacity_of_the_asynchronous_trainer() -> None:
     assert admit(step=0, running=0, accepted=0, most=2, b=2, eta=0) == 2
 
 
+@pytest.mark.parametrize(("running", "accepted", "most"), [(7, 0, 6), (0, 25, 100), (20, 9, 100)])
+def test_a_run_above_its_bounds_admits_none(running: int, accepted: int, most: int) -> None:
+    assert admit(step=0, running=running, accepted=accepted, most=most) == 0
+
+
 @given(step=st.integers(0, 50), eta=st.integers(0, 5), b=st.integers(1, 16))
 def test_a_trainer_out_of_groups_always_gets_a_batch_of_admissions(
     step: int, eta: int, b: int
@@ -77,7 +82,7 @@ def test_the_oldest_version_ignores_masked_and_observed_tokens() -> None:
 
 
 def test_masks_only_the_tokens_above_the_age() -> None:
-    runs = [VersionRun(0, 2), VersionRun(None, 1), VersionRun(2, 2)]
+    runs = [VersionRun(0, 2), VersionRun(None, 1), VersionRun(1, 1), VersionRun(2, 1)]
     mask = np.array([1, 0, 1, 1, 1], np.uint8)
 
     kept = mask_old_tokens(runs, mask, max_age=1, train_step=3, step_of_version=STEPS)

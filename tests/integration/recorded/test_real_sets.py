@@ -1,0 +1,267 @@
+"""Recorded trajectories through the batching core, against counts from their files alone.
+
+What is expected comes from the loader that lies beside the files, which encodes every prompt
+afresh, and from loops over Python lists; nothing of the core is in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from turnstream.batching.assemble import assemble_rows
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.jagged import jagged
+from turnstream.batching.layout import left_padded
+from turnstream.batching.merge import merge_turns, store_turns
+from turnstream.batching.packed import packed
+from turnstream.batching.packing import pack
+from turnstream.batching.plan import MiniBatchPlan
+from turnstream.batching.planning import plan_batch
+from turnstream.batching.readiness import ReadyGroup
+from turnstream.batching.report import MergeReport, merge_report
+from turnstream.batching.right_padded import right_padded
+from turnstream.testing import sealed
+from turnstream.types import Rows, StoredTurn, TrajectoryKey, Turn
+from turnstream_server.generators.chat import ChatTokenizer
+from turnstream_server.generators.recordings import read_groups, read_recordings
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+ALIGNMENT = 16
+CAPACITY = 32_768
+MINI_BATCH_GROUPS = 8
+
+SETS = {"tau_bench": 38, "tau2": 20, "mint": 20}
+"""How many groups of each set are read: all of the first, and of the others the first ones."""
+
+Payload = Mapping[TrajectoryKey, Sequence[StoredTurn]]
+TurnIds = tuple[list[int], list[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RealSet:
+    """The same groups twice.
+
+    Attributes:
+        payload: as our own path reads, encodes and stores them.
+        turns: (prompt, response) of every turn, by the loader beside the file.
+    """
+
+    payload: Payload
+    turns: Mapping[TrajectoryKey, Sequence[TurnIds]]
+
+    @property
+    def mini_batches(self) -> list[list[TrajectoryKey]]:
+        """The trajectories of every few groups."""
+        groups = [list(own) for _, own in itertools.groupby(self.payload, lambda key: key.group_id)]
+        starts = range(0, len(groups), MINI_BATCH_GROUPS)
+        return [
+            [key for own in groups[start : start + MINI_BATCH_GROUPS] for key in own]
+            for start in starts
+        ]
+
+
+@pytest.fixture(scope="module", params=SETS)
+def real_set(request: pytest.FixtureRequest, data_folder: Path, stats: ModuleType) -> RealSet:
+    """One of the multi-turn sets."""
+    path = data_folder / f"{request.param}_trajectories.jsonl.gz"
+    chat = ChatTokenizer.load(data_folder / "tokenizer")
+    tokenizer = Tokenizer.from_file(str(data_folder / "tokenizer/tokenizer.json"))
+    groups = read_groups(path)[: SETS[request.param]]
+    uids = {group.prompt_uid for group in groups}
+    lines = [line for line in stats.load(str(path)) if line["prompt_uid"] in uids]
+    return RealSet(
+        payload={
+            TrajectoryKey(group.prompt_uid, recording.sample): stored(chat.encode_turns(recording))
+            for group in groups
+            for recording in group.recordings
+        },
+        turns={
+            TrajectoryKey(line["prompt_uid"], line["sample"]): stats.turns(tokenizer, line)
+            for line in lines
+        },
+    )
+
+
+def stored(turns: Sequence[Turn]) -> list[StoredTurn]:
+    return [replace(turn, payload_crc=turn.index) for turn in store_turns(turns)]
+
+
+def plan(payload: Payload, keys: Sequence[TrajectoryKey]) -> tuple[MiniBatchPlan, Rows]:
+    """A mini-batch of these trajectories, planned and assembled."""
+    members = [
+        sealed(
+            key.group_id,
+            sample=key.sample,
+            turns=[turn.shape for turn in payload[key]],
+            payload_crcs=[turn.payload_crc for turn in payload[key]],
+        )
+        for key in keys
+    ]
+    ready = [
+        ReadyGroup(group_id=uid, prompt_uid=uid, members=tuple(own), completed_by="1-0")
+        for uid, own in itertools.groupby(members, lambda member: member.key.group_id)
+    ]
+    manifest = plan_batch(
+        ready,
+        config=BatchingConfig(batch_groups=len(ready), mini_batch_groups=len(ready)),
+        run="run",
+        step=1,
+        lineage="a",
+        previous_hash="",
+        first_row_id=0,
+        config_revision=1,
+    )
+    return manifest.mini_batches[0], assemble_rows(manifest.groups, payload, first_row_id=0)
+
+
+def slow_rows(turns: Sequence[TurnIds]) -> list[tuple[list[int], int]]:
+    """Tokens and prompt length of every row, merged while a prompt begins with all of the last."""
+    rows: list[tuple[list[int], int]] = []
+    for prompt, response in turns:
+        if rows and prompt[: len(rows[-1][0])] == rows[-1][0]:
+            rows[-1] = (prompt + response, rows[-1][1])
+        else:
+            rows.append((prompt + response, len(prompt)))
+    return rows
+
+
+def slow_bins(lengths: Sequence[int]) -> list[int]:
+    """Tokens of the bins that best fit decreasing makes of aligned rows."""
+    bins: list[int] = []
+    for length in sorted([-(-length // ALIGNMENT) * ALIGNMENT for length in lengths], reverse=True):
+        fitting = [place for place, used in enumerate(bins) if used + length <= CAPACITY]
+        if fitting:
+            bins[max(fitting, key=lambda place: bins[place])] += length
+        else:
+            bins.append(length)
+    return bins
+
+
+def padding_share(num_positions: int, num_tokens: int) -> float:
+    return 1 - num_tokens / num_positions
+
+
+def test_tokens_turn_by_turn_and_merged_are_those_of_the_file(real_set: RealSet) -> None:
+    found = merge_report(real_set.payload)
+
+    steps = [len(p) + len(r) for turns in real_set.turns.values() for p, r in turns]
+    rows = [row for turns in real_set.turns.values() for row, _ in slow_rows(turns)]
+    assert found == MergeReport(
+        num_trajectories=len(real_set.turns),
+        num_turns=len(steps),
+        num_rows=len(rows),
+        num_turn_tokens=sum(steps),
+        num_row_tokens=sum(map(len, rows)),
+        breaks=(),
+    )
+    assert found.merge_ratio == sum(steps) / sum(map(len, rows))
+
+
+def test_every_trajectory_merges_into_the_one_row_of_its_file(real_set: RealSet) -> None:
+    for keys in real_set.mini_batches:
+        _, rows = plan(real_set.payload, keys)
+
+        expected = [row for key in keys for row in slow_rows(real_set.turns[key])]
+        assert len(expected) == len(keys)
+        assert [ids.tolist() for ids in rows.input_ids] == [ids for ids, _ in expected]
+        assert rows.prompt_length.tolist() == [prompt for _, prompt in expected]
+        num_sampled = [sum(len(r) for _, r in real_set.turns[key]) for key in keys]
+        assert [int(mask.sum()) for mask in rows.loss_mask] == num_sampled
+
+
+def test_the_padding_of_every_layout_is_that_of_the_file(real_set: RealSet) -> None:
+    for keys in real_set.mini_batches:
+        planned, rows = plan(real_set.payload, keys)
+        width, response_width = planned.width, planned.response_width
+        lengths = rows.input_ids.lengths.tolist()
+        bins = pack(lengths, capacity=CAPACITY, alignment=ALIGNMENT)
+
+        left = left_padded(rows, width=width, response_width=response_width, pad_token_id=1)
+        right = right_padded(rows, width=width, pad_token_id=1)
+        slots = packed(rows, bins=bins, pad_token_id=1, alignment=ALIGNMENT)
+        flat = jagged(rows)
+
+        expected = [row for key in keys for row in slow_rows(real_set.turns[key])]
+        num_tokens = sum(len(ids) for ids, _ in expected)
+        widest = len(expected) * max(len(ids) for ids, _ in expected)
+        responses = [len(ids) - prompt for ids, prompt in expected]
+        sizes = slow_bins([len(ids) for ids, _ in expected])
+        share = padding_share(widest, num_tokens)
+        assert 1 - left.attention_mask_BT.mean() == pytest.approx(share, abs=1e-12)
+        assert 1 - right.attention_mask_BT.mean() == pytest.approx(share, abs=1e-12)
+        assert left.response_mask_BR.size == len(expected) * max(responses)
+        assert left.response_mask_BR.sum() == sum(responses)
+        assert sorted(len(one.input_ids_N) for one in slots) == sorted(sizes)
+        assert sum(int(one.length_B.sum()) for one in slots) == num_tokens
+        assert padding_share(flat.input_ids_N.size, num_tokens) == 0
+
+
+@pytest.mark.parametrize("real_set", ["tau_bench"], indirect=True)
+def test_the_figures_of_the_whole_set_are_the_published_ones(real_set: RealSet) -> None:
+    found = merge_report(real_set.payload)
+
+    assert (found.num_trajectories, found.num_turns, found.num_rows) == (152, 1_824, 152)
+    assert (found.num_turn_tokens, found.num_row_tokens) == (5_633_987, 599_503)
+    assert round(found.merge_ratio, 2) == 9.40
+
+
+def test_a_trimmed_reply_breaks_the_merge_where_it_was_trimmed(
+    data_folder: Path, stats: ModuleType, tmp_path: Path
+) -> None:
+    path = data_folder / "mint_trajectories.jsonl.gz"
+    line = next(line for line in stats.load(str(path)) if len(line["turns"]) >= 3)
+    first = line["turns"][0]
+    trimmed = [stats.strip(m) if at == first else m for at, m in enumerate(line["messages"])]
+    sampled, shown = encode(data_folder, tmp_path, line, {**line, "messages": trimmed})
+    turns = [sampled[0], *shown[1:]]
+    key = TrajectoryKey(line["prompt_uid"], line["sample"])
+
+    found = merge_report({key: store_turns(turns)})
+    rows = merge_turns(turns)
+
+    before = [*turns[0].prompt_ids.tolist(), *turns[0].response_ids.tolist()]
+    after = turns[1].prompt_ids.tolist()
+    position = next(at for at, (a, b) in enumerate(zip(before, after, strict=False)) if a != b)
+    assert found.breaks == ((key, 1, 0, position, before[position], after[position]),)
+    assert [row.turns for row in rows] == [(0,), tuple(range(1, len(turns)))]
+    assert rows[0].input_ids.tolist() == before
+
+
+def test_tool_calls_that_are_written_anew_break_as_many_merges_as_published(
+    data_folder: Path, stats: ModuleType, tmp_path: Path
+) -> None:
+    lines = list(stats.load(str(data_folder / "tau_bench_trajectories.jsonl.gz")))
+    anew = [{**line, "messages": [stats.redump(m) for m in line["messages"]]} for line in lines]
+    both = encode(data_folder, tmp_path, *lines, *anew)
+    payload = {
+        TrajectoryKey(line["prompt_uid"], line["sample"]): store_turns(
+            [
+                replace(seen, response_ids=own.response_ids)
+                for own, seen in zip(sampled, shown, strict=True)
+            ]
+        )
+        for line, sampled, shown in zip(lines, both[: len(lines)], both[len(lines) :], strict=True)
+    }
+
+    found = merge_report(payload)
+
+    assert found.num_rows - found.num_trajectories == 727
+    assert round(found.merge_ratio, 2) == 1.86
+
+
+def encode(data_folder: Path, folder: Path, *lines: Mapping[str, Any]) -> list[list[Turn]]:
+    """The turns of these lines, by our own path from a file on."""
+    path = folder / "lines.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    chat = ChatTokenizer.load(data_folder / "tokenizer")
+    return [chat.encode_turns(recording) for recording in read_recordings(path)]

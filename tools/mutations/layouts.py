@@ -1,0 +1,117 @@
+"""Guards of where tokens stand: layouts, bins, parts and passes."""
+
+from __future__ import annotations
+
+from mutations.mutation import Mutation
+
+LAYOUTS = (
+    # ----------------------------------------------------------------------------------
+    # layouts
+    Mutation(
+        "a row longer than the rectangle runs into its neighbour",
+        "layout.py",
+        "    require_fits(rows.input_ids.lengths, width)\n",
+        "",
+        ("test_left_padded",),
+    ),
+    Mutation(
+        "positions on the padding are negative",
+        "layout.py",
+        "return np.maximum(columns_T - num_padding_B[:, None], 0)",
+        "return columns_T - num_padding_B[:, None]",
+        ("test_left_padded",),
+    ),
+    Mutation(
+        "what belongs to a token stands in its own slot",
+        "slots.py",
+        "np.maximum(prompts - 1, 0)",
+        "np.maximum(prompts, 0)",
+        ("test_right_padded", "test_packed"),
+    ),
+    Mutation(
+        "a trained token that nothing scores is lost silently",
+        "slots.py",
+        "if mask.values[mask.offsets[row]]:",
+        "if False:",
+        ("test_right_padded", "test_packed"),
+    ),
+    Mutation(
+        "packed rows begin anywhere",
+        "packed.py",
+        "// alignment) * alignment",
+        "// 1) * 1",
+        ("test_packed",),
+    ),
+    Mutation(
+        "a column shorter than its responses is laid out",
+        "checks.py",
+        "if not np.array_equal(found_B, lengths_B):",
+        "if False:",
+        ("test_checks",),
+    ),
+    Mutation(
+        "values of a row that comes twice are overwritten",
+        "outputs.py",
+        "if row_id in to:",
+        "if False:",
+        ("test_outputs",),
+    ),
+    # ----------------------------------------------------------------------------------
+    # packing and balance
+    Mutation(
+        "best fit takes a bin with room for all but one token",
+        "packing.py",
+        "bisect.bisect_left(rooms, (size, -1))",
+        "bisect.bisect_left(rooms, (size - 1, -1))",
+        ("test_packing",),
+    ),
+    Mutation(
+        "a row above the capacity is not refused",
+        "packing.py",
+        'elif over_long == "refuse":',
+        "elif False:",
+        ("test_packing",),
+    ),
+    Mutation(
+        "capacity forgets the alignment",
+        "packing.py",
+        "sizes = [-(-int(length) // alignment) * alignment for length",
+        "sizes = [int(length) for length",
+        ("test_packing",),
+    ),
+    Mutation(
+        "ties depend on the order of sorting",
+        "packing.py",
+        "key=lambda row: (-lengths[row], row))",
+        "key=lambda row: (-lengths[row], -row))",
+        ("test_packing",),
+    ),
+    Mutation(
+        "a pass takes one row more than its budget",
+        "microbatch.py",
+        "(len(passes[-1]) + 1) * aligned[row]",
+        "len(passes[-1]) * aligned[row]",
+        ("test_microbatch",),
+    ),
+    Mutation(
+        "equal counts are promised where they cannot be",
+        "balance.py",
+        "if equal_count and len(weights) % num_parts:",
+        "if False:",
+        ("test_balance",),
+    ),
+    Mutation(
+        "auto takes the worse of both methods",
+        "balance.py",
+        "return min(greedy, differenced,",
+        "return max(greedy, differenced,",
+        ("test_balance",),
+    ),
+    Mutation(
+        "Karmarkar-Karp adds heavy sets to heavy ones",
+        "balance.py",
+        "reversed(second)",
+        "second",
+        ("test_balance",),
+    ),
+)
