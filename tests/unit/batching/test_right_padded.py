@@ -77,6 +77,7 @@ def slow_right_padded(batch: Rows, *, width: int) -> RightPadded:
     attention_BT, mask_BT = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
     rewards_BT, advantages_BT = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     logprobs_BT = None if batch.logprobs is None else np.zeros(shape, np.float32)
+    weights_BT = None if batch.token_weights is None else np.zeros(shape, np.float32)
     for b in range(len(batch)):
         for t, token in enumerate(batch.input_ids[b].tolist()):
             ids_BT[b, t] = token
@@ -87,10 +88,14 @@ def slow_right_padded(batch: Rows, *, width: int) -> RightPadded:
                 continue
             mask_BT[b, column] = batch.loss_mask[b][j]
             rewards_BT[b, column] = batch.rewards[b][j]
-            advantages_BT[b, column] = batch.advantage[b] if batch.loss_mask[b][j] else 0
+            advantage = batch.advantage[b] if batch.advantages is None else batch.advantages[b][j]
+            advantages_BT[b, column] = advantage if batch.loss_mask[b][j] else 0
             if logprobs_BT is not None:
                 assert batch.logprobs is not None
                 logprobs_BT[b, column] = batch.logprobs[b][j]
+            if weights_BT is not None:
+                assert batch.token_weights is not None
+                weights_BT[b, column] = batch.token_weights[b][j]
     return RightPadded(
         input_ids_BT=ids_BT,
         attention_mask_BT=attention_BT,
@@ -101,6 +106,7 @@ def slow_right_padded(batch: Rows, *, width: int) -> RightPadded:
         row_id_B=batch.row_id,
         prompt_length_B=batch.prompt_length,
         response_length_B=batch.loss_mask.lengths,
+        token_weights_BT=weights_BT,
     )
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,6 @@ from turnstream.batching.checks import require_aligned, require_whole_trajectori
 from turnstream.batching.sft import (
     LossScale,
     SupervisedBins,
-    SupervisedRows,
     bin_sequences,
     loss_scales,
     packed_supervised,
@@ -19,19 +19,24 @@ from turnstream.batching.sft import (
     supervised_rows,
 )
 from turnstream.errors import BatchingError, RowTooLongError
-from turnstream.testing import assert_same, ids, mask, spell
-from turnstream.types import Ragged
+from turnstream.testing import assert_same, ids, mask, rows, spell
+from turnstream.types import Ragged, Rows
 
 PAD = 0
 
 
-def learn(*texts: str, weights: list[list[float]] | None = None) -> SupervisedRows:
+def learn(*texts: str, weights: list[list[float]] | None = None) -> Rows:
     """Sequences from letters; a capital is a target of weight 1."""
     given_weights = weights or [mask(text).tolist() for text in texts]
     return supervised_rows(
         Ragged.from_rows([ids(text) for text in texts], np.int32),
         Ragged.from_rows(given_weights, np.float32),
     )
+
+
+def weights_of(batch: Rows) -> Ragged[np.float32]:
+    assert batch.token_weights is not None
+    return batch.token_weights
 
 
 # --------------------------------------------------------------------------------------
@@ -41,18 +46,18 @@ def learn(*texts: str, weights: list[list[float]] | None = None) -> SupervisedRo
 def test_the_prompt_ends_before_the_first_target() -> None:
     batch = learn("abCdE", "abc", "aB")
 
-    assert spell(batch.rows) == ["abCdE", "abc", "aB"]
-    assert batch.rows.prompt_length.tolist() == [2, 3, 1]
-    assert [row.tolist() for row in batch.target_weights] == [[1, 0, 1], [], [1]]
-    assert batch.rows.trajectory_num_tokens.tolist() == [2, 0, 1]
+    assert spell(batch) == ["abCdE", "abc", "aB"]
+    assert batch.prompt_length.tolist() == [2, 3, 1]
+    assert [row.tolist() for row in weights_of(batch)] == [[1, 0, 1], [], [1]]
+    assert batch.trajectory_num_tokens.tolist() == [2, 0, 1]
 
 
 def test_case_43_the_first_token_is_no_target_even_where_a_response_covers_every_token() -> None:
     # Nothing stands before it that could score it; the reference loses it too.
     batch = learn("ABC")
 
-    assert batch.rows.prompt_length.tolist() == [1]
-    assert spell(batch.rows) == ["aBC"]
+    assert batch.prompt_length.tolist() == [1]
+    assert spell(batch) == ["aBC"]
 
 
 def test_case_8_fractional_weights_are_kept_and_whole_numbers_become_float32() -> None:
@@ -63,9 +68,9 @@ def test_case_8_fractional_weights_are_kept_and_whole_numbers_become_float32() -
         Ragged.from_rows([[1, 2, 3]], np.int32), Ragged.from_rows([[0, 1, 2]], np.int64)
     )
 
-    assert batch.target_weights.values.tolist() == [0.25, 1]
-    assert whole.target_weights.values.tolist() == [1, 2]
-    assert whole.target_weights.values.dtype == np.float32
+    assert weights_of(batch).values.tolist() == [0.25, 1]
+    assert weights_of(whole).values.tolist() == [1, 2]
+    assert weights_of(whole).values.dtype == np.float32
 
 
 @pytest.mark.parametrize(
@@ -106,11 +111,19 @@ def test_fractions_are_summed_as_they_are_and_a_small_sum_is_not_blown_up() -> N
     assert loss_scales(batch, loss_scale="all_targets").tolist() == [1 / 2.75] * 3
 
 
+def test_without_token_weights_the_mask_is_the_weight_and_masked_tokens_have_none() -> None:
+    batch = rows("abCd", "aB")
+    weighted = replace(batch, token_weights=Ragged.from_rows([[0.5, 9], [3]], np.float32))
+
+    assert scaled_weights(batch, loss_scale="none").values.tolist() == [1, 0, 1]
+    assert scaled_weights(weighted, loss_scale="none").values.tolist() == [0.5, 0, 3]
+
+
 # --------------------------------------------------------------------------------------
 # bins
 
 
-def lay_out(batch: SupervisedRows, bins: Any, **options: Any) -> SupervisedBins:
+def lay_out(batch: Rows, bins: Any, **options: Any) -> SupervisedBins:
     return packed_supervised(batch, bins=bins, pad_token_id=PAD, **options)
 
 
@@ -238,8 +251,8 @@ def test_bins_agree_with_laying_out_token_by_token(
     bins = bin_sequences(lengths, capacity=16, dp_world_size=world, alignment=alignment)
     made = lay_out(batch, bins, alignment=alignment)
 
-    require_aligned(batch.rows)
-    require_whole_trajectories(batch.rows)
+    require_aligned(batch)
+    require_whole_trajectories(batch)
     assert_same(made, slow_bins(texts, weights, bins, alignment=alignment))
     assert len(bins) % world == 0
     assert made.input_ids_KW.shape[1] <= 16

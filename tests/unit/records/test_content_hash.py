@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -72,6 +73,7 @@ def test_it_does_not_depend_on_framing_slicing_or_the_order_of_columns():
 @pytest.mark.parametrize("name", COLUMNS)
 def test_it_depends_on_every_column(name: str):
     built = rows("abC", "deFG", "hI", token_reward=0.5)
+    built = replace(built, advantages=built.rewards, token_weights=built.rewards)
     batch = to_arrow(MiniBatch(rows=built, info=mini_batch_info(built)))
     column = batch.column(name)
     values = column.to_pylist()

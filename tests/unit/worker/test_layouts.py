@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,17 +13,16 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from turnstream import testing
-from turnstream.batching.layout import left_padded_column
+from turnstream.batching.assemble import take_rows
 from turnstream.batching.microbatch import Budget
 from turnstream.batching.minibatch import budgeted_passes, rank_share
 from turnstream.batching.outputs import ResponseValues, join_by_row_id
 from turnstream.batching.sft import (
     bin_sequences,
+    loss_scales,
     packed_supervised,
-    scaled_weights,
     supervised_rows,
 )
-from turnstream.batching.slots import response_column
 from turnstream.errors import BatchingError
 from turnstream.types import MiniBatch, Ragged, Rows
 from turnstream.worker.layouts import jagged_to_torch, packed_to_torch, right_padded_to_torch
@@ -33,7 +32,7 @@ from turnstream.worker.losses import (
     response_logprobs,
     token_logprobs,
 )
-from turnstream.worker.tensors import TokenRows, on_cpu, to_torch
+from turnstream.worker.tensors import TokenRows, to_torch
 
 VOCAB_SIZE = 128
 MODES = [
@@ -174,10 +173,13 @@ texts = st.lists(
 )
 
 
-def cut(batch: Rows, *, world: int, limit: int, seed: int = 0) -> list[MiniBatch]:
-    """The shares of a mini-batch, with token budgets; rows have advantages and weights."""
-    rng = np.random.default_rng(seed)
+def cut(
+    batch: Rows, *, world: int, limit: int, order: Sequence[int] | None = None
+) -> list[MiniBatch]:
+    """The shares of a mini-batch whose rows have advantages, in this order, by token budget."""
+    rng = np.random.default_rng(0)
     batch = replace(batch, advantage=rng.standard_normal(len(batch)).astype(np.float32))
+    batch = take_rows(batch, range(len(batch)) if order is None else order)
     whole = testing.mini_batch_info(batch)
     denominators = whole.denominators._replace(length_constant=7)
     budget = Budget(limit=limit, model="packed")
@@ -202,12 +204,13 @@ def cut(batch: Rows, *, world: int, limit: int, seed: int = 0) -> list[MiniBatch
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("score", [score_by_token, score_by_position])
 @given(responses=texts, world=st.integers(1, 3), limit=st.integers(0, 20), data=st.data())
-def test_the_same_batch_has_the_same_loss_in_all_layouts_ranks_and_micro_batches(
+def test_a_batch_has_one_loss_whatever_its_layout_ranks_micro_batches_and_order(
     mode: str, score: Score, responses: list[str], world: int, limit: int, data: st.DataObject
 ) -> None:
     batch = testing.rows(*responses, group_ids=[f"g{i % 2}" for i in range(len(responses))])
     [whole] = cut(batch, world=1, limit=0)
-    shares = cut(batch, world=world, limit=limit)
+    order = data.draw(st.permutations(range(len(batch))))
+    shares = cut(batch, world=world, limit=limit, order=order)
 
     expected, values = left_loss(whole, score, mode=mode)
     layout = data.draw(st.sampled_from(LAYOUTS))
@@ -278,17 +281,20 @@ def test_a_bin_that_mixed_its_rows_would_have_another_loss(qwen2: PreTrainedMode
 def test_supervised_rows_have_the_same_loss_in_all_layouts(
     pairs: list[list[tuple[int, float]]],
 ) -> None:
-    batch = supervised_rows(
+    rows = supervised_rows(
         Ragged.from_rows([[token for token, _ in row] for row in pairs], np.int32),
         Ragged.from_rows([[weight for _, weight in row] for row in pairs], np.float32),
     )
-    weights = scaled_weights(batch, loss_scale="all_targets")
-    rows = batch.rows
+    scale = float(loss_scales(rows, loss_scale="all_targets")[0])
     info = testing.mini_batch_info(rows)
     mini_batch = MiniBatch(rows=rows, info=info)
 
     def score(ids: Tensor) -> Tensor:
         return score_by_token(ids, ids, ids)
+
+    def loss(current: Tensor, part: TokenRows) -> float:
+        sums = aggregate(-current, part, mode="seq_mean_token_sum", denominators=info.denominators)
+        return float(sums) * info.denominators.weight_sum * scale
 
     left = to_torch(mini_batch)
     left_BR = response_logprobs(
@@ -303,31 +309,18 @@ def test_supervised_rows_have_the_same_loss_in_all_layouts(
         score(flat.input_ids_N)[flat.scoring_tokens_M], tokens=flat.response_ids_M
     )
     bins = packed_supervised(
-        batch,
+        rows,
         bins=bin_sequences(rows.input_ids.lengths.tolist(), capacity=16, dp_world_size=2),
         pad_token_id=0,
     )
     ids_KW = torch.from_numpy(bins.input_ids_KW)
     bins_KW = next_token_logprobs(score(ids_KW), input_ids=ids_KW)
-    starts: Any = np.arange(len(rows), dtype=np.int64) * info.width
-    slots = len(rows) * info.width
 
-    losses = [
-        -(left_padded_column(weights, rows, response_width=info.response_width) * on_cpu(left_BR)),
-        -response_column(weights, rows, starts=starts, num_slots=slots) * on_cpu(right_BT).ravel(),
-        -response_column(
-            weights,
-            rows,
-            starts=rows.input_ids.offsets[:-1].astype(np.int64),
-            num_slots=len(one.input_ids_N),
-        )
-        * on_cpu(packed_N),
-        -weights.values * on_cpu(jagged_M),
-        -bins.target_weights_KW * on_cpu(bins_KW),
-    ]
-
-    totals = [float(loss.sum()) for loss in losses]
-    assert totals == pytest.approx([totals[0]] * len(totals), rel=1e-4, abs=1e-6)
+    in_bins = -float((torch.from_numpy(bins.target_weights_KW) * bins_KW).sum())
+    in_layouts = [
+        loss(left_BR, left), loss(right_BT, right), loss(packed_N, one), loss(jagged_M, flat)
+    ]  # fmt: skip
+    assert in_layouts == pytest.approx([in_bins] * 4, rel=1e-4, abs=1e-6)
 
 
 # --------------------------------------------------------------------------------------

@@ -11,9 +11,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.columns import RowPieces, TokenColumns, stored_row, token_columns
+from turnstream.batching.joining import (
+    joined_column,
+    joined_extras,
+    joined_operations,
+    picked_column,
+    picked_extras,
+)
 from turnstream.batching.plan import GroupPlan, SequenceShape, TrajectoryPlan
 from turnstream.errors import BatchingError, CorruptRecordError
-from turnstream.types import Ragged, Rows, StoredTurn, TrajectoryKey
+from turnstream.types import (
+    ExtraColumn,
+    OperationColumns,
+    Ragged,
+    Rows,
+    StoredTurn,
+    TrajectoryKey,
+)
 
 Value = TypeVar("Value")
 
@@ -53,23 +67,28 @@ def assemble_rows(
 def concatenate_rows(parts: Sequence[Rows]) -> Rows:
     """The rows of all parts, in order.
 
-    Where only some parts have log-probabilities, the others get NaN at their trained tokens.
+    Where only some parts have log-probabilities, the others get NaN at their trained tokens. Where
+    only some have `advantages` or `token_weights`, those of the others are `advantage` and 1 at
+    their trained tokens. Inert rows go with operations and extra columns that they do not have.
 
     Raises:
-        BatchingError: there is no part.
+        BatchingError: there is no part, or only some parts with real rows have operations or an
+            extra column, or not of one type and shape.
     """
     if not parts:
         raise BatchingError("no rows to concatenate")
     if len(parts) == 1:
         return parts[0]
-    values = {
+    values: dict[str, Any] = {
         field.name: _concatenated([getattr(part, field.name) for part in parts])
         for field in fields(Rows)
-        if field.name != "logprobs"
+        if field.name not in _OPTIONAL
     }
-    if all(part.logprobs is None for part in parts):
-        return Rows(**values, logprobs=None)
-    return Rows(**values, logprobs=_concatenated([_logprobs(part) for part in parts]))
+    for name, stand_in in _STAND_INS.items():
+        columns = [getattr(part, name) for part in parts]
+        filled = [stand_in(parts[i]) if c is None else c for i, c in enumerate(columns)]
+        values[name] = None if all(c is None for c in columns) else joined_column(filled)
+    return Rows(**values, operations=joined_operations(parts), extras=joined_extras(parts))
 
 
 def take_rows(rows: Rows, positions: Sequence[int]) -> Rows:
@@ -159,41 +178,46 @@ def _group_totals(
 
 
 def _logprobs(rows: Rows) -> Ragged[np.float32]:
-    if rows.logprobs is not None:
-        return rows.logprobs
     missing = np.where(rows.loss_mask.values, np.float32(np.nan), np.float32(0))
     return Ragged(missing, rows.loss_mask.offsets)
 
 
+def _advantages(rows: Rows) -> Ragged[np.float32]:
+    mask = rows.loss_mask
+    per_token = np.repeat(rows.advantage, mask.lengths)
+    trained = mask.values[mask.offsets[0] : mask.offsets[-1]]
+    return Ragged(np.where(trained, per_token, np.float32(0)), mask.offsets - mask.offsets[0])
+
+
+def _token_weights(rows: Rows) -> Ragged[np.float32]:
+    return Ragged(rows.loss_mask.values.astype(np.float32), rows.loss_mask.offsets)
+
+
+_STAND_INS: dict[str, Callable[[Rows], Ragged[np.float32]]] = {
+    "logprobs": _logprobs,
+    "advantages": _advantages,
+    "token_weights": _token_weights,
+}
+_OPTIONAL = (*_STAND_INS, "operations", "extras")
+
+
 def _concatenated(columns: Sequence[Any]) -> Any:
     if isinstance(columns[0], Ragged):
-        return _joined(columns)
+        return joined_column(columns)
     if isinstance(columns[0], np.ndarray):
         return np.concatenate(columns)
     return [text for column in columns for text in column]
 
 
-def _joined(columns: Sequence[Ragged[Any]]) -> Ragged[Any]:
-    bounds = np.concatenate([[0], *[column.lengths for column in columns]]).cumsum()
-    if bounds[-1] > np.iinfo(np.int32).max:
-        raise BatchingError(f"{bounds[-1]} tokens in one mini-batch: offsets are int32")
-    values = [column.values[column.offsets[0] : column.offsets[-1]] for column in columns]
-    return Ragged(np.concatenate(values), bounds.astype(np.int32))
-
-
 def _taken(column: Any, positions: NDArray[np.int64]) -> Any:
     if isinstance(column, Ragged):
-        return _picked(cast("Ragged[Any]", column), positions)
+        return picked_column(cast("Ragged[Any]", column), positions)
     if isinstance(column, np.ndarray):
         return cast("NDArray[Any]", column)[positions]
+    if isinstance(column, OperationColumns):
+        return OperationColumns(
+            **{f.name: _taken(getattr(column, f.name), positions) for f in fields(column)}
+        )
+    if isinstance(column, Mapping):
+        return picked_extras(cast("Mapping[str, ExtraColumn]", column), positions)
     return None if column is None else [column[row] for row in positions.tolist()]
-
-
-def _picked(column: Ragged[Any], positions: NDArray[np.int64]) -> Ragged[Any]:
-    starts = column.offsets[positions].tolist()
-    stops = column.offsets[positions + 1].tolist()
-    pieces = [column.values[start:stop] for start, stop in zip(starts, stops, strict=True)]
-    offsets = np.zeros(len(pieces) + 1, np.int32)
-    np.cumsum(column.lengths[positions], out=offsets[1:])
-    values = np.concatenate(pieces) if pieces else column.values[:0]
-    return Ragged(values, offsets)

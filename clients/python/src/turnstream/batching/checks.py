@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from turnstream.errors import BatchingError
 from turnstream.types import Ragged, Rows
 
-_PER_RESPONSE_TOKEN = ("loss_mask", "logprobs", "rewards")
+_PER_RESPONSE_TOKEN = ("loss_mask", "logprobs", "rewards", "advantages", "token_weights")
 
 
 def response_lengths(rows: Rows) -> NDArray[np.int32]:

@@ -35,6 +35,7 @@ class Jagged:
         logprobs_M: float32; None if no row has any. A view of what arrived, as are `rewards_M`.
         rewards_M: float32, token rewards.
         advantages_M: float32, 0.0 where the loss mask is not set.
+        token_weights_M: float32, what a token counts for; None where that is 1.
         row_id_B: int64.
         prompt_length_B: int32, in tokens.
     """
@@ -49,6 +50,7 @@ class Jagged:
     advantages_M: NDArray[np.float32]
     row_id_B: NDArray[np.int64]
     prompt_length_B: NDArray[np.int32]
+    token_weights_M: NDArray[np.float32] | None = None
 
     @property
     def scoring_tokens_M(self) -> NDArray[np.int64]:
@@ -80,7 +82,10 @@ def jagged(rows: Rows) -> Jagged:
     starts_N = np.repeat(ids.offsets[:-1].astype(np.int64), ids.lengths)
     np.subtract(np.arange(len(ids_N), dtype=np.int64), starts_N, out=positions_N)
     mask_M = mask.values.view(np.bool_)
-    masked_scalars(np.repeat(rows.advantage, mask.lengths), mask_M, advantages_M)
+    if rows.advantages is None:
+        masked_scalars(np.repeat(rows.advantage, mask.lengths), mask_M, advantages_M)
+    else:
+        masked_scalars(flat(rows.advantages).values, mask_M, advantages_M)
     return Jagged(
         input_ids_N=ids_N,
         position_ids_N=positions_N,
@@ -92,6 +97,7 @@ def jagged(rows: Rows) -> Jagged:
         advantages_M=advantages_M,
         row_id_B=rows.row_id,
         prompt_length_B=rows.prompt_length,
+        token_weights_M=None if rows.token_weights is None else flat(rows.token_weights).values,
     )
 
 

@@ -33,6 +33,7 @@ class LeftPadded:
         logprobs_BR: float32, 0.0 left of the response; None if no row has any.
         rewards_BR: float32, token rewards.
         advantages_BR: float32, 0.0 where the loss mask is not set.
+        token_weights_BR: float32, what a token counts for; None where that is 1.
     """
 
     input_ids_BT: NDArray[np.int64]
@@ -42,6 +43,7 @@ class LeftPadded:
     logprobs_BR: NDArray[np.float32] | None
     rewards_BR: NDArray[np.float32]
     advantages_BR: NDArray[np.float32]
+    token_weights_BR: NDArray[np.float32] | None = None
 
     @property
     def position_ids_BT(self) -> NDArray[np.int64]:
@@ -91,7 +93,12 @@ def left_padded(rows: Rows, *, width: int, response_width: int, pad_token_id: in
         _right_align(rows.rewards, rewards_BR)
     if rows.logprobs is not None:
         _right_align(rows.logprobs, logprobs_BR)
-    masked_scalars(rows.advantage[:, None], mask_BR, advantages_BR)
+    if rows.advantages is None:
+        masked_scalars(rows.advantage[:, None], mask_BR, advantages_BR)
+    else:
+        _right_align(rows.advantages, advantages_BR)
+        masked_scalars(advantages_BR, mask_BR, advantages_BR)
+    weights = rows.token_weights
     return LeftPadded(
         input_ids_BT=ids_BT,
         attention_mask_BT=attention_BT,
@@ -100,13 +107,16 @@ def left_padded(rows: Rows, *, width: int, response_width: int, pad_token_id: in
         logprobs_BR=None if rows.logprobs is None else logprobs_BR,
         rewards_BR=rewards_BR,
         advantages_BR=advantages_BR,
+        token_weights_BR=None
+        if weights is None
+        else left_padded_column(weights, rows, response_width=response_width),
     )
 
 
 def left_padded_column(values: Ragged[Any], rows: Rows, *, response_width: int) -> NDArray[Any]:
     """One more column of response tokens, (B, R) in the dtype of the values, 0 before them.
 
-    For what `Rows` does not hold: fractional weights, a teacher's log-probabilities.
+    For what a run declares beside ours, such as a teacher's log-probabilities.
 
     Args:
         values: one per response token, in the order of `rows`; of any trailing shape.
@@ -155,11 +165,9 @@ def _right_align(values: Ragged[Any], into_BW: NDArray[Any]) -> None:
     num_rows, width = into_BW.shape[:2]
     line = into_BW.reshape(num_rows * width, *into_BW.shape[2:])
     bounds = values.offsets.tolist()
-    begin = bounds[0]
-    for row, end in enumerate(bounds[1:], start=1):
-        stop = row * width
+    ends_of_rows = range(width, (num_rows + 1) * width, width) if width else [0] * num_rows
+    for stop, begin, end in zip(ends_of_rows, bounds, bounds[1:], strict=False):
         line[stop - end + begin : stop] = values.values[begin:end]
-        begin = end
 
 
 def _fill_left(lengths_B: NDArray[np.int32], into_BW: NDArray[Any], value: int) -> None:

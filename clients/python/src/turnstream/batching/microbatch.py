@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from turnstream.batching.balance import balance
+from turnstream.batching.balance import balance, largest_part
 from turnstream.batching.packing import Bins, OverLong, grow_bins, pack
 from turnstream.errors import BatchingError, RowTooLongError
 
@@ -190,23 +190,17 @@ def _split_to(passes: Bins, num_passes: int, *, lengths: Sequence[int]) -> Bins:
 
 
 def _level_summed(passes: Bins, lengths: Sequence[int], budget: Budget, *, num_passes: int) -> Bins:
-    """That many passes: equal parts if none exceeds the budget, otherwise the packed ones, split.
+    """That many passes: equal parts if they are better, otherwise the packed ones, split.
 
-    A part above the limit is allowed where it is a single row, as it is when packing.
+    Parts whose largest is smaller than that of the packed passes keep to the budget like these:
+    where one of these does not, it is a single row, and no part with it is smaller.
     """
     if num_passes < 2:
         return passes
     costs = _units(lengths, budget)
-    capacity = budget.limit * _UNITS_PER_TOKEN if budget.limit else math.inf
     grown = grow_bins(passes, costs, multiple_of=1, at_least=num_passes)
     parts = balance(costs, num_parts=num_passes, method="longest_first")
-    totals = [sum(costs[row] for row in part) for part in parts]
-    fits = all(
-        part and (total <= capacity or len(part) == 1)
-        for part, total in zip(parts, totals, strict=True)
-    )
-    largest = max(sum(costs[row] for row in rows) for rows in grown)
-    return parts if fits and max(totals) < largest else grown
+    return parts if largest_part(parts, costs) < largest_part(grown, costs) else grown
 
 
 def _ordered(passes: Bins, lengths: Sequence[int], budget: Budget) -> Bins:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,7 @@ class Packed:
         logprobs_N: float32, 0.0 outside the response; None if no row of the mini-batch has any.
         rewards_N: float32, token rewards.
         advantages_N: float32, 0.0 where the loss mask is not set.
+        token_weights_N: float32, what a token counts for; None where that is 1.
         row_id_B: int64.
         prompt_length_B, response_length_B: int32, in tokens.
     """
@@ -52,6 +54,7 @@ class Packed:
     row_id_B: NDArray[np.int64]
     prompt_length_B: NDArray[np.int32]
     response_length_B: NDArray[np.int32]
+    token_weights_N: NDArray[np.float32] | None = None
 
     @property
     def max_length(self) -> int:
@@ -77,18 +80,33 @@ def packed(
     """
     require_aligned(rows)
     order, lengths, starts = line_up(rows, bins=bins, alignment=alignment)
+    columns = _columns(rows, order=order, lengths=lengths, starts=starts, pad_token_id=pad_token_id)
     bounds = np.cumsum([0, *map(len, bins)]).tolist()
+    return [_cut(columns, starts, first, last) for first, last in itertools.pairwise(bounds)]
+
+
+def _columns(
+    rows: Rows,
+    *,
+    order: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    pad_token_id: int,
+) -> dict[str, NDArray[Any] | None]:
+    """All columns of `Packed` but one, of all bins together."""
     num_slots = int(starts[-1])
+    num_logprobs = num_slots if rows.logprobs is not None else 0
     ids_N, positions_N, rewards_N, advantages_N, logprobs_N, mask_N = zeros_in_one_piece(
         ((num_slots,), np.int64),
         ((num_slots,), np.int64),
         ((num_slots,), np.float32),
         ((num_slots,), np.float32),
-        ((num_slots if rows.logprobs is not None else 0,), np.float32),
+        ((num_logprobs,), np.float32),
         ((num_slots,), np.bool_),
     )
     line = SlotLine(rows, order=order, starts=starts[:-1])
-    if pad_token_id and alignment > 1:
+    token_lengths = rows.input_ids.lengths[order]
+    if pad_token_id and np.any(token_lengths < lengths):
         ids_N[...] = pad_token_id
     line.place_ids(ids_N)
     line.place_positions(positions_N, lengths=lengths)
@@ -97,28 +115,37 @@ def packed(
         line.place_responses(rows.rewards, rewards_N)
     if rows.logprobs is not None:
         line.place_responses(rows.logprobs, logprobs_N)
-    masked_scalars(np.repeat(rows.advantage[order], lengths), mask_N, advantages_N)
-    token_lengths, prompt_lengths = rows.input_ids.lengths[order], rows.prompt_length[order]
-    response_lengths_B, row_ids = response_lengths(rows)[order], rows.row_id[order]
-    made: list[Packed] = []
-    for first, last in itertools.pairwise(bounds):
-        own, slots = slice(first, last), slice(int(starts[first]), int(starts[last]))
-        made.append(
-            Packed(
-                input_ids_N=ids_N[slots],
-                position_ids_N=positions_N[slots],
-                cu_seqlens=(starts[first : last + 1] - starts[first]).astype(np.int32),
-                length_B=token_lengths[own],
-                loss_mask_N=mask_N[slots],
-                logprobs_N=None if rows.logprobs is None else logprobs_N[slots],
-                rewards_N=rewards_N[slots],
-                advantages_N=advantages_N[slots],
-                row_id_B=row_ids[own],
-                prompt_length_B=prompt_lengths[own],
-                response_length_B=response_lengths_B[own],
-            )
-        )
-    return made
+    if rows.advantages is None:
+        masked_scalars(np.repeat(rows.advantage[order], lengths), mask_N, advantages_N)
+    else:
+        line.place_responses(rows.advantages, advantages_N)
+        masked_scalars(advantages_N, mask_N, advantages_N)
+    return {
+        "input_ids_N": ids_N,
+        "position_ids_N": positions_N,
+        "loss_mask_N": mask_N,
+        "logprobs_N": None if rows.logprobs is None else logprobs_N,
+        "rewards_N": rewards_N,
+        "advantages_N": advantages_N,
+        "token_weights_N": line.token_weights(num_slots),
+        "length_B": token_lengths,
+        "row_id_B": rows.row_id[order],
+        "prompt_length_B": rows.prompt_length[order],
+        "response_length_B": response_lengths(rows)[order],
+    }
+
+
+def _cut(
+    columns: dict[str, NDArray[Any] | None], starts: NDArray[np.int64], first: int, last: int
+) -> Packed:
+    """The bin of the rows [first, last) of the line: views of the columns."""
+    parts = {"N": slice(int(starts[first]), int(starts[last])), "B": slice(first, last)}
+    own: dict[str, Any] = {
+        name: None if column is None else column[parts[name[-1]]]
+        for name, column in columns.items()
+    }
+    cu_seqlens = (starts[first : last + 1] - starts[first]).astype(np.int32)
+    return Packed(cu_seqlens=cu_seqlens, **own)
 
 
 def line_up(

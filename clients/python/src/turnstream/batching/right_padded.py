@@ -32,6 +32,7 @@ class RightPadded:
         logprobs_BT: float32, 0.0 outside the response; None if no row has any.
         rewards_BT: float32, token rewards.
         advantages_BT: float32, 0.0 where the loss mask is not set.
+        token_weights_BT: float32, what a token counts for; None where that is 1.
         row_id_B: int64.
         prompt_length_B, response_length_B: int32, in tokens.
     """
@@ -45,6 +46,7 @@ class RightPadded:
     row_id_B: NDArray[np.int64]
     prompt_length_B: NDArray[np.int32]
     response_length_B: NDArray[np.int32]
+    token_weights_BT: NDArray[np.float32] | None = None
 
     @property
     def position_ids_BT(self) -> NDArray[np.int64]:
@@ -91,7 +93,12 @@ def right_padded(rows: Rows, *, width: int, pad_token_id: int) -> RightPadded:
         line.place_responses(rows.rewards, rewards_BT.reshape(num_slots))
     if rows.logprobs is not None:
         line.place_responses(rows.logprobs, logprobs_BT.reshape(num_slots))
-    masked_scalars(rows.advantage[:, None], mask_BT, advantages_BT)
+    if rows.advantages is None:
+        masked_scalars(rows.advantage[:, None], mask_BT, advantages_BT)
+    else:
+        line.place_responses(rows.advantages, advantages_BT.reshape(num_slots))
+        masked_scalars(advantages_BT, mask_BT, advantages_BT)
+    weights_N = line.token_weights(num_slots)
     return RightPadded(
         input_ids_BT=ids_BT,
         attention_mask_BT=attention_BT,
@@ -102,4 +109,5 @@ def right_padded(rows: Rows, *, width: int, pad_token_id: int) -> RightPadded:
         row_id_B=rows.row_id,
         prompt_length_B=rows.prompt_length,
         response_length_B=response_lengths(rows),
+        token_weights_BT=None if weights_N is None else weights_N.reshape(shape),
     )

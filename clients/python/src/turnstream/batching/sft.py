@@ -1,11 +1,11 @@
 """Supervised rows: given token sequences and a weight for every token as a target.
 
 They are `Rows` like any others, with an advantage of 1, so that `-advantage * log-probability` is
-their cross-entropy, in every layout and by every loss. Beside them stand the weights, where a mask
-of 0 and 1 does not say everything. The first token of a sequence is never a target: nothing scores
-it. So it always counts as prompt, and its weight is not read.
+their cross-entropy, in every layout and by every loss. Fractions are `token_weights`, which the
+aggregation multiplies in. The first token of a sequence is never a target: nothing scores it. So it
+always counts as prompt, and its weight is not read.
 
-Shapes: B rows; W slots of a bin.
+Shapes: B rows; K bins, W slots of a bin.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.buffers import zeros_in_one_piece
+from turnstream.batching.checks import require_aligned
 from turnstream.batching.jagged import flat
+from turnstream.batching.layout import prefix_mask
 from turnstream.batching.packed import line_up
 from turnstream.batching.packing import Bins, Method, OverLong, grow_bins, pack
 from turnstream.batching.slots import SlotLine
@@ -29,20 +31,6 @@ from turnstream.types import Ragged, Rows, Status
 
 LossScale = Literal["all_targets", "own_targets", "none"]
 """What the weights of a row are divided by: the sum over all rows, its own sum, or nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SupervisedRows:
-    """Token sequences to learn from.
-
-    Attributes:
-        rows: the prompt of each ends before its first target; later tokens that are no targets are
-            masked. Advantage, weight and reward are 1, 1 and missing.
-        target_weights: float32, one per response token, 0.0 where masked.
-    """
-
-    rows: Rows
-    target_weights: Ragged[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,8 +61,8 @@ class SupervisedBins:
 
 def supervised_rows(
     input_ids: Ragged[np.int32], token_weights: Ragged[Any], *, first_row_id: int = 0
-) -> SupervisedRows:
-    """Rows of these sequences.
+) -> Rows:
+    """Rows of these sequences. The prompt of each ends before its first target.
 
     Args:
         input_ids: at least one token each.
@@ -88,39 +76,30 @@ def supervised_rows(
     """
     input_ids, token_weights = flat(input_ids), flat(token_weights)
     _check(input_ids, token_weights)
-    begins, ends = input_ids.offsets[:-1].astype(np.int64), input_ids.offsets[1:].astype(np.int64)
-    first_B = _first_targets(token_weights, begins=begins, ends=ends)
-    offsets = np.concatenate([[0], np.cumsum(ends - first_B)]).astype(np.int32)
-    weights = Ragged(token_weights.values[_ranges(first_B, ends)].astype(np.float32), offsets)
-    rows = _rows(
-        input_ids,
-        Ragged((weights.values != 0).astype(np.uint8), offsets),
-        prompt_lengths=(first_B - begins).astype(np.int32),
-        first_row_id=first_row_id,
-    )
-    return SupervisedRows(rows=rows, target_weights=weights)
+    prompt_lengths = _lengths_before_first_target(token_weights)
+    weights = _without_prompts(token_weights, prompt_lengths)
+    return _rows(input_ids, weights, prompt_lengths=prompt_lengths, first_row_id=first_row_id)
 
 
-def loss_scales(batch: SupervisedRows, *, loss_scale: LossScale) -> NDArray[np.float64]:
+def loss_scales(rows: Rows, *, loss_scale: LossScale) -> NDArray[np.float64]:
     """float64 (B,): what the weights of every row are multiplied by.
 
     A sum below 1 counts as 1, so that a row of little weight is not blown up, and one of none does
     not divide by 0. Fractions are summed as they are.
     """
-    sums = np.concatenate([[0.0], np.cumsum(batch.target_weights.values, dtype=np.float64)])
-    own_B = np.diff(sums[batch.target_weights.offsets])
-    if loss_scale == "none":
-        return np.ones(len(own_B))
-    divisor_B = own_B if loss_scale == "own_targets" else np.full(len(own_B), sums[-1])
-    return 1.0 / np.maximum(divisor_B, 1.0)
+    return _scales(_target_weights(rows), loss_scale)
 
 
-def scaled_weights(batch: SupervisedRows, *, loss_scale: LossScale) -> Ragged[np.float32]:
-    """The target weights, scaled: the loss is the sum of these times -log-probability."""
-    scales_B = loss_scales(batch, loss_scale=loss_scale)
-    weights = batch.target_weights
-    scaled = weights.values * np.repeat(scales_B, weights.lengths)
-    return Ragged(scaled.astype(np.float32), weights.offsets)
+def scaled_weights(rows: Rows, *, loss_scale: LossScale) -> Ragged[np.float32]:
+    """Weights of the response tokens, scaled: the loss is the sum of them * -log-probability.
+
+    Without token weights, the weight of a token is its mask.
+    """
+    weights = _target_weights(rows)
+    scales_B = _scales(weights, loss_scale).astype(np.float32)
+    if loss_scale == "own_targets":
+        return Ragged(weights.values * np.repeat(scales_B, weights.lengths), weights.offsets)
+    return Ragged(weights.values * scales_B.max(initial=0.0), weights.offsets)
 
 
 def bin_sequences(
@@ -159,7 +138,7 @@ def bin_sequences(
 
 
 def packed_supervised(
-    batch: SupervisedRows,
+    rows: Rows,
     *,
     bins: Sequence[Sequence[int]],
     pad_token_id: int,
@@ -169,16 +148,17 @@ def packed_supervised(
     """Lay the bins out, each in a row of a rectangle as wide as the fullest.
 
     Args:
-        batch: sequences and weights.
+        rows: the sequences; without token weights, the weight of a token is its mask.
         bins: positions of sequences, from `bin_sequences`.
         pad_token_id: behind sequences; never read by the loss.
         alignment: every sequence begins at a multiple of this, in tokens.
         loss_scale: what the weights are divided by.
 
     Raises:
-        BatchingError: alignment is below 1.
+        BatchingError: alignment is below 1, a row trains its first token, or a column has another
+            length than its response.
     """
-    rows = batch.rows
+    require_aligned(rows)
     order, lengths, line_starts = line_up(rows, bins=bins, alignment=alignment)
     bounds = np.cumsum([0, *map(len, bins)])
     bin_starts = line_starts[bounds]
@@ -194,8 +174,9 @@ def packed_supervised(
     line = SlotLine(rows, order=order, starts=starts)
     line.place_ids(ids_KW.reshape(num_slots))
     line.place_positions(positions_KW.reshape(num_slots), lengths=lengths)
-    line.mark_tokens(attention_KW.reshape(num_slots))
-    scaled = scaled_weights(batch, loss_scale=loss_scale)
+    prefix_mask(np.diff(bin_starts).astype(np.int32), attention_KW)
+    line.clear_padding(attention_KW.reshape(num_slots), lengths=lengths)
+    scaled = scaled_weights(rows, loss_scale=loss_scale)
     line.place_responses(scaled, weights_KW.reshape(num_slots))
     token_lengths = rows.input_ids.lengths
     return SupervisedBins(
@@ -210,6 +191,23 @@ def packed_supervised(
             for first, last in itertools.pairwise(bounds.tolist())
         ),
     )
+
+
+def _target_weights(rows: Rows) -> Ragged[np.float32]:
+    """0.0 where masked."""
+    mask = flat(rows.loss_mask)
+    if rows.token_weights is None:
+        return Ragged(mask.values.astype(np.float32), mask.offsets)
+    return Ragged(flat(rows.token_weights).values * mask.values, mask.offsets)
+
+
+def _scales(weights: Ragged[np.float32], loss_scale: LossScale) -> NDArray[np.float64]:
+    if loss_scale == "none":
+        return np.ones(len(weights))
+    if loss_scale == "own_targets":
+        return 1.0 / np.maximum(_row_sums(weights.values, weights.offsets), 1.0)
+    total = weights.values.sum(dtype=np.float64)
+    return np.full(len(weights), 1.0 / max(total, 1.0))
 
 
 def _check(input_ids: Ragged[np.int32], token_weights: Ragged[Any]) -> None:
@@ -230,34 +228,51 @@ def _check(input_ids: Ragged[np.int32], token_weights: Ragged[Any]) -> None:
         raise BatchingError(f"token_weights of sequence {row}: a weight is not finite")
 
 
-def _first_targets(
-    weights: Ragged[Any], *, begins: NDArray[np.int64], ends: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Where the first token of every row that is learned stands, from its second on; or its end."""
-    targets = np.flatnonzero(weights.values)
-    at_B = np.searchsorted(targets, begins + 1)
-    return np.minimum(np.append(targets, weights.offsets[-1])[at_B], ends)
+def _lengths_before_first_target(weights: Ragged[Any]) -> NDArray[np.int32]:
+    """int32 (B,): tokens before the first that is learned, from the second on; all if none is."""
+    is_target: NDArray[np.bool_] = weights.values != 0
+    lengths: list[int] = []
+    for row in Ragged(is_target, weights.offsets):
+        at = int(row[1:].argmax()) + 1 if len(row) > 1 else len(row)
+        lengths.append(at if at < len(row) and row[at] else len(row))
+    return np.array(lengths, np.int32)
 
 
-def _ranges(begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """All positions of these ranges, in order."""
-    lengths = ends - begins
-    starts = np.cumsum(lengths) - lengths
-    return np.repeat(begins - starts, lengths) + np.arange(int(lengths.sum()), dtype=np.int64)
+def _without_prompts(weights: Ragged[Any], prompt_lengths: NDArray[np.int32]) -> Ragged[np.float32]:
+    offsets: NDArray[np.int32] = np.zeros(len(weights) + 1, np.int32)
+    np.cumsum(weights.lengths - prompt_lengths, out=offsets[1:])
+    values: NDArray[np.float32] = np.empty(int(offsets[-1]), np.float32)
+    begins, ends = weights.offsets[:-1] + prompt_lengths, weights.offsets[1:]
+    pieces = [
+        weights.values[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
+    ]
+    np.concatenate(pieces or [values], out=values, casting="same_kind")
+    return Ragged(values, offsets)
+
+
+def _row_sums(values: NDArray[Any], offsets: NDArray[np.int32]) -> NDArray[np.float64]:
+    """float64 (B,), exact for whole numbers below 2 ** 53."""
+    sums_B = np.zeros(len(offsets) - 1)
+    is_filled_B = offsets[:-1] < offsets[1:]
+    if is_filled_B.any():
+        starts = offsets[:-1][is_filled_B]
+        sums_B[is_filled_B] = np.add.reduceat(values, starts, dtype=np.float64)
+    return sums_B
 
 
 def _rows(
     input_ids: Ragged[np.int32],
-    mask: Ragged[np.uint8],
+    weights: Ragged[np.float32],
     *,
     prompt_lengths: NDArray[np.int32],
     first_row_id: int,
 ) -> Rows:
     num_rows = len(input_ids)
+    is_target: NDArray[np.bool_] = weights.values != 0
+    mask = Ragged(is_target.view(np.uint8), weights.offsets)
     row_ids: NDArray[np.int64] = np.arange(first_row_id, first_row_id + num_rows, dtype=np.int64)
     names = [str(row_id) for row_id in row_ids.tolist()]
-    sums = np.concatenate([[0], np.cumsum(mask.values, dtype=np.int64)])
-    num_targets = np.diff(sums[mask.offsets])
+    num_targets = _row_sums(mask.values, mask.offsets).astype(np.int64)
     zeros: NDArray[np.int32] = np.zeros(num_rows, np.int32)
     runs: NDArray[np.int32] = np.zeros(num_rows + 1, np.int32)
     return Rows(
@@ -283,4 +298,5 @@ def _rows(
         rewards=Ragged(np.zeros(len(mask.values), np.float32), mask.offsets),
         run_versions=Ragged(np.empty(0, np.int64), runs),
         run_counts=Ragged(np.empty(0, np.int32), runs),
+        token_weights=weights,
     )

@@ -55,11 +55,13 @@ class SlotLine:
         begins, ends = ids.offsets[self._order], ids.offsets[self._order + 1]
         _place(ids.values, begins.tolist(), ends.tolist(), self._starts.tolist(), into_N)
 
-    def mark_tokens(self, into_N: NDArray[np.bool_]) -> None:
-        """Set the slots that hold a token."""
-        lengths = self._rows.input_ids.lengths[self._order]
-        ones: NDArray[np.bool_] = np.ones(int(lengths.max(initial=0)), np.bool_)
-        _place(ones, [0] * len(lengths), lengths.tolist(), self._starts.tolist(), into_N)
+    def clear_padding(self, into_N: NDArray[np.bool_], *, lengths: NDArray[np.integer]) -> None:
+        """Clear the slots that stand behind the tokens of rows which take `lengths` slots."""
+        token_lengths = self._rows.input_ids.lengths[self._order]
+        for row in np.flatnonzero(token_lengths < lengths).tolist():
+            into_N[self._starts[row] + token_lengths[row] : self._starts[row] + lengths[row]] = (
+                False
+            )
 
     def place_positions(self, into_N: NDArray[np.int64], *, lengths: NDArray[np.integer]) -> None:
         """0, 1, 2 ... from the first slot of every row, `lengths` of them."""
@@ -72,6 +74,15 @@ class SlotLine:
         begins = values.offsets[self._order] + self._is_unscored
         ends = values.offsets[self._order + 1]
         _place(values.values, begins.tolist(), ends.tolist(), self._first_slots, into_N)
+
+    def token_weights(self, num_slots: int) -> NDArray[np.float32] | None:
+        """float32 (N,), what the token that a slot scores counts for; None where that is 1."""
+        weights = self._rows.token_weights
+        if weights is None:
+            return None
+        placed_N: NDArray[np.float32] = np.zeros(num_slots, np.float32)
+        self.place_responses(weights, placed_N)
+        return placed_N
 
     def _require_scored(self) -> None:
         mask = self._rows.loss_mask
@@ -88,7 +99,7 @@ def response_column(
 ) -> NDArray[Any]:
     """One more column of response tokens, (N,) in the dtype of the values, 0 between.
 
-    For what `Rows` does not hold: fractional weights, a teacher's log-probabilities.
+    For what a run declares beside ours, such as a teacher's log-probabilities.
 
     Args:
         values: one per response token, in the order of `rows`; of any trailing shape.

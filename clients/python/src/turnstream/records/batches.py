@@ -22,17 +22,30 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from turnstream.errors import BatchingError, CorruptRecordError, RecordError
+from turnstream.records.arrow import (
+    bits,
+    compact,
+    list_from_arrow,
+    list_of,
+    list_to_arrow,
+    nullable_to_arrow,
+    numbers,
+    numbers_to_arrow,
+)
 from turnstream.records.checks import contradiction
+from turnstream.records.declared import (
+    encode_declarations,
+    extras_from_arrow,
+    extras_to_arrow,
+    operations_from_arrow,
+    operations_to_arrow,
+)
 from turnstream.records.metadata import decode_info, encode_info
 from turnstream.types import MiniBatch, Ragged, Rows
 
 _RUN: Final = pa.struct(
     [pa.field("version", pa.int64()), pa.field("count", pa.int32(), nullable=False)]
 )
-
-
-def _list_of(values: pa.DataType) -> pa.DataType:
-    return pa.list_(pa.field("item", values, nullable=False))
 
 
 COLUMNS: Final[dict[str, pa.DataType]] = {
@@ -51,16 +64,21 @@ COLUMNS: Final[dict[str, pa.DataType]] = {
     "prompt_length": pa.int32(),
     "trajectory_num_tokens": pa.int64(),
     "group_num_tokens": pa.int64(),
-    "input_ids": _list_of(pa.int32()),
-    "loss_mask": _list_of(pa.uint8()),
-    "logprobs": _list_of(pa.float32()),
-    "rewards": _list_of(pa.float32()),
-    "version_runs": _list_of(_RUN),
+    "input_ids": list_of(pa.int32()),
+    "loss_mask": list_of(pa.uint8()),
+    "logprobs": list_of(pa.float32()),
+    "rewards": list_of(pa.float32()),
+    "version_runs": list_of(_RUN),
     "advantage": pa.float32(),
+    "advantages": list_of(pa.float32()),
+    "token_weights": list_of(pa.float32()),
 }
-"""Every column of a mini-batch, in order. `reward` is null where a trajectory has none, the
-`version` of a run where its tokens were observed. `logprobs` is absent where no row has any, and
-`rewards` where all of them are 0.0: zeros say nothing, and would be a quarter of all bytes."""
+"""Every column of a mini-batch, in order, but for those that only some have: see `declared`.
+
+`reward` is null where a trajectory has none, the `version` of a run where its tokens were observed.
+`logprobs` is absent where no row has any, and `rewards` where all of them are 0.0: zeros say
+nothing, and would be a quarter of all bytes. `advantages` and `token_weights` are there where they
+were given."""
 
 
 class EncodedMiniBatch(NamedTuple):
@@ -157,62 +175,33 @@ def _to_arrow(mini_batch: MiniBatch) -> pa.RecordBatch:
         if column is None or (name == "rewards" and not column.values.any()):
             continue
         if isinstance(column, Ragged):
-            column = _compact(column)
-            values = _numbers_to_arrow(column.values, kind.value_type)
-            arrays[name] = _list_to_arrow(column.offsets, values, kind)
+            column = compact(column)
+            values = numbers_to_arrow(column.values, kind.value_type)
+            arrays[name] = list_to_arrow(column.offsets, values, kind)
         elif pa.types.is_string(kind):
             arrays[name] = pa.array(column, kind)
         elif pa.types.is_boolean(kind):
-            bits = pa.py_buffer(np.packbits(column, bitorder="little"))
-            arrays[name] = pa.Array.from_buffers(kind, len(column), [None, bits])
+            packed = pa.py_buffer(np.packbits(column, bitorder="little"))
+            arrays[name] = pa.Array.from_buffers(kind, len(column), [None, packed])
         elif name == "reward":
-            arrays[name] = _nullable_to_arrow(column, kind, is_valid=~np.isnan(column))
+            arrays[name] = nullable_to_arrow(column, kind, is_valid=~np.isnan(column))
         else:
-            arrays[name] = _numbers_to_arrow(column, kind)
-    fields = [pa.field(name, COLUMNS[name], nullable=name == "reward") for name in arrays]
-    schema = pa.schema(fields, metadata=encode_info(mini_batch.info))
+            arrays[name] = numbers_to_arrow(column, kind)
+    arrays |= operations_to_arrow(rows.operations) | extras_to_arrow(rows.extras)
+    fields = [pa.field(n, array.type, nullable=n == "reward") for n, array in arrays.items()]
+    metadata = encode_info(mini_batch.info) | encode_declarations(rows.extras)
+    schema = pa.schema(fields, metadata=dict(sorted(metadata.items())))
     return pa.RecordBatch.from_arrays(list(arrays.values()), schema=schema)
 
 
-def _numbers_to_arrow(values: NDArray[Any], kind: pa.DataType) -> pa.Array:
-    buffer = pa.py_buffer(np.ascontiguousarray(values, kind.to_pandas_dtype()))
-    return pa.Array.from_buffers(kind, len(values), [None, buffer])
-
-
-def _nullable_to_arrow(
-    values: NDArray[Any], kind: pa.DataType, *, is_valid: NDArray[np.bool_]
-) -> pa.Array:
-    if is_valid.all():
-        return _numbers_to_arrow(values, kind)
-    validity = pa.py_buffer(np.packbits(is_valid, bitorder="little"))
-    filled = pa.py_buffer(np.where(is_valid, values, 0).astype(kind.to_pandas_dtype()))
-    return pa.Array.from_buffers(kind, len(values), [validity, filled])
-
-
-def _list_to_arrow(offsets: NDArray[np.int32], values: pa.Array, kind: pa.DataType) -> pa.Array:
-    buffer = pa.py_buffer(np.ascontiguousarray(offsets))
-    return pa.Array.from_buffers(kind, len(offsets) - 1, [None, buffer], children=[values])
-
-
 def _runs_to_arrow(rows: Rows) -> pa.Array:
-    versions, counts = _compact(rows.run_versions), _compact(rows.run_counts)
+    versions, counts = compact(rows.run_versions), compact(rows.run_counts)
     children = [
-        _nullable_to_arrow(versions.values, pa.int64(), is_valid=versions.values >= 0),
-        _numbers_to_arrow(counts.values, pa.int32()),
+        nullable_to_arrow(versions.values, pa.int64(), is_valid=versions.values >= 0),
+        numbers_to_arrow(counts.values, pa.int32()),
     ]
     runs = pa.Array.from_buffers(_RUN, len(counts.values), [None], children=children)
-    return _list_to_arrow(counts.offsets, runs, COLUMNS["version_runs"])
-
-
-def _compact(column: Ragged[Any]) -> Ragged[Any]:
-    """The column in a buffer that holds its rows and nothing else.
-
-    Cut here and not by slicing the Arrow array, which would send some of its neighbours' bytes.
-    """
-    first, end = int(column.offsets[0]), int(column.offsets[-1])
-    if not first and end == len(column.values):
-        return column
-    return Ragged(column.values[first:end], column.offsets - first)
+    return list_to_arrow(counts.offsets, runs, COLUMNS["version_runs"])
 
 
 def _write_stream(sink: Any, batch: pa.RecordBatch) -> None:
@@ -231,7 +220,7 @@ def _read_stream(data: bytes | bytearray | memoryview) -> pa.RecordBatch:
     return batch
 
 
-def _no_logprobs(_: Ragged[np.uint8]) -> None:
+def _nothing(_: Ragged[np.uint8]) -> None:
     return None
 
 
@@ -239,7 +228,12 @@ def _no_rewards(loss_mask: Ragged[np.uint8]) -> Ragged[np.float32]:
     return Ragged(np.zeros(len(loss_mask.values), np.float32), loss_mask.offsets)
 
 
-_ABSENT: Final = {"logprobs": _no_logprobs, "rewards": _no_rewards}
+_ABSENT: Final = {
+    "logprobs": _nothing,
+    "rewards": _no_rewards,
+    "advantages": _nothing,
+    "token_weights": _nothing,
+}
 """What a column that is not there stands for, given the mask, which comes before it."""
 
 
@@ -251,19 +245,19 @@ def _to_rows(batch: pa.RecordBatch) -> Rows:
             continue
         column = _column(batch, name)
         if name == "version_runs":
-            runs = _list_from_arrow(column)
+            runs = list_from_arrow(column)
             columns["run_versions"] = Ragged(_versions(runs.values.field(0)), runs.offsets)
-            columns["run_counts"] = Ragged(_numbers(runs.values.field(1)), runs.offsets)
+            columns["run_counts"] = Ragged(numbers(runs.values.field(1)), runs.offsets)
         elif pa.types.is_list(kind):
-            ragged = _list_from_arrow(column)
-            columns[name] = Ragged(_numbers(ragged.values), ragged.offsets)
+            ragged = list_from_arrow(column)
+            columns[name] = Ragged(numbers(ragged.values), ragged.offsets)
         elif pa.types.is_string(kind):
             columns[name] = column.to_pylist()
         elif name == "reward" or pa.types.is_boolean(kind):
             columns[name] = column.to_numpy(zero_copy_only=False)
         else:
-            columns[name] = _numbers(column)
-    return Rows(**columns)
+            columns[name] = numbers(column)
+    return Rows(**columns, operations=operations_from_arrow(batch), extras=extras_from_arrow(batch))
 
 
 def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
@@ -289,37 +283,11 @@ def _is_same_type(actual: pa.DataType, expected: pa.DataType) -> bool:
     return actual == expected
 
 
-class _List(NamedTuple):
-    values: pa.Array
-    offsets: NDArray[np.int32]
-
-
-def _list_from_arrow(column: pa.Array) -> _List:
-    if not len(column):
-        return _List(column.values.slice(0, 0), np.zeros(1, np.int32))
-    offsets = column.offsets.to_numpy()
-    first, end = int(offsets[0]), int(offsets[-1])
-    return _List(column.values.slice(first, end - first), offsets - first if first else offsets)
-
-
-def _numbers(values: pa.Array) -> NDArray[Any]:
-    if values.null_count:
-        raise CorruptRecordError(f"{values.null_count} nulls among {values.type} values")
-    return values.to_numpy()
-
-
 def _versions(values: pa.Array) -> NDArray[np.int64]:
     """The versions of runs, -1 where null."""
     stored = np.frombuffer(values.buffers()[1] or b"", np.int64)
     stored = stored[values.offset : values.offset + len(values)]
-    return np.where(_bits(values, buffer=0), stored, -1) if values.null_count else stored
-
-
-def _bits(array: pa.Array, *, buffer: int) -> NDArray[np.uint8]:
-    """uint8 (len(array),), 0 or 1: the validity (buffer 0) or the values (buffer 1) as bytes."""
-    packed = np.frombuffer(array.buffers()[buffer] or b"", np.uint8)
-    bits = np.unpackbits(packed, bitorder="little")
-    return bits[array.offset : array.offset + len(array)]
+    return np.where(bits(values, buffer=0), stored, -1) if values.null_count else stored
 
 
 # --------------------------------------------------------------------------------------
@@ -345,14 +313,14 @@ def _content(batch: pa.RecordBatch) -> Iterator[Any]:
 def _array_content(array: pa.Array) -> Iterator[Any]:
     kind = array.type
     yield b"%d" % len(array)
-    yield _bits(array, buffer=0) if array.null_count else b""
+    yield bits(array, buffer=0) if array.null_count else b""
     if pa.types.is_struct(kind):
         yield b"struct %d" % kind.num_fields
         for position, field in enumerate(kind):
             yield field.name.encode()
             yield from _array_content(array.field(position))
     elif pa.types.is_list(kind):
-        values, offsets = _list_from_arrow(array)
+        values, offsets = list_from_arrow(array)
         yield b"list"
         yield np.ascontiguousarray(offsets)
         yield from _array_content(values)
@@ -365,7 +333,7 @@ def _array_content(array: pa.Array) -> Iterator[Any]:
         yield from _text_content(array)
     elif pa.types.is_boolean(kind):
         yield b"bool"
-        yield _bits(array, buffer=1)
+        yield bits(array, buffer=1)
     elif pa.types.is_primitive(kind):
         yield str(kind).encode()
         yield _bytes_of(array, num_value_bytes=kind.bit_width // 8)

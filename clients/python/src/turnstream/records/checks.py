@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.types import MiniBatch, MiniBatchInfo, Ragged, Rows
+from turnstream.types import Extent, ExtraColumn, MiniBatch, MiniBatchInfo, Ragged, Rows
 
 _TEXTS: Final = ("trajectory_id", "group_id", "prompt_uid", "status")
 _DTYPES: Final = {
@@ -29,7 +30,14 @@ _DTYPES: Final = {
     "rewards": np.dtype(np.float32),
     "run_versions": np.dtype(np.int64),
     "run_counts": np.dtype(np.int32),
+    "advantages": np.dtype(np.float32),
+    "token_weights": np.dtype(np.float32),
 }
+_PER_RESPONSE_TOKEN: Final = ("loss_mask", "logprobs", "rewards", "advantages", "token_weights")
+_EXTRA_DTYPES: Final = [
+    *map(np.dtype, (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32)),
+    *map(np.dtype, (np.uint64, np.int64, np.float16, np.float32, np.float64)),
+]
 
 
 def contradiction(mini_batch: MiniBatch) -> str:
@@ -39,6 +47,8 @@ def contradiction(mini_batch: MiniBatch) -> str:
         _of_columns(rows)
         or _of_lengths(rows)
         or _of_runs(rows)
+        or _of_operations(rows)
+        or _of_extras(rows)
         or _of_counts(rows, info)
         or _of_widths(rows, info)
     )
@@ -47,7 +57,7 @@ def contradiction(mini_batch: MiniBatch) -> str:
 def _of_columns(rows: Rows) -> str:
     for name in Rows.__dataclass_fields__:
         column = getattr(rows, name)
-        if column is None:
+        if column is None or name in ("operations", "extras"):
             continue
         if len(column) != len(rows):
             return f"{name} has {len(column)} rows of {len(rows)}"
@@ -63,7 +73,7 @@ def _of_lengths(rows: Rows) -> str:
     lengths_B = _response_lengths(rows)
     if np.any(rows.prompt_length < 0) or np.any(lengths_B < 0):
         return "prompt_length is not within its row"
-    for name in ("loss_mask", "logprobs", "rewards"):
+    for name in _PER_RESPONSE_TOKEN:
         column: Ragged[np.float32] | None = getattr(rows, name)
         if column is not None and not np.array_equal(column.lengths, lengths_B):
             return f"{name} has not one value per response token"
@@ -79,6 +89,91 @@ def _of_runs(rows: Rows) -> str:
     if not np.all(is_unknown_B | (covered_B == _response_lengths(rows))):
         return "version_runs do not cover the response"
     return ""
+
+
+def _of_operations(rows: Rows) -> str:
+    operations = rows.operations
+    if operations is None:
+        return ""
+    ids, weights = operations.target_ids, operations.target_weights
+    for name in ("request_id", "datum_index"):
+        num_rows = len(getattr(operations, name))
+        if num_rows != len(rows):
+            return f"{name} has {num_rows} rows of {len(rows)}"
+    for name, values, dtype in (
+        ("datum_index", operations.datum_index, np.int32),
+        ("target_ids", ids.values, np.int64),
+        ("target_weights", weights.values, np.float32),
+    ):
+        if values.dtype != dtype:
+            return f"{name} is {values.dtype}, not {np.dtype(dtype)}"
+    for name, column in (("target_ids", ids), ("target_weights", weights)):
+        if not np.array_equal(column.lengths, rows.input_ids.lengths):
+            return f"{name} has not one value per token"
+    shapes = ids.values.shape[1:], weights.values.shape[1:]
+    if shapes[0] != shapes[1] or len(shapes[0]) > 1 or 0 in shapes[0]:
+        return f"target_ids and target_weights have {shapes[0]} and {shapes[1]} values per token"
+    return _of_operation_rows(rows, operations.request_id)
+
+
+def _of_operation_rows(rows: Rows, request_id: Sequence[str]) -> str:
+    for row in np.flatnonzero(~rows.is_padding).tolist():
+        if not request_id[row]:
+            return f"row {rows.row_id[row]} has no request_id, others have"
+        if rows.prompt_length[row] or rows.trajectory_id[row]:
+            return (
+                f"row {rows.row_id[row]} of operation {request_id[row]!r} has a prompt of "
+                f"{rows.prompt_length[row]} tokens and trajectory {rows.trajectory_id[row]!r}: "
+                "it may have neither"
+            )
+    return ""
+
+
+def _of_extras(rows: Rows) -> str:
+    for name, column in rows.extras.items():
+        wrong = _of_extra(column, rows=rows)
+        if not (name.isascii() and name.isidentifier()):
+            wrong = "is no name of letters, digits and underscores"
+        if wrong:
+            return f"extra column {name!r}: {wrong}"
+    return ""
+
+
+def _of_extra(column: ExtraColumn, *, rows: Rows) -> str:
+    if column.per not in get_args(Extent):
+        return f"one value per {column.per!r}, not per {' or '.join(get_args(Extent))}"
+    if column.dtype not in _EXTRA_DTYPES:
+        return f"{column.dtype} values"
+    if 0 in column.shape:
+        return f"values of shape {column.shape}"
+    found_B = column.values.lengths
+    if len(found_B) != len(rows):
+        return f"{len(found_B)} rows of {len(rows)}"
+    wrong_B = ~_is_legal(found_B, per=column.per, rows=rows)
+    if wrong_B.any():
+        row = int(np.flatnonzero(wrong_B)[0])
+        return (
+            f"{found_B[row]} values, one per {column.per}, for row {rows.row_id[row]} of "
+            f"{rows.prompt_length[row]} + {rows.loss_mask.lengths[row]} tokens"
+        )
+    return ""
+
+
+def _is_legal(num_values_B: NDArray[np.int32], *, per: Extent, rows: Rows) -> NDArray[np.bool_]:
+    """Whether each row (B,) may have so many values; an inert row may always have none."""
+    num_tokens_B = rows.input_ids.lengths
+    match per:
+        case "token":
+            legal_B = num_values_B == num_tokens_B
+        case "first_tokens":
+            legal_B = num_values_B <= num_tokens_B
+        case "response_token":
+            legal_B = num_values_B == _response_lengths(rows)
+        case "row":
+            legal_B = num_values_B == 1
+        case "items":
+            legal_B = num_values_B >= 0
+    return legal_B | (rows.is_padding & (num_values_B == 0))
 
 
 def _of_counts(rows: Rows, info: MiniBatchInfo) -> str:

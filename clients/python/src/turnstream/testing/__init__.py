@@ -6,7 +6,13 @@ Tokens are written as letters, one per token; a capital is a trained token. So a
 Hypothesis strategies are in `turnstream.testing.strategies`, which alone needs hypothesis.
 """
 
-from turnstream.testing.batches import mini_batch, mini_batch_info, rows
+from turnstream.testing.batches import (
+    extra_column,
+    mini_batch,
+    mini_batch_info,
+    operation_rows,
+    rows,
+)
 from turnstream.testing.compare import assert_same, is_same
 from turnstream.testing.letters import ids, mask, spell
 from turnstream.testing.plans import config, manifest, sealed, shape, trajectory_plan
@@ -16,6 +22,7 @@ from turnstream.testing.waiting import wait_until, wait_until_async
 __all__ = [
     "assert_same",
     "config",
+    "extra_column",
     "group",
     "ids",
     "is_same",
@@ -23,6 +30,7 @@ __all__ = [
     "mask",
     "mini_batch",
     "mini_batch_info",
+    "operation_rows",
     "rows",
     "sealed",
     "shape",

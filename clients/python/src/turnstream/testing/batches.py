@@ -11,7 +11,16 @@ from numpy.typing import NDArray
 
 from turnstream.batching.plan import ASSEMBLY_VERSION
 from turnstream.testing.letters import ids, mask
-from turnstream.types import Denominators, MiniBatch, MiniBatchInfo, Ragged, Rows
+from turnstream.types import (
+    Denominators,
+    Extent,
+    ExtraColumn,
+    MiniBatch,
+    MiniBatchInfo,
+    OperationColumns,
+    Ragged,
+    Rows,
+)
 
 
 def rows(
@@ -72,6 +81,47 @@ def rows(
         run_versions=Ragged.from_rows([[run[0] for run in row] for row in runs], np.int64),
         run_counts=Ragged.from_rows([[run[1] for run in row] for row in runs], np.int32),
     )
+
+
+def operation_rows(
+    *texts: str,
+    request_id: str = "model:1",
+    num_targets: int | None = None,
+    first_row_id: int = 0,
+    is_padding: Sequence[bool] | None = None,
+) -> Rows:
+    """Rows of one operation from letters: every token is its own target, a capital with weight 1.
+
+    Args:
+        texts: one letter per token, one text per row; of an inert row "a|b".
+        request_id: of the operation.
+        num_targets: K, targets per token, all the same; None is one number and not a list of one.
+        first_row_id: row ids and datum indices count up from here.
+        is_padding: which rows are inert; none unless given.
+    """
+    num_rows = len(texts)
+    inert = list(is_padding or [False] * num_rows)
+    cut = [text if "|" in text else f"|{text}" for text in texts]
+    built = rows(*cut, first_row_id=first_row_id, is_padding=inert)
+    letters = [text.replace("|", "") for text in texts]
+    targets: list[Any] = [ids(text) for text in letters]
+    weights: list[Any] = [mask(text) for text in letters]
+    if num_targets is not None:
+        targets = [np.stack([row] * num_targets, axis=1) for row in targets]
+        weights = [np.stack([row] * num_targets, axis=1) for row in weights]
+    operations = OperationColumns(
+        request_id=["" if row_is_inert else request_id for row_is_inert in inert],
+        datum_index=np.arange(first_row_id, first_row_id + num_rows, dtype=np.int32),
+        target_ids=Ragged.from_rows(targets, np.int64),
+        target_weights=Ragged.from_rows(weights, np.float32),
+    )
+    none = [""] * num_rows
+    return replace(built, trajectory_id=none, group_id=none, status=none, operations=operations)
+
+
+def extra_column(per: Extent, values: NDArray[Any], offsets: Sequence[int]) -> ExtraColumn:
+    """A declared column: row b has the values from `offsets[b]` to `offsets[b + 1]`."""
+    return ExtraColumn(per=per, values=Ragged(values, np.array(offsets, np.int32)))
 
 
 def mini_batch_info(of: Rows, **changes: Any) -> MiniBatchInfo:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import collections.abc as abc
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,10 @@ from turnstream.errors import BatchingError
 from turnstream.types.turns import VersionRun
 
 Scalar = TypeVar("Scalar", bound=np.generic)
+
+Extent = Literal["token", "first_tokens", "response_token", "row", "items"]
+"""What a row has one value of an extra column for: each token, each of its first tokens (as many as
+were captured), each response token, itself, or anything of its own, such as patches of an image."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +60,7 @@ class Ragged(Generic[Scalar]):
         Raises:
             BatchingError: a row is a single value.
         """
-        arrays = [np.asarray(row, dtype=dtype) for row in rows]
+        arrays = [_as_array(row, dtype) for row in rows]
         for row, array in enumerate(arrays):
             if array.ndim == 0:
                 raise BatchingError(f"row {row} is a single value, not a row of values")
@@ -63,6 +68,24 @@ class Ragged(Generic[Scalar]):
         np.cumsum([len(array) for array in arrays], out=offsets[1:])
         values = np.concatenate(arrays) if arrays else np.empty(0, dtype)
         return cls(values, offsets)
+
+
+_PACK: dict[Any, Callable[[list[Any]], bytes]] = {
+    np.int32: lambda numbers: struct.pack(f"{len(numbers)}i", *numbers),
+    np.float32: lambda numbers: struct.pack(f"{len(numbers)}f", *numbers),
+    np.uint8: bytes,
+}
+"""How lists of plain numbers become arrays in half of numpy's time."""
+
+
+def _as_array(row: Any, dtype: type[Any]) -> NDArray[Any]:
+    if type(row) is list and dtype in _PACK:
+        numbers = cast("list[Any]", row)
+        try:
+            return np.frombuffer(_PACK[dtype](numbers), dtype)
+        except (struct.error, OverflowError, ValueError, TypeError):
+            pass  # not plain numbers of this type: numpy converts them, or says why not
+    return np.asarray(row, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -105,6 +128,49 @@ class Denominators(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OperationColumns:
+    """What rows of Tinker-style operations say of their tokens: on all positions, without a shift.
+
+    What stands at a position is scored by the logits of that position. Such a row has an empty
+    prompt and no trajectory. Weights of 0 do not make it inert.
+
+    Attributes:
+        request_id: B strings, the operation; empty in inert rows alone.
+        datum_index: int32 (B,), place of the row in its operation.
+        target_ids: int64, one per token, or (K,) per token with the same K in all rows.
+        target_weights: float32, of any sign, shaped as the ids.
+    """
+
+    request_id: abc.Sequence[str]
+    datum_index: NDArray[np.int32]
+    target_ids: Ragged[np.int64]
+    target_weights: Ragged[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExtraColumn:
+    """A column that a run declares: router choices, images, a teacher's log-probabilities.
+
+    Attributes:
+        per: what a row has one value for. Inert rows may have none.
+        values: row by row; a value is a number, or an array of the same `shape` everywhere.
+    """
+
+    per: Extent
+    values: Ragged[Any]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the numbers."""
+        return self.values.values.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one value; () is a number."""
+        return self.values.values.shape[1:]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
     """Token rows as ragged columns; B rows in every column.
 
@@ -126,6 +192,12 @@ class Rows:
             positions of a row without, in a batch where others have them.
         rewards: float32, one per response token.
         run_versions, run_counts: the version runs of every row, -1 for observed tokens.
+        advantages: float32, one per response token, where the estimator tells tokens apart; it then
+            counts instead of `advantage`. Not read where masked.
+        token_weights: float32, one per response token, where the mask alone does not say how much a
+            token counts.
+        operations: None unless the rows are those of Tinker-style operations.
+        extras: declared columns by name.
     """
 
     row_id: NDArray[np.int64]
@@ -150,6 +222,10 @@ class Rows:
     rewards: Ragged[np.float32]
     run_versions: Ragged[np.int64]
     run_counts: Ragged[np.int32]
+    advantages: Ragged[np.float32] | None = None
+    token_weights: Ragged[np.float32] | None = None
+    operations: OperationColumns | None = None
+    extras: abc.Mapping[str, ExtraColumn] = field(default_factory=dict[str, ExtraColumn])
 
     def __len__(self) -> int:
         return len(self.row_id)

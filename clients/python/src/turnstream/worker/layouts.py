@@ -31,7 +31,7 @@ from turnstream.batching.outputs import (
 from turnstream.batching.packed import Packed, packed
 from turnstream.batching.right_padded import right_padded
 from turnstream.types import Denominators, MiniBatch, Rows
-from turnstream.worker.tensors import checked_logprobs, copied, map_tensors, moved, on_cpu
+from turnstream.worker.tensors import checked_logprobs, copied, map_tensors, moved, on_cpu, optional
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,11 +73,17 @@ class RightPaddedTensors(RowTensors):
     micro_batch_rows: tuple[tuple[int, ...], ...]
     prompt_lengths: tuple[int, ...]
     response_lengths: tuple[int, ...]
+    token_weights_BT: Tensor | None = None
 
     @property
     def trained_tokens(self) -> Tensor:
         """The loss mask, (B, T): the shape that token losses have in this layout."""
         return self.loss_mask_BT
+
+    @property
+    def token_weights(self) -> Tensor | None:
+        """What each token counts for, (B, T); None where that is 1."""
+        return self.token_weights_BT
 
     def row_sums(self, values_BT: Tensor) -> Tensor:
         """(B,), the sum of every row's values."""
@@ -139,11 +145,17 @@ class PackedTensors(RowTensors):
     advantages_N: Tensor
     max_length: int
     layout: Packed
+    token_weights_N: Tensor | None = None
 
     @property
     def trained_tokens(self) -> Tensor:
         """The loss mask, (N,): the shape that token losses have in this layout."""
         return self.loss_mask_N
+
+    @property
+    def token_weights(self) -> Tensor | None:
+        """What each token counts for, (N,); None where that is 1."""
+        return self.token_weights_N
 
     @property
     def row_of_slot_N(self) -> Tensor:
@@ -185,11 +197,17 @@ class JaggedTensors(RowTensors):
     rewards_M: Tensor
     advantages_M: Tensor
     layout: Jagged
+    token_weights_M: Tensor | None = None
 
     @property
     def trained_tokens(self) -> Tensor:
         """The loss mask, (M,): the shape that token losses have in this layout."""
         return self.loss_mask_M
+
+    @property
+    def token_weights(self) -> Tensor | None:
+        """What each token counts for, (M,); None where that is 1."""
+        return self.token_weights_M
 
     @property
     def response_ids_M(self) -> Tensor:
@@ -228,7 +246,8 @@ def right_padded_to_torch(
         input_ids_BT=torch.from_numpy(layout.input_ids_BT),
         attention_mask_BT=torch.from_numpy(layout.attention_mask_BT),
         loss_mask_BT=torch.from_numpy(layout.loss_mask_BT),
-        logprobs_BT=None if layout.logprobs_BT is None else torch.from_numpy(layout.logprobs_BT),
+        logprobs_BT=optional(layout.logprobs_BT),
+        token_weights_BT=optional(layout.token_weights_BT),
         rewards_BT=torch.from_numpy(layout.rewards_BT),
         advantages_BT=torch.from_numpy(layout.advantages_BT),
         micro_batch_rows=info.micro_batches,
@@ -259,7 +278,6 @@ def packed_to_torch(
     for rows_of_bin, layout in zip(bins, layouts, strict=True):
         picked = torch.tensor(rows_of_bin, dtype=torch.int64)
         own = {name: v[picked] for name, v in of_rows.items() if isinstance(v, Tensor)}
-        logprobs_N = layout.logprobs_N
         tensors = PackedTensors(
             **own,
             denominators=info.denominators,
@@ -267,7 +285,8 @@ def packed_to_torch(
             position_ids_N=torch.from_numpy(layout.position_ids_N),
             cu_seqlens=torch.from_numpy(layout.cu_seqlens),
             loss_mask_N=torch.from_numpy(layout.loss_mask_N),
-            logprobs_N=None if logprobs_N is None else torch.from_numpy(logprobs_N),
+            logprobs_N=optional(layout.logprobs_N),
+            token_weights_N=optional(layout.token_weights_N),
             rewards_N=torch.from_numpy(layout.rewards_N),
             advantages_N=torch.from_numpy(layout.advantages_N),
             max_length=layout.max_length,
@@ -283,6 +302,7 @@ def jagged_to_torch(
     """The rows of a mini-batch as tensors, on the CPU or copied to `device`."""
     rows = mini_batch.rows
     layout = jagged(rows)
+    weights_M = layout.token_weights_M
     tensors = JaggedTensors(
         **_row_tensors(rows, mini_batch.info.denominators),
         input_ids_N=torch.from_numpy(layout.input_ids_N),
@@ -292,6 +312,7 @@ def jagged_to_torch(
         scoring_tokens_M=torch.from_numpy(layout.scoring_tokens_M),
         loss_mask_M=copied(layout.loss_mask_M),
         logprobs_M=None if layout.logprobs_M is None else copied(layout.logprobs_M),
+        token_weights_M=None if weights_M is None else copied(weights_M),
         rewards_M=copied(layout.rewards_M),
         advantages_M=torch.from_numpy(layout.advantages_M),
         layout=layout,

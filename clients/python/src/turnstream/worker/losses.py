@@ -284,7 +284,8 @@ def aggregate(
     a 0 that can be differentiated, so that every rank takes part in the collectives.
 
     Args:
-        loss_BR: token losses, in the shape of the layout's own loss mask.
+        loss_BR: token losses, in the shape of the layout's own loss mask. They are multiplied by
+            the rows' token weights here.
         part: the rows they belong to, in any layout.
         mode: the run's `aggregation`.
         denominators: of the whole mini-batch, as shipped.
@@ -300,7 +301,9 @@ def aggregate(
         raise BatchingError(
             f"losses of shape {tuple(loss_BR.shape)} for rows of shape {tuple(mask_BR.shape)}"
         )
-    row_sums_B = part.row_sums(_masked(loss_BR, mask_BR=mask_BR))
+    loss_BR = _masked(loss_BR, mask_BR=mask_BR)
+    weights_BR = part.token_weights
+    row_sums_B = part.row_sums(loss_BR if weights_BR is None else loss_BR * weights_BR)
     row_sums_B = torch.where(part.is_padding_B, 0.0, row_sums_B)
     per_row_B, denominator = _row_divisors(part, mode=mode, denominators=denominators)
     numerator = (part.weight_B * row_sums_B / per_row_B).sum()

@@ -63,6 +63,11 @@ class TokenRows(Protocol):
         """The loss mask, in the shape that token losses have in this layout."""
         ...
 
+    @property
+    def token_weights(self) -> Tensor | None:
+        """What each token counts for, in the same shape; None where that is 1."""
+        ...
+
     def row_sums(self, values: Tensor, /) -> Tensor:
         """(B,), the sum of every row's values."""
         ...
@@ -84,6 +89,7 @@ class LeftPaddedTensors:
             any, NaN at the trained tokens of rows without. See `require_logprobs`.
         rewards_BR: float32, token rewards.
         advantages_BR: float32, 0.0 where not trained.
+        token_weights_BR: float32, what a token counts for in the loss; None where that is 1.
         row_id_B: int64, names a row for ever; negative for inert rows.
         is_padding_B: bool, inert rows.
         weight_B: float32, of the row in the loss.
@@ -110,6 +116,7 @@ class LeftPaddedTensors:
     micro_batch_rows: tuple[tuple[int, ...], ...]
     row_lengths: tuple[int, ...]
     response_lengths: tuple[int, ...]
+    token_weights_BR: Tensor | None = None
 
     @property
     def position_ids_BT(self) -> Tensor:
@@ -125,6 +132,11 @@ class LeftPaddedTensors:
     def trained_tokens(self) -> Tensor:
         """The loss mask, (B, R): the shape that token losses have in this layout."""
         return self.loss_mask_BR
+
+    @property
+    def token_weights(self) -> Tensor | None:
+        """What each token counts for, (B, R); None where that is 1."""
+        return self.token_weights_BR
 
     def row_sums(self, values_BR: Tensor) -> Tensor:
         """(B,), the sum of every row's values."""
@@ -199,13 +211,12 @@ def to_torch(
         response_width=info.response_width,
         pad_token_id=info.pad_token_id,
     )
-    logprobs_BR = padded.logprobs_BR
     tensors = LeftPaddedTensors(
         input_ids_BT=torch.from_numpy(padded.input_ids_BT),
         attention_mask_BT=torch.from_numpy(padded.attention_mask_BT),
         response_mask_BR=torch.from_numpy(padded.response_mask_BR),
         loss_mask_BR=torch.from_numpy(padded.loss_mask_BR),
-        logprobs_BR=None if logprobs_BR is None else torch.from_numpy(logprobs_BR),
+        logprobs_BR=optional(padded.logprobs_BR),
         rewards_BR=torch.from_numpy(padded.rewards_BR),
         advantages_BR=torch.from_numpy(padded.advantages_BR),
         row_id_B=copied(rows.row_id),
@@ -217,6 +228,7 @@ def to_torch(
         micro_batch_rows=info.micro_batches,
         row_lengths=tuple(rows.input_ids.lengths.tolist()),
         response_lengths=tuple(rows.loss_mask.lengths.tolist()),
+        token_weights_BR=optional(padded.token_weights_BR),
     )
     return moved(tensors, device)
 
@@ -254,6 +266,11 @@ def map_tensors(tensors: Tensors, change: Callable[[str, Tensor], Tensor]) -> Te
     values = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
     changed = {n: change(n, value) for n, value in values.items() if isinstance(value, Tensor)}
     return replace(tensors, **changed)
+
+
+def optional(values: NDArray[Any] | None) -> Tensor | None:
+    """The same values as a tensor, if there are any."""
+    return None if values is None else torch.from_numpy(values)
 
 
 def copied(values: NDArray[Any]) -> Tensor:

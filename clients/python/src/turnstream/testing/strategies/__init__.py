@@ -4,7 +4,12 @@ Token ids come from a small alphabet, so that contexts repeat, extend and resemb
 """
 
 from turnstream.testing.strategies.plans import configs, events, manifests, sealed_trajectories
-from turnstream.testing.strategies.rows import mini_batches, scored_rows
+from turnstream.testing.strategies.rows import (
+    extra_columns,
+    mini_batches,
+    operation_mini_batches,
+    scored_rows,
+)
 from turnstream.testing.strategies.turns import (
     chains,
     groups,
@@ -20,10 +25,12 @@ __all__ = [
     "chains",
     "configs",
     "events",
+    "extra_columns",
     "groups",
     "manifests",
     "mini_batches",
     "names",
+    "operation_mini_batches",
     "scored_rows",
     "sealed_trajectories",
     "stored_turns",

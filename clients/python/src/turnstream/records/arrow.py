@@ -1,0 +1,128 @@
+"""Between numpy and Arrow, without a copy of numbers.
+
+Values of more than one dimension are fixed-size lists, one inside the other: their type says the
+shape.
+"""
+
+# pyarrow has neither stubs nor annotations, so everything it gives is unknown to the checker.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from turnstream.errors import CorruptRecordError
+from turnstream.types import Ragged
+
+
+def list_of(values: pa.DataType) -> pa.DataType:
+    """The type of a list of these; its items are never null."""
+    return pa.list_(pa.field("item", values, nullable=False))
+
+
+def numbers_to_arrow(values: NDArray[Any], kind: pa.DataType) -> pa.Array:
+    """A view of the numbers where they are of this type already."""
+    buffer = pa.py_buffer(np.ascontiguousarray(values, kind.to_pandas_dtype()))
+    return pa.Array.from_buffers(kind, len(values), [None, buffer])
+
+
+def nullable_to_arrow(
+    values: NDArray[Any], kind: pa.DataType, *, is_valid: NDArray[np.bool_]
+) -> pa.Array:
+    """The numbers with nulls where they are not valid, and zeros under the nulls."""
+    if is_valid.all():
+        return numbers_to_arrow(values, kind)
+    validity = pa.py_buffer(np.packbits(is_valid, bitorder="little"))
+    filled = pa.py_buffer(np.where(is_valid, values, 0).astype(kind.to_pandas_dtype()))
+    return pa.Array.from_buffers(kind, len(values), [validity, filled])
+
+
+def list_to_arrow(offsets: NDArray[np.int32], values: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Lists of type `kind`: row b is `values[offsets[b]:offsets[b + 1]]`."""
+    buffer = pa.py_buffer(np.ascontiguousarray(offsets))
+    return pa.Array.from_buffers(kind, len(offsets) - 1, [None, buffer], children=[values])
+
+
+def compact(column: Ragged[Any]) -> Ragged[Any]:
+    """The column in a buffer that holds its rows and nothing else.
+
+    Cut here and not by slicing the Arrow array, which would send some of its neighbours' bytes.
+    """
+    first, end = int(column.offsets[0]), int(column.offsets[-1])
+    if not first and end == len(column.values):
+        return column
+    return Ragged(column.values[first:end], column.offsets - first)
+
+
+def ragged_to_arrow(column: Ragged[Any]) -> pa.Array:
+    """A list column; values of shape (N, *shape) are fixed-size lists of shape `shape`."""
+    column = compact(column)
+    flat = np.ascontiguousarray(column.values)
+    kind = pa.from_numpy_dtype(flat.dtype)
+    values = pa.Array.from_buffers(kind, flat.size, [None, pa.py_buffer(flat)])
+    for dimension in range(flat.ndim - 1, 0, -1):
+        kind = pa.list_(pa.field("item", kind, nullable=False), flat.shape[dimension])
+        num_lists = int(np.prod(flat.shape[:dimension], dtype=np.int64))
+        values = pa.Array.from_buffers(kind, num_lists, [None], children=[values])
+    return list_to_arrow(column.offsets, values, list_of(kind))
+
+
+class RaggedArray(NamedTuple):
+    """`Ragged`, of Arrow values."""
+
+    values: pa.Array
+    offsets: NDArray[np.int32]
+
+
+def list_from_arrow(column: pa.Array) -> RaggedArray:
+    """The values of a list column that belong to its rows, with offsets from 0 on."""
+    if not len(column):
+        return RaggedArray(column.values.slice(0, 0), np.zeros(1, np.int32))
+    offsets = column.offsets.to_numpy()
+    first, end = int(offsets[0]), int(offsets[-1])
+    return RaggedArray(
+        column.values.slice(first, end - first), offsets - first if first else offsets
+    )
+
+
+def numbers(values: pa.Array) -> NDArray[Any]:
+    """A view of the numbers.
+
+    Raises:
+        CorruptRecordError: one is null.
+    """
+    if values.null_count:
+        raise CorruptRecordError(f"{values.null_count} nulls among {values.type} values")
+    return values.to_numpy()
+
+
+def ragged_from_arrow(column: pa.Array) -> Ragged[Any]:
+    """What `ragged_to_arrow` was given, as views.
+
+    Raises:
+        CorruptRecordError: the column has nulls, or is no list.
+    """
+    if not pa.types.is_list(column.type) or column.null_count:
+        raise CorruptRecordError(f"{column.null_count} nulls in a column of type {column.type}")
+    values, offsets = list_from_arrow(column)
+    shape: list[int] = [len(values)]
+    while pa.types.is_fixed_size_list(values.type):
+        if values.null_count:
+            raise CorruptRecordError(f"{values.null_count} nulls among {values.type} values")
+        size = values.type.list_size
+        shape.append(size)
+        values = values.values.slice(values.offset * size, len(values) * size)
+    return Ragged(numbers(values).reshape(shape), offsets)
+
+
+def bits(array: pa.Array, *, buffer: int) -> NDArray[np.uint8]:
+    """uint8 (len(array),), 0 or 1: the validity (buffer 0) or the values (buffer 1) as bytes."""
+    packed = np.frombuffer(array.buffers()[buffer] or b"", np.uint8)
+    bits = np.unpackbits(packed, bitorder="little")
+    return bits[array.offset : array.offset + len(array)]

@@ -1,0 +1,124 @@
+"""Optional columns of rows that are cut, put together and filled up with inert rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.batching.assemble import concatenate_rows, take_rows
+from turnstream.batching.minibatch import join_shares, rank_share
+from turnstream.errors import BatchingError
+from turnstream.records.batches import decode_mini_batch, encode_mini_batch
+from turnstream.testing import assert_same, mini_batch_info, operation_rows, rows
+from turnstream.testing.strategies import mini_batches, operation_mini_batches
+from turnstream.types import Extent, ExtraColumn, MiniBatch, Ragged, Rows
+
+
+def with_extra(
+    built: Rows, *, per: Extent = "items", shape: tuple[int, ...] = (2,), dtype: Any = np.int16
+) -> Rows:
+    values = [np.full((row + 1, *shape), row, dtype) for row in range(len(built))]
+    return replace(
+        built, extras={"x": ExtraColumn(per=per, values=Ragged.from_rows(values, dtype))}
+    )
+
+
+@given(mini=mini_batches() | operation_mini_batches(), data=st.data())
+def test_cutting_and_joining_is_the_identity(mini: MiniBatch, data: st.DataObject):
+    cut = data.draw(st.integers(0, len(mini.rows)))
+    positions = range(cut), range(cut, len(mini.rows))
+
+    joined = concatenate_rows([take_rows(mini.rows, part) for part in positions])
+
+    assert_same(joined, mini.rows)
+
+
+@given(mini=mini_batches() | operation_mini_batches(), data=st.data())
+def test_taken_rows_have_their_own_values(mini: MiniBatch, data: st.DataObject):
+    order = data.draw(st.permutations(range(len(mini.rows))))
+
+    taken = take_rows(take_rows(mini.rows, order), np.argsort(order).tolist())
+
+    assert_same(taken, mini.rows)
+
+
+@given(mini=mini_batches() | operation_mini_batches())
+def test_every_rank_s_share_travels_and_the_shares_make_the_mini_batch_again(mini: MiniBatch):
+    numbers = np.arange(len(mini.rows), dtype=np.int64)
+    real = replace(mini.rows, row_id=np.where(mini.rows.is_padding, -1 - numbers, numbers))
+    real = take_rows(real, np.flatnonzero(~real.is_padding).tolist())
+
+    shares = [
+        rank_share(real, step=1, mini_batch=0, dp_rank=r, dp_world_size=3, pad_token_id=9)
+        for r in range(3)
+    ]
+    decoded = [
+        decode_mini_batch(
+            encode_mini_batch(MiniBatch(rows=share, info=mini_batch_info(share))).data
+        )
+        for share in shares
+    ]
+
+    assert_same([mini.rows for mini in decoded], shares)
+    assert_same(join_shares(shares), real)
+
+
+def test_inert_rows_of_operations_have_targets_without_weight_and_extras_without_values():
+    batch = with_extra(operation_rows("ABC", num_targets=2))
+
+    share = rank_share(batch, step=1, mini_batch=0, dp_rank=1, dp_world_size=2, pad_token_id=9)
+
+    assert share.is_padding.tolist() == [True]
+    assert share.operations
+    assert share.operations.request_id == [""]
+    assert share.operations.target_ids[0].tolist() == [[0, 0], [0, 0]]
+    assert share.operations.target_weights[0].tolist() == [[0, 0], [0, 0]]
+    assert share.extras["x"].values[0].shape == (0, 2)
+    assert share.extras["x"].dtype == np.int16
+
+
+def test_parts_without_values_per_token_get_those_that_say_the_same():
+    advantages = Ragged.from_rows([[9.0, 0.0, 8.0]], np.float32)
+    weights = Ragged.from_rows([[0.5, 0.0, 0.25]], np.float32)
+    plain = rows("abCdE", "x|yZ", first_row_id=1, advantages=[2.0, -3.0])
+    part = replace(rows("abCdE"), advantages=advantages, token_weights=weights)
+
+    joined = concatenate_rows([part, plain])
+
+    assert joined.advantages
+    assert joined.token_weights
+    assert [row.tolist() for row in joined.advantages] == [[9, 0, 8], [2, 0, 2], [0, -3]]
+    assert [row.tolist() for row in joined.token_weights] == [[0.5, 0, 0.25], [1, 0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("reason", "parts"),
+    [
+        ("row 7 has no operations", [operation_rows("AB"), rows("abC", first_row_id=7)]),
+        ("row 7 has no extra column 'x'", [with_extra(rows("aB")), rows("abC", first_row_id=7)]),
+        (
+            r"target_ids have \(2,\) and \(\) values per token",
+            [operation_rows("AB"), operation_rows("C", num_targets=2, first_row_id=2)],
+        ),
+        (
+            "extra column 'x' is .*'row', 'int16'.* and .*'items', 'int16'",
+            [with_extra(rows("aB")), with_extra(rows("aB"), per="row")],
+        ),
+        (
+            "extra column 'x' is .*int16.* and .*int32",
+            [with_extra(rows("aB"), dtype=np.int32), with_extra(rows("aB"))],
+        ),
+        (
+            r"extra column 'x' is .*\(3,\).* and .*\(2,\)",
+            [with_extra(rows("aB")), with_extra(rows("aB"), shape=(3,))],
+        ),
+    ],
+)
+def test_parts_whose_columns_do_not_go_together_are_refused(reason: str, parts: list[Rows]):
+    with pytest.raises(BatchingError, match=reason):
+        concatenate_rows(parts)

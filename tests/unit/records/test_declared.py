@@ -1,0 +1,335 @@
+"""Columns that only some mini-batches have: per token, of operations, and declared extras."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+
+from turnstream.errors import CorruptRecordError
+from turnstream.records.batches import content_hash, decode_mini_batch, encode_mini_batch
+from turnstream.testing import (
+    assert_same,
+    extra_column,
+    mini_batch_info,
+    operation_rows,
+    rows,
+)
+from turnstream.testing.strategies import operation_mini_batches
+from turnstream.types import MiniBatch, Ragged, Rows
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def mini_of(built: Rows) -> MiniBatch:
+    return MiniBatch(rows=built, info=mini_batch_info(built))
+
+
+def with_tokens() -> MiniBatch:
+    """A mini-batch with an advantage and a weight per response token."""
+    built = rows("abCdE", "f|G")
+    advantages = Ragged.from_rows([[0.5, 0.0, -0.5], [1.5]], np.float32)
+    token_weights = Ragged.from_rows([[1.0, 0.0, 0.25], [0.5]], np.float32)
+    return mini_of(replace(built, advantages=advantages, token_weights=token_weights))
+
+
+def with_operations(*, num_targets: int | None = None) -> MiniBatch:
+    """Two rows of one operation, the second without weight, and an inert row."""
+    inert = [False, False, True]
+    return mini_of(operation_rows("ABC", "de", "f|g", num_targets=num_targets, is_padding=inert))
+
+
+def with_extras() -> MiniBatch:
+    """Router choices of all tokens but the last, patches of an image, and a score per row."""
+    built = rows("abCdE", "f|G", "h|i", is_padding=[False, False, True])
+    routes = np.arange(5 * 2 * 2, dtype=np.uint8).reshape(5, 2, 2)
+    extras = {
+        "patches": extra_column("items", np.ones((3, 4), np.float16), [0, 3, 3, 3]),
+        "routes": extra_column("first_tokens", routes, [0, 4, 5, 5]),
+        "score": extra_column("row", np.array([0.5, 1.5], np.float64), [0, 1, 2, 2]),
+        "teacher_logprobs": extra_column(
+            "response_token", np.full(4, -0.5, np.float32), [0, 3, 4, 4]
+        ),
+    }
+    return mini_of(replace(built, extras=extras))
+
+
+def read_arrow(data: memoryview | bytes) -> pa.RecordBatch:
+    with pa.ipc.open_stream(data) as reader:
+        return reader.read_next_batch()
+
+
+def edited(mini: MiniBatch, edit: Callable[[pa.RecordBatch], pa.RecordBatch]) -> bytes:
+    batch = edit(read_arrow(encode_mini_batch(mini).data))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as out:
+        out.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+def with_column(name: str, values: pa.Array) -> Callable[[pa.RecordBatch], pa.RecordBatch]:
+    return lambda batch: batch.set_column(batch.schema.get_field_index(name), name, values)
+
+
+def with_declarations(declared: object) -> Callable[[pa.RecordBatch], pa.RecordBatch]:
+    text = json.dumps(declared).encode()
+    return lambda batch: batch.replace_schema_metadata({**batch.schema.metadata, b"extras": text})
+
+
+def types_of(mini: MiniBatch, *, behind: str) -> dict[str, str]:
+    """Names and types of the columns behind this one, in order."""
+    schema = read_arrow(encode_mini_batch(mini).data).schema
+    names = schema.names[schema.names.index(behind) + 1 :]
+    return {name: str(schema.field(name).type).replace(" not null", "") for name in names}
+
+
+@given(mini=operation_mini_batches())
+def test_a_decoded_operation_is_the_encoded_one(mini: MiniBatch):
+    encoded = encode_mini_batch(mini)
+
+    decoded = decode_mini_batch(encoded.data, expected_hash=encoded.content_hash)
+
+    assert_same(decoded, mini)
+    assert encode_mini_batch(decoded).data == encoded.data
+
+
+def test_columns_come_in_the_order_of_the_design_where_they_are_given():
+    tokens, operations = with_tokens(), with_operations()
+    several = with_operations(num_targets=4)
+
+    assert types_of(tokens, behind="advantage") == {
+        "advantages": "list<item: float>",
+        "token_weights": "list<item: float>",
+    }
+    assert list(types_of(operations, behind="advantage").items()) == [
+        ("request_id", "string"),
+        ("datum_index", "int32"),
+        ("target_ids", "list<item: int64>"),
+        ("target_weights", "list<item: float>"),
+    ]
+    assert list(types_of(several, behind="datum_index").values()) == [
+        "list<item: fixed_size_list<item: int64>[4]>",
+        "list<item: fixed_size_list<item: float>[4]>",
+    ]
+
+
+def test_extra_columns_come_in_order_of_name_and_are_declared_in_the_metadata():
+    mini = with_extras()
+    shuffled = replace(mini.rows, extras=dict(reversed(list(mini.rows.extras.items()))))
+
+    metadata = read_arrow(encode_mini_batch(mini).data).schema.metadata
+
+    assert list(types_of(mini, behind="advantage").items()) == [
+        ("extra.patches", "list<item: fixed_size_list<item: halffloat>[4]>"),
+        ("extra.routes", "list<item: fixed_size_list<item: fixed_size_list<item: uint8>[2]>[2]>"),
+        ("extra.score", "list<item: double>"),
+        ("extra.teacher_logprobs", "list<item: float>"),
+    ]
+    assert list(metadata) == sorted(metadata)
+    assert metadata[b"extras"] == (
+        b'{"patches":"items","routes":"first_tokens","score":"row",'
+        b'"teacher_logprobs":"response_token"}'
+    )
+    assert encode_mini_batch(mini_of(shuffled)).data == encode_mini_batch(mini).data
+
+
+def test_a_row_whose_weights_are_all_zero_is_not_inert():
+    decoded = decode_mini_batch(encode_mini_batch(with_operations()).data)
+
+    assert decoded.rows.operations is not None
+    assert not decoded.rows.operations.target_weights[1].any()
+    assert decoded.rows.is_padding.tolist() == [False, False, True]
+    assert (decoded.info.num_real_rows, decoded.info.num_inert_rows) == (2, 1)
+
+
+def test_values_of_any_shape_are_decoded_without_a_copy():
+    tokens = encode_mini_batch(with_tokens())
+    operations = encode_mini_batch(with_operations(num_targets=4))
+    extras = encode_mini_batch(with_extras())
+
+    of_tokens = decode_mini_batch(tokens.data).rows
+    of_operations = decode_mini_batch(operations.data).rows.operations
+    of_extras = decode_mini_batch(extras.data).rows.extras
+
+    assert of_tokens.advantages
+    assert of_tokens.token_weights
+    assert of_operations
+    seen = [
+        *[(tokens, column) for column in (of_tokens.advantages, of_tokens.token_weights)],
+        *[(operations, of_operations.target_ids), (operations, of_operations.target_weights)],
+        *[(extras, column.values) for column in of_extras.values()],
+    ]
+    for encoded, column in seen:
+        assert np.shares_memory(column.values, np.frombuffer(encoded.data, np.uint8))
+        assert not column.values.flags.writeable
+
+
+def test_a_column_that_begins_inside_a_longer_buffer_is_encoded_as_it_looks():
+    mini = with_extras()
+    routes = mini.rows.extras["routes"].values
+    longer = np.concatenate([np.full((2, 2, 2), 9, np.uint8), routes.values])
+    inside = extra_column("first_tokens", longer, (routes.offsets + 2).tolist())
+
+    encoded = encode_mini_batch(
+        mini_of(replace(mini.rows, extras={**mini.rows.extras, "routes": inside}))
+    )
+
+    assert encoded.data == encode_mini_batch(mini).data
+
+
+# --------------------------------------------------------------------------------------
+# the content hash
+
+
+HASHES = {
+    "tokens": "922039e0d50b4af48242cdbdaadf26e7d0bf533bf8bc5810301826adedaa12d1",
+    "operations": "b6c43a2314c74bc2b5fc82283b85dd534efba1c625be832703cc5f56ebdfab5e",
+    "operations_of_several": "10b636e60ae6ba690aa92b53c149e307d71f5ec1d7a416908a16133728608212",
+    "extras": "6ebc1671d33300a3afc2f16a8d8237e01763e01191f74b745bbe3ea150e202b6",
+}
+GOLDEN_BATCHES = {
+    "tokens": with_tokens(),
+    "operations": with_operations(),
+    "operations_of_several": with_operations(num_targets=2),
+    "extras": with_extras(),
+}
+
+
+@pytest.mark.parametrize("name", HASHES)
+def test_a_mini_batch_with_such_columns_has_the_content_hash_of_format_0(name: str):
+    encoded = encode_mini_batch(GOLDEN_BATCHES[name])
+
+    assert encoded.content_hash == HASHES[name]
+
+
+@pytest.mark.parametrize("name", HASHES)
+def test_a_stored_mini_batch_with_such_columns_is_read(name: str):
+    path = GOLDEN / f"mini_batch_{name}.hex"
+    now = "\n".join(textwrap.wrap(encode_mini_batch(GOLDEN_BATCHES[name]).data.hex(), 96))
+    assert path.exists(), f"{path.name} would now be:\n{now}"
+
+    decoded = decode_mini_batch(bytes.fromhex(path.read_text()), expected_hash=HASHES[name])
+
+    assert_same(decoded, GOLDEN_BATCHES[name])
+
+
+def test_the_content_hash_depends_on_every_value_and_on_what_it_belongs_to():
+    operations, extras = with_operations().rows, with_extras().rows
+    assert operations.operations
+    of, routes = operations.operations, extras.extras["routes"]
+    more, bent = routes.values.values + 1, routes.values.values.reshape(5, 4)
+    offsets = routes.values.offsets
+
+    changed = [
+        replace(operations, operations=replace(of, request_id=["model:1", "model:2", ""])),
+        replace(operations, operations=replace(of, datum_index=of.datum_index + np.int32(1))),
+        replace(
+            operations,
+            operations=replace(of, target_ids=Ragged(-of.target_ids.values, of.target_ids.offsets)),
+        ),
+        replace(
+            operations,
+            operations=replace(
+                of, target_weights=Ragged(-of.target_weights.values, of.target_ids.offsets)
+            ),
+        ),
+        operations,
+        replace(extras, extras={**extras.extras, "routes": replace(routes, per="items")}),
+        replace(
+            extras,
+            extras={**extras.extras, "routes": replace(routes, values=Ragged(more, offsets))},
+        ),
+        replace(
+            extras,
+            extras={**extras.extras, "routes": replace(routes, values=Ragged(bent, offsets))},
+        ),
+        extras,
+    ]
+    hashes = [encode_mini_batch(mini_of(variant)).content_hash for variant in changed]
+
+    assert len({*hashes}) == len(changed)
+
+
+def test_the_content_hash_does_not_depend_on_slicing():
+    batch = read_arrow(encode_mini_batch(with_extras()).data)
+
+    both = pa.concat_batches([batch, batch]).slice(len(batch))
+
+    assert content_hash(both) == content_hash(batch)
+
+
+# --------------------------------------------------------------------------------------
+# what contradicts itself
+
+ONE_PER_TOKEN = [[1, 1, 1], [1, 1], [1, 1]]
+INT32 = pa.int32()
+
+
+@pytest.mark.parametrize(
+    ("reason", "mini", "edit"),
+    [
+        ("'target_ids'", with_operations(), lambda batch: batch.drop_columns(["target_ids"])),
+        ("'request_id'", with_operations(), lambda batch: batch.drop_columns(["request_id"])),
+        (
+            "target_ids is int32",
+            with_operations(),
+            with_column("target_ids", pa.array(ONE_PER_TOKEN, pa.list_(INT32))),
+        ),
+        (
+            "'datum_index' is int64",
+            with_operations(),
+            with_column("datum_index", pa.array([0, 1, 0], pa.int64())),
+        ),
+        (
+            "'request_id' is string with 1 nulls",
+            with_operations(),
+            with_column("request_id", pa.array(["a", "a", None])),
+        ),
+        (
+            "0 nulls in a column of type int64",
+            with_operations(),
+            with_column("target_ids", pa.array([1, 2, 3])),
+        ),
+        (
+            "1 nulls among fixed_size_list",
+            with_extras(),
+            with_column(
+                "extra.patches", pa.array([[[1], None], [], []], pa.list_(pa.list_(INT32, 1)))
+            ),
+        ),
+        (
+            "1 nulls among int32",
+            with_extras(),
+            with_column(
+                "extra.patches", pa.array([[[None]], [], []], pa.list_(pa.list_(INT32, 1)))
+            ),
+        ),
+        (
+            "no mini-batch",
+            with_extras(),
+            with_column("extra.patches", pa.array([["a"], [], []], pa.list_(pa.string()))),
+        ),
+        ("for the extra columns", with_extras(), lambda batch: batch.drop_columns(["extra.score"])),
+        ("for the extra columns", with_extras(), with_declarations({"routes": "items"})),
+        ("declared as 3", with_extras(), with_declarations(3)),
+        (
+            "one value per 7",
+            with_extras(),
+            with_declarations({"patches": 7, "routes": [], "score": {}, "teacher_logprobs": None}),
+        ),
+    ],
+)
+def test_a_mini_batch_whose_columns_do_not_fit_is_refused(
+    reason: str, mini: MiniBatch, edit: Callable[[pa.RecordBatch], pa.RecordBatch]
+):
+    data = edited(mini, edit)
+
+    with pytest.raises(CorruptRecordError, match=reason):
+        decode_mini_batch(data)
