@@ -14,6 +14,7 @@ from turnstream.testing import extra_column, mini_batch_info, operation_rows, ro
 from turnstream.types import ExtraColumn, MiniBatch, Ragged, Rows
 
 THREE = rows("abCdE", "f|G", "h|i", is_padding=[False, False, True])
+UNKNOWN: Any = "pixel"
 OPERATION = operation_rows("ABC", "de", "f|g", is_padding=[False, False, True])
 
 
@@ -97,7 +98,7 @@ def test_a_row_of_an_operation_has_neither_prompt_nor_trajectory(
         (
             "one value per 'pixel', not per token or",
             "x",
-            extra_column("pixel", np.ones(3), [0, 1, 2, 3]),
+            extra_column(UNKNOWN, np.ones(3), [0, 1, 2, 3]),
         ),
         ("bool values", "x", extra_column("row", np.ones(3, np.bool_), [0, 1, 2, 3])),
         (">i4 values", "x", extra_column("row", np.ones(3, ">i4"), [0, 1, 2, 3])),
