@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnstream.batching.checks import require_aligned, require_whole_trajectories
+from turnstream.batching.packing import pack
 from turnstream.batching.sft import (
     LossScale,
     SupervisedBins,
@@ -245,7 +246,10 @@ def test_bins_agree_with_laying_out_token_by_token(
         Ragged.from_rows(texts, np.int32), Ragged.from_rows(weights, np.float32)
     )
     lengths = [len(text) for text in texts]
-    if len(lengths) < world:
+    num_packed = len(pack(lengths, capacity=16, alignment=alignment))
+    if -(-num_packed // world) * world > len(lengths):
+        with pytest.raises(BatchingError, match="cannot fill"):
+            bin_sequences(lengths, capacity=16, dp_world_size=world, alignment=alignment)
         return
 
     bins = bin_sequences(lengths, capacity=16, dp_world_size=world, alignment=alignment)
