@@ -36,9 +36,10 @@ check: $(STAMP) ## the quick loop: lint, types, layers, unit and contract tests
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q tests/unit tests/contract
 
-bench: $(STAMP) ## measure the whole path and the batching core, beside their baselines
+bench: $(STAMP) ## measure the whole path, the batching core and durability, beside their baselines
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/batching.py
+	$(BIN)/python benchmarks/durability.py
 
 mutate: $(STAMP) ## break the guards of the batching core one by one; each must fail a test
 	$(BIN)/python tools/mutate.py

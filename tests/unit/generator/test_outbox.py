@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, OutOfMemoryError, ResponseError
+from redis.exceptions import (
+    ExecAbortError,
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ResponseError,
+)
 
 from turnstream.errors import ConflictError, NotReadyError, StoreUnavailableError
 from turnstream.generator.calls import SCRIPTS, Round
@@ -30,11 +36,23 @@ class Desk:
         self.now_s = 100.0
         self.drafts = {key: TrajectoryDraft(key) for key in KEYS}
 
-    def opened(self, num_lanes: int = 1) -> list[Lane]:
-        """Lanes that the store has admitted."""
+    def opened(self, num_lanes: int = 1, *, sync: Any = "everysec") -> list[Lane]:
+        """Lanes that the store has admitted, and `appendfsync` as it says."""
         lanes = self.asked(num_lanes)
-        self.answer([1] * num_lanes)
+        sent = self.take()
+        assert sent is not None
+        said = sync if isinstance(sync, Exception) else [b"appendfsync", sync.encode()]
+        replies = [*[b"sha"] * (sent.num_replies - 2), said, [1] * num_lanes]
+        self.outbox.answered(sent, replies=replies, now_s=self.now_s)
         return lanes
+
+    def answer_group(self, *queued: Any, executed: Any) -> Round:
+        """Take a round that is one write, and answer it."""
+        sent = self.take()
+        assert sent is not None
+        assert sent.is_grouped
+        self.outbox.answered(sent, replies=[b"OK", *queued, executed], now_s=self.now_s)
+        return sent
 
     def asked(self, num_lanes: int = 1, opened: Delivery | None = None) -> list[Lane]:
         """Lanes that ask for leave."""
@@ -202,8 +220,9 @@ def test_a_lost_connection_means_that_the_server_may_have_forgotten_the_scripts(
 
     assert again is not None
     assert (lost.loads_scripts, again.loads_scripts) == (False, True)
-    assert again.num_replies == len(SCRIPTS) + 1
+    assert again.num_replies == len(SCRIPTS) + 1 + 1
     assert again.pack().count(b"LOAD") == len(SCRIPTS)
+    assert again.pack().count(b"appendfsync") == 1
 
 
 def test_a_script_that_is_unknown_is_loaded_at_once_but_not_for_ever() -> None:
@@ -233,6 +252,94 @@ def test_a_full_server_is_left_alone_and_asked_again() -> None:
     assert [c.keys for c in again.commands] == [other.keys]
     assert [receipt.is_done for receipt in receipts] == [True, True]
     assert desk.outbox.tally.statistics().num_retries == 1
+
+
+@pytest.mark.parametrize(
+    ("sync", "is_grouped"),
+    [("always", True), ("everysec", False), ("no", False), (NoPermissionError("no CONFIG"), True)],
+)
+def test_a_round_is_one_write_where_the_store_may_sync_before_it_answers(
+    sync: Any, is_grouped: bool
+) -> None:
+    desk = Desk()
+    for lane in desk.opened(2, sync=sync):
+        desk.append(lane)
+
+    sent = desk.take()
+
+    assert sent is not None
+    assert sent.is_grouped == is_grouped
+    assert (sent.pack().count(b"MULTI"), sent.pack().count(b"EXEC")) == (is_grouped, is_grouped)
+    assert sent.num_replies == (4 if is_grouped else 2)
+
+
+def test_a_round_of_one_call_needs_no_group() -> None:
+    desk = Desk()
+    (lane,) = desk.opened(sync="always")
+    desk.append(lane)
+
+    sent = desk.take()
+
+    assert sent is not None
+    assert not sent.is_grouped
+
+
+def test_calls_of_one_write_are_answered_one_by_one() -> None:
+    desk = Desk()
+    one, other = desk.opened(2, sync="always")
+    receipts = [desk.append(one), desk.append(other)]
+
+    desk.answer_group(b"QUEUED", b"QUEUED", executed=[1, ResponseError("CONFLICT turn 0")])
+
+    assert [receipt.is_done for receipt in receipts] == [True, True]
+    assert one.error is None
+    assert isinstance(other.error, ConflictError)
+
+
+def test_a_full_server_that_refused_the_one_write_is_asked_call_by_call() -> None:
+    desk = Desk()
+    one, other, third = desk.opened(3, sync="always")
+    desk.append(one)
+    end = desk.seal(one)
+    desk.answer(1)
+    desk.append(other)
+    desk.append(third)
+
+    refused = desk.answer_group(b"QUEUED", OOM, OOM, executed=ExecAbortError("because of: OOM"))
+    desk.wait_out()
+    again = desk.take()
+
+    assert said(refused) == ["post_sealed", "append", "append"]
+    assert again is not None
+    assert not again.is_grouped
+    assert again.commands == refused.commands
+    desk.outbox.answered(again, replies=[[b"OK"], OOM, OOM], now_s=desk.now_s)
+    assert end.is_done
+    desk.wait_out()
+    desk.wait_out()
+    still_full = desk.answer(OOM, OOM)
+    desk.wait_out()
+    emptied = desk.answer(1, 1)
+    assert (still_full.is_grouped, emptied.is_grouped) == (False, False)
+    desk.append(other)
+    desk.append(third)
+    assert desk.answer_group(b"QUEUED", b"QUEUED", executed=[1, 1]).is_grouped
+
+
+def test_a_call_that_is_not_allowed_does_not_take_the_others_of_its_write_along() -> None:
+    desk = Desk()
+    one, other = desk.opened(2, sync="always")
+    receipts = [desk.append(one), desk.append(other)]
+
+    desk.answer_group(
+        b"QUEUED", ResponseError("CONFLICT odd"), executed=ExecAbortError("previous errors")
+    )
+    desk.wait_out()
+    desk.answer(1)
+
+    assert [receipt.is_done for receipt in receipts] == [True, True]
+    assert one.error is None
+    assert isinstance(other.error, ConflictError)
 
 
 def test_what_a_full_server_refused_is_sent_again_in_order() -> None:
@@ -341,7 +448,8 @@ def test_a_group_given_up_while_it_asks_is_abandoned_once_it_is_open() -> None:
     assert asking is not None
     desk.outbox.abandon(lane, "bored", end=Delivery())
 
-    desk.outbox.answered(asking, replies=[b"sha"] * len(SCRIPTS) + [[1]], now_s=desk.now_s)
+    loads = [b"sha"] * (asking.num_replies - 1)
+    desk.outbox.answered(asking, replies=[*loads, [1]], now_s=desk.now_s)
 
     assert said(desk.answer(1)) == ["abandon"]
     assert desk.outbox.is_idle

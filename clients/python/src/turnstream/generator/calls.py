@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from turnstream.generator.lanes import Admission, Lane
 from turnstream.generator.receipts import Delivery
@@ -26,6 +26,11 @@ SCRIPTS = (
     close_command("r", "").script,
 )
 """Everything that a round may call."""
+
+_FIRST_WORDS: Final[Sequence[Sequence[Argument]]] = (
+    *[("SCRIPT", "LOAD", script.source) for script in SCRIPTS],
+    ("CONFIG", "GET", "appendfsync"),
+)
 
 
 class AdmissionCall(NamedTuple):
@@ -65,29 +70,56 @@ Call = AdmissionCall | PayloadCall | SealsCall | AbandonCall | CloseCall
 
 
 class Round(NamedTuple):
-    """Calls that travel together, on a connection that may not know the scripts yet."""
+    """Calls that travel together.
+
+    Attributes:
+        loads_scripts: the connection may not know the scripts, nor we how the store syncs.
+        is_grouped: all calls are carried out as one write, between whose parts the store neither
+            answers nor syncs: one sync to disk for all of them, where it syncs before it answers.
+    """
 
     calls: Sequence[Call]
     commands: Sequence[Command]
     loads_scripts: bool
+    is_grouped: bool = False
 
     @property
     def num_replies(self) -> int:
         """How many replies will come."""
-        return self._num_loads + len(self.commands)
+        return self._num_first + len(self.commands) + (2 if self.is_grouped else 0)
 
     def pack(self) -> bytes:
         """The bytes to send."""
-        loads = [("SCRIPT", "LOAD", script.source) for script in SCRIPTS[: self._num_loads]]
-        return pack([*loads, *[command.words for command in self.commands]])
+        words: list[Sequence[Argument]] = [command.words for command in self.commands]
+        if self.is_grouped:
+            words = [("MULTI",), *words, ("EXEC",)]
+        return pack([*_FIRST_WORDS[: self._num_first], *words])
 
     def answers(self, replies: Sequence[Any]) -> Iterator[tuple[Call, Any]]:
         """Each call with its reply."""
-        return zip(self.calls, replies[self._num_loads :], strict=True)
+        answers = replies[self._num_first :]
+        if self.is_grouped:
+            *queued, answers = answers[1:]
+            if not isinstance(answers, list):
+                # Nothing was carried out: because of the calls that were refused, if any was.
+                answers = [each if isinstance(each, Exception) else answers for each in queued]
+        return zip(self.calls, cast("list[Any]", answers), strict=True)
+
+    def is_aborted(self, replies: Sequence[Any]) -> bool:
+        """Whether the calls were grouped and, because of one of them, none was carried out."""
+        return self.is_grouped and not isinstance(replies[-1], list)
+
+    def syncs_each_write(self, replies: Sequence[Any]) -> bool:
+        """Whether the store syncs to disk before it answers; known where `loads_scripts`.
+
+        A store that does not let us ask is taken for one that does.
+        """
+        answer = replies[self._num_first - 1]
+        return isinstance(answer, Exception) or answer[1:] == [b"always"]
 
     @property
-    def _num_loads(self) -> int:
-        return len(SCRIPTS) if self.loads_scripts else 0
+    def _num_first(self) -> int:
+        return len(_FIRST_WORDS) if self.loads_scripts else 0
 
 
 class CommandMaker:

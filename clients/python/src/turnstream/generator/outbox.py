@@ -11,6 +11,9 @@ takes, first to last::
                  moves, so that it holds up nothing else
     payload      per lane one call with the turns that wait, and the seal if it ends there
 
+Where the store syncs to disk before it answers, a round is one write, so that a sync is paid for
+once a round and not for every few calls.
+
 Not thread-safe: the owner holds a lock.
 """
 
@@ -79,6 +82,8 @@ class Outbox:
         self._unended: dict[Lane, None] = {}
         self._round: Round | None = None
         self._scripts_known = False
+        self._syncs_each_write = False
+        self._was_aborted = False
         self.wake_id: str | None = None
         """Not None: groups wait until the run's wake stream is beyond this id. See `woken`."""
 
@@ -149,7 +154,12 @@ class Outbox:
         if not calls:
             return None
         commands = [self._make.command(call) for call in calls]
-        self._round = Round(calls, commands, loads_scripts=not self._scripts_known)
+        self._round = Round(
+            calls,
+            commands,
+            loads_scripts=not self._scripts_known,
+            is_grouped=self._syncs_each_write and not self._was_aborted and len(calls) > 1,
+        )
         return self._round
 
     def pause_s(self, now_s: float) -> float | None:
@@ -165,6 +175,8 @@ class Outbox:
         if not self._ends(sent):
             return
         self._scripts_known = True
+        if sent.loads_scripts:
+            self._syncs_each_write = sent.syncs_each_write(replies)
         back: list[Call] = []
         trouble = ""
         for call, answer in sent.answers(replies):
@@ -182,6 +194,8 @@ class Outbox:
                 self._refuse(call, text, now_s)
         self.tally.add("num_retries", len(back))
         self._queues.put_back(back)
+        # A full store takes no group with a payload in it, but goes on with what makes room.
+        self._was_aborted = sent.is_aborted(replies) or (self._was_aborted and bool(trouble))
         if trouble:
             self._back_off(trouble, now_s)
         else:

@@ -49,11 +49,12 @@ _REFUSALS: dict[str, type[RejectedError]] = {
 _PASSING = frozenset(
     {
         *("OOM", "LOADING", "BUSY", "MISCONF", "READONLY", "NOREPLICAS"),
-        *("MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN"),
+        *("MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "EXECABORT"),
     }
 )
 _CODES: dict[type[redis_errors.ResponseError], str] = {  # what older clients do not keep
     redis_errors.ClusterDownError: "CLUSTERDOWN",
+    redis_errors.ExecAbortError: "EXECABORT",
     redis_errors.MasterDownError: "MASTERDOWN",
     redis_errors.NoScriptError: "NOSCRIPT",
     redis_errors.OutOfMemoryError: "OOM",

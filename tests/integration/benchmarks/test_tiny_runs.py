@@ -1,0 +1,34 @@
+"""The benchmarks that start servers keep working."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.redis
+
+FOLDER = Path(__file__).parents[3] / "benchmarks"
+
+
+def test_the_durability_benchmark_answers_both_questions(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+
+    done = subprocess.run(
+        [sys.executable, FOLDER / "durability.py", "--tiny", "--json", results],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    found = json.loads(results.read_text())
+    assert "points" in done.stdout
+    assert "one connection, one by one" in done.stdout
+    assert found["fsync"]["naive_per_s"] > 0
+    assert found["fsync"]["ratio"] == pytest.approx(
+        found["fsync"]["turns_per_s"] / found["fsync"]["naive_per_s"]
+    )
+    assert -1 < found["everysec"]["bare"] < 1

@@ -1,0 +1,111 @@
+"""Publishers on a store that forces every write to disk before it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from turnstream.generator import Publisher
+from turnstream.store.connection import connect
+from turnstream.testing import group, ids, trajectory, turn, wait_until
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.redis
+
+NewRun = Callable[..., str]
+Read = Callable[[redis.Redis, str], Any]
+
+
+@pytest.fixture
+def forcing_server() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer(durability="fsync") as server:
+        yield server
+
+
+@pytest.fixture
+def forcing_client(forcing_server: EmbeddedServer) -> Iterator[redis.Redis]:
+    with connect(forcing_server.url) as client:
+        yield client
+
+
+def num_groups_of_writes(client: redis.Redis) -> int:
+    commands: Any = client.info("commandstats")
+    return commands.get("cmdstat_exec", {"calls": 0})["calls"]
+
+
+def append_side_by_side(publisher: Publisher, *, num_turns: int) -> None:
+    """Eight open trajectories that go on by turns, so that rounds have many calls."""
+    episodes = [publisher.trajectory("g", sample, num_samples=8) for sample in range(8)]
+    for number in range(1, num_turns + 1):
+        for episode in episodes:
+            episode.append(ids("a" * number), ids("b"))
+    for episode in episodes:
+        episode.seal(1.0)
+
+
+def test_many_turns_become_few_writes_to_disk(
+    forcing_server: EmbeddedServer, forcing_client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(forcing_client)
+
+    with Publisher(forcing_server.url, run) as publisher:
+        append_side_by_side(publisher, num_turns=40)
+
+    stored = read(forcing_client, run)
+    assert stored.counts() == {"accepted": 8, "sealed": 8}
+    assert [len(stored.spelled(key)) for key in stored.sealed()] == [40] * 8
+    assert 0 < num_groups_of_writes(forcing_client) < 160
+
+
+def test_a_store_that_does_not_force_each_write_is_told_them_one_by_one(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(own_client)
+
+    with Publisher(own_server.url, run) as publisher:
+        append_side_by_side(publisher, num_turns=5)
+
+    assert read(own_client, run).counts() == {"accepted": 8, "sealed": 8}
+    assert num_groups_of_writes(own_client) == 0
+
+
+def test_a_full_store_takes_the_seals_of_what_it_has_and_later_the_rest(
+    forcing_server: EmbeddedServer, forcing_client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(forcing_client)
+    long = trajectory(turn("a" * 20_000, "B"))
+
+    with Publisher(forcing_server.url, run) as publisher:
+        publisher.publish(group("before", long)).result(10)
+        used: Any = forcing_client.info("memory")
+        forcing_client.config_set("maxmemory", used["used_memory"] + 300_000)
+        receipts = [publisher.publish(group(f"g{number}", long)) for number in range(20)]
+        wait_until(lambda: publisher.statistics().num_retries > 50, describe="a full server")
+        when_full = read(forcing_client, run).counts()
+        forcing_client.config_set("maxmemory", 0)
+        for receipt in receipts:
+            receipt.result(10)
+
+    assert 0 < when_full["sealed"] < 21
+    assert read(forcing_client, run).counts() == {"accepted": 21, "sealed": 21}
+
+
+def test_a_store_that_is_killed_between_writes_ends_up_with_every_turn_once(
+    forcing_server: EmbeddedServer, forcing_client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(forcing_client)
+
+    with Publisher(forcing_server.url, run) as publisher:
+        publisher.publish(group("first")).result(10)
+        forcing_server.kill()
+        receipts = [publisher.publish(group(f"g{number}")) for number in range(20)]
+        forcing_server.restart()
+        for receipt in receipts:
+            receipt.result(20)
+
+    stored = read(forcing_client, run)
+    assert stored.counts() == {"accepted": 42, "sealed": 42}
+    assert all(stored.spelled(key) == [("ab", "cd")] for key in stored.sealed())
