@@ -29,6 +29,7 @@ from turnstream_server.batcher.payload import DamagedPayloadError
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.shares import PlannedBatch
 from turnstream_server.bus.frontier import Frontier
+from turnstream_server.bus.observers import declare_observer, note_observed
 from turnstream_server.bus.sessions import (
     TrainerSession,
     acknowledge_committed,
@@ -111,13 +112,37 @@ class BatchesServicer:
         batch = await view.wait_for_batch(
             request.step,
             check=lambda frontier: _check_caller(request, frontier),
-            wait_s=min(request.wait_s, self._wait_max_s),
+            wait_s=min(request.wait_s, await self._longest_wait_s(request)),
         )
         try:
             async for message in self._messages(batch, request):
                 yield message
         except DamagedPayloadError as error:
             raise CorruptRecordError(f"step {request.step}: {error}") from error
+
+    async def observe(self, request: wire.ObserveRequest) -> wire.ObserveReply:
+        """Declare an observer."""
+        view = await self._find_run(request.run)
+        next_step = await declare_observer(
+            self._client,
+            request.run,
+            observer=request.observer,
+            first_step=request.first_step or None,
+            expiry_s=request.expiry_s,
+        )
+        frontier = await view.refresh()
+        _, config = await view.newest_config()
+        logger.info(
+            "observer %r of run %s begins at step %d", request.observer, request.run, next_step
+        )
+        return wire.ObserveReply(
+            next_step=next_step, config_json=encode_config(config), lineage=frontier.lineage
+        )
+
+    async def observed(self, request: wire.ObservedRequest) -> wire.ObservedReply:
+        """Note what an observer has seen."""
+        await note_observed(self._client, request.run, observer=request.observer, step=request.step)
+        return wire.ObservedReply()
 
     async def stepped(self, request: wire.SteppedRequest) -> wire.SteppedReply:
         """Note that the optimizer took a step."""
@@ -156,6 +181,13 @@ class BatchesServicer:
         )
         return wire.AnnounceVersionReply()
 
+    async def _longest_wait_s(self, request: wire.GetRequest) -> float:
+        """How long a Get may wait: an observer calls often enough to be seen alive."""
+        if not request.observer:
+            return self._wait_max_s
+        expiry_s = await note_observed(self._client, request.run, observer=request.observer)
+        return min(self._wait_max_s, expiry_s / 3)
+
     async def _messages(
         self, batch: PlannedBatch, request: wire.GetRequest
     ) -> AsyncIterator[bytes]:
@@ -182,6 +214,8 @@ def handlers(servicer: BatchesServicer) -> grpc.GenericRpcHandler:
         "Stepped": _unary(servicer.stepped, wire.SteppedRequest),
         "Committed": _unary(servicer.committed, wire.CommittedRequest),
         "AnnounceVersion": _unary(servicer.announce_version, wire.AnnounceVersionRequest),
+        "Observe": _unary(servicer.observe, wire.ObserveRequest),
+        "Observed": _unary(servicer.observed, wire.ObservedRequest),
         "Get": _stream(servicer.get),
     }
     return grpc.method_handlers_generic_handler(SERVICE, calls)
@@ -239,7 +273,13 @@ def _parse_token(text: str) -> RecoveryToken:
 
 
 def _check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
-    """Refuse a rank that is not one of the run's present session."""
+    """Refuse a rank that is not one of the run's present session, nor of an observer."""
+    if request.dp_rank >= request.dp_world_size:
+        raise InvalidConfigError(
+            "dp_rank", f"{request.dp_rank} is not below dp_world_size={request.dp_world_size}"
+        )
+    if request.observer:
+        return
     if request.session_epoch != frontier.session_epoch or not frontier.session_epoch:
         raise FencedError(
             f"trainer session {request.session_epoch} is over, {frontier.session_epoch} has begun"
@@ -247,10 +287,6 @@ def _check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
     if request.dp_world_size != frontier.dp_world_size:
         raise ConflictError(
             f"the session has {frontier.dp_world_size} ranks, not {request.dp_world_size}"
-        )
-    if request.dp_rank >= request.dp_world_size:
-        raise InvalidConfigError(
-            "dp_rank", f"{request.dp_rank} is not below dp_world_size={request.dp_world_size}"
         )
 
 

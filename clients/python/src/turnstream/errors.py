@@ -21,6 +21,7 @@
         ├── FencedError                     a newer owner has taken over: stop
         ├── TurnGapError                    a turn arrived before the one it follows
         ├── StoreBehindError                the store does not know what the token claims
+        ├── ObserverExpiredError            an observer was silent for too long: declare it anew
         └── EndOfRunError                   the run is closed and everything in it was delivered
 
 Constructor arguments equal `args`, so that every error survives pickling to another process.
@@ -152,6 +153,10 @@ class TurnGapError(RejectedError):
 
 class StoreBehindError(RejectedError):
     """A recovery token names a batch that this store does not have: it is an older copy."""
+
+
+class ObserverExpiredError(RejectedError):
+    """An observer was silent for longer than its expiry, and nothing is kept for it any more."""
 
 
 class EndOfRunError(RejectedError):

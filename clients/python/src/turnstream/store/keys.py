@@ -14,6 +14,7 @@ frontier   hash    stepped, committed, session_epoch, session, dp_world_size, li
                    live_groups, opened_groups, closed (0 or 1); planned, the newest batch, and
                    session_token, what the session began with, are added when there is one
 batches    hash    step -> `<trajectories planned up to it>:<manifest hash>`
+observers  hash    name -> `<newest step seen>:<expires_ms>:<expiry in ms>`
 leader     hash    epoch, owner, expires_ms, lease_ms
 config     hash    revision -> JSON of the batching config; `newest` -> the newest revision
 =========  ======  ==========================================================================
@@ -55,6 +56,7 @@ _RUN_TYPES = {
     "groups": "hash",
     "frontier": "hash",
     "batches": "hash",
+    "observers": "hash",
     "leader": "hash",
     "config": "hash",
 }
@@ -74,6 +76,7 @@ class RunKeys(NamedTuple):
     groups: str
     frontier: str
     batches: str
+    observers: str
     leader: str
     config: str
 

@@ -9,6 +9,7 @@ GAP        TurnGapError                `GAP expected <k>`: turn k is missing bef
 WAIT       RejectedError               `WAIT <wake id> <why>`: see `wake_id`
 NORUN      RunNotFoundError            no run of that name
 BEHIND     StoreBehindError            a recovery token that this store does not have
+EXPIRED    ObserverExpiredError        an observer was silent for too long
 CLOSED     EndOfRunError               the run takes no new group
 =========  ==========================  ===================================================
 
@@ -27,6 +28,7 @@ from turnstream.errors import (
     ConflictError,
     EndOfRunError,
     FencedError,
+    ObserverExpiredError,
     RejectedError,
     RunNotFoundError,
     StoreBehindError,
@@ -44,6 +46,7 @@ _REFUSALS: dict[str, type[RejectedError]] = {
     "GAP": TurnGapError,
     "NORUN": RunNotFoundError,
     "BEHIND": StoreBehindError,
+    "EXPIRED": ObserverExpiredError,
     "CLOSED": EndOfRunError,
 }
 _PASSING = frozenset(

@@ -5,6 +5,7 @@ Importing this package needs grpcio and pyarrow. Torch is loaded by `to_torch()`
 """
 
 from turnstream.worker.mini_batch import PulledMiniBatch
+from turnstream.worker.observer import ObserverStream
 from turnstream.worker.stream import BatchStream, StreamStatistics
 
-__all__ = ["BatchStream", "PulledMiniBatch", "StreamStatistics"]
+__all__ = ["BatchStream", "ObserverStream", "PulledMiniBatch", "StreamStatistics"]

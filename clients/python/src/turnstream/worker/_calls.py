@@ -6,9 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import grpc
+from google.protobuf.message import Message
+from grpc.experimental import ChannelOptions
 
 from turnstream.errors import (
     BatcherUnavailableError,
@@ -25,9 +27,11 @@ ATTEMPT_S = 30.0
 FIRST_DELAY_S = 0.05
 MAX_DELAY_S = 2.0
 
-# Not SingleThreadedUnaryStream, though it would save a tenth of the receiving: a call that is
-# cancelled there keeps its connection open for ever.
 _CHANNEL_OPTIONS = (
+    # Without it, the events of a stream go through a thread of the channel, and a stream that
+    # begins while its server stops can hang for ever, beyond its deadline and beyond `cancel`.
+    # With it, a stream that is cancelled keeps its connection open: see `hang_up`.
+    (ChannelOptions.SingleThreadedUnaryStream, 1),
     ("grpc.max_receive_message_length", -1),
     # A restarted batcher should be found within a second or two, not after minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -38,21 +42,14 @@ _CHANNEL_OPTIONS = (
 Reply = TypeVar("Reply")
 
 
-class GetCall(Protocol):
-    """A running Get: its raw messages, and the way to end it from another thread."""
-
-    def __iter__(self) -> Iterator[bytes]: ...
-
-    def cancel(self) -> bool: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Whose data is asked for: one rank's share of a run."""
+    """Whose data is asked for: one rank's share of a run, of its trainer or of an observer."""
 
     run: str
     dp_rank: int
     dp_world_size: int
+    observer: str = ""
 
 
 def backoff_s(num_failures: int) -> float:
@@ -89,15 +86,15 @@ class BatcherCalls:
         self._timeout_s = timeout_s
         self._session_epoch = 0
         self._closed = threading.Event()
-        self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        self._channel = _open_channel(target)
         self._start = self._unary("Start", wire.StartReply)
         self._stepped = self._unary("Stepped", wire.SteppedReply)
         self._committed = self._unary("Committed", wire.CommittedReply)
         self._announce = self._unary("AnnounceVersion", wire.AnnounceVersionReply)
-        # Raw bytes out: turnstream.worker._frames strips the framing without a copy.
-        self._get = self._channel.unary_stream(
-            _path("Get"), request_serializer=wire.GetRequest.SerializeToString
-        )
+        self._observe = self._unary("Observe", wire.ObserveReply)
+        self._observed = self._unary("Observed", wire.ObservedReply)
+        self._get_lock = threading.Lock()
+        self._get_channel = _open_channel(target)
 
     def start(self, *, recovery_token: str, session: str) -> wire.StartReply:
         """Begin a session, or the same one again; later calls carry its epoch."""
@@ -111,8 +108,14 @@ class BatcherCalls:
         self._session_epoch = reply.session_epoch
         return reply
 
-    def get(self, step: int, *, wait_s: float) -> GetCall:
-        """Ask for a step. The call has no deadline of its own: a full queue may pause it."""
+    def get(self, step: int, *, wait_s: float) -> Iterator[bytes]:
+        """Ask for a step; gives the raw messages, to be read to their end.
+
+        The call has no deadline of its own: a full queue may pause it.
+
+        Raises:
+            RejectedError: this was closed.
+        """
         request = wire.GetRequest(
             run=self.share.run,
             step=step,
@@ -120,8 +123,41 @@ class BatcherCalls:
             dp_world_size=self.share.dp_world_size,
             session_epoch=self._session_epoch,
             wait_s=wait_s,
+            observer=self.share.observer,
         )
-        return cast("GetCall", self._get(request))
+        with self._get_lock:
+            if self._closed.is_set():
+                raise RejectedError("the stream was closed")
+            # Raw bytes out: turnstream.worker._frames strips the framing without a copy.
+            call = self._get_channel.unary_stream(
+                _path("Get"), request_serializer=wire.GetRequest.SerializeToString
+            )
+            return cast("Iterator[bytes]", call(request))
+
+    def hang_up(self) -> None:
+        """End the Get that runs, from another thread; the next one begins on a new channel.
+
+        Closing its channel ends it for certain and gives its connection back.
+        """
+        with self._get_lock:
+            self._get_channel.close()
+            if not self._closed.is_set():
+                self._get_channel = _open_channel(self.target)
+
+    def observe(self, *, first_step: int, expiry_s: float) -> wire.ObserveReply:
+        """Declare the observer of this share, or come back as it."""
+        request = wire.ObserveRequest(
+            run=self.share.run,
+            observer=self.share.observer,
+            first_step=first_step,
+            expiry_s=expiry_s,
+        )
+        return self._repeat(self._observe, request)
+
+    def observed(self, step: int) -> None:
+        """Say that the observer has seen every batch up to `step`."""
+        request = wire.ObservedRequest(run=self.share.run, observer=self.share.observer, step=step)
+        self._repeat(self._observed, request)
 
     def stepped(self, step: int, *, manifest_hash: str) -> str:
         """Acknowledge a step; gives the recovery token as text."""
@@ -160,6 +196,7 @@ class BatcherCalls:
     def close(self) -> None:
         """Give the connection back; calls in flight end as cancelled."""
         self._closed.set()
+        self.hang_up()
         self._channel.close()
 
     def _unary(self, method: str, reply: type[Reply]) -> Callable[..., Reply]:
@@ -188,6 +225,10 @@ class BatcherCalls:
                 raise RejectedError("the stream was closed")
 
 
+def _open_channel(target: str) -> grpc.Channel:
+    return grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+
+
 def retry_delay_s(error: TurnstreamError, *, num_failures: int) -> float | None:
     """Seconds after which the same call may succeed; None where it never will."""
     if isinstance(error, RejectedError):
@@ -201,5 +242,5 @@ def _path(method: str) -> str:
     return f"/turnstream.wire.v1.Batches/{method}"
 
 
-def _serialize(message: wire.StartRequest) -> bytes:
+def _serialize(message: Message) -> bytes:
     return message.SerializeToString()

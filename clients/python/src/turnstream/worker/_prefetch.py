@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -25,7 +26,12 @@ from turnstream.errors import (
 )
 from turnstream.types import MiniBatchInfo
 from turnstream.wire.v1.batches_pb2 import MiniBatchHeader
-from turnstream.worker._calls import BatcherCalls, GetCall, backoff_s, error_of, retry_delay_s
+from turnstream.worker._calls import (
+    BatcherCalls,
+    backoff_s,
+    error_of,
+    retry_delay_s,
+)
 from turnstream.worker._frames import Arrival, Skipped, read_step
 from turnstream.worker._queue import ByteQueue, ClosedError, QueueSize
 from turnstream.worker.mini_batch import PulledMiniBatch
@@ -80,7 +86,7 @@ class Prefetcher:
         """Start pulling.
 
         Args:
-            calls: the connection; closed by its owner, after this.
+            calls: the connection; closed with this.
             first_step: to begin with.
             max_bytes: bound of the queue.
             timeout_s: after which `take` gives up.
@@ -93,9 +99,7 @@ class Prefetcher:
         self._wait_s = min(LONG_POLL_S, timeout_s / 4)
         self._queue: ByteQueue[PulledMiniBatch] = ByteQueue(max_bytes=max_bytes)
         self._num_reserved = 0
-        self._lock = threading.RLock()  # of the three below
         self._closed = threading.Event()
-        self._call: GetCall | None = None
         self._has_stalled = False
         self._reading_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="turnstream-prefetch", daemon=True)
@@ -119,12 +123,10 @@ class Prefetcher:
         return self._queue.size()
 
     def close(self) -> None:
-        """Cancel what is pending and end the thread."""
-        with self._lock:
-            self._closed.set()
-            if self._call is not None:
-                self._call.cancel()
+        """End what is pending, the connection and the thread."""
+        self._closed.set()
         self._queue.close()
+        self._calls.close()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -133,20 +135,19 @@ class Prefetcher:
         waited = f"step {progress.step} of run {run!r} did not come within {self._timeout_s:g} s"
         if progress.failure is not None:
             return BatcherUnavailableError(f"{waited}: {progress.failure}")
-        reason = progress.waiting_for or f"{self._calls.target} has not answered"
-        return NotReadyError(f"{waited}: {reason}")
+        if not progress.waiting_for:
+            return BatcherUnavailableError(f"{waited}: {self._calls.target} has not answered")
+        return NotReadyError(f"{waited}: {progress.waiting_for}")
 
     def _watch(self) -> float:
-        """Cancel a call that has gone silent; gives the seconds until the next look."""
+        """End a call that has gone silent; gives the seconds until the next look."""
         limit_s = self._wait_s + STALL_GRACE_S
         since_s = self._reading_since_s
         silent_s = 0.0 if since_s is None else time.monotonic() - since_s
         if silent_s < limit_s:
             return limit_s - silent_s
-        with self._lock:
-            self._has_stalled = True
-            if self._call is not None:
-                self._call.cancel()
+        self._has_stalled = True
+        self._calls.hang_up()
         return limit_s
 
     # ----------------------------------------------------------------------------------
@@ -175,28 +176,21 @@ class Prefetcher:
             self.progress.hashes = []
 
     def _read_step(self) -> None:
-        call = self._open()
+        self._has_stalled = False
+        messages = self._timed(self._calls.get(self.progress.step, wait_s=self._wait_s))
         try:
-            messages = self._timed(call)
             for arrival in read_step(messages, step=self.progress.step, admit=self._admit):
                 if isinstance(arrival, Arrival):
                     self._enqueue(arrival)
         finally:
-            call.cancel()
+            with contextlib.suppress(grpc.RpcError):
+                for _ in messages:  # a call that is left unread would hold its connection open
+                    pass
             self._queue.release(self._num_reserved)
             self._num_reserved = 0
 
-    def _open(self) -> GetCall:
-        with self._lock:
-            if self._closed.is_set():
-                raise ClosedError
-            self._has_stalled = False
-            self._call = self._calls.get(self.progress.step, wait_s=self._wait_s)
-            return self._call
-
-    def _timed(self, call: GetCall) -> Iterator[bytes]:
-        """The messages of a call; between them `_watch` sees since when the next one is due."""
-        messages = iter(call)
+    def _timed(self, messages: Iterator[bytes]) -> Iterator[bytes]:
+        """The same messages; between them `_watch` sees since when the next one is due."""
         while True:
             self._reading_since_s = time.monotonic()
             try:

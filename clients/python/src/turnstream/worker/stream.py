@@ -17,52 +17,18 @@ Ten lines in anybody's training loop::
 
 from __future__ import annotations
 
-import time
 import uuid
-import weakref
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
-from turnstream.batching.config import BatchingConfig
-from turnstream.errors import EndOfRunError, InvalidConfigError, RejectedError
+from turnstream.errors import InvalidConfigError
 from turnstream.records.configs import decode_config
-from turnstream.types import MiniBatchInfo, RecoveryToken
+from turnstream.types import RecoveryToken
 from turnstream.worker._calls import BatcherCalls, Share
-from turnstream.worker._prefetch import Prefetcher
-from turnstream.worker._queue import ClosedError
-from turnstream.worker.mini_batch import PulledMiniBatch
+from turnstream.worker._stream import GIB, MiniBatches, StreamStatistics, check_rank
 
-GIB = 1 << 30
+__all__ = ["BatchStream", "StreamStatistics"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamStatistics:
-    """What a stream has done so far, and what it holds.
-
-    Attributes:
-        num_mini_batches, num_bytes: received, checked and queued since the start.
-        queued_mini_batches: pulled ahead and not yet taken by the iteration.
-        queued_bytes: of these, and of the one that is arriving.
-        max_prefetch_bytes: the bound on `queued_bytes`.
-        num_retries: calls repeated because a batcher was away or cut the stream.
-        num_damaged: mini-batches thrown away on arrival because hash or length disagreed.
-        wait_s: seconds that the iteration spent waiting for data.
-        waiting_for: the last reason a batcher gave for having no data yet; "" if none.
-    """
-
-    num_mini_batches: int
-    num_bytes: int
-    queued_mini_batches: int
-    queued_bytes: int
-    max_prefetch_bytes: int
-    num_retries: int
-    num_damaged: int
-    wait_s: float
-    waiting_for: str
-
-
-class BatchStream:
+class BatchStream(MiniBatches):
     """Mini-batches of a run in order, from the step after `recovery_token`.
 
     One thread pulls ahead, at most `max_prefetch_bytes`. A batcher that is away is called again
@@ -116,56 +82,25 @@ class BatchStream:
         """
         _check_share(dp_rank, dp_world_size=dp_world_size, session=session)
         share = Share(run=run, dp_rank=dp_rank, dp_world_size=dp_world_size)
-        self._calls = BatcherCalls(target, share=share, timeout_s=timeout_s)
+        calls = BatcherCalls(target, share=share, timeout_s=timeout_s)
         try:
-            reply = self._calls.start(
+            reply = calls.start(
                 recovery_token="" if recovery_token is None else str(recovery_token),
                 session=session or uuid.uuid4().hex,
             )
-            self.config: BatchingConfig = decode_config(reply.config_json)
+            config = decode_config(reply.config_json)
         except BaseException:
-            self._calls.close()
+            calls.close()
             raise
-        self.lineage: str = reply.lineage
         self.newest_version: int = reply.newest_version
-        self._last_stepped = reply.next_step - 1
-        self._finished: MiniBatchInfo | None = None
-        self._wait_s = 0.0
-        self._prefetcher = Prefetcher(
-            self._calls,
+        super().__init__(
+            calls,
             first_step=reply.next_step,
-            max_bytes=max_prefetch_bytes,
+            config=config,
+            lineage=reply.lineage,
+            max_prefetch_bytes=max_prefetch_bytes,
             timeout_s=timeout_s,
         )
-        # A stream that is dropped without `close` must not leave its thread behind.
-        self._close = weakref.finalize(self, _close, self._prefetcher, self._calls)
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> PulledMiniBatch:
-        started_s = time.monotonic()
-        try:
-            mini_batch = self._prefetcher.take()
-        except EndOfRunError:
-            raise StopIteration from None
-        except ClosedError:
-            raise RejectedError("the stream was closed") from None
-        finally:
-            self._wait_s += time.monotonic() - started_s
-        self._finished = mini_batch.info if mini_batch.is_last else None
-        return mini_batch
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def stepped(self) -> RecoveryToken:
         """Acknowledge the batch whose last mini-batch was just yielded; gives its recovery token.
@@ -177,15 +112,9 @@ class BatchStream:
             RejectedError: this is not dp_rank 0, or no finished batch waits to be acknowledged.
             FencedError: a newer trainer session took over.
         """
-        self._require_rank_0("stepped")
-        info = self._finished
-        if info is None:
-            raise RejectedError(
-                "stepped() is for a batch whose last mini-batch was yielded, once; "
-                f"the last acknowledged step is {self._last_stepped}"
-            )
+        info = self._finished_batch("stepped")
         token = self._calls.stepped(info.step, manifest_hash=info.manifest_hash)
-        self._finished, self._last_stepped = None, info.step
+        self._acknowledged(info)
         return RecoveryToken.parse(token)
 
     def committed(self, token: RecoveryToken | str) -> None:
@@ -213,43 +142,13 @@ class BatchStream:
             FencedError: a newer trainer session took over.
         """
         self._require_rank_0("announce_version")
-        made_after = self._last_stepped if step is None else step
+        made_after = self._last_acknowledged if step is None else step
         self._calls.announce_version(version, step=made_after, weights_uri=weights_uri)
         self.newest_version = max(self.newest_version, version)
 
-    def statistics(self) -> StreamStatistics:
-        """What was received and what is held, now."""
-        progress, size = self._prefetcher.progress, self._prefetcher.queue_size()
-        return StreamStatistics(
-            num_mini_batches=progress.num_mini_batches,
-            num_bytes=progress.num_bytes,
-            queued_mini_batches=size.num_items,
-            queued_bytes=size.num_bytes,
-            max_prefetch_bytes=self._prefetcher.max_bytes,
-            num_retries=progress.num_retries,
-            num_damaged=progress.num_damaged,
-            wait_s=self._wait_s,
-            waiting_for=progress.waiting_for,
-        )
-
-    def close(self) -> None:
-        """Cancel what is pending and give back thread and connection. Safe to call twice."""
-        self._close()
-
-    def _require_rank_0(self, call: str) -> None:
-        dp_rank = self._calls.share.dp_rank
-        if dp_rank != 0:
-            raise RejectedError(f"{call}() is for dp_rank 0 alone, and this is dp_rank {dp_rank}")
-
-
-def _close(prefetcher: Prefetcher, calls: BatcherCalls) -> None:
-    prefetcher.close()
-    calls.close()
-
 
 def _check_share(dp_rank: int, *, dp_world_size: int, session: str | None) -> None:
-    if not 0 <= dp_rank < dp_world_size:
-        raise InvalidConfigError("dp_rank", f"{dp_rank} is not in a world of {dp_world_size}")
+    check_rank(dp_rank, dp_world_size=dp_world_size)
     if dp_world_size > 1 and not session:
         raise InvalidConfigError(
             "session", f"{dp_world_size} ranks need a name in common to be one trainer"

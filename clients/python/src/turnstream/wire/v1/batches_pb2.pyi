@@ -31,20 +31,22 @@ class StartReply(_message.Message):
     def __init__(self, session_epoch: _Optional[int] = ..., next_step: _Optional[int] = ..., config_json: _Optional[str] = ..., lineage: _Optional[str] = ..., newest_version: _Optional[int] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("run", "step", "dp_rank", "dp_world_size", "session_epoch", "wait_s")
+    __slots__ = ("run", "step", "dp_rank", "dp_world_size", "session_epoch", "wait_s", "observer")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
     DP_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     SESSION_EPOCH_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    OBSERVER_FIELD_NUMBER: _ClassVar[int]
     run: str
     step: int
     dp_rank: int
     dp_world_size: int
     session_epoch: int
     wait_s: float
-    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_world_size: _Optional[int] = ..., session_epoch: _Optional[int] = ..., wait_s: _Optional[float] = ...) -> None: ...
+    observer: str
+    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_world_size: _Optional[int] = ..., session_epoch: _Optional[int] = ..., wait_s: _Optional[float] = ..., observer: _Optional[str] = ...) -> None: ...
 
 class GetChunk(_message.Message):
     __slots__ = ("header", "data")
@@ -97,6 +99,42 @@ class CommittedRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., recovery_token: _Optional[str] = ..., session_epoch: _Optional[int] = ...) -> None: ...
 
 class CommittedReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ObserveRequest(_message.Message):
+    __slots__ = ("run", "observer", "first_step", "expiry_s")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    OBSERVER_FIELD_NUMBER: _ClassVar[int]
+    FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
+    EXPIRY_S_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    observer: str
+    first_step: int
+    expiry_s: float
+    def __init__(self, run: _Optional[str] = ..., observer: _Optional[str] = ..., first_step: _Optional[int] = ..., expiry_s: _Optional[float] = ...) -> None: ...
+
+class ObserveReply(_message.Message):
+    __slots__ = ("next_step", "config_json", "lineage")
+    NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    next_step: int
+    config_json: str
+    lineage: str
+    def __init__(self, next_step: _Optional[int] = ..., config_json: _Optional[str] = ..., lineage: _Optional[str] = ...) -> None: ...
+
+class ObservedRequest(_message.Message):
+    __slots__ = ("run", "observer", "step")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    OBSERVER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    observer: str
+    step: int
+    def __init__(self, run: _Optional[str] = ..., observer: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+
+class ObservedReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

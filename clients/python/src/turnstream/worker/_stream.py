@@ -1,0 +1,150 @@
+"""What both streams of a worker have in common: an iterator over what a thread pulls ahead."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.errors import EndOfRunError, InvalidConfigError, RejectedError
+from turnstream.types import MiniBatchInfo
+from turnstream.worker._calls import BatcherCalls
+from turnstream.worker._prefetch import Prefetcher
+from turnstream.worker._queue import ClosedError
+from turnstream.worker.mini_batch import PulledMiniBatch
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamStatistics:
+    """What a stream has done so far, and what it holds.
+
+    Attributes:
+        num_mini_batches, num_bytes: received, checked and queued since the start.
+        queued_mini_batches: pulled ahead and not yet taken by the iteration.
+        queued_bytes: of these, and of the one that is arriving.
+        max_prefetch_bytes: the bound on `queued_bytes`.
+        num_retries: calls repeated because a batcher was away or cut the stream.
+        num_damaged: mini-batches thrown away on arrival because hash or length disagreed.
+        wait_s: seconds that the iteration spent waiting for data.
+        waiting_for: the last reason a batcher gave for having no data yet; "" if none.
+    """
+
+    num_mini_batches: int
+    num_bytes: int
+    queued_mini_batches: int
+    queued_bytes: int
+    max_prefetch_bytes: int
+    num_retries: int
+    num_damaged: int
+    wait_s: float
+    waiting_for: str
+
+
+class MiniBatches:
+    """Mini-batches of a run in order; an iterator and a context manager.
+
+    Args:
+        calls: the connection; closed with this.
+        first_step: to begin with.
+        config: of the run.
+        lineage: the history of the run as it was when this began.
+        max_prefetch_bytes: bound of what is pulled ahead.
+        timeout_s: longest wait for a mini-batch.
+    """
+
+    def __init__(
+        self,
+        calls: BatcherCalls,
+        *,
+        first_step: int,
+        config: BatchingConfig,
+        lineage: str,
+        max_prefetch_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        self.config = config
+        self.lineage = lineage
+        self._calls = calls
+        self._last_acknowledged = first_step - 1
+        self._finished: MiniBatchInfo | None = None
+        self._wait_s = 0.0
+        self._prefetcher = Prefetcher(
+            calls, first_step=first_step, max_bytes=max_prefetch_bytes, timeout_s=timeout_s
+        )
+        # A stream that is dropped without `close` must not leave its thread behind.
+        self._close = weakref.finalize(self, self._prefetcher.close)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> PulledMiniBatch:
+        started_s = time.monotonic()
+        try:
+            mini_batch = self._prefetcher.take()
+        except EndOfRunError:
+            raise StopIteration from None
+        except ClosedError:
+            raise RejectedError("the stream was closed") from None
+        finally:
+            self._wait_s += time.monotonic() - started_s
+        self._finished = mini_batch.info if mini_batch.is_last else None
+        return mini_batch
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def statistics(self) -> StreamStatistics:
+        """What was received and what is held, now."""
+        progress, size = self._prefetcher.progress, self._prefetcher.queue_size()
+        return StreamStatistics(
+            num_mini_batches=progress.num_mini_batches,
+            num_bytes=progress.num_bytes,
+            queued_mini_batches=size.num_items,
+            queued_bytes=size.num_bytes,
+            max_prefetch_bytes=self._prefetcher.max_bytes,
+            num_retries=progress.num_retries,
+            num_damaged=progress.num_damaged,
+            wait_s=self._wait_s,
+            waiting_for=progress.waiting_for,
+        )
+
+    def close(self) -> None:
+        """Cancel what is pending and give back thread and connection. Safe to call twice."""
+        self._close()
+
+    def _finished_batch(self, call: str) -> MiniBatchInfo:
+        """The batch that `call` acknowledges; it is acknowledged by `_acknowledged`."""
+        self._require_rank_0(call)
+        if self._finished is None:
+            raise RejectedError(
+                f"{call}() is for a batch whose last mini-batch was yielded, once; "
+                f"the last acknowledged step is {self._last_acknowledged}"
+            )
+        return self._finished
+
+    def _acknowledged(self, info: MiniBatchInfo) -> None:
+        self._finished, self._last_acknowledged = None, info.step
+
+    def _require_rank_0(self, call: str) -> None:
+        dp_rank = self._calls.share.dp_rank
+        if dp_rank != 0:
+            raise RejectedError(f"{call}() is for dp_rank 0 alone, and this is dp_rank {dp_rank}")
+
+
+def check_rank(dp_rank: int, *, dp_world_size: int) -> None:
+    """Refuse a rank outside its world."""
+    if not 0 <= dp_rank < dp_world_size:
+        raise InvalidConfigError("dp_rank", f"{dp_rank} is not in a world of {dp_world_size}")

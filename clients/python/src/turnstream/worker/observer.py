@@ -1,0 +1,105 @@
+"""A consumer beside the trainer: the same batches, none of the say.
+
+For a critic on other machines, a logger, a dashboard, an evaluation of what is trained::
+
+    with ObserverStream("localhost:7070", "my-run", "reward-audit") as stream:
+        for mini_batch in stream:
+            look_at(mini_batch)
+            if mini_batch.is_last:
+                stream.seen()
+"""
+
+from __future__ import annotations
+
+from turnstream.errors import InvalidConfigError
+from turnstream.records.configs import decode_config
+from turnstream.worker._calls import BatcherCalls, Share
+from turnstream.worker._stream import GIB, MiniBatches, check_rank
+
+EXPIRY_S = 600.0
+
+LEAST_EXPIRY_S = 10.0
+"""Below it, an observer that waits for data could expire between two of its calls."""
+
+
+class ObserverStream(MiniBatches):
+    """Mini-batches of a run in order, from the first step that this observer has not seen.
+
+    An observer drives neither planning nor versions nor the ledger. Payload that it has not seen
+    is kept for it while it lives: while it calls, which an iteration does by itself, at least
+    every `expiry_s`. One that is silent for longer is forgotten, and told so.
+
+    Iteration raises, beside what `BatchStream` raises:
+        ObserverExpiredError: it was silent for longer than `expiry_s`.
+
+    Attributes:
+        config: of the run.
+        lineage: the history of the run as it was when this began.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        run: str,
+        observer: str,
+        dp_rank: int = 0,
+        dp_world_size: int = 1,
+        *,
+        first_step: int | None = None,
+        expiry_s: float = EXPIRY_S,
+        timeout_s: float = 600.0,
+        max_prefetch_bytes: int = GIB,
+    ) -> None:
+        """Declare the observer, or come back as it, and start to pull.
+
+        Args:
+            target: gRPC address of a batcher, "host:port".
+            run: name of the run.
+            observer: its name, the same after a restart.
+            dp_rank: position of this process among those that share the observer's batches.
+            dp_world_size: number of such positions, whatever the trainer has.
+            first_step: that a new observer begins with; None: the one after the last stepped.
+            expiry_s: an observer that is silent for so long is forgotten; 10 or more.
+            timeout_s: longest wait for a mini-batch, or for an acknowledgement to be taken.
+            max_prefetch_bytes: bound of what is pulled ahead.
+
+        Raises:
+            InvalidConfigError: no name, a rank outside the world, a step or expiry that cannot be.
+            RunNotFoundError: no run of that name.
+            BatcherUnavailableError: no batcher answered for `timeout_s`.
+        """
+        check_rank(dp_rank, dp_world_size=dp_world_size)
+        if first_step is not None and first_step < 1:
+            raise InvalidConfigError("first_step", f"{first_step}; steps count from 1")
+        if not expiry_s >= LEAST_EXPIRY_S:
+            raise InvalidConfigError("expiry_s", f"{expiry_s} is not at least {LEAST_EXPIRY_S} s")
+        share = Share(run=run, dp_rank=dp_rank, dp_world_size=dp_world_size, observer=observer)
+        calls = BatcherCalls(target, share=share, timeout_s=timeout_s)
+        try:
+            reply = calls.observe(first_step=first_step or 0, expiry_s=expiry_s)
+            config = decode_config(reply.config_json)
+        except BaseException:
+            calls.close()
+            raise
+        super().__init__(
+            calls,
+            first_step=reply.next_step,
+            config=config,
+            lineage=reply.lineage,
+            max_prefetch_bytes=max_prefetch_bytes,
+            timeout_s=timeout_s,
+        )
+
+    def seen(self) -> int:
+        """Say that the batch whose last mini-batch was just yielded need not be kept any more.
+
+        Gives its step. On dp_rank 0, behind a barrier of all ranks.
+
+        Raises:
+            RejectedError: this is not dp_rank 0, or no finished batch waits to be acknowledged.
+            ObserverExpiredError: it was silent for too long before.
+        """
+        info = self._finished_batch("seen")
+        self._calls.observed(info.step)
+        self._acknowledged(info)
+        return info.step

@@ -1,0 +1,180 @@
+"""Observers beside a trainer, on the batcher itself."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from turnstream import testing
+from turnstream.errors import InvalidConfigError, NotReadyError, ObserverExpiredError, RejectedError
+from turnstream.generator import Publisher
+from turnstream.store import keys
+from turnstream.worker import BatchStream, ObserverStream
+from turnstream_server.bus.frontier import read_frontier
+
+pytestmark = [pytest.mark.grpc, pytest.mark.redis]
+
+NewRun = Callable[..., str]
+_numbers = itertools.count(1)
+
+
+@pytest.fixture
+def run(client: redis.Redis, new_run: NewRun) -> str:
+    return new_run(client, batch_groups=1, max_staleness=100, max_planned_ahead=3)
+
+
+@pytest.fixture
+def publish(server: Any, run: str) -> Iterator[Callable[..., None]]:
+    """`publish(num_groups, closes=...)` sends groups of two trajectories."""
+    with Publisher(server.url, run) as publisher:
+
+        def send(num_groups: int, *, closes: bool = False) -> None:
+            for _ in range(num_groups):
+                members = [
+                    testing.trajectory(testing.turn("ab", "CD"), sample=n, reward=float(n))
+                    for n in range(2)
+                ]
+                publisher.publish(testing.group(f"g{next(_numbers)}", *members)).result(10)
+            if closes:
+                publisher.close_run()
+
+        yield send
+
+
+def test_an_observer_sees_what_the_trainer_sees_and_drives_nothing(
+    start_batcher: Any, client: redis.Redis, run: str, publish: Any
+) -> None:
+    publish(3)
+    target = start_batcher().target
+
+    with (
+        BatchStream(target, run) as trainer,
+        ObserverStream(target, run, "audit", first_step=1) as observer,
+    ):
+        observed = [next(observer).content_hash for _ in range(3)]
+        before = read_frontier(client, run)
+        epoch = before.session_epoch
+        trained = [next(trainer).content_hash]
+        trainer.stepped()
+        trained += [next(trainer).content_hash for _ in range(2)]
+
+    after = read_frontier(client, run)
+    assert observed == trained
+    assert (before.stepped, before.committed) == (0, 0)
+    assert (after.stepped, after.session_epoch) == (1, epoch)
+
+
+def test_an_observer_may_have_other_ranks_than_the_trainer(
+    start_batcher: Any, run: str, publish: Any
+) -> None:
+    publish(1)
+    target = start_batcher().target
+
+    with (
+        BatchStream(target, run) as trainer,
+        ObserverStream(target, run, "o", 0, 2, first_step=1) as first,
+        ObserverStream(target, run, "o", 1, 2, first_step=1) as second,
+    ):
+        whole = next(trainer).rows.row_id.tolist()
+        shares = [next(first).rows.row_id.tolist(), next(second).rows.row_id.tolist()]
+
+    assert sorted(itertools.chain(*shares)) == sorted(whole)
+
+
+def test_an_observer_comes_back_to_the_first_batch_it_has_not_seen(
+    start_batcher: Any, run: str, publish: Any
+) -> None:
+    publish(3)
+    target = start_batcher().target
+
+    with ObserverStream(target, run, "o", first_step=1) as observer:
+        next(observer)
+        acknowledged = observer.seen()
+        next(observer)  # looked at, and not acknowledged
+    with ObserverStream(target, run, "o") as again:
+        next_step = next(again).info.step
+
+    assert (acknowledged, next_step) == (1, 2)
+
+
+def test_the_iteration_of_an_observer_ends_with_the_run(
+    start_batcher: Any, run: str, publish: Any
+) -> None:
+    publish(2, closes=True)
+    target = start_batcher().target
+
+    with BatchStream(target, run) as trainer, ObserverStream(target, run, "o") as observer:
+        for mini_batch in trainer:
+            if mini_batch.is_last:
+                trainer.stepped()
+        steps = [mini_batch.info.step for mini_batch in observer]
+
+    assert steps == [1, 2]
+
+
+def test_an_observer_that_waits_for_data_is_seen_alive(
+    start_batcher: Any, client: redis.Redis, run: str, publish: Any
+) -> None:
+    name = keys.run_keys(run).observers
+
+    def expires_ms() -> int:
+        entry: Any = client.hget(name, "o")
+        return int(entry.split(b":")[1])
+
+    with ObserverStream(start_batcher().target, run, "o", timeout_s=0.5) as observer:
+        declared_ms = expires_ms()
+        with pytest.raises(NotReadyError, match="step 1"):
+            next(observer)
+        testing.wait_until(lambda: expires_ms() > declared_ms + 100)
+        publish(1)
+        seen = next(observer)
+
+    assert seen.info.step == 1
+
+
+def test_a_forgotten_observer_is_told_so(
+    start_batcher: Any, client: redis.Redis, run: str, publish: Any
+) -> None:
+    target = start_batcher().target
+
+    with ObserverStream(target, run, "o", expiry_s=600, timeout_s=10) as observer:
+        client.hset(keys.run_keys(run).observers, "o", "0:1:600000")
+        publish(1)
+
+        with pytest.raises(ObserverExpiredError, match="silent for more than 600 s"):
+            list(observer)
+
+
+def test_only_a_finished_batch_is_acknowledged_and_only_by_rank_0(
+    start_batcher: Any, run: str, publish: Any
+) -> None:
+    publish(1)
+    target = start_batcher().target
+
+    with ObserverStream(target, run, "o") as observer:
+        with pytest.raises(RejectedError, match=r"seen\(\) is for a batch"):
+            observer.seen()
+        next(observer)
+        observer.seen()
+        with pytest.raises(RejectedError, match="last acknowledged step is 1"):
+            observer.seen()
+    with (
+        ObserverStream(target, run, "o", 1, 2, first_step=1) as second,
+        pytest.raises(RejectedError, match="dp_rank 0 alone"),
+    ):
+        second.seen()
+
+
+def test_a_rank_outside_the_observers_world_is_refused(start_batcher: Any, run: str) -> None:
+    with pytest.raises(InvalidConfigError, match="dp_rank"):
+        ObserverStream(start_batcher().target, run, "o", 2, 2)
+    with pytest.raises(InvalidConfigError, match="first_step"):
+        ObserverStream(start_batcher().target, run, "o", first_step=0)
+    with pytest.raises(InvalidConfigError, match="expiry_s"):
+        ObserverStream(start_batcher().target, run, "o", expiry_s=9.9)
+    with pytest.raises(InvalidConfigError, match="observer"):
+        ObserverStream(start_batcher().target, run, "")
