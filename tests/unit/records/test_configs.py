@@ -20,6 +20,7 @@ from turnstream.errors import (
 from turnstream.records.configs import decode_config, encode_config
 from turnstream.testing import config
 from turnstream.testing.strategies import configs
+from turnstream.types import DeclaredColumn
 
 
 def edited(**changes: Any) -> str:
@@ -93,3 +94,17 @@ def test_a_missing_field_is_refused_by_name():
 def test_any_value_of_any_field_gives_a_config_or_an_error_of_ours(field: str, value: object):
     with contextlib.suppress(TurnstreamError):
         decode_config(edited(**{field: value}))
+
+
+def test_fields_of_a_declaration_that_this_release_does_not_know_are_ignored():
+    declared = {"name": "x", "per": "items", "dtype": "int32", "shape": [3], "newer": 1}
+
+    (column,) = decode_config(edited(extra_columns=[declared])).extra_columns
+
+    assert column == DeclaredColumn(name="x", per="items", dtype="int32", shape=(3,))
+
+
+@pytest.mark.parametrize("declared", [7, [7], [{"name": "x"}], {"x": 1}])
+def test_declarations_that_cannot_be_are_refused_by_name(declared: Any):
+    with pytest.raises(InvalidConfigError, match=r"^extra_columns: "):
+        decode_config(edited(extra_columns=declared))

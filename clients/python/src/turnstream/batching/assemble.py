@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.columns import RowPieces, TokenColumns, stored_row, token_columns
+from turnstream.batching.extras import MergedRow, merged_columns
 from turnstream.batching.joining import (
     joined_column,
     joined_extras,
@@ -21,6 +22,7 @@ from turnstream.batching.joining import (
 from turnstream.batching.plan import GroupPlan, SequenceShape, TrajectoryPlan
 from turnstream.errors import BatchingError, CorruptRecordError
 from turnstream.types import (
+    DeclaredColumn,
     ExtraColumn,
     OperationColumns,
     Ragged,
@@ -37,6 +39,7 @@ def assemble_rows(
     payload: Mapping[TrajectoryKey, Sequence[StoredTurn]],
     *,
     first_row_id: int,
+    extra_columns: Sequence[DeclaredColumn] = (),
 ) -> Rows:
     """The rows of these groups: merged, in the order of the plan, ids from `first_row_id` on.
 
@@ -47,10 +50,12 @@ def assemble_rows(
         groups: of a mini-batch, or consecutive ones of it.
         payload: every turn of every trajectory of these groups, in order.
         first_row_id: of the first row.
+        extra_columns: what the run declares, in order of name. All rows have all of them.
 
     Raises:
         CorruptRecordError: the payload is not the one that was planned.
-        InvalidTurnError: a turn's arrays disagree with one another.
+        InvalidTurnError: a turn's arrays disagree with one another or with the declarations.
+        UnmergeableColumnError: turns of a row differ in a column that has one value per row.
     """
     trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
     pieces: list[RowPieces] = []
@@ -61,7 +66,14 @@ def assemble_rows(
     columns = token_columns(pieces)
     planned = [(t, row) for _, t in trajectories for row in t.sequences]
     _check_lengths(planned, pieces, columns)
-    return _rows(trajectories, columns, planned=planned, first_row_id=first_row_id)
+    rows = _rows(trajectories, columns, planned=planned, first_row_id=first_row_id)
+    if not extra_columns:
+        return rows
+    merged = [
+        MergedRow(payload[trajectory.key], row.turns, piece.spans, row.num_tokens)
+        for (trajectory, row), piece in zip(planned, pieces, strict=True)
+    ]
+    return replace(rows, extras=merged_columns(merged, extra_columns))
 
 
 def concatenate_rows(parts: Sequence[Rows]) -> Rows:

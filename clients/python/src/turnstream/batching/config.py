@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+from turnstream.batching.extras import checked_declarations
 from turnstream.errors import InvalidConfigError, UnsupportedEstimatorError
+from turnstream.types import DeclaredColumn
 
 Estimator = Literal[
     "grpo",
@@ -59,6 +61,7 @@ class BatchingConfig:
         max_planned_ahead: batches planned beyond the last stepped one; 0 if `max_staleness` is 0.
         pad_token_id: written into padding positions; never read by the loss.
         max_tokens_per_micro_batch: padded positions of one forward pass; 0 means no limit.
+        extra_columns: what turns bring beside tokens, kept in order of name.
     """
 
     batch_groups: int
@@ -75,6 +78,7 @@ class BatchingConfig:
     max_planned_ahead: int = 1
     pad_token_id: int = 0
     max_tokens_per_micro_batch: int = 0
+    extra_columns: tuple[DeclaredColumn, ...] = ()
 
     def __post_init__(self) -> None:
         """Check every field and their combinations.
@@ -96,6 +100,8 @@ class BatchingConfig:
                 )
         self._check_estimator()
         self._check_combinations()
+        declared = checked_declarations(self.extra_columns, merge=self.merge)
+        object.__setattr__(self, "extra_columns", declared)
 
     def _check_estimator(self) -> None:
         weights = _weights(self.component_weights)

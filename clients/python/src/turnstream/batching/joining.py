@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from turnstream.errors import BatchingError
 from turnstream.types import ExtraColumn, OperationColumns, Ragged, Rows
+from turnstream.types.extras import ROUTE_DTYPES
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -98,7 +99,10 @@ def _joined_extra(name: str, known: ExtraColumn, parts: Sequence[Rows]) -> Extra
 
 
 def _declaration(column: ExtraColumn) -> tuple[str, str, tuple[int, ...]]:
-    return column.per, str(column.dtype), column.shape
+    dtype = column.dtype.name
+    if column.per == "first_tokens" and dtype in ROUTE_DTYPES:
+        dtype = "router choices"  # in the narrowest type of each part; joined in the widest
+    return column.per, dtype, column.shape
 
 
 def _inert_operations(part: Rows, *, shape: tuple[int, ...]) -> OperationColumns:

@@ -17,14 +17,22 @@ from __future__ import annotations
 
 import collections.abc as abc
 import itertools
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.columns import OBSERVED, RowPieces, token_columns
+from turnstream.batching.columns import OBSERVED, RowPieces, stored_row, token_columns
+from turnstream.batching.extras import (
+    ExtraIndex,
+    MergedRow,
+    merged_sequence_columns,
+    require_declared,
+    split_columns,
+)
 from turnstream.batching.plan import SequenceShape
 from turnstream.batching.prefix import PrefixIndex
-from turnstream.types import Sequence, StoredTurn, Turn, TurnShape, VersionRun
+from turnstream.types import DeclaredColumn, Sequence, StoredTurn, Turn, TurnShape, VersionRun
 
 
 def plan_sequences(shapes: abc.Sequence[TurnShape], *, merge: bool) -> tuple[SequenceShape, ...]:
@@ -60,26 +68,38 @@ def _sequence_shape(turns: list[int], shapes: abc.Sequence[TurnShape]) -> Sequen
     )
 
 
-def store_turns(turns: abc.Sequence[Turn]) -> list[StoredTurn]:
-    """What is sent of every turn: the tokens that no earlier turn of the trajectory holds."""
-    known = PrefixIndex()
+def store_turns(
+    turns: abc.Sequence[Turn], *, extra_columns: abc.Sequence[DeclaredColumn] = ()
+) -> list[StoredTurn]:
+    """What is sent of every turn: the tokens that no earlier turn of the trajectory holds.
+
+    Args:
+        turns: of one trajectory, in order.
+        extra_columns: what the run declares, in order of name.
+
+    Raises:
+        InvalidTurnError: an extra column is not as declared.
+    """
+    known, extras = PrefixIndex(), ExtraIndex(extra_columns)
     stored: list[StoredTurn] = []
     for index, turn in enumerate(turns):
         match = known.link(turn.prompt_ids)
+        linked = extras.link(turn, match)
         known.add(match, turn.prompt_ids, turn.response_ids)
+        extras.add(turn, linked)
+        parent_turn, shared_tokens = linked.match
         stored.append(
             StoredTurn(
                 index=index,
-                parent_turn=match.parent_turn,
-                shared_tokens=match.shared_tokens,
-                token_ids=np.concatenate(
-                    (turn.prompt_ids[match.shared_tokens :], turn.response_ids)
-                ),
+                parent_turn=parent_turn,
+                shared_tokens=shared_tokens,
+                token_ids=np.concatenate((turn.prompt_ids[shared_tokens:], turn.response_ids)),
                 num_response_tokens=len(turn.response_ids),
                 logprobs=turn.logprobs,
                 loss_mask=turn.loss_mask,
                 rewards=turn.rewards,
                 version_runs=turn.version_runs,
+                extras=linked.pieces,
             )
         )
     return stored
@@ -99,23 +119,61 @@ def turn_prompts(stored: abc.Sequence[StoredTurn]) -> list[NDArray[np.int32]]:
     return prompts
 
 
-def merge_turns(turns: abc.Sequence[Turn]) -> list[Sequence]:
+def merge_turns(
+    turns: abc.Sequence[Turn], *, extra_columns: abc.Sequence[DeclaredColumn] = ()
+) -> list[Sequence]:
     """The rows of one trajectory, given the full prompt of every turn, ordered by first turn.
 
     A prompt that extends everything so far continues its row; any difference, or a shorter prompt,
     starts a new one. Arrays of the rows are views of shared buffers.
 
+    Args:
+        turns: of one trajectory, in order.
+        extra_columns: what the run declares, in order of name: `turnstream.batching.extras` says
+            what a merged row has of them.
+
     Raises:
-        InvalidTurnError: an array has another length than its response.
+        InvalidTurnError: an array has another length than its response, or an extra column is not
+            as declared.
+        UnmergeableColumnError: turns of a row differ in a column that has one value per row.
     """
-    return merge_trajectories([turns])[0]
+    return merge_trajectories([turns], extra_columns=extra_columns)[0]
 
 
-def merge_trajectories(trajectories: abc.Iterable[abc.Sequence[Turn]]) -> list[list[Sequence]]:
+def merge_trajectories(
+    trajectories: abc.Iterable[abc.Sequence[Turn]],
+    *,
+    extra_columns: abc.Sequence[DeclaredColumn] = (),
+) -> list[list[Sequence]]:
     """`merge_turns` of many trajectories, which share the buffers; several times faster."""
+    if extra_columns:
+        return _merged_with_extras(trajectories, extra_columns)
     merged = [_merged_rows(turns) for turns in trajectories]
     rows = iter(_sequences([row for rows in merged for row in rows]))
     return [list(itertools.islice(rows, len(rows_of_one))) for rows_of_one in merged]
+
+
+def _merged_with_extras(
+    trajectories: abc.Iterable[abc.Sequence[Turn]], declared: abc.Sequence[DeclaredColumn]
+) -> list[list[Sequence]]:
+    """By way of what is stored, where a turn's items decide as well which row it joins."""
+    merged: list[list[RowPieces]] = []
+    with_stored: list[MergedRow] = []
+    for turns in trajectories:
+        stored = store_turns(turns, extra_columns=declared)
+        planned = plan_sequences([turn.shape for turn in stored], merge=True)
+        merged.append([stored_row(stored, row.turns) for row in planned])
+        with_stored += [
+            MergedRow(stored, row.turns, pieces.spans, row.num_tokens)
+            for row, pieces in zip(planned, merged[-1], strict=True)
+        ]
+    rows = zip(
+        _sequences([row for rows in merged for row in rows]),
+        merged_sequence_columns(with_stored, declared),
+        strict=True,
+    )
+    whole = iter([replace(row, extras=columns) for row, columns in rows])
+    return [list(itertools.islice(whole, len(rows_of_one))) for rows_of_one in merged]
 
 
 def _merged_rows(turns: abc.Sequence[Turn]) -> list[RowPieces]:
@@ -125,6 +183,8 @@ def _merged_rows(turns: abc.Sequence[Turn]) -> list[RowPieces]:
     row_ending_in: dict[int, int] = {}
     num_tokens: list[int] = []
     for index, turn in enumerate(turns):
+        if turn.extras:
+            require_declared(turn, ())
         prompt_ids, response_ids = turn.prompt_ids, turn.response_ids
         parent, shared = match = known.link(prompt_ids)
         if index + 1 < len(turns):
@@ -178,11 +238,14 @@ def split_sequences(sequences: abc.Sequence[Sequence]) -> list[Turn]:
 
     What `merge_turns` cannot tell apart comes back in its plain form: a mask of ones for none,
     rewards of zero for none, neighbouring runs of one version as one run. A turn without
-    log-probabilities has none again, unless it has no trained token and its row has them.
+    log-probabilities has none again, unless it has no trained token and its row has them. Extra
+    columns come back as each turn said them of its whole prompt: a column that a turn left out is
+    there if its row has values for it, and one without values is left out.
     """
     turns: dict[int, Turn] = {}
     for sequence in sequences:
-        for index, (begin, end) in zip(sequence.turns, sequence.turn_spans, strict=True):
+        spans = zip(sequence.turns, sequence.turn_spans, strict=True)
+        for place, (index, (begin, end)) in enumerate(spans):
             response = sequence.prompt_length + begin, sequence.prompt_length + end
             turns[index] = Turn(
                 prompt_ids=sequence.input_ids[: response[0]],
@@ -191,6 +254,12 @@ def split_sequences(sequences: abc.Sequence[Sequence]) -> list[Turn]:
                 loss_mask=sequence.loss_mask[begin:end],
                 rewards=sequence.rewards[begin:end],
                 version_runs=_cut_runs(sequence.version_runs, begin, end),
+                extras=split_columns(
+                    sequence.extras,
+                    place=place,
+                    prompt_length=sequence.prompt_length,
+                    span=(begin, end),
+                ),
             )
     return [turns[index] for index in sorted(turns)]
 

@@ -11,15 +11,17 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.assemble import concatenate_rows, take_rows
+from turnstream.batching.extras import inert_columns
 from turnstream.batching.microbatch import Budget, plan_passes
 from turnstream.errors import BatchingError
-from turnstream.types import Ragged, Rows
+from turnstream.types import ExtraColumn, Ragged, Rows
 
 INERT_LENGTH = 2
 """Tokens of an inert row: one of prompt, one of response, so that no layout has an empty side."""
@@ -152,7 +154,9 @@ def rank_share(
         return share
     row_ids = [inert_row_id(step, mini_batch, position) for position in padding]
     has_logprobs = rows.logprobs is not None
-    inert = inert_rows(row_ids, pad_token_id=pad_token_id, has_logprobs=has_logprobs)
+    inert = inert_rows(
+        row_ids, pad_token_id=pad_token_id, has_logprobs=has_logprobs, extras=rows.extras
+    )
     return concatenate_rows([share, inert])
 
 
@@ -191,10 +195,24 @@ def inert_row_id(step: int, mini_batch: int, position: int) -> int:
     return -1 - ((((step << _MINI_BATCH_BITS) | mini_batch) << _POSITION_BITS) | position)
 
 
-def inert_rows(row_ids: list[int], *, pad_token_id: int, has_logprobs: bool) -> Rows:
+def inert_rows(
+    row_ids: list[int],
+    *,
+    pad_token_id: int,
+    has_logprobs: bool,
+    extras: Mapping[str, ExtraColumn] = MappingProxyType({}),
+) -> Rows:
     """Rows that are computed and count nowhere: two tokens, mask 0, no reward, weight 0.
 
-    They copy nothing of a real row. A logprob column is there if the other rows have one.
+    They copy nothing of a real row. A logprob column is there if the other rows have one. Of every
+    extra column they have zeros; of items none, and of router choices none that was captured, so
+    that layouts write the dummy choice.
+
+    Args:
+        row_ids: as given by `inert_row_id`.
+        pad_token_id: both tokens.
+        has_logprobs: whether the other rows have them.
+        extras: of the other rows; their types and shapes count.
     """
     num_rows = len(row_ids)
 
@@ -217,6 +235,7 @@ def inert_rows(row_ids: list[int], *, pad_token_id: int, has_logprobs: bool) -> 
         "rewards": ragged(0.0, np.float32),
         "run_versions": ragged(-1, np.int64),
         "run_counts": ragged(1, np.int32),
+        "extras": inert_columns(extras, [INERT_LENGTH] * num_rows, [1] * num_rows),
     }
     return Rows(**columns)  # type: ignore[reportArgumentType] -- the tables below give the dtypes
 

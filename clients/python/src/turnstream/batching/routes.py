@@ -61,12 +61,21 @@ def route_column(routes_B: Sequence[NDArray[np.integer]], lengths_B: Sequence[in
         )
         if wrong:
             raise BatchingError(f"routes of row {row}: {wrong}")
-    largest = max(int(routes.max(initial=0)) for routes in routes_B)
+    offsets = np.cumsum([0, *map(len, routes_B)]).astype(np.int32)
+    return Ragged(narrowed(np.concatenate(routes_B)), offsets)
+
+
+def narrowed(choices: NDArray[Any]) -> NDArray[Any]:
+    """The same choices in the narrowest type that holds them all.
+
+    Raises:
+        BatchingError: an expert is above what int32 can count.
+    """
+    largest = int(choices.max(initial=0))
     dtype = next((dtype for limit, dtype in _DTYPES if largest < limit), None)
     if dtype is None:
         raise BatchingError(f"routes: expert {largest} is above {_DTYPES[-1][0] - 1}")
-    offsets = np.cumsum([0, *map(len, routes_B)]).astype(np.int32)
-    return Ragged(np.concatenate(routes_B).astype(dtype), offsets)
+    return choices.astype(dtype, copy=False)
 
 
 def place_routes(routes: Ragged[Any], *, starts: NDArray[np.int64], num_slots: int) -> Routes:

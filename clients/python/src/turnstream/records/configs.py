@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import MISSING, asdict, fields
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import CorruptRecordError, InvalidConfigError, UnknownFormatError
+from turnstream.types import DeclaredColumn
 
 MAJOR_VERSION: Final = 0
 
@@ -42,7 +43,21 @@ def decode_config(text: str | bytes) -> BatchingConfig:
             known[field.name] = _checked(field.name, stored[field.name], like=field.default)
         elif field.default is MISSING:
             raise InvalidConfigError(field.name, "is missing")
+    if "extra_columns" in known:
+        known["extra_columns"] = _known_declarations(known["extra_columns"])
     return BatchingConfig(**known)
+
+
+def _known_declarations(stored: Any) -> Any:
+    """The declarations without the fields that this release does not know."""
+    if not isinstance(stored, list):
+        return stored  # BatchingConfig says what is wrong with it
+    names = {field.name for field in fields(DeclaredColumn)}
+    objects = cast("list[Any]", stored)
+    return [
+        {name: one[name] for name in names & one.keys()} if isinstance(one, dict) else one
+        for one in objects
+    ]
 
 
 def _checked(name: str, value: Any, *, like: object) -> Any:

@@ -27,6 +27,7 @@ _STATUSES: Final[dict[type[TurnstreamError], _Status]] = {
     errors.InvalidTurnError: _Status("INVALID_ARGUMENT", 422),
     errors.InvalidConfigError: _Status("INVALID_ARGUMENT", 422),
     errors.RowTooLongError: _Status("INVALID_ARGUMENT", 422),
+    errors.UnmergeableColumnError: _Status("INVALID_ARGUMENT", 422),
     errors.UnsupportedEstimatorError: _Status("INVALID_ARGUMENT", 422),
     errors.RecordError: _Status("DATA_LOSS", 500),
     errors.CorruptRecordError: _Status("DATA_LOSS", 500),

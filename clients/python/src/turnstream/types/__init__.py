@@ -11,9 +11,9 @@ from turnstream.types.events import (
     TrajectoryDied,
     VersionAnnounced,
 )
+from turnstream.types.extras import DeclaredColumn, Extent, ExtraPiece, SequenceColumn
 from turnstream.types.rows import (
     Denominators,
-    Extent,
     ExtraColumn,
     MiniBatch,
     MiniBatchInfo,
@@ -39,10 +39,12 @@ from turnstream.types.turns import (
 
 __all__ = [
     "NO_PARENT",
+    "DeclaredColumn",
     "Denominators",
     "Event",
     "Extent",
     "ExtraColumn",
+    "ExtraPiece",
     "Group",
     "GroupOpened",
     "MiniBatch",
@@ -54,6 +56,7 @@ __all__ = [
     "RunClosed",
     "SealedTrajectory",
     "Sequence",
+    "SequenceColumn",
     "Status",
     "StoredTurn",
     "Trajectory",

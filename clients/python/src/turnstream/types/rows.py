@@ -10,19 +10,16 @@ import itertools
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.errors import BatchingError
+from turnstream.types.extras import Extent, SequenceColumn
 from turnstream.types.turns import VersionRun
 
 Scalar = TypeVar("Scalar", bound=np.generic)
-
-Extent = Literal["token", "first_tokens", "response_token", "row", "items"]
-"""What a row has one value of an extra column for: each token, each of its first tokens (as many as
-were captured), each response token, itself, or anything of its own, such as patches of an image."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,6 +98,7 @@ class Sequence:
         rewards: float32 (T - P,).
         version_runs: which weights sampled the response, covering T - P tokens.
         turn_spans: begin and end of every turn's own response, counted in response tokens.
+        extras: declared columns by name, in order of name.
     """
 
     turns: tuple[int, ...]
@@ -111,6 +109,7 @@ class Sequence:
     rewards: NDArray[np.float32]
     version_runs: tuple[VersionRun, ...]
     turn_spans: tuple[tuple[int, int], ...] = ()
+    extras: abc.Mapping[str, SequenceColumn] = field(default_factory=dict[str, SequenceColumn])
 
 
 class Denominators(NamedTuple):

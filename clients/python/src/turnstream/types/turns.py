@@ -9,11 +9,12 @@ import collections.abc as abc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from turnstream.types.extras import ExtraPiece
 from turnstream.types.names import encode_name
 
 NO_PARENT = -1
@@ -81,6 +82,8 @@ class Turn:
         loss_mask: uint8 (R,), 1 where the token is trained; None trains every response token.
         rewards: float32 (R,), one per response token; None means no reward inside this turn.
         version_runs: which weights sampled the response, covering all R tokens; empty if unknown.
+        extras: values of the columns that the run declares, by name, each said of the whole turn:
+            see `turnstream.types.extras`.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -89,6 +92,7 @@ class Turn:
     loss_mask: NDArray[np.uint8] | None = None
     rewards: NDArray[np.float32] | None = None
     version_runs: tuple[VersionRun, ...] = ()
+    extras: Mapping[str, NDArray[Any]] = field(default_factory=dict[str, NDArray[Any]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,6 +110,7 @@ class StoredTurn:
         num_response_tokens: R.
         logprobs, loss_mask, rewards: as in Turn; None has the meaning it has there.
         payload_crc: CRC-32 that the record carries: of the record, header and arrays; 0 before.
+        extras: declared columns by name, in order of name: what the parent does not hold of them.
     """
 
     index: int
@@ -118,6 +123,7 @@ class StoredTurn:
     rewards: NDArray[np.float32] | None = None
     version_runs: tuple[VersionRun, ...] = ()
     payload_crc: int = 0
+    extras: Mapping[str, ExtraPiece] = field(default_factory=dict[str, ExtraPiece])
 
     @property
     def new_prompt_ids(self) -> NDArray[np.int32]:

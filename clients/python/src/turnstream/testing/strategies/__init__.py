@@ -3,6 +3,7 @@
 Token ids come from a small alphabet, so that contexts repeat, extend and resemble each other.
 """
 
+from turnstream.testing.strategies.extras import declared_columns, with_extras
 from turnstream.testing.strategies.plans import configs, events, manifests, sealed_trajectories
 from turnstream.testing.strategies.rows import (
     extra_columns,
@@ -24,6 +25,7 @@ from turnstream.testing.strategies.values import names, tokens
 __all__ = [
     "chains",
     "configs",
+    "declared_columns",
     "events",
     "extra_columns",
     "groups",
@@ -39,4 +41,5 @@ __all__ = [
     "trees",
     "turns",
     "version_runs",
+    "with_extras",
 ]

@@ -21,6 +21,7 @@ from turnstream.batching.plan import (
     SequenceShape,
     TrajectoryPlan,
 )
+from turnstream.testing.strategies.extras import declared_columns
 from turnstream.testing.strategies.values import (
     crcs,
     exactly,
@@ -107,6 +108,7 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
     sources = ["outcome"] if estimator == "reinforce_pp" else get_args(RewardSource)
     weights = st.dictionaries(names, st.floats(-9, 9), min_size=2, max_size=3)
     max_staleness = draw(st.integers(0, 4))
+    merge = draw(st.booleans())
     return BatchingConfig(
         batch_groups=mini_batch_groups * draw(st.integers(1, 8)),
         mini_batch_groups=mini_batch_groups,
@@ -116,12 +118,13 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
         singleton_advantage=draw(st.sampled_from(get_args(SingletonAdvantage))),
         aggregation=aggregation,
         length_constant=draw(st.integers(1, 4096)) if aggregation == "constant" else 0,
-        merge=draw(st.booleans()),
+        merge=merge,
         drop_zero_variance=draw(st.booleans()),
         max_staleness=max_staleness,
         max_planned_ahead=draw(st.integers(0, max_staleness)),
         pad_token_id=draw(st.integers(0, 200_000)),
         max_tokens_per_micro_batch=draw(st.integers(0, 100_000)),
+        extra_columns=draw(declared_columns(merge=merge)),
     )
 
 

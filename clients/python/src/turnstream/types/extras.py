@@ -1,0 +1,174 @@
+"""Extra columns: what a run declares beside tokens, such as router choices, images, position ids.
+
+A declaration says once what a value is and what a turn and a row have one value for. Everything
+else follows from the extent:
+
+==============  ============================================  =====================================
+extent          a turn gives                                  a merged row has
+==============  ============================================  =====================================
+token           one value per token of prompt + response      one per token
+first_tokens    router choices of its first k tokens          those of its first tokens: the most
+                                                              that any of its turns captured
+response_token  one value per response token                  one per response token, the fill where
+                                                              a token was observed
+row             one value                                     that value, where its turns agree
+items           every item of its prompt, such as the         every item of its last prompt, in
+                patches of all images                         order
+==============  ============================================  =====================================
+
+What a turn gives is said of its whole prompt, as the prompt itself is: what an earlier turn of the
+trajectory holds is found and travels once. See `turnstream.batching.extras`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnstream.errors import InvalidConfigError
+
+Extent = Literal["token", "first_tokens", "response_token", "row", "items"]
+"""What a row has one value of an extra column for: each token, each of its first tokens (as many as
+were captured), each response token, itself, or anything of its own, such as patches of an image."""
+
+EXTRA_DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+"""What a declared column may hold: the types that numpy, Arrow and torch have in common."""
+
+ROUTE_DTYPES = ("uint8", "int16", "int32")
+"""What router choices may be declared as; they travel in the narrowest that holds them."""
+
+_MAX_NAME_LENGTH = 64
+_MAX_DIMENSIONS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeclaredColumn:
+    """An extra column of a run, declared once in its configuration.
+
+    >>> DeclaredColumn(name="routes", per="first_tokens", dtype="int16", shape=(2, 4)).shape
+    (2, 4)
+
+    Attributes:
+        name: a Python identifier of ASCII letters.
+        per: what a turn and a row have one value for. "first_tokens" is for router choices.
+        dtype: of the numbers, one of EXTRA_DTYPES; of router choices the widest of ROUTE_DTYPES
+            that may be needed.
+        shape: of one value; () is a number. Router choices are (layers, topk).
+        fill: stands where a token of a row has no value: observed tokens of a "response_token"
+            column, and the tokens or turns that an optional column says nothing of.
+        is_optional: a turn may leave the column out. One without items always may.
+        is_constant: of per="row": all turns of a trajectory have the same value. A run that merges
+            turns takes no other such column, because a merged row can have only one value.
+    """
+
+    name: str
+    per: Extent
+    dtype: str
+    shape: tuple[int, ...] = ()
+    fill: float = 0
+    is_optional: bool = False
+    is_constant: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every field and their combinations.
+
+        Raises:
+            InvalidConfigError: names the column, the field and its value.
+        """
+        if not isinstance(self.name, str) or not _is_name(self.name):  # pyright: ignore[reportUnnecessaryIsInstance] -- JSON gives anything
+            raise InvalidConfigError(
+                "extra_columns",
+                f"{self.name!r} is no name of at most {_MAX_NAME_LENGTH} letters, digits and "
+                "underscores",
+            )
+        if self.per not in get_args(Extent):
+            self._refuse("per", f"is not one of {', '.join(get_args(Extent))}")
+        if self.dtype not in EXTRA_DTYPES:
+            self._refuse("dtype", f"is not one of {', '.join(EXTRA_DTYPES)}")
+        object.__setattr__(self, "shape", self._checked_shape())
+        object.__setattr__(self, "fill", self._checked_fill())
+        for field in ("is_optional", "is_constant"):
+            if not isinstance(getattr(self, field), bool):
+                self._refuse(field, "is neither true nor false")
+        self._check_combinations()
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """Of the numbers."""
+        return np.dtype(self.dtype)
+
+    def _check_combinations(self) -> None:
+        if self.per == "first_tokens":
+            if len(self.shape) != 2:
+                self._refuse("shape", "is not the (layers, topk) of router choices")
+            if self.dtype not in ROUTE_DTYPES:
+                self._refuse("dtype", f"is not one of {', '.join(ROUTE_DTYPES)}: router choices")
+            if self.shape[1] - 1 > np.iinfo(self.dtype).max:
+                self._refuse("dtype", f"cannot count the {self.shape[1]} experts of a token")
+            if self.fill:
+                self._refuse("fill", "is never written: uncaptured tokens have the choice 0, 1 ..")
+        if self.is_constant and self.per != "row":
+            self._refuse("is_constant", f"is for per='row', not for per={self.per!r}")
+
+    def _checked_shape(self) -> tuple[int, ...]:
+        try:
+            shape = tuple(self.shape)
+        except TypeError:
+            shape = (0,)
+        is_whole = all(type(size) is int and 1 <= size < 2**31 for size in shape)
+        if not is_whole or len(shape) > _MAX_DIMENSIONS:
+            self._refuse(
+                "shape", f"is no list of at most {_MAX_DIMENSIONS} whole numbers of at least 1"
+            )
+        return shape
+
+    def _checked_fill(self) -> float:
+        """A whole number where the column has such, otherwise a finite float."""
+        fill: Any = self.fill
+        if isinstance(fill, bool) or not isinstance(fill, int | float) or fill != fill:
+            self._refuse("fill", "is no number")
+        if self.numpy_dtype.kind == "f":
+            if abs(fill) > float(np.finfo(self.dtype).max):
+                self._refuse("fill", f"is no finite {self.dtype}")
+            return float(fill)
+        limits = np.iinfo(self.dtype)
+        if not limits.min <= fill <= limits.max or fill != int(fill):
+            self._refuse("fill", f"is no {self.dtype}")
+        return int(fill)
+
+    def _refuse(self, field: str, message: str) -> None:
+        raise InvalidConfigError(
+            f"extra_columns[{self.name!r}].{field}", f"{getattr(self, field)!r} {message}"
+        )
+
+
+class ExtraPiece(NamedTuple):
+    """What a stored turn holds of an extra column.
+
+    The values of the whole turn are the first `num_shared` of its parent's, then `values`.
+    """
+
+    num_shared: int
+    values: NDArray[Any]
+
+
+class SequenceColumn(NamedTuple):
+    """An extra column of one merged row.
+
+    Attributes:
+        per: what it has one value for.
+        values: in order.
+        ends: where the values of every turn's own prompt + response end, counted in values; of
+            "first_tokens" and "items" alone, which no length of the row tells.
+    """
+
+    per: Extent
+    values: NDArray[Any]
+    ends: tuple[int, ...] = ()
+
+
+def _is_name(name: str) -> bool:
+    return name.isascii() and name.isidentifier() and len(name) <= _MAX_NAME_LENGTH
