@@ -14,7 +14,7 @@ from turnstream.records.framing import TURN, read_frame, record_crc, write_frame
 from turnstream.records.turns import decode_turn, encode_turn
 from turnstream.testing import assert_same, ids, is_same, stored_turn
 from turnstream.testing.strategies import stored_turns
-from turnstream.types import StoredTurn, VersionRun
+from turnstream.types import ExtraPiece, StoredTurn, VersionRun
 from turnstream.wire.v1 import records_pb2 as wire
 
 
@@ -161,4 +161,79 @@ def test_a_turn_without_token_ids_is_refused():
     record = write_frame(TURN, wire.TurnHeader(parent_turn=-1).SerializeToString())
 
     with pytest.raises(CorruptRecordError, match="no token_ids"):
+        decode_turn(record)
+
+
+# --------------------------------------------------------------------------------------
+# extra columns
+
+ROUTES = np.arange(12, dtype=np.uint8).reshape(2, 3, 2)
+
+
+def test_extra_columns_are_views_into_the_record_in_order_of_name():
+    teacher = np.array([-0.5, -0.25], np.float32)
+    extras = {"teacher": ExtraPiece(0, teacher), "routes": ExtraPiece(0, ROUTES)}
+    record = encode_turn(replace(stored_turn("a", "BC"), extras=extras))
+
+    decoded = decode_turn(record)
+
+    assert_same(decoded.extras, dict(sorted(extras.items())))
+    for piece in decoded.extras.values():
+        assert np.shares_memory(piece.values, np.frombuffer(record, np.uint8))
+
+
+def test_a_column_of_which_the_parent_holds_everything_costs_a_few_bytes():
+    turn = replace(stored_turn("a", "BC", index=1, parent=0, shared=5), extras={})
+    piece = ExtraPiece(300, np.zeros((0, 48, 8), np.uint8))
+
+    record = encode_turn(replace(turn, extras={"routes": piece}))
+
+    assert_same(decode_turn(record).extras["routes"], piece)
+    assert len(record) - len(encode_turn(turn)) < 50
+
+
+def test_other_byte_orders_and_strides_are_sent_as_the_values_they_show():
+    values = np.arange(6, dtype=">i4").reshape(2, 3).T
+    turn = replace(stored_turn("a", "BC"), extras={"grid": ExtraPiece(0, values)})
+
+    decoded = decode_turn(encode_turn(turn))
+
+    assert decoded.extras["grid"].values.tolist() == values.tolist()
+    assert decoded.extras["grid"].values.dtype == np.dtype("<i4")
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        ExtraPiece(0, np.array(["a"])),
+        ExtraPiece(0, np.zeros(2, np.uint16)),
+        ExtraPiece(0, np.array(3, np.int32)),
+        ExtraPiece(-1, ROUTES),
+        ExtraPiece(2, ROUTES),
+    ],
+)
+def test_extra_columns_that_cannot_be_are_not_encoded(piece: ExtraPiece):
+    turn = replace(stored_turn("a", "BC"), extras={"routes": piece})
+
+    with pytest.raises(InvalidTurnError, match=r"^extras\['routes'\]: "):
+        encode_turn(turn)
+
+
+@pytest.mark.parametrize(
+    ("reason", "specs"),
+    [
+        ("'extra.x' is declared int32", [{"shape": []}]),
+        ("'extra.x' is declared uint8", [{"dtype": "uint8", "shape": [1]}] * 2),
+        ("uint16.* are no values", [{"dtype": "uint16", "shape": [1]}]),
+        ("3 values shared with turn -1", [{"shape": [1], "num_shared": 3}]),
+        ("leaves its record", [{"shape": [1000]}]),
+    ],
+)
+def test_extra_columns_that_cannot_be_are_refused(reason: str, specs: list[dict[str, Any]]):
+    arrays = [wire.ArraySpec(**{"name": "extra.x", "dtype": "int32", **spec}) for spec in specs]
+    counts = [int(np.prod(list(spec.shape))) * np.dtype(spec.dtype).itemsize for spec in arrays]
+    body = np.zeros(0 if "leaves" in reason else sum(counts), np.uint8)
+    record = rewritten(encode_turn(stored_turn("a", "BC")), body, arrays=arrays)
+
+    with pytest.raises(CorruptRecordError, match=reason):
         decode_turn(record)

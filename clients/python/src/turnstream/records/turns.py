@@ -1,8 +1,9 @@
 """Turns as records: a protobuf header, then the raw arrays.
 
 The arrays are, in this order: token_ids int32 (new prompt tokens, then the response), logprobs
-float32, rewards float32, loss_mask uint8. A mask of ones and rewards of zeros say nothing and are
-left out, so that the same turn always gives the same bytes.
+float32, rewards float32, loss_mask uint8, then the extra columns in order of name, of any type. A
+mask of ones and rewards of zeros say nothing and are left out, so that the same turn always gives
+the same bytes.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ from numpy.typing import NDArray
 
 from turnstream.errors import CorruptRecordError, InvalidTurnError
 from turnstream.records.framing import TURN, Frame, read_frame, write_frame
-from turnstream.types import NO_PARENT, StoredTurn, VersionRun
+from turnstream.types import NO_PARENT, ExtraPiece, StoredTurn, VersionRun
+from turnstream.types.extras import EXTRA_DTYPES
 from turnstream.wire.v1 import records_pb2 as wire
+
+EXTRA_PREFIX: Final = "extra."
+"""Before the name of an extra column, so that it never meets an array of ours."""
 
 
 class _ArrayType(NamedTuple):
@@ -45,15 +50,24 @@ def encode_turn(turn: StoredTurn) -> bytes:
     if contradiction:
         raise InvalidTurnError(*contradiction)
     arrays = dict(_arrays_worth_sending(turn))
+    specs = [
+        wire.ArraySpec(name=name, dtype=_TYPES[name].name, shape=(len(array),))
+        for name, array in arrays.items()
+    ]
+    for name in sorted(turn.extras):
+        num_shared, values = turn.extras[name]
+        values = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
+        arrays[name := EXTRA_PREFIX + name] = values
+        dtype = values.dtype.name
+        specs.append(
+            wire.ArraySpec(name=name, dtype=dtype, shape=values.shape, num_shared=num_shared)
+        )
     header = wire.TurnHeader(
         index=turn.index,
         parent_turn=turn.parent_turn,
         shared_tokens=turn.shared_tokens,
         num_response_tokens=turn.num_response_tokens,
-        arrays=[
-            wire.ArraySpec(name=name, dtype=_TYPES[name].name, shape=(len(array),))
-            for name, array in arrays.items()
-        ],
+        arrays=specs,
         version_runs=[wire.VersionRun(version=v, count=n) for v, n in turn.version_runs],
     )
     return write_frame(TURN, header.SerializeToString(), arrays.values())
@@ -71,7 +85,7 @@ def decode_turn(record: bytes) -> StoredTurn:
         header = wire.TurnHeader.FromString(frame.header)
     except DecodeError as error:
         raise CorruptRecordError(f"the header of a turn is unreadable: {error}") from error
-    arrays = _views(record, frame, header.arrays)
+    arrays, extras = _views(record, frame, header.arrays)
     if "token_ids" not in arrays:
         raise CorruptRecordError(f"turn {header.index} has no token_ids")
     turn = StoredTurn(
@@ -85,6 +99,7 @@ def decode_turn(record: bytes) -> StoredTurn:
         rewards=arrays.get("rewards"),
         version_runs=tuple(_version_runs(header.version_runs)),
         payload_crc=frame.crc,
+        extras=extras,
     )
     contradiction = _contradiction(turn)
     if contradiction:
@@ -102,9 +117,12 @@ def _arrays_worth_sending(turn: StoredTurn) -> Iterable[tuple[str, NDArray[Any]]
         yield "loss_mask", np.ascontiguousarray(turn.loss_mask)
 
 
-def _views(record: bytes, frame: Frame, specs: Iterable[wire.ArraySpec]) -> dict[str, NDArray[Any]]:
-    """The arrays that this release knows; others are passed over, whatever they hold."""
+def _views(
+    record: bytes, frame: Frame, specs: Iterable[wire.ArraySpec]
+) -> tuple[dict[str, NDArray[Any]], dict[str, ExtraPiece]]:
+    """The arrays that this release knows, and extra columns; others are passed over."""
     arrays: dict[str, NDArray[Any]] = {}
+    extras: dict[str, ExtraPiece] = {}
     start = frame.body_start
     for spec in specs:
         name, shape = spec.name, spec.shape
@@ -117,10 +135,17 @@ def _views(record: bytes, frame: Frame, specs: Iterable[wire.ArraySpec]) -> dict
             if spec.dtype != known.name or len(shape) != 1 or name in arrays:
                 raise CorruptRecordError(f"array {name!r} is declared {spec.dtype}{list(shape)}")
             arrays[name] = np.frombuffer(record, known.dtype, num_values, start)
+        elif name.startswith(EXTRA_PREFIX):
+            column = name.removeprefix(EXTRA_PREFIX)
+            if not shape or column in extras:
+                raise CorruptRecordError(f"array {name!r} is declared {spec.dtype}{list(shape)}")
+            dtype = np.dtype(spec.dtype).newbyteorder("<")
+            values = np.frombuffer(record, dtype, num_values, start).reshape(shape)
+            extras[column] = ExtraPiece(spec.num_shared, values)
         start += num_bytes
     if start != frame.body_stop:
         raise CorruptRecordError(f"{frame.body_stop - start} stray bytes behind the arrays")
-    return arrays
+    return arrays, extras
 
 
 @cache
@@ -160,4 +185,13 @@ def _contradiction(turn: StoredTurn) -> tuple[str, str] | None:
         num_versioned = sum(run.num_tokens for run in turn.version_runs)
         if num_versioned != num_response:
             return "version_runs", f"cover {num_versioned} of {num_response} response tokens"
+    return _extras_contradiction(turn) if turn.extras else None
+
+
+def _extras_contradiction(turn: StoredTurn) -> tuple[str, str] | None:
+    for name, (num_shared, values) in turn.extras.items():
+        if values.ndim == 0 or values.dtype.name not in EXTRA_DTYPES:
+            return f"extras[{name!r}]", f"{values.dtype}{list(values.shape)} are no values"
+        if num_shared < 0 or (num_shared and turn.parent_turn == NO_PARENT):
+            return f"extras[{name!r}]", f"{num_shared} values shared with turn {turn.parent_turn}"
     return None

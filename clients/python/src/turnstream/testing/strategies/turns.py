@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from turnstream.testing.strategies.values import (
+    exactly,
     floats,
     floats32,
     logprobs_of_tokens,
@@ -17,7 +18,17 @@ from turnstream.testing.strategies.values import (
     rewards_of_trajectories,
     tokens,
 )
-from turnstream.types import NO_PARENT, Group, Status, StoredTurn, Trajectory, Turn, VersionRun
+from turnstream.types import (
+    NO_PARENT,
+    ExtraPiece,
+    Group,
+    Status,
+    StoredTurn,
+    Trajectory,
+    Turn,
+    VersionRun,
+)
+from turnstream.types.extras import EXTRA_DTYPES
 
 
 @st.composite
@@ -39,7 +50,10 @@ def turns(draw: st.DrawFn, prompt_ids: Sequence[int] | None = None) -> Turn:
 
 @st.composite
 def stored_turns(draw: st.DrawFn) -> StoredTurn:
-    """A turn as it is stored: without a mask of ones, and without rewards of zeros."""
+    """A turn as it is stored: without a mask of ones, and without rewards of zeros.
+
+    Its extra columns may be of any type and shape.
+    """
     index = draw(st.integers(0, 4))
     parent = draw(st.integers(NO_PARENT, index - 1))
     turn = draw(turns())
@@ -54,7 +68,21 @@ def stored_turns(draw: st.DrawFn) -> StoredTurn:
         loss_mask=None if mask is None or mask.all() else mask,
         rewards=None if rewards is None or not rewards.any() else rewards,
         version_runs=turn.version_runs,
+        extras=draw(_extra_pieces(has_parent=parent != NO_PARENT)),
     )
+
+
+@st.composite
+def _extra_pieces(draw: st.DrawFn, *, has_parent: bool) -> dict[str, ExtraPiece]:
+    pieces: dict[str, ExtraPiece] = {}
+    for name in sorted(draw(st.sets(st.sampled_from(["images", "routes", "teacher"])))):
+        shape = draw(st.sampled_from([(), (2,), (2, 3)]))
+        count = draw(st.integers(0, 3))
+        numbers = draw(exactly(count * int(np.prod(shape)), st.integers(0, 99)))
+        values = np.array(numbers, draw(st.sampled_from(EXTRA_DTYPES)))
+        num_shared = draw(st.integers(0, 9)) if has_parent else 0
+        pieces[name] = ExtraPiece(num_shared, values.reshape(count, *shape))
+    return pieces
 
 
 @st.composite

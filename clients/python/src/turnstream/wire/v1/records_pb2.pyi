@@ -14,14 +14,16 @@ class VersionRun(_message.Message):
     def __init__(self, version: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class ArraySpec(_message.Message):
-    __slots__ = ("name", "dtype", "shape")
+    __slots__ = ("name", "dtype", "shape", "num_shared")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARED_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_shared: int
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., num_shared: _Optional[int] = ...) -> None: ...
 
 class TurnHeader(_message.Message):
     __slots__ = ("index", "parent_turn", "shared_tokens", "num_response_tokens", "arrays", "version_runs")
