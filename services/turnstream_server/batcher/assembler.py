@@ -22,7 +22,7 @@ from turnstream.batching.assemble import assemble_rows
 from turnstream.batching.plan import ASSEMBLY_VERSION, GroupPlan, Manifest
 from turnstream.errors import BatchingError, RecordError, UnknownFormatError
 from turnstream.records.batches import EncodedMiniBatch
-from turnstream.types import Ragged, Rows
+from turnstream.types import DeclaredColumn, Ragged, Rows
 from turnstream_server.batcher.cache import CacheStatistics, SingleFlightCache, Sized
 from turnstream_server.batcher.payload import Damage, DamagedPayloadError, Payload, PayloadReader
 from turnstream_server.batcher.shares import PlannedBatch, encode_share
@@ -149,9 +149,15 @@ class Assembler:
         payload = self._payload.read(trajectories, run=batch.manifest.run)
         first_row_id = batch.manifest.mini_batches[mini_batch].first_row_id
         try:
-            return assemble_rows(groups, payload, first_row_id=first_row_id)
+            return assemble_rows(
+                groups,
+                payload,
+                first_row_id=first_row_id,
+                extra_columns=batch.config.extra_columns,
+            )
         except (BatchingError, RecordError) as error:
-            raise DamagedPayloadError(_blame(groups, payload, error)) from error
+            damages = _blame(groups, payload, batch.config.extra_columns, error)
+            raise DamagedPayloadError(damages) from error
 
     def _drop_needless_rows(self, made: _ShareKey) -> None:
         """Forget the rows that a share came from once every rank of its world has its share."""
@@ -170,7 +176,12 @@ def _check_assembly_version(manifest: Manifest) -> None:
         raise UnknownFormatError("assembly", manifest.assembly_version, ASSEMBLY_VERSION)
 
 
-def _blame(groups: tuple[GroupPlan, ...], payload: Payload, error: Exception) -> tuple[Damage, ...]:
+def _blame(
+    groups: tuple[GroupPlan, ...],
+    payload: Payload,
+    extra_columns: tuple[DeclaredColumn, ...],
+    error: Exception,
+) -> tuple[Damage, ...]:
     """The trajectories that do not assemble alone; all of them if each does."""
     damages: list[Damage] = []
     for group in groups:
@@ -179,7 +190,7 @@ def _blame(groups: tuple[GroupPlan, ...], payload: Payload, error: Exception) ->
                 group_id=group.group_id, prompt_uid=group.prompt_uid, trajectories=(member,)
             )
             try:
-                assemble_rows([alone], payload, first_row_id=0)
+                assemble_rows([alone], payload, first_row_id=0, extra_columns=extra_columns)
             except (BatchingError, RecordError) as own_error:
                 damages.append(Damage(member.key, str(own_error)))
     if damages:
@@ -189,8 +200,8 @@ def _blame(groups: tuple[GroupPlan, ...], payload: Payload, error: Exception) ->
 
 def _num_bytes(rows: Rows) -> int:
     total = 0
-    for name in Rows.__slots__:
-        column = getattr(rows, name)
+    columns = [getattr(rows, name) for name in Rows.__slots__]
+    for column in (*columns, *[extra.values for extra in rows.extras.values()]):
         if isinstance(column, Ragged):
             total += column.values.nbytes + column.offsets.nbytes
         elif isinstance(column, np.ndarray):

@@ -22,7 +22,7 @@ def split(name: str) -> tuple[str, str]:
 def test_the_scripts_of_generators_are_these() -> None:
     assert [
         *("abandon.lua", "append.lua", "close_run.lua"),
-        *("create_run.lua", "open_group.lua", "post_sealed.lua"),
+        *("create_run.lua", "open_group.lua", "post_sealed.lua", "read_config.lua"),
     ] == NAMES
 
 

@@ -347,9 +347,10 @@ async def test_an_outage_longer_than_the_timeout_fails_what_was_accepted(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
 ) -> None:
     run = new_run(own_client)
-    own_server.kill()
 
     async with AsyncPublisher(own_server.url, run, timeout_s=0.3) as publisher:
+        await (await publisher.publish(group("f")))
+        own_server.kill()
         receipt = await publisher.publish(group("g"))
         with pytest.raises(NotReadyError):
             await receipt.result(0.01)

@@ -7,11 +7,12 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from turnstream.errors import NotReadyError, RejectedError
+from turnstream.errors import NotReadyError, RejectedError, TurnstreamError
 from turnstream.generator import writers
 from turnstream.generator.async_sender import AsyncSender
 from turnstream.generator.checks import checked_turn
 from turnstream.generator.drafts import draft_group
+from turnstream.generator.extras import with_checked_extras
 from turnstream.generator.lanes import Lane
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import AsyncReceipt, Delivery
@@ -89,7 +90,11 @@ class AsyncPublisher:
 
     async def publish(self, group: Group) -> AsyncReceipt:
         """Send a whole finished group. See `Publisher.publish`; the receipt can be awaited."""
-        drafted = draft_group(group)
+        try:
+            declared = await self._sender.learn_columns()
+        except TurnstreamError as error:
+            return self._failed(error)
+        drafted = draft_group(group, extra_columns=declared)
         opening = writers.checked_opening(group.group_id, len(drafted), group.prompt_uid)
         receipt = AsyncReceipt(len(drafted), unread_failures=self._unread_failures)
         num_bytes = sum(len(turn.record) for made in drafted for turn in made.turns)
@@ -97,6 +102,13 @@ class AsyncPublisher:
         self._sender.require_open()
         writers.send_group(self._outbox, group=opening, drafted=drafted, end=receipt)
         self._sender.start()
+        return receipt
+
+    def _failed(self, error: TurnstreamError) -> AsyncReceipt:
+        """The receipt of a group that could not be checked, since the run did not answer."""
+        self._sender.require_open()
+        receipt = AsyncReceipt(unread_failures=self._unread_failures)
+        receipt.settle(None, error)
         return receipt
 
     async def flush(self, timeout_s: float | None = None) -> None:
@@ -230,6 +242,7 @@ class AsyncTrajectoryWriter:
         rewards: Any = None,
         version: int | None = None,
         version_runs: Sequence[VersionRun] = (),
+        extras: Mapping[str, Any] | None = None,
         allow_empty: bool = False,
     ) -> AsyncReceipt:
         """Send one turn; return before the store has answered. See `TrajectoryWriter.append`."""
@@ -243,6 +256,7 @@ class AsyncTrajectoryWriter:
             version_runs=version_runs,
             allow_empty=allow_empty,
         )
+        turn = with_checked_extras(turn, extras, await self._sender.learn_columns())
         receipt = AsyncReceipt()
         async with self._order:
             lane = await self._opened_lane()

@@ -13,8 +13,10 @@ from redis.exceptions import RedisError
 from turnstream.errors import NotReadyError, StoreUnavailableError
 from turnstream.generator.calls import Round
 from turnstream.generator.outbox import Outbox
+from turnstream.generator.receipts import AsyncReceipt
 from turnstream.store import keys
 from turnstream.store.connection import MAX_BLOCK_S, AsyncLink, connect_async
+from turnstream.types import DeclaredColumn
 
 _LISTEN_AGAIN_S = 0.5
 
@@ -45,6 +47,16 @@ class AsyncSender:
         """Refuse writes after `close`."""
         if self._is_closed:
             raise StoreUnavailableError("the publisher was closed")
+
+    async def learn_columns(self) -> tuple[DeclaredColumn, ...]:
+        """The extra columns of the run, which is asked for them once."""
+        while (columns := self._outbox.extra_columns) is None:
+            receipt = AsyncReceipt()
+            self.require_open()
+            self._outbox.learn_columns(receipt)
+            self.start()
+            await receipt
+        return columns
 
     async def wait_until(self, has_room: Callable[[], bool]) -> None:
         """Wait until more may be accepted."""

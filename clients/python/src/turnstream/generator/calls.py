@@ -18,12 +18,14 @@ _OPEN_GROUP = Script("open_group")
 _APPEND = Script("append")
 _POST_SEALED = Script("post_sealed")
 _ABANDON = Script("abandon")
+_READ_CONFIG = Script("read_config")
 SCRIPTS = (
     _OPEN_GROUP,
     _APPEND,
     _POST_SEALED,
     _ABANDON,
     close_command("r", "").script,
+    _READ_CONFIG,
 )
 """Everything that a round may call."""
 
@@ -66,7 +68,13 @@ class CloseCall(NamedTuple):
     receipt: Delivery
 
 
-Call = AdmissionCall | PayloadCall | SealsCall | AbandonCall | CloseCall
+class ConfigCall(NamedTuple):
+    """Ask what the run declares."""
+
+    receipt: Delivery
+
+
+Call = AdmissionCall | PayloadCall | SealsCall | AbandonCall | CloseCall | ConfigCall
 
 
 class Round(NamedTuple):
@@ -135,6 +143,7 @@ class CommandMaker:
         )
         self._seals_keys = (names.ledger, names.counts, names.groups, names.events)
         self._abandon_keys = (names.ledger, names.counts, names.events)
+        self._config_keys = (names.config,)
 
     def command(self, call: Call) -> Command:
         """What the store is told."""
@@ -149,6 +158,8 @@ class CommandMaker:
                 return self._abandon(lane)
             case CloseCall(reason, _):
                 return close_command(self._run, reason)
+            case ConfigCall():
+                return _READ_CONFIG(self._config_keys)
 
     def _admission(self, admission: Admission) -> Command:
         return _OPEN_GROUP(

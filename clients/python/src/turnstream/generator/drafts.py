@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from turnstream.batching.extras import ExtraIndex, LinkedTurn
 from turnstream.batching.merge import plan_sequences
-from turnstream.batching.prefix import PrefixIndex, PrefixMatch
+from turnstream.batching.prefix import PrefixIndex
 from turnstream.errors import InvalidTurnError
 from turnstream.generator import checks
+from turnstream.generator.extras import with_checked_extras
 from turnstream.records.events import encode_event
 from turnstream.records.turns import encode_turn
 from turnstream.types import (
+    DeclaredColumn,
     Group,
     SealedTrajectory,
     Status,
@@ -44,11 +47,16 @@ class TrajectoryDraft:
     """Makes the records of one trajectory, in order. Not thread-safe; no I/O.
 
     A turn that is refused leaves the draft as it was.
+
+    Args:
+        key: of the trajectory.
+        extra_columns: what the run declares.
     """
 
-    def __init__(self, key: TrajectoryKey) -> None:
+    def __init__(self, key: TrajectoryKey, *, extra_columns: Sequence[DeclaredColumn] = ()) -> None:
         self.key = key
         self._index = PrefixIndex()
+        self._extras = ExtraIndex(extra_columns)
         self._shapes: list[TurnShape] = []
         self._rewards: list[float] = []
         self._crcs: list[int] = []
@@ -61,16 +69,20 @@ class TrajectoryDraft:
         """Encode the next turn, and remember its tokens for the turns that follow.
 
         Raises:
-            InvalidTurnError: the record would be larger than MAX_RECORD_BYTES.
+            InvalidTurnError: the record would be larger than MAX_RECORD_BYTES, or an extra column
+                does not go with those of earlier turns.
         """
-        made, match = self._encode(turn)
+        match = self._index.link(turn.prompt_ids)
+        linked = self._extras.link(turn, match)
+        made = self._encode(turn, linked)
         self._index.add(match, turn.prompt_ids, turn.response_ids)
+        self._extras.add(turn, linked)
         return made
 
     def add_last(self, turn: Turn) -> TurnRecord:
         """Encode the next turn, which none follows; its tokens are not kept."""
-        made, _ = self._encode(turn)
-        return made
+        match = self._index.link(turn.prompt_ids)
+        return self._encode(turn, self._extras.link(turn, match))
 
     def seal(
         self,
@@ -126,8 +138,8 @@ class TrajectoryDraft:
             return self._shapes[0].num_tokens
         return sum(row.num_tokens for row in plan_sequences(self._shapes, merge=True))
 
-    def _encode(self, turn: Turn) -> tuple[TurnRecord, PrefixMatch]:
-        match = self._index.link(turn.prompt_ids)
+    def _encode(self, turn: Turn, linked: LinkedTurn) -> TurnRecord:
+        match = linked.match
         stored = StoredTurn(
             index=len(self._shapes),
             parent_turn=match.parent_turn,
@@ -138,17 +150,19 @@ class TrajectoryDraft:
             loss_mask=turn.loss_mask,
             rewards=turn.rewards,
             version_runs=turn.version_runs,
+            extras=linked.pieces,
         )
         num_bytes = stored.token_ids.nbytes + 4 * len(turn.response_ids) * (
             (turn.logprobs is not None) + (turn.rewards is not None)
         )
+        num_bytes += sum([piece.values.nbytes for piece in linked.pieces.values()])
         if num_bytes > checks.MAX_RECORD_BYTES:
             raise InvalidTurnError(
                 "turn", f"is a record of {num_bytes} bytes, more than {checks.MAX_RECORD_BYTES}"
             )
         made = TurnRecord(encode_turn(stored), stored.shape)
         self._remember(turn, made)
-        return made, match
+        return made
 
     def _remember(self, turn: Turn, made: TurnRecord) -> None:
         self._shapes.append(made.shape)
@@ -192,18 +206,29 @@ class DraftedTrajectory(NamedTuple):
     merged_tokens: int
 
 
-def draft_group(group: Group) -> list[DraftedTrajectory]:
+def draft_group(
+    group: Group, *, extra_columns: Sequence[DeclaredColumn] = ()
+) -> list[DraftedTrajectory]:
     """Check and encode every trajectory of a finished group, in order of their samples.
+
+    Args:
+        group: whole.
+        extra_columns: what the run declares.
 
     Raises:
         InvalidTurnError: names trajectory, turn, field and value; nothing of the group is accepted.
     """
-    return [_draft_trajectory(group.group_id, made) for made in checks.checked_group(group)]
+    return [
+        _draft_trajectory(group.group_id, made, extra_columns)
+        for made in checks.checked_group(group)
+    ]
 
 
-def _draft_trajectory(group_id: str, trajectory: Trajectory) -> DraftedTrajectory:
+def _draft_trajectory(
+    group_id: str, trajectory: Trajectory, declared: Sequence[DeclaredColumn]
+) -> DraftedTrajectory:
     key = TrajectoryKey(group_id, trajectory.sample, trajectory.attempt)
-    draft = TrajectoryDraft(key)
+    draft = TrajectoryDraft(key, extra_columns=declared)
     last = len(trajectory.turns) - 1
     turns: list[TurnRecord] = []
     where = f"trajectories[{trajectory.sample}]"
@@ -211,7 +236,8 @@ def _draft_trajectory(group_id: str, trajectory: Trajectory) -> DraftedTrajector
         for number, turn in enumerate(trajectory.turns):
             where = f"trajectories[{trajectory.sample}].turns[{number}]"
             add = draft.add_last if number == last else draft.add
-            turns.append(add(checks.recheck_turn(turn)))
+            checked = checks.recheck_turn(turn)
+            turns.append(add(with_checked_extras(checked, turn.extras, declared)))
         where = f"trajectories[{trajectory.sample}]"
         seal = draft.seal(
             reward=trajectory.reward,

@@ -5,6 +5,7 @@ round is on its way at a time. What the store did not acknowledge goes back to w
 order, so that a lost connection, a restart or a full server costs time and nothing else. A round
 takes, first to last::
 
+    questions    what the run declares, once
     abandons     of lanes whose turns are all acknowledged
     seals        of lanes whose payload is all acknowledged: one call for many
     admissions   of groups; one that is told to wait stands aside until the run's wake stream
@@ -33,6 +34,7 @@ from turnstream.generator.calls import (
     Call,
     CloseCall,
     CommandMaker,
+    ConfigCall,
     PayloadCall,
     Round,
     SealsCall,
@@ -42,10 +44,11 @@ from turnstream.generator.lanes import Admission, Lane, PendingTurn
 from turnstream.generator.queues import Queues
 from turnstream.generator.receipts import Delivery
 from turnstream.generator.tally import Tally
+from turnstream.records.configs import decode_config
 from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.replies import error_text, is_passing, refusal, translate, wake_id
-from turnstream.types import GroupOpened, TrajectoryKey
+from turnstream.types import DeclaredColumn, GroupOpened, TrajectoryKey
 
 _logger = logging.getLogger(__name__)
 
@@ -86,6 +89,8 @@ class Outbox:
         self._was_aborted = False
         self.wake_id: str | None = None
         """Not None: groups wait until the run's wake stream is beyond this id. See `woken`."""
+        self.extra_columns: tuple[DeclaredColumn, ...] | None = None
+        """What the run declares; None until it was asked. See `learn_columns`."""
 
     def admit(
         self,
@@ -139,6 +144,10 @@ class Outbox:
     def close_run(self, reason: str, receipt: Delivery) -> None:
         """Close the run to new groups."""
         self._queues.closings.append(CloseCall(reason, receipt))
+
+    def learn_columns(self, receipt: Delivery) -> None:
+        """Ask what the run declares."""
+        self._queues.questions.append(ConfigCall(receipt))
 
     @property
     def is_idle(self) -> bool:
@@ -225,15 +234,16 @@ class Outbox:
             self._queues.put_back(self._round.calls)
             self._round = None
         self.woken()
-        admissions, closings = [*self._queues.admissions], [*self._queues.closings]
+        admissions = [*self._queues.admissions]
+        receipts = [call.receipt for call in (*self._queues.closings, *self._queues.questions)]
         self._queues.clear()
         for lane in list(self._unended):
             if lane.pending or lane.end is not None or lane.epoch == 0:
                 self._end(lane, error)
         for admission in admissions:
             admission.opened.settle(None, error)
-        for closing in closings:
-            closing.receipt.settle(None, error)
+        for receipt in receipts:
+            receipt.settle(None, error)
 
     def _new_lane(self, key: TrajectoryKey) -> Lane:
         name = keys.trajectory_id(key)
@@ -261,6 +271,8 @@ class Outbox:
                 self._end(lane)
             case CloseCall(_, receipt):
                 receipt.settle(None)
+            case ConfigCall(receipt):
+                self._learn(answer, receipt)
 
     def _refuse(self, call: Call, text: str, now_s: float) -> None:
         error = refusal(text)
@@ -276,8 +288,16 @@ class Outbox:
                     self._stand_aside(admission, str(error), newest_wake_id, now_s)
                 else:
                     self._reject(admission, error)
-            case CloseCall(_, receipt):
+            case CloseCall(_, receipt) | ConfigCall(receipt):
                 receipt.settle(None, error)
+
+    def _learn(self, config: bytes, receipt: Delivery) -> None:
+        try:
+            self.extra_columns = decode_config(config).extra_columns
+        except TurnstreamError as error:
+            receipt.settle(None, error)
+        else:
+            receipt.settle(None)
 
     def _stored(self, call: PayloadCall, *, num_new: int) -> None:
         lane = call.lane

@@ -7,10 +7,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from turnstream.errors import NotReadyError, RejectedError
+from turnstream.errors import NotReadyError, RejectedError, TurnstreamError
 from turnstream.generator import writers
 from turnstream.generator.checks import checked_turn
 from turnstream.generator.drafts import draft_group
+from turnstream.generator.extras import with_checked_extras
 from turnstream.generator.lanes import Lane
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import Delivery, Receipt
@@ -104,13 +105,18 @@ class Publisher:
     def publish(self, group: Group) -> Receipt:
         """Send a whole finished group; its samples must be 0 to n - 1.
 
-        Waits only while there is too much on its way. The receipt is done when the run knows of
-        every trajectory; one that fails does not stop the others, and `receipt.errors` names it.
+        Waits only while there is too much on its way, and at first until the run has said what it
+        declares. The receipt is done when the run knows of every trajectory; one that fails does
+        not stop the others, and `receipt.errors` names it.
 
         Raises:
             InvalidTurnError: something in it is wrong; nothing of it was accepted.
         """
-        drafted = draft_group(group)
+        try:
+            declared = self._sender.learn_columns()
+        except TurnstreamError as error:
+            return self._failed(error)
+        drafted = draft_group(group, extra_columns=declared)
         opening = writers.checked_opening(group.group_id, len(drafted), group.prompt_uid)
         receipt = Receipt(self._sender.lock, len(drafted), unread_failures=self._unread_failures)
         num_bytes = sum(len(turn.record) for made in drafted for turn in made.turns)
@@ -118,6 +124,13 @@ class Publisher:
         self._sender.put(
             lambda: writers.send_group(self._outbox, group=opening, drafted=drafted, end=receipt)
         )
+        return receipt
+
+    def _failed(self, error: TurnstreamError) -> Receipt:
+        """The receipt of a group that could not be checked, since the run did not answer."""
+        self._sender.require_open()
+        receipt = Receipt(self._sender.lock, unread_failures=self._unread_failures)
+        receipt.settle(None, error)
         return receipt
 
     def flush(self, timeout_s: float | None = None) -> None:
@@ -248,6 +261,7 @@ class TrajectoryWriter:
         rewards: Any = None,
         version: int | None = None,
         version_runs: Sequence[VersionRun] = (),
+        extras: Mapping[str, Any] | None = None,
         allow_empty: bool = False,
     ) -> Receipt:
         """Send one turn, and return before the store has answered.
@@ -261,6 +275,8 @@ class TrajectoryWriter:
             rewards: one per response token; None for none.
             version: of the weights that sampled the response.
             version_runs: where several versions sampled it.
+            extras: values of the columns that the run declares, by name, each said of the whole
+                turn, as `prompt_ids` is: see `turnstream.types.extras`.
             allow_empty: accept a response without tokens.
 
         Raises:
@@ -278,6 +294,7 @@ class TrajectoryWriter:
             version_runs=version_runs,
             allow_empty=allow_empty,
         )
+        turn = with_checked_extras(turn, extras, self._sender.learn_columns())
         receipt = Receipt(self._sender.lock)
         with self._order:
             lane = self._opened_lane()

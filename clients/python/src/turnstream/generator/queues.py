@@ -11,6 +11,7 @@ from turnstream.generator.calls import (
     AdmissionCall,
     Call,
     CloseCall,
+    ConfigCall,
     PayloadCall,
     SealsCall,
 )
@@ -29,6 +30,7 @@ class Queues:
         admissions: groups that ask, or ask again, for leave.
         waiting: groups that were told to wait, in the order in which they asked.
         closings: requests to close the run.
+        questions: what asks for the run's configuration.
     """
 
     def __init__(self) -> None:
@@ -37,13 +39,13 @@ class Queues:
         self.admissions: deque[Admission] = deque()
         self.waiting: deque[Admission] = deque()
         self.closings: deque[CloseCall] = deque()
+        self.questions: deque[ConfigCall] = deque()
         self._payload: deque[Lane] = deque()
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing waits."""
-        queues = (self.abandons, self.seals, self.admissions, self.waiting, self.closings)
-        return not any((*queues, self._payload))
+        return not any((*self._queues, self._payload))
 
     def add_payload(self, lane: Lane) -> None:
         """Queue a lane that is admitted and has something to send; it stands here once."""
@@ -53,7 +55,8 @@ class Queues:
 
     def take(self) -> list[Call]:
         """The calls of the next round."""
-        calls: list[Call] = [AbandonCall(lane) for lane in _drained(self.abandons)]
+        calls: list[Call] = _drained(self.questions)
+        calls += [AbandonCall(lane) for lane in _drained(self.abandons)]
         if self.seals:
             num_seals = min(len(self.seals), _MAX_SEALS)
             calls.append(SealsCall([self.seals.popleft() for _ in range(num_seals)]))
@@ -81,6 +84,8 @@ class Queues:
                     self.abandons.appendleft(lane)
                 case CloseCall():
                     self.closings.appendleft(call)
+                case ConfigCall():
+                    self.questions.appendleft(call)
 
     def ask_again(self) -> None:
         """Those who were told to wait ask before those who come now."""
@@ -106,8 +111,15 @@ class Queues:
         """Forget everything."""
         for lane in _drained(self._payload):
             lane.is_queued = False
-        for queue in (self.abandons, self.seals, self.admissions, self.waiting, self.closings):
+        for queue in self._queues:
             queue.clear()
+
+    @property
+    def _queues(self) -> tuple[deque[Any], ...]:
+        return (
+            *(self.abandons, self.seals, self.admissions, self.waiting),
+            *(self.closings, self.questions),
+        )
 
 
 def _payload_call(lane: Lane) -> tuple[PayloadCall, int]:

@@ -13,8 +13,10 @@ from redis.exceptions import RedisError
 from turnstream.errors import NotReadyError, StoreUnavailableError
 from turnstream.generator.calls import Round
 from turnstream.generator.outbox import Outbox
+from turnstream.generator.receipts import Receipt
 from turnstream.store import keys
 from turnstream.store.connection import MAX_BLOCK_S, Link, connect
+from turnstream.types import DeclaredColumn
 
 _Result = TypeVar("_Result")
 _LISTEN_AGAIN_S = 0.5
@@ -50,6 +52,19 @@ class Sender:
             self._sender = self._sender or _started(self._send_rounds, "turnstream-sender")
             self._work.notify()
         return result
+
+    def learn_columns(self) -> tuple[DeclaredColumn, ...]:
+        """The extra columns of the run, which is asked for them once."""
+        while (columns := self._outbox.extra_columns) is None:
+            receipt = Receipt(self.lock)
+            self.put(lambda receipt=receipt: self._outbox.learn_columns(receipt))
+            receipt.result()
+        return columns
+
+    def require_open(self) -> None:
+        """Refuse writes after `close`."""
+        with self.lock:
+            self._require_open()
 
     def wait_until(self, has_room: Callable[[], bool]) -> None:
         """Wait until more may be accepted."""

@@ -91,11 +91,19 @@ class WriterState:
     ) -> None:
         checks.check_key(key, num_samples=group.num_samples)
         self.key = key
-        self.draft = TrajectoryDraft(key)
+        self._draft: TrajectoryDraft | None = None
         self.has_ended = False
         self.lane = lane
         self._outbox = outbox
         self._group = group
+
+    @property
+    def draft(self) -> TrajectoryDraft:
+        """Its turns so far; made when the columns of the run are known."""
+        if self._draft is None:
+            columns = self._outbox.extra_columns or ()
+            self._draft = TrajectoryDraft(self.key, extra_columns=columns)
+        return self._draft
 
     def ask_leave(self, opened: Delivery) -> Lane:
         """Open the trajectory; `opened` is told when that is so."""
@@ -109,7 +117,8 @@ class WriterState:
     def has_room(self, turn: Turn) -> bool:
         """Whether this turn may be accepted now; it may prove smaller when it is encoded."""
         num_tokens = len(turn.prompt_ids) + 2 * len(turn.response_ids)
-        return self._outbox.tally.has_room_for_turn(4 * num_tokens)
+        num_extra_bytes = sum([values.nbytes for values in turn.extras.values()])
+        return self._outbox.tally.has_room_for_turn(4 * num_tokens + num_extra_bytes)
 
     def append(self, lane: Lane, turn: TurnRecord, receipt: Delivery) -> None:
         """Put a turn that the draft has made behind the others."""
