@@ -78,6 +78,18 @@ def narrowed(choices: NDArray[Any]) -> NDArray[Any]:
     return choices.astype(dtype, copy=False)
 
 
+def dummy_choice(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """What stands for a choice that was not captured: 0, 1 .. topk-1 in every layer.
+
+    Args:
+        shape: of one value, (layers, topk); zeros where it is no list of whole numbers.
+        dtype: of the choices.
+    """
+    if not shape or dtype.kind not in "iu":
+        return np.zeros(shape, dtype)
+    return np.broadcast_to(np.arange(shape[-1], dtype=dtype), shape)
+
+
 def place_routes(routes: Ragged[Any], *, starts: NDArray[np.int64], num_slots: int) -> Routes:
     """The choices of every row from its first slot on, (N, L, K); the dummy everywhere else.
 
@@ -86,8 +98,8 @@ def place_routes(routes: Ragged[Any], *, starts: NDArray[np.int64], num_slots: i
         starts: first slot of every row, in any layout.
         num_slots: N.
     """
-    num_layers, topk = routes.values.shape[1:]
-    dummy: NDArray[Any] = np.arange(topk, dtype=routes.values.dtype)
+    num_layers, topk = shape = routes.values.shape[1:]
+    dummy = dummy_choice(shape, routes.values.dtype)
     choices_NLK = np.broadcast_to(dummy, (num_slots, num_layers, topk)).copy()
     is_missing_N = np.ones(num_slots, np.bool_)
     for start, row in zip(starts.tolist(), routes, strict=True):

@@ -14,13 +14,14 @@ Shapes: B rows, T columns, N slots of a bin or tokens of all rows, M response to
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
 import torch
 from torch import Tensor
 
+from turnstream.batching.extra_layouts import jagged_extras, packed_extras, right_padded_extras
 from turnstream.batching.jagged import Jagged, jagged
 from turnstream.batching.outputs import (
     ResponseValues,
@@ -31,6 +32,7 @@ from turnstream.batching.outputs import (
 from turnstream.batching.packed import Packed, packed
 from turnstream.batching.right_padded import right_padded
 from turnstream.types import Denominators, MiniBatch, Rows
+from turnstream.worker.extras import ExtraTensor, extra_tensors
 from turnstream.worker.tensors import checked_logprobs, copied, map_tensors, moved, on_cpu, optional
 
 
@@ -62,6 +64,7 @@ class RightPaddedTensors(RowTensors):
     Attributes:
         micro_batch_rows: row positions, one tuple per forward pass; as many on every rank.
         prompt_lengths, response_lengths: of every row, in tokens.
+        extras: the columns that the run declares, by name.
     """
 
     input_ids_BT: Tensor
@@ -74,6 +77,7 @@ class RightPaddedTensors(RowTensors):
     prompt_lengths: tuple[int, ...]
     response_lengths: tuple[int, ...]
     token_weights_BT: Tensor | None = None
+    extras: Mapping[str, ExtraTensor] = field(default_factory=dict[str, ExtraTensor])
 
     @property
     def trained_tokens(self) -> Tensor:
@@ -119,11 +123,13 @@ class RightPaddedTensors(RowTensors):
         def cut(name: str, values: Tensor) -> Tensor:
             return (values[:, :width] if name.endswith("T") else values)[picked]
 
+        columns = dict.fromkeys(("token", "first_tokens", "response_token"), slice(width))
         return replace(
             map_tensors(self, cut),
             micro_batch_rows=(tuple(range(len(rows))),),
             prompt_lengths=prompts,
             response_lengths=responses,
+            extras={name: extra.cut(rows, columns=columns) for name, extra in self.extras.items()},
         )
 
 
@@ -134,6 +140,7 @@ class PackedTensors(RowTensors):
     Attributes:
         max_length: slots of the longest row.
         layout: where the rows stand.
+        extras: the columns that the run declares, by name.
     """
 
     input_ids_N: Tensor
@@ -146,6 +153,7 @@ class PackedTensors(RowTensors):
     max_length: int
     layout: Packed
     token_weights_N: Tensor | None = None
+    extras: Mapping[str, ExtraTensor] = field(default_factory=dict[str, ExtraTensor])
 
     @property
     def trained_tokens(self) -> Tensor:
@@ -185,6 +193,7 @@ class JaggedTensors(RowTensors):
     Attributes:
         scoring_tokens_M: int64, which token's logits score each response token; -1 for none.
         layout: where the rows stand.
+        extras: the columns that the run declares, by name.
     """
 
     input_ids_N: Tensor
@@ -198,6 +207,7 @@ class JaggedTensors(RowTensors):
     advantages_M: Tensor
     layout: Jagged
     token_weights_M: Tensor | None = None
+    extras: Mapping[str, ExtraTensor] = field(default_factory=dict[str, ExtraTensor])
 
     @property
     def trained_tokens(self) -> Tensor:
@@ -251,6 +261,7 @@ def right_padded_to_torch(
         rewards_BT=torch.from_numpy(layout.rewards_BT),
         advantages_BT=torch.from_numpy(layout.advantages_BT),
         micro_batch_rows=info.micro_batches,
+        extras=extra_tensors(right_padded_extras(rows, width=info.width)),
         prompt_lengths=tuple(layout.prompt_length_B.tolist()),
         response_lengths=tuple(layout.response_length_B.tolist()),
     )
@@ -273,9 +284,10 @@ def packed_to_torch(
     rows, info = mini_batch.rows, mini_batch.info
     bins = info.micro_batches
     layouts = packed(rows, bins=bins, pad_token_id=info.pad_token_id, alignment=alignment)
+    extras = packed_extras(rows, bins=bins, alignment=alignment)
     of_rows = _row_tensors(rows, info.denominators)
     parts: list[PackedTensors] = []
-    for rows_of_bin, layout in zip(bins, layouts, strict=True):
+    for rows_of_bin, layout, placed in zip(bins, layouts, extras, strict=True):
         picked = torch.tensor(rows_of_bin, dtype=torch.int64)
         own = {name: v[picked] for name, v in of_rows.items() if isinstance(v, Tensor)}
         tensors = PackedTensors(
@@ -291,6 +303,7 @@ def packed_to_torch(
             advantages_N=torch.from_numpy(layout.advantages_N),
             max_length=layout.max_length,
             layout=layout,
+            extras=extra_tensors(placed),
         )
         parts.append(moved(tensors, device))
     return parts
@@ -316,6 +329,7 @@ def jagged_to_torch(
         rewards_M=copied(layout.rewards_M),
         advantages_M=torch.from_numpy(layout.advantages_M),
         layout=layout,
+        extras=extra_tensors(jagged_extras(rows)),
     )
     return moved(tensors, device)
 

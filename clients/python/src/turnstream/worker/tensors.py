@@ -7,18 +7,20 @@ Shapes: B rows, T columns, R response columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from turnstream.batching.extra_layouts import left_padded_extras
 from turnstream.batching.layout import left_padded
 from turnstream.batching.outputs import ResponseValues, response_values_left_padded
 from turnstream.errors import BatchingError
 from turnstream.types import Denominators, MiniBatch
+from turnstream.worker.extras import ExtraTensor, extra_tensors
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -90,6 +92,7 @@ class LeftPaddedTensors:
         rewards_BR: float32, token rewards.
         advantages_BR: float32, 0.0 where not trained.
         token_weights_BR: float32, what a token counts for in the loss; None where that is 1.
+        extras: the columns that the run declares, by name.
         row_id_B: int64, names a row for ever; negative for inert rows.
         is_padding_B: bool, inert rows.
         weight_B: float32, of the row in the loss.
@@ -117,6 +120,7 @@ class LeftPaddedTensors:
     row_lengths: tuple[int, ...]
     response_lengths: tuple[int, ...]
     token_weights_BR: Tensor | None = None
+    extras: Mapping[str, ExtraTensor] = field(default_factory=dict[str, ExtraTensor])
 
     @property
     def position_ids_BT(self) -> Tensor:
@@ -182,11 +186,17 @@ class LeftPaddedTensors:
             start = first_column.get(name[-1])
             return (values if start is None else values[:, start:])[picked]
 
+        columns = {
+            "token": slice(first_column["T"], None),
+            "first_tokens": slice(first_column["T"], None),
+            "response_token": slice(first_column["R"], None),
+        }
         return replace(
             map_tensors(self, cut),
             micro_batch_rows=(tuple(range(len(rows))),),
             row_lengths=lengths,
             response_lengths=responses,
+            extras={name: extra.cut(rows, columns=columns) for name, extra in self.extras.items()},
         )
 
     def _index(self, rows: tuple[int, ...]) -> slice | Tensor:
@@ -229,6 +239,9 @@ def to_torch(
         row_lengths=tuple(rows.input_ids.lengths.tolist()),
         response_lengths=tuple(rows.loss_mask.lengths.tolist()),
         token_weights_BR=optional(padded.token_weights_BR),
+        extras=extra_tensors(
+            left_padded_extras(rows, width=info.width, response_width=info.response_width)
+        ),
     )
     return moved(tensors, device)
 
@@ -256,6 +269,10 @@ def moved(tensors: Tensors, device: torch.device | str | None) -> Tensors:
     if device is None:
         return tensors
     device = torch.device(device)
+    extras: Mapping[str, ExtraTensor] = getattr(tensors, "extras", {})
+    if extras:
+        there = {name: extra.on_device(device) for name, extra in extras.items()}
+        tensors = replace(tensors, extras=there)
     if device.type == "cuda":
         return map_tensors(tensors, lambda _, t: t.pin_memory().to(device, non_blocking=True))
     return map_tensors(tensors, lambda _, t: t.to(device))

@@ -1,0 +1,223 @@
+"""Extra columns beside the tokens of every layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.batching.extra_layouts import (
+    PlacedColumn,
+    jagged_extras,
+    left_padded_extras,
+    packed_extras,
+    right_padded_extras,
+)
+from turnstream.errors import RowTooLongError
+from turnstream.testing import assert_same, extra_column, rows
+from turnstream.testing.strategies import extra_columns, scored_rows
+from turnstream.types import ExtraColumn, Rows
+
+IDS = np.array([[[1, 2]], [[3, 4]], [[5, 6]]], np.uint8)
+BATCH = replace(
+    rows("abC", "a|b", is_padding=[False, True]),
+    extras={
+        "images": extra_column("items", np.arange(4, dtype=np.float32).reshape(2, 2), [0, 2, 2]),
+        "positions": extra_column("token", np.arange(10, 25).reshape(5, 3), [0, 3, 5]),
+        "routes": extra_column("first_tokens", IDS[:2], [0, 2, 2]),
+        "style": extra_column("row", np.array([7], np.int8), [0, 1, 1]),
+        "teacher": extra_column("response_token", np.array([-0.5], np.float32), [0, 1, 1]),
+    },
+)
+PAIR = [[0, 1]]
+
+
+def lists(column: PlacedColumn) -> Any:
+    return column.values.tolist()
+
+
+def test_left_padded_columns_end_in_the_last_column() -> None:
+    placed = left_padded_extras(BATCH, width=4, response_width=2)
+
+    assert lists(placed["positions"]) == [
+        [[0, 0, 0], [10, 11, 12], [13, 14, 15], [16, 17, 18]],
+        [[0, 0, 0], [0, 0, 0], [19, 20, 21], [22, 23, 24]],
+    ]
+    assert lists(placed["teacher"]) == [[0.0, -0.5], [0.0, 0.0]]
+    assert lists(placed["style"]) == [7, 0]
+
+
+def test_case_11_uncaptured_tokens_have_the_dummy_choice_and_are_marked() -> None:
+    routes = left_padded_extras(BATCH, width=4, response_width=2)["routes"]
+
+    assert lists(routes) == [[PAIR, [[1, 2]], [[3, 4]], PAIR], [PAIR] * 4]
+    assert routes.is_missing is not None
+    assert routes.is_missing.tolist() == [[True, False, False, True], [True] * 4]
+    assert routes.values.dtype == np.uint8
+
+
+def test_items_stand_in_order_and_are_counted_by_row() -> None:
+    images = left_padded_extras(BATCH, width=4, response_width=2)["images"]
+
+    assert lists(images) == [[0.0, 1.0], [2.0, 3.0]]
+    assert images.num_items_B is not None
+    assert images.num_items_B.tolist() == [2, 0]
+
+
+def test_right_padded_responses_stand_where_they_are_scored() -> None:
+    placed = right_padded_extras(BATCH, width=4)
+
+    assert lists(placed["positions"])[0][0] == [10, 11, 12]
+    assert lists(placed["teacher"]) == [[0.0, -0.5, 0.0, 0.0], [0.0] * 4]
+    assert lists(placed["routes"])[0] == [[[1, 2]], [[3, 4]], PAIR, PAIR]
+
+
+def test_packed_bins_have_the_values_of_their_rows_in_their_order() -> None:
+    first, second = packed_extras(BATCH, bins=[[1, 0], []], alignment=4)
+
+    assert lists(first["positions"])[4] == [10, 11, 12]
+    assert lists(first["teacher"]) == [0.0, 0.0, 0.0, 0.0, 0.0, -0.5, 0.0, 0.0]
+    assert lists(first["routes"]) == [*[PAIR] * 4, [[1, 2]], [[3, 4]], PAIR, PAIR]
+    assert lists(first["style"]) == [0, 7]
+    assert lists(first["images"]) == [[0.0, 1.0], [2.0, 3.0]]
+    assert [len(column.values) for column in second.values()] == [0] * 5
+
+
+def test_jagged_columns_have_a_value_for_every_token_and_none_for_padding() -> None:
+    placed = jagged_extras(BATCH)
+
+    assert lists(placed["positions"]) == np.arange(10, 25).reshape(5, 3).tolist()
+    assert lists(placed["teacher"]) == [-0.5, 0.0]
+    assert lists(placed["routes"]) == [[[1, 2]], [[3, 4]], PAIR, PAIR, PAIR]
+
+
+def test_rows_without_extra_columns_have_none_in_any_layout() -> None:
+    plain = rows("abC")
+
+    assert left_padded_extras(plain, width=3, response_width=1) == {}
+    assert right_padded_extras(plain, width=3) == {}
+    assert packed_extras(plain, bins=[[0], []]) == [{}, {}]
+    assert jagged_extras(plain) == {}
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(RowTooLongError):
+        left_padded_extras(BATCH, width=2, response_width=1)
+    with pytest.raises(RowTooLongError):
+        right_padded_extras(BATCH, width=2)
+
+
+# --------------------------------------------------------------------------------------
+# the same values come out in every layout; one loop per token says which
+
+
+def slow(column: ExtraColumn, batch: Rows, row: int) -> list[Any]:
+    """What a row has, token by token, as lists; of items all of them."""
+    values = column.values[row].tolist()
+    zero = np.zeros(column.shape, column.dtype).tolist()
+    num_tokens, num_response = int(batch.input_ids.lengths[row]), len(batch.loss_mask[row])
+    counts = {"token": num_tokens, "first_tokens": num_tokens, "response_token": num_response}
+    count = {**counts, "row": 1}.get(column.per, len(values))
+    if column.per == "first_tokens" and column.shape and column.dtype.kind in "iu":
+        zero = np.zeros(column.shape, column.dtype)
+        zero[...] = np.arange(column.shape[-1])
+        zero = zero.tolist()
+    return [values[place] if place < len(values) else zero for place in range(count)]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Rows:
+    batch = draw(scored_rows())
+    return replace(batch, extras=draw(extra_columns(batch)))
+
+
+@given(batch=batches(), spare=st.integers(0, 2), alignment=st.integers(1, 3), data=st.data())
+def test_every_layout_has_the_values_that_one_loop_per_token_finds(
+    batch: Rows, spare: int, alignment: int, data: st.DataObject
+) -> None:
+    lengths, responses = batch.input_ids.lengths.tolist(), batch.loss_mask.lengths.tolist()
+    width = max(lengths, default=0) + spare
+    response_width = min(width, max(responses, default=0) + spare)
+    order = data.draw(st.permutations(range(len(batch))))
+    cut = data.draw(st.integers(0, len(batch)))
+    bins = [list(order[:cut]), list(order[cut:])]
+
+    left = left_padded_extras(batch, width=width, response_width=response_width)
+    right = right_padded_extras(batch, width=width)
+    flat = jagged_extras(batch)
+    parts = packed_extras(batch, bins=bins, alignment=alignment)
+
+    for name, column in batch.extras.items():
+        token, response, item = 0, 0, 0
+        for row, (length, num_response) in enumerate(zip(lengths, responses, strict=True)):
+            expected = slow(column, batch, row)
+            prompt = length - num_response
+            match column.per:
+                case "token" | "first_tokens":
+                    found = [left[name].values[row][width - length :]]
+                    found += [right[name].values[row][:length]]
+                    found += [flat[name].values[token : token + length]]
+                case "response_token":
+                    found = [left[name].values[row][response_width - num_response :]]
+                    found += [flat[name].values[response : response + num_response]]
+                    shifted = right[name].values[row][max(prompt - 1, 0) :][:num_response]
+                    if prompt:
+                        found.append(shifted)
+                    else:  # nothing scores the first token of a row
+                        assert shifted[: num_response - 1].tolist() == expected[1:]
+                case "row":
+                    found = [placed[name].values[row : row + 1] for placed in (left, right, flat)]
+                case "items":
+                    end = item + len(expected)
+                    found = [placed[name].values[item:end] for placed in (left, right, flat)]
+                    item = end
+            assert [values.tolist() for values in found] == [expected] * len(found)
+            token, response = token + length, response + num_response
+        for rows_of_bin, part in zip(bins, parts, strict=True):
+            assert part[name].values.tolist() == packed_slowly(
+                column, batch, rows_of_bin, alignment
+            )
+            assert part[name].values.dtype == column.dtype
+
+
+def packed_slowly(
+    column: ExtraColumn, batch: Rows, rows_of_bin: list[int], alignment: int
+) -> list[Any]:
+    zero = np.zeros(column.shape, column.dtype)
+    if column.per == "first_tokens" and column.shape and column.dtype.kind in "iu":
+        zero[...] = np.arange(column.shape[-1])
+    line: list[Any] = []
+    for row in rows_of_bin:
+        values = slow(column, batch, row)
+        if column.per in ("row", "items"):
+            line += values
+            continue
+        length, num_response = int(batch.input_ids.lengths[row]), len(batch.loss_mask[row])
+        slots: list[Any] = [zero.tolist()] * (-(-length // alignment) * alignment)
+        first = 0 if column.per != "response_token" else length - num_response - 1
+        for place, value in enumerate(values):
+            if first + place >= 0:
+                slots[first + place] = value
+        line += slots
+    return line
+
+
+@given(batch=batches())
+def test_what_is_missing_is_what_was_not_captured(batch: Rows) -> None:
+    width = int(batch.input_ids.lengths.max(initial=0)) + 1
+
+    placed = left_padded_extras(batch, width=width, response_width=width)
+
+    for name, column in batch.extras.items():
+        is_missing = placed[name].is_missing
+        if column.per != "first_tokens":
+            assert is_missing is None
+            continue
+        expected = np.ones((len(batch), width), np.bool_)
+        for row, length in enumerate(batch.input_ids.lengths.tolist()):
+            expected[row, width - length : width - length + len(column.values[row])] = False
+        assert_same(is_missing, expected)
