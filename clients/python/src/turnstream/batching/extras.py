@@ -106,7 +106,7 @@ class LinkedTurn(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What is remembered of a turn: counts and digests, no values but those of a row."""
+    """What is remembered of a turn: counts, and digests of items; of a row's value the bytes."""
 
     match: PrefixMatch
     num_prompt_tokens: int
@@ -169,7 +169,7 @@ class ExtraIndex:
         for column in self._declared:
             values = turn.extras.get(column.name)
             if column.per == "row":
-                yield column.name, _row_value(column, values).tobytes()
+                yield column.name, self._row_value(column, values).tobytes()
             elif column.per == "items" and values is not None:
                 yield column.name, _digest(values)
             elif column.per == "items":
@@ -205,11 +205,20 @@ class ExtraIndex:
             case "response_token":
                 num_shared = 0
             case "row":
-                values = _row_value(column, values)
+                values = self._row_value(column, values)
                 num_shared = self._num_shared_values(column, values, match)
             case "items":
                 num_shared = self._num_shared_items(column, values, match)
         return ExtraPiece(num_shared, _no_values(column) if values is None else values[num_shared:])
+
+    def _row_value(self, column: DeclaredColumn, values: NDArray[Any] | None) -> NDArray[Any]:
+        """What is said of the turn; of a constant column turn 0 may have said it."""
+        if values is not None:
+            return values
+        if column.is_constant and self._turns:
+            said = np.frombuffer(self._turns[0].digests[column.name], column.dtype)
+            return said.reshape(1, *column.shape)
+        return _filled(column, 1)
 
     def _num_captured(self, column: DeclaredColumn, match: PrefixMatch) -> int:
         """The shared tokens of which the parent has the choice."""
@@ -573,10 +582,6 @@ def inert_columns(
 def _zeros(column: ExtraColumn, counts_B: Sequence[int]) -> Ragged[Any]:
     offsets = np.cumsum([0, *counts_B]).astype(np.int32)
     return Ragged(np.zeros((int(offsets[-1]), *column.shape), column.dtype), offsets)
-
-
-def _row_value(column: DeclaredColumn, values: NDArray[Any] | None) -> NDArray[Any]:
-    return _filled(column, 1) if values is None else values
 
 
 def _filled(column: DeclaredColumn, count: int) -> NDArray[Any]:

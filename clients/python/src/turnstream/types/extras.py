@@ -60,8 +60,9 @@ class DeclaredColumn:
         fill: stands where a token of a row has no value: observed tokens of a "response_token"
             column, and the tokens or turns that an optional column says nothing of.
         is_optional: a turn may leave the column out. One without items always may.
-        is_constant: of per="row": all turns of a trajectory have the same value. A run that merges
-            turns takes no other such column, because a merged row can have only one value.
+        is_constant: of per="row": all turns of a trajectory have the same value; where the column
+            is optional, what the first turn said holds for those that say nothing. A run that
+            merges turns takes no other such column, because a merged row can have only one value.
     """
 
     name: str
