@@ -1,4 +1,4 @@
-"""The examples in docstrings are true."""
+"""The examples in docstrings and documents are true."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import turnstream
 import turnstream_server
 
 PACKAGES = (turnstream, turnstream_server)
+DOCUMENTS = sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))
 
 
 def modules_with_examples() -> list[str]:
@@ -37,6 +38,18 @@ def source(name: str) -> str:
 @pytest.mark.parametrize("name", modules_with_examples())
 def test_the_examples_of_a_module_are_true(name: str) -> None:
     result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in DOCUMENTS if ">>> " in path.read_text()], ids=lambda path: path.name
+)
+def test_the_examples_of_a_document_are_true(path: Path) -> None:
+    result = doctest.testfile(
+        str(path), module_relative=False, optionflags=doctest.ELLIPSIS, encoding="utf-8"
+    )
 
     assert result.attempted > 0
     assert result.failed == 0

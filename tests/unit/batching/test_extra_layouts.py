@@ -23,8 +23,9 @@ from turnstream.testing.strategies import extra_columns, scored_rows
 from turnstream.types import ExtraColumn, Rows
 
 IDS = np.array([[[1, 2]], [[3, 4]], [[5, 6]]], np.uint8)
-BATCH = replace(
-    rows("abC", "a|b", is_padding=[False, True]),
+BATCH = rows(
+    *("abC", "a|b"),
+    is_padding=[False, True],
     extras={
         "images": extra_column("items", np.arange(4, dtype=np.float32).reshape(2, 2), [0, 2, 2]),
         "positions": extra_column("token", np.arange(10, 25).reshape(5, 3), [0, 3, 5]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ def rows(
     version: int = 0,
     first_row_id: int = 0,
     is_padding: Sequence[bool] | None = None,
+    extras: Mapping[str, ExtraColumn] | None = None,
 ) -> Rows:
     """Rows from letters: prompt, then the response, which begins at "|" or at the first capital.
 
@@ -49,6 +50,7 @@ def rows(
         version: that sampled the trained tokens.
         first_row_id: row ids count up from here.
         is_padding: which rows are inert, such as "a|b"; none unless given.
+        extras: declared columns by name: `extra_column`.
     """
     num_rows = len(texts)
     prompts, responses = zip(*map(_cut, texts), strict=True) if texts else ((), ())
@@ -80,6 +82,7 @@ def rows(
         rewards=Ragged.from_rows([m * token_reward for m in masks], np.float32),
         run_versions=Ragged.from_rows([[run[0] for run in row] for row in runs], np.int64),
         run_counts=Ragged.from_rows([[run[1] for run in row] for row in runs], np.int32),
+        extras=dict(extras or {}),
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,7 @@ def turn(
     logprobs: PerToken = None,
     rewards: PerToken = None,
     version: int | None = None,
+    extras: Mapping[str, NDArray[Any]] | None = None,
 ) -> Turn:
     """A turn from letters: the full prompt, then the response with its trained tokens as capitals.
 
@@ -38,6 +40,7 @@ def turn(
         logprobs: in nats; a single number is written at the trained tokens, 0.0 elsewhere.
         rewards: per response token; a single number is written at the last one, 0.0 elsewhere.
         version: of the weights that sampled all of the response; None if unknown.
+        extras: declared columns, each said of the whole turn.
     """
     loss_mask = mask(response)
     return Turn(
@@ -47,6 +50,7 @@ def turn(
         loss_mask=None if loss_mask.all() else loss_mask,
         rewards=_per_token(rewards, where=_last(len(response))),
         version_runs=_runs(version, num_tokens=len(response)),
+        extras=dict(extras or {}),
     )
 
 

@@ -1,0 +1,161 @@
+"""Extra columns from a publisher to the tensors of a worker, on a real store and a real batcher."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+
+from turnstream import testing
+from turnstream.batching.config import BatchingConfig
+from turnstream.errors import InvalidTurnError
+from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.store.runs import create_run
+from turnstream.types import DeclaredColumn
+from turnstream.worker import BatchStream
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+DECLARED = (
+    DeclaredColumn(name="image_grid_thw", per="items", dtype="int64", shape=(3,)),
+    DeclaredColumn(name="pixel_values", per="items", dtype="float32", shape=(2,)),
+    DeclaredColumn(name="positions", per="token", dtype="int64", shape=(3,)),
+    DeclaredColumn(name="routes", per="first_tokens", dtype="int16", shape=(1, 2)),
+    DeclaredColumn(name="teacher", per="response_token", dtype="float32", fill=-1.0),
+)
+FIRST = {
+    "image_grid_thw": [[1, 1, 2]],
+    "pixel_values": [[0.5, 0.5], [1.0, 1.0]],
+    "positions": np.arange(9).reshape(3, 3),
+    "routes": [[[1, 2]], [[3, 4]]],
+    "teacher": [-0.25],
+}
+SECOND = {
+    "image_grid_thw": [[1, 1, 2], [1, 1, 1]],
+    "pixel_values": [[0.5, 0.5], [1.0, 1.0], [2.0, 2.0]],
+    "positions": np.arange(15).reshape(5, 3),
+    "routes": [[[9, 8]], [[9, 8]], [[300, 6]], [[7, 8]]],
+    "teacher": [-0.75],
+}
+DUMMY = [[0, 1]]
+ROUTES = [[[1, 2]], [[3, 4]], [[300, 6]], [[7, 8]], DUMMY]
+
+
+@pytest.fixture
+def run(client: redis.Redis, request: pytest.FixtureRequest) -> str:
+    """A run of one group of two trajectories per batch, both in one micro-batch."""
+    name = f"extras-{abs(hash(request.node.nodeid))}"
+    config = BatchingConfig(batch_groups=1, mini_batch_groups=1, extra_columns=DECLARED)
+    create_run(client, name, replace(config, max_staleness=100))
+    return name
+
+
+@pytest.fixture
+def published(server: Any, run: str) -> str:
+    """The run with a group of "abCdE" in two turns, and of "ab" -> "C" in one."""
+    with Publisher(server.url, run) as publisher, publisher.group("g", 2) as group:
+        whole = group.trajectory(0)
+        whole.append(testing.ids("ab"), testing.ids("c"), extras=FIRST)
+        whole.append(testing.ids("abcd"), testing.ids("e"), extras=SECOND)
+        whole.seal(1.0)
+        text_only = {n: FIRST[n] for n in ("positions", "routes", "teacher")}
+        short = group.trajectory(1)
+        short.append(testing.ids("ab"), testing.ids("c"), extras=text_only)
+        short.seal(0.0)
+    return run
+
+
+def test_the_left_padded_tensors_are_what_the_publisher_gave(
+    start_batcher: Any, published: str
+) -> None:
+    with BatchStream(start_batcher().target, published) as stream:
+        assert stream.config.extra_columns == DECLARED
+        mini_batch = next(stream)
+
+    assert testing.spell(mini_batch.rows) == ["abCdE", "abC"]
+    extras = mini_batch.to_torch().extras
+    assert list(extras) == [column.name for column in DECLARED]
+    assert extras["positions"].values.tolist() == [
+        np.arange(15).reshape(5, 3).tolist(),
+        [[0] * 3, [0] * 3, *np.arange(9).reshape(3, 3).tolist()],
+    ]
+    assert extras["routes"].values.tolist() == [ROUTES, [DUMMY] * 2 + ROUTES[:2] + [DUMMY]]
+    assert extras["routes"].is_missing is not None
+    assert extras["routes"].is_missing.tolist() == [
+        [False, False, False, False, True],
+        [True, True, False, False, True],
+    ]
+    assert extras["teacher"].values.tolist() == [[-0.25, -1.0, -0.75], [0.0, 0.0, -0.25]]
+    assert extras["pixel_values"].values.tolist() == SECOND["pixel_values"]
+    assert extras["image_grid_thw"].values.tolist() == SECOND["image_grid_thw"]
+    assert extras["pixel_values"].num_items == (3, 0)
+
+
+def test_the_packed_tensors_and_the_passes_have_the_same_values(
+    start_batcher: Any, published: str
+) -> None:
+    with BatchStream(start_batcher().target, published) as stream:
+        mini_batch = next(stream)
+
+    (part,) = mini_batch.to_torch_packed(alignment=4)
+    (one_pass,) = mini_batch.to_torch().micro_batches()
+    assert part.cu_seqlens.tolist() == [0, 8, 12]
+    assert part.extras["positions"].values[8:11].tolist() == np.arange(9).reshape(3, 3).tolist()
+    assert part.extras["routes"].values.tolist() == [
+        *ROUTES,
+        *[DUMMY] * 3,
+        *[*ROUTES[:2], DUMMY, DUMMY],
+    ]
+    assert part.extras["teacher"].values.tolist() == [
+        *(0, -0.25, -1.0, -0.75, 0, 0, 0, 0),
+        *(0, -0.25, 0, 0),
+    ]
+    assert part.extras["pixel_values"].num_items == (3, 0)
+    for name, extra in mini_batch.to_torch().extras.items():
+        assert one_pass.extras[name].values.tolist() == extra.values.tolist()
+
+
+def test_a_rank_without_real_rows_has_every_column(start_batcher: Any, published: str) -> None:
+    options: Any = {"dp_world_size": 3, "session": "s"}
+
+    with BatchStream(start_batcher().target, published, 2, **options) as stream:
+        mini_batch = next(stream)
+
+    assert mini_batch.rows.is_padding.tolist() == [True]
+    for tensors in (
+        mini_batch.to_torch(),
+        mini_batch.to_torch_right_padded(),
+        *mini_batch.to_torch_packed(),
+        mini_batch.to_torch_jagged(),
+    ):
+        routes = tensors.extras["routes"]
+        assert routes.values.reshape(-1, 2).unique(dim=0).tolist() == DUMMY
+        assert routes.is_missing is not None
+        assert routes.is_missing.all()
+        assert not tensors.extras["positions"].values.any()
+        assert len(tensors.extras["pixel_values"].values) == 0
+
+
+async def test_the_other_publisher_takes_the_same_columns(server: Any, run: str) -> None:
+    async with AsyncPublisher(server.url, run) as publisher:
+        writer = publisher.trajectory("g", 0, num_samples=1)
+        with pytest.raises(InvalidTurnError, match=r"^extras\['routes'\]: is missing"):
+            await writer.append(
+                testing.ids("ab"), testing.ids("c"), extras={**FIRST, "routes": None}
+            )
+        await (await writer.append(testing.ids("ab"), testing.ids("c"), extras=FIRST))
+        await writer.seal(1.0)
+
+
+def test_a_whole_group_is_refused_by_column_and_turn(server: Any, run: str) -> None:
+    arrays = {"positions": np.zeros((2, 3), np.int64)}
+    turn = testing.turn("ab", "C", extras=arrays)
+
+    with (
+        Publisher(server.url, run) as publisher,
+        pytest.raises(InvalidTurnError, match=r"trajectories\[0\].turns\[0\].extras\['positions'"),
+    ):
+        publisher.publish(testing.group("g", testing.trajectory(turn)))
