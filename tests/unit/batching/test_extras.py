@@ -188,6 +188,16 @@ def test_another_image_behind_the_same_tokens_begins_a_row_of_its_own() -> None:
     assert column_of(rows, "images") == [images(1).tolist(), images(2).tolist()]
 
 
+def test_items_of_a_turn_further_up_are_not_taken_for_those_of_the_parent() -> None:
+    given = [("ab", "C", 1), ("abx", "Y", 2), ("abxq", "Z", 1)]
+    turns = [with_columns(turn(p, r), images=images(number)) for p, r, number in given]
+
+    rows = merge_turns(turns, extra_columns=[IMAGES])
+
+    assert spell(rows) == ["abC", "abxY", "abxqZ"]
+    assert column_of(rows, "images") == [images(number).tolist() for *_, number in given]
+
+
 def test_a_value_per_row_that_differs_is_refused_by_column_and_turns() -> None:
     turns = [
         with_columns(turn("ab", "C"), style=np.array([1], np.int8)),
@@ -466,7 +476,11 @@ def test_shares_keep_every_column_and_inert_rows_are_legal(
     joined = join_shares(shares)
 
     assert_same(joined.extras, rows.extras)
+    counts = {"token": 2, "response_token": 1, "row": 1}
     for share in shares:
+        for column in declared:
+            of_inert = share.extras[column.name].values.lengths[share.is_padding]
+            assert set(of_inert.tolist()) <= {counts.get(column.per, 0)}
         encoded = encode_mini_batch(MiniBatch(rows=share, info=mini_batch_info(share)))
         decoded = decode_mini_batch(encoded.data, expected_hash=encoded.content_hash)
         assert_same(dict(decoded.rows.extras), share.extras)

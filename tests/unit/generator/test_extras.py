@@ -64,6 +64,11 @@ def test_lists_and_arrays_become_arrays_of_the_declared_type(
         (POSITIONS, [[0.0, 1.0]] * 4, "are numbers for int32, not float64"),
         (POSITIONS, [[0, 1]] * 3, "has 3 values for 2 prompt and 2 response tokens"),
         (ROUTES, [[[0, 1]], [[-1, 2]]], r"-1 at \[1, 0, 0\] is not an expert \(0 to 255\)"),
+        (
+            replace(ROUTES, dtype="int16"),
+            [[[-1, 0]]],
+            r"-1 at .* is not an expert \(0 to 32767",
+        ),
         (ROUTES, [[[0, 256]]], r"256 at \[0, 0, 1\] is not an expert \(0 to 255\)"),
         (ROUTES, [], "has 0 values for 1 to 4 first tokens"),
         (ROUTES, [[[0, 1]]] * 5, "has 5 values for 1 to 4 first tokens"),

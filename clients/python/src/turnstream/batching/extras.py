@@ -264,24 +264,17 @@ class ExtraIndex:
             InvalidTurnError: the shared tokens end inside a prompt that brought items.
         """
         turn, shared_tokens = match
-        limit = np.iinfo(np.int64).max
-        while turn != NO_PARENT:
-            known = self._turns[turn]
-            count = known.counts.get(column.name, 0)
-            kept = known.num_shared.get(column.name, 0)
-            is_whole = shared_tokens >= known.num_prompt_tokens
-            if is_whole or shared_tokens > known.match.shared_tokens:
-                if count > limit or (count > kept and not is_whole):
-                    raise InvalidTurnError(
-                        _field(column),
-                        f"is missing: the prompt shares {shared_tokens} tokens with turn {turn}, "
-                        f"whose prompt of {known.num_prompt_tokens} brought items; say which are "
-                        "here",
-                    )
-                return turn if count else None
-            limit = min(limit, kept)
-            turn = known.match.parent_turn
-        return None
+        if turn == NO_PARENT:
+            return None
+        known = self._turns[turn]
+        count = known.counts.get(column.name, 0)
+        if shared_tokens < known.num_prompt_tokens and count > known.num_shared.get(column.name, 0):
+            raise InvalidTurnError(
+                _field(column),
+                f"is missing: the prompt shares {shared_tokens} tokens with turn {turn}, whose "
+                f"prompt of {known.num_prompt_tokens} brought items; say which are here",
+            )
+        return turn if count else None
 
 
 def require_declared(turn: Turn, declared: Sequence[DeclaredColumn]) -> None:
