@@ -123,7 +123,7 @@ class RightPaddedTensors(RowTensors):
         def cut(name: str, values: Tensor) -> Tensor:
             return (values[:, :width] if name.endswith("T") else values)[picked]
 
-        columns = dict.fromkeys(("token", "first_tokens", "response_token"), slice(width))
+        columns = {name: slice(width) for name in ("token", "first_tokens", "response_token")}
         return replace(
             map_tensors(self, cut),
             micro_batch_rows=(tuple(range(len(rows))),),
