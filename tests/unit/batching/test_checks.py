@@ -2,12 +2,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from turnstream.batching.checks import require_aligned, require_whole_trajectories
+from turnstream.batching.config import Aggregation
 from turnstream.batching.denominators import count_denominators, row_scales
 from turnstream.batching.jagged import jagged
 from turnstream.batching.layout import left_padded
@@ -26,13 +27,16 @@ LAYOUTS: dict[str, Callable[[Rows], Any]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("column", ["loss_mask", "logprobs", "rewards"])
+@pytest.mark.parametrize(
+    "column", ["loss_mask", "logprobs", "rewards", "advantages", "token_weights"]
+)
 @pytest.mark.parametrize("length", [1, 4])
 def test_case_10_a_column_of_another_length_than_its_response_is_refused(
     layout: str, column: str, length: int
 ) -> None:
     # The reference shifts a mask [1] of three tokens silently to [0, 0, 1].
-    short = Ragged.from_rows([np.ones(1), np.ones(length)], getattr(rows("a"), column).values.dtype)
+    dtype = np.uint8 if column == "loss_mask" else np.float32
+    short = Ragged.from_rows([np.ones(1), np.ones(length)], dtype)
     batch = replace(rows("aB", "aBCD"), **{column: short})
 
     with pytest.raises(BatchingError, match=f"{column} of row 1: {length} values for 3 response"):
@@ -61,8 +65,57 @@ def test_a_mask_of_anything_but_0_and_1_is_refused() -> None:
 
 
 def test_case_8_a_single_number_is_no_row_of_rewards() -> None:
-    with pytest.raises(BatchingError, match="row 1 is a single value"):
-        Ragged.from_rows([[1.0], 0.5], np.float32)
+    for number in (0.5, np.array(0.5)):
+        with pytest.raises(BatchingError, match="row 1 is a single value"):
+            Ragged.from_rows([[1.0], number], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "message"),
+    [
+        ([0.25, 1], np.uint8, "row 1: 0.25 is no uint8"),
+        ([1, 300], np.uint8, "row 1: 300 is no uint8"),
+        (np.array([0.25, 1]), np.uint8, "row 1: 0.25 is no uint8"),
+        (np.array([7, 2**31]), np.int32, "row 1: 2147483648 is no int32"),
+        ([np.nan], np.int32, "row 1: nan is no int32"),
+    ],
+)
+def test_case_8_a_value_that_its_column_cannot_hold_is_refused(
+    values: Any, dtype: Any, message: str
+) -> None:
+    # A fractional mask was cut to 0, and a large token id wrapped round, without a word.
+    with pytest.raises(BatchingError, match=message):
+        Ragged.from_rows([[1], values], dtype)
+
+
+def test_case_8_whole_numbers_become_what_their_column_holds() -> None:
+    of_rewards = Ragged.from_rows([[1, 2], np.array([3])], np.float32)
+    of_ids = Ragged.from_rows([np.array([1.0, 2.0]), np.array([True])], np.int32)
+
+    assert (of_rewards.values.tolist(), of_rewards.values.dtype) == ([1, 2, 3], np.float32)
+    assert (of_ids.values.tolist(), of_ids.values.dtype) == ([1, 2, 1], np.int32)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "column", ["loss_mask", "logprobs", "rewards", "advantages", "token_weights"]
+)
+def test_a_column_of_another_type_is_refused_in_every_layout(layout: str, column: str) -> None:
+    # Layouts copy bits: two float64 advantages, read as float32, were the advantages 0 and 1.875.
+    dtype = np.uint8 if column == "loss_mask" else np.float32
+    wrong = Ragged(np.ones(2, np.int64), Ragged.from_rows([[1], [1]], dtype).offsets)
+    batch = replace(rows("aB", "aB"), **{column: wrong})
+
+    with pytest.raises(BatchingError, match=f"{column} is int64, not {np.dtype(dtype)}"):
+        LAYOUTS[layout](batch)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_advantages_of_another_type_are_refused_in_every_layout(layout: str) -> None:
+    batch = replace(rows("aB", "aB"), advantage=np.array([1.0, 2.0]))
+
+    with pytest.raises(BatchingError, match="advantage is float64, not float32"):
+        LAYOUTS[layout](batch)
 
 
 # --------------------------------------------------------------------------------------
@@ -106,12 +159,15 @@ def test_case_26_flags_that_contradict_the_rows_are_refused(
         require_whole_trajectories(trajectories(*members))
 
 
-def test_case_28_a_mini_batch_without_a_trained_token_goes_on_with_a_loss_of_zero() -> None:
-    # The reference warns that this may lead to NaN.
+@pytest.mark.parametrize("mode", get_args(Aggregation))
+def test_case_28_a_mini_batch_without_a_trained_token_goes_on_with_a_loss_of_zero(
+    mode: Aggregation,
+) -> None:
+    # The reference warns that this may lead to NaN; ours warns in `batching.report`.
     batch = rows("abc", "a|bc")
 
-    denominators = count_denominators([batch], length_constant=0)
-    scales_B = row_scales(batch, denominators=denominators, aggregation="token_mean")
+    denominators = count_denominators([batch], length_constant=8)
+    scales_B = row_scales(batch, denominators=denominators, aggregation=mode)
 
     assert denominators.num_tokens == 0
     assert scales_B.tolist() == [0, 0]

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnstream.batching.prefix import PrefixIndex, PrefixMatch
+from turnstream.errors import InvalidTurnError
 from turnstream.testing import ids
 from turnstream.testing.strategies import trees
 from turnstream.types import NO_PARENT, Turn
@@ -160,3 +161,13 @@ def test_agrees_with_the_slow_loop_on_long_contexts_that_are_edited_anywhere(see
     found, expected = links(turns)
 
     assert found == expected
+
+
+def test_token_ids_of_another_type_are_refused() -> None:
+    # Bytes are compared: ids of 8 bytes shared nothing with any, and turns did not merge.
+    index, wide = PrefixIndex(), np.array([97, 98])
+
+    with pytest.raises(InvalidTurnError, match="prompt_ids: are int64, not int32"):
+        index.link(wide)
+    with pytest.raises(InvalidTurnError, match="response_ids: are int64, not int32"):
+        index.add(index.link(ids("ab")), ids("ab"), wide)

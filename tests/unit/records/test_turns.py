@@ -106,6 +106,7 @@ def test_header_fields_that_this_release_does_not_know_are_ignored():
         ("logprobs", {"logprobs": np.zeros(1, np.float32)}),
         ("logprobs", {"logprobs": np.zeros(2, np.float64)}),
         ("loss_mask", {"loss_mask": np.zeros(3, np.uint8)}),
+        ("loss_mask", {"loss_mask": np.array([2, 1], np.uint8)}),
         ("rewards", {"rewards": np.ones(0, np.float32)}),
         ("version_runs", {"version_runs": (VersionRun(0, 1),)}),
         ("parent_turn", {"parent_turn": 0}),
@@ -237,3 +238,12 @@ def test_extra_columns_that_cannot_be_are_refused(reason: str, specs: list[dict[
 
     with pytest.raises(CorruptRecordError, match=reason):
         decode_turn(record)
+
+
+def test_a_mask_of_anything_but_0_and_1_is_damage():
+    # Batches with one were offered, and every worker refused them at their layout, for ever.
+    spec = wire.ArraySpec(name="loss_mask", dtype="uint8", shape=[2])
+    record = encode_turn(stored_turn("a", "BC"))
+
+    with pytest.raises(CorruptRecordError, match="turn 0: loss_mask: 2 is neither 0 nor 1"):
+        decode_turn(rewritten(record, np.array([2, 1], np.uint8), arrays=[spec]))

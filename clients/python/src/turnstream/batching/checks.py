@@ -13,6 +13,8 @@ from turnstream.errors import BatchingError
 from turnstream.types import Ragged, Rows
 
 _PER_RESPONSE_TOKEN = ("loss_mask", "logprobs", "rewards", "advantages", "token_weights")
+_DTYPES = {"loss_mask": np.dtype(np.uint8)}
+_FLOAT32 = np.dtype(np.float32)
 
 
 def response_lengths(rows: Rows) -> NDArray[np.int32]:
@@ -23,9 +25,13 @@ def response_lengths(rows: Rows) -> NDArray[np.int32]:
 def require_aligned(rows: Rows) -> None:
     """Refuse rows with anything but one value per response token, or a mask of other than 0 and 1.
 
+    And columns of another type than `Rows` promises: layouts copy bits.
+
     Raises:
         BatchingError: names the column, the row and both lengths.
     """
+    if rows.advantage.dtype != _FLOAT32:
+        raise BatchingError(f"advantage is {rows.advantage.dtype}, not float32")
     lengths_B = response_lengths(rows)
     if rows.prompt_length.min(initial=0) < 0 or lengths_B.min(initial=0) < 0:
         row = int(np.flatnonzero((rows.prompt_length < 0) | (lengths_B < 0))[0])
@@ -35,8 +41,12 @@ def require_aligned(rows: Rows) -> None:
         )
     for name in _PER_RESPONSE_TOKEN:
         column: Ragged[np.generic] | None = getattr(rows, name)
-        if column is not None:
-            require_per_token(column, rows, name=name)
+        if column is None:
+            continue
+        dtype = _DTYPES.get(name, _FLOAT32)
+        if column.values.dtype != dtype:
+            raise BatchingError(f"{name} is {column.values.dtype}, not {dtype}")
+        require_per_token(column, rows, name=name)
     if rows.loss_mask.values.max(initial=0) > 1:
         raise BatchingError(f"loss_mask: {rows.loss_mask.values.max()} is neither 0 nor 1")
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from turnstream.errors import InvalidTurnError
 from turnstream.types import NO_PARENT
 
 _TOKEN_BYTES = 4
@@ -66,7 +67,11 @@ class PrefixIndex:
 
         Args:
             prompt_ids: int32 (P,); may be empty.
+
+        Raises:
+            InvalidTurnError: the ids are not int32: their bytes are compared.
         """
+        _require_int32(prompt_ids, field="prompt_ids")
         if not self._root.length:
             return PrefixMatch(NO_PARENT, 0)
         line, offset, shared = _walk(self._root, 0, prompt_ids.tobytes())
@@ -86,7 +91,11 @@ class PrefixIndex:
             match: what `link` gave for `prompt_ids`, with no turn added since.
             prompt_ids: int32 (P,).
             response_ids: int32 (R,).
+
+        Raises:
+            InvalidTurnError: the ids are not int32.
         """
+        _require_int32(response_ids, field="response_ids")
         turn = len(self._ends)
         line, offset = self._locate(match)
         prompt_ids = prompt_ids[match.shared_tokens :]
@@ -157,6 +166,11 @@ class _Line:
             line.tokens += piece
         line.length += num_bytes // _TOKEN_BYTES
         return line, line.length
+
+
+def _require_int32(token_ids: NDArray[np.int32], *, field: str) -> None:
+    if token_ids.dtype != np.int32:
+        raise InvalidTurnError(field, f"are {token_ids.dtype}, not int32")
 
 
 def _view(token_ids: NDArray[np.int32]) -> memoryview:

@@ -181,10 +181,19 @@ def _contradiction(turn: StoredTurn) -> tuple[str, str] | None:
             return name, f"{array.dtype}{list(array.shape)} is not one row of {known.name}"
         if array is not turn.token_ids and len(array) != num_response:
             return name, f"{len(array)} values for {num_response} response tokens"
+    return _contradiction_of_values(turn)
+
+
+def _contradiction_of_values(turn: StoredTurn) -> tuple[str, str] | None:
+    if turn.loss_mask is not None and turn.loss_mask.max(initial=0) > 1:
+        return "loss_mask", f"{turn.loss_mask.max()} is neither 0 nor 1"
     if turn.version_runs:
         num_versioned = sum(run.num_tokens for run in turn.version_runs)
-        if num_versioned != num_response:
-            return "version_runs", f"cover {num_versioned} of {num_response} response tokens"
+        if num_versioned != turn.num_response_tokens:
+            return (
+                "version_runs",
+                f"cover {num_versioned} of {turn.num_response_tokens} response tokens",
+            )
     return _extras_contradiction(turn) if turn.extras else None
 
 

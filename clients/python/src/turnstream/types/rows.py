@@ -55,12 +55,10 @@ class Ragged(Generic[Scalar]):
         """Copy ragged rows into one buffer of `dtype`.
 
         Raises:
-            BatchingError: a row is a single value.
+            BatchingError: a row is a single value, or has one that `dtype` cannot hold: 0.25 is no
+                mask of uint8, and cutting it to 0 would go unnoticed.
         """
-        arrays = [_as_array(row, dtype) for row in rows]
-        for row, array in enumerate(arrays):
-            if array.ndim == 0:
-                raise BatchingError(f"row {row} is a single value, not a row of values")
+        arrays = [_as_array(row, dtype, place=place) for place, row in enumerate(rows)]
         offsets = np.zeros(len(arrays) + 1, np.int32)
         np.cumsum([len(array) for array in arrays], out=offsets[1:])
         values = np.concatenate(arrays) if arrays else np.empty(0, dtype)
@@ -75,14 +73,22 @@ _PACK: dict[Any, Callable[[list[Any]], bytes]] = {
 """How lists of plain numbers become arrays in half of numpy's time."""
 
 
-def _as_array(row: Any, dtype: type[Any]) -> NDArray[Any]:
+def _as_array(row: Any, dtype: type[Any], *, place: int) -> NDArray[Any]:
     if type(row) is list and dtype in _PACK:
         numbers = cast("list[Any]", row)
         try:
             return np.frombuffer(_PACK[dtype](numbers), dtype)
         except (struct.error, OverflowError, ValueError, TypeError):
             pass  # not plain numbers of this type: numpy converts them, or says why not
-    return np.asarray(row, dtype=dtype)
+    given: NDArray[Any] = np.asarray(cast("Any", row))
+    if given.ndim == 0:
+        raise BatchingError(f"row {place} is a single value, not a row of values")
+    with np.errstate(invalid="ignore"):  # NaN as a whole number: found below
+        array = given.astype(dtype, copy=False)
+    if array is not given and array.dtype.kind in "iu" and not np.array_equal(array, given):
+        at = int(np.flatnonzero((array != given).ravel())[0])
+        raise BatchingError(f"row {place}: {given.ravel()[at].item()!r} is no {array.dtype}")
+    return array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
