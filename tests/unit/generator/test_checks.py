@@ -164,6 +164,46 @@ def test_texts_are_no_numbers(field: str) -> None:
         check(**{field: ["-1", "-2"]})
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("has_graph", [True, False])
+def test_case_8_rewards_of_a_reward_model_are_taken_out_of_its_graph(
+    dtype: torch.dtype, has_graph: bool
+) -> None:
+    rewards = torch.tensor([1.0, -0.5], dtype=dtype, requires_grad=has_graph)
+
+    turn = check(rewards=rewards)
+
+    assert turn.rewards is not None
+    assert (turn.rewards.tolist(), turn.rewards.dtype) == ([1.0, -0.5], np.float32)
+    assert checks.checked_reward(rewards[1]) == -0.5
+
+
+@pytest.mark.parametrize("rewards", [[1, 0], [True, False], torch.tensor([1, 0])])
+def test_case_8_whole_rewards_become_float32(rewards: Any) -> None:
+    turn = check(rewards=rewards)
+
+    assert turn.rewards is not None
+    assert (turn.rewards.tolist(), turn.rewards.dtype) == ([1.0, 0.0], np.float32)
+
+
+@pytest.mark.parametrize("rewards", [0.5, np.array(0.5), torch.tensor(0.5), [[1.0, 0.0]]])
+def test_case_8_a_single_reward_is_no_reward_per_token(rewards: Any) -> None:
+    with pytest.raises(InvalidTurnError, match=r"rewards: has the shape .* not one dimension"):
+        check(rewards=rewards)
+
+
+def test_case_7_an_empty_list_of_logprobs_is_not_the_same_as_none() -> None:
+    # The reference reads [] as none given; a list of another length than its response is refused.
+    assert check().logprobs is None
+    with pytest.raises(InvalidTurnError, match="logprobs: has 0 values, response_ids has 2"):
+        check(logprobs=[])
+
+
+def test_case_8_a_fractional_mask_is_refused_and_not_cut_to_0() -> None:
+    with pytest.raises(InvalidTurnError, match=r"loss_mask: 0\.25 at position 0 is neither"):
+        check(loss_mask=[0.25, 1])
+
+
 def test_a_tensor_that_is_part_of_a_graph_is_refused_by_name() -> None:
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
 

@@ -209,7 +209,9 @@ def _logprobs(
 
 
 def _rewards(values: Any, *, num_tokens: int) -> NDArray[np.float32]:
-    array = _per_token(values, field="rewards", kinds="biuf", num_tokens=num_tokens)
+    array = _per_token(
+        _out_of_its_graph(values), field="rewards", kinds="biuf", num_tokens=num_tokens
+    )
     rewards = _as_float32(array)
     wrong = ~np.isfinite(rewards)
     if wrong.any():
@@ -266,6 +268,18 @@ def _row(values: Any, *, field: str) -> NDArray[Any]:
     return array
 
 
+def _out_of_its_graph(values: Any) -> Any:
+    """A torch tensor as numpy can take it, without importing torch; anything else as it is.
+
+    Rewards come from models of rewards, often in bfloat16 and with a graph that nobody wants.
+    """
+    if not hasattr(values, "detach"):
+        return values
+    tensor = values.detach().cpu()
+    # numpy has no bfloat16.
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
+
+
 def _at_first(
     field: str, array: NDArray[Any], wrong: NDArray[np.bool_], message: str
 ) -> InvalidTurnError:
@@ -275,7 +289,7 @@ def _at_first(
 
 def _finite(value: Any, *, field: str) -> float:
     try:
-        number = float(value)
+        number = float(_out_of_its_graph(value))
     except (TypeError, ValueError) as error:
         raise InvalidTurnError(field, f"{value!r} is not a number") from error
     if not math.isfinite(number):
