@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -35,6 +37,7 @@ def test_punishes_long_responses_by_the_golden_vector(num_tokens: int, expected:
     penalty = overlong_penalty(num_tokens, max_tokens=20_480, buffer_tokens=4_096)
 
     assert penalty == pytest.approx(expected, abs=1e-6)
+    assert math.copysign(1, penalty) == (1 if expected == 0 else -1)
 
 
 @pytest.mark.parametrize("buffer_tokens", [0, 101])

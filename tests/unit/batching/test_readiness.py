@@ -220,6 +220,34 @@ def test_a_single_sample_is_never_filtered_for_its_variance() -> None:
     assert state.num_ready == 1
 
 
+@pytest.mark.parametrize(
+    ("trained", "is_kept"), [([3, 3], False), ([3, 0], True), ([0, 0], True), ([3, 3, 0], False)]
+)
+def test_case_40_a_group_of_equal_rewards_with_one_live_member_is_always_kept(
+    trained: list[int], is_kept: bool
+) -> None:
+    of = replace(CONFIG, drop_zero_variance=True)
+    members = [
+        sealed(sample=s, turns=[shape(), shape(trained=count)])
+        if count
+        else sealed(sample=s, turns=[shape(trained=0)])
+        for s, count in enumerate(trained)
+    ]
+
+    state, _ = fold([opened(num_samples=len(members)), *members], of)
+
+    assert state.num_ready == is_kept
+
+
+def test_case_40_a_masked_member_of_another_reward_moves_the_baseline_and_keeps_the_group() -> None:
+    of = replace(CONFIG, drop_zero_variance=True)
+    masked = sealed(sample=2, reward=0.0, turns=[shape(trained=0)])
+
+    state, _ = fold([opened(num_samples=3), sealed(sample=0), sealed(sample=1), masked], of)
+
+    assert state.num_ready == 1
+
+
 def test_components_are_filtered_only_where_all_of_them_are_equal() -> None:
     of = replace(
         CONFIG,

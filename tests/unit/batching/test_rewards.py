@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from turnstream.batching.config import RewardSource
-from turnstream.batching.rewards import planned_reward, rewards_on_last_token, trajectory_reward
+from turnstream.batching.rewards import (
+    planned_reward,
+    reward_problem,
+    rewards_on_last_token,
+    trajectory_reward,
+)
 from turnstream.errors import BatchingError
 from turnstream.testing import config, sealed, shape
 
@@ -54,3 +60,59 @@ def test_case_34_a_scalar_of_an_empty_response_is_refused_unless_it_is_zero() ->
     with pytest.raises(BatchingError, match=r"row 1 has a reward of 0\.5 and no response token"):
         rewards_on_last_token(np.array([1.0, 0.5]), lengths_B=np.array([1, 0]))
     assert [row.tolist() for row in nothing] == [[1.0], []]
+
+
+@pytest.mark.parametrize(
+    "turn_rewards", [[math.inf, -math.inf], [1.7e308, 1.7e308], [math.nan, 1.0]]
+)
+def test_turns_whose_rewards_have_no_sum_are_named_and_stop_no_plan(
+    turn_rewards: list[float],
+) -> None:
+    # An exact sum of these raises: the planner would have failed at this event for ever.
+    trajectory = sealed(turns=[shape(), shape()], turn_rewards=turn_rewards)
+
+    problem = reward_problem(trajectory, replace(config(), reward_source="sum_of_turns"))
+
+    assert problem == "has a reward of nan"
+
+
+def test_components_whose_weighted_sum_is_no_number_are_named() -> None:
+    of = replace(config(), estimator="gdpo", component_weights=(("a", 1e300), ("b", -1e300)))
+    trajectory = replace(sealed(), reward_components={"a": 1e20, "b": 1e20})
+
+    assert reward_problem(trajectory, of) == "has a reward of nan"
+
+
+@pytest.mark.parametrize("source", ["sum_of_turns", "last_turn"])
+def test_case_27_an_outcome_reward_beside_turns_without_any_is_refused_where_turns_count(
+    source: RewardSource,
+) -> None:
+    # It would have counted as 0. The reference refuses a batch with both kinds, in either order.
+    of = replace(config(), reward_source=source)
+    turns = [shape(), shape()]
+
+    outcome = sealed(reward=1.0, turns=turns, turn_rewards=[0.0, 0.0])
+
+    assert reward_problem(outcome, of) == (
+        f"has an outcome reward of 1.0 and none in its turns, which reward_source={source!r} reads"
+    )
+    for reward, of_turns in [(None, [0.0, 0.0]), (0.0, [0.0, 0.0]), (1.0, [0.0, 1.0])]:
+        assert reward_problem(sealed(reward=reward, turns=turns, turn_rewards=of_turns), of) == ""
+
+
+def test_case_27_rewards_of_turns_without_an_outcome_are_refused_where_the_outcome_counts() -> None:
+    turns = sealed(reward=None, turns=[shape()], turn_rewards=[1.0])
+
+    assert reward_problem(turns, config()) == "has no reward, which reward_source='outcome' needs"
+
+
+@pytest.mark.parametrize("is_merged", [True, False])
+def test_case_16_scalar_rewards_of_turns_are_one_reward_of_their_trajectory(
+    is_merged: bool,
+) -> None:
+    # The reference keeps the last of merged turns and both of split ones: [1.0], [.25, 1.0].
+    second = shape(2, 1, parent=0, shared=5) if is_merged else shape(2, 1)
+    trajectory = sealed(turns=[shape(2, 3), second], turn_rewards=[0.25, 1.0])
+
+    assert trajectory_reward(trajectory, source="sum_of_turns") == 1.25
+    assert trajectory_reward(trajectory, source="last_turn") == 1.0

@@ -47,7 +47,7 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) ->
     if not 1 <= buffer_tokens <= max_tokens:
         raise InvalidConfigError("buffer_tokens", f"{buffer_tokens} is not in 1..{max_tokens}")
     excess = num_tokens - (max_tokens - buffer_tokens)
-    return -min(max(excess / buffer_tokens, 0.0), 1.0)
+    return max(min(-excess / buffer_tokens, 0.0), -1.0)
 
 
 def is_cut_off(status: Status) -> bool:

@@ -247,6 +247,13 @@ def _problem(member: SealedTrajectory, config: BatchingConfig) -> str:
 
 
 def _teaches_nothing(group: ReadyGroup, config: BatchingConfig) -> bool:
+    """Whether all rewards are equal, those of masked members included: they are in the baseline.
+
+    A group with less than two members that train a token has too few to say so, and is kept.
+    """
+    num_live = sum(any(turn.num_trained_tokens for turn in m.turns) for m in group.members)
+    if num_live < 2:
+        return False
     if config.estimator != "gdpo":
         return has_zero_variance([planned_reward(member, config) for member in group.members])
     return all(

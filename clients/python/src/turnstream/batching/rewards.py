@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ def trajectory_reward(trajectory: SealedTrajectory, *, source: RewardSource) -> 
         case "outcome":
             return trajectory.reward
         case "sum_of_turns":
-            return math.fsum(trajectory.turn_rewards)
+            return _sum(trajectory.turn_rewards)
         case "last_turn":
             return trajectory.turn_rewards[-1] if trajectory.turn_rewards else None
 
@@ -33,7 +34,7 @@ def planned_reward(trajectory: SealedTrajectory, config: BatchingConfig) -> floa
     """
     if config.estimator == "gdpo":
         components = trajectory.reward_components
-        return math.fsum(weight * components[name] for name, weight in config.component_weights)
+        return _sum([weight * components[name] for name, weight in config.component_weights])
     reward = trajectory_reward(trajectory, source=config.reward_source)
     assert reward is not None
     return reward
@@ -46,16 +47,34 @@ def reward_problem(trajectory: SealedTrajectory, config: BatchingConfig) -> str:
         for (name, _), value in zip(config.component_weights, values, strict=True):
             if value is None:
                 return f"has no reward component {name!r}"
+        values.append(planned_reward(trajectory, config))
     else:
         values = [trajectory_reward(trajectory, source=config.reward_source)]
         if values[0] is None:
             return f"has no reward, which reward_source={config.reward_source!r} needs"
+        if (
+            config.reward_source != "outcome"
+            and trajectory.reward
+            and not any(trajectory.turn_rewards)
+        ):
+            return (
+                f"has an outcome reward of {trajectory.reward} and none in its turns, which "
+                f"reward_source={config.reward_source!r} reads"
+            )
     for value in values:
         if value is not None and not abs(value) <= MAX_REWARD:
             return f"has a reward of {value}"
         if value is not None and value < 0 and config.estimator == "maxrl":
             return f"has a reward of {value}, and maxrl divides by the mean reward"
     return ""
+
+
+def _sum(values: Sequence[float]) -> float:
+    """Exact; NaN where infinities of both signs, or too large numbers, have no sum."""
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):
+        return math.nan
 
 
 def rewards_on_last_token(
