@@ -20,7 +20,7 @@ from turnstream.batching.denominators import (
 from turnstream.batching.minibatch import micro_batches, rank_share
 from turnstream.errors import BatchingError
 from turnstream.testing import rows
-from turnstream.types import Rows
+from turnstream.types import Denominators, Ragged, Rows
 
 CUT: dict[str, Any] = {"step": 1, "mini_batch": 0, "pad_token_id": 0}
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)
@@ -239,3 +239,84 @@ def test_denominators_counted_over_ranks_are_those_of_the_whole(batch: Rows, wor
     assert counted == count_denominators([batch], length_constant=3)
     for share in shares:
         check_share(share, counted, dp_world_size=world)
+
+
+# --------------------------------------------------------------------------------------
+# where a denominator could be nothing
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_that_weigh_nothing_are_scaled_by_zero_and_not_by_nan(mode: Aggregation) -> None:
+    # Their sum of weights is 0: dividing one by the other gave NaN for every row.
+    batch = replace(ABC, weight=np.zeros(3, np.float32))
+    denominators = count_denominators([batch], length_constant=8)
+
+    scales = row_scales(batch, denominators=denominators, aggregation=mode)
+
+    assert scales.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_trajectory_without_a_trained_token_changes_no_other_ones_scale(
+    mode: Aggregation,
+) -> None:
+    # Its row, its trajectory and its group are in no denominator: prompt sums of 0 included.
+    with_masked = rows("x|ABCD", "x|E", "x|FG", "x|abc", "x|", group_ids=[*"ghgkh"])
+    without = rows("x|ABCD", "x|E", "x|FG", group_ids=[*"ghg"])
+
+    def scales(batch: Rows) -> list[float]:
+        denominators = count_denominators([batch], length_constant=8)
+        return row_scales(batch, denominators=denominators, aggregation=mode).tolist()
+
+    assert scales(with_masked) == [*scales(without), 0, 0]
+
+
+def test_a_pad_counted_as_a_sequence_or_with_a_live_token_gives_the_known_wrong_answers() -> None:
+    right = count_denominators([ABC], length_constant=0)
+    losses = [sum(own) for own in LOSSES], [sum(own) / len(own) for own in LOSSES]
+
+    def mean(denominators: Denominators, mode: Aggregation) -> float:
+        scales = row_scales(ABC, denominators=denominators, aggregation=mode)
+        return float(np.dot(scales, losses[0]))
+
+    pad_is_a_sequence = right._replace(num_sequences=4, weight_sum=4.0)
+    pad_is_live = right._replace(num_tokens=8)
+    assert mean(right, "seq_mean_token_mean") == pytest.approx(4.833333, abs=1e-6)
+    assert mean(pad_is_a_sequence, "seq_mean_token_mean") == pytest.approx(3.625)
+    assert mean(right, "token_mean") == pytest.approx(3.428571, abs=1e-6)
+    assert mean(pad_is_live, "token_mean") == pytest.approx(3.0)
+    assert sum(losses[1]) / 4 == 3.625
+
+
+def test_a_single_token_is_missed_among_millions() -> None:
+    # A tolerance in proportion to the whole let a share lose one token in every million.
+    num_tokens = 3_000_000
+    batch = rows("aB")
+    columns: dict[str, Any] = {
+        "input_ids": Ragged(np.ones(num_tokens + 1, np.int32), np.array([0, num_tokens + 1])),
+        "loss_mask": Ragged(np.ones(num_tokens, np.uint8), np.array([0, num_tokens])),
+        "trajectory_num_tokens": np.array([num_tokens]),
+        "group_num_tokens": np.array([num_tokens]),
+    }
+    batch = replace(batch, **columns)
+    planned = count_denominators([batch], length_constant=0)
+
+    check_share(batch, planned, dp_world_size=1)
+    for wrong, world in ((num_tokens + 1, 1), (num_tokens - 1, 2)):
+        with pytest.raises(BatchingError, match=r"^num_tokens: "):
+            check_share(batch, planned._replace(num_tokens=wrong), dp_world_size=world)
+
+
+def test_denominators_counted_row_by_row() -> None:
+    batch = rows("x|AbC", "x|d", "x|EF", "x|G", "a|b", group_ids=[*"ggh", "k", ""])
+    batch = replace(
+        batch,
+        trajectory_id=["g/0/0", "g/0/0", "h/0/0", "k/0/0", ""],
+        weight=np.array([0.5, 0.5, 1, 2, 0], np.float32),
+        is_padding=np.array([0, 0, 0, 0, 1], np.bool_),
+    )
+
+    counted = count_denominators([batch], length_constant=9)
+
+    # Row 1 has no trained token: its trajectory counts by row 0 alone, its weight not at all.
+    assert counted == Denominators(5, 3, 3, 3, 3.5, 9)

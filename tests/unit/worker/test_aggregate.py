@@ -318,3 +318,17 @@ def test_losses_that_floats_hold_exactly_are_summed_exactly_in_float32(
         pieces = pieces + aggregate(values, cut, mode=mode, denominators=denominators)
 
     assert pieces.item() == whole.item()
+
+
+def test_what_a_masked_token_would_count_for_is_not_read(build_tensors: Any) -> None:
+    part = replace(
+        build_tensors(["101"]), token_weights_BR=torch.tensor([[0.5, float("nan"), 2.0]])
+    )
+    loss_BR = torch.ones(1, 3, requires_grad=True)
+
+    total = aggregate(loss_BR, part, mode="token_mean", denominators=part.denominators)
+    total.backward()
+
+    assert total.item() == 1.25
+    assert loss_BR.grad is not None
+    assert loss_BR.grad.tolist() == [[0.25, 0, 1]]

@@ -294,3 +294,11 @@ def test_absurd_ratios_are_large_numbers_and_not_infinities(level: Any) -> None:
 
     assert ratio[0, 0].item() == pytest.approx(math.exp(20), rel=1e-6)
     assert ratio[1, 0].item() == pytest.approx(math.exp(-20), rel=1e-6)
+
+
+@pytest.mark.parametrize("weight_sum", [0.0, torch.tensor(0.0)])
+def test_weights_of_0_everywhere_stay_0_when_rescaled(weight_sum: Any) -> None:
+    # Dividing by their sum made every token NaN where a filter had taken all of them out.
+    scaled = corrections.rescaled(torch.zeros(1, 2), weight_sum=weight_sum, num_tokens=2)
+
+    assert scaled.tolist() == [[0, 0]]

@@ -132,7 +132,8 @@ def row_scales(
             per_row_B, total = rows.group_num_tokens, denominators.num_groups
     scales_B = np.zeros(len(rows))
     live_B = trained_B > 0
-    scales_B[live_B] = rows.weight[live_B] / (per_row_B[live_B] * total)
+    # Where all rows weigh nothing, so does their sum: nothing is divided, and nothing by 0.
+    scales_B[live_B] = rows.weight[live_B] / (per_row_B[live_B] * (total or 1))
     return scales_B
 
 
@@ -149,7 +150,7 @@ def check_share(rows: Rows, denominators: Denominators, *, dp_world_size: int) -
     counts = ShareCounts.of(rows)
     for name, own in counts._asdict().items():
         whole = getattr(denominators, name)
-        tolerance = 1e-6 * max(1.0, abs(whole))
+        tolerance = 0.0 if isinstance(whole, int) and isinstance(own, int) else _rounding(whole)
         is_wrong = abs(own - whole) > tolerance if dp_world_size == 1 else own > whole + tolerance
         if is_wrong:
             raise BatchingError(
@@ -157,6 +158,11 @@ def check_share(rows: Rows, denominators: Denominators, *, dp_world_size: int) -
                 f"the mini-batch {whole:g}"
             )
     return counts
+
+
+def _rounding(whole: float) -> float:
+    """Of sums of float32 weights and of shares of trajectories; counts of tokens are exact."""
+    return 1e-6 * max(1.0, abs(whole))
 
 
 def _check_rows(rows: Rows) -> None:

@@ -148,13 +148,16 @@ def opsm(
 def rescaled(weights_BR: Tensor, *, weight_sum: float | Tensor, num_tokens: int) -> Tensor:
     """(B, R): the weights scaled so that their mean over all trained tokens is 1.
 
+    Where every token was taken out they stay 0.
+
     Args:
         weights_BR: of this micro-batch.
         weight_sum: sum of the weights of trained tokens over all ranks and micro-batches of the
             mini-batch: a local mean would make the loss depend on how the batch was cut.
         num_tokens: `denominators.num_tokens`.
     """
-    return weights_BR * (num_tokens / weight_sum)
+    total = torch.as_tensor(weight_sum, dtype=weights_BR.dtype, device=weights_BR.device)
+    return weights_BR * torch.where(total > 0, num_tokens / total, 0.0)
 
 
 def _inside(ratio: Tensor, *, low: float, high: float) -> Tensor:

@@ -303,7 +303,9 @@ def aggregate(
         )
     loss_BR = _masked(loss_BR, mask_BR=mask_BR)
     weights_BR = part.token_weights
-    row_sums_B = part.row_sums(loss_BR if weights_BR is None else loss_BR * weights_BR)
+    if weights_BR is not None:
+        loss_BR = loss_BR * _masked(weights_BR, mask_BR=mask_BR)
+    row_sums_B = part.row_sums(loss_BR)
     row_sums_B = torch.where(part.is_padding_B, 0.0, row_sums_B)
     per_row_B, denominator = _row_divisors(part, mode=mode, denominators=denominators)
     numerator = (part.weight_B * row_sums_B / per_row_B).sum()
