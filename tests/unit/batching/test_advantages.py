@@ -285,3 +285,77 @@ def test_a_masked_token_has_an_advantage_of_plain_zero() -> None:
     tokens = broadcast(np.array([-1.0]), loss_mask=Ragged.from_rows([[0, 1]], np.uint8))
 
     assert np.signbit(tokens.values).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 0.0], [[[1.0, 0.0]], [[0.0, 1.0]]]])
+def test_gdpo_refuses_rewards_that_are_no_components(rewards: Any) -> None:
+    # Two rewards of two trajectories passed for two components of one.
+    group = GroupOutcomes(np.array(rewards), np.array([1, 1]))
+
+    with pytest.raises(UnsupportedEstimatorError, match=r"gdpo with rewards of shape \(2,"):
+        trajectory_advantages([group], estimator="gdpo", component_weights=[1.0, 1.0])
+
+
+def test_gigpo_of_no_trajectory_gives_nothing() -> None:
+    assert gigpo(np.zeros(0), turn_rewards=[], anchors=[]) == []
+
+
+def test_an_advantage_is_spread_over_rows_that_are_a_slice_of_more() -> None:
+    whole = Ragged.from_rows([[1, 1], [0, 1]], np.uint8)
+
+    tokens = broadcast(np.array([3.0]), loss_mask=Ragged(whole.values, whole.offsets[1:]))
+
+    assert [row.tolist() for row in tokens] == [[0, 3]]
+
+
+def test_fan_out_row_by_row_gives_the_known_wrong_answer() -> None:
+    assert estimate("grpo", [1, 1, 1, 0]) == pytest.approx([0.5, 0.5, 0.5, -1.5], abs=1e-5)
+
+
+def loop_advantages(estimator: Estimator, rewards: list[float], counts: list[int]) -> list[float]:
+    """By the table of definitions, with lists."""
+    n = len(rewards)
+    mean = math.fsum(rewards) / n
+    squares = math.fsum((r - mean) ** 2 for r in rewards)
+    result: list[float] = []
+    for i, reward in enumerate(rewards):
+        others = rewards[:i] + rewards[i + 1 :]
+        of_others = math.fsum(others) / (n - 1)
+        match estimator:
+            case "grpo":
+                result.append((reward - mean) / (math.sqrt(squares / (n - 1)) + 1e-6))
+            case "grpo_population":
+                result.append((reward - mean) / (math.sqrt(squares / n) + 1e-6))
+            case "grpo_leave_one_out":
+                std = 0.0
+                if n > 2:
+                    std = math.sqrt(math.fsum((r - of_others) ** 2 for r in others) / (n - 2))
+                result.append((reward - of_others) / (std + 1e-6 if std else 1.0))
+            case "rloo":
+                result.append(reward - of_others)
+            case "maxrl":
+                result.append((reward - mean) / (mean + 1e-6))
+            case "opo":
+                weights = counts if any(counts) else [1] * n
+                weighed = [r * c for r, c in zip(rewards, weights, strict=True)]
+                result.append(reward - math.fsum(weighed) / sum(weights))
+            case _:
+                result.append(reward - mean)
+    return result
+
+
+@given(
+    st.sampled_from(WITHIN_A_GROUP),
+    st.lists(st.tuples(st.integers(0, 8), st.integers(0, 9)), min_size=2, max_size=7),
+)
+def test_every_estimator_agrees_with_its_definition(
+    estimator: Estimator, members: list[tuple[int, int]]
+) -> None:
+    rewards = [eighths / 8 for eighths, _ in members]  # sums of these are exact
+    counts = [count for _, count in members]
+
+    (found,) = trajectory_advantages([outcomes(rewards, counts)], estimator=estimator)
+
+    assert found.dtype == np.float64
+    expected = loop_advantages(estimator, rewards, counts)
+    assert found.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)

@@ -118,6 +118,8 @@ def test_attention_makes_a_long_row_worth_more_than_its_tokens() -> None:
     [
         {"limit": -1},
         {"limit": math.nan},
+        {"limit": math.inf},
+        {"a": math.inf, "model": "quadratic"},
         {"alignment": 0},
         {"a": -1, "model": "quadratic"},
         {"b": 1, "model": "packed"},

@@ -166,3 +166,14 @@ def test_every_rank_knows_the_passes_of_all(
         for rows_of in of_rank:
             cost = budget.cost([own[row] for row in rows_of])
             assert limit == 0 or cost <= limit or len(rows_of) == 1
+
+
+@pytest.mark.parametrize("sizes", [{"dp_world_size": 0}, {"dp_world_size": 1, "multiple_of": 0}])
+def test_rows_for_no_rank_or_a_multiple_of_nothing_are_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(BatchingError, match="=0 must be at least 1"):
+        cut_ranks(np.array([2]), **sizes)
+
+
+def test_a_share_of_a_multiple_of_nothing_is_refused() -> None:
+    with pytest.raises(BatchingError, match="multiple_of=0 must be at least 1"):
+        shares(rows("aB"), 1, multiple_of=0)

@@ -178,3 +178,19 @@ def test_every_layout_gives_back_what_was_laid_out(data: st.DataObject, batch: R
     expected = Ragged(np.where(is_inert, np.float32(0), numbers), batch.rewards.offsets)
     for parts in by_layout.values():
         assert_same(join_by_row_id(parts, batch), expected)
+
+
+def test_values_of_several_numbers_per_token_are_joined_with_zeros_in_inert_rows() -> None:
+    # The zeros of an inert row had one number per token whatever the others had.
+    batch = rows("aB", "a|b", "aBC", is_padding=[False, True, False])
+    parts = [{0: np.ones((1, 3), np.float32)}, {2: np.full((2, 3), 2, np.float32)}]
+
+    joined = join_by_row_id(parts, batch)
+
+    assert [row.tolist() for row in joined] == [[[1] * 3], [[0] * 3], [[2] * 3] * 2]
+
+
+def test_values_of_no_row_make_an_empty_column() -> None:
+    joined = join_by_row_id([], rows())
+
+    assert (len(joined), joined.values.shape, joined.values.dtype) == (0, (0,), np.float32)

@@ -80,14 +80,15 @@ def test_case_8_fractional_weights_are_kept_and_whole_numbers_become_float32() -
         ([[1, 2], [3]], [[0, 1], [0, 1]], "token_weights of sequence 1: 2 values for 1 tokens"),
         ([[1, 2]], [[0, 1], [0]], "2 rows of weights for 1 sequences"),
         ([[1], []], [[0], []], "sequence 1 has no token"),
-        ([[1], [2, 3]], [[0], [0, np.nan]], "sequence 1: a weight is not finite"),
+        ([[1], [2, 3]], [[0], [0, np.nan]], "sequence 1: a weight is no finite float32"),
+        ([[1], [2, 3]], [[0], [0, 1e39]], "sequence 1: a weight is no finite float32"),
     ],
 )
 def test_sequences_that_cannot_be_learned_are_refused(
     tokens: list[list[int]], weights: list[list[float]], message: str
 ) -> None:
     with pytest.raises(BatchingError, match=message):
-        supervised_rows(Ragged.from_rows(tokens, np.int32), Ragged.from_rows(weights, np.float32))
+        supervised_rows(Ragged.from_rows(tokens, np.int32), Ragged.from_rows(weights, np.float64))
 
 
 # --------------------------------------------------------------------------------------
@@ -263,3 +264,15 @@ def test_bins_agree_with_laying_out_token_by_token(
     assert sorted(row for own in bins for row in own) == list(range(len(lengths)))
     total = scaled_weights(batch, loss_scale="all_targets").values.sum()
     assert made.target_weights_KW.sum() == pytest.approx(total, rel=1e-5)
+
+
+def test_bins_for_no_rank_are_refused() -> None:
+    with pytest.raises(BatchingError, match="must be at least 1"):
+        bin_sequences([3], capacity=4, dp_world_size=0)
+
+
+def test_no_sequences_make_no_rows() -> None:
+    nothing = supervised_rows(Ragged.from_rows([], np.int32), Ragged.from_rows([], np.float32))
+
+    assert len(nothing) == 0
+    assert lay_out(nothing, []).input_ids_KW.shape == (0, 0)

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -210,3 +211,65 @@ def test_gae_takes_a_lambda_for_every_row(seed: int) -> None:
     for row, lam in enumerate(lambdas.tolist()):
         slow = slow_gae(batch, rewards, values, 1.0, lam)[row]
         assert advantages[row].tolist() == pytest.approx(slow, rel=1e-5, abs=1e-5)
+
+
+# --------------------------------------------------------------------------------------
+# rows that are a slice of more
+
+
+def from_row_1(column: Any) -> Any:
+    return Ragged(column.values, column.offsets[1:]) if isinstance(column, Ragged) else column[1:]
+
+
+def test_a_slice_of_a_larger_batch_is_computed_alone() -> None:
+    # Whitening took the mean over the rows before the slice too, and the others broke.
+    whole = rows("xYZ", "abC", "aBd")
+    part = Rows(
+        **{
+            field.name: column if not hasattr(column, "__len__") else from_row_1(column)
+            for field in fields(Rows)
+            if field.name != "extras" and (column := getattr(whole, field.name)) is not None
+        }
+    )
+    values = Ragged.from_rows([[9, 9], [1], [2, 0]], np.float32)
+    alone = rows("abC", "aBd")
+    own = Ragged.from_rows([[1], [2, 0]], np.float32)
+
+    sliced = from_row_1(values)
+
+    assert lists(whiten_tokens(sliced, loss_mask=part.loss_mask)) == lists(
+        whiten_tokens(own, loss_mask=alone.loss_mask)
+    )
+    assert lists(token_returns(part, rewards=sliced)) == [[1], [2, 0]]
+    for found, expected in zip(
+        gae(part, rewards=sliced, values=sliced), gae(alone, rewards=own, values=own), strict=True
+    ):
+        assert lists(found) == lists(expected)
+
+
+def test_gae_of_a_row_without_a_trained_token_is_zero() -> None:
+    ones = Ragged.from_rows([[1]], np.float32)
+
+    advantages, returns = gae(rows("x|a"), rewards=ones, values=ones)
+
+    assert (lists(advantages), lists(returns)) == ([[0]], [[0]])
+
+
+def test_no_rows_have_no_advantages() -> None:
+    nothing = Ragged.from_rows([], np.float32)
+
+    advantages, returns = gae(rows(), rewards=nothing, values=nothing)
+
+    assert (len(advantages), len(returns)) == (0, 0)
+    assert len(reinforce_plus_plus(rows(), rewards=nothing)) == 0
+
+
+def test_an_inert_row_is_in_no_mean_of_whitening() -> None:
+    batch = rows("x|AbC", "x|D")
+    padded = rows("x|AbC", "x|D", "a|b", is_padding=[False, False, True])
+    values = [[0, 0, 2], [1]]
+
+    alone = reinforce_plus_plus(batch, rewards=Ragged.from_rows(values, np.float32))
+    beside = reinforce_plus_plus(padded, rewards=Ragged.from_rows([*values, [7]], np.float32))
+
+    assert lists(beside) == [*lists(alone), [0]]

@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.config import Estimator, SingletonAdvantage
+from turnstream.batching.jagged import flat
 from turnstream.errors import BatchingError, UnsupportedEstimatorError
 from turnstream.types import Ragged
 
@@ -117,6 +118,8 @@ def gigpo(
             raise BatchingError(
                 f"trajectory {index} has {len(states)} anchors for {len(own)} turns"
             )
+    if not turn_rewards:
+        return []
     compare = _grpo if divide_by_std else _centred
     episode = compare(rewards) if len(rewards) > 1 else np.zeros(len(rewards))
     returns = np.concatenate([_discounted(own, gamma) for own in turn_rewards])
@@ -142,6 +145,7 @@ def broadcast(
 
     Rows of one trajectory carry the same advantage: it is estimated once, never per row.
     """
+    loss_mask = flat(loss_mask)
     per_token = np.repeat(advantage_B.astype(np.float32), loss_mask.lengths)
     return Ragged(np.where(loss_mask.values, per_token, np.float32(0)), loss_mask.offsets)
 
@@ -207,14 +211,13 @@ def _gdpo(
         raise UnsupportedEstimatorError(f"gdpo with {len(weights)} reward components: 2 or more")
     summed: list[FloatArray] = []
     for group in groups:
-        columns = np.atleast_2d(group.rewards).T
-        if len(columns) != len(weights):
+        if group.rewards.shape[1:] != (len(weights),):
             raise UnsupportedEstimatorError(
-                f"gdpo with {len(columns)} reward components and {len(weights)} weights"
+                f"gdpo with rewards of shape {group.rewards.shape} and {len(weights)} weights"
             )
         parts = [
             _grpo(column) if len(column) > 1 else _singleton(column, singleton)
-            for column in columns
+            for column in group.rewards.T
         ]
         summed.append(np.asarray(weights) @ np.array(parts))
     everything = np.concatenate(summed) if summed else np.empty(0)

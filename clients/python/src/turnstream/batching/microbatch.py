@@ -55,7 +55,8 @@ class Budget:
         Raises:
             BatchingError: one is out of range, or does not go with the model.
         """
-        if not (self.limit >= 0 and self.alignment >= 1 and self.a >= 0 and self.b >= 0):
+        numbers = (self.limit, self.a, self.b)
+        if self.alignment < 1 or not all(0 <= number < math.inf for number in numbers):
             raise BatchingError(f"{self}: a number is out of range")
         if self.model not in CostModel.__args__:
             raise BatchingError(f"{self.model!r} is not one of {', '.join(CostModel.__args__)}")

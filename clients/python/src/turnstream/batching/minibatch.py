@@ -101,8 +101,12 @@ def cut_ranks(
         lengths_B: tokens of every row.
         dp_world_size: number of ranks.
         multiple_of: what else divides the number of rows, inert ones included: `rows_multiple`.
+
+    Raises:
+        BatchingError: one of both is below 1.
     """
     num_rows = len(lengths_B)
+    _require_at_least_1(dp_world_size=dp_world_size, multiple_of=multiple_of)
     multiple = math.lcm(dp_world_size, multiple_of)
     num_padded = max(-(-num_rows // multiple), 1) * multiple
     rows_per_rank = num_padded // dp_world_size
@@ -139,9 +143,11 @@ def rank_share(
         multiple_of: what else divides the number of rows, inert ones included: `rows_multiple`.
 
     Raises:
-        BatchingError: no such rank, or numbers too large for the ids of inert rows.
+        BatchingError: no such rank, a multiple below 1, or numbers too large for the ids of inert
+            rows.
     """
     _require_rank(dp_rank, dp_world_size)
+    _require_at_least_1(multiple_of=multiple_of)
     if dp_world_size == 1 and len(rows) and len(rows) % multiple_of == 0:
         return rows
     mine = cut_ranks(rows.input_ids.lengths, dp_world_size=dp_world_size, multiple_of=multiple_of)[
@@ -310,6 +316,12 @@ def budgeted_passes(
     shares = [[known[row] for row in rank] for rank in ranks]
     passes = plan_passes(shares, budget=budget, multiple_of=passes_multiple_of)
     return tuple(tuple(rows_of_pass) for rows_of_pass in passes[dp_rank])
+
+
+def _require_at_least_1(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise BatchingError(f"{name}={size} must be at least 1")
 
 
 def _require_rank(dp_rank: int, dp_world_size: int) -> None:

@@ -134,12 +134,13 @@ def join_by_row_id(parts: Iterable[Mapping[int, NDArray[Any]]], rows: Rows) -> R
     for part in parts:
         for row_id, values in part.items():
             _add(found, row_id, values)
-    dtype = next((values.dtype for values in found.values()), np.dtype(np.float32))
+    any_values = next(iter(found.values()), np.empty(0, np.float32))
+    dtype, shape = any_values.dtype, any_values.shape[1:]
     column: list[NDArray[Any]] = []
     for row_id, is_inert, length in zip(
         rows.row_id.tolist(), rows.is_padding.tolist(), lengths_of(rows).tolist(), strict=True
     ):
-        values = np.zeros(length, dtype) if is_inert else found.pop(row_id, None)
+        values = np.zeros((length, *shape), dtype) if is_inert else found.pop(row_id, None)
         if values is None:
             raise BatchingError(f"no values came for row {row_id}")
         if len(values) != length:
@@ -148,7 +149,7 @@ def join_by_row_id(parts: Iterable[Mapping[int, NDArray[Any]]], rows: Rows) -> R
     if found:
         raise BatchingError(f"values came for rows that are not here: {sorted(found)[:8]}")
     offsets = np.concatenate([[0], np.cumsum([len(values) for values in column])])
-    values = np.concatenate(column) if column else np.empty(0, dtype)
+    values = np.concatenate(column) if column else np.empty((0, *shape), dtype)
     return Ragged(values, offsets.astype(np.int32))
 
 

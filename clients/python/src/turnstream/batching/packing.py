@@ -6,6 +6,7 @@ For lengths 6 3 5 7 2 4 1 8 and capacity 10, as row indices::
     first_fit                   [0 1 6] [2 4] [3] [5] [7]
     first_fit_decreasing        [7 4] [3 1] [0 5] [2 6]
     best_fit_decreasing         [7 4] [3 1] [0 5] [2 6]
+    worst_fit_decreasing        [7 6] [3 4] [0 1] [2 5]
 
 Equal lengths go lower index first, so a plan can be made again anywhere. No row is ever cut: one
 longer than the capacity is refused, or put into a bin of its own where the caller says so.
@@ -17,6 +18,7 @@ for bin packing" (1985) for the modified first fit decreasing.
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -28,6 +30,7 @@ Method = Literal[
     "first_fit",
     "first_fit_decreasing",
     "best_fit_decreasing",
+    "worst_fit_decreasing",
     "modified_first_fit_decreasing",
 ]
 OverLong = Literal["refuse", "alone"]
@@ -81,8 +84,11 @@ def grow_bins(bins: Bins, lengths: Sequence[int], *, multiple_of: int, at_least:
     [[0], [1, 2], [3]]
 
     Raises:
-        BatchingError: there are fewer rows than bins wanted; add inert rows first.
+        BatchingError: there are fewer rows than bins wanted; add inert rows first. Or the multiple
+            is below 1.
     """
+    if multiple_of < 1:
+        raise BatchingError(f"multiple_of={multiple_of} must be at least 1")
     target = max(len(bins), at_least, 1)
     target = -(-target // multiple_of) * multiple_of
     num_rows = sum(len(rows) for rows in bins)
@@ -172,6 +178,22 @@ def _best_fit_decreasing(rows: Sequence[int], sizes: Sequence[int], capacity: in
     return bins
 
 
+def _worst_fit_decreasing(rows: Sequence[int], sizes: Sequence[int], capacity: int) -> Bins:
+    """The emptiest bin, or a new one: the most even bins, and more of them than best fit needs."""
+    bins: Bins = []
+    emptiest: list[tuple[int, int]] = []  # (-room, bin)
+    for row in _longest_first(rows, sizes):
+        size = sizes[row]
+        if emptiest and -emptiest[0][0] >= size:
+            room, index = emptiest[0]
+            bins[index].append(row)
+            heapq.heapreplace(emptiest, (room + size, index))
+        else:
+            bins.append([row])
+            heapq.heappush(emptiest, (size - capacity, len(bins) - 1))
+    return bins
+
+
 def _modified_first_fit_decreasing(
     rows: Sequence[int], sizes: Sequence[int], capacity: int
 ) -> Bins:
@@ -231,5 +253,6 @@ _METHODS: dict[Method, Callable[[Sequence[int], Sequence[int], int], Bins]] = {
     "first_fit": _first_fit,
     "first_fit_decreasing": _first_fit_decreasing,
     "best_fit_decreasing": _best_fit_decreasing,
+    "worst_fit_decreasing": _worst_fit_decreasing,
     "modified_first_fit_decreasing": _modified_first_fit_decreasing,
 }

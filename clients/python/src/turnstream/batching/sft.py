@@ -72,7 +72,7 @@ def supervised_rows(
 
     Raises:
         BatchingError: a sequence is empty, has another number of weights than tokens, or a weight
-            that is not finite.
+            that is no finite float32.
     """
     input_ids, token_weights = flat(input_ids), flat(token_weights)
     _check(input_ids, token_weights)
@@ -221,11 +221,11 @@ def _check(input_ids: Ragged[np.int32], token_weights: Ragged[Any]) -> None:
         raise BatchingError(
             f"token_weights of sequence {row}: {found_B[row]} values for {lengths_B[row]} tokens"
         )
-    is_finite: NDArray[np.bool_] = np.isfinite(token_weights.values)
+    is_finite = np.abs(token_weights.values) <= np.finfo(np.float32).max
     places = np.flatnonzero(~is_finite)
     if len(places):
         row = bisect.bisect_right(token_weights.offsets.tolist(), int(places[0])) - 1
-        raise BatchingError(f"token_weights of sequence {row}: a weight is not finite")
+        raise BatchingError(f"token_weights of sequence {row}: a weight is no finite float32")
 
 
 def _lengths_before_first_target(weights: Ragged[Any]) -> NDArray[np.int32]:

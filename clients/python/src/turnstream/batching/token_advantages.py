@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.advantages import WHITENING_EPSILON
+from turnstream.batching.jagged import flat
 from turnstream.errors import BatchingError, UnsupportedEstimatorError
 from turnstream.types import Ragged, Rows
 
@@ -91,6 +92,7 @@ def whiten_tokens(values: Ragged[np.float32], *, loss_mask: Ragged[np.uint8]) ->
 
     Padding and observed tokens are in neither mean nor variance. Pass the rows of all ranks.
     """
+    values, loss_mask = flat(values), flat(loss_mask)
     is_trained = loss_mask.values.astype(np.bool_)
     white = np.zeros(len(values.values), np.float32)
     trained = values.values[is_trained].astype(np.float64)
@@ -118,31 +120,30 @@ class _Chain:
 
     def __init__(self, rows: Rows, *, estimator: str) -> None:
         _require_whole(rows, estimator=estimator)
-        self._mask = rows.loss_mask
-        self._is_trained = rows.loss_mask.values.astype(np.bool_)
-        ends = np.concatenate(([0], np.cumsum(self._is_trained)))[rows.loss_mask.offsets]
+        self._mask = flat(rows.loss_mask)
+        self._is_trained = self._mask.values.astype(np.bool_)
+        ends = np.concatenate(([0], np.cumsum(self._is_trained)))[self._mask.offsets]
         self._num_trained_B = np.diff(ends)
         # Where each row's trained tokens begin, for each of its response tokens.
-        self._row_start = np.repeat(ends[:-1], rows.loss_mask.lengths)
+        self._row_start = np.repeat(ends[:-1], self._mask.lengths)
         places: NDArray[np.int64] = np.arange(1, ends[-1] + 1, dtype=np.int64)
         self.num_ahead = np.repeat(ends[1:], self._num_trained_B) - places
 
     def collect(self, values: Ragged[np.float32]) -> FloatArray:
         """What stands on the trained tokens."""
-        self._require_aligned(values)
-        return values.values[self._is_trained].astype(np.float64)
+        return self._aligned(values)[self._is_trained].astype(np.float64)
 
     def collect_rewards(self, rewards: Ragged[np.float32]) -> FloatArray:
         """What stands on the trained tokens, and behind each before the next one.
 
         A reward before a row's first trained token is no token's doing and is left out.
         """
-        self._require_aligned(rewards)
+        per_token = self._aligned(rewards)
         last_trained = np.cumsum(self._is_trained) - 1
         has_one = last_trained >= self._row_start
         sums = np.bincount(
             last_trained[has_one],
-            weights=rewards.values[has_one],
+            weights=per_token[has_one],
             minlength=len(self.num_ahead),
         )
         return sums.astype(np.float64)
@@ -170,9 +171,10 @@ class _Chain:
         values[self._is_trained] = chain
         return Ragged(values, self._mask.offsets)
 
-    def _require_aligned(self, values: Ragged[np.float32]) -> None:
-        if not np.array_equal(values.offsets, self._mask.offsets):
+    def _aligned(self, values: Ragged[np.float32]) -> NDArray[np.float32]:
+        if not np.array_equal(values.lengths, self._mask.lengths):
             raise BatchingError("one value per response token is needed, row by row")
+        return flat(values).values
 
 
 def _require_whole(rows: Rows, *, estimator: str) -> None:
