@@ -19,6 +19,7 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.batching.plan import Manifest
 from turnstream.batching.planning import num_groups_to_plan, plan_batch
 from turnstream.batching.readiness import GroupDropped, ReadyGroup, RunFold
+from turnstream.batching.report import plan_report
 from turnstream.errors import ConflictError
 from turnstream.records.events import decode_event
 from turnstream.types import TrajectoryDied, TrajectoryState
@@ -86,6 +87,7 @@ class Leader:
         self._next_step = 1
         self._previous_hash = ""
         self._next_row_id = 0
+        self._warned: set[str] = set()
 
     async def lead(self) -> None:
         """Plan whatever can be planned, for ever.
@@ -218,7 +220,20 @@ class Leader:
             self._view.run,
             extra={"num_groups": len(groups), "manifest_hash": stored.hash},
         )
+        self._warn_of(manifest)
         return True
+
+    def _warn_of(self, manifest: Manifest) -> None:
+        """Say what is odd about a batch: of each kind once, or a run would say nothing else."""
+        for kind, sentence in plan_report(manifest, self._config).warnings.items():
+            if kind not in self._warned:
+                self._warned.add(kind)
+                logger.warning(
+                    "step %d of run %s: %s; the next batches are not reported",
+                    manifest.step,
+                    self._view.run,
+                    sentence,
+                )
 
     def _make_plan(self, groups: tuple[ReadyGroup, ...]) -> StoredManifest:
         manifest = plan_batch(

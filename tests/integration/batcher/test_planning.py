@@ -125,3 +125,22 @@ def _states(house, run: str) -> dict[TrajectoryState, int]:
         ledger = read_ledger(client, run)
     ledger.check()
     return {state: number for state, number in ledger.by_state.items() if number}
+
+
+async def test_what_is_odd_about_the_batches_of_a_run_is_said_once(house, caplog):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    alone = [group(f"g{i}", trajectory(turn("ab", "CD"))) for i in range(2)]
+    await trainer.start()
+
+    await house.publish(run, *alone)
+    await trainer.get(1)
+    await trainer.get(2)
+
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == [
+        (
+            f"step 1 of run {run}: groups of one trajectory, which get an advantage of 0: 1; "
+            "the next batches are not reported"
+        )
+    ]

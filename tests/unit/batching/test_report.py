@@ -1,9 +1,18 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from turnstream.batching.config import BatchingConfig
 from turnstream.batching.merge import store_turns
-from turnstream.batching.report import MergeBreak, merge_report
-from turnstream.testing import turn
-from turnstream.types import NO_PARENT, TrajectoryKey, Turn
+from turnstream.batching.plan import Manifest
+from turnstream.batching.planning import plan_batch
+from turnstream.batching.readiness import ReadyGroup
+from turnstream.batching.report import MergeBreak, PlanReport, merge_report, plan_report
+from turnstream.testing import config, sealed, shape, turn
+from turnstream.types import NO_PARENT, TrajectoryKey, Turn, TurnShape
 
 KEY = TrajectoryKey("g0", 0)
 
@@ -65,3 +74,87 @@ def test_a_new_context_after_several_turns_is_compared_with_all_of_the_last() ->
 
 def test_nothing_has_a_merge_ratio_of_one() -> None:
     assert merge_report({}).merge_ratio == 1.0
+
+
+# --------------------------------------------------------------------------------------
+# what is odd about a batch
+
+
+def plan(*groups: list[list[TurnShape]], of: BatchingConfig | None = None) -> Manifest:
+    """A batch of these groups; for each its members, for each of them its turns."""
+    ready = [
+        ReadyGroup(
+            group_id=str(number),
+            prompt_uid="",
+            members=tuple(
+                sealed(str(number), sample=sample, reward=float(sample), turns=turns)
+                for sample, turns in enumerate(members)
+            ),
+            completed_by=f"{number}-0",
+        )
+        for number, members in enumerate(groups)
+    ]
+    names: Any = {"run": "run", "step": 1, "lineage": "a", "previous_hash": "", "first_row_id": 0}
+    return plan_batch(ready, config=of or config(len(groups)), config_revision=1, **names)
+
+
+def test_a_batch_without_oddities_has_no_warning() -> None:
+    found = plan_report(plan([[shape()], [shape()]]), config())
+
+    assert found == PlanReport(
+        num_lone_groups=0,
+        num_untrained_rows=0,
+        num_empty_updates=0,
+        num_rows_over_limit=0,
+        longest_row=5,
+    )
+    assert found.warnings == {}
+
+
+@pytest.mark.parametrize(("limit", "num_over"), [(0, 0), (6, 0), (5, 1), (3, 2)])
+def test_case_9_rows_above_the_limit_are_counted_once_and_not_cut(
+    limit: int, num_over: int
+) -> None:
+    # The reference warns once where the longest row exceeds `max_seq_len`, and cuts nothing.
+    of = replace(config(), max_tokens_per_micro_batch=limit)
+    manifest = plan([[shape(2, 4)], [shape(2, 2)]], of=of)
+
+    found = plan_report(manifest, of)
+
+    assert (found.num_rows_over_limit, found.longest_row) == (num_over, 6)
+    assert list(found.warnings) == ["num_rows_over_limit"] * bool(num_over)
+    assert [cut.width for cut in manifest.mini_batches] == [6]
+
+
+def test_case_28_rows_and_updates_without_a_trained_token_are_counted() -> None:
+    masked = shape(2, 3, trained=0)
+    of = config(2, 1)
+
+    found = plan_report(plan([[shape(), masked], [shape()]], [[masked], [masked]], of=of), of)
+
+    assert (found.num_untrained_rows, found.num_empty_updates) == (3, 1)
+    assert found.warnings == {
+        "num_untrained_rows": "rows without a trained token: 3",
+        "num_empty_updates": "updates without a trained token, which change nothing: 1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_lone"),
+    [
+        ({}, 1),
+        ({"estimator": "rloo"}, 1),
+        ({"estimator": "reinforce_pp_baseline"}, 1),
+        ({"estimator": "reinforce_pp"}, 0),
+        ({"singleton_advantage": "raw"}, 0),
+    ],
+)
+def test_case_37_groups_of_one_are_counted_where_their_advantage_is_0(
+    changes: dict[str, Any], num_lone: int
+) -> None:
+    of = replace(config(2), **changes)
+
+    found = plan_report(plan([[shape()]], [[shape()], [shape()]], of=of), of)
+
+    assert found.num_lone_groups == num_lone
+    assert list(found.warnings) == ["num_lone_groups"] * num_lone

@@ -1,4 +1,4 @@
-"""How much merging saved, and where it broke off."""
+"""How much merging saved, and where it broke off; and what is odd about a planned batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from turnstream.batching.config import BatchingConfig
 from turnstream.batching.merge import plan_sequences
+from turnstream.batching.plan import Manifest
 from turnstream.types import NO_PARENT, StoredTurn, TrajectoryKey
 
 
@@ -70,6 +72,65 @@ def merge_report(trajectories: Mapping[TrajectoryKey, Sequence[StoredTurn]]) -> 
             for key, own in rows.items()
             if len(own) > 1
         ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """What a batch trains, odd as it is: nothing of this is cut, dropped or refused.
+
+    Attributes:
+        num_lone_groups: of one trajectory, whose advantage is 0 because nothing was compared.
+        num_untrained_rows: without a trained token; they are in no denominator.
+        num_empty_updates: mini-batches without a trained token: their loss is 0.
+        num_rows_over_limit: above `max_tokens_per_micro_batch`, alone in a pass that exceeds it.
+        longest_row: in tokens.
+    """
+
+    num_lone_groups: int
+    num_untrained_rows: int
+    num_empty_updates: int
+    num_rows_over_limit: int
+    longest_row: int
+
+    @property
+    def warnings(self) -> dict[str, str]:
+        """By the name of its count, a sentence for every count that is not 0."""
+        sentences = {
+            "num_lone_groups": "groups of one trajectory, which get an advantage of 0",
+            "num_untrained_rows": "rows without a trained token",
+            "num_empty_updates": "updates without a trained token, which change nothing",
+            "num_rows_over_limit": "rows above max_tokens_per_micro_batch, each in a pass of its "
+            f"own, the longest with {self.longest_row} tokens",
+        }
+        counts = {name: int(getattr(self, name)) for name in sentences}
+        return {name: f"{sentences[name]}: {count}" for name, count in counts.items() if count}
+
+
+def plan_report(manifest: Manifest, config: BatchingConfig) -> PlanReport:
+    """Count what deserves a warning, by whoever plans: this package has no log.
+
+    A group of one is no oddity where the run trains its raw reward, or compares the whole batch.
+    """
+    cuts = manifest.mini_batches
+    limit = config.max_tokens_per_micro_batch
+    longest = max((cut.width for cut in cuts), default=0)
+    compares_groups = config.singleton_advantage == "zero" and config.estimator != "reinforce_pp"
+    return PlanReport(
+        num_lone_groups=manifest.num_singleton_groups if compares_groups else 0,
+        num_untrained_rows=sum(cut.num_rows - cut.denominators.num_sequences for cut in cuts),
+        num_empty_updates=sum(cut.denominators.num_tokens == 0 for cut in cuts),
+        num_rows_over_limit=_num_rows_above(manifest, limit) if 0 < limit < longest else 0,
+        longest_row=longest,
+    )
+
+
+def _num_rows_above(manifest: Manifest, limit: int) -> int:
+    return sum(
+        row.num_tokens > limit
+        for group in manifest.groups
+        for trajectory in group.trajectories
+        for row in trajectory.sequences
     )
 
 
