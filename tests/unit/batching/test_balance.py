@@ -114,3 +114,63 @@ def test_the_greedy_method_is_within_one_item_of_an_even_split(
     parts = balance(weights, num_parts=num_parts, method="longest_first")
 
     assert largest_part(parts, weights) <= bound + 1e-9
+
+
+def slow_longest_first(weights: list[int], num_parts: int, room: int) -> Parts:
+    parts: Parts = [[] for _ in range(num_parts)]
+    for item in sorted(range(len(weights)), key=lambda item: (-weights[item], item)):
+        open_parts = [part for part in range(num_parts) if len(parts[part]) < room]
+        sums = [sum(weights[other] for other in parts[part]) for part in open_parts]
+        parts[open_parts[sums.index(min(sums))]].append(item)
+    return parts
+
+
+@given(weights_and_parts, st.booleans())
+def test_longest_first_agrees_with_looking_at_every_part(
+    drawn: tuple[list[int], int], equal_count: bool
+) -> None:
+    weights, num_parts = drawn
+    if equal_count:
+        weights = weights[: len(weights) // num_parts * num_parts]
+    room = len(weights) // num_parts if equal_count else len(weights)
+
+    parts = balance(weights, num_parts=num_parts, method="longest_first", equal_count=equal_count)
+
+    assert parts == slow_longest_first(weights, num_parts, room)
+
+
+def slow_differencing(states: list[list[tuple[int, list[int]]]]) -> list[int]:
+    """Sums of the parts: the two widest states are merged, heaviest to lightest, again and again.
+
+    Of states alike in spread and largest set the older one goes first.
+    """
+    states = [sorted(state, key=lambda one: -one[0]) for state in states]
+    while len(states) > 1:
+        widths = [(s[-1][0] - s[0][0], -s[0][0], place) for place, s in enumerate(states)]
+        first, second = (place for *_, place in sorted(widths)[:2])
+        merged = [
+            (a[0] + b[0], a[1] + b[1])
+            for a, b in zip(states[first], reversed(states[second]), strict=True)
+        ]
+        states = [s for place, s in enumerate(states) if place not in (first, second)]
+        states.append(sorted(merged, key=lambda one: -one[0]))
+    return [total for total, _ in states[0]]
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=12), st.integers(1, 4), st.booleans())
+def test_differencing_agrees_with_looking_at_every_state(
+    weights: list[int], num_parts: int, equal_count: bool
+) -> None:
+    if equal_count:
+        weights = weights * num_parts
+        order = sorted(range(len(weights)), key=lambda item: (weights[item], item))
+        states = [
+            [(weights[item], [item]) for item in order[start : start + num_parts]]
+            for start in range(0, len(order), num_parts)
+        ]
+    else:
+        states = [[(w, [item]), *[(0, [])] * (num_parts - 1)] for item, w in enumerate(weights)]
+
+    parts = balance(weights, num_parts=num_parts, method="karmarkar_karp", equal_count=equal_count)
+
+    assert [sum(weights[item] for item in part) for part in parts] == slow_differencing(states)

@@ -18,8 +18,8 @@ from turnstream.batching.denominators import (
     row_scales,
 )
 from turnstream.batching.minibatch import micro_batches, rank_share
-from turnstream.errors import BatchingError
-from turnstream.testing import rows
+from turnstream.errors import BatchingError, InvalidConfigError
+from turnstream.testing import config, rows
 from turnstream.types import Denominators, Ragged, Rows
 
 CUT: dict[str, Any] = {"step": 1, "mini_batch": 0, "pad_token_id": 0}
@@ -85,7 +85,9 @@ def test_an_inert_row_is_no_sequence() -> None:
 
 def test_case_38_scales_of_rows_with_masks_111_001_011_000() -> None:
     # The reference counts the row without a trained token: .08333, .25, .125, .25 for the sequence
-    # mean and .025 for the constant. Ours leaves it out of the denominators; it is scaled by 0.
+    # mean, .025 for the constant and .25 for its own prompt mean. Ours leaves it out of the
+    # denominators; it is scaled by 0. Its token_mean_legacy, .125 .125 .25 .25 by micro-batches of
+    # two, depends on the cut: there is no such mode.
     batch = rows("x|ABC", "x|abC", "x|aBC", "x|abc", group_ids=["a", "a", "b", "b"])
     denominators = count_denominators([batch], length_constant=10)
 
@@ -99,6 +101,8 @@ def test_case_38_scales_of_rows_with_masks_111_001_011_000() -> None:
     assert scales["seq_mean_token_sum"] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
     assert scales["constant"] == pytest.approx([1 / 30, 1 / 30, 1 / 30, 0])
     assert scales["prompt_mean"] == pytest.approx([0.125, 0.125, 0.25, 0])
+    with pytest.raises(InvalidConfigError, match="aggregation: 'token_mean_legacy'"):
+        replace(config(), aggregation="token_mean_legacy")
 
 
 def fan_out() -> Rows:

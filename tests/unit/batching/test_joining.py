@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnstream.batching.assemble import concatenate_rows, take_rows
+from turnstream.batching.joining import joined_column
 from turnstream.batching.minibatch import join_shares, rank_share
 from turnstream.errors import BatchingError
 from turnstream.records.batches import decode_mini_batch, encode_mini_batch
@@ -122,3 +123,10 @@ def test_parts_without_values_per_token_get_those_that_say_the_same():
 def test_parts_whose_columns_do_not_go_together_are_refused(reason: str, parts: list[Rows]):
     with pytest.raises(BatchingError, match=reason):
         concatenate_rows(parts)
+
+
+def test_more_tokens_than_int32_offsets_count_are_refused():
+    column = Ragged(np.zeros(0, np.int32), np.array([0, 2**30], np.int32))  # not read before
+
+    with pytest.raises(BatchingError, match="2147483648 tokens in one mini-batch"):
+        joined_column([column, column])

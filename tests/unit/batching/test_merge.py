@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from turnstream.batching.columns import shared_pieces
+from turnstream.batching.columns import RowPieces, shared_pieces, token_columns
 from turnstream.batching.merge import (
     merge_trajectories,
     merge_turns,
@@ -16,7 +16,7 @@ from turnstream.batching.merge import (
     turn_prompts,
 )
 from turnstream.batching.plan import SequenceShape
-from turnstream.errors import InvalidTurnError
+from turnstream.errors import BatchingError, InvalidTurnError
 from turnstream.testing import assert_same, shape, spell, turn
 from turnstream.testing.strategies import trees
 from turnstream.types import Sequence, Turn, VersionRun
@@ -227,6 +227,14 @@ def test_a_turn_that_follows_a_later_one_is_refused() -> None:
         shared_pieces(broken, 1)
 
 
+def test_more_tokens_than_int32_offsets_count_are_refused() -> None:
+    one = turn("a", "B")
+    wide = RowPieces(2**31 - 1, [one.prompt_ids, one.response_ids], [one], [0], [(0, 1)])
+
+    with pytest.raises(BatchingError, match="2147483648 tokens in one mini-batch"):
+        token_columns([wide])
+
+
 # --------------------------------------------------------------------------------------
 # laws
 
@@ -328,6 +336,18 @@ def test_every_sampled_token_is_trained_exactly_once(turns: tuple[Turn, ...]) ->
     ]
     assert spans == list(enumerate(masks))
     assert sum(int(row.loss_mask.sum()) for row in rows) == sum(map(sum, masks))
+
+
+@given(trees(max_turns=6))
+def test_tokens_in_are_tokens_out(turns: tuple[Turn, ...]) -> None:
+    """A row holds all of its last turn's context: what merging saves is said again by no row."""
+    rows = merge_turns(turns)
+
+    contexts = [len(own.prompt_ids) + len(own.response_ids) for own in turns]
+    assert [len(row.input_ids) for row in rows] == [contexts[row.turns[-1]] for row in rows]
+    assert sorted(index for row in rows for index in row.turns) == list(range(len(turns)))
+    responses = sum(len(own.response_ids) for own in turns)
+    assert sum(end - begin for row in rows for begin, end in row.turn_spans) == responses
 
 
 @given(trees(max_turns=6))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnstream.batching.assemble import take_rows
+from turnstream.batching.assemble import concatenate_rows, take_rows
 from turnstream.batching.minibatch import (
     INERT_LENGTH,
     cut_ranks,
@@ -17,9 +17,11 @@ from turnstream.batching.minibatch import (
     micro_batches,
     rank_share,
 )
+from turnstream.batching.outputs import join_by_row_id, response_values_left_padded
+from turnstream.batching.routes import left_padded_routes, route_column
 from turnstream.errors import BatchingError
 from turnstream.testing import assert_same, rows
-from turnstream.types import Rows
+from turnstream.types import ExtraColumn, Ragged, Rows
 
 CUT: dict[str, Any] = {"step": 1, "mini_batch": 0, "pad_token_id": 9}
 FIVE = rows("abC", "abCDEF", "xY", "uvW", "kL")
@@ -55,8 +57,14 @@ def test_case_31_five_rows_over_four_ranks_are_two_rows_each() -> None:
 
 def test_case_31_the_padding_of_a_mini_batch_is_no_row_of_it() -> None:
     # The reference pads with a copy of the mini-batch's row 0.
-    (_, padded) = shares(rows("abC"), 2)
+    # Over two ranks it makes [[row0],[row0 pad]] of the first of these, and [[row1],[row2]].
+    first, second = rows("abC"), rows("abcD", "aB", first_row_id=1)
 
+    of_first, of_second = shares(first, 2), shares(second, 2)
+
+    assert [part.row_id.tolist() for part in of_first] == [[0], [-4294967297]]
+    assert [part.row_id.tolist() for part in of_second] == [[1], [2]]
+    padded = of_first[1]
     assert padded.input_ids[0].tolist() == [9, 9]
     assert padded.trajectory_id == [""]
 
@@ -98,6 +106,30 @@ def _arrays(column: Any) -> list[np.ndarray[Any, Any]]:
     return [column.values, column.offsets] if hasattr(column, "offsets") else []
 
 
+def test_case_32_an_inert_row_has_the_dummy_routes_and_no_route_of_its_own() -> None:
+    # As in the reference: experts 0 .. topk-1, and the router mask set on all of the row.
+    routes = route_column([np.full((2, 1, 2), 3, np.int64)], [3])
+    batch = replace(rows("abC"), extras={"routes": ExtraColumn(per="first_tokens", values=routes)})
+    (_, padded) = shares(batch, 2)
+
+    placed = left_padded_routes(
+        padded.extras["routes"].values, lengths_B=padded.input_ids.lengths, width=3
+    )
+
+    assert placed.choices.tolist() == [[[[0, 1]]] * 3]
+    assert placed.is_missing.tolist() == [[True] * 3]
+    assert placed.choices.dtype == np.uint8
+
+
+def test_case_32_inert_rows_have_no_advantage_and_no_weight_per_token_either() -> None:
+    one = Ragged.from_rows([[7.0]], np.float32)
+    (_, padded) = shares(replace(rows("abC"), advantages=one, token_weights=one), 2)
+
+    assert padded.advantages is not None
+    assert padded.token_weights is not None
+    assert padded.advantages.values.tolist() == padded.token_weights.values.tolist() == [0]
+
+
 def test_case_32_without_padding_the_only_rank_gets_the_same_object() -> None:
     assert rank_share(FIVE, dp_rank=0, dp_world_size=1, **CUT) is FIVE
 
@@ -114,16 +146,19 @@ def test_case_33_outputs_of_padded_mini_batches_are_joined_by_row_id() -> None:
     # Mini-batches of rows (0, 5) and (5, 11) over four ranks. The reference joins by position and
     # gives the rows the outputs of 0 1 2 3 4 0 0 0 5 6 7.
     mini_batches = [rows(*["aB"] * 5), rows(*["aB"] * 6, first_row_id=5)]
-
-    outputs = [
-        (row_id, row_id * 10)
+    parts = [
+        response_values_left_padded(
+            share.row_id[:, None].astype(np.float32),  # every row gives its own number
+            row_ids=share.row_id.tolist(),
+            response_lengths=share.loss_mask.lengths.tolist(),
+        )
         for batch in mini_batches
         for share in shares(batch, 4)
-        for row_id in share.row_id.tolist()
     ]
 
-    joined = {row_id: output for row_id, output in outputs if row_id >= 0}
-    assert [joined[row_id] for row_id in range(11)] == [row_id * 10 for row_id in range(11)]
+    joined = join_by_row_id(parts, concatenate_rows(mini_batches))
+
+    assert joined.values.tolist() == list(range(11))
 
 
 # --------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -7,8 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnstream.batching.packed import Packed, packed, sequence_alignment
+from turnstream.batching.jagged import jagged
+from turnstream.batching.layout import left_padded
+from turnstream.batching.packed import Packed, line_up, packed, sequence_alignment
 from turnstream.batching.packing import pack
+from turnstream.batching.right_padded import right_padded
 from turnstream.errors import BatchingError
 from turnstream.testing import assert_same, rows
 from turnstream.testing.strategies import scored_rows
@@ -177,3 +181,43 @@ def test_no_bin_has_more_slots_than_the_capacity_it_was_packed_for(
     assert sorted(row for one in made for row in one.row_id_B.tolist()) == list(range(len(lengths)))
     assert sum(int(one.length_B.sum()) for one in made) == sum(lengths)
     assert sum(int(one.loss_mask_N.sum()) for one in made) == len(lengths)
+
+
+def test_more_slots_than_int32_counts_are_refused() -> None:
+    batch = rows("aB", "aB")
+    offsets = np.array([0, 2**30, 2**31 - 1], np.int32)  # their tokens are not read
+    wide = replace(batch, input_ids=Ragged(batch.input_ids.values, offsets))
+
+    with pytest.raises(BatchingError, match="slots in one bin: cu_seqlens are int32"):
+        line_up(wide, bins=[[0, 1, 0]], alignment=1)
+    order, _, starts = line_up(wide, bins=[[0], [1]], alignment=1)
+
+    assert (order.tolist(), starts.tolist()) == ([0, 1], [0, 2**30, 2**31 - 1])
+
+
+@given(scored_rows())
+def test_what_is_trained_lies_inside_its_row_in_every_layout(batch: Rows) -> None:
+    width = int(batch.input_ids.lengths.max(initial=0))
+    response_width = int(batch.loss_mask.lengths.max(initial=0))
+    num_trained = int(batch.loss_mask.values.sum())
+
+    left = left_padded(batch, width=width, response_width=response_width, pad_token_id=PAD)
+    right = right_padded(batch, width=width, pad_token_id=PAD)
+    line = pack_all(batch, alignment=4)
+    flat = jagged(batch)
+
+    assert not (left.loss_mask_BR & ~left.response_mask_BR).any()
+    assert not (left.response_mask_BR & ~left.attention_mask_BT[:, width - response_width :]).any()
+    # What a slot scores is the next one: it must be a real token of the same row.
+    scored_BT = right.loss_mask_BT[:, :-1]
+    assert not (scored_BT & ~right.attention_mask_BT[:, 1:]).any()
+    assert not right.loss_mask_BT[:, -1:].any()
+    for row, (start, stop) in enumerate(itertools.pairwise(line.cu_seqlens.tolist())):
+        assert not line.loss_mask_N[max(start + line.length_B[row] - 1, start) : stop].any()
+    rows_M = np.repeat(np.arange(len(batch)), batch.loss_mask.lengths)
+    trained = flat.scoring_tokens_M[flat.loss_mask_M]
+    row_of_token = np.searchsorted(flat.offsets, trained, side="right") - 1
+    assert (trained >= 0).all()
+    assert row_of_token.tolist() == rows_M[flat.loss_mask_M].tolist()
+    for mask in (left.loss_mask_BR, right.loss_mask_BT, line.loss_mask_N, flat.loss_mask_M):
+        assert int(mask.sum()) == num_trained

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from turnstream.batching.microbatch import Budget, plan_passes
 from turnstream.batching.packing import Bins, Method, grow_bins, pack
 from turnstream.errors import BatchingError, RowTooLongError
 
@@ -48,6 +49,7 @@ def scan_best_fit(order: list[int], lengths: list[int], capacity: int) -> Bins:
         ("first_fit", [[0, 1, 6], [2, 4], [3], [5], [7]]),
         ("first_fit_decreasing", [[7, 4], [3, 1], [0, 5], [2, 6]]),
         ("best_fit_decreasing", [[7, 4], [3, 1], [0, 5], [2, 6]]),
+        ("worst_fit_decreasing", [[7, 6], [3, 4], [0, 1], [2, 5]]),
     ],
 )
 def test_packs_the_golden_vector(method: Method, expected: Bins) -> None:
@@ -57,7 +59,9 @@ def test_packs_the_golden_vector(method: Method, expected: Bins) -> None:
 def test_first_fit_decreasing_needs_five_bins_where_worst_fit_needs_six() -> None:
     lengths = [10, 19, 5, 9, 8, 16, 15, 11, 2, 3]
 
+    # NeMo's last phase is commented as first fit, and tests the emptiest bin alone.
     assert len(pack(lengths, capacity=20, method="first_fit_decreasing")) == 5
+    assert len(pack(lengths, capacity=20, method="worst_fit_decreasing")) == 6
 
 
 def test_modified_first_fit_decreasing_pairs_large_rows_with_the_largest_medium_one() -> None:
@@ -87,10 +91,34 @@ def test_edge_case_42_ties_go_to_the_lower_index_first() -> None:
 
 
 def test_edge_case_42_bins_grow_by_splitting_the_fullest() -> None:
-    bins = grow_bins(pack([2] * 5, capacity=10), [2] * 5, multiple_of=4)
+    # The reference pops the last row of the largest bin: [[4,3],[0],[1],[2]] and
+    # [[2,6,5],[1,4],[0],[3]].
+    five = grow_bins(pack([2] * 5, capacity=10), [2] * 5, multiple_of=4)
+    lengths = [6, 6, 6, 1, 1, 1, 1]
+    packed = pack(lengths, capacity=8, method="first_fit_decreasing")
 
-    assert sorted(len(rows) for rows in bins) == [1, 1, 1, 2]
-    assert sorted(row for rows in bins for row in rows) == [0, 1, 2, 3, 4]
+    assert five == [[0], [4], [2], [1, 3]]
+    assert packed == [[0, 3, 4], [1, 5, 6], [2]]
+    assert grow_bins(packed, lengths, multiple_of=4) == [[0], [3, 4], [1, 5, 6], [2]]
+
+
+def test_edge_case_42_an_even_packer_of_the_reference_keeps_to_its_cap_by_chance() -> None:
+    # Its soft cap gives [[0,2],[1,3],[4]]; ours packs for the cap first, and levels then.
+    [passes] = plan_passes([[5, 5, 3, 3, 2]], budget=Budget(limit=8, model="packed"))
+
+    assert passes == [[0, 4], [2, 3], [1]]
+
+
+def test_bins_grow_to_the_least_number_asked_for() -> None:
+    grown = grow_bins([[0, 1, 2, 3]], [4, 3, 2, 1], multiple_of=2, at_least=3)
+
+    assert grown == [[0], [3], [1], [2]]
+
+
+@pytest.mark.parametrize("multiple_of", [0, -2])
+def test_refuses_a_multiple_below_one(multiple_of: int) -> None:
+    with pytest.raises(BatchingError, match=f"multiple_of={multiple_of} must be at least 1"):
+        grow_bins([[0]], [1], multiple_of=multiple_of)
 
 
 def test_edge_cases_43_and_44_capacity_counts_aligned_lengths() -> None:
@@ -172,3 +200,109 @@ def test_growing_keeps_the_rows_and_never_makes_a_bin_larger(
     assert len(grown) % ranks == 0
     assert sorted(row for rows in grown for row in rows) == list(range(len(lengths)))
     assert max(tokens(grown, lengths)) <= max(tokens(bins, lengths))
+
+
+def scan_worst_fit(order: list[int], lengths: list[int], capacity: int) -> Bins:
+    bins: Bins = []
+    for row in order:
+        used = [(total, index) for index, total in enumerate(tokens(bins, lengths))]
+        if used and min(used)[0] + lengths[row] <= capacity:
+            bins[min(used)[1]].append(row)
+        else:
+            bins.append([row])
+    return bins
+
+
+def scan_next_fit(order: list[int], lengths: list[int], capacity: int) -> Bins:
+    bins: Bins = []
+    for row in order:
+        if not bins or tokens(bins[-1:], lengths)[0] + lengths[row] > capacity:
+            bins.append([])
+        bins[-1].append(row)
+    return bins
+
+
+def scan_modified(order: list[int], lengths: list[int], capacity: int) -> Bins:
+    """Johnson and Garey, phase by phase, looking at all rows each time; fractions as they are."""
+    bins: Bins = [[row] for row in order if lengths[row] > capacity / 2]
+    rest = [row for row in order if lengths[row] <= capacity / 2]
+
+    def room(index: int) -> int:
+        return capacity - sum(lengths[row] for row in bins[index])
+
+    def put(row: int, index: int) -> None:
+        rest.remove(row)
+        bins[index].append(row)
+
+    for index in range(len(bins)):
+        medium = [
+            row for row in rest if lengths[row] > capacity / 3 and lengths[row] <= room(index)
+        ]
+        if medium:
+            put(medium[0], index)
+    for index in reversed(range(len(bins))):
+        small = [row for row in rest if capacity / 6 < lengths[row] <= capacity / 3]
+        if len(bins[index]) == 1 and len(small) > 1:
+            if lengths[small[-1]] + lengths[small[-2]] > room(index):
+                continue
+            put(small[-1], index)
+            put(next(row for row in small[:-1] if lengths[row] <= room(index)), index)
+    for index in range(len(bins)):
+        while fitting := [row for row in rest if lengths[row] <= room(index)]:
+            put(fitting[0], index)
+    return bins + scan_first_fit(rest, lengths, capacity)
+
+
+@given(lengths=rows, capacity=st.integers(60, 75))
+def test_the_other_methods_find_the_bins_of_a_plain_scan(lengths: list[int], capacity: int) -> None:
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+
+    def found(method: Method) -> Bins:
+        return pack(lengths, capacity=capacity, method=method)
+
+    assert found("worst_fit_decreasing") == scan_worst_fit(order, lengths, capacity)
+    assert found("next_fit") == scan_next_fit(list(range(len(lengths))), lengths, capacity)
+    assert found("first_fit_decreasing") == scan_first_fit(order, lengths, capacity)
+    assert found("modified_first_fit_decreasing") == scan_modified(order, lengths, capacity)
+
+
+def slow_grow(bins: Bins, lengths: list[int], target: int) -> Bins:
+    bins = [list(own) for own in bins]
+    while len(bins) < target:
+        sums = [sum(lengths[row] for row in own) if len(own) > 1 else -1 for own in bins]
+        index = sums.index(max(sums))
+        halves: Bins = [[], []]
+        for row in sorted(bins[index], key=lambda row: (-lengths[row], row)):
+            left, right = tokens(halves, lengths)
+            halves[0 if left <= right else 1].append(row)
+        bins[index : index + 1] = halves
+    return bins
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12), more=st.integers(0, 6))
+def test_growing_agrees_with_halving_the_fullest_by_looking_at_all(
+    lengths: list[int], more: int
+) -> None:
+    bins = pack(lengths, capacity=60)
+    target = min(len(bins) + more, len(lengths))
+
+    grown = grow_bins(bins, lengths, multiple_of=1, at_least=target)
+
+    assert grown == slow_grow(bins, lengths, target)
+
+
+@given(
+    lengths=rows,
+    capacity=st.integers(1, 80),
+    method=st.sampled_from(METHODS),
+    alignment=st.sampled_from([1, 2, 16]),
+)
+def test_only_a_row_alone_is_ever_above_the_capacity(
+    lengths: list[int], capacity: int, method: Method, alignment: int
+) -> None:
+    bins = pack(lengths, capacity=capacity, method=method, over_long="alone", alignment=alignment)
+
+    assert sorted(row for own in bins for row in own) == list(range(len(lengths)))
+    for own in bins:
+        total = sum(-(-lengths[row] // alignment) * alignment for row in own)
+        assert total <= capacity or len(own) == 1

@@ -7,13 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from turnstream.batching.assemble import assemble_rows, concatenate_rows, take_rows
 from turnstream.batching.config import BatchingConfig
+from turnstream.batching.layout import left_padded
+from turnstream.batching.merge import store_turns
+from turnstream.batching.minibatch import join_shares, rank_share
 from turnstream.batching.plan import ASSEMBLY_VERSION, Manifest, SequenceShape
 from turnstream.batching.planning import num_groups_to_plan, plan_batch
 from turnstream.batching.readiness import ReadyGroup
 from turnstream.errors import BatchingError, InvalidConfigError
-from turnstream.testing import config, sealed, shape
-from turnstream.types import Denominators, SealedTrajectory
+from turnstream.testing import assert_same, config, rows, sealed, shape, turn
+from turnstream.types import Denominators, SealedTrajectory, TrajectoryKey
 
 
 def ready(
@@ -193,3 +197,107 @@ def test_the_same_groups_give_the_same_plan() -> None:
     groups = [ready(str(i), rewards=[0.1, 0.7, 0.3]) for i in range(3)]
 
     assert plan(*groups) == plan(*groups)
+
+
+def test_case_35_a_split_trajectory_is_compared_once_and_its_advantage_broadcast() -> None:
+    # Rows of trajectory 1 with masks 111 and 001 and a last reward of 1; trajectory 2, 011, 0.
+    turns = {
+        TrajectoryKey("a", 0): [turn("a", "BCD"), turn("x", "yzU")],
+        TrajectoryKey("a", 1): [turn("a", "bCD")],
+    }
+    stored = {
+        key: [replace(own, payload_crc=own.index) for own in store_turns(its)]
+        for key, its in turns.items()
+    }
+    members = [
+        sealed(
+            key.group_id,
+            sample=key.sample,
+            reward=1.0 - key.sample,
+            turns=[own.shape for own in its],
+            payload_crcs=[own.payload_crc for own in its],
+        )
+        for key, its in stored.items()
+    ]
+    expected = np.array([[0.5, 0.5, 0.5], [0, 0, 0.5], [0, -0.5, -0.5]])
+
+    for estimator, scale in (("dr_grpo", 1.0), ("grpo", 1.4142)):
+        manifest = plan(ready("a", *members), of=replace(config(), estimator=estimator))
+        batch = assemble_rows(manifest.groups, stored, first_row_id=0)
+        padded = left_padded(batch, width=4, response_width=3, pad_token_id=0)
+        np.testing.assert_allclose(padded.advantages_BR, expected * scale, atol=2e-5)
+        # Row by row the baseline would be 2/3: the reference takes the last rows alone.
+        assert [mini.denominators for mini in manifest.mini_batches] == [
+            Denominators(6, 3, 2, 1, 3.0, 0)
+        ]
+
+
+def test_case_36_inert_rows_change_no_row_and_no_average() -> None:
+    # The averages of case 35: rewards .5 over trajectories, advantages .16667 over tokens.
+    batch = replace(
+        rows("a|BCD", "x|yzU", "a|bCD", rewards=[1, 1, 0], advantages=[0.5, 0.5, -0.5]),
+        is_last=np.array([False, True, True]),
+    )
+    shares = [
+        rank_share(batch, step=1, mini_batch=0, dp_rank=r, dp_world_size=2, pad_token_id=0)
+        for r in range(2)
+    ]
+
+    padded = concatenate_rows(shares)
+    layout = left_padded(padded, width=4, response_width=3, pad_token_id=0)
+
+    assert sorted(padded.is_padding.tolist()) == [False, False, False, True]
+    assert padded.reward[padded.is_last].mean() == 0.5
+    assert layout.advantages_BR[layout.loss_mask_BR].mean() == pytest.approx(1 / 6)
+    assert_same(join_shares(shares), take_rows(batch, range(3)))
+
+
+@pytest.mark.parametrize("num_turns", [1, 3])
+def test_the_number_of_updates_follows_from_the_groups_and_not_from_their_rows(
+    num_turns: int,
+) -> None:
+    groups = [
+        ready(
+            f"p{i}",
+            *[sealed(f"p{i}", sample=s, turns=[shape()] * (num_turns + i)) for s in range(2)],
+        )
+        for i in range(6)
+    ]
+
+    manifest = plan(*groups, of=config(6, 2))
+
+    assert len(manifest.mini_batches) == 3
+
+
+def test_every_mini_batch_has_its_own_widths_rows_and_denominators() -> None:
+    # The reference sends the lists of the whole batch along with each part.
+    groups = [
+        ready("a", sealed("a", turns=[shape(2, 3)]), sealed("a", sample=1, turns=[shape(1, 1)])),
+        ready("b", sealed("b", turns=[shape(4, 9)]), sealed("b", sample=1, turns=[shape(9, 1)])),
+    ]
+
+    first, second = plan(*groups, of=config(2, 1)).mini_batches
+
+    assert (first.width, first.response_width, first.num_rows) == (5, 3, 2)
+    assert (second.width, second.response_width, second.num_rows) == (13, 9, 2)
+    assert first.denominators == Denominators(4, 2, 2, 1, 2.0, 0)
+    assert second.denominators == Denominators(10, 2, 2, 1, 2.0, 0)
+
+
+def test_case_10_no_rows_are_no_batch() -> None:
+    with pytest.raises(BatchingError, match="a batch of no groups"):
+        plan(of=config())
+    with pytest.raises(BatchingError, match="no rows to concatenate"):
+        concatenate_rows([])
+
+
+def test_names_of_any_letters_are_kept() -> None:
+    names = ["Grüße", "群", "a/b", "a%2Fb", "\U0001f701"]
+    members = [ready(name, rewards=[1, 0]) for name in names]
+
+    manifest = plan(*members)
+
+    ids = [t.key.trajectory_id for group in manifest.groups for t in group.trajectories]
+    assert [group.group_id for group in manifest.groups] == names
+    assert len(set(ids)) == 2 * len(names)
+    assert all(name.isascii() for name in ids)

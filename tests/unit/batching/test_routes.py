@@ -4,9 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from turnstream.batching.routes import left_padded_routes, place_routes, route_column
+from turnstream.batching.routes import Routes, left_padded_routes, place_routes, route_column
 from turnstream.errors import BatchingError, RowTooLongError
+from turnstream.testing import assert_same
 
 
 def routes(*captured: int, expert: int = 3, layers: int = 1, topk: int = 2) -> list[Any]:
@@ -76,3 +79,32 @@ def test_routes_go_into_the_slots_of_any_layout() -> None:
 def test_a_row_longer_than_the_width_is_refused() -> None:
     with pytest.raises(RowTooLongError):
         left_padded_routes(route_column(routes(1), [5]), lengths_B=np.array([5], np.int32), width=4)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=5),
+    st.integers(1, 3),
+    st.sampled_from([1, 255, 256, 40_000]),
+    st.integers(0, 2**32 - 1),
+)
+def test_agrees_with_placing_route_by_route(
+    parts: list[tuple[int, int]], topk: int, largest: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    captured = [rng.integers(0, largest + 1, (count, 2, topk)) for count, _ in parts]
+    lengths = [count + more for count, more in parts]
+    width = max(lengths)
+
+    column = route_column(captured, lengths)
+    placed = left_padded_routes(column, lengths_B=np.array(lengths, np.int32), width=width)
+
+    most = max(int(own.max()) for own in captured)
+    dtype = np.uint8 if most < 256 else np.int16 if most < 32_768 else np.int32
+    choices = np.empty((len(parts), width, 2, topk), dtype)
+    is_missing = np.empty((len(parts), width), np.bool_)
+    for row, own in enumerate(captured):
+        for column_t in range(width):
+            token = column_t - (width - lengths[row])
+            is_missing[row, column_t] = not 0 <= token < len(own)
+            choices[row, column_t] = own[token] if 0 <= token < len(own) else range(topk)
+    assert_same(placed, Routes(choices=choices, is_missing=is_missing))

@@ -94,3 +94,41 @@ def test_masks_only_the_tokens_above_the_age() -> None:
 def test_refuses_version_runs_that_do_not_cover_the_response() -> None:
     with pytest.raises(BatchingError, match="cover 2 tokens, the response has 3"):
         oldest_trained_version([VersionRun(0, 2)], np.ones(3, np.uint8))
+
+
+def test_edge_case_45_what_was_filtered_expired_or_dropped_makes_room_again() -> None:
+    # AReaL only takes such groups out of `running`: with 24 of 24 accepted and all of them
+    # filtered, its trainer would wait for ever.
+    assert admit(step=0, running=0, accepted=24) == 0
+    assert admit(step=0, running=0, accepted=24 - 24) == 24
+
+
+def test_edge_case_45_accepted_and_version_are_restored_together() -> None:
+    # A trainer that goes back from step 5 to 3 with the 48 groups of then would be let no group.
+    assert admit(step=3, running=0, accepted=48) == 0
+    assert admit(step=3, running=0, accepted=3 * 8) == 24
+
+
+@given(
+    st.lists(
+        st.tuples(st.none() | st.integers(0, 3), st.integers(0, 4), st.integers(0, 1)), max_size=6
+    ),
+    st.integers(0, 3),
+)
+def test_masks_what_a_loop_over_tokens_masks(
+    pieces: list[tuple[int | None, int, int]], max_age: int
+) -> None:
+    runs = [VersionRun(version, count) for version, count, _ in pieces]
+    mask = np.array([m for _, count, m in pieces for _ in range(count)], np.uint8)
+    versions = [version for version, count, _ in pieces for _ in range(count)]
+
+    kept = mask_old_tokens(runs, mask, max_age=max_age, train_step=4, step_of_version=STEPS)
+    oldest = oldest_trained_version(runs, mask)
+
+    expected = [
+        0 if version is not None and 4 - 1 - STEPS[version] > max_age else int(m)
+        for version, m in zip(versions, mask, strict=True)
+    ]
+    trained = [v for v, m in zip(versions, mask, strict=True) if m and v is not None]
+    assert (kept.tolist(), kept.dtype) == (expected, np.uint8)
+    assert oldest == min(trained, default=None)

@@ -302,3 +302,34 @@ def test_weights_of_0_everywhere_stay_0_when_rescaled(weight_sum: Any) -> None:
     scaled = corrections.rescaled(torch.zeros(1, 2), weight_sum=weight_sum, num_tokens=2)
 
     assert scaled.tolist() == [[0, 0]]
+
+
+# --------------------------------------------------------------------- the vector, once more
+
+
+def test_golden_mis_keeps_the_tokens_between_a_half_and_2() -> None:
+    assert weights(corrections.mis) == [1, 0, 1, 0]
+    assert weights(corrections.mis, level="geometric") == [1] * 4
+    assert weights(corrections.mis, level="geometric", low=0.9999, high=1.0001) == [0] * 4
+    assert weights(corrections.mis, level="sequence") == [0] * 4
+
+
+def test_golden_seq_mask_tis_drops_the_row_or_leaves_its_ratios_untruncated() -> None:
+    assert weights(corrections.seq_mask_tis) == [0] * 4
+    assert weights(corrections.seq_mask_tis, high=1.35) == [1.2214, 7.3891, 1.0, 0.3679]
+
+
+@pytest.mark.parametrize(("advantage", "delta", "kept"), [(-1, 0.1, 0), (-1, 0.3, 1), (1, 0.1, 1)])
+def test_golden_opsm_compares_the_mean_gap_of_the_row_with_delta(
+    advantage: float, delta: float, kept: int
+) -> None:
+    # The mean of old - current, as of p - b of the vector, is 0.3 (less a rounding error).
+    found = corrections.opsm(
+        BEHAVIOUR,
+        old_BR=OLD,
+        advantages_BR=torch.full((1, 4), float(advantage)),
+        mask_BR=ALL,
+        delta=delta + 1e-12,
+    )
+
+    assert found.tolist() == [[kept] * 4]

@@ -323,3 +323,62 @@ def test_a_response_that_nothing_scores_is_refused() -> None:
         losses.response_logprobs(
             torch.zeros(1, 2, 5), input_ids_BT=torch.ones(1, 2, dtype=torch.int64), response_width=2
         )
+
+
+# --------------------------------------------------------------------- the vector of ratios
+
+# Ratios exp(current - old) of the vector: 1.2214, 7.3891, 1, 0.3679; their geometric mean 1.3499.
+CURRENT = torch.tensor([[-1.0, -2.0, -0.5, -3.0]], dtype=torch.float64)
+PREVIOUS = torch.tensor([[-1.2, -4.0, -0.5, -2.0]], dtype=torch.float64)
+
+
+def token_losses(function: Callable[..., Tensor], advantage: float, **options: Any) -> list[float]:
+    loss_BR = function(
+        CURRENT,
+        old_BR=PREVIOUS,
+        advantages_BR=torch.full((1, 4), advantage, dtype=torch.float64),
+        mask_BR=torch.ones(1, 4),
+        **options,
+    )
+    return [round(value, 4) for value in loss_BR[0].tolist()]
+
+
+def test_golden_ppo_clip() -> None:
+    assert token_losses(losses.ppo_clip, 1.0) == [-1.2, -1.2, -1.0, -0.3679]
+    assert token_losses(losses.ppo_clip, -1.0) == [1.2214, 7.3891, 1.0, 0.8]
+    assert token_losses(losses.ppo_clip, -1.0, dual_clip=3.0) == [1.2214, 3.0, 1.0, 0.8]
+
+
+def test_golden_gspo_clips_the_one_ratio_of_the_row() -> None:
+    assert token_losses(losses.gspo, 1.0) == [-1.0004] * 4
+    assert token_losses(losses.gspo, -1.0) == [1.3499] * 4
+
+
+def test_golden_cispo_weighs_each_log_probability_by_its_clipped_ratio() -> None:
+    assert token_losses(losses.cispo, 1.0) == [1.2214, 2.56, 0.5, 1.1036]
+
+
+def test_golden_decoupled_ppo_takes_a_token_out_above_the_cap() -> None:
+    # Current and old are equal: what is left is -A times exp(old - behaviour), 0 above 5.
+    loss_BR = losses.decoupled_ppo(
+        CURRENT,
+        old_BR=CURRENT,
+        behaviour_BR=PREVIOUS,
+        advantages_BR=torch.ones(1, 4, dtype=torch.float64),
+        mask_BR=torch.ones(1, 4),
+        behaviour_cap=5.0,
+    )
+
+    assert [round(value, 4) for value in loss_BR[0].tolist()] == [-1.2214, 0, -1.0, -0.3679]
+
+
+def test_golden_kl_estimates() -> None:
+    arguments: Any = {"reference_BR": PREVIOUS, "mask_BR": torch.ones(1, 4)}
+
+    k1, k2, k3 = (
+        [round(value, 4) for value in estimate(CURRENT, **arguments)[0].tolist()]
+        for estimate in (losses.kl_k1, losses.kl_k2, losses.kl_k3)
+    )
+
+    assert (k1, k2) == ([0.2, 2.0, 0.0, -1.0], [0.02, 2.0, 0.0, 0.5])
+    assert k3 == [0.0187, 1.1353, 0.0, 0.7183]
