@@ -41,7 +41,7 @@ bench: $(STAMP) ## measure the whole path, the batching core and durability, bes
 	$(BIN)/python benchmarks/batching.py
 	$(BIN)/python benchmarks/durability.py
 
-mutate: $(STAMP) ## break the guards of the batching core one by one; each must fail a test
+mutate: $(STAMP) ## break the guards of the core and the losses one by one; each must fail a test
 	$(BIN)/python tools/mutate.py
 
 proto: $(PROTO_STAMP) ## compile proto/ with the pinned compiler

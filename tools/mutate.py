@@ -1,7 +1,9 @@
-"""Break the guards of the batching core one by one, and print which test notices each.
+"""Break the guards of the batching core and of the losses, and print which test notices each.
 
-    python tools/mutate.py                  all of `mutations.py`, some minutes
-    python tools/mutate.py --only WORDS     those whose name contains the words
+    python tools/mutate.py                    all of `mutations`, some minutes
+    python tools/mutate.py --file sft.py      those of one file: its name or batching/sft.py
+    python tools/mutate.py --only WORDS       those whose name contains the words
+    python tools/mutate.py --list             their names, without trying them
 
 The breaking is done in a temporary copy, never in the tree. Ends with 1 if nothing noticed a
 mutation, or if its text is no longer in the source exactly once: then it tests nothing.
@@ -16,36 +18,40 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mutations import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parent.parent
 SDK = Path("clients/python/src")
-CORE = SDK / "turnstream/batching"
-TESTS = Path("tests/unit/batching")
-COPIED = (SDK, TESTS, Path("tests/conftest.py"), Path("pyproject.toml"))
+TESTS = Path("tests/unit")
+PACKAGES = sorted({mutation.package for mutation in MUTATIONS})
+COPIED = (
+    SDK,
+    *[TESTS / package for package in PACKAGES],
+    Path("tests/conftest.py"),
+    Path("pyproject.toml"),
+)
 
 
 def main() -> int:
     """Try the mutations asked for; 0 if a test caught every one."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--only", default="", metavar="WORDS", help="part of a mutation's name")
-    words = parser.parse_args().only
-    chosen = [mutation for mutation in MUTATIONS if words in mutation.name]
+    asked = arguments()
+    chosen = [mutation for mutation in MUTATIONS if is_chosen(mutation, asked)]
     if not chosen:
-        print(f"no mutation is named {words!r}")
+        print("no mutation is named so")
         return 1
+    if asked.list:
+        print("\n".join(f"{mutation.path}: {mutation.name}" for mutation in chosen))
+        return 0
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         copy = Path(folder)
         copy_sources(copy)
         stale = [mutation for mutation in chosen if not is_in_source(mutation, copy)]
         for mutation in stale:
-            print(f"{mutation.name}: not exactly once in {mutation.file}: {mutation.before!r}")
-        if failing := first_failing(copy, every_test()):
+            print(f"{mutation.name}: not exactly once in {mutation.path}: {mutation.before!r}")
+        if failing := first_failing(copy, own_tests(chosen)):
             print(f"unchanged, the core fails already: {failing}")
             return 1
         current = [mutation for mutation in chosen if mutation not in stale]
@@ -54,8 +60,24 @@ def main() -> int:
     return int(bool(num_survived or stale))
 
 
+def arguments() -> argparse.Namespace:
+    """What was asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", default="", metavar="WORDS", help="part of a mutation's name")
+    parser.add_argument("--file", default="", metavar="FILE", help="the source file, or its path")
+    parser.add_argument("--list", action="store_true", help="only print what would be tried")
+    return parser.parse_args()
+
+
+def is_chosen(mutation: Mutation, asked: argparse.Namespace) -> bool:
+    """Whether it is one of those asked for."""
+    return asked.only in mutation.name and asked.file in ("", mutation.file, mutation.path)
+
+
 def copy_sources(into: Path) -> None:
-    """What the batching tests need, without compiled code: a change within a second would hide."""
+    """What the tests need, without compiled code: a change within a second would hide."""
     ignore = shutil.ignore_patterns("__pycache__")
     for path in COPIED:
         target = into / path
@@ -68,37 +90,53 @@ def copy_sources(into: Path) -> None:
 
 def is_in_source(mutation: Mutation, copy: Path) -> bool:
     """Whether the text to break is there once, so that it is clear what was broken."""
-    return (copy / CORE / mutation.file).read_text().count(mutation.before) == 1
+    return source_of(mutation, copy).read_text().count(mutation.before) == 1
+
+
+def source_of(mutation: Mutation, copy: Path) -> Path:
+    """The file that it breaks, in the copy."""
+    return copy / SDK / "turnstream" / mutation.path
 
 
 def report(mutation: Mutation, copy: Path) -> bool:
     """Print the test that catches it, and say whether one did."""
-    path = copy / CORE / mutation.file
+    path = source_of(mutation, copy)
     source = path.read_text()
     path.write_text(source.replace(mutation.before, mutation.after))
+    own = own_tests([mutation])
+    others = [test for test in every_test(mutation.package) if test not in own]
     try:
-        caught_by = first_failing(copy, mutation.tests) or first_failing(copy, every_test())
+        caught_by = first_failing(copy, own)
+        caught_by_another = None if caught_by else first_failing(copy, others)
     finally:
         path.write_text(source)
-    print(f"{mutation.name}\n    {mutation.file}: {caught_by or 'SURVIVED'}", flush=True)
+    if caught_by_another and not first_failing(copy, others):  # what fails anyway caught nothing
+        caught_by = caught_by_another
+    print(f"{mutation.name}\n    {mutation.path}: {caught_by or 'SURVIVED'}", flush=True)
     return caught_by is not None
 
 
-def every_test() -> list[str]:
-    """The names of all test files of the core."""
-    return sorted(path.stem for path in (ROOT / TESTS).glob("test_*.py"))
+def own_tests(mutations: Iterable[Mutation]) -> list[Path]:
+    """The test files that should notice them."""
+    names = {TESTS / m.package / f"{name}.py" for m in mutations for name in m.tests}
+    return sorted(names)
 
 
-def first_failing(copy: Path, tests: Sequence[str]) -> str | None:
+def every_test(package: str) -> list[Path]:
+    """All test files of a package."""
+    found = (ROOT / TESTS / package).glob("test_*.py")
+    return sorted(path.relative_to(ROOT) for path in found)
+
+
+def first_failing(copy: Path, tests: Sequence[Path]) -> str | None:
     """The first test of these files that fails on the copy; None if all pass.
 
     Raises:
         RuntimeError: pytest could not run them: the mutation is no Python, or not importable.
     """
     options = ["-x", "-q", "--tb=no", "-rf", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
-    files = [str(TESTS / f"{name}.py") for name in tests]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *files],
+        [sys.executable, "-m", "pytest", *options, *map(str, tests)],
         cwd=copy,
         env=environment(copy),
         capture_output=True,

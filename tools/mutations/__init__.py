@@ -1,10 +1,14 @@
-"""The guards of the batching core, each with the change that takes it away."""
+"""The guards of the batching core and of the losses, each with the change that takes it away."""
 
+from mutations.columns import COLUMNS
 from mutations.layouts import LAYOUTS
+from mutations.losses import LOSSES
 from mutations.mutation import Mutation
 from mutations.rows import ROWS
 from mutations.scores import SCORES
+from mutations.shapes import SHAPES
+from mutations.sizes import SIZES
 
 __all__ = ["MUTATIONS", "Mutation"]
 
-MUTATIONS = (*ROWS, *LAYOUTS, *SCORES)
+MUTATIONS = (*ROWS, *COLUMNS, *LAYOUTS, *SHAPES, *SIZES, *SCORES, *LOSSES)

@@ -6,14 +6,15 @@ from typing import NamedTuple
 
 
 class Mutation(NamedTuple):
-    """One change of one file of `turnstream.batching` that takes a guard away.
+    """One change of one file of the SDK that takes a guard away.
 
     Attributes:
         name: what goes wrong then, in words.
-        file: in `turnstream/batching`.
+        file: in the package.
         before: a text that is in the file exactly once.
         after: what stands there instead.
         tests: names of the test files that should notice; they are tried first.
+        package: of `turnstream`; its tests are in the folder of that name.
     """
 
     name: str
@@ -21,3 +22,9 @@ class Mutation(NamedTuple):
     before: str
     after: str
     tests: tuple[str, ...]
+    package: str = "batching"
+
+    @property
+    def path(self) -> str:
+        """Of the file in `turnstream`."""
+        return f"{self.package}/{self.file}"

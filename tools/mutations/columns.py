@@ -1,0 +1,238 @@
+"""Guards of what is in a column: types, optional columns, router choices."""
+
+from __future__ import annotations
+
+from mutations.mutation import Mutation
+
+COLUMNS = (
+    # ----------------------------------------------------------------------------------
+    # types of columns, and values in them
+    Mutation(
+        "a column of another type is laid out bit by bit",
+        "checks.py",
+        "        if column.values.dtype != dtype:\n",
+        "        if False:\n",
+        ("test_checks",),
+    ),
+    Mutation(
+        "advantages of another type are laid out bit by bit",
+        "checks.py",
+        "if rows.advantage.dtype != _FLOAT32:",
+        "if False:",
+        ("test_checks",),
+    ),
+    Mutation(
+        "a mask of 2 is laid out",
+        "checks.py",
+        "if rows.loss_mask.values.max(initial=0) > 1:",
+        "if False:",
+        ("test_checks",),
+    ),
+    Mutation(
+        "a prompt longer than its row is laid out",
+        "checks.py",
+        "rows.prompt_length.min(initial=0) < 0 or lengths_B.min(initial=0) < 0",
+        "False",
+        ("test_checks",),
+    ),
+    Mutation(
+        "a column of fewer rows is laid out",
+        "checks.py",
+        "if len(found_B) != len(lengths_B):",
+        "if False:",
+        ("test_checks",),
+    ),
+    Mutation(
+        "a trajectory goes on after another one",
+        "checks.py",
+        "        if key in finished:\n",
+        "        if False:\n",
+        ("test_checks",),
+    ),
+    Mutation(
+        "flags of last rows say nothing",
+        "checks.py",
+        "if bool(rows.is_last[row]) != ends:",
+        "if False:",
+        ("test_checks",),
+    ),
+    Mutation(
+        "token ids of another type share no beginning",
+        "prefix.py",
+        "if token_ids.dtype != np.int32:",
+        "if False:",
+        ("test_prefix",),
+    ),
+    Mutation(
+        "more tokens than offsets can count wrap round",
+        "columns.py",
+        "if bounds[-1] > np.iinfo(np.int32).max:",
+        "if False:",
+        ("test_merge",),
+    ),
+    # ----------------------------------------------------------------------------------
+    # optional columns of several parts
+    Mutation(
+        "joined offsets wrap round",
+        "joining.py",
+        "if bounds[-1] > np.iinfo(np.int32).max:",
+        "if False:",
+        ("test_joining",),
+    ),
+    Mutation(
+        "a real row without operations passes for an inert one",
+        "joining.py",
+        '    if len(real):\n        raise BatchingError(f"row {part',
+        '    if False:\n        raise BatchingError(f"row {part',
+        ("test_joining",),
+    ),
+    Mutation(
+        "targets of different shapes are joined",
+        "joining.py",
+        "if own.target_ids.values.shape[1:] != shape:",
+        "if False:",
+        ("test_joining",),
+    ),
+    Mutation(
+        "extra columns of different declarations are joined",
+        "joining.py",
+        "if _declaration(own) != _declaration(known):",
+        "if False:",
+        ("test_joining",),
+    ),
+    Mutation(
+        "inert rows of operations get a weight",
+        "joining.py",
+        "target_weights=Ragged(np.zeros((offsets[-1], *shape), np.float32), offsets)",
+        "target_weights=Ragged(np.ones((offsets[-1], *shape), np.float32), offsets)",
+        ("test_joining",),
+    ),
+    Mutation(
+        "inert rows of operations are of another request",
+        "joining.py",
+        'request_id=[""] * len(part)',
+        'request_id=["?"] * len(part)',
+        ("test_joining",),
+    ),
+    Mutation(
+        "a slice is joined with what stands before it",
+        "joining.py",
+        "column.values[column.offsets[0] : column.offsets[-1]]",
+        "column.values[: column.offsets[-1]]",
+        ("test_joining", "test_assemble"),
+    ),
+    Mutation(
+        "rows without advantages per token get none",
+        "assemble.py",
+        "np.where(trained, per_token, np.float32(0)), mask",
+        "np.zeros_like(per_token), mask",
+        ("test_joining",),
+    ),
+    Mutation(
+        "rows without weights per token weigh something where they are masked",
+        "assemble.py",
+        "Ragged(rows.loss_mask.values.astype(np.float32), rows",
+        "Ragged(np.ones_like(rows.loss_mask.values, np.float32), rows",
+        ("test_joining",),
+    ),
+    Mutation(
+        "no part at all makes rows",
+        "assemble.py",
+        "    if not parts:\n",
+        "    if False:\n",
+        ("test_assemble",),
+    ),
+    # ----------------------------------------------------------------------------------
+    # router choices
+    Mutation(
+        "lists of routes are taken",
+        "routes.py",
+        "if not isinstance(routes, np.ndarray):",
+        "if False:",
+        ("test_routes",),
+    ),
+    Mutation(
+        "routes that are no whole numbers are taken",
+        "routes.py",
+        'choices.dtype.kind not in "iu" or choices.ndim != 3',
+        "choices.ndim != 3",
+        ("test_routes",),
+    ),
+    Mutation(
+        "routes without layers are taken",
+        "routes.py",
+        'choices.dtype.kind not in "iu" or choices.ndim != 3',
+        'choices.dtype.kind not in "iu"',
+        ("test_routes",),
+    ),
+    Mutation(
+        "more routes than tokens are taken",
+        "routes.py",
+        "if not 1 <= len(choices) <= length:",
+        "if not 1 <= len(choices):",
+        ("test_routes",),
+    ),
+    Mutation(
+        "a row without a route is taken",
+        "routes.py",
+        "if not 1 <= len(choices) <= length:",
+        "if len(choices) > length:",
+        ("test_routes",),
+    ),
+    Mutation(
+        "an expert may be negative",
+        "routes.py",
+        "if smallest < 0 else",
+        "if False else",
+        ("test_routes",),
+    ),
+    Mutation(
+        "rows may have different numbers of layers",
+        "routes.py",
+        "if routes.shape[1:] != routes_B[0].shape[1:]\n            else",
+        "if False\n            else",
+        ("test_routes",),
+    ),
+    Mutation(
+        "routes of other rows are taken",
+        "routes.py",
+        "len(routes_B) != len(lengths_B) or not len(routes_B)",
+        "not len(routes_B)",
+        ("test_routes",),
+    ),
+    Mutation(
+        "an expert that int16 cannot hold becomes negative",
+        "routes.py",
+        "(1 << 15, np.int16)",
+        "(1 << 16, np.int16)",
+        ("test_routes",),
+    ),
+    Mutation(
+        "an expert that int32 cannot hold is taken",
+        "routes.py",
+        "    if dtype is None:\n",
+        "    if dtype is None and False:\n",
+        ("test_routes",),
+    ),
+    Mutation(
+        "the dummy route names one expert several times",
+        "routes.py",
+        "np.arange(topk, dtype=routes.values.dtype)",
+        "np.zeros(topk, dtype=routes.values.dtype)",
+        ("test_routes",),
+    ),
+    Mutation(
+        "captured routes pass for missing ones",
+        "routes.py",
+        "        is_missing_N[start : start + len(row)] = False\n",
+        "",
+        ("test_routes",),
+    ),
+    Mutation(
+        "routes longer than the width run into a neighbour",
+        "routes.py",
+        "    require_fits(lengths_B, width)\n",
+        "",
+        ("test_routes",),
+    ),
+)

@@ -1,0 +1,337 @@
+"""Guards of every layout, of the way back from it, and of supervised rows."""
+
+from __future__ import annotations
+
+from mutations.mutation import Mutation
+
+SHAPES = (
+    # ----------------------------------------------------------------------------------
+    # a line of slots
+    Mutation(
+        "the value of a first token that nothing scores goes to the second",
+        "slots.py",
+        "values.offsets[self._order] + self._is_unscored",
+        "values.offsets[self._order]",
+        ("test_right_padded", "test_packed"),
+    ),
+    Mutation(
+        "the padding between aligned rows is attended to",
+        "slots.py",
+        "np.flatnonzero(token_lengths < lengths)",
+        "np.flatnonzero(token_lengths < 0)",
+        ("test_sft",),
+    ),
+    Mutation(
+        "an advantage times a mask of 0 is -0.0",
+        "slots.py",
+        "np.multiply(mask.view(np.uint8), scalars.view(np.uint32), out=into.view(np.uint32))",
+        "np.multiply(mask, scalars, out=into)",
+        ("test_left_padded", "test_layout_token_advantages"),
+    ),
+    Mutation(
+        "a column of other lengths is laid out beside rows",
+        "slots.py",
+        '    require_per_token(values, rows, name="the column")\n',
+        "",
+        ("test_columns_beside_rows",),
+    ),
+    # ----------------------------------------------------------------------------------
+    # right-padded
+    Mutation(
+        "a row longer than the rectangle is right-padded into the next",
+        "right_padded.py",
+        "    require_fits(lengths_B, width)\n",
+        "",
+        ("test_right_padded",),
+    ),
+    Mutation(
+        "right-padded columns are not checked",
+        "right_padded.py",
+        "    require_aligned(rows)\n",
+        "",
+        ("test_checks",),
+    ),
+    Mutation(
+        "right padding is token 0",
+        "right_padded.py",
+        "    if pad_token_id:\n        ids_BT[...] = pad_token_id\n",
+        "",
+        ("test_right_padded",),
+    ),
+    Mutation(
+        "right-padded advantages stand on masked tokens",
+        "right_padded.py",
+        "        masked_scalars(advantages_BT, mask_BT, advantages_BT)\n",
+        "",
+        ("test_layout_token_advantages",),
+    ),
+    # ----------------------------------------------------------------------------------
+    # left-padded
+    Mutation(
+        "left-padded columns are not checked",
+        "layout.py",
+        "    require_aligned(rows)\n",
+        "",
+        ("test_checks",),
+    ),
+    Mutation(
+        "a response wider than its columns runs into the row before",
+        "layout.py",
+        "    require_fits(rows.loss_mask.lengths, response_width)\n",
+        "",
+        ("test_left_padded",),
+    ),
+    Mutation(
+        "left padding is token 0",
+        "layout.py",
+        "        _fill_left(rows.input_ids.lengths, ids_BT, pad_token_id)\n",
+        "        pass\n",
+        ("test_left_padded",),
+    ),
+    Mutation(
+        "left-padded advantages stand on masked tokens",
+        "layout.py",
+        "        masked_scalars(advantages_BR, mask_BR, advantages_BR)\n",
+        "",
+        ("test_layout_token_advantages",),
+    ),
+    # ----------------------------------------------------------------------------------
+    # packed
+    Mutation(
+        "packed columns are not checked",
+        "packed.py",
+        "    require_aligned(rows)\n",
+        "",
+        ("test_checks",),
+    ),
+    Mutation(
+        "every bin counts its slots from the first bin",
+        "packed.py",
+        "(starts[first : last + 1] - starts[first])",
+        "(starts[first : last + 1])",
+        ("test_packed",),
+    ),
+    Mutation(
+        "an alignment of 0 is taken",
+        "packed.py",
+        "    if alignment < 1:\n",
+        "    if alignment < 0:\n",
+        ("test_packed",),
+    ),
+    Mutation(
+        "more slots than cu_seqlens can count wrap round",
+        "packed.py",
+        "if longest > np.iinfo(np.int32).max:",
+        "if False:",
+        ("test_packed",),
+    ),
+    Mutation(
+        "packed padding is token 0",
+        "packed.py",
+        "        ids_N[...] = pad_token_id\n",
+        "        pass\n",
+        ("test_packed",),
+    ),
+    Mutation(
+        "packed advantages stand on masked tokens",
+        "packed.py",
+        "        masked_scalars(advantages_N, mask_N, advantages_N)\n",
+        "",
+        ("test_layout_token_advantages",),
+    ),
+    Mutation(
+        "context parallelism cuts rows once",
+        "packed.py",
+        "tensor_parallel * context_parallel * 2 if",
+        "tensor_parallel * context_parallel if",
+        ("test_packed",),
+    ),
+    # ----------------------------------------------------------------------------------
+    # jagged
+    Mutation(
+        "jagged columns are not checked",
+        "jagged.py",
+        "    require_aligned(rows)\n",
+        "",
+        ("test_checks",),
+    ),
+    Mutation(
+        "a slice is laid out with what stands before it",
+        "jagged.py",
+        "column.values[begin:end], column.offsets - column.offsets[0]",
+        "column.values[:end], column.offsets",
+        ("test_jagged",),
+    ),
+    Mutation(
+        "the first token of a row is scored by another row",
+        "jagged.py",
+        "(self.prompt_length_B == 0) & (lengths_B > 0)]] = -1",
+        "(self.prompt_length_B < 0)]] = -1",
+        ("test_jagged",),
+    ),
+    Mutation(
+        "jagged advantages stand on masked tokens",
+        "jagged.py",
+        "masked_scalars(flat(rows.advantages).values, mask_M, advantages_M)",
+        "advantages_M[:] = flat(rows.advantages).values",
+        ("test_layout_token_advantages",),
+    ),
+    # ----------------------------------------------------------------------------------
+    # outputs
+    Mutation(
+        "inert rows give values",
+        "outputs.py",
+        "        if row_id >= 0:\n            _add(cut",
+        "        if True:\n            _add(cut",
+        ("test_outputs",),
+    ),
+    Mutation(
+        "a first token that nothing scored has the value of another",
+        "outputs.py",
+        "if prompt == 0 and length and row_id >= 0:",
+        "if False:",
+        ("test_outputs",),
+    ),
+    Mutation(
+        "a row without values is left out",
+        "outputs.py",
+        "        if values is None:\n            raise",
+        "        if values is None:\n            continue\n            raise",
+        ("test_outputs",),
+    ),
+    Mutation(
+        "fewer values than response tokens are joined",
+        "outputs.py",
+        "        if len(values) != length:\n",
+        "        if False:\n",
+        ("test_outputs",),
+    ),
+    Mutation(
+        "values of rows that are not here are dropped",
+        "outputs.py",
+        "    if found:\n        raise",
+        "    if False:\n        raise",
+        ("test_outputs",),
+    ),
+    Mutation(
+        "inert rows have one number where others have several",
+        "outputs.py",
+        "np.zeros((length, *shape), dtype) if is_inert",
+        "np.zeros(length, dtype) if is_inert",
+        ("test_outputs",),
+    ),
+    Mutation(
+        "values of other rows are cut",
+        "outputs.py",
+        "    if len(values) != num_rows:\n",
+        "    if False:\n",
+        ("test_outputs",),
+    ),
+    Mutation(
+        "a response longer than the values is cut off",
+        "outputs.py",
+        "        if length > width:\n",
+        "        if False:\n",
+        ("test_outputs",),
+    ),
+    Mutation(
+        "values of another bin are cut",
+        "outputs.py",
+        "    if len(values_N) != num_slots:\n",
+        "    if False:\n",
+        ("test_outputs",),
+    ),
+    Mutation(
+        "values of other tokens are cut",
+        "outputs.py",
+        "    if len(values_M) != rows.response_offsets[-1]:\n",
+        "    if False:\n",
+        ("test_outputs",),
+    ),
+    # ----------------------------------------------------------------------------------
+    # supervised rows
+    Mutation(
+        "weights of other sequences are taken",
+        "sft.py",
+        "    if len(found_B) != len(lengths_B):\n",
+        "    if False:\n",
+        ("test_sft",),
+    ),
+    Mutation(
+        "a sequence without tokens is taken",
+        "sft.py",
+        "    if lengths_B.min(initial=1) < 1:\n",
+        "    if False:\n",
+        ("test_sft",),
+    ),
+    Mutation(
+        "fewer weights than tokens are taken",
+        "sft.py",
+        "    if not np.array_equal(found_B, lengths_B):\n",
+        "    if False:\n",
+        ("test_sft",),
+    ),
+    Mutation(
+        "a weight that is no number is taken",
+        "sft.py",
+        "    if len(places):\n",
+        "    if False:\n",
+        ("test_sft",),
+    ),
+    Mutation(
+        "a weight that float32 cannot hold is taken",
+        "sft.py",
+        "np.abs(token_weights.values) <= np.finfo(np.float32).max",
+        "~np.isnan(token_weights.values)",
+        ("test_sft",),
+    ),
+    Mutation(
+        "the first token is a target",
+        "sft.py",
+        "at = int(row[1:].argmax()) + 1 if len(row) > 1 else len(row)",
+        "at = int(row.argmax())",
+        ("test_sft",),
+    ),
+    Mutation(
+        "a row of little weight is blown up",
+        "sft.py",
+        "np.maximum(_row_sums(weights.values, weights.offsets), 1.0)",
+        "np.maximum(_row_sums(weights.values, weights.offsets), 1e-9)",
+        ("test_sft",),
+    ),
+    Mutation(
+        "a batch of little weight is blown up",
+        "sft.py",
+        "1.0 / max(total, 1.0)",
+        "1.0 / max(total, 1e-9)",
+        ("test_sft",),
+    ),
+    Mutation(
+        "weights of masked tokens count",
+        "sft.py",
+        "Ragged(flat(rows.token_weights).values * mask.values, mask.offsets)",
+        "flat(rows.token_weights)",
+        ("test_sft",),
+    ),
+    Mutation(
+        "bins are laid out in the order of packing",
+        "sft.py",
+        "for k in range(dp_rank, len(bins), dp_world_size)",
+        "for k in range(dp_rank, len(bins), max(dp_world_size - 1, 1))",
+        ("test_sft",),
+    ),
+    Mutation(
+        "supervised bins count unaligned lengths",
+        "sft.py",
+        "over_long=over_long, alignment=alignment)",
+        "over_long=over_long)",
+        ("test_sft",),
+    ),
+    Mutation(
+        "supervised columns are not checked",
+        "sft.py",
+        "    require_aligned(rows)\n",
+        "",
+        ("test_sft",),
+    ),
+)
