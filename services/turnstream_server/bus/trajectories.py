@@ -55,22 +55,35 @@ async def post_forgotten_seals(client: redis.asyncio.Redis, run: str) -> int:
     Raises:
         StoreUnavailableError: the store cannot be reached.
     """
-    names = keys.run_keys(run)
     num_posted = 0
     try:
         async for ids in _open_trajectories(client, run):
-            arguments: list[Any] = []
-            for trajectory_id, epoch, seal in await _read_seals(client, run, ids):
-                arguments += (trajectory_id, epoch, seal)
-            if arguments:
-                command = _POST_SEALED(
-                    (names.ledger, names.counts, names.groups, names.events), *arguments
-                )
-                replies = await run_command_async(client, command)
-                num_posted += sum(reply in {b"OK", b"SURPLUS"} for reply in replies)
+            num_posted += await post_seals_of(client, run, ids)
     except (RedisError, OSError) as error:
         raise translate(error) from error
     return num_posted
+
+
+async def post_seals_of(client: redis.asyncio.Redis, run: str, ids: Sequence[str]) -> int:
+    """The same for these open trajectories alone, a page of them at most.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    arguments: list[Any] = []
+    try:
+        for trajectory_id, epoch, seal in await _read_seals(client, run, ids):
+            arguments += (trajectory_id, epoch, seal)
+    except (RedisError, OSError) as error:
+        raise translate(error) from error
+    if not arguments:
+        return 0
+    command = _POST_SEALED(
+        (names.ledger, names.counts, names.groups, names.events, names.leases), *arguments
+    )
+    replies = await run_command_async(client, command)
+    return sum(reply in {b"OK", b"SURPLUS"} for reply in replies)
 
 
 async def _open_trajectories(client: redis.asyncio.Redis, run: str) -> AsyncIterator[list[str]]:

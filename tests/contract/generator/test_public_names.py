@@ -29,7 +29,7 @@ def test_both_publishers_are_called_alike() -> None:
     assert public_methods(Publisher) == public_methods(AsyncPublisher)
     assert sorted(public_methods(Publisher)) == [
         *("__init__", "close", "close_run", "flush"),
-        *("group", "publish", "statistics", "trajectory"),
+        *("group", "lapsed", "publish", "statistics", "take_over", "trajectory"),
     ]
 
 

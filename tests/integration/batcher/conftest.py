@@ -253,7 +253,7 @@ class House:
             Script("open_group")(
                 (
                     *(names.frontier, names.config, names.groups, names.ledger),
-                    *(names.counts, names.events, names.wake),
+                    *(names.counts, names.events, names.wake, names.leases),
                 ),
                 *(group_id, 1, "w", opened, keys.trajectory_id(key)),
             ),
@@ -261,7 +261,7 @@ class House:
         ]
         if posts:
             post = Script("post_sealed")
-            where = (names.ledger, names.counts, names.groups, names.events)
+            where = (names.ledger, names.counts, names.groups, names.events, names.leases)
             commands.append(post(where, keys.trajectory_id(key), 1, seal))
         with connect(self.url) as client:
             for command in commands:

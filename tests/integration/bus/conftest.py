@@ -98,6 +98,7 @@ class RunDriver:
                 names.counts,
                 names.events,
                 names.wake,
+                names.leases,
             ),
             keys.encode_name(group_id),
             num_samples,
@@ -112,7 +113,7 @@ class RunDriver:
         trajectory = sealed(group_id, sample=sample, attempt=attempt)
         names = self.keys
         command = Script("post_sealed")(
-            (names.ledger, names.counts, names.groups, names.events),
+            (names.ledger, names.counts, names.groups, names.events, names.leases),
             keys.trajectory_id(trajectory.key),
             1,
             encode_event(trajectory),
@@ -125,7 +126,7 @@ class RunDriver:
         record = encode_event(TrajectoryAbandoned(key=key, reason="crashed"))
         names = self.keys
         command = Script("abandon")(
-            (names.ledger, names.counts, names.events),
+            (names.ledger, names.counts, names.events, names.leases),
             keys.trajectory_id(key),
             1,
             "crashed",

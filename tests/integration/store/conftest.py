@@ -17,6 +17,7 @@ class RunDriver:
 
     def __init__(self, client: redis.Redis, run: str) -> None:
         self.client = client
+        self.name = run
         self.keys = keys.run_keys(run)
         self.payload_keys = keys.trajectory_keys(run, "g/0/0")
 
@@ -35,7 +36,7 @@ class RunDriver:
         names = self.keys
         group_keys = (
             *(names.frontier, names.config, names.groups, names.ledger),
-            *(names.counts, names.events, names.wake),
+            *(names.counts, names.events, names.wake, names.leases),
         )
         record = b"opened " + group.encode()
         return Script("open_group")(group_keys, group, num_samples, writer, record, *ids)
@@ -49,14 +50,14 @@ class RunDriver:
     def post_sealed(self, *items: Any) -> Command:
         """Post seals: id, epoch, record of each."""
         names = self.keys
-        seals_keys = (names.ledger, names.counts, names.groups, names.events)
+        seals_keys = (names.ledger, names.counts, names.groups, names.events, names.leases)
         return Script("post_sealed")(seals_keys, *items)
 
     def abandon(self, trajectory_id: str, epoch: int = 1) -> Command:
         """Give a trajectory up because of boredom."""
         names = self.keys
         record = b"abandoned " + trajectory_id.encode()
-        abandon_keys = (names.ledger, names.counts, names.events)
+        abandon_keys = (names.ledger, names.counts, names.events, names.leases)
         return Script("abandon")(abandon_keys, trajectory_id, epoch, "bored", record)
 
     def close(self) -> Command:

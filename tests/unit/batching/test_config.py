@@ -38,6 +38,11 @@ def test_refuses_token_returns_where_rewards_come_inside_a_trajectory(source: st
         make(estimator="reinforce_pp", reward_source=source)
 
 
+def test_seconds_may_be_whole_numbers() -> None:
+    assert make(lease_s=30, takeover_s=5) == make(lease_s=30.0, takeover_s=5.0)
+    assert repr(make(lease_s=30)) == repr(make(lease_s=30.0))
+
+
 def test_keeps_component_weights_in_order_of_name() -> None:
     config = make(estimator="gdpo", component_weights=[["format", 1], ["accuracy", 2]])
 
@@ -78,6 +83,14 @@ def test_refuses_component_weights_that_do_not_go_with_the_estimator(
         ("aggregation", "sum"),
         ("length_constant", 5),
         ("max_planned_ahead", -1),
+        ("lease_s", 0.29),
+        ("lease_s", float("nan")),
+        ("lease_s", float("inf")),
+        ("lease_s", True),
+        ("lease_s", "60"),
+        ("lease_s", 60_000_000),
+        ("takeover_s", -0.1),
+        ("takeover_s", None),
     ],
 )
 def test_refuses_a_wrong_value_by_the_name_of_its_field(field: str, value: object) -> None:

@@ -4,13 +4,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from turnstream.errors import InvalidTurnError
 from turnstream.generator import checks
-from turnstream.generator.drafts import TrajectoryDraft, draft_group
+from turnstream.generator.drafts import TrajectoryDraft, TurnRecord, draft_group
+from turnstream.generator.takeovers import taken_turns
 from turnstream.records.events import decode_event
 from turnstream.records.turns import decode_turn
-from turnstream.testing import group, trajectory, turn
+from turnstream.testing import assert_same, group, trajectory, turn
+from turnstream.testing.strategies import trees
 from turnstream.types import SealedTrajectory, Status, TrajectoryKey, Turn, VersionRun
 
 KEY = TrajectoryKey("g", 0)
@@ -126,6 +130,26 @@ def test_the_generator_may_reuse_its_arrays() -> None:
     second = decode_turn(made.add(checks.checked_turn([1, 2, 3, 4], [5])).record)
 
     assert (second.parent_turn, second.shared_tokens) == (0, 3)
+
+
+@given(turns=trees(max_turns=6), num_stored=st.integers(0, 6))
+def test_a_draft_goes_on_from_stored_turns_as_if_it_had_made_them(
+    turns: tuple[Turn, ...], num_stored: int
+) -> None:
+    whole = TrajectoryDraft(KEY)
+    records = [whole.add(one).record for one in turns]
+    taken = taken_turns(records[:num_stored])
+
+    resumed = TrajectoryDraft(KEY)
+    for record, stored, shape in taken:
+        resumed.restore(stored, TurnRecord(record, shape))
+    rest = [resumed.add(one).record for one in turns[num_stored:]]
+
+    prompts = [one.prompt_ids for one in turns[:num_stored]]
+    assert_same([each.turn.prompt_ids for each in taken], prompts)
+    assert rest == records[num_stored:]
+    assert seal(resumed) == seal(whole)
+    assert resumed.merged_tokens == whole.merged_tokens
 
 
 def test_a_group_is_drafted_in_order_and_its_errors_say_where() -> None:

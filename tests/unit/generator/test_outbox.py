@@ -14,12 +14,14 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from turnstream.errors import ConflictError, NotReadyError, StoreUnavailableError
-from turnstream.generator.calls import SCRIPTS, Round
+from turnstream.errors import ConflictError, FencedError, NotReadyError, StoreUnavailableError
+from turnstream.generator.calls import SCRIPTS, HeartbeatCall, Round
 from turnstream.generator.drafts import TrajectoryDraft
+from turnstream.generator.heartbeats import Heartbeats
 from turnstream.generator.lanes import Lane
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import Delivery
+from turnstream.store.keys import TrajectoryKeys
 from turnstream.testing import turn
 from turnstream.types import GroupOpened, Status, TrajectoryKey
 
@@ -80,11 +82,16 @@ class Desk:
         return self.outbox.next_round(self.now_s)
 
     def answer(self, *answers: Any) -> Round:
-        """Take a round and answer its calls."""
+        """Take a round and answer its calls; heartbeats left over are answered well."""
         sent = self.take()
         assert sent is not None
         loads = [b"sha"] * (sent.num_replies - len(sent.calls))
-        self.outbox.answered(sent, replies=[*loads, *answers], now_s=self.now_s)
+        beats = [
+            [60_000, *[b"OK"] * len(call.lanes)]
+            for call in sent.calls[len(answers) :]
+            if isinstance(call, HeartbeatCall)
+        ]
+        self.outbox.answered(sent, replies=[*loads, *answers, *beats], now_s=self.now_s)
         return sent
 
     def lose(self, error: Exception | None = None) -> Round:
@@ -527,3 +534,132 @@ def test_giving_everything_up_settles_everything_but_leaves_live_trajectories_al
 
     assert all(delivery.errors for delivery in (receipt, opened, closing))
     assert (live.error, desk.outbox.is_idle) == (None, True)
+
+
+def test_leases_are_renewed_every_third_of_the_length_that_the_store_names() -> None:
+    desk = Desk()
+    lanes = desk.opened(2)
+
+    sent: list[tuple[float, list[str]]] = []
+    for _ in range(3):
+        desk.wait_out()
+        beat = desk.answer([30_000, b"OK", b"OK"])
+        sent.append((round(desk.now_s - 100.0, 3), said(beat)))
+
+    assert sent == [(0.1, ["heartbeat"]), (10.1, ["heartbeat"]), (20.1, ["heartbeat"])]
+    assert beat.commands[0].args == ("g/0/0", 1, "g/1/0", 1)
+    assert [lane.error for lane in lanes] == [None, None]
+
+
+def test_a_publisher_with_nothing_open_sends_no_heartbeat() -> None:
+    desk = Desk()
+    (lane,) = desk.opened()
+    desk.append(lane)
+    desk.seal(lane)
+    desk.answer(2)
+    desk.answer([b"OK"])
+
+    desk.now_s += 1000
+
+    assert desk.take() is None
+    assert desk.outbox.pause_s(desk.now_s) is None
+
+
+def test_a_heartbeat_on_its_way_holds_up_no_flush() -> None:
+    desk = Desk()
+    desk.opened()
+    desk.wait_out()
+
+    beat = desk.take()
+
+    assert beat is not None
+    assert desk.outbox.is_idle
+
+
+def test_a_heartbeat_that_was_lost_is_sent_again_when_the_store_may_be_asked() -> None:
+    desk = Desk()
+    desk.opened()
+    desk.wait_out()
+
+    desk.lose()
+    was_paused = desk.take() is None
+    desk.wait_out()
+    again = desk.answer([30_000, b"OK"])
+
+    assert was_paused
+    assert said(again) == ["heartbeat"]
+    assert desk.take() is None
+
+
+def test_a_lost_trajectory_raises_who_has_it_and_disturbs_no_other() -> None:
+    desk = Desk()
+    one, other = desk.opened(2)
+    desk.wait_out()
+    waiting = desk.append(one)
+
+    desk.answer(1, [30_000, b"FENCED g/0/0 was taken over by x with epoch 2", b"OK"])
+
+    assert not waiting.errors  # the store took it before it was asked
+    for write in (lambda: desk.append(one), lambda: desk.seal(one)):
+        with pytest.raises(FencedError, match="g/0/0 was taken over by x with epoch 2"):
+            write()
+    assert not desk.append(other).errors
+    assert desk.outbox.num_open == 1
+
+
+def test_a_trajectory_that_a_turn_found_lost_is_not_lost_again_by_the_heartbeat() -> None:
+    desk = Desk()
+    (lane,) = desk.opened()
+    desk.wait_out()
+    waiting = desk.append(lane)
+
+    desk.answer(
+        ResponseError("FENCED epoch 2 writes, not 1"), [30_000, b"FENCED g/0/0 is abandoned: why"]
+    )
+
+    with pytest.raises(FencedError, match="epoch 2 writes"):
+        waiting.raise_error()
+    with pytest.raises(FencedError, match="epoch 2 writes"):
+        desk.append(lane)
+
+
+def test_a_trajectory_that_ends_is_judged_by_its_end_alone() -> None:
+    # Its seal was posted and the answer lost: to the heartbeat it is not open any more.
+    desk = Desk()
+    (lane,) = desk.opened()
+    desk.append(lane)
+    end = desk.seal(lane)
+    desk.answer(2)
+    desk.lose()
+    desk.now_s += 1.0
+
+    desk.answer([b"DUPLICATE"], [30_000, b"FENCED g/0/0 is sealed: 1"])
+
+    assert end.is_done
+    assert not end.errors
+
+
+def test_an_adopted_trajectory_goes_on_behind_its_stored_turns() -> None:
+    desk = Desk()
+    lane = desk.outbox.adopt(KEYS[0], epoch=4, num_turns=2, now_s=desk.now_s)
+    desk.append(lane)
+
+    sent = desk.answer(1)
+    desk.wait_out()
+    beat = desk.answer()
+
+    assert sent.commands[0].args[:3] == (4, 2, 0)
+    assert beat.commands[0].args == ("g/0/0", 4)
+
+
+def test_more_leases_than_one_call_takes_travel_in_several() -> None:
+    beats = Heartbeats()
+    key = TrajectoryKey("g", 0)
+    lanes = [Lane(key, f"{n}", TrajectoryKeys("t", "m"), epoch=1) for n in range(600)]
+    for lane in lanes:
+        beats.opened(lane, now_s=0.0)
+
+    calls = beats.due(1.0)
+
+    assert [len(call.lanes) for call in calls] == [256, 256, 88]
+    assert [lane for call in calls for lane in call.lanes] == lanes

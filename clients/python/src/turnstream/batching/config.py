@@ -62,6 +62,9 @@ class BatchingConfig:
         pad_token_id: written into padding positions; never read by the loss.
         max_tokens_per_micro_batch: padded positions of one forward pass; 0 means no limit.
         extra_columns: what turns bring beside tokens, kept in order of name.
+        lease_s: a writer that is silent for so long loses its open trajectories: any other may
+            take them over, at least 0.3.
+        takeover_s: how long after that they wait for another writer, before they are given up.
     """
 
     batch_groups: int
@@ -79,6 +82,8 @@ class BatchingConfig:
     pad_token_id: int = 0
     max_tokens_per_micro_batch: int = 0
     extra_columns: tuple[DeclaredColumn, ...] = ()
+    lease_s: float = 60.0
+    takeover_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Check every field and their combinations.
@@ -89,6 +94,10 @@ class BatchingConfig:
         """
         for name, least in _LEAST.items():
             _require_at_least(getattr(self, name), least, field=name)
+        for name, least_s in _LEAST_S.items():
+            object.__setattr__(
+                self, name, _seconds(getattr(self, name), least_s=least_s, field=name)
+            )
         if self.estimator in UNPLANNABLE_ESTIMATORS:
             raise UnsupportedEstimatorError(
                 f"{self.estimator}: {UNPLANNABLE_ESTIMATORS[self.estimator]}"
@@ -146,6 +155,8 @@ _LEAST = {
     "pad_token_id": 0,
     "max_tokens_per_micro_batch": 0,
 }
+_LONGEST_S = 30 * 86_400.0  # what is longer is a mistake in the unit
+_LEAST_S = {"lease_s": 0.3, "takeover_s": 0.0}
 _CHOICES: dict[str, tuple[str, ...]] = {
     "estimator": Estimator.__args__,
     "reward_source": RewardSource.__args__,
@@ -157,6 +168,15 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 def _require_at_least(value: object, least: int, *, field: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InvalidConfigError(field, f"{value!r} is not a whole number of at least {least}")
+
+
+def _seconds(value: Any, *, least_s: float, field: str) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not least_s <= value <= _LONGEST_S:
+        raise InvalidConfigError(
+            field, f"{value!r} is not a number of seconds from {least_s:g} to {_LONGEST_S:g}"
+        )
+    return float(value)
 
 
 def _weights(given: object) -> tuple[tuple[str, float], ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -17,14 +18,18 @@ from turnstream.generator.lanes import Lane
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import AsyncReceipt, Delivery
 from turnstream.generator.statistics import PublisherStatistics
+from turnstream.generator.takeovers import take_over_async
 from turnstream.generator.writers import WriterState
-from turnstream.types import Group, GroupOpened, Status, TrajectoryKey, VersionRun
+from turnstream.store.connection import connect_async
+from turnstream.store.leases import LapsedTrajectory, list_lapsed_async
+from turnstream.types import Group, GroupOpened, Status, TrajectoryKey, Turn, VersionRun
 
 
 class AsyncPublisher:
     """Sends the trajectories of one generator to a run; an asynchronous context manager.
 
-    The same as `Publisher`, for one event loop: what waits there is awaited here.
+    The same as `Publisher`, for one event loop: what waits there is awaited here. A task of it
+    keeps the leases: what blocks the loop for as long as a lease belongs into a thread.
 
     Args:
         url: `redis://`, `rediss://` or `unix://` address of the store.
@@ -55,6 +60,7 @@ class AsyncPublisher:
         )
         self._sender = AsyncSender(url, run, self._outbox)
         self._unread_failures: list[Delivery] = []
+        self._url = url
 
     async def __aenter__(self) -> Self:
         return self
@@ -67,7 +73,7 @@ class AsyncPublisher:
             with contextlib.suppress(NotReadyError):
                 await self._sender.flush(writers.LAST_FLUSH_S)
         finally:
-            await self._sender.close()
+            await self._close()
 
     def group(self, group_id: str, num_samples: int, *, prompt_uid: str = "") -> AsyncGroupWriter:
         """A group of which this publisher writes every sample. See `Publisher.group`."""
@@ -87,6 +93,25 @@ class AsyncPublisher:
         group = writers.checked_opening(group_id, num_samples, prompt_uid)
         key = TrajectoryKey(group_id, sample, attempt)
         return AsyncTrajectoryWriter(self._sender, WriterState(self._outbox, group, key, None))
+
+    async def lapsed(self) -> list[LapsedTrajectory]:
+        """Trajectories of the run that may be taken over now. See `Publisher.lapsed`."""
+        async with connect_async(self._url) as client:
+            return await list_lapsed_async(client, self._outbox.run)
+
+    async def take_over(
+        self, group_id: str, sample: int, attempt: int = 0
+    ) -> AsyncTrajectoryWriter:
+        """Go on with a trajectory whose writer is gone. See `Publisher.take_over`."""
+        key = writers.checked_key(group_id, sample, attempt)
+        outbox = self._outbox
+        self._sender.require_open()
+        async with connect_async(self._url) as client:
+            taken = await take_over_async(client, outbox.run, writer=outbox.writer, key=key)
+        self._sender.require_open()
+        state = WriterState.taken_over(outbox, key, taken, time.monotonic())
+        self._sender.start()
+        return AsyncTrajectoryWriter(self._sender, state)
 
     async def publish(self, group: Group) -> AsyncReceipt:
         """Send a whole finished group. See `Publisher.publish`; the receipt can be awaited."""
@@ -137,6 +162,9 @@ class AsyncPublisher:
     async def close(self, timeout_s: float | None = None) -> None:
         """Send what was accepted, then disconnect. Safe to repeat.
 
+        Trajectories that are open stay so until their leases end: until then this generator, by its
+        name, may take them over, then any other; see `lease_s` and `takeover_s` of the run.
+
         Raises:
             NotReadyError: not all of it was sent within `timeout_s`; the rest was given up.
             TurnstreamError: a published group failed, and its receipt was not asked.
@@ -144,7 +172,11 @@ class AsyncPublisher:
         try:
             await self.flush(timeout_s)
         finally:
-            await self._sender.close()
+            await self._close()
+
+    async def _close(self) -> None:
+        writers.tell_what_stays_open(self._outbox)
+        await self._sender.close()
 
 
 class AsyncGroupWriter:
@@ -226,6 +258,11 @@ class AsyncTrajectoryWriter:
     def key(self) -> TrajectoryKey:
         """The name of the trajectory in its run."""
         return self._state.key
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns that were stored when it was taken over, whole; empty if it was not."""
+        return self._state.turns
 
     @property
     def has_ended(self) -> bool:

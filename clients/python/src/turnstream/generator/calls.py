@@ -10,6 +10,7 @@ from turnstream.generator.lanes import Admission, Lane
 from turnstream.generator.receipts import Delivery
 from turnstream.records.events import encode_event
 from turnstream.store import keys
+from turnstream.store.leases import heartbeat_command
 from turnstream.store.runs import close_command
 from turnstream.store.scripts import Argument, Command, Script, pack
 from turnstream.types import TrajectoryAbandoned
@@ -26,6 +27,7 @@ SCRIPTS = (
     _ABANDON,
     close_command("r", "").script,
     _READ_CONFIG,
+    heartbeat_command("r", ()).script,
 )
 """Everything that a round may call."""
 
@@ -74,7 +76,15 @@ class ConfigCall(NamedTuple):
     receipt: Delivery
 
 
-Call = AdmissionCall | PayloadCall | SealsCall | AbandonCall | CloseCall | ConfigCall
+class HeartbeatCall(NamedTuple):
+    """Renew the leases of open trajectories."""
+
+    lanes: Sequence[Lane]
+
+
+Call = (
+    AdmissionCall | PayloadCall | SealsCall | AbandonCall | CloseCall | ConfigCall | HeartbeatCall
+)
 
 
 class Round(NamedTuple):
@@ -126,6 +136,11 @@ class Round(NamedTuple):
         return isinstance(answer, Exception) or answer[1:] == [b"always"]
 
     @property
+    def is_heartbeat(self) -> bool:
+        """Whether it does nothing but keep leases."""
+        return all(isinstance(call, HeartbeatCall) for call in self.calls)
+
+    @property
     def _num_first(self) -> int:
         return len(_FIRST_WORDS) if self.loads_scripts else 0
 
@@ -139,11 +154,14 @@ class CommandMaker:
         names = keys.run_keys(run)
         self._group_keys = (
             *(names.frontier, names.config, names.groups, names.ledger),
-            *(names.counts, names.events, names.wake),
+            *(names.counts, names.events, names.wake, names.leases),
         )
-        self._seals_keys = (names.ledger, names.counts, names.groups, names.events)
-        self._abandon_keys = (names.ledger, names.counts, names.events)
         self._config_keys = (names.config,)
+        self._seals_keys = (
+            *(names.ledger, names.counts, names.groups, names.events),
+            names.leases,
+        )
+        self._abandon_keys = (names.ledger, names.counts, names.events, names.leases)
 
     def command(self, call: Call) -> Command:
         """What the store is told."""
@@ -160,6 +178,9 @@ class CommandMaker:
                 return close_command(self._run, reason)
             case ConfigCall():
                 return _READ_CONFIG(self._config_keys)
+            case HeartbeatCall(lanes):
+                held = [(lane.trajectory_id, lane.epoch) for lane in lanes]
+                return heartbeat_command(self._run, held)
 
     def _admission(self, admission: Admission) -> Command:
         return _OPEN_GROUP(

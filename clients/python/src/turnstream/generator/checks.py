@@ -90,12 +90,12 @@ def recheck_turn(turn: Turn) -> Turn:
     )
 
 
-def check_key(key: TrajectoryKey, *, num_samples: int) -> None:
-    """Refuse a key that cannot be a member of a group of `num_samples`."""
-    check_group(key.group_id, num_samples=num_samples)
+def check_key(key: TrajectoryKey, *, num_samples: int | None) -> None:
+    """Refuse a key that cannot be a member of a group of `num_samples`; None: of any group."""
+    check_group(key.group_id, num_samples=1 if num_samples is None else num_samples)
     _whole_number(key.sample, field="sample")
     _whole_number(key.attempt, field="attempt")
-    if key.sample >= num_samples:
+    if num_samples is not None and key.sample >= num_samples:
         raise InvalidTurnError("sample", f"{key.sample} in a group of {num_samples}, from 0")
 
 

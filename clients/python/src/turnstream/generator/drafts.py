@@ -84,6 +84,11 @@ class TrajectoryDraft:
         match = self._index.link(turn.prompt_ids)
         return self._encode(turn, self._extras.link(turn, match))
 
+    def restore(self, turn: Turn, stored: TurnRecord) -> None:
+        """Remember the next turn as one that is stored already, however that came about."""
+        self._index.add(self._index.link(turn.prompt_ids), turn.prompt_ids, turn.response_ids)
+        self._remember(turn, stored)
+
     def seal(
         self,
         *,

@@ -11,6 +11,7 @@ takes, first to last::
     admissions   of groups; one that is told to wait stands aside until the run's wake stream
                  moves, so that it holds up nothing else
     payload      per lane one call with the turns that wait, and the seal if it ends there
+    heartbeats   of all open lanes, where they are due; whatever fails of them is asked again
 
 Where the store syncs to disk before it answers, a round is one write, so that a sync is paid for
 once a round and not for every few calls.
@@ -35,11 +36,13 @@ from turnstream.generator.calls import (
     CloseCall,
     CommandMaker,
     ConfigCall,
+    HeartbeatCall,
     PayloadCall,
     Round,
     SealsCall,
 )
 from turnstream.generator.drafts import SealMaker, TurnRecord
+from turnstream.generator.heartbeats import Heartbeats
 from turnstream.generator.lanes import Admission, Lane, PendingTurn
 from turnstream.generator.queues import Queues
 from turnstream.generator.receipts import Delivery
@@ -75,13 +78,15 @@ class Outbox:
         admission_timeout_s: float,
         jitter: Callable[[], float],
     ) -> None:
-        self._run = run
+        self.run = run
+        self.writer = writer
         self._make = CommandMaker(run, writer)
         self.tally = Tally(max_inflight_bytes)
         self._timeout_s = timeout_s
         self._admission_timeout_s = admission_timeout_s
         self._backoff = Backoff(timeout_s, jitter=jitter)
         self._queues = Queues()
+        self._heartbeats = Heartbeats()
         self._unended: dict[Lane, None] = {}
         self._round: Round | None = None
         self._scripts_known = False
@@ -105,6 +110,13 @@ class Outbox:
             Admission(group, encode_event(group), lanes, opened or Delivery())
         )
         return lanes
+
+    def adopt(self, key: TrajectoryKey, *, epoch: int, num_turns: int, now_s: float) -> Lane:
+        """Go on with a trajectory that was taken over with this epoch, behind its stored turns."""
+        lane = self._new_lane(key)
+        lane.epoch, lane.is_placed, lane.num_acknowledged = epoch, True, num_turns
+        self._heartbeats.opened(lane, now_s=now_s)
+        return lane
 
     def append(self, lane: Lane, turn: TurnRecord, receipt: Delivery | None = None) -> None:
         """Send a turn behind the others of its trajectory.
@@ -152,16 +164,24 @@ class Outbox:
     @property
     def is_idle(self) -> bool:
         """Whether everything accepted is acknowledged or has failed."""
-        return self._round is None and self._queues.is_empty
+        return self._queues.is_empty and (self._round is None or self._round.is_heartbeat)
+
+    @property
+    def num_open(self) -> int:
+        """Trajectories that hold a lease, which ends some time after nobody renews it."""
+        return self._heartbeats.num_open
 
     def next_round(self, now_s: float) -> Round | None:
         """What to send now; None while there is nothing, or while the store is left alone."""
         self._expire(now_s)
         if self._round is not None or self._backoff.pause_s(now_s) > 0:
             return None
-        calls = self._queues.take()
+        heartbeats = self._heartbeats.due(now_s)
+        calls = [*self._queues.take(), *heartbeats]
         if not calls:
             return None
+        if heartbeats:
+            self._heartbeats.sent(now_s)
         commands = [self._make.command(call) for call in calls]
         self._round = Round(
             calls,
@@ -176,8 +196,12 @@ class Outbox:
         pause_s = self._backoff.pause_s(now_s)
         if pause_s > 0:
             return pause_s
+        beat_s = self._heartbeats.pause_s(now_s)
+        pauses_s = [] if beat_s is None else [beat_s]
         since_s = self._queues.waiting_since_s
-        return None if since_s is None else max(0.0, since_s + self._admission_timeout_s - now_s)
+        if since_s is not None:
+            pauses_s.append(max(0.0, since_s + self._admission_timeout_s - now_s))
+        return min(pauses_s, default=None)
 
     def answered(self, sent: Round, *, replies: Sequence[Any], now_s: float) -> None:
         """The store answered the round; `replies` holds values and ResponseErrors."""
@@ -201,8 +225,7 @@ class Outbox:
                 self._scripts_known = self._scripts_known and not is_unknown
             else:
                 self._refuse(call, text, now_s)
-        self.tally.add("num_retries", len(back))
-        self._queues.put_back(back)
+        self._put_back(back)
         # A full store takes no group with a payload in it, but goes on with what makes room.
         self._was_aborted = sent.is_aborted(replies) or (self._was_aborted and bool(trouble))
         if trouble:
@@ -214,8 +237,7 @@ class Outbox:
         """The connection failed: nothing is known of what the round asked for."""
         if not self._ends(sent):
             return
-        self.tally.add("num_retries", len(sent.calls))
-        self._queues.put_back(sent.calls)
+        self._put_back(sent.calls)
         self._scripts_known = False
         reason = translate(error)
         if isinstance(reason, StoreUnavailableError):
@@ -247,7 +269,7 @@ class Outbox:
 
     def _new_lane(self, key: TrajectoryKey) -> Lane:
         name = keys.trajectory_id(key)
-        lane = Lane(key, name, keys.trajectory_keys(self._run, name))
+        lane = Lane(key, name, keys.trajectory_keys(self.run, name))
         self._unended[lane] = None
         return lane
 
@@ -257,6 +279,13 @@ class Outbox:
             return False
         self._round = None
         return True
+
+    def _put_back(self, calls: Sequence[Call]) -> None:
+        """Calls that must be repeated."""
+        self.tally.add("num_retries", len(calls))
+        self._queues.put_back(calls)
+        if any(isinstance(call, HeartbeatCall) for call in calls):
+            self._heartbeats.failed()
 
     def _accept(self, call: Call, answer: Any, now_s: float) -> None:
         match call:
@@ -273,6 +302,8 @@ class Outbox:
                 receipt.settle(None)
             case ConfigCall(receipt):
                 self._learn(answer, receipt)
+            case HeartbeatCall(lanes):
+                self._renewed(lanes, answer)
 
     def _refuse(self, call: Call, text: str, now_s: float) -> None:
         error = refusal(text)
@@ -290,6 +321,8 @@ class Outbox:
                     self._reject(admission, error)
             case CloseCall(_, receipt) | ConfigCall(receipt):
                 receipt.settle(None, error)
+            case HeartbeatCall():
+                _logger.warning("run %s: leases cannot be renewed: %s", self.run, error)
 
     def _learn(self, config: bytes, receipt: Delivery) -> None:
         try:
@@ -331,6 +364,17 @@ class Outbox:
             else:
                 self._fail(lane, refusal(text))
 
+    def _renewed(self, lanes: Sequence[Lane], answers: Sequence[Any]) -> None:
+        """Each lane's lease was renewed, or is lost.
+
+        A lane that ends is not judged by this: what ends it may have been done before.
+        """
+        lease_ms, *states = answers
+        self._heartbeats.answered(lease_s=lease_ms / 1000)
+        for lane, state in zip(lanes, states, strict=True):
+            if state != b"OK" and not lane.is_ending and lane in self._unended:
+                self._fail(lane, refusal(state.decode()))
+
     def _admitted(self, admission: Admission, answers: Sequence[Any], now_s: float) -> None:
         if admission.since_s is not None:
             self.tally.add_wait(now_s - admission.since_s)
@@ -340,6 +384,7 @@ class Outbox:
                 num_bytes = sum(len(turn.record) for turn, _ in lane.pending)
                 self.tally.accepted(lane, -num_bytes)
                 lane.epoch = answer
+                self._heartbeats.opened(lane, now_s=now_s)
                 self.tally.accepted(lane, num_bytes)
                 self._advance(lane)
             else:
@@ -385,19 +430,20 @@ class Outbox:
 
     def _back_off(self, reason: str, now_s: float) -> None:
         if not self._backoff.is_failing:
-            _logger.warning("run %s: the store takes no writes: %s", self._run, reason)
+            _logger.warning("run %s: the store takes no writes: %s", self.run, reason)
         if self._backoff.failed(now_s):
             message = f"the store took no writes for {self._timeout_s:g} s: {reason}"
-            _logger.error("run %s: %s", self._run, message)
+            _logger.error("run %s: %s", self.run, message)
             self.fail_all(StoreUnavailableError(message))
 
     def _fail(self, lane: Lane, error: TurnstreamError) -> None:
-        _logger.warning("run %s: trajectory %s failed: %s", self._run, lane.trajectory_id, error)
+        _logger.warning("run %s: trajectory %s failed: %s", self.run, lane.trajectory_id, error)
         self._end(lane, error)
 
     def _end(self, lane: Lane, error: TurnstreamError | None = None) -> None:
         lane.error = error
         self._unended.pop(lane, None)
+        self._heartbeats.ended(lane)
         while lane.pending:
             turn, receipt = lane.pending.popleft()
             self.tally.accepted(lane, -len(turn.record))

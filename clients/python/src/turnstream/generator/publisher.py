@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -17,8 +18,11 @@ from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import Delivery, Receipt
 from turnstream.generator.sender import Sender
 from turnstream.generator.statistics import PublisherStatistics
+from turnstream.generator.takeovers import take_over
 from turnstream.generator.writers import WriterState
-from turnstream.types import Group, GroupOpened, Status, TrajectoryKey, VersionRun
+from turnstream.store.connection import connect
+from turnstream.store.leases import LapsedTrajectory, list_lapsed
+from turnstream.types import Group, GroupOpened, Status, TrajectoryKey, Turn, VersionRun
 
 
 class Publisher:
@@ -26,6 +30,10 @@ class Publisher:
 
     What it has accepted is sent until the store acknowledges it, over restarts and while the store
     is full, for at most `timeout_s`. May be used from several threads.
+
+    Its thread also keeps the leases of the open trajectories, whatever the caller does meanwhile.
+    One that was lost all the same, as after a long sleep of the machine, raises FencedError, which
+    says who has it, from whatever is called on it; the others go on.
 
     Args:
         url: `redis://`, `rediss://` or `unix://` address of the store.
@@ -56,6 +64,7 @@ class Publisher:
         )
         self._sender = Sender(url, run, self._outbox)
         self._unread_failures: list[Delivery] = []
+        self._url = url
 
     def __enter__(self) -> Self:
         return self
@@ -68,7 +77,7 @@ class Publisher:
             with contextlib.suppress(NotReadyError):
                 self._sender.flush(writers.LAST_FLUSH_S)
         finally:
-            self._sender.close()
+            self._close()
 
     def group(self, group_id: str, num_samples: int, *, prompt_uid: str = "") -> GroupWriter:
         """A group of which this publisher writes every sample.
@@ -101,6 +110,40 @@ class Publisher:
         group = writers.checked_opening(group_id, num_samples, prompt_uid)
         key = TrajectoryKey(group_id, sample, attempt)
         return TrajectoryWriter(self._sender, WriterState(self._outbox, group, key, None))
+
+    def lapsed(self) -> list[LapsedTrajectory]:
+        """Trajectories of the run that may be taken over now, the longest lapsed first.
+
+        At most MAX_LAPSED of them. Another generator may be faster.
+
+        Raises:
+            RunNotFoundError: no such run.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        with connect(self._url) as client:
+            return list_lapsed(client, self._outbox.run)
+
+    def take_over(self, group_id: str, sample: int, attempt: int = 0) -> TrajectoryWriter:
+        """Go on with a trajectory whose writer is gone, from the next turn.
+
+        Its stored turns are `turns` of the writer that this gives; whoever wrote it before is
+        refused from now on. The generator that began it, by its name, need not wait until its lease
+        has ended.
+
+        Raises:
+            InvalidTurnError: the key cannot be.
+            ConflictError: its lease has not ended, which `retry_after_s` says, or it is not open.
+            FencedError: another generator was faster.
+            RecordError: a stored turn is damaged; the trajectory is left to lapse.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        key = writers.checked_key(group_id, sample, attempt)
+        outbox = self._outbox
+        with connect(self._url) as client:
+            taken = take_over(client, outbox.run, writer=outbox.writer, key=key)
+        now_s = time.monotonic()
+        state = self._sender.put(lambda: WriterState.taken_over(outbox, key, taken, now_s))
+        return TrajectoryWriter(self._sender, state)
 
     def publish(self, group: Group) -> Receipt:
         """Send a whole finished group; its samples must be 0 to n - 1.
@@ -158,6 +201,9 @@ class Publisher:
     def close(self, timeout_s: float | None = None) -> None:
         """Send what was accepted, then disconnect. Safe to repeat.
 
+        Trajectories that are open stay so until their leases end: until then this generator, by its
+        name, may take them over, then any other; see `lease_s` and `takeover_s` of the run.
+
         Raises:
             NotReadyError: not all of it was sent within `timeout_s`; the rest was given up.
             TurnstreamError: a published group failed, and its receipt was not asked.
@@ -165,7 +211,12 @@ class Publisher:
         try:
             self.flush(timeout_s)
         finally:
-            self._sender.close()
+            self._close()
+
+    def _close(self) -> None:
+        with self._sender.lock:
+            writers.tell_what_stays_open(self._outbox)
+        self._sender.close()
 
 
 class GroupWriter:
@@ -245,6 +296,11 @@ class TrajectoryWriter:
     def key(self) -> TrajectoryKey:
         """The name of the trajectory in its run."""
         return self._state.key
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns that were stored when it was taken over, whole; empty if it was not."""
+        return self._state.turns
 
     @property
     def has_ended(self) -> bool:

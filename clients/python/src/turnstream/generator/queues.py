@@ -12,6 +12,7 @@ from turnstream.generator.calls import (
     Call,
     CloseCall,
     ConfigCall,
+    HeartbeatCall,
     PayloadCall,
     SealsCall,
 )
@@ -86,6 +87,8 @@ class Queues:
                     self.closings.appendleft(call)
                 case ConfigCall():
                     self.questions.appendleft(call)
+                case HeartbeatCall():
+                    pass  # it is due again, see Heartbeats
 
     def ask_again(self) -> None:
         """Those who were told to wait ask before those who come now."""

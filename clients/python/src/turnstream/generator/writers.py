@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import secrets
 import socket
 from collections.abc import Mapping
+from typing import Self
 
 from turnstream.errors import RejectedError
 from turnstream.generator import checks
@@ -14,6 +16,7 @@ from turnstream.generator.drafts import DraftedTrajectory, TrajectoryDraft, Turn
 from turnstream.generator.lanes import Lane
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import Delivery
+from turnstream.generator.takeovers import Taken
 from turnstream.types import GroupOpened, Status, TrajectoryKey, Turn
 
 MAX_INFLIGHT_BYTES = 64 * 1024 * 1024
@@ -25,6 +28,8 @@ LAST_FLUSH_S = 10.0
 
 UNSEALED = "left without a seal"
 NOT_STARTED = "never started"
+
+_logger = logging.getLogger(__name__)
 
 _MAX_REASON_LENGTH = 200  # a ledger keeps it for every trajectory
 
@@ -94,6 +99,7 @@ class WriterState:
         self._draft: TrajectoryDraft | None = None
         self.has_ended = False
         self.lane = lane
+        self.turns: tuple[Turn, ...] = ()
         self._outbox = outbox
         self._group = group
 
@@ -104,6 +110,17 @@ class WriterState:
             columns = self._outbox.extra_columns or ()
             self._draft = TrajectoryDraft(self.key, extra_columns=columns)
         return self._draft
+
+    @classmethod
+    def taken_over(cls, outbox: Outbox, key: TrajectoryKey, taken: Taken, now_s: float) -> Self:
+        """The state of a trajectory that another writer began; it has a lane."""
+        group = GroupOpened(group_id=key.group_id, prompt_uid="", num_samples=taken.num_samples)
+        lane = outbox.adopt(key, epoch=taken.epoch, num_turns=len(taken.turns), now_s=now_s)
+        state = cls(outbox, group, key, lane)
+        for record, turn, shape in taken.turns:
+            state.draft.restore(turn, TurnRecord(record, shape))
+        state.turns = tuple(each.turn for each in taken.turns)
+        return state
 
     def ask_leave(self, opened: Delivery) -> Lane:
         """Open the trajectory; `opened` is told when that is so."""
@@ -159,6 +176,25 @@ class WriterState:
             # It may quote anything; what is no valid Unicode could not be sent.
             text = reason[:_MAX_REASON_LENGTH].encode(errors="replace").decode()
             self._outbox.abandon(self.lane, text, end=end)
+
+
+def checked_key(group_id: str, sample: int, attempt: int) -> TrajectoryKey:
+    """The name of a trajectory whose group somebody else has opened, checked."""
+    key = TrajectoryKey(group_id, sample, attempt)
+    checks.check_key(key, num_samples=None)
+    return key
+
+
+def tell_what_stays_open(outbox: Outbox) -> None:
+    """Say that a publisher leaves trajectories behind, which nobody keeps from now on."""
+    if outbox.num_open:
+        _logger.warning(
+            "run %s: %s leaves %d trajectories open: when their leases end they may be taken over, "
+            "or are given up",
+            outbox.run,
+            outbox.writer,
+            outbox.num_open,
+        )
 
 
 def raise_unread(failures: list[Delivery]) -> None:

@@ -17,6 +17,7 @@ batches    hash    step -> `<trajectories planned up to it>:<manifest hash>`
 observers  hash    name -> `<newest step seen>:<expires_ms>:<expiry in ms>`
 leader     hash    epoch, owner, expires_ms, lease_ms
 config     hash    revision -> JSON of the batching config; `newest` -> the newest revision
+leases     zset    id of every open trajectory -> when its writer's lease ends, ms of server time
 =========  ======  ==========================================================================
 
 A ledger value is `open:<epoch>:<writer>`, `sealed:<epoch>`, `planned:<step>` or
@@ -59,6 +60,7 @@ _RUN_TYPES = {
     "observers": "hash",
     "leader": "hash",
     "config": "hash",
+    "leases": "zset",
 }
 _TRAJECTORY_TYPES = {"turns": "stream", "meta": "hash"}
 _KEY = re.compile(r"ts:\{([^{}/]+)(/[^{}/]+/\d+/\d+)?\}:([a-z]+)")
@@ -79,6 +81,7 @@ class RunKeys(NamedTuple):
     observers: str
     leader: str
     config: str
+    leases: str
 
 
 class TrajectoryKeys(NamedTuple):

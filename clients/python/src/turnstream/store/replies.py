@@ -7,6 +7,7 @@ FENCED     FencedError                 a newer owner has taken over
 CONFLICT   ConflictError               the key is taken by another content
 GAP        TurnGapError                `GAP expected <k>`: turn k is missing before this one
 WAIT       RejectedError               `WAIT <wake id> <why>`: see `wake_id`
+HELD       ConflictError               `HELD <ms> <why>`: a lease that ends after so long
 NORUN      RunNotFoundError            no run of that name
 BEHIND     StoreBehindError            a recovery token that this store does not have
 EXPIRED    ObserverExpiredError        an observer was silent for too long
@@ -81,6 +82,9 @@ def refusal(text: str) -> TurnstreamError:
     if code == "WAIT":
         _, _, reason = message.partition(" ")
         return RejectedError(reason, RETRY_AFTER_S)
+    if code == "HELD":
+        left_ms, _, reason = message.partition(" ")
+        return ConflictError(reason, int(left_ms) / 1000)
     if code in _PASSING:
         return StoreUnavailableError(text)
     if code in _REFUSALS:

@@ -7,6 +7,7 @@
 --   KEYS[1] ledger  hash    trajectory id: "open:<epoch>:<writer>" becomes "abandoned:<reason>"
 --   KEYS[2] counts  hash    changed: open, abandoned
 --   KEYS[3] events  stream  added: field r = the trajectory_abandoned record
+--   KEYS[4] leases  zset    removed: its lease
 -- Arguments: ARGV[1] trajectory id    ARGV[2] lease epoch    ARGV[3] reason    ARGV[4] the record
 -- Reply:     1, or 0 where it was abandoned already
 -- Errors:
@@ -31,4 +32,5 @@ redis.call('HSET', KEYS[1], ARGV[1], 'abandoned:' .. ARGV[3])
 redis.call('HINCRBY', KEYS[2], 'open', -1)
 redis.call('HINCRBY', KEYS[2], 'abandoned', 1)
 redis.call('XADD', KEYS[3], '*', 'r', ARGV[4])
+redis.call('ZREM', KEYS[4], ARGV[1])
 return 1

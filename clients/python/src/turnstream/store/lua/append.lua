@@ -5,6 +5,23 @@
 -- The place of the payload is made by a writer's first call alone, which says so by naming the
 -- writer. Any other call finds its own epoch there, or is late and refused.
 --
+-- A trajectory is taken over in two slots, one after the other: first in the ledger (take_over.lua),
+-- then here, by a first call with the higher epoch, which may carry no record. Only after it does
+-- the new writer (B) read what the old one (A) has stored, so that nothing is added behind its back:
+--
+--   A's turn before B's first call   stored; B finds it among the turns and goes on behind it
+--   A's turn after it                FENCED; so is A's own first call, if that comes late
+--   A's seal before B's first call   stored; A's event is refused by the ledger, which B has. B finds
+--                                    the seal and posts it with its own epoch: the first seal wins
+--   A's event before B's take-over   the trajectory is sealed, and take_over refuses
+--   B dies before its first call     A may go on storing turns, and even a seal, for nothing: its
+--                                    event does not fit the ledger. Whoever comes next finds them
+--   B sleeps before its first call,  B's call is FENCED where C's came first; else C's first call
+--   and C takes over                 fences B, and C finds the turns of both, in order
+--   given up instead of taken over   the planner makes a first call with an epoch above all writers'
+--
+-- So the epochs of a trajectory's entries only ever grow, and no two writers alternate.
+--
 -- Keys, in the trajectory's slot:
 --   KEYS[1] turns  stream  added: turn n (from 0) as entry "0-<n + 1>", the seal as the entry after
 --                          the last turn; field r = record

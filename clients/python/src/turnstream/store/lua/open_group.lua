@@ -1,5 +1,5 @@
 #!lua
--- Registers a group, where it is new, and takes samples of it for one writer.
+-- Registers a group, where it is new, and takes samples of it for one writer, with a lease.
 --
 -- A new group needs capacity: (max_staleness + stepped + 1) * batch_groups groups may ever have
 -- been opened, not counting those that were dropped untrained. A known group never waits.
@@ -12,6 +12,7 @@
 --   KEYS[5] counts    hash    changed: accepted, open
 --   KEYS[6] events    stream  added, once per group: field r = the group_opened record
 --   KEYS[7] wake      stream  read: its last id
+--   KEYS[8] leases    zset    trajectory id -> end of its lease; made here, renewed for its writer
 -- Arguments:
 --   ARGV[1] group name    ARGV[2] num_samples    ARGV[3] writer
 --   ARGV[4] the group_opened record              ARGV[5...] trajectory ids
@@ -27,6 +28,7 @@ local stepped, closed, live = unpack(
 if not stepped then
   return redis.error_reply('NORUN no such run')
 end
+local config = cjson.decode(redis.call('HGET', KEYS[2], redis.call('HGET', KEYS[2], 'newest')))
 
 local group = redis.call('HGET', KEYS[3], ARGV[1])
 local state = 'open'
@@ -41,8 +43,6 @@ else
   if closed ~= '0' then
     return redis.error_reply('CLOSED the run takes no new group')
   end
-  local newest = redis.call('HGET', KEYS[2], 'newest')
-  local config = cjson.decode(redis.call('HGET', KEYS[2], newest))
   local most = (config.max_staleness + stepped + 1) * config.batch_groups
   if most - live <= 0 then
     local last = redis.call('XREVRANGE', KEYS[7], '+', '-', 'COUNT', 1)[1]
@@ -60,8 +60,12 @@ if num_ids == 0 then
   return {}
 end
 local entries = redis.call('HMGET', KEYS[4], unpack(ARGV, 5))
+local time = redis.call('TIME')
+local lease_ms = math.floor((config.lease_s or 60) * 1000)
+local lease_end = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000) + lease_ms)
 local replies = {}
 local opened = {}
+local leases = {}
 for i = 1, num_ids do
   local id = ARGV[4 + i]
   local entry = entries[i]
@@ -69,6 +73,8 @@ for i = 1, num_ids do
     local epoch, writer = string.match(entry, '^open:(%d+):(.*)$')
     if writer == ARGV[3] then
       replies[i] = tonumber(epoch)
+      leases[#leases + 1] = lease_end
+      leases[#leases + 1] = id
     elseif writer then
       replies[i] = 'CONFLICT ' .. id .. ' is being written by ' .. writer
     else
@@ -80,7 +86,12 @@ for i = 1, num_ids do
     replies[i] = 1
     opened[#opened + 1] = id
     opened[#opened + 1] = 'open:1:' .. ARGV[3]
+    leases[#leases + 1] = lease_end
+    leases[#leases + 1] = id
   end
+end
+if #leases > 0 then
+  redis.call('ZADD', KEYS[8], unpack(leases))
 end
 if #opened > 0 then
   redis.call('HSET', KEYS[4], unpack(opened))

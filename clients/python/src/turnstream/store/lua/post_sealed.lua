@@ -10,6 +10,7 @@
 --   KEYS[2] counts  hash    changed: open, sealed, surplus
 --   KEYS[3] groups  hash    read: the state of the trajectories' groups
 --   KEYS[4] events  stream  added per trajectory that counts: field r = the record
+--   KEYS[5] leases  zset    removed: their leases
 -- Arguments: ARGV[1...] three per trajectory: its id, lease epoch, trajectory_sealed record
 -- Reply: per trajectory, in order: "OK", "DUPLICATE" (it had been posted), "SURPLUS",
 --        or why not ("FENCED ...")
@@ -42,6 +43,7 @@ for i, id in ipairs(ids) do
   local state, rest = string.match(entry, '^([^:]*):(.*)$')
   if state == 'open' and string.match(rest, '^%d+') == epoch then
     changes[#changes + 1] = id
+    redis.call('ZREM', KEYS[5], id)
     if is_decided(id) then
       changes[#changes + 1] = 'surplus:its group was decided before it was sealed'
       num_surplus = num_surplus + 1

@@ -125,6 +125,8 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
         pad_token_id=draw(st.integers(0, 200_000)),
         max_tokens_per_micro_batch=draw(st.integers(0, 100_000)),
         extra_columns=draw(declared_columns(merge=merge)),
+        lease_s=draw(st.floats(0.3, 3600)),
+        takeover_s=draw(st.floats(0, 3600)),
     )
 
 

@@ -1,0 +1,137 @@
+"""Taking over what another generator left open: from the ledger, then from the payload.
+
+The order is what keeps two writers apart; see the header of store/lua/append.lua.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import redis
+import redis.asyncio
+
+from turnstream.batching.merge import turn_prompts
+from turnstream.errors import ConflictError
+from turnstream.records.turns import decode_turn
+from turnstream.store import keys
+from turnstream.store.leases import take_over_command
+from turnstream.store.replies import refusal, translating
+from turnstream.store.scripts import Command, Script, run_command, run_command_async
+from turnstream.types import TrajectoryKey, Turn, TurnShape
+
+_APPEND = Script("append")
+_POST_SEALED = Script("post_sealed")
+
+
+class TakenTurn(NamedTuple):
+    """A turn that was stored before.
+
+    Attributes:
+        record: as it is stored.
+        turn: the same, whole.
+        shape: its lengths.
+    """
+
+    record: bytes
+    turn: Turn
+    shape: TurnShape
+
+
+class Taken(NamedTuple):
+    """A trajectory that belongs to this writer now.
+
+    Attributes:
+        epoch: its lease epoch.
+        num_samples: of its group.
+        turns: what its writers have stored so far.
+    """
+
+    epoch: int
+    num_samples: int
+    turns: tuple[TakenTurn, ...]
+
+
+def take_over(client: redis.Redis, run: str, *, writer: str, key: TrajectoryKey) -> Taken:
+    """Make a lapsed trajectory this writer's own, and read its turns.
+
+    Raises:
+        ConflictError: its lease has not ended, which `retry_after_s` says, or it is not open.
+            Where the writer died between the seal and its event, the seal counts from now on.
+        FencedError: yet another writer has taken it over meanwhile.
+        RecordError: a stored turn is damaged.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    name = keys.trajectory_id(key)
+    epoch, num_samples = run_command(client, take_over_command(run, name, writer=writer))
+    run_command(client, _fence(run, name, lease=f"{epoch}:{writer}"))
+    payload = keys.trajectory_keys(run, name)
+    with translating():
+        is_sealed: Any = client.hget(payload.meta, "sealed")
+        entries: Any = client.xrange(payload.turns)
+    records = [fields[b"r"] for _, fields in entries]
+    if is_sealed == b"1":
+        raise _posted(name, run_command(client, _post(run, name, epoch=epoch, seal=records[-1])))
+    return Taken(epoch, num_samples, taken_turns(records))
+
+
+async def take_over_async(
+    client: redis.asyncio.Redis, run: str, *, writer: str, key: TrajectoryKey
+) -> Taken:
+    """The same as `take_over`, for asyncio."""
+    name = keys.trajectory_id(key)
+    command = take_over_command(run, name, writer=writer)
+    epoch, num_samples = await run_command_async(client, command)
+    await run_command_async(client, _fence(run, name, lease=f"{epoch}:{writer}"))
+    payload = keys.trajectory_keys(run, name)
+    with translating():
+        is_sealed: Any = await client.execute_command("HGET", payload.meta, "sealed")
+        entries: Any = await client.execute_command("XRANGE", payload.turns, "-", "+")
+    records = [fields[b"r"] for _, fields in entries]
+    if is_sealed == b"1":
+        post = _post(run, name, epoch=epoch, seal=records[-1])
+        raise _posted(name, await run_command_async(client, post))
+    return Taken(epoch, num_samples, taken_turns(records))
+
+
+def _fence(run: str, name: str, *, lease: str) -> Command:
+    """A first append without a record: what writers before us send from now on is refused."""
+    return _APPEND(keys.trajectory_keys(run, name), lease, 0, 0)
+
+
+def _post(run: str, name: str, *, epoch: int, seal: bytes) -> Command:
+    names = keys.run_keys(run)
+    where = (names.ledger, names.counts, names.groups, names.events, names.leases)
+    return _POST_SEALED(where, name, epoch, seal)
+
+
+def _posted(name: str, answers: Sequence[bytes]) -> Exception:
+    """Why there is nothing to go on with, after the seal of an earlier writer was posted."""
+    text = answers[0].decode()
+    if text not in ("OK", "DUPLICATE", "SURPLUS"):
+        return refusal(text)
+    return ConflictError(f"{name} is sealed: its writer stored the seal before it was silent")
+
+
+def taken_turns(records: Sequence[bytes]) -> tuple[TakenTurn, ...]:
+    """The stored turns of a trajectory, whole.
+
+    Raises:
+        RecordError: one of them is damaged.
+    """
+    stored = [decode_turn(record) for record in records]
+    return tuple(
+        TakenTurn(
+            record,
+            Turn(
+                prompt_ids=prompt_ids,
+                response_ids=turn.response_ids,
+                logprobs=turn.logprobs,
+                loss_mask=turn.loss_mask,
+                rewards=turn.rewards,
+                version_runs=turn.version_runs,
+            ),
+            turn.shape,
+        )
+        for record, turn, prompt_ids in zip(records, stored, turn_prompts(stored), strict=True)
+    )

@@ -1,0 +1,46 @@
+#!lua flags=allow-oom
+-- Renews the leases of a writer's open trajectories, and says which are no longer its own.
+--
+-- A lease that has ended is renewed all the same, as long as the trajectory is open with the
+-- writer's epoch: nobody has taken it over.
+--
+-- Runs also when the server is full: nobody may lose a trajectory for want of memory.
+--
+-- Keys, all in the run's slot:
+--   KEYS[1] ledger  hash  read
+--   KEYS[2] leases  zset  trajectory id -> end of its lease; changed
+--   KEYS[3] config  hash  read: newest, and that revision's JSON
+-- Arguments: ARGV[1...] two per trajectory: its id, lease epoch
+-- Reply: {lease in ms; then per trajectory, in order: "OK", or what became of it ("FENCED ...")}
+-- Errors:    NORUN  no such run
+
+local newest = redis.call('HGET', KEYS[3], 'newest')
+if not newest then
+  return redis.error_reply('NORUN no such run')
+end
+local config = cjson.decode(redis.call('HGET', KEYS[3], newest))
+local lease_ms = math.floor((config.lease_s or 60) * 1000)
+local time = redis.call('TIME')
+local lease_end = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000) + lease_ms)
+
+local replies = {lease_ms}
+for i = 1, #ARGV, 2 do
+  local id = ARGV[i]
+  local entry = redis.call('HGET', KEYS[1], id)
+  local state, rest = string.match(entry or '', '^([^:]*):(.*)$')
+  if not state then
+    replies[#replies + 1] = 'FENCED ' .. id .. ' was never opened, or is released'
+  elseif state ~= 'open' then
+    replies[#replies + 1] = 'FENCED ' .. id .. ' is ' .. state .. ': ' .. rest
+  else
+    local epoch, writer = string.match(rest, '^(%d+):(.*)$')
+    if epoch == ARGV[i + 1] then
+      redis.call('ZADD', KEYS[2], lease_end, id)
+      replies[#replies + 1] = 'OK'
+    else
+      replies[#replies + 1] = 'FENCED ' .. id .. ' was taken over by ' .. writer
+        .. ' with epoch ' .. epoch
+    end
+  end
+end
+return replies

@@ -1,0 +1,59 @@
+#!lua
+-- Gives an open trajectory whose lease has ended to another writer, with the next lease epoch.
+--
+-- From then on the run counts nothing that the old writer says of it: neither its seal nor its
+-- abandoning fits the epoch. Its turns are refused when the new writer's first append, which may be
+-- empty, has raised the epoch of the payload; how the two steps interleave is said in append.lua.
+-- To the writer that holds the trajectory already it is given again, with the epoch it has.
+--
+-- Keys, all in the run's slot:
+--   KEYS[1] ledger  hash  trajectory id: "open:<epoch>:<writer>" becomes "open:<epoch + 1>:<new>"
+--   KEYS[2] leases  zset  trajectory id -> end of its lease; changed
+--   KEYS[3] config  hash  read: newest, and that revision's JSON
+--   KEYS[4] groups  hash  read: group name -> "<num_samples>:<state>"
+-- Arguments: ARGV[1] trajectory id    ARGV[2] the new writer
+-- Reply:     {its lease epoch; num_samples of its group}
+-- Errors:
+--   NORUN     no such run
+--   HELD      "HELD <ms left> <why>": the lease of its writer has not ended
+--   CONFLICT  never opened, no longer open, or its group is decided
+
+local newest = redis.call('HGET', KEYS[3], 'newest')
+if not newest then
+  return redis.error_reply('NORUN no such run')
+end
+local id = ARGV[1]
+local entry = redis.call('HGET', KEYS[1], id)
+if not entry then
+  return redis.error_reply('CONFLICT ' .. id .. ' was never opened')
+end
+local epoch, writer = string.match(entry, '^open:(%d+):(.*)$')
+if not epoch then
+  return redis.error_reply('CONFLICT ' .. id .. ' is already ' .. string.match(entry, '^[^:]*'))
+end
+local group = string.match(id, '^[^/]*')
+local num_samples, state = string.match(redis.call('HGET', KEYS[4], group) or '', '^(%d+):(.*)$')
+if state ~= 'open' then
+  return redis.error_reply('CONFLICT group ' .. group .. ' is already ' .. (state or 'unknown'))
+end
+
+local config = cjson.decode(redis.call('HGET', KEYS[3], newest))
+local lease_ms = math.floor((config.lease_s or 60) * 1000)
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+if writer ~= ARGV[2] then
+  local left_ms = (redis.call('ZSCORE', KEYS[2], id) or 0) - now_ms
+  if left_ms > lease_ms then
+    -- The clock was set back. Without this, a dead writer would hold it until the clock caught up.
+    left_ms = lease_ms
+    redis.call('ZADD', KEYS[2], string.format('%.0f', now_ms + left_ms), id)
+  end
+  if left_ms > 0 then
+    return redis.error_reply('HELD ' .. string.format('%.0f', left_ms) .. ' ' .. id
+      .. ' is being written by ' .. writer)
+  end
+  epoch = epoch + 1
+  redis.call('HSET', KEYS[1], id, 'open:' .. epoch .. ':' .. ARGV[2])
+end
+redis.call('ZADD', KEYS[2], string.format('%.0f', now_ms + lease_ms), id)
+return {tonumber(epoch), tonumber(num_samples)}

@@ -1,0 +1,428 @@
+"""Leases as generators see them: kept while they live, lost when they sleep, taken over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from turnstream.errors import ConflictError, FencedError, InvalidTurnError
+from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.records.turns import decode_turn
+from turnstream.store import keys
+from turnstream.testing import group, ids, trajectory, turn, wait_until, wait_until_async
+from turnstream.types import SealedTrajectory, TrajectoryKey
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.redis
+
+NewRun = Callable[..., str]
+Read = Callable[[redis.Redis, str], Any]
+LEASE_S = 0.5
+KEY = TrajectoryKey("g", 0)
+
+# A generator that writes two turns, says so, and then does what it is told, line by line.
+GENERATOR = """
+import sys
+from turnstream.errors import TurnstreamError
+from turnstream.generator import Publisher
+from turnstream.testing import ids
+
+url, run = sys.argv[1:]
+with Publisher(url, run, writer="first") as publisher:
+    episode = publisher.trajectory("g", 0, num_samples=1)
+    other = publisher.trajectory("h", 0, num_samples=1)
+    other.append(ids("x"), ids("y")).result(10)
+    for prompt, response in (("ab", "c"), ("abcd", "e")):
+        episode.append(ids(prompt), ids(response)).result(10)
+    print("wrote", flush=True)
+    for line in sys.stdin:
+        try:
+            if line == "append\\n":
+                episode.append(ids("abcdex"), ids("late")).result(10)
+            elif line == "seal\\n":
+                episode.seal(1.0)
+            elif line == "other\\n":
+                other.append(ids("xyz"), ids("w")).result(10)
+                other.seal(1.0)
+            print("done", flush=True)
+        except TurnstreamError as error:
+            print(type(error).__name__, error, flush=True)
+"""
+
+
+class Generator:
+    """A generator process."""
+
+    def __init__(self, url: str, run: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", GENERATOR, url, run],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.reply() == "wrote"
+
+    def tell(self, line: str) -> str:
+        """What it answers."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+        return self.reply()
+
+    def reply(self) -> str:
+        """The next line that it prints."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Hit it."""
+        os.kill(self.process.pid, number)
+        if number == signal.SIGKILL:
+            self.process.wait(10)
+
+    def close(self) -> None:
+        """Be sure that it has ended."""
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def start_generator() -> Iterator[Callable[[str, str], Generator]]:
+    """`start_generator(url, run)` gives a generator that wrote two turns of g/0/0."""
+    with contextlib.ExitStack() as stack:
+
+        def start(url: str, run: str) -> Generator:
+            generator = Generator(url, run)
+            stack.callback(generator.close)
+            return generator
+
+        yield start
+
+
+def lease_end(client: redis.Redis, run: str, trajectory_id: str = "g/0/0") -> int:
+    found: Any = client.zscore(keys.run_keys(run).leases, trajectory_id)
+    return int(found)
+
+
+def is_lapsed(publisher: Publisher, key: TrajectoryKey = KEY) -> None:
+    wait_until(
+        lambda: key in [lapsed.key for lapsed in publisher.lapsed()], describe="the end of a lease"
+    )
+
+
+def renewals(client: redis.Redis, run: str, number: int) -> None:
+    """Wait until the lease was renewed so often."""
+    ends: set[int] = set()
+
+    def was_renewed() -> bool:
+        ends.add(lease_end(client, run))
+        return len(ends) > number
+
+    wait_until(was_renewed, describe=f"{number} renewals")
+
+
+def test_a_lease_is_kept_while_the_caller_does_something_else(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client, lease_s=LEASE_S)
+
+    with Publisher(server.url, run) as publisher:
+        episode = publisher.trajectory("g", 0, num_samples=1)
+        episode.append(ids("ab"), ids("c")).result(10)
+        renewals(client, run, 6)  # two leases long
+
+        assert publisher.lapsed() == []
+        episode.seal(1.0)
+
+
+def test_a_lease_is_kept_while_the_caller_is_blocked_by_a_full_queue(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    # Group "b" is told to wait, and its bytes keep "c" from being accepted.
+    run = new_run(client, batch_groups=1, max_staleness=0, max_planned_ahead=0, lease_s=LEASE_S)
+    with Publisher(server.url, run, max_inflight_bytes=1000) as publisher:
+        episode = publisher.trajectory("g", 0, num_samples=1)
+        episode.append(ids("ab"), ids("c")).result(10)
+        big = [group(name, trajectory(turn("x" * 240, "Y"))) for name in ("b", "c")]
+        publisher.publish(big[0])
+        blocked = threading.Thread(target=publisher.publish, args=(big[1],))
+        blocked.start()
+        renewals(client, run, 6)
+
+        was_blocked = blocked.is_alive()
+        lapsed = publisher.lapsed()
+        episode.seal(1.0)
+        client.hset(keys.run_keys(run).frontier, "stepped", 100)
+        client.xadd(keys.run_keys(run).wake, {"w": ""})
+        blocked.join(10)
+
+    assert (was_blocked, lapsed) == (True, [])
+
+
+async def test_the_task_of_an_asynchronous_publisher_keeps_the_lease(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client, lease_s=LEASE_S)
+
+    async with AsyncPublisher(server.url, run) as publisher:
+        episode = publisher.trajectory("g", 0, num_samples=1)
+        await (await episode.append(ids("ab"), ids("c")))
+        await asyncio.to_thread(renewals, client, run, 6)
+
+        assert await publisher.lapsed() == []
+        await episode.seal(1.0)
+
+
+def test_a_killed_generator_leaves_its_turns_for_another_to_go_on_from(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    new_run: NewRun,
+    read: Read,
+    start_generator: Callable[[str, str], Generator],
+) -> None:
+    run = new_run(client, lease_s=LEASE_S)
+    start_generator(server.url, run).signal(signal.SIGKILL)
+
+    with Publisher(server.url, run, writer="second") as publisher:
+        with pytest.raises(ConflictError, match="g/0/0 is being written by first"):
+            publisher.take_over("g", 0)
+        is_lapsed(publisher)
+        episode = publisher.take_over("g", 0)
+        context = [*episode.turns[-1].prompt_ids, *episode.turns[-1].response_ids]
+        episode.append([*context, ord("f")], ids("g"))
+        episode.seal(1.0)
+
+    stored = read(client, run)
+    (event,) = (event for event in stored.events() if isinstance(event, SealedTrajectory))
+    assert [bytes(each.prompt_ids.tolist()) for each in episode.turns] == [b"ab", b"abcd"]
+    assert stored.spelled(KEY) == [("ab", "c"), ("abcd", "e"), ("abcdef", "g")]
+    assert stored.turns(KEY)[2].parent_turn == 1
+    assert len(stored.turns(KEY)[2].token_ids) == 2  # "f" and "g": the rest is not sent again
+    assert event.lease_epoch == 2
+    assert event.payload_crcs == tuple(
+        decode_turn(record).payload_crc for record in stored.records(KEY)[:-1]
+    )
+    assert stored.states()["g/0/0"] == "sealed"
+
+
+def test_a_generator_that_slept_is_told_who_took_over_and_writes_nothing_any_more(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    new_run: NewRun,
+    read: Read,
+    start_generator: Callable[[str, str], Generator],
+) -> None:
+    run = new_run(client, lease_s=LEASE_S)
+    generator = start_generator(server.url, run)
+    generator.signal(signal.SIGSTOP)
+
+    with Publisher(server.url, run, writer="second") as publisher:
+        is_lapsed(publisher)
+        episode = publisher.take_over("g", 0)
+        generator.signal(signal.SIGCONT)
+        late = [generator.tell(line) for line in ("append", "append", "seal", "other")]
+        episode.append(ids("abcdef"), ids("g"))
+        episode.seal(1.0)
+
+    stored = read(client, run)
+    assert all(answer.startswith("FencedError") for answer in late[:3])
+    assert late[2] == "FencedError g/0/0 was taken over by second with epoch 2" or (
+        "epoch 2 writes" in late[2]
+    )
+    assert late[3] == "done"
+    assert stored.spelled(KEY) == [("ab", "c"), ("abcd", "e"), ("abcdef", "g")]
+    assert stored.counts() == {"accepted": 2, "sealed": 2}
+
+
+def test_a_generator_that_slept_while_nobody_took_over_goes_on(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    new_run: NewRun,
+    read: Read,
+    start_generator: Callable[[str, str], Generator],
+) -> None:
+    run = new_run(client, lease_s=LEASE_S)
+    generator = start_generator(server.url, run)
+    generator.signal(signal.SIGSTOP)
+    with Publisher(server.url, run) as publisher:
+        is_lapsed(publisher)
+
+        generator.signal(signal.SIGCONT)
+        wait_until(lambda: publisher.lapsed() == [], describe="the renewal")
+        answers = [generator.tell("append"), generator.tell("seal")]
+
+    assert answers == ["done", "done"]
+    assert read(client, run).states()["g/0/0"] == "sealed"
+
+
+def test_a_heartbeat_alone_finds_a_lost_trajectory(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client, lease_s=LEASE_S)
+    with Publisher(server.url, run) as publisher:
+        lost = publisher.trajectory("g", 0, num_samples=2)
+        kept = publisher.trajectory("g", 1, num_samples=2)
+        for episode in (lost, kept):
+            episode.append(ids("ab"), ids("c")).result(10)
+        client.hset(keys.run_keys(run).ledger, "g/0/0", "abandoned:for a test")
+        renewals_of_the_other = wait_for_heartbeat_after(client, run, "g/1/0")
+
+        with pytest.raises(FencedError, match="g/0/0 is abandoned: for a test"):
+            lost.append(ids("abc"), ids("d"))
+        with pytest.raises(FencedError, match="g/0/0 is abandoned: for a test"):
+            lost.seal(1.0)
+        kept.seal(1.0)
+
+    assert renewals_of_the_other
+
+
+def wait_for_heartbeat_after(client: redis.Redis, run: str, trajectory_id: str) -> bool:
+    """Two renewals of a lease: the second was sent after this was called."""
+    for _ in range(2):
+        before = lease_end(client, run, trajectory_id)
+        wait_until(
+            lambda before=before: lease_end(client, run, trajectory_id) > before,
+            describe="a renewal",
+        )
+    return True
+
+
+def test_a_closed_publisher_says_what_it_leaves_open(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    new_run: NewRun,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = new_run(client, lease_s=LEASE_S)
+    with Publisher(server.url, run, writer="w") as publisher:
+        publisher.trajectory("g", 0, num_samples=1).append(ids("ab"), ids("c")).result(10)
+
+    with Publisher(server.url, run) as other:
+        is_lapsed(other)
+
+    assert "w leaves 1 trajectories open" in caplog.text
+
+
+def test_the_same_generator_goes_on_at_once_after_a_restart(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(client)
+    with Publisher(server.url, run, writer="w") as publisher:
+        publisher.trajectory("g", 0, num_samples=1).append(ids("ab"), ids("c")).result(10)
+
+    with Publisher(server.url, run, writer="w") as publisher:
+        episode = publisher.take_over("g", 0)
+        episode.append(ids("abcd"), ids("e"))
+        episode.seal(1.0)
+
+    assert read(client, run).spelled(KEY) == [("ab", "c"), ("abcd", "e")]
+
+
+def test_a_trajectory_without_a_turn_is_taken_over_too(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(client, lease_s=LEASE_S)
+    with Publisher(server.url, run) as gone:
+        gone.trajectory("g", 0, num_samples=2).__enter__()
+
+    with Publisher(server.url, run) as publisher:
+        is_lapsed(publisher)
+        episode = publisher.take_over("g", 0)
+        episode.append(ids("ab"), ids("c"))
+        episode.seal(1.0)
+
+    assert episode.turns == ()
+    assert read(client, run).spelled(KEY) == [("ab", "c")]
+
+
+def test_a_seal_that_its_writer_stored_and_told_nobody_of_counts(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(client, lease_s=LEASE_S)
+    with Publisher(server.url, run) as gone:
+        gone.trajectory("h", 0, num_samples=1).append(ids("ab"), ids("c")).result(10)
+        episode = gone.trajectory("g", 0, num_samples=1)
+        episode.append(ids("ab"), ids("c"))
+        episode.seal(1.0)
+    forget_the_seal(client, run)
+
+    with (
+        Publisher(server.url, run, writer="second") as publisher,
+        pytest.raises(ConflictError, match="g/0/0 is sealed: its writer stored the seal"),
+    ):
+        publisher.take_over("g", 0)
+
+    stored = read(client, run)
+    assert stored.ledger()["g/0/0"] == "sealed:2"
+    assert stored.sealed() == [KEY, KEY]
+    assert stored.counts() == {"accepted": 2, "open": 1, "sealed": 1}
+
+
+def forget_the_seal(client: redis.Redis, run: str, *, epoch: int = 1) -> None:
+    """As if the writer of g/0/0 had died before it told the run."""
+    names = keys.run_keys(run)
+    client.hset(names.ledger, "g/0/0", f"open:{epoch}:gone")
+    client.hincrby(names.counts, "sealed", -1)
+    client.hincrby(names.counts, "open", 1)
+    client.zadd(names.leases, {"g/0/0": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "sample", "attempt", "field"),
+    [
+        ("", 0, 0, "group_id"),
+        ("g", -1, 0, "sample"),
+        ("g", "0", 0, "sample"),
+        ("g", 0, -1, "attempt"),
+    ],
+)
+def test_a_key_that_cannot_be_is_refused(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    new_run: NewRun,
+    name: str,
+    sample: Any,
+    attempt: int,
+    field: str,
+) -> None:
+    with (
+        Publisher(server.url, new_run(client)) as publisher,
+        pytest.raises(InvalidTurnError, match=f"^{field}: "),
+    ):
+        publisher.take_over(name, sample, attempt)
+
+
+async def test_both_publishers_take_over_alike(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(client, lease_s=LEASE_S)
+    async with AsyncPublisher(server.url, run) as gone:
+        episode = gone.trajectory("g", 0, num_samples=1)
+        await (await episode.append(ids("ab"), ids("c")))
+
+    async with AsyncPublisher(server.url, run) as publisher:
+
+        async def lapsed() -> bool:
+            return [found.key for found in await publisher.lapsed()] == [KEY]
+
+        await wait_until_async(lapsed, describe="the end of a lease")
+        taken = await publisher.take_over("g", 0)
+        await taken.append(ids("abcd"), ids("e"))
+        await taken.seal(1.0)
+
+    assert [each.response_ids.tolist() for each in taken.turns] == [[ord("c")]]
+    assert read(client, run).spelled(KEY) == [("ab", "c"), ("abcd", "e")]
+    forget_the_seal(client, run, epoch=2)
+    async with AsyncPublisher(server.url, run) as publisher:
+        with pytest.raises(ConflictError, match="g/0/0 is sealed"):
+            await publisher.take_over("g", 0)

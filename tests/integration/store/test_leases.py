@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+
+from turnstream.errors import ConflictError, FencedError, RunNotFoundError
+from turnstream.store import keys
+from turnstream.store.leases import (
+    LapsedTrajectory,
+    heartbeat_command,
+    list_lapsed,
+    take_over_command,
+)
+from turnstream.types import TrajectoryKey
+
+pytestmark = pytest.mark.redis
+
+Drive = Callable[..., Any]
+
+
+def now_ms(client: redis.Redis) -> int:
+    seconds, microseconds = client.time()  # type: ignore[misc]
+    return seconds * 1000 + microseconds // 1000
+
+
+def left_s(run: Any, trajectory_id: str = "g/0/0") -> float:
+    """Seconds until a lease ends."""
+    end_ms = run.client.zscore(run.keys.leases, trajectory_id)
+    return (end_ms - now_ms(run.client)) / 1000
+
+
+def lapse(run: Any, trajectory_id: str = "g/0/0", *, since_ms: int = 1) -> None:
+    """Let a lease end."""
+    run.client.zadd(run.keys.leases, {trajectory_id: now_ms(run.client) - since_ms})
+
+
+def heartbeat(run: Any, *held: tuple[str, int]) -> Any:
+    return run.do(heartbeat_command(run.name, held))
+
+
+def take_over(run: Any, writer: str = "second", trajectory_id: str = "g/0/0") -> Any:
+    return run.do(take_over_command(run.name, trajectory_id, writer=writer))
+
+
+def test_what_is_opened_has_a_lease_until_it_ends(client: redis.Redis, drive: Drive) -> None:
+    run = drive(client, lease_s=30)
+
+    run.do(run.open_group("g/0/0", "g/1/0", "g/2/0", num_samples=3))
+    opened = [left_s(run, f"g/{sample}/0") for sample in range(3)]
+    run.do(run.post_sealed("g/0/0", 1, b"seal"))
+    run.do(run.abandon("g/1/0"))
+
+    assert all(29 < left <= 30 for left in opened)
+    assert client.zrange(run.keys.leases, 0, -1) == [b"g/2/0"]
+
+
+def test_a_surplus_seal_ends_the_lease(client: redis.Redis, drive: Drive) -> None:
+    run = drive(client)
+    run.do(run.open_group("g/0/0"))
+    client.hset(run.keys.groups, "g", "2:planned")
+
+    assert run.do(run.post_sealed("g/0/0", 1, b"late")) == [b"SURPLUS"]
+
+    assert client.zcard(run.keys.leases) == 0
+
+
+def test_opening_again_renews_the_lease_for_the_same_writer_alone(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client, lease_s=30)
+    run.do(run.open_group("g/0/0"))
+    lapse(run)
+
+    run.do(run.open_group("g/0/0", writer="other"))
+    of_another = left_s(run)
+    run.do(run.open_group("g/0/0"))
+
+    assert of_another <= 0
+    assert 29 < left_s(run) <= 30
+
+
+def test_a_run_of_an_older_release_has_leases_of_a_minute(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client)
+    older = '{"batch_groups": 1, "max_staleness": 1, "format": 0}'
+    client.hset(run.keys.config, "1", older)
+
+    run.do(run.open_group("g/0/0"))
+    opened_s = left_s(run)
+    lease_ms, _ = heartbeat(run, ("g/0/0", 1))
+    lapse(run)
+    take_over(run)
+
+    assert 59 < opened_s <= 60
+    assert lease_ms == 60_000
+    assert 59 < left_s(run) <= 60
+
+
+def test_a_heartbeat_renews_the_leases_of_its_writer(client: redis.Redis, drive: Drive) -> None:
+    run = drive(client, lease_s=30)
+    run.do(run.open_group("g/0/0", "g/1/0"))
+    lapse(run, since_ms=60_000)
+
+    reply = heartbeat(run, ("g/0/0", 1), ("g/1/0", 1))
+
+    assert reply == [30_000, b"OK", b"OK"]
+    assert 29 < left_s(run) <= 30
+
+
+def test_a_heartbeat_says_what_became_of_each_trajectory_that_is_lost(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client)
+    run.do(run.open_group("g/0/0", "g/1/0", "g/2/0", num_samples=3))
+    lapse(run)
+    take_over(run, "second:w")
+    run.do(run.abandon("g/1/0"))
+    before = client.zscore(run.keys.leases, "g/0/0")
+
+    _, *states = heartbeat(run, ("g/0/0", 1), ("g/1/0", 1), ("g/9/0", 1), ("g/2/0", 1))
+
+    assert states == [
+        b"FENCED g/0/0 was taken over by second:w with epoch 2",
+        b"FENCED g/1/0 is abandoned: bored",
+        b"FENCED g/9/0 was never opened, or is released",
+        b"OK",
+    ]
+    assert client.zscore(run.keys.leases, "g/0/0") == before
+    assert client.zcard(run.keys.leases) == 2
+
+
+def test_scripts_of_leases_need_a_run(client: redis.Redis, drive_nothing: Drive) -> None:
+    run = drive_nothing(client)
+
+    for act in (
+        lambda: heartbeat(run, ("g/0/0", 1)),
+        lambda: take_over(run),
+        lambda: list_lapsed(client, run.name),
+    ):
+        with pytest.raises(RunNotFoundError):
+            act()
+
+
+def test_a_lapsed_trajectory_goes_to_another_writer_with_the_next_epoch(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client, lease_s=30)
+    run.do(run.open_group("g/0/0", num_samples=2))
+    lapse(run)
+
+    first, again = take_over(run), take_over(run)
+
+    assert first == again == [2, 2]
+    assert run.ledger() == {b"g/0/0": b"open:2:second"}
+    assert run.counts() == {"accepted": 1, "open": 1}
+    assert 29 < left_s(run) <= 30
+
+
+def test_a_lease_that_runs_is_not_taken_over(client: redis.Redis, drive: Drive) -> None:
+    run = drive(client, lease_s=30)
+    run.do(run.open_group("g/0/0"))
+
+    with pytest.raises(ConflictError, match="g/0/0 is being written by w") as refusal:
+        take_over(run)
+
+    assert refusal.value.retry_after_s is not None
+    assert 29 < refusal.value.retry_after_s <= 30
+    assert run.ledger() == {b"g/0/0": b"open:1:w"}
+
+
+def test_a_generator_that_began_again_need_not_wait_for_its_own_lease(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client)
+    run.do(run.open_group("g/0/0"))
+
+    assert take_over(run, "w") == [1, 2]
+
+    assert run.ledger() == {b"g/0/0": b"open:1:w"}
+
+
+@pytest.mark.parametrize(
+    ("trajectory_id", "why"),
+    [
+        ("g/0/0", "g/0/0 is already sealed"),
+        ("g/1/0", "g/1/0 is already abandoned"),
+        ("g/7/0", "g/7/0 was never opened"),
+        ("h/0/0", "group h is already filtered"),
+    ],
+)
+def test_only_what_can_still_be_trained_is_taken_over(
+    client: redis.Redis, drive: Drive, trajectory_id: str, why: str
+) -> None:
+    run = drive(client)
+    run.do(run.open_group("g/0/0", "g/1/0"))
+    run.do(run.open_group("h/0/0", group="h"))
+    run.do(run.post_sealed("g/0/0", 1, b"seal"))
+    run.do(run.abandon("g/1/0"))
+    lapse(run, "h/0/0")
+    client.hset(run.keys.groups, "h", "2:filtered")
+    before = run.ledger()
+
+    with pytest.raises(ConflictError, match=why):
+        take_over(run, trajectory_id=trajectory_id)
+
+    assert run.ledger() == before
+
+
+def test_a_taken_trajectory_is_neither_sealed_nor_abandoned_by_the_old_writer(
+    client: redis.Redis, drive: Drive
+) -> None:
+    # The new writer has not appended anything: the ledger alone refuses.
+    run = drive(client)
+    run.do(run.open_group("g/0/0"))
+    run.do(run.append(b"turn 0000"))
+    lapse(run)
+    take_over(run)
+
+    run.do(run.append(b"late 0000", b"seal 0000", first=1, seals=True, lease="1"))
+    (answer,) = run.do(run.post_sealed("g/0/0", 1, b"seal 0000"))
+    (refusal,) = run.do_all([run.abandon("g/0/0", epoch=1)])
+
+    assert answer == b"FENCED g/0/0 is open:2:second, not open with epoch 1"
+    assert isinstance(refusal, FencedError)
+    assert run.ledger() == {b"g/0/0": b"open:2:second"}
+    assert run.events() == [b"opened g"]
+
+
+def test_an_empty_first_append_of_the_new_writer_refuses_every_late_turn(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client)
+    run.do(run.open_group("g/0/0"))
+    run.do(run.append(b"turn 0000"))
+    lapse(run)
+    take_over(run)
+    late_but_before = run.do(run.append(b"turn 1111", first=1, lease="1"))
+
+    fence = [run.do(run.append(lease="2:second")) for _ in range(2)]
+    refusals = run.do_all(
+        [
+            run.append(b"turn 2222", first=2, lease="1"),
+            run.append(b"turn 0000", lease="1:w"),
+            run.append(b"seal", first=2, seals=True, lease="1"),
+        ]
+    )
+    stored = run.do(run.append(b"turn 3333", first=2, lease="2"))
+
+    assert (late_but_before, fence, stored) == (1, [0, 0], 1)
+    assert [type(refusal) for refusal in refusals] == [FencedError] * 3
+    assert [record for _, record in run.turns()] == [b"turn 0000", b"turn 1111", b"turn 3333"]
+
+
+def test_a_fence_holds_where_nothing_was_ever_stored(client: redis.Redis, drive: Drive) -> None:
+    run = drive(client)
+    run.do(run.open_group("g/0/0"))
+    lapse(run)
+    take_over(run)
+    run.do(run.append(lease="2:second"))
+
+    with pytest.raises(FencedError):
+        run.do(run.append(b"turn 0000", lease="1:w"))
+
+    assert run.turns() == []
+
+
+def test_of_two_takers_the_slower_one_is_fenced_in_the_payload(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client)
+    run.do(run.open_group("g/0/0"))
+    run.do(run.append(b"turn 0000"))
+    for writer in ("second", "third"):
+        lapse(run)
+        take_over(run, writer)
+    run.do(run.append(lease="3:third"))
+
+    with pytest.raises(FencedError, match="epoch 3 writes, not 2"):
+        run.do(run.append(lease="2:second"))
+
+
+def test_lapsed_trajectories_are_listed_the_longest_lapsed_first(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client)
+    run.do(run.open_group("g/0/0", "g/1/0", "g/2/0", num_samples=3, writer="host:1"))
+    lapse(run, "g/0/0", since_ms=10)
+    lapse(run, "g/2/0", since_ms=5000)
+    ends = {name: int(client.zscore(run.keys.leases, name) or 0) for name in ("g/0/0", "g/2/0")}
+
+    found = list_lapsed(client, run.name)
+    first_of_them = list_lapsed(client, run.name, max_count=1)
+
+    assert found == [
+        LapsedTrajectory(
+            key=TrajectoryKey("g", sample), writer="host:1", epoch=1, ended_ms=ends[f"g/{sample}/0"]
+        )
+        for sample in (2, 0)
+    ]
+    assert [lapsed.trajectory_id for lapsed in first_of_them] == ["g/2/0"]
+
+
+def test_a_lease_from_before_the_clock_was_set_back_is_cut(
+    client: redis.Redis, drive: Drive
+) -> None:
+    # The server's clock went back by an hour: to it, the leases end in an hour and a half minute.
+    run = drive(client, lease_s=30)
+    run.do(run.open_group("g/0/0", "g/1/0"))
+    for name in ("g/0/0", "g/1/0"):
+        lapse(run, name, since_ms=-3_630_000)
+
+    with pytest.raises(ConflictError):
+        take_over(run)
+    taken_s = left_s(run)
+    listed = list_lapsed(client, run.name)
+
+    assert 29 < taken_s <= 30
+    assert listed == []
+    assert 29 < left_s(run, "g/1/0") <= 30
+
+
+def test_a_lease_key_is_declared() -> None:
+    assert keys.declared_type(keys.run_keys("r").leases) == "zset"
