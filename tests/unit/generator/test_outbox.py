@@ -624,18 +624,19 @@ def test_a_trajectory_that_a_turn_found_lost_is_not_lost_again_by_the_heartbeat(
 
 
 def test_a_trajectory_that_ends_is_judged_by_its_end_alone() -> None:
-    # Its seal was posted and the answer lost: to the heartbeat it is not open any more.
+    # The planner found the seal and posted it, before this publisher could: to the heartbeat, the
+    # trajectory is not open any more.
     desk = Desk()
     (lane,) = desk.opened()
     desk.append(lane)
     end = desk.seal(lane)
-    desk.answer(2)
-    desk.lose()
     desk.now_s += 1.0
 
-    desk.answer([b"DUPLICATE"], [30_000, b"FENCED g/0/0 is sealed: 1"])
+    desk.answer(2, [30_000, b"FENCED g/0/0 is sealed: 1"])
+    was_done = end.is_done
+    desk.answer([b"DUPLICATE"])
 
-    assert end.is_done
+    assert (was_done, end.is_done) == (False, True)
     assert not end.errors
 
 

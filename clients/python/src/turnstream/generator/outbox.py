@@ -372,7 +372,7 @@ class Outbox:
         lease_ms, *states = answers
         self._heartbeats.answered(lease_s=lease_ms / 1000)
         for lane, state in zip(lanes, states, strict=True):
-            if state != b"OK" and not lane.is_ending and lane in self._unended:
+            if state != b"OK" and not lane.is_ending:
                 self._fail(lane, refusal(state.decode()))
 
     def _admitted(self, admission: Admission, answers: Sequence[Any], now_s: float) -> None:
