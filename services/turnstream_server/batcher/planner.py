@@ -13,15 +13,14 @@ from turnstream.errors import FencedError, RunNotFoundError, TurnstreamError, Un
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.leader import Hook, Leader, no_hook
 from turnstream_server.batcher.listener import RunListener
+from turnstream_server.batcher.renewal import RENEWALS_PER_LEASE, LeadershipKeeper
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.tasks import first_of
+from turnstream_server.batcher.timekeeper import timekeeper
 from turnstream_server.bus.leadership import acquire_leadership, release_leadership
 from turnstream_server.bus.trajectories import post_forgotten_seals
 
 logger = logging.getLogger(__name__)
-
-RENEWALS_PER_LEASE: Final = 3
-"""Two of them may fail before the leadership is lost."""
 
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
@@ -35,8 +34,7 @@ class RunPlanner:
         client: of the store.
         view: what this replica knows of the run.
         assembler: checks the payload of what is planned.
-        owner: name of this replica, different from every other's.
-        lease_s: a leader that is silent for so long is replaced.
+        keeper: renews the leadership, and says whose it is.
         before_write: awaited between the check of a plan and its writing; for fault injection.
     """
 
@@ -46,15 +44,13 @@ class RunPlanner:
         view: RunView,
         assembler: Assembler,
         *,
-        owner: str,
-        lease_s: float,
+        keeper: LeadershipKeeper,
         before_write: Hook = no_hook,
     ) -> None:
         self._client = client
         self._view = view
         self._assembler = assembler
-        self._owner = owner
-        self._lease_s = lease_s
+        self._keeper = keeper
         self._before_write = before_write
 
     async def run(self) -> None:
@@ -82,7 +78,12 @@ class RunPlanner:
     async def _follow_then_lead(self) -> None:
         epoch = await first_of(self._follow())
         try:
-            await first_of(self._lead(epoch), self._renew(epoch))
+            await first_of(
+                self._lead(epoch),
+                self._keeper.hold(self._view.run, epoch),
+                self._keep_time(epoch),
+                self._sweep(),
+            )
         except asyncio.CancelledError:
             await self._release(epoch)
             raise
@@ -94,7 +95,10 @@ class RunPlanner:
         listener = RunListener(self._client, self._view.run, after_step=frontier.planned)
         while True:
             leadership = await acquire_leadership(
-                self._client, self._view.run, owner=self._owner, lease_s=self._lease_s
+                self._client,
+                self._view.run,
+                owner=self._keeper.owner,
+                lease_s=self._keeper.lease_s,
             )
             if leadership.is_ours:
                 return leadership.epoch
@@ -117,33 +121,26 @@ class RunPlanner:
         )
         await leader.lead()
 
-    async def _renew(self, epoch: int) -> None:
-        """Renew the lease until it is lost."""
-        has_swept = False
-        while True:
-            await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
-            leadership = await acquire_leadership(
-                self._client, self._view.run, owner=self._owner, lease_s=self._lease_s
-            )
-            if not leadership.is_ours or leadership.epoch != epoch:
-                raise FencedError(f"epoch {epoch} is over, {leadership.owner!r} leads")
-            if not has_swept:
-                await self._sweep()
-                has_swept = True
+    async def _keep_time(self, epoch: int) -> None:
+        _, config = await self._view.newest_config()
+        keeper = timekeeper(self._client, self._view.run, leader_epoch=epoch, config=config)
+        await keeper.keep()
 
     async def _sweep(self) -> None:
-        """Post the seals of writers that died between a seal and its event.
+        """Post the seals of writers that died between a seal and its event; then wait for ever.
 
         Done a while after a term has begun: by then, writers that live have posted their own.
         """
+        await asyncio.sleep(self._keeper.lease_s / RENEWALS_PER_LEASE)
         num_posted = await post_forgotten_seals(self._client, self._view.run)
         if num_posted:
             logger.info("posted %d forgotten seals of run %s", num_posted, self._view.run)
+        await asyncio.Event().wait()
 
     async def _release(self, epoch: int) -> None:
         """Let another replica lead at once, if the store can be told so."""
         with contextlib.suppress(TurnstreamError, TimeoutError):
             async with asyncio.timeout(_RELEASE_S):
                 await release_leadership(
-                    self._client, self._view.run, owner=self._owner, epoch=epoch
+                    self._client, self._view.run, owner=self._keeper.owner, epoch=epoch
                 )

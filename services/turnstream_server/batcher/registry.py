@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import secrets
-import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +15,7 @@ from turnstream.store.replies import translate
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.leader import Hook, no_hook
 from turnstream_server.batcher.planner import RunPlanner
+from turnstream_server.batcher.renewal import LeadershipKeeper
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.bus.frontier import Frontier, read_frontier_async
 
@@ -35,7 +33,7 @@ class RunRegistry:
         client: of the store.
         assembler: checks the payload of what is planned.
         tasks: in which the planners run.
-        lease_s: a leader that is silent for so long is replaced.
+        keeper: of the leaderships of this replica.
         before_write: see Leader; for fault injection.
     """
 
@@ -45,15 +43,14 @@ class RunRegistry:
         assembler: Assembler,
         tasks: asyncio.TaskGroup,
         *,
-        lease_s: float,
+        keeper: LeadershipKeeper,
         before_write: Hook = no_hook,
     ) -> None:
         self._client = client
         self._assembler = assembler
         self._tasks = tasks
-        self._lease_s = lease_s
+        self._keeper = keeper
         self._before_write = before_write
-        self._owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         self._entries: dict[str, _Entry] = {}
 
     async def find_all(self) -> None:
@@ -118,8 +115,7 @@ class RunRegistry:
             self._client,
             view,
             self._assembler,
-            owner=self._owner,
-            lease_s=self._lease_s,
+            keeper=self._keeper,
             before_write=self._before_write,
         )
         return _Entry(view, self._tasks.create_task(planner.run(), name=f"planner of {run}"))

@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
+import secrets
 import signal
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
@@ -19,6 +22,7 @@ from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.leader import Hook, no_hook
 from turnstream_server.batcher.options import BatcherOptions
 from turnstream_server.batcher.registry import RunRegistry
+from turnstream_server.batcher.renewal import LeadershipKeeper
 from turnstream_server.batcher.servicer import BatchesServicer, handlers
 from turnstream_server.batcher.tasks import task_group
 
@@ -89,12 +93,14 @@ async def serving(options: BatcherOptions, *, before_write: Hook = no_hook) -> A
         client = await stack.enter_async_context(connect_async(options.redis_url))
         assembler = Assembler(options.redis_url, max_cache_bytes=options.cache_bytes)
         stack.push_async_callback(assembler.close)
+        keeper = LeadershipKeeper(options.redis_url, owner=_owner(), lease_s=options.leader_lease_s)
+        stack.push_async_callback(keeper.close)
         tasks = await stack.enter_async_context(task_group())
         runs = RunRegistry(
             client,
             assembler,
             tasks,
-            lease_s=options.leader_lease_s,
+            keeper=keeper,
             before_write=before_write,
         )
         stack.push_async_callback(runs.close)
@@ -113,6 +119,11 @@ async def _stop(server: grpc.aio.Server, runs: RunRegistry, grace_s: float) -> N
     """Let transfers in progress end; whoever waits for a batch is sent away at once."""
     runs.dismiss()
     await server.stop(grace_s)
+
+
+def _owner() -> str:
+    """A name that no other replica has, nor this one after a restart."""
+    return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 
 
 def _bind(server: grpc.aio.Server, listen: str) -> str:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import redis.asyncio
 
 from turnstream.store import keys
-from turnstream.store.scripts import Script, run_command_async
+from turnstream.store.scripts import Command, Script, run_command_async
 
 _ACQUIRE = Script("acquire_leader", "turnstream_server.bus")
+_RENEW = Script("renew_leader", "turnstream_server.bus")
 _RELEASE = Script("release_leader", "turnstream_server.bus")
 
 
@@ -33,7 +34,7 @@ class Leadership:
 async def acquire_leadership(
     client: redis.asyncio.Redis, run: str, *, owner: str, lease_s: float
 ) -> Leadership:
-    """Become the run's planner, or stay it; a renewal by the same owner keeps the epoch.
+    """Become the run's planner, or stay it; the same owner keeps its epoch.
 
     Args:
         client: of the store.
@@ -52,6 +53,15 @@ async def acquire_leadership(
     return Leadership(
         is_ours=bool(leads), epoch=epoch, owner=leader.decode(), lease_left_s=left_ms / 1000
     )
+
+
+def renew_command(run: str, *, owner: str, epoch: int, lease_s: float) -> Command:
+    """The call that renews a leadership that is held; nothing is sent.
+
+    Its reply is [whether the caller leads, the leader's epoch, the leader].
+    """
+    names = keys.run_keys(run)
+    return _RENEW((names.leader,), owner, epoch, max(1, round(lease_s * 1000)))
 
 
 async def release_leadership(

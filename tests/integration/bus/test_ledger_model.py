@@ -28,9 +28,10 @@ from turnstream.batching.plan import GroupPlan
 from turnstream.errors import ConflictError, FencedError
 from turnstream.store.connection import connect_async
 from turnstream.testing import trajectory_plan
-from turnstream.types import RecoveryToken, TrajectoryState
+from turnstream.types import RecoveryToken, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.leadership import acquire_leadership, release_leadership
+from turnstream_server.bus.leases import give_up_lapsed
 from turnstream_server.bus.ledger import read_ledger_async
 from turnstream_server.bus.sessions import acknowledge_committed, acknowledge_stepped
 from turnstream_server.embedded import EmbeddedServer
@@ -123,6 +124,19 @@ class _Life(RuleBasedStateMachine):
     def abandon(self, number: int) -> None:
         key = self.pick(number, OPEN)
         self.twice(lambda: self.run.abandon(*key))
+        self.trajectories[key] = ABANDONED
+
+    @precondition(lambda self: self.has(OPEN))
+    @rule(number=some)
+    def be_silent(self, number: int) -> None:
+        key = self.pick(number, OPEN)
+        name = TrajectoryKey(*key).trajectory_id
+        self.loop.run(self.client.zadd(self.run.keys.leases, {name: 1}))
+        self.twice(
+            lambda: give_up_lapsed(
+                self.client, self.run.name, until_ms=1, leader_epoch=self.run.leader_epoch
+            )
+        )
         self.trajectories[key] = ABANDONED
 
     # the planner
@@ -280,6 +294,15 @@ class _Life(RuleBasedStateMachine):
         counts.check()
         assert counts.accepted == len(self.trajectories)
         assert +Counter(counts.by_state) == +expected
+
+    @invariant()
+    def what_is_open_has_a_lease_and_nothing_else_has(self) -> None:
+        leased = self.loop.run(self.client.zrange(self.run.keys.leases, 0, -1))
+
+        open_ids = [
+            TrajectoryKey(*key) for key, state in self.trajectories.items() if state == OPEN
+        ]
+        assert {name.decode() for name in leased} == {key.trajectory_id for key in open_ids}
 
     @invariant()
     def the_frontier_is_that_of_the_model(self) -> None:

@@ -1,0 +1,19 @@
+#!lua flags=allow-oom
+-- Lengthens the lease of a run's planner, also one that has ended, if nobody else has led since.
+--
+-- Unlike acquire_leader it never begins a term: sent late, it changes nothing.
+--
+-- Keys, in the run's slot:
+--   KEYS[1] leader  hash  changed: expires_ms, lease_ms
+-- Arguments: ARGV[1] owner    ARGV[2] its epoch    ARGV[3] lease in ms
+-- Reply:     {1, or 0 where the term is over; the leader's epoch; the leader}
+
+local epoch, owner = unpack(redis.call('HMGET', KEYS[1], 'epoch', 'owner'))
+if owner ~= ARGV[1] or epoch ~= ARGV[2] then
+  return {0, tonumber(epoch or 0), owner or ''}
+end
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('HSET', KEYS[1], 'lease_ms', ARGV[3],
+  'expires_ms', string.format('%.0f', now_ms + ARGV[3]))
+return {1, tonumber(epoch), owner}

@@ -1,0 +1,182 @@
+"""Leaderships are kept by a thread: while the event loop works, and not when it hangs for good."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from turnstream.errors import FencedError
+from turnstream.store import keys
+from turnstream.store.connection import connect, connect_async
+from turnstream.testing import group, wait_until_async
+from turnstream_server.batcher.renewal import MAX_STALL_LEASES, LeadershipKeeper
+from turnstream_server.bus.leadership import acquire_leadership, release_leadership
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+LEASE_S = 0.5
+
+# A batcher whose event loop stands still between the check of its first plan and its writing.
+STALLED = """
+import asyncio, sys, time
+from turnstream_server.batcher.options import BatcherOptions
+from turnstream_server.batcher.service import serving
+
+url, lease_s, stall_s = sys.argv[1:]
+
+async def stall(manifest):
+    print("stalls", flush=True)
+    time.sleep(float(stall_s))
+    print("goes on", flush=True)
+
+async def main():
+    options = BatcherOptions(redis_url=url, leader_lease_s=float(lease_s))
+    async with serving(options, before_write=stall) as address:
+        print(address, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def start_stalled(house) -> Iterator:
+    """`start_stalled(stall_s)` starts a batcher process; gives it when it answers."""
+    with ExitStack() as stack:
+
+        def start(stall_s: float) -> subprocess.Popen[str]:
+            command = [sys.executable, "-c", STALLED, house.url, str(LEASE_S), str(stall_s)]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            process.stdout.readline()
+            return process
+
+        yield start
+
+
+async def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return (await asyncio.to_thread(process.stdout.readline)).strip()
+
+
+async def test_a_planner_whose_loop_is_busy_for_three_leases_leads_on(house, start_stalled):
+    run = house.create_run(batch_groups=1)
+    process = start_stalled(3 * LEASE_S)
+    other = await house.start_batcher(lease_s=LEASE_S)  # would take over at once
+    await house.publish(run, group("g0"))
+    stalled, went_on = await said(process), await said(process)
+
+    trainer = house.trainer(other, run)
+    await trainer.start()
+    await trainer.get(1)
+
+    assert (stalled, went_on) == ("stalls", "goes on")
+    with connect(house.url) as client:
+        assert client.hget(keys.run_keys(run).leader, "epoch") == b"1"
+
+
+async def test_a_planner_whose_loop_hangs_for_good_is_replaced(house, start_stalled):
+    run = house.create_run(batch_groups=1)
+    process = start_stalled(600)
+    await house.publish(run, group("g0"))
+    stalled = await said(process)
+    started_s = time.monotonic()
+
+    trainer = house.trainer(await house.start_batcher(lease_s=LEASE_S), run)
+    await trainer.start()
+    await trainer.get(1)
+
+    assert stalled == "stalls"
+    assert time.monotonic() - started_s < (MAX_STALL_LEASES + 6) * LEASE_S
+    with connect(house.url) as client:
+        assert client.hget(keys.run_keys(run).leader, "epoch") == b"2"
+
+
+async def test_a_planner_that_comes_back_after_it_was_replaced_is_fenced(house, start_stalled):
+    run = house.create_run(batch_groups=1)
+    process = start_stalled((MAX_STALL_LEASES + 6) * LEASE_S)
+    await house.publish(run, group("g0"))
+    await said(process)
+    trainer = house.trainer(await house.start_batcher(lease_s=LEASE_S), run)
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+    await trainer.stepped([pulled])
+
+    assert await said(process) == "goes on"
+    await house.publish(run, group("g1"))
+    (following,) = await trainer.get(2)
+
+    assert following.mini_batch.rows.group_id == ["g1", "g1"]
+    with connect(house.url) as client:
+        assert client.hget(keys.run_keys(run).leader, "epoch") == b"2"
+        assert client.xlen(keys.run_keys(run).plan) == 2
+
+
+async def test_losing_the_leadership_ends_the_term_and_no_other(house):
+    lost, kept = house.create_run(), house.create_run()
+    async with connect_async(house.url) as client:
+        keeper = LeadershipKeeper(house.url, owner="p", lease_s=LEASE_S)
+        try:
+            for run in (lost, kept):
+                await acquire_leadership(client, run, owner="p", lease_s=LEASE_S)
+            holds = [asyncio.create_task(keeper.hold(run, 1)) for run in (lost, kept)]
+            await release_leadership(client, lost, owner="p", epoch=1)
+            await acquire_leadership(client, lost, owner="q", lease_s=60)
+
+            with pytest.raises(FencedError, match="epoch 1 is over, 'q' leads with epoch 2"):
+                await holds[0]
+            was_held = not holds[1].done()
+            holds[1].cancel()
+        finally:
+            await keeper.close()
+
+    assert was_held
+
+
+async def test_a_renewal_that_comes_late_does_not_bring_a_leadership_back(house):
+    run = house.create_run()
+    async with connect_async(house.url) as client:
+        keeper = LeadershipKeeper(house.url, owner="p", lease_s=LEASE_S)
+        try:
+            await acquire_leadership(client, run, owner="p", lease_s=60)
+            await release_leadership(client, run, owner="p", epoch=1)
+            with pytest.raises(FencedError, match="'' leads"):
+                await keeper.hold(run, 1)
+        finally:
+            await keeper.close()
+
+        taken = await acquire_leadership(client, run, owner="q", lease_s=60)
+        assert (taken.is_ours, taken.epoch) == (True, 2)
+
+
+async def test_a_store_that_is_away_for_a_moment_costs_no_leadership(house_at, own_server):
+    house = house_at(own_server.url)
+    run = house.create_run()
+    async with connect_async(own_server.url) as client:
+        keeper = LeadershipKeeper(own_server.url, owner="p", lease_s=LEASE_S)
+        try:
+            await acquire_leadership(client, run, owner="p", lease_s=LEASE_S)
+            hold = asyncio.create_task(keeper.hold(run, 1))
+            await asyncio.to_thread(own_server.kill)
+            await asyncio.to_thread(own_server.restart)
+
+            before = await client.hget(keys.run_keys(run).leader, "expires_ms")
+
+            async def is_renewed() -> bool:
+                return await client.hget(keys.run_keys(run).leader, "expires_ms") != before
+
+            await wait_until_async(is_renewed, describe="a renewal after the restart")
+            was_held = not hold.done()
+            hold.cancel()
+        finally:
+            await keeper.close()
+
+    assert was_held

@@ -1,0 +1,366 @@
+"""What becomes of trajectories whose generators are killed, stopped or cut off, end to end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnstream.generator import Publisher
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.testing import group, ids, wait_until_async
+from turnstream_server.bus.ledger import LedgerCounts, read_ledger
+from turnstream_server.embedded import EmbeddedServer, find_binary
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+LEASE_S = 0.6
+
+# Opens a group of two, writes turns of both samples, and then does what it is told, line by line.
+GENERATOR = """
+import sys
+from turnstream.errors import TurnstreamError
+from turnstream.generator import Publisher
+from turnstream.testing import ids
+
+url, run, name = sys.argv[1:]
+with Publisher(url, run, writer=name) as publisher, publisher.group(name, 2) as visit:
+    for sample in range(2):
+        episode = visit.trajectory(sample)
+        episode.append(ids("ab"), ids("c")).result(10)
+        episode.append(ids("abcd"), ids("e")).result(10)
+    print("wrote", flush=True)
+    for line in sys.stdin:
+        try:
+            for sample in range(2):
+                episode = visit.trajectory(sample)
+                episode.append(ids("abcdef"), ids("g")).result(10)
+                episode.seal(float(sample))
+            print("sealed", flush=True)
+        except TurnstreamError as error:
+            print(type(error).__name__, error, flush=True)
+"""
+
+
+class Generator:
+    """A generator process, which is the writer of a group of its own name."""
+
+    def __init__(self, url: str, run: str, name: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", GENERATOR, url, run, name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    async def reply(self) -> str:
+        """The next line that it prints."""
+        assert self.process.stdout is not None
+        return (await asyncio.to_thread(self.process.stdout.readline)).strip()
+
+    async def finish(self) -> str:
+        """Let it write and seal; what it says."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("finish\n")
+        self.process.stdin.flush()
+        return await self.reply()
+
+    def close(self) -> None:
+        """Be sure that it has ended."""
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+async def generate() -> AsyncIterator[Callable[..., Any]]:
+    """Starts a generator that has written its turns: call it with url, run and its name."""
+    with ExitStack() as stack:
+
+        async def start(url: str, run: str, name: str) -> Generator:
+            generator = Generator(url, run, name)
+            stack.callback(generator.close)
+            assert await generator.reply() == "wrote"
+            return generator
+
+        yield start
+
+
+# Moves the clock of a process by the seconds that a file holds; monotonic time goes on as it was.
+CLOCK_SHIM = """
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+
+static volatile long *offset_s;
+
+__attribute__((constructor)) static void open_offset(void) {
+    int file = open(getenv("CLOCK_OFFSET_FILE"), O_RDONLY);
+    offset_s = mmap(0, sizeof(long), PROT_READ, MAP_SHARED, file, 0);
+}
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    int failed = syscall(SYS_clock_gettime, clock, now);
+    if (clock == CLOCK_REALTIME && offset_s) now->tv_sec += *offset_s;
+    return failed;
+}
+int gettimeofday(struct timeval *now, void *zone) {
+    struct timespec exact;
+    clock_gettime(CLOCK_REALTIME, &exact);
+    now->tv_sec = exact.tv_sec;
+    now->tv_usec = exact.tv_nsec / 1000;
+    return 0;
+}
+time_t time(time_t *result) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (result) *result = now.tv_sec;
+    return now.tv_sec;
+}
+"""
+
+
+class ClockedServer(EmbeddedServer):
+    """A store whose clock can be set."""
+
+    def __init__(self, folder: Path, compiler: str) -> None:
+        self._offset = folder / "offset"
+        self.set_clock(0)
+        source, shim, program = (folder / name for name in ("shim.c", "shim.so", "server"))
+        source.write_text(CLOCK_SHIM)
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", shim, source], check=True)
+        start = f'CLOCK_OFFSET_FILE={self._offset} LD_PRELOAD={shim} exec {find_binary()} "$@"'
+        program.write_text(f"#!/bin/sh\n{start}\n")
+        program.chmod(0o700)
+        super().__init__(binary=program)
+
+    def set_clock(self, offset_s: int) -> None:
+        """Let it go ahead of the true time by so much."""
+        with self._offset.open("r+b" if self._offset.exists() else "wb") as file:
+            file.write(struct.pack("q", offset_s))
+
+
+@pytest.fixture
+def clocked_server(tmp_path: Path) -> Iterator[ClockedServer]:
+    """A store of one's own, whose clock can be set."""
+    compiler = shutil.which("cc")
+    if compiler is None or not sys.platform.startswith("linux"):
+        pytest.skip("the clock is set by a C library for Linux")
+    with ClockedServer(tmp_path, compiler) as server:
+        yield server
+
+
+class Observer:
+    """Asks the store what it holds of a run."""
+
+    def __init__(self, url: str, run: str) -> None:
+        self.client = connect(url)
+        self.run = run
+        self.keys = keys.run_keys(run)
+
+    def counts(self) -> LedgerCounts:
+        """The counts, which must add up."""
+        found = read_ledger(self.client, self.run)
+        found.check()
+        return found
+
+    async def until(self, **states: int) -> None:
+        """Wait until so many trajectories are in these states."""
+
+        async def is_so() -> bool:
+            found = self.counts().by_state
+            return all(found[state] == number for state, number in states.items())
+
+        await wait_until_async(is_so, describe=f"{states}")
+
+    async def renewed(self, number: int, *, trajectory_id: str) -> None:
+        """Wait until a lease was renewed so often."""
+        ends: set[Any] = set()
+
+        async def is_so() -> bool:
+            ends.add(self.client.zscore(self.keys.leases, trajectory_id))
+            return len(ends) > number
+
+        await wait_until_async(is_so, describe=f"{number} renewals of {trajectory_id}")
+
+    def ledger(self) -> dict[str, str]:
+        """Where every trajectory is."""
+        found: Any = self.client.hgetall(self.keys.ledger)
+        return {name.decode(): entry.decode() for name, entry in found.items()}
+
+
+@pytest.fixture
+def observe() -> Iterator[Callable[..., Observer]]:
+    """`observe(url, run)` gives an observer."""
+    with ExitStack() as stack:
+
+        def start(url: str, run: str) -> Observer:
+            observer = Observer(url, run)
+            stack.callback(observer.client.close)
+            return observer
+
+        yield start
+
+
+async def test_a_killed_generators_turns_go_on_in_another_and_are_trained_once(
+    house, generate, observe
+):
+    run = house.create_run(batch_groups=1, lease_s=LEASE_S, takeover_s=60)
+    trainer = house.trainer(await house.start_batcher(), run)
+    doomed = await generate(house.url, run, "first")
+    doomed.process.kill()
+    doomed.process.wait()
+
+    def go_on() -> None:
+        with Publisher(house.url, run, writer="second") as publisher:
+            for lapsed in publisher.lapsed():
+                episode = publisher.take_over(*lapsed.key)
+                last = episode.turns[-1]
+                context = [*last.prompt_ids, *last.response_ids, ord("f")]
+                episode.append(context, ids("g"))
+                episode.seal(float(lapsed.key.sample))
+
+    async def is_lapsed() -> bool:
+        with Publisher(house.url, run) as publisher:
+            return len(publisher.lapsed()) == 2
+
+    await wait_until_async(is_lapsed, describe="the end of both leases")
+    await asyncio.to_thread(go_on)
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    assert pulled.rows == ["abCdEfG", "abCdEfG"]
+    assert pulled.mini_batch.rows.group_id == ["first", "first"]
+    counts = observe(house.url, run).counts()
+    assert (counts.accepted, counts.by_state["planned"]) == (2, 2)
+
+
+async def test_a_killed_generators_group_is_given_up_and_makes_room_for_another(
+    house, generate, observe
+):
+    # The run has leave for one group alone: it must not be held by the dead.
+    run = house.create_run(batch_groups=1, max_staleness=0, max_planned_ahead=0, lease_s=LEASE_S)
+    trainer = house.trainer(await house.start_batcher(), run)
+    doomed = await generate(house.url, run, "first")
+    doomed.process.kill()
+    doomed.process.wait()
+
+    await house.publish(run, group("g"))  # waits for leave
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    observer = observe(house.url, run)
+    assert pulled.mini_batch.rows.group_id == ["g", "g"]
+    assert observer.ledger()["first/0/0"] == "abandoned:the lease of first ended"
+    assert observer.client.hget(observer.keys.groups, "first") == b"2:incomplete"
+    assert observer.client.hget(observer.keys.frontier, "live_groups") == b"1"
+    assert observer.counts().by_state["abandoned"] == 2
+
+
+async def test_a_generator_that_slept_for_two_leases_is_fenced_and_trains_nothing(
+    house, generate, observe
+):
+    run = house.create_run(batch_groups=1, lease_s=LEASE_S)
+    await house.start_batcher()
+    observer = observe(house.url, run)
+    awake = await generate(house.url, run, "awake")
+    sleeper = await generate(house.url, run, "sleeper")
+
+    os.kill(sleeper.process.pid, signal.SIGSTOP)
+    await observer.until(abandoned=2)
+    os.kill(sleeper.process.pid, signal.SIGCONT)
+    late = await sleeper.finish()
+    on_time = await awake.finish()
+
+    assert late.startswith("FencedError")
+    assert on_time == "sealed"
+    await observer.until(abandoned=2, planned=2)
+    for sample in range(2):
+        payload = keys.trajectory_keys(run, f"sleeper/{sample}/0")
+        assert observer.client.xlen(payload.turns) == 2
+
+
+async def test_living_generators_lose_nothing_while_the_store_stands_still(
+    house_at, generate, observe, tmp_path
+):
+    # The pause is longer than a lease: when the store wakes up, every lease has ended.
+    with EmbeddedServer(tmp_path) as server:
+        house = house_at(server.url)
+        run = house.create_run(batch_groups=1, lease_s=LEASE_S)
+        await house.start_batcher(lease_s=LEASE_S)
+        generators = [await generate(house.url, run, name) for name in ("a", "b")]
+        observer = observe(house.url, run)
+        await observer.renewed(3, trajectory_id="a/0/0")
+
+        os.kill(server.pid, signal.SIGSTOP)
+        await asyncio.to_thread(_wait_in_a_process, 2 * LEASE_S)
+        os.kill(server.pid, signal.SIGCONT)
+        await observer.renewed(6, trajectory_id="a/0/0")  # two leases long
+        answers = [await generator.finish() for generator in generators]
+
+        assert answers == ["sealed", "sealed"]
+        assert observer.counts().by_state["abandoned"] == 0
+
+
+def _wait_in_a_process(seconds: float) -> None:
+    """A pause that is the fault under test, and not a wait for something."""
+    subprocess.run([sys.executable, "-c", f"import time; time.sleep({seconds})"], check=True)
+
+
+@pytest.mark.parametrize("jump_s", [3600, -3600])
+async def test_a_jump_of_the_stores_clock_costs_a_living_generator_nothing_and_frees_the_dead(
+    house_at, generate, observe, clocked_server, jump_s
+):
+    server = clocked_server
+    house = house_at(server.url)
+    run = house.create_run(batch_groups=1, lease_s=LEASE_S, takeover_s=2 * LEASE_S)
+    await house.start_batcher()
+    living, doomed = [await generate(house.url, run, name) for name in ("living", "doomed")]
+    observer = observe(house.url, run)
+    await observer.renewed(4, trajectory_id="living/0/0")  # the timekeeper is at work
+    doomed.process.kill()
+    doomed.process.wait()
+
+    server.set_clock(jump_s)
+    await observer.until(abandoned=2)
+    await observer.renewed(6, trajectory_id="living/0/0")
+
+    assert await living.finish() == "sealed"
+    assert observer.counts().by_state["abandoned"] == 2
+    assert observer.ledger()["doomed/0/0"].startswith("abandoned:")
+
+
+async def test_a_group_of_which_one_member_was_given_up_trains_the_others(house, generate, observe):
+    run = house.create_run(batch_groups=1, lease_s=LEASE_S)
+    trainer = house.trainer(await house.start_batcher(), run)
+
+    def write() -> None:
+        with Publisher(house.url, run) as publisher:
+            lost = publisher.trajectory("g", 2, num_samples=3)
+            lost.append(ids("ab"), ids("c")).result(10)
+            for sample in range(2):
+                episode = publisher.trajectory("g", sample, num_samples=3)
+                episode.append(ids("ab"), ids("c"))
+                episode.seal(float(sample))
+
+    await asyncio.to_thread(write)
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    assert pulled.mini_batch.rows.sample.tolist() == [0, 1]
+    counts = observe(house.url, run).counts()
+    assert (counts.by_state["abandoned"], counts.by_state["planned"]) == (1, 2)

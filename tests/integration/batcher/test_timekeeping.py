@@ -1,0 +1,109 @@
+"""Due scripts on a real store: what is due by the moment that the timekeeper has read."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from turnstream.errors import FencedError, StoreUnavailableError
+from turnstream.generator import Publisher
+from turnstream.store import keys
+from turnstream.store.connection import connect, connect_async
+from turnstream.testing import config, ids
+from turnstream_server.batcher.tasks import cancel_all
+from turnstream_server.batcher.timekeeper import DueScript, Moment, Timekeeper, lapsed_leases
+from turnstream_server.bus.leadership import acquire_leadership
+from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.redis
+
+LEASE_S, TAKEOVER_S = 1.0, 10.0
+
+
+@pytest.fixture
+async def client(house) -> Any:
+    async with connect_async(house.url) as client:
+        yield client
+
+
+async def open_and_leave(house, client: redis.asyncio.Redis, **fields: Any) -> tuple[str, int]:
+    """A run with one open trajectory; when its lease ends, in ms."""
+    run = house.create_run(lease_s=LEASE_S, takeover_s=TAKEOVER_S, **fields)
+    await acquire_leadership(client, run, owner="p", lease_s=60)
+
+    def write() -> None:
+        with Publisher(house.url, run) as publisher:
+            publisher.trajectory("g", 0, num_samples=1).append(ids("ab"), ids("c")).result(10)
+
+    await asyncio.to_thread(write)
+    return run, int(await client.zscore(keys.run_keys(run).leases, "g/0/0"))
+
+
+@pytest.mark.parametrize(
+    ("after_ms", "steady_s", "num_abandoned"),
+    [(10_000, 0.5, 1), (9_999, 0.5, 0), (10_000, 0.49, 0), (3_600_000, 0, 0)],
+)
+async def test_a_trajectory_waits_to_be_taken_over_before_it_is_given_up(
+    house, client, after_ms, steady_s, num_abandoned
+):
+    run, ended_ms = await open_and_leave(house, client)
+    settings = dataclasses.replace(config(), lease_s=LEASE_S, takeover_s=TAKEOVER_S)
+    script = lapsed_leases(client, run, leader_epoch=1, config=settings)
+
+    pause_s = await script.run(Moment(ended_ms + after_ms, steady_s))
+
+    assert pause_s == LEASE_S / 10
+    with connect(house.url) as reader:
+        counts = read_ledger(reader, run)
+        counts.check()
+        assert counts.by_state["abandoned"] == num_abandoned
+
+
+async def test_every_script_is_called_when_it_asked_to_be(client):
+    called: list[tuple[str, bool]] = []
+    done = asyncio.Event()
+
+    def script(name: str, pause_s: float) -> DueScript:
+        async def run(moment: Moment) -> float:
+            called.append((name, moment.steady_s == 0))
+            if len(called) == 7:
+                done.set()
+            return pause_s
+
+        return DueScript(name, run)
+
+    scripts = [script("often", 0.0), script("seldom", 3600.0)]
+    timekeeper = Timekeeper(client, scripts, tolerance_s=5.0, longest_pause_s=0.01)
+    keeping = asyncio.create_task(timekeeper.keep())
+    await asyncio.wait_for(done.wait(), 10)
+    await cancel_all([keeping])
+
+    assert called[:2] == [("often", True), ("seldom", True)]
+    assert set(called[2:]) == {("often", False)}
+
+
+async def test_a_script_that_is_fenced_ends_the_term(client):
+    async def fenced(_: Moment) -> float:
+        raise FencedError("another planner leads")
+
+    timekeeper = Timekeeper(
+        client, [DueScript("fenced", fenced)], tolerance_s=5.0, longest_pause_s=0.01
+    )
+
+    with pytest.raises(FencedError):
+        await timekeeper.keep()
+
+
+async def test_a_store_that_is_away_ends_the_term():
+    with EmbeddedServer() as server:
+        url = server.url
+    async with connect_async(url, num_retries=0) as client:
+        timekeeper = Timekeeper(client, [], tolerance_s=5.0, longest_pause_s=0.01)
+
+        with pytest.raises(StoreUnavailableError):
+            await timekeeper.keep()

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from turnstream.errors import ConflictError, FencedError
+from turnstream.records.events import encode_event
+from turnstream.store import keys
+from turnstream.store.leases import (
+    MAX_LAPSED,
+    heartbeat_command,
+    list_lapsed_async,
+    take_over_command,
+)
+from turnstream.store.scripts import Script, run_command_async
+from turnstream.testing import sealed
+from turnstream.types import TrajectoryAbandoned, TrajectoryKey
+from turnstream_server.bus.leases import give_up_lapsed
+from turnstream_server.bus.ledger import read_ledger_async
+
+pytestmark = pytest.mark.redis
+
+REASON = "the lease of writer ended"
+
+
+async def now_ms(run: Any) -> int:
+    seconds, microseconds = await run.client.time()
+    return seconds * 1000 + microseconds // 1000
+
+
+async def lapse(run: Any, *ids: str, since_ms: int = 1) -> None:
+    """Let leases end."""
+    end_ms = await now_ms(run) - since_ms
+    await run.client.zadd(run.keys.leases, dict.fromkeys(ids, end_ms))
+
+
+async def give_up(run: Any, *, until_ms: int | None = None, leader_epoch: int = 1) -> bool:
+    until_ms = await now_ms(run) if until_ms is None else until_ms
+    return await give_up_lapsed(run.client, run.name, until_ms=until_ms, leader_epoch=leader_epoch)
+
+
+async def append(run: Any, trajectory_id: str, *records: bytes, **fields: Any) -> int:
+    arguments = {"lease": "1:writer", "first": 0, "seals": 0, **fields}
+    payload = keys.trajectory_keys(run.name, trajectory_id)
+    return await run_command_async(
+        run.client, Script("append")(payload, *arguments.values(), *records)
+    )
+
+
+async def ledger(run: Any) -> dict[bytes, bytes]:
+    return await run.client.hgetall(run.keys.ledger)
+
+
+async def test_what_nobody_took_over_is_given_up_with_an_event_and_a_reason(run: Any) -> None:
+    await run.open("a")
+    await lapse(run, "a/0/0")
+
+    await give_up(run)
+
+    assert await ledger(run) == {
+        b"a/0/0": f"abandoned:{REASON}".encode(),
+        b"a/1/0": b"open:1:writer",
+    }
+    assert (await run.events())[1:] == [
+        TrajectoryAbandoned(key=TrajectoryKey("a", 0), reason=REASON)
+    ]
+    assert await run.client.zrange(run.keys.leases, 0, -1) == [b"a/1/0"]
+    counts = await read_ledger_async(run.client, run.name)
+    counts.check()
+    assert (counts.by_state["open"], counts.by_state["abandoned"]) == (1, 1)
+
+
+async def test_giving_up_twice_changes_nothing(run: Any) -> None:
+    await run.open("a")
+    await lapse(run, "a/0/0")
+    await give_up(run)
+    before = await run.dump()
+
+    assert not await give_up(run)
+
+    assert await run.dump() == before
+
+
+async def test_only_the_planner_that_leads_gives_up(run: Any) -> None:
+    await run.open("a")
+    await lapse(run, "a/0/0")
+    before = await run.dump()
+
+    with pytest.raises(FencedError):
+        await give_up(run, leader_epoch=2)
+
+    assert await run.dump() == before
+
+
+async def test_a_lease_that_ended_after_the_moment_is_kept(run: Any) -> None:
+    # The clock jumped forward behind the moment by which the planner judges.
+    await run.open("a")
+    await lapse(run, "a/0/0")
+    end_ms = int(await run.client.zscore(run.keys.leases, "a/0/0"))
+
+    await give_up(run, until_ms=end_ms - 1)
+
+    assert (await ledger(run))[b"a/0/0"] == b"open:1:writer"
+
+
+@pytest.mark.parametrize("rescue", ["heartbeat", "taken over", "taken over, and silent again"])
+async def test_whoever_comes_between_the_list_and_the_end_keeps_the_trajectory(
+    run: Any, rescue: str
+) -> None:
+    await run.open("a")
+    await lapse(run, "a/0/0")
+    (found,) = await list_lapsed_async(run.client, run.name)
+    until_ms = await now_ms(run)
+    if rescue == "heartbeat":
+        command = heartbeat_command(run.name, [("a/0/0", 1)])
+    else:
+        command = take_over_command(run.name, "a/0/0", writer="second")
+    await run_command_async(run.client, command)
+    if rescue == "taken over, and silent again":
+        await run.client.zadd(run.keys.leases, {"a/0/0": until_ms - 1})
+    names = run.keys
+    where = (names.leader, names.ledger, names.leases, names.counts, names.events)
+    script = Script("give_up", "turnstream_server.bus")
+
+    late = script(where, 1, until_ms, found.trajectory_id, found.epoch, "late", b"record")
+
+    assert await run_command_async(run.client, late) == [0]
+    assert (await ledger(run))[b"a/0/0"].startswith(b"open:")
+
+
+async def test_a_writer_of_what_was_given_up_is_refused_at_its_next_turn(run: Any) -> None:
+    await run.open("a")
+    await append(run, "a/0/0", b"turn 0000")
+    await lapse(run, "a/0/0", "a/1/0")
+
+    await give_up(run)
+
+    for late in (
+        {"trajectory_id": "a/0/0", "first": 1, "lease": "1"},
+        {"trajectory_id": "a/1/0"},
+    ):
+        with pytest.raises(FencedError):
+            await append(run, late.pop("trajectory_id"), b"late", **late)  # type: ignore[arg-type]
+    (answer,) = await run.seal("a", 0)
+    assert answer.startswith(b"FENCED a/0/0 is abandoned:")
+    with pytest.raises(ConflictError, match="already abandoned"):
+        await run_command_async(run.client, take_over_command(run.name, "a/0/0", writer="second"))
+
+
+async def test_a_seal_that_was_stored_counts_where_its_writer_died_before_the_event(
+    run: Any,
+) -> None:
+    await run.open("a")
+    await append(run, "a/0/0", b"turn 0000", encode_event(sealed("a", sample=0)), seals=1)
+    await lapse(run, "a/0/0", "a/1/0")
+
+    await give_up(run)
+
+    assert (await ledger(run))[b"a/0/0"] == b"sealed:1"
+    assert (await ledger(run))[b"a/1/0"].startswith(b"abandoned:")
+    assert (await run.events())[1] == sealed("a", sample=0)
+    assert await run.client.zcard(run.keys.leases) == 0
+    (await read_ledger_async(run.client, run.name)).check()
+
+
+async def test_a_late_seal_of_a_writer_that_lost_the_trajectory_does_not_count(run: Any) -> None:
+    # Its successor died before it could raise the epoch of the payload.
+    await run.open("a")
+    await lapse(run, "a/0/0")
+    await run_command_async(run.client, take_over_command(run.name, "a/0/0", writer="second"))
+    await append(run, "a/0/0", b"turn 0000", encode_event(sealed("a", sample=0)), seals=1)
+    await lapse(run, "a/0/0")
+
+    await give_up(run)
+
+    assert (await ledger(run))[b"a/0/0"] == b"abandoned:the lease of second ended"
+    (await read_ledger_async(run.client, run.name)).check()
+
+
+async def test_more_than_a_page_is_given_up_page_by_page(run: Any) -> None:
+    num_samples = MAX_LAPSED + 5
+    await run.open("a", num_samples=num_samples)
+    await lapse(run, *(f"a/{sample}/0" for sample in range(num_samples)))
+
+    has_more = [await give_up(run), await give_up(run)]
+
+    assert has_more == [True, False]
+    counts = await read_ledger_async(run.client, run.name)
+    counts.check()
+    assert counts.by_state["abandoned"] == num_samples
+
+
+async def test_a_given_up_sample_can_be_tried_again_as_another_attempt(run: Any) -> None:
+    await run.open("a", num_samples=1)
+    await lapse(run, "a/0/0")
+    await give_up(run)
+
+    await run.open("a", num_samples=1, attempt=1)
+
+    assert await run.seal("a", 0, attempt=1) == [b"OK"]
+    (await read_ledger_async(run.client, run.name)).check()
