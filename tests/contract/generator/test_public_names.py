@@ -21,7 +21,8 @@ def public_methods(kind: type) -> dict[str, list[str]]:
 def test_these_names_are_public() -> None:
     assert turnstream.generator.__all__ == [
         *("AsyncGroupWriter", "AsyncPublisher", "AsyncReceipt", "AsyncTrajectoryWriter"),
-        *("GroupWriter", "Publisher", "PublisherStatistics", "Receipt", "TrajectoryWriter"),
+        *("GroupWriter", "LapsedTrajectory", "Publisher", "PublisherStatistics", "Receipt"),
+        "TrajectoryWriter",
     ]
 
 

@@ -8,6 +8,7 @@ from turnstream.generator.async_publisher import (
 from turnstream.generator.publisher import GroupWriter, Publisher, TrajectoryWriter
 from turnstream.generator.receipts import AsyncReceipt, Receipt
 from turnstream.generator.statistics import PublisherStatistics
+from turnstream.store.leases import LapsedTrajectory
 
 __all__ = [
     "AsyncGroupWriter",
@@ -15,6 +16,7 @@ __all__ = [
     "AsyncReceipt",
     "AsyncTrajectoryWriter",
     "GroupWriter",
+    "LapsedTrajectory",
     "Publisher",
     "PublisherStatistics",
     "Receipt",
