@@ -20,6 +20,7 @@ from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.testing import group, ids, wait_until_async
+from turnstream.types import TrajectoryState
 from turnstream_server.bus.ledger import LedgerCounts, read_ledger
 from turnstream_server.embedded import EmbeddedServer, find_binary
 
@@ -183,7 +184,7 @@ class Observer:
 
         async def is_so() -> bool:
             found = self.counts().by_state
-            return all(found[state] == number for state, number in states.items())
+            return all(found[TrajectoryState(state)] == number for state, number in states.items())
 
         await wait_until_async(is_so, describe=f"{states}")
 
@@ -246,7 +247,7 @@ async def test_a_killed_generators_turns_go_on_in_another_and_are_trained_once(
     assert pulled.rows == ["abCdEfG", "abCdEfG"]
     assert pulled.mini_batch.rows.group_id == ["first", "first"]
     counts = observe(house.url, run).counts()
-    assert (counts.accepted, counts.by_state["planned"]) == (2, 2)
+    assert (counts.accepted, counts.by_state[TrajectoryState.PLANNED]) == (2, 2)
 
 
 async def test_a_killed_generators_group_is_given_up_and_makes_room_for_another(
@@ -268,7 +269,7 @@ async def test_a_killed_generators_group_is_given_up_and_makes_room_for_another(
     assert observer.ledger()["first/0/0"] == "abandoned:the lease of first ended"
     assert observer.client.hget(observer.keys.groups, "first") == b"2:incomplete"
     assert observer.client.hget(observer.keys.frontier, "live_groups") == b"1"
-    assert observer.counts().by_state["abandoned"] == 2
+    assert observer.counts().by_state[TrajectoryState.ABANDONED] == 2
 
 
 async def test_a_generator_that_slept_for_two_leases_is_fenced_and_trains_nothing(
@@ -313,7 +314,7 @@ async def test_living_generators_lose_nothing_while_the_store_stands_still(
         answers = [await generator.finish() for generator in generators]
 
         assert answers == ["sealed", "sealed"]
-        assert observer.counts().by_state["abandoned"] == 0
+        assert observer.counts().by_state[TrajectoryState.ABANDONED] == 0
 
 
 def _wait_in_a_process(seconds: float) -> None:
@@ -340,7 +341,7 @@ async def test_a_jump_of_the_stores_clock_costs_a_living_generator_nothing_and_f
     await observer.renewed(6, trajectory_id="living/0/0")
 
     assert await living.finish() == "sealed"
-    assert observer.counts().by_state["abandoned"] == 2
+    assert observer.counts().by_state[TrajectoryState.ABANDONED] == 2
     assert observer.ledger()["doomed/0/0"].startswith("abandoned:")
 
 
@@ -363,4 +364,7 @@ async def test_a_group_of_which_one_member_was_given_up_trains_the_others(house,
 
     assert pulled.mini_batch.rows.sample.tolist() == [0, 1]
     counts = observe(house.url, run).counts()
-    assert (counts.by_state["abandoned"], counts.by_state["planned"]) == (1, 2)
+    assert (
+        counts.by_state[TrajectoryState.ABANDONED],
+        counts.by_state[TrajectoryState.PLANNED],
+    ) == (1, 2)

@@ -14,6 +14,7 @@ from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.connection import connect, connect_async
 from turnstream.testing import config, ids
+from turnstream.types import TrajectoryState
 from turnstream_server.batcher.tasks import cancel_all
 from turnstream_server.batcher.timekeeper import DueScript, Moment, Timekeeper, lapsed_leases
 from turnstream_server.bus.leadership import acquire_leadership
@@ -41,7 +42,8 @@ async def open_and_leave(house, client: redis.asyncio.Redis, **fields: Any) -> t
             publisher.trajectory("g", 0, num_samples=1).append(ids("ab"), ids("c")).result(10)
 
     await asyncio.to_thread(write)
-    return run, int(await client.zscore(keys.run_keys(run).leases, "g/0/0"))
+    ended_ms: Any = await client.zscore(keys.run_keys(run).leases, "g/0/0")
+    return run, int(ended_ms)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,7 @@ async def test_a_trajectory_waits_to_be_taken_over_before_it_is_given_up(
     with connect(house.url) as reader:
         counts = read_ledger(reader, run)
         counts.check()
-        assert counts.by_state["abandoned"] == num_abandoned
+        assert counts.by_state[TrajectoryState.ABANDONED] == num_abandoned
 
 
 async def test_every_script_is_called_when_it_asked_to_be(client):

@@ -15,7 +15,7 @@ from turnstream.store.leases import (
 )
 from turnstream.store.scripts import Script, run_command_async
 from turnstream.testing import sealed
-from turnstream.types import TrajectoryAbandoned, TrajectoryKey
+from turnstream.types import TrajectoryAbandoned, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.leases import give_up_lapsed
 from turnstream_server.bus.ledger import read_ledger_async
 
@@ -68,7 +68,10 @@ async def test_what_nobody_took_over_is_given_up_with_an_event_and_a_reason(run:
     assert await run.client.zrange(run.keys.leases, 0, -1) == [b"a/1/0"]
     counts = await read_ledger_async(run.client, run.name)
     counts.check()
-    assert (counts.by_state["open"], counts.by_state["abandoned"]) == (1, 1)
+    assert (counts.by_state[TrajectoryState.OPEN], counts.by_state[TrajectoryState.ABANDONED]) == (
+        1,
+        1,
+    )
 
 
 async def test_giving_up_twice_changes_nothing(run: Any) -> None:
@@ -188,7 +191,7 @@ async def test_more_than_a_page_is_given_up_page_by_page(run: Any) -> None:
     assert has_more == [True, False]
     counts = await read_ledger_async(run.client, run.name)
     counts.check()
-    assert counts.by_state["abandoned"] == num_samples
+    assert counts.by_state[TrajectoryState.ABANDONED] == num_samples
 
 
 async def test_a_given_up_sample_can_be_tried_again_as_another_attempt(run: Any) -> None:

@@ -131,7 +131,7 @@ class _Life(RuleBasedStateMachine):
     def be_silent(self, number: int) -> None:
         key = self.pick(number, OPEN)
         name = TrajectoryKey(*key).trajectory_id
-        self.loop.run(self.client.zadd(self.run.keys.leases, {name: 1}))
+        self.loop.run(self.awaited(lambda: self.client.zadd(self.run.keys.leases, {name: 1})))
         self.twice(
             lambda: give_up_lapsed(
                 self.client, self.run.name, until_ms=1, leader_epoch=self.run.leader_epoch
@@ -297,7 +297,9 @@ class _Life(RuleBasedStateMachine):
 
     @invariant()
     def what_is_open_has_a_lease_and_nothing_else_has(self) -> None:
-        leased = self.loop.run(self.client.zrange(self.run.keys.leases, 0, -1))
+        leased = self.loop.run(
+            self.awaited(lambda: self.client.zrange(self.run.keys.leases, 0, -1))
+        )
 
         open_ids = [
             TrajectoryKey(*key) for key, state in self.trajectories.items() if state == OPEN
