@@ -14,8 +14,15 @@ from turnstream.generator.takeovers import taken_turns
 from turnstream.records.events import decode_event
 from turnstream.records.turns import decode_turn
 from turnstream.testing import assert_same, group, trajectory, turn
-from turnstream.testing.strategies import trees
-from turnstream.types import SealedTrajectory, Status, TrajectoryKey, Turn, VersionRun
+from turnstream.testing.strategies import declared_columns, trees, with_extras
+from turnstream.types import (
+    DeclaredColumn,
+    SealedTrajectory,
+    Status,
+    TrajectoryKey,
+    Turn,
+    VersionRun,
+)
 
 KEY = TrajectoryKey("g", 0)
 
@@ -132,21 +139,32 @@ def test_the_generator_may_reuse_its_arrays() -> None:
     assert (second.parent_turn, second.shared_tokens) == (0, 3)
 
 
-@given(turns=trees(max_turns=6), num_stored=st.integers(0, 6))
-def test_a_draft_goes_on_from_stored_turns_as_if_it_had_made_them(
-    turns: tuple[Turn, ...], num_stored: int
-) -> None:
-    whole = TrajectoryDraft(KEY)
-    records = [whole.add(one).record for one in turns]
-    taken = taken_turns(records[:num_stored])
+@st.composite
+def episodes(draw: st.DrawFn) -> tuple[tuple[Turn, ...], tuple[DeclaredColumn, ...]]:
+    """Turns of a trajectory, and what their run declares; half of the runs declare nothing."""
+    declared = draw(st.just(()) | declared_columns())
+    return draw(with_extras(draw(trees(max_turns=5)), declared, agrees=True)), declared
 
-    resumed = TrajectoryDraft(KEY)
+
+@given(episode=episodes(), num_stored=st.integers(0, 5))
+def test_a_draft_goes_on_from_stored_turns_as_if_it_had_made_them(
+    episode: tuple[tuple[Turn, ...], tuple[DeclaredColumn, ...]], num_stored: int
+) -> None:
+    turns, declared = episode
+    whole = TrajectoryDraft(KEY, extra_columns=declared)
+    records = [whole.add(one).record for one in turns]
+    taken = taken_turns(records[:num_stored], declared)
+
+    resumed = TrajectoryDraft(KEY, extra_columns=declared)
     for record, stored, shape in taken:
         resumed.restore(stored, TurnRecord(record, shape))
     rest = [resumed.add(one).record for one in turns[num_stored:]]
 
     prompts = [one.prompt_ids for one in turns[:num_stored]]
     assert_same([each.turn.prompt_ids for each in taken], prompts)
+    for each, told in zip(taken, turns, strict=False):
+        for name, values in each.turn.extras.items():
+            assert_same(values, told.extras[name])
     assert rest == records[num_stored:]
     assert seal(resumed) == seal(whole)
     assert resumed.merged_tokens == whole.merged_tokens

@@ -116,6 +116,45 @@ class _Known(NamedTuple):
     digests: dict[str, bytes]
 
 
+def whole_extras(
+    stored: Sequence[StoredTurn], declared: Sequence[DeclaredColumn]
+) -> list[dict[str, NDArray[Any]]]:
+    """What every turn says of its extra columns, whole: what the cut took away, put back.
+
+    A column of no values is not stored, so that one that may be left out comes back left out.
+
+    Args:
+        stored: the turns of a trajectory, in order.
+        declared: the columns of its run.
+
+    Raises:
+        InvalidTurnError: a turn claims values that its parent does not hold.
+    """
+    dtypes = {column.name: column.numpy_dtype for column in declared}
+    whole: list[dict[str, NDArray[Any]]] = []
+    for turn in stored:
+        values = {
+            column.name: np.zeros((0, *column.shape), column.dtype)
+            for column in declared
+            if not column.is_optional
+        }
+        # Stored in the narrowest type that holds them.
+        values |= {
+            n: p.values.astype(dtypes.get(n, p.values.dtype)) for n, p in turn.extras.items()
+        }
+        for name, (num_shared, _) in turn.extras.items():
+            if not num_shared:
+                continue
+            known = whole[turn.parent_turn].get(name)
+            if known is None or len(known) < num_shared:
+                raise InvalidTurnError(
+                    f"extras[{name!r}]", f"{num_shared} values shared with turn {turn.parent_turn}"
+                )
+            values[name] = np.concatenate((known[:num_shared], values[name]))
+        whole.append(values)
+    return whole
+
+
 class ExtraIndex:
     """What the turns of a trajectory hold of the declared columns, for cutting the next turn.
 

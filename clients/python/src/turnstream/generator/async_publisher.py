@@ -106,8 +106,11 @@ class AsyncPublisher:
         key = writers.checked_key(group_id, sample, attempt)
         outbox = self._outbox
         self._sender.require_open()
+        declared = await self._sender.learn_columns()
         async with connect_async(self._url) as client:
-            taken = await take_over_async(client, outbox.run, writer=outbox.writer, key=key)
+            taken = await take_over_async(
+                client, outbox.run, writer=outbox.writer, key=key, declared=declared
+            )
         self._sender.require_open()
         state = WriterState.taken_over(outbox, key, taken, time.monotonic())
         self._sender.start()

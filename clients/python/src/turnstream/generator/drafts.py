@@ -86,7 +86,10 @@ class TrajectoryDraft:
 
     def restore(self, turn: Turn, stored: TurnRecord) -> None:
         """Remember the next turn as one that is stored already, however that came about."""
-        self._index.add(self._index.link(turn.prompt_ids), turn.prompt_ids, turn.response_ids)
+        match = self._index.link(turn.prompt_ids)
+        linked = self._extras.link(turn, match)
+        self._index.add(match, turn.prompt_ids, turn.response_ids)
+        self._extras.add(turn, linked)
         self._remember(turn, stored)
 
     def seal(

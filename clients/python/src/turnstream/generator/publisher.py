@@ -139,8 +139,9 @@ class Publisher:
         """
         key = writers.checked_key(group_id, sample, attempt)
         outbox = self._outbox
+        declared = self._sender.learn_columns()
         with connect(self._url) as client:
-            taken = take_over(client, outbox.run, writer=outbox.writer, key=key)
+            taken = take_over(client, outbox.run, writer=outbox.writer, key=key, declared=declared)
         now_s = time.monotonic()
         state = self._sender.put(lambda: WriterState.taken_over(outbox, key, taken, now_s))
         return TrajectoryWriter(self._sender, state)

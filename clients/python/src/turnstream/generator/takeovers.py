@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import redis
 import redis.asyncio
 
+from turnstream.batching.extras import whole_extras
 from turnstream.batching.merge import turn_prompts
 from turnstream.errors import ConflictError
 from turnstream.records.turns import decode_turn
@@ -18,7 +19,7 @@ from turnstream.store import keys
 from turnstream.store.leases import take_over_command
 from turnstream.store.replies import refusal, translating
 from turnstream.store.scripts import Command, Script, run_command, run_command_async
-from turnstream.types import TrajectoryKey, Turn, TurnShape
+from turnstream.types import DeclaredColumn, TrajectoryKey, Turn, TurnShape
 
 _APPEND = Script("append")
 _POST_SEALED = Script("post_sealed")
@@ -52,8 +53,22 @@ class Taken(NamedTuple):
     turns: tuple[TakenTurn, ...]
 
 
-def take_over(client: redis.Redis, run: str, *, writer: str, key: TrajectoryKey) -> Taken:
+def take_over(
+    client: redis.Redis,
+    run: str,
+    *,
+    writer: str,
+    key: TrajectoryKey,
+    declared: Sequence[DeclaredColumn] = (),
+) -> Taken:
     """Make a lapsed trajectory this writer's own, and read its turns.
+
+    Args:
+        client: of the store.
+        run: name of the run.
+        writer: who takes over.
+        key: of the trajectory.
+        declared: extra columns of the run.
 
     Raises:
         ConflictError: its lease has not ended, which `retry_after_s` says, or it is not open.
@@ -72,11 +87,16 @@ def take_over(client: redis.Redis, run: str, *, writer: str, key: TrajectoryKey)
     records = [fields[b"r"] for _, fields in entries]
     if is_sealed == b"1":
         raise _posted(name, run_command(client, _post(run, name, epoch=epoch, seal=records[-1])))
-    return Taken(epoch, num_samples, taken_turns(records))
+    return Taken(epoch, num_samples, taken_turns(records, declared))
 
 
 async def take_over_async(
-    client: redis.asyncio.Redis, run: str, *, writer: str, key: TrajectoryKey
+    client: redis.asyncio.Redis,
+    run: str,
+    *,
+    writer: str,
+    key: TrajectoryKey,
+    declared: Sequence[DeclaredColumn] = (),
 ) -> Taken:
     """The same as `take_over`, for asyncio."""
     name = keys.trajectory_id(key)
@@ -91,7 +111,7 @@ async def take_over_async(
     if is_sealed == b"1":
         post = _post(run, name, epoch=epoch, seal=records[-1])
         raise _posted(name, await run_command_async(client, post))
-    return Taken(epoch, num_samples, taken_turns(records))
+    return Taken(epoch, num_samples, taken_turns(records, declared))
 
 
 def _fence(run: str, name: str, *, lease: str) -> Command:
@@ -113,8 +133,10 @@ def _posted(name: str, answers: Sequence[bytes]) -> Exception:
     return ConflictError(f"{name} is sealed: its writer stored the seal before it was silent")
 
 
-def taken_turns(records: Sequence[bytes]) -> tuple[TakenTurn, ...]:
-    """The stored turns of a trajectory, whole.
+def taken_turns(
+    records: Sequence[bytes], declared: Sequence[DeclaredColumn]
+) -> tuple[TakenTurn, ...]:
+    """The stored turns of a trajectory, whole, in a run that declares these extra columns.
 
     Raises:
         RecordError: one of them is damaged.
@@ -130,8 +152,11 @@ def taken_turns(records: Sequence[bytes]) -> tuple[TakenTurn, ...]:
                 loss_mask=turn.loss_mask,
                 rewards=turn.rewards,
                 version_runs=turn.version_runs,
+                extras=extras,
             ),
             turn.shape,
         )
-        for record, turn, prompt_ids in zip(records, stored, turn_prompts(stored), strict=True)
+        for record, turn, prompt_ids, extras in zip(
+            records, stored, turn_prompts(stored), whole_extras(stored, declared), strict=True
+        )
     )
