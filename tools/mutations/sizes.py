@@ -98,13 +98,6 @@ SIZES = (
         "if pair:",
         ("test_packing",),
     ),
-    Mutation(
-        "small rows go beside a medium one too",
-        "packing.py",
-        "        if len(bins[index]) == 1:\n",
-        "        if True:\n",
-        ("test_packing",),
-    ),
     # ----------------------------------------------------------------------------------
     # parts and passes
     Mutation(

@@ -296,6 +296,11 @@ def test_gdpo_refuses_rewards_that_are_no_components(rewards: Any) -> None:
         trajectory_advantages([group], estimator="gdpo", component_weights=[1.0, 1.0])
 
 
+def test_gdpo_of_one_component_is_refused() -> None:
+    with pytest.raises(UnsupportedEstimatorError, match="gdpo with 1 reward components: 2 or more"):
+        trajectory_advantages([outcomes([[1], [0]])], estimator="gdpo", component_weights=[1.0])
+
+
 def test_gigpo_of_no_trajectory_gives_nothing() -> None:
     assert gigpo(np.zeros(0), turn_rewards=[], anchors=[]) == []
 

@@ -60,6 +60,8 @@ def test_counts_attention_when_the_cost_is_quadratic() -> None:
     parts = balance([cost(length) for length in lengths], num_parts=2)
 
     assert sorted(map(len, parts)) == [1, 5]
+    assert [token_cost(a=2.0, b=0.5)(length) for length in (0, 3)] == [0, 10.5]
+    assert token_cost()(7) == 7
 
 
 def test_refuses_equal_counts_that_do_not_divide() -> None:

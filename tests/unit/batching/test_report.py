@@ -111,7 +111,7 @@ def test_a_batch_without_oddities_has_no_warning() -> None:
     assert found.warnings == {}
 
 
-@pytest.mark.parametrize(("limit", "num_over"), [(0, 0), (6, 0), (5, 1), (3, 2)])
+@pytest.mark.parametrize(("limit", "num_over"), [(0, 0), (6, 0), (5, 1), (4, 1), (3, 2)])
 def test_case_9_rows_above_the_limit_are_counted_once_and_not_cut(
     limit: int, num_over: int
 ) -> None:

@@ -276,3 +276,10 @@ def test_no_sequences_make_no_rows() -> None:
 
     assert len(nothing) == 0
     assert lay_out(nothing, []).input_ids_KW.shape == (0, 0)
+
+
+def test_weights_of_another_length_than_their_response_are_not_laid_out() -> None:
+    short = replace(learn("aBC", "aB"), token_weights=Ragged.from_rows([[1.0], [1.0]], np.float32))
+
+    with pytest.raises(BatchingError, match="token_weights of row 0: 1 values for 2 response"):
+        lay_out(short, [[0, 1]])

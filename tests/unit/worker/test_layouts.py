@@ -337,6 +337,18 @@ def test_every_layout_gives_its_rows_back_without_the_inert_ones() -> None:
     assert {row_id: own.tolist() for row_id, own in values.items()} == {0: [1], 1: [3, 4]}
 
 
+def test_a_packed_micro_batch_holds_what_is_said_of_its_own_rows() -> None:
+    batch = testing.rows("abC", "aBCD", "a|b", is_padding=[False, False, True])
+    info = testing.mini_batch_info(batch, micro_batches=((1,), (2, 0)))
+
+    first, second = packed_to_torch(MiniBatch(rows=batch, info=info))
+
+    assert (first.row_id_B.tolist(), second.row_id_B.tolist()) == ([1], [-3, 0])
+    assert (first.weight_B.tolist(), second.weight_B.tolist()) == ([1], [0, 1])
+    assert first.trajectory_num_tokens_B.tolist() == [3]
+    assert second.is_padding_B.tolist() == [True, False]
+
+
 @pytest.mark.parametrize("layout", [right_padded_to_torch, jagged_to_torch])
 def test_rows_without_logprobs_are_refused_by_name_in_every_layout(layout: Any) -> None:
     batch = testing.rows("aB", "aCd")
