@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from turnstream.errors import InvalidConfigError
+from turnstream_server import failpoints
 from turnstream_server.logs import configure_logging
 from turnstream_server.settings import Settings
 
@@ -41,6 +42,7 @@ def start_batcher(
     from turnstream_server.batcher.service import run_batcher
 
     configure_logging(settings.log_level, service="batcher")
+    failpoints.arm(settings.failpoint)
     options = BatcherOptions(
         redis_url=redis_url,
         listen=listen or f"{settings.batcher_host}:{settings.batcher_port}",
@@ -57,6 +59,7 @@ def start_trainer(settings: Settings, config: TrainerConfig) -> int:
     from turnstream_server.trainer.service import run_trainer
 
     configure_logging(settings.log_level, service="trainer")
+    failpoints.arm(settings.failpoint)
     return run_trainer(config)
 
 

@@ -24,6 +24,7 @@ class Settings(BaseSettings):
         get_wait_max_s: longest time the batcher holds a call that waits for a batch.
         assembly_cache_bytes: encoded mini-batches that a batcher keeps to answer again.
         log_level: what is logged: DEBUG, INFO, WARNING or ERROR.
+        failpoint: place at which the process is to die, for tests; see failpoints.py.
     """
 
     model_config = SettingsConfigDict(env_prefix="TURNSTREAM_", frozen=True, env_ignore_empty=True)
@@ -38,6 +39,7 @@ class Settings(BaseSettings):
     get_wait_max_s: float = Field(default=30.0, gt=0.0)
     assembly_cache_bytes: int = Field(default=512 * 1024 * 1024, ge=0)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    failpoint: str = ""
 
     def printable(self) -> dict[str, str]:
         """Every setting by the name of its variable, passwords masked."""

@@ -36,6 +36,7 @@ from turnstream_server.bus.manifests import (
     write_manifest,
 )
 from turnstream_server.bus.trajectories import mark_dead
+from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
 
@@ -177,10 +178,14 @@ class Leader:
     async def _settle(self, dropped: list[GroupDropped]) -> None:
         for group in dropped:
             logger.info("group %s is %s: %s", group.group_id, group.state, group.reason)
+        if dropped:
+            reach("settle.before")
         try:
             await settle_groups(self._client, self._view.run, dropped, leader_epoch=self._epoch)
         except ConflictError as error:  # the rest of them was settled
             logger.warning("a group of run %s cannot be dropped: %s", self._view.run, error)
+        if dropped:
+            reach("settle.after")
 
     async def _plan_what_is_due(self) -> None:
         while groups := self._due_groups():
@@ -203,6 +208,7 @@ class Leader:
         stored = await self._assembler.in_thread(lambda: self._make_plan(groups))
         manifest = stored.manifest
         batch = PlannedBatch(manifest=manifest, manifest_hash=stored.hash, config=self._config)
+        reach("plan.before_check")
         try:
             await self._assembler.check(batch)
         except DamagedPayloadError as error:
@@ -210,7 +216,9 @@ class Leader:
             return False
         self._prepare(batch)
         await self._before_write(manifest)
+        reach("plan.before_write")
         await write_manifest(self._client, self._view.run, stored, leader_epoch=self._epoch)
+        reach("plan.after_write")
         self._note_written(stored)
         self._fold.take(groups)
         self._view.offer(batch)
@@ -258,7 +266,9 @@ class Leader:
         logger.warning("run %s: %s", self._view.run, error)
         for key, reason in error.damages:
             died = TrajectoryDied(key=key, reason=reason)
+            reach("mark_dead.before")
             await mark_dead(self._client, self._view.run, died, leader_epoch=self._epoch)
+            reach("mark_dead.after")
 
     def _explain(self, step: int) -> str:
         """Why a step is not planned yet."""

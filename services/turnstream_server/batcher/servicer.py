@@ -37,6 +37,7 @@ from turnstream_server.bus.sessions import (
     start_session,
 )
 from turnstream_server.bus.versions import announce_version, newest_version
+from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class BatchesServicer:
         """Begin a trainer session."""
         view = await self._find_run(request.run)
         token = _parse_token(request.recovery_token) if request.recovery_token else None
+        reach("session.before_start")
         session = await start_session(
             self._client,
             request.run,
@@ -92,6 +94,7 @@ class BatchesServicer:
             dp_world_size=request.dp_world_size,
             token=token,
         )
+        reach("session.after_start")
         _log_start(request, session)
         await view.refresh()
         _, config = await view.newest_config()
@@ -146,6 +149,7 @@ class BatchesServicer:
 
     async def stepped(self, request: wire.SteppedRequest) -> wire.SteppedReply:
         """Note that the optimizer took a step."""
+        reach("stepped.before")
         token = await acknowledge_stepped(
             self._client,
             request.run,
@@ -153,16 +157,19 @@ class BatchesServicer:
             step=request.step,
             manifest_hash=request.manifest_hash,
         )
+        reach("stepped.after")
         return wire.SteppedReply(recovery_token=str(token))
 
     async def committed(self, request: wire.CommittedRequest) -> wire.CommittedReply:
         """Note that a checkpoint is on disk."""
+        reach("committed.before")
         await acknowledge_committed(
             self._client,
             request.run,
             session_epoch=request.session_epoch,
             token=_parse_token(request.recovery_token),
         )
+        reach("committed.after")
         return wire.CommittedReply()
 
     async def announce_version(
@@ -203,8 +210,10 @@ class BatchesServicer:
                 mini_batch=mini_batch,
                 num_mini_batches=num_mini_batches,
             )
+            reach("get.after_header")
             for message in data_messages(share.data):
                 yield message
+            reach("get.after_data")
 
 
 def handlers(servicer: BatchesServicer) -> grpc.GenericRpcHandler:

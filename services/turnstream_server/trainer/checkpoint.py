@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from turnstream.types import RecoveryToken
+from turnstream_server.failpoints import reach
 from turnstream_server.models.folders import new_folder, remove_folder, remove_unfinished
 from turnstream_server.models.policy import write_policy
 from turnstream_server.trainer.engine import Engine
@@ -63,6 +64,7 @@ class Checkpoints:
         with new_folder(target) as written:
             write_policy(engine.model, written)
             torch.save({"engine": engine.state_dict(), "random": _random_state()}, written / _STATE)
+            reach("checkpoint.after_weights")
             about = json.dumps({"step": token.step, "recovery_token": str(token)})
             (written / _ABOUT).write_text(about, encoding="utf-8")
         return Checkpoint(folder=target, token=token)

@@ -9,6 +9,7 @@ from typing import Protocol
 from turnstream.batching.config import BatchingConfig
 from turnstream.types import RecoveryToken
 from turnstream.worker.mini_batch import PulledMiniBatch
+from turnstream_server.failpoints import reach
 from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.dump import RowDump
@@ -88,7 +89,9 @@ class Trainer:
 
     def _finish_step(self, updates: list[UpdateFigures]) -> RecoveryToken:
         """Acknowledge the step, give its weights away, and save them when it is time to."""
+        reach("train.after_update")
         token = self._batches.stepped()
+        reach("train.after_stepped")
         version = self._publish(token.step)
         self._report(updates, version=version)
         if token.step % self._config.checkpoint_every == 0:
@@ -106,7 +109,9 @@ class Trainer:
     def _save(self, token: RecoveryToken) -> None:
         """Checkpoint, and only when it is on disk say so."""
         self._checkpoints.save(self._engine, token)
+        reach("checkpoint.before_committed")
         self._batches.committed(token)
+        reach("checkpoint.after_committed")
         self._checkpoints.prune()
 
     def _report(self, updates: list[UpdateFigures], *, version: int) -> None:

@@ -1,0 +1,81 @@
+"""Named places at which a test lets a process die or sleep: `TURNSTREAM_FAILPOINT`.
+
+Each is a line `reach("plan.after_write")` in production code; unless armed, it costs one look at an
+empty name. Only `bootstrap` arms, from the settings, and one place at most per process::
+
+    plan.after_write            SIGKILL when it is reached
+    plan.after_write@3          the third time
+    plan.after_write=stop       SIGSTOP: it sleeps until somebody sends SIGCONT
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from typing import Final
+
+from turnstream.errors import InvalidConfigError
+
+NAMES: Final = frozenset(
+    {
+        "plan.before_check",  # groups are chosen, their payload is not yet read
+        "plan.before_write",
+        "plan.after_write",
+        "settle.before",  # groups that were dropped, the ledger does not know yet
+        "settle.after",
+        "mark_dead.before",  # damage was found, the ledger does not know yet
+        "mark_dead.after",
+        "session.before_start",
+        "session.after_start",  # the session has begun, its trainer was not told
+        "stepped.before",
+        "stepped.after",
+        "committed.before",
+        "committed.after",
+        "get.after_header",  # the rank knows what will come, nothing of it was sent
+        "get.after_data",  # a mini-batch was sent, the next was not
+        "train.after_update",  # the optimizer has taken the last update, no batcher knows
+        "train.after_stepped",
+        "checkpoint.after_weights",  # the weights are written, the token is not
+        "checkpoint.before_committed",  # the checkpoint is on disk, no batcher knows
+        "checkpoint.after_committed",
+    }
+)
+"""Every place there is."""
+
+_FORM = re.compile(r"(?P<name>[a-z_.]+)(@(?P<count>[1-9][0-9]*))?(=(?P<action>kill|stop))?")
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, None: signal.SIGKILL}
+
+
+class _Armed:
+    """What this process waits for: reached `countdown` times more, it sends itself `number`."""
+
+    name = ""
+    countdown = 0
+    number = signal.SIGKILL
+
+
+def arm(text: str) -> None:
+    """Wait for the place that `text` names; nothing where it is empty.
+
+    Raises:
+        InvalidConfigError: it names no place, or is not of the form above.
+    """
+    match = _FORM.fullmatch(text)
+    if text and (match is None or match["name"] not in NAMES):
+        raise InvalidConfigError(
+            "TURNSTREAM_FAILPOINT",
+            f"{text!r} is not NAME[@COUNT][=kill|stop] with one of {', '.join(sorted(NAMES))}",
+        )
+    _Armed.name = match["name"] if match else ""
+    _Armed.countdown = int(match["count"] or 1) if match else 0
+    _Armed.number = _SIGNALS[match["action"]] if match else signal.SIGKILL
+
+
+def reach(name: str) -> None:
+    """Say that the process is at this place."""
+    if name != _Armed.name:
+        return
+    _Armed.countdown -= 1
+    if _Armed.countdown == 0:
+        os.kill(os.getpid(), _Armed.number)

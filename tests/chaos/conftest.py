@@ -1,0 +1,33 @@
+"""A store and a rig around it, for every test of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.rig import Rig
+from turnstream_server.embedded import EmbeddedServer
+
+
+@pytest.fixture
+def start_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    """`start_rig(config=..., **options of the server)` starts a store with a run in it."""
+    with ExitStack() as stack:
+
+        def start(*, config: Any = None, data_dir: Path | None = None, **options: Any) -> Rig:
+            folder = data_dir or tmp_path / "store"
+            server = stack.enter_context(EmbeddedServer(folder, **options))
+            more = {} if config is None else {"config": config}
+            return stack.enter_context(Rig(tmp_path, server, **more))
+
+        yield start
+
+
+@pytest.fixture
+def rig(start_rig: Callable[..., Rig]) -> Rig:
+    """A store with a run, and nothing else running yet."""
+    return start_rig()

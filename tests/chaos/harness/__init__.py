@@ -1,0 +1,15 @@
+"""Real processes, real faults, and a checker that believes only what the processes logged.
+
+==============  ========================================================================
+episodes        what generators say: every token is unique, so a row names its origin
+log             one fsynced file per process, appended to before and after every call
+generator       a process that publishes groups
+rank            a process that trains, one per `dp_rank`
+history         all logs of a run as one history, and what survives of it
+checker         the invariants I1 to I8, each a function of the history
+proxy           a TCP proxy that cuts, delays and swallows
+rig             store, batchers, generators and ranks together
+clock           a server whose clock jumps
+soak            random faults over a running rig
+==============  ========================================================================
+"""

@@ -1,0 +1,376 @@
+"""The invariants I1 to I8, each a function that lists what contradicts it.
+
+They read the history alone, which is what generators and ranks wrote down themselves; only I1 also
+takes one reading of the ledger's counts. Where a kill leaves two possibilities, both are allowed::
+
+    what was acknowledged        must have happened
+    what was attempted           may have happened
+    what was never attempted     must not have happened
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from harness.history import History, Line
+
+SLACK_S = 3.0
+"""What a wait may last beyond its deadline: the machine has other things to do."""
+
+Violations = Iterator[str]
+
+
+class HistoryError(AssertionError):
+    """The history contradicts the promise."""
+
+
+def check(
+    history: History,
+    *,
+    counts: Mapping[str, int] | None = None,
+    is_drained: bool = False,
+    max_rss_bytes: int = 1 << 30,
+) -> None:
+    """Prove the invariants.
+
+    Args:
+        history: of the run.
+        counts: trajectories by state, and `accepted`; read from the ledger after the last line.
+        is_drained: the run was closed and a trainer came to its end: whatever was acknowledged
+            must have been trained.
+        max_rss_bytes: bound of every process.
+
+    Raises:
+        HistoryError: names every contradiction.
+    """
+    found = [f"{check.__name__}: {text}" for check in CHECKS for text in check(history)]
+    found += [f"bounds_hold: {text}" for text in bounds_hold(history, max_rss_bytes=max_rss_bytes)]
+    if counts is not None:
+        found += [f"ledger_adds_up: {text}" for text in ledger_adds_up(history, counts)]
+    if is_drained:
+        found += [f"nothing_is_lost: {text}" for text in nothing_is_lost(history)]
+    if found:
+        shown = "\n  ".join(found[:20])
+        raise HistoryError(f"{len(found)} contradictions\n  {shown}")
+
+
+def ledger_adds_up(history: History, counts: Mapping[str, int]) -> Violations:
+    """I1: accepted trajectories are each in one state, and the states are those of the history."""
+    states = {name: count for name, count in counts.items() if name != "accepted"}
+    accepted = counts["accepted"]
+    if sum(states.values()) != accepted:
+        yield f"{accepted} are accepted, but the states add up to {sum(states.values())}"
+    told = sum(line["num_samples"] for line in history.of("opened"))
+    if not told <= accepted <= sum(history.members.values()):
+        yield (
+            f"{accepted} are accepted, but generators were told of {told} "
+            f"and tried {sum(history.members.values())}"
+        )
+    ended = accepted - states.get("open", 0) - states.get("abandoned", 0)
+    if not len(history.acknowledged("sealed")) <= ended <= len(history.seals):
+        yield (
+            f"{ended} are sealed or further, but {len(history.acknowledged('sealed'))} seals were "
+            f"acknowledged and {len(history.seals)} were tried"
+        )
+    yield from _frontier_adds_up(history, states)
+
+
+def _frontier_adds_up(history: History, states: Mapping[str, int]) -> Violations:
+    """Committed, and stepped beyond it, are as many as the ranks have trained."""
+    committed = states.get("committed", 0)
+    trained = committed + states.get("stepped", 0)
+    stepped, tried = _newest(history, "stepped"), _newest(history, "updated")
+    if (
+        not _num_trained_through(history, stepped)
+        <= trained
+        <= _num_trained_through(history, tried)
+    ):
+        yield f"{trained} are stepped, but the ranks have stepped {stepped} and updated {tried}"
+    sure, maybe = _newest(history, "committed"), _newest(history, "checkpoint")
+    if not _num_trained_through(history, sure) <= committed <= _num_trained_through(history, maybe):
+        yield f"{committed} are committed, but the ranks committed step {sure} and wrote {maybe}"
+
+
+def _newest(history: History, kind: str) -> int:
+    """The newest surviving step of a kind of line, a session's own start included."""
+    steps = [session.after_step for session in history.sessions[-1:]]
+    steps += [line["step"] for line in history.of(kind) if _survives(history, line)]
+    return max(steps, default=0)
+
+
+def _survives(history: History, line: Line) -> bool:
+    return history.surviving.get(line["step"]) == line["session"]
+
+
+def _num_trained_through(history: History, last_step: int) -> int:
+    return sum(
+        len({row["trajectory"] for row in history.rows(session=session, step=step)})
+        for step, session in history.surviving.items()
+        if step <= last_step
+    )
+
+
+def trained_once(history: History) -> Violations:
+    """I2: what survives has no trajectory in two batches, and no row twice."""
+    step_of: dict[str, int] = {}
+    for step, session in sorted(history.surviving.items()):
+        row_ids: set[int] = set()
+        for row in history.rows(session=session, step=step):
+            if row["row"] in row_ids:
+                yield f"row {row['row']} is twice in step {step}"
+            row_ids.add(row["row"])
+            if step_of.setdefault(row["trajectory"], step) != step:
+                yield f"{row['trajectory']} is in step {step_of[row['trajectory']]} and {step}"
+
+
+def weights_hold_each_step_once(history: History) -> Violations:
+    """I2 and I3 again, from the weights: they were made of the surviving steps, in order."""
+    manifests = {
+        (line["session"], line["step"]): line["manifest"] for line in history.of("updated")
+    }
+    for line in history.of("done"):
+        if not history.sessions or line["session"] != history.sessions[-1].name:
+            continue
+        expected = [manifests[session, step] for step, session in sorted(history.surviving.items())]
+        if line["weights"] != expected:
+            yield f"{line.process} has weights of {line['weights']}, expected were {expected}"
+
+
+def surviving_steps_follow_one_another(history: History) -> Violations:
+    """I3: no step is missing in what survives."""
+    steps = sorted(history.surviving)
+    if steps != list(range(1, len(steps) + 1)):
+        yield f"the surviving steps are {steps}"
+
+
+def restarts_return_what_followed(history: History) -> Violations:
+    """I3: a session gets the steps after its token in order, as whoever had them before did."""
+    begins = {session.name: session.after_step for session in history.sessions}
+    last: dict[tuple[str, int], tuple[int, int, int]] = {}
+    for line in history.of("received"):
+        key = line["session"], line["dp_rank"]
+        if line["session"] not in begins:
+            yield f"{line.process} received step {line['step']} before its session began"
+            continue
+        step, mini_batch, num = last.get(key, (begins[line["session"]], 0, 1))
+        due = (step, mini_batch + 1) if mini_batch + 1 < num else (step + 1, 0)
+        if (line["step"], line["mini_batch"]) != due:
+            yield f"{line.process} got {line['step'], line['mini_batch']}, due was {due}"
+        last[key] = line["step"], line["mini_batch"], line["num_mini_batches"]
+    yield from _repetitions_differ(history)
+
+
+def _repetitions_differ(history: History) -> Violations:
+    whole: dict[tuple[int, int], tuple[str, Any]] = {}
+    share: dict[tuple[int, int, int, int], tuple[str, str]] = {}
+    for name, lines in history.complete_mini_batches():
+        rows = sorted(
+            (tuple(sorted(row.items())) for line in lines for row in line["rows"]),
+            key=lambda row: dict(row)["row"],
+        )
+        key = name.step, name.mini_batch
+        said = (lines[0]["manifest"], lines[0]["denominators"], rows)
+        before = whole.setdefault(key, (name.session, said))
+        if before[1] != said:
+            yield f"step {key} differs in sessions {before[0]} and {name.session}"
+    for line in history.of("received"):
+        key = line["step"], line["mini_batch"], line["dp_rank"], line["dp_world_size"]
+        before = share.setdefault(key, (line["session"], line["content"]))
+        if before[1] != line["content"]:
+            yield f"the share {key} differs in sessions {before[0]} and {line['session']}"
+
+
+def groups_stay_whole(history: History) -> Violations:
+    """I4: a group is in one mini-batch, with all members that sealed; baselines are over these."""
+    place: dict[str, tuple[int, int]] = {}
+    for name, lines in history.complete_mini_batches():
+        members: dict[str, dict[str, dict[str, Any]]] = {}
+        for row in itertools.chain.from_iterable(line["rows"] for line in lines):
+            members.setdefault(_group(row["trajectory"]), {})[row["trajectory"]] = row
+        for group, rows in members.items():
+            here = name.step, name.mini_batch
+            if place.setdefault(group, here) != here:
+                yield f"group {group} is in {place[group]} and in {here}"
+            yield from _missing_members(history, group, rows)
+            yield from _wrong_advantages(group, list(rows.values()))
+
+
+def _group(trajectory: str) -> str:
+    return trajectory.split("/")[0]
+
+
+def _missing_members(history: History, group: str, rows: Mapping[str, Any]) -> Violations:
+    if group not in history.members:
+        yield f"group {group} was never opened"
+        return
+    for sample in range(history.members[group]):
+        if not any(trajectory.split("/")[1] == str(sample) for trajectory in rows):
+            yield f"group {group} is trained without sample {sample}"
+
+
+def _wrong_advantages(group: str, rows: Sequence[dict[str, Any]]) -> Violations:
+    """RLOO: a reward less the mean of the others'."""
+    total = math.fsum(row["reward"] for row in rows)
+    for row in rows:
+        others = (total - row["reward"]) / (len(rows) - 1) if len(rows) > 1 else row["reward"]
+        if not math.isclose(row["advantage"], row["reward"] - others, abs_tol=1e-5):
+            yield f"{row['trajectory']} of {group} has the advantage {row['advantage']}"
+
+
+def ranks_share_one_manifest(history: History) -> Violations:
+    """I5: all ranks see one manifest, disjoint rows, and equally many passes and positions."""
+    for name, lines in history.received.items():
+        for fact in ("manifest", "num_mini_batches", "num_micro_batches", "num_positions"):
+            if len({line[fact] for line in lines}) > 1:
+                yield f"{name}: the ranks have several values of {fact}"
+        if len({line["dp_rank"] for line in lines}) < len(lines):
+            yield f"{name}: a rank received it twice"
+        row_ids = [row["row"] for line in lines for row in line["rows"]]
+        if len(set(row_ids)) < len(row_ids):
+            yield f"{name}: ranks share rows"
+    for name, lines in history.complete_mini_batches():
+        row_ids = sorted(row["row"] for line in lines for row in line["rows"])
+        if row_ids and row_ids != list(range(row_ids[0], row_ids[-1] + 1)):
+            yield f"{name}: rows are missing among {row_ids}"
+    yield from _updates_without_all_ranks(history)
+
+
+def _updates_without_all_ranks(history: History) -> Violations:
+    complete = {(name.session, name.step) for name, _ in history.complete_mini_batches()}
+    for line in history.of("updated"):
+        if (line["session"], line["step"]) not in complete:
+            yield f"step {line['step']} of {line['session']} was trained without all of its ranks"
+
+
+def denominators_are_of_the_rows(history: History) -> Violations:
+    """I6: the shipped denominators are what the rows of all ranks add up to."""
+    for name, lines in history.complete_mini_batches():
+        live = [row for line in lines for row in line["rows"] if row["num_trained"]]
+        counted = [
+            sum(row["num_trained"] for row in live),
+            len(live),
+            len({row["trajectory"] for row in live}),
+            len({_group(row["trajectory"]) for row in live}),
+            float(len(live)),
+            0,
+        ]
+        for line in lines:
+            if line["denominators"] != counted:
+                yield f"{name}: shipped {line['denominators']}, counted {counted}"
+
+
+def waits_end(history: History) -> Violations:
+    """I7: every wait ended by its deadline; time in which the process could not run is not its."""
+    for process, lines in history.by_process.items():
+        pauses = [(line["since"], line["until"]) for line in lines if line.kind == "paused"]
+        begun: Line | None = None
+        for line in lines:
+            if line.kind == "waiting":
+                if begun is not None:
+                    yield f"{process}: a wait for {begun['what']} has no end"
+                begun = line
+            elif line.kind == "waited" and begun is not None:
+                yield from _late(begun, until=line.at, pauses=pauses)
+                begun = None
+        if begun is not None:  # killed in it: so long as it lived, it was in time
+            yield from _late(begun, until=lines[-1].at, pauses=pauses)
+
+
+def _late(begun: Line, *, until: float, pauses: Sequence[tuple[float, float]]) -> Violations:
+    asleep_s = math.fsum(max(0.0, min(until, end) - max(begun.at, start)) for start, end in pauses)
+    lasted_s = until - begun.at - asleep_s
+    if lasted_s > begun["deadline_s"] + SLACK_S:
+        yield (
+            f"{begun.process}: a wait for {begun['what']} of {begun['deadline_s']:.1f} s "
+            f"lasted {lasted_s:.1f} s"
+        )
+
+
+def bounds_hold(history: History, *, max_rss_bytes: int) -> Violations:
+    """I8: no process held more than it may."""
+    for line in history.of("alive"):
+        if line["max_rss_bytes"] > max_rss_bytes:
+            yield f"{line.process} had {line['max_rss_bytes']} bytes of memory"
+        if line.facts.get("held_bytes", 0) > line.facts.get("max_held_bytes", 0):
+            yield f"{line.process} held {line['held_bytes']} of {line['max_held_bytes']} bytes"
+
+
+def rows_are_what_was_said(history: History) -> Violations:
+    """Whatever was trained is, token by token, one writer's sealed episode: none mixed, no hole."""
+    for name, lines in history.complete_mini_batches():
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for row in itertools.chain.from_iterable(line["rows"] for line in lines):
+            rows.setdefault(row["trajectory"], []).append(row)
+        for trajectory, found in rows.items():
+            ordered = sorted(found, key=lambda row: row["sequence"])
+            got = (
+                [row["name"] for row in ordered],
+                [row["num_trained"] for row in ordered],
+                ordered[0]["reward"],
+            )
+            said = [
+                (list(seal["rows"]), list(seal["num_trained"]), seal["reward"])
+                for seal in history.seals.get(trajectory, ())
+            ]
+            if got not in said:
+                yield f"{name}: {trajectory} is {got}, its writers sealed {said}"
+
+
+def versions_are_never_reused(history: History) -> Violations:
+    """A version names one set of weights, also after a rollback, and they only grow."""
+    before = -1
+    for line in history.of("announced"):
+        if line["version"] <= before:
+            yield f"version {line['version']} was announced after {before}"
+        before = max(before, line["version"])
+
+
+def stale_sessions_are_refused(history: History) -> Violations:
+    """No call that began after a newer session had begun was taken from an older one."""
+    order = {session.name: number for number, session in enumerate(history.sessions)}
+    began = {}
+    for line in history.of("session"):
+        began.setdefault(line["session"], line.at)
+    asked: dict[str, Line] = {}
+    for line in history.of("waiting", "stepped", "committed"):
+        if line.kind == "waiting":
+            asked[line.process] = line
+            continue
+        newer = [name for name in began if order[name] > order[line["session"]]]
+        if any(began[name] < asked[line.process].at for name in newer):
+            yield f"{line.process}: {line.kind} of step {line['step']} came after {newer}"
+
+
+def nothing_is_lost(history: History) -> Violations:
+    """P1, for a run that was trained to its end: groups that were sealed whole were trained."""
+    trained = {
+        row["trajectory"]
+        for step, session in history.surviving.items()
+        for row in history.rows(session=session, step=step)
+    }
+    sealed = history.acknowledged("sealed")
+    by_group: dict[str, list[str]] = {}
+    for trajectory in sealed:
+        by_group.setdefault(_group(trajectory), []).append(trajectory)
+    for group, members in sorted(by_group.items()):
+        lost = [trajectory for trajectory in members if trajectory not in trained]
+        if len(members) == history.members.get(group) and lost:
+            yield f"{', '.join(lost)} of group {group} were acknowledged and never trained"
+
+
+CHECKS: tuple[Callable[[History], Violations], ...] = (
+    trained_once,
+    weights_hold_each_step_once,
+    surviving_steps_follow_one_another,
+    restarts_return_what_followed,
+    groups_stay_whole,
+    ranks_share_one_manifest,
+    denominators_are_of_the_rows,
+    waits_end,
+    rows_are_what_was_said,
+    versions_are_never_reused,
+    stale_sessions_are_refused,
+)

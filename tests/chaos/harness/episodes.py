@@ -1,0 +1,94 @@
+"""What generators say. Every token is a function of its name, and no two names share one.
+
+So a row that a rank received tells which turns of which writer it was made of, and the checker
+knows it without asking anybody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_TURNS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EpisodeTurn:
+    """One model call of an episode."""
+
+    prompt_ids: NDArray[np.int32]
+    response_ids: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Episode:
+    """One trajectory, and the rows that it must become.
+
+    Attributes:
+        turns: one to three; now and then a prompt forgets what came before.
+        reward: a multiple of 1/4.
+        rows: names of the rows, in order; see `row_name`.
+        num_trained: trained tokens of every row.
+    """
+
+    turns: tuple[EpisodeTurn, ...]
+    reward: float
+    rows: tuple[str, ...]
+    num_trained: tuple[int, ...]
+
+
+def episode(trajectory: str, *, writer: str) -> Episode:
+    """The episode that this writer plays under this name; the same every time.
+
+    Args:
+        trajectory: id, such as `g0/1/0`.
+        writer: who plays it: two writers of one trajectory say different things.
+    """
+    seed = f"{writer}|{trajectory}"
+    num_turns = 1 + _number(seed, "turns") % MAX_TURNS
+    turns: list[EpisodeTurn] = []
+    spans: list[list[tuple[NDArray[np.int32], int]]] = []  # per row: (tokens, trained or not)
+    context = np.empty(0, np.int32)
+    for index in range(num_turns):
+        observed = _tokens(f"{seed}|{index}|o", 2 + _number(seed, f"o{index}") % 3)
+        sampled = _tokens(f"{seed}|{index}|s", 1 + _number(seed, f"s{index}") % 5)
+        if not spans or _number(seed, f"edit{index}") % 5 == 0:
+            context = np.empty(0, np.int32)
+            spans.append([])
+        prompt = np.concatenate([context, observed])
+        context = np.concatenate([prompt, sampled])
+        spans[-1] += [(observed, 0), (sampled, 1)]
+        turns.append(EpisodeTurn(prompt_ids=prompt, response_ids=sampled))
+    return Episode(
+        turns=tuple(turns),
+        reward=_number(seed, "reward") % 5 / 4,
+        rows=tuple(_row(parts) for parts in spans),
+        num_trained=tuple(sum(len(ids) for ids, trained in p if trained) for p in spans),
+    )
+
+
+def row_name(input_ids: Sequence[int], loss_mask: Sequence[int], *, prompt_length: int) -> str:
+    """A short name of a row's tokens, masks and cut."""
+    text = f"{prompt_length}|{list(map(int, input_ids))}|{list(map(int, loss_mask))}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _row(parts: Sequence[tuple[NDArray[np.int32], int]]) -> str:
+    prompt_length = len(parts[0][0])
+    ids = np.concatenate([tokens for tokens, _ in parts]).tolist()
+    mask = [trained for tokens, trained in parts for _ in tokens][prompt_length:]
+    return row_name(ids, mask, prompt_length=prompt_length)
+
+
+def _tokens(name: str, count: int) -> NDArray[np.int32]:
+    digest = hashlib.sha256(name.encode()).digest()[: 4 * count]
+    return (np.frombuffer(digest, np.uint32) & 0x7FFF_FFFF).astype(np.int32)
+
+
+def _number(seed: str, what: str) -> int:
+    return zlib.crc32(f"{seed}|{what}".encode())

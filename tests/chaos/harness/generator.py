@@ -1,0 +1,138 @@
+"""A generator process: publishes groups whose content is known in advance, and logs all it does."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import threading
+from pathlib import Path
+
+from harness.episodes import Episode, episode
+from harness.log import ProcessLog
+from turnstream.errors import EndOfRunError, TurnstreamError
+from turnstream.generator import Publisher
+from turnstream.generator.publisher import GroupWriter, TrajectoryWriter
+from turnstream.types import TrajectoryKey
+from turnstream_server.jobs.orphans import end_when_stdin_closes
+
+
+def main() -> None:
+    """Publish until the groups are done, the run is closed or the process is killed."""
+    end_when_stdin_closes()
+    options = _parse()
+    with (
+        ProcessLog(options.log) as log,
+        Publisher(
+            options.url,
+            options.run,
+            writer=options.writer,
+            timeout_s=options.timeout_s,
+            admission_timeout_s=options.admission_s,
+        ) as publisher,
+    ):
+        log.usage = lambda: _usage(publisher)
+        generator = _Generator(publisher, log, options)
+        for number in range(options.first, options.first + options.groups):
+            if not generator.play(f"{options.writer}-{number}"):
+                break
+            threading.Event().wait(options.pause_s)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    for name in ("url", "run", "writer"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--groups", type=int, required=True)
+    parser.add_argument("--samples", type=int, default=2)
+    parser.add_argument("--pause-s", type=float, default=0.0)
+    parser.add_argument("--timeout-s", type=float, default=60.0)
+    parser.add_argument("--admission-s", type=float, default=60.0)
+    return parser.parse_args()
+
+
+def _usage(publisher: Publisher) -> dict[str, int]:
+    statistics = publisher.statistics()
+    return {
+        "held_bytes": statistics.inflight_bytes,
+        "max_held_bytes": statistics.max_inflight_bytes,
+        "duplicates": statistics.num_duplicates,
+        "retries": statistics.num_retries,
+    }
+
+
+class _Generator:
+    def __init__(self, publisher: Publisher, log: ProcessLog, options: argparse.Namespace) -> None:
+        self._publisher = publisher
+        self._log = log
+        self._options = options
+        # A write waits for its answer, and behind it for what the publisher resends before.
+        self._write_s: float = options.timeout_s + 5.0
+
+    def play(self, group_id: str) -> bool:
+        """One group; False once the run takes no more."""
+        samples: int = self._options.samples
+        self._log.write("opening", group=group_id, num_samples=samples)
+        group = self._publisher.group(group_id, samples)
+        try:
+            with self._log.waiting("admission", deadline_s=self._options.admission_s + 5.0):
+                group.__enter__()
+        except EndOfRunError:
+            self._log.write("refused", group=group_id, error="EndOfRunError")
+            return False
+        except TurnstreamError as error:
+            self._log.write("refused", group=group_id, error=repr(error))
+            return True
+        with contextlib.closing(_Leaving(group)):
+            self._log.write("opened", group=group_id, num_samples=samples)
+            for sample in range(samples):
+                self._play_sample(group.trajectory(sample))
+        return True
+
+    def _play_sample(self, writer: TrajectoryWriter) -> None:
+        name = writer.key.trajectory_id
+        try:
+            self._write(writer, name, episode(name, writer=self._options.writer))
+        except TurnstreamError as error:
+            self._log.write("refused", trajectory=name, error=repr(error))
+            if not writer.has_ended:
+                writer.abandon(type(error).__name__)
+
+    def _write(self, writer: TrajectoryWriter, name: str, said: Episode) -> None:
+        for index, turn in enumerate(said.turns):
+            self._log.write("appending", trajectory=name, turn=index)
+            receipt = writer.append(turn.prompt_ids, turn.response_ids)
+            with self._log.waiting("append", deadline_s=self._write_s):
+                receipt.result(self._write_s)
+            self._log.write("appended", trajectory=name, turn=index)
+        self._log.write(
+            "sealing",
+            trajectory=name,
+            writer=self._options.writer,
+            reward=said.reward,
+            rows=said.rows,
+            num_trained=said.num_trained,
+        )
+        with self._log.waiting("seal", deadline_s=self._write_s):
+            writer.seal(said.reward)
+        self._log.write("sealed", trajectory=name)
+
+
+class _Leaving:
+    """Leaves the group, which abandons what was not sealed."""
+
+    def __init__(self, group: GroupWriter) -> None:
+        self._group = group
+
+    def close(self) -> None:
+        self._group.__exit__(None, None, None)
+
+
+def trajectory_ids(group_id: str, num_samples: int) -> list[str]:
+    """The ids of a group's members."""
+    return [TrajectoryKey(group_id, sample).trajectory_id for sample in range(num_samples)]
+
+
+if __name__ == "__main__":
+    main()

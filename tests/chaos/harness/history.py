@@ -1,0 +1,167 @@
+"""All logs of a run as one history, and what of it survives the restarts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What a process wrote down.
+
+    Attributes:
+        process: name of the log.
+        kind: of line, such as "sealed".
+        at: seconds of the machine's monotonic clock.
+        facts: the rest.
+    """
+
+    process: str
+    kind: str
+    at: float
+    facts: dict[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.facts[name]
+
+    def but(self, **facts: Any) -> Line:
+        """The same line with other facts."""
+        return replace(self, facts={**self.facts, **facts})
+
+
+class MiniBatchName(NamedTuple):
+    """Which mini-batch of which step, in which session."""
+
+    session: str
+    step: int
+    mini_batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """One start of a trainer.
+
+    Attributes:
+        name: that all its ranks share.
+        after_step: of the token that it presented.
+        dp_world_size: its ranks.
+        updated: steps that its optimizer took, in order.
+    """
+
+    name: str
+    after_step: int
+    dp_world_size: int
+    updated: tuple[int, ...]
+
+
+class History:
+    """Lines of any processes, each process's own in order."""
+
+    def __init__(self, lines: Iterable[Line]) -> None:
+        self.lines = tuple(sorted(lines, key=lambda line: line.at))
+
+    @classmethod
+    def read(cls, folder: Path) -> History:
+        """All logs of a folder. A last line that a kill has cut short was not written."""
+        lines: list[Line] = []
+        for path in sorted(folder.glob("*.jsonl")):
+            whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+            for text in whole.splitlines():
+                facts = json.loads(text)
+                lines.append(Line(path.stem, facts.pop("kind"), facts.pop("at"), facts))
+        return cls(lines)
+
+    def of(self, *kinds: str) -> Iterator[Line]:
+        """The lines of these kinds, in order of time."""
+        return (line for line in self.lines if line.kind in kinds)
+
+    @cached_property
+    def by_process(self) -> dict[str, list[Line]]:
+        """The lines of every process."""
+        found: dict[str, list[Line]] = {}
+        for line in self.lines:
+            found.setdefault(line.process, []).append(line)
+        return found
+
+    @cached_property
+    def seals(self) -> dict[str, list[Line]]:
+        """Trajectory -> what its writers said in their seals; more than one where they fought."""
+        found: dict[str, list[Line]] = {}
+        for line in self.of("sealing"):
+            found.setdefault(line["trajectory"], []).append(line)
+        return found
+
+    @cached_property
+    def members(self) -> dict[str, int]:
+        """Group -> number of members that it was opened with."""
+        return {line["group"]: line["num_samples"] for line in self.of("opening")}
+
+    def acknowledged(self, kind: str) -> set[str]:
+        """The trajectories of which a generator was told so: `sealed` or `appended`."""
+        return {line["trajectory"] for line in self.of(kind)}
+
+    @cached_property
+    def received(self) -> dict[MiniBatchName, list[Line]]:
+        """What the ranks got, by mini-batch."""
+        found: dict[MiniBatchName, list[Line]] = {}
+        for line in self.of("received"):
+            name = MiniBatchName(line["session"], line["step"], line["mini_batch"])
+            found.setdefault(name, []).append(line)
+        return found
+
+    @cached_property
+    def sessions(self) -> list[Session]:
+        """Starts of a trainer, in order of their first rank's."""
+        updated: dict[str, list[int]] = {}
+        for line in self.of("updated"):
+            updated.setdefault(line["session"], []).append(line["step"])
+        found: dict[str, Session] = {}
+        for line in self.of("session"):
+            name = line["session"]
+            found.setdefault(
+                name,
+                Session(
+                    name=name,
+                    after_step=line["after_step"],
+                    dp_world_size=line["dp_world_size"],
+                    updated=tuple(updated.get(name, ())),
+                ),
+            )
+        return list(found.values())
+
+    @cached_property
+    def surviving(self) -> dict[int, str]:
+        """Step -> the session that trained it into the weights which exist at the end.
+
+        A session that begins after step c starts from weights that know nothing of what was
+        trained beyond c before::
+
+            first trains 1 2 3, second begins after 2 and trains 3 4   ->   1 2 first, 3 4 second
+        """
+        steps: dict[int, str] = {}
+        for session in self.sessions:
+            steps = {step: by for step, by in steps.items() if step <= session.after_step}
+            steps |= dict.fromkeys(session.updated, session.name)
+        return steps
+
+    def rows(self, *, session: str, step: int) -> list[dict[str, Any]]:
+        """Every real row of a step as the ranks of a session got it."""
+        return self._rows_by_step.get((session, step), [])
+
+    @cached_property
+    def _rows_by_step(self) -> dict[tuple[str, int], list[dict[str, Any]]]:
+        found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        for line in self.of("received"):
+            found.setdefault((line["session"], line["step"]), []).extend(line["rows"])
+        return found
+
+    def complete_mini_batches(self) -> Iterator[tuple[MiniBatchName, list[Line]]]:
+        """The mini-batches that all ranks of their session have received."""
+        for name, lines in self.received.items():
+            if len({line["dp_rank"] for line in lines}) == lines[0]["dp_world_size"]:
+                yield name, lines

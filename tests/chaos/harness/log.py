@@ -1,0 +1,91 @@
+"""The log of one process: a line is on disk before the process goes on.
+
+A process says what it is about to do (`appending`) and what was answered (`appended`), so that a
+line which is missing after a kill leaves exactly the doubt there is. Times are of the machine's
+monotonic clock, which all processes share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+_TICK_S = 0.1
+_PAUSE_S = 0.7
+"""A thread that sleeps a tenth of a second and wakes so late was not allowed to run."""
+
+_ALIVE_S = 1.0
+
+
+class ProcessLog:
+    """Appends lines to a file of this process's own; a context manager.
+
+    A thread notes once a second that the process lives and what it holds, and every time that the
+    process was kept from running: a deadline that passed in its sleep is nobody's fault.
+
+    Args:
+        path: the file; its name without suffix is the name of the process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._lock = threading.Lock()
+        self._may_end = threading.Event()
+        self._pulse = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self.usage: Callable[[], dict[str, int]] = dict
+        """Gives what the process holds beside its memory; its owner replaces it."""
+
+    def __enter__(self) -> Self:
+        self.write("began", pid=os.getpid())
+        self._pulse.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._may_end.set()
+        self._pulse.join()
+        self.write("ended", why="" if error is None else repr(error))
+        os.close(self._file)
+
+    def write(self, kind: str, **facts: Any) -> None:
+        """Append a line and force it to disk."""
+        line = json.dumps({"kind": kind, "at": time.monotonic(), **facts})
+        with self._lock:
+            os.write(self._file, f"{line}\n".encode())
+            os.fsync(self._file)
+
+    @contextlib.contextmanager
+    def waiting(self, what: str, *, deadline_s: float) -> Iterator[None]:
+        """A wait that must end within `deadline_s`, by whatever error."""
+        self.write("waiting", what=what, deadline_s=deadline_s)
+        outcome = "interrupted"
+        try:
+            yield
+            outcome = ""
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self.write("waited", what=what, outcome=outcome)
+
+    def _beat(self) -> None:
+        last = told = time.monotonic()
+        while not self._may_end.wait(_TICK_S):
+            now = time.monotonic()
+            if now - last > _PAUSE_S:
+                self.write("paused", since=last, until=now)
+            if now - told > _ALIVE_S:
+                told = now
+                self.write("alive", max_rss_bytes=_max_rss_bytes(), **self.usage())
+            last = now
+
+
+def _max_rss_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,152 @@
+"""A TCP proxy between a client and a server, whose behaviour a test changes while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import Self
+from urllib.parse import urlsplit
+
+_PIECE_BYTES = 1 << 16
+
+
+@dataclass(slots=True)
+class Lane:
+    """What happens to bytes of one direction.
+
+    Attributes:
+        delay_s: every piece is held so long.
+        cut_after_bytes: so many more bytes pass, then the connection that carried them is reset;
+            None lets all pass. Cuts once.
+        is_silent: bytes are taken and never passed on; the connection stays open.
+        num_cuts: connections that were reset.
+    """
+
+    delay_s: float = 0.0
+    cut_after_bytes: int | None = None
+    is_silent: bool = False
+    num_cuts: int = 0
+
+
+class Proxy:
+    """Listens on a port of its own; a context manager.
+
+    Args:
+        target: "host:port" of the server, or its URL.
+
+    Attributes:
+        requests: from the client to the server.
+        replies: from the server to the client.
+    """
+
+    def __init__(self, target: str) -> None:
+        address = urlsplit(target if "//" in target else f"//{target}")
+        self._server = (address.hostname or "", address.port or 0)
+        self.requests = Lane()
+        self.replies = Lane()
+        self._lock = threading.Lock()
+        self._sockets: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._start(self._accept)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def address(self) -> str:
+        """Where clients connect, "host:port"."""
+        return f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    @property
+    def url(self) -> str:
+        """The same for a client of Redis."""
+        return f"redis://{self.address}/0"
+
+    def cut_next_reply(self, *, after_bytes: int = 0) -> None:
+        """Reset the connection whose reply comes next, after so many bytes of it.
+
+        The request has arrived by then: the server has done what it was asked.
+        """
+        with self._lock:
+            self.replies.cut_after_bytes = after_bytes
+
+    def cut_all(self) -> None:
+        """Reset every connection that is open now."""
+        with self._lock:
+            opened = list(self._sockets)
+        for each in opened:
+            _reset(each)
+
+    def close(self) -> None:
+        """Reset everything and wait for the threads."""
+        self._is_closed = True
+        _reset(self._listener)
+        self.cut_all()
+        for thread in self._threads:
+            thread.join(10)
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                server = socket.create_connection(self._server, timeout=5)
+                server.settimeout(None)
+            except OSError:
+                _reset(client)
+                continue
+            with self._lock:
+                self._sockets |= {client, server}
+            self._start(lambda c=client, s=server: self._pump(c, s, self.requests))
+            self._start(lambda c=client, s=server: self._pump(s, c, self.replies))
+
+    def _pump(self, source: socket.socket, sink: socket.socket, lane: Lane) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(_PIECE_BYTES):
+                if lane.delay_s:
+                    time.sleep(lane.delay_s)
+                if lane.is_silent:
+                    continue
+                passed, is_cut = self._take(lane, data)
+                sink.sendall(passed)
+                if is_cut:
+                    break
+        for each in (source, sink):
+            _reset(each)
+            with self._lock:
+                self._sockets.discard(each)
+
+    def _take(self, lane: Lane, data: bytes) -> tuple[bytes, bool]:
+        """What of these bytes passes, and whether the connection ends behind it."""
+        with self._lock:
+            if lane.cut_after_bytes is None:
+                return data, False
+            if lane.cut_after_bytes >= len(data):
+                lane.cut_after_bytes -= len(data)
+                return data, False
+            passed = data[: lane.cut_after_bytes]
+            lane.cut_after_bytes = None
+            lane.num_cuts += 1
+            return passed, True
+
+    def _start(self, work: object) -> None:
+        thread = threading.Thread(target=work, daemon=True)  # pyright: ignore[reportArgumentType]
+        self._threads = [old for old in self._threads if old.is_alive()]
+        self._threads.append(thread)
+        thread.start()
+
+
+def _reset(opened: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        opened.shutdown(socket.SHUT_RDWR)
+    opened.close()

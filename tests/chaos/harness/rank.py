@@ -1,0 +1,256 @@
+"""One rank of a trainer, without a model: it notes what it would have trained.
+
+Its weights are the list of what was trained into them, and a checkpoint is that list and the
+recovery token. All ranks meet behind every step, as an all-reduce makes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from harness.episodes import row_name
+from harness.log import ProcessLog
+from turnstream.batching.denominators import num_trained
+from turnstream.errors import TurnstreamError
+from turnstream.types import RecoveryToken, Rows
+from turnstream.worker import BatchStream
+from turnstream.worker.mini_batch import PulledMiniBatch
+from turnstream_server.failpoints import arm, reach
+from turnstream_server.jobs.orphans import end_when_stdin_closes
+
+MAX_PREFETCH_BYTES = 4 << 20
+_POLL_S = 0.005
+_SLACK_S = 3.0
+
+
+class PeerLostError(Exception):
+    """Another rank did not come to the end of the step."""
+
+
+def main() -> None:
+    """Train until the run ends or a step is reached; exits with 3 after an error that is typed."""
+    end_when_stdin_closes()
+    options = _parse()
+    arm(options.failpoint)
+    status = 0
+    with ProcessLog(options.log) as log:
+        try:
+            _train(options, log)
+        except (TurnstreamError, PeerLostError) as error:
+            log.write("refused", error=repr(error))
+            status = 3
+    sys.exit(status)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    for name in ("target", "run", "session"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--dp-rank", type=int, default=0)
+    parser.add_argument("--dp-world-size", type=int, default=1)
+    parser.add_argument("--from-step", type=int, default=-1)
+    parser.add_argument("--checkpoint-every", type=int, default=2)
+    parser.add_argument("--max-steps", type=int, default=0)
+    parser.add_argument("--update-s", type=float, default=0.0)
+    parser.add_argument("--timeout-s", type=float, default=20.0)
+    parser.add_argument("--failpoint", default="")
+    return parser.parse_args()
+
+
+def _train(options: argparse.Namespace, log: ProcessLog) -> None:
+    checkpoints = Checkpoints(options.folder)
+    token, weights = checkpoints.load(from_step=options.from_step)
+    with log.waiting("start", deadline_s=options.timeout_s + _SLACK_S):
+        stream = BatchStream(
+            options.target,
+            options.run,
+            options.dp_rank,
+            options.dp_world_size,
+            token,
+            session=options.session,
+            timeout_s=options.timeout_s,
+            max_prefetch_bytes=MAX_PREFETCH_BYTES,
+        )
+    with stream:
+        log.usage = lambda: {
+            "held_bytes": stream.statistics().queued_bytes,
+            "max_held_bytes": MAX_PREFETCH_BYTES,
+        }
+        _Rank(options, log, checkpoints, stream, weights).train(token)
+
+
+class _Rank:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        log: ProcessLog,
+        checkpoints: Checkpoints,
+        stream: BatchStream,
+        weights: list[str],
+    ) -> None:
+        self._options = options
+        self._log = log
+        self._checkpoints = checkpoints
+        self._stream = stream
+        self._weights = weights
+        self._who = {
+            "session": options.session,
+            "dp_rank": options.dp_rank,
+            "dp_world_size": options.dp_world_size,
+        }
+
+    def train(self, token: str | None) -> None:
+        """From the step after the token on."""
+        after_step = RecoveryToken.parse(token).step if token else 0
+        self._log.write("session", token=token, after_step=after_step, **self._who)
+        if self._options.dp_rank == 0:
+            self._announce(after_step)
+        while (mini_batch := self._next()) is not None:
+            self._log.write("received", **self._who, **describe(mini_batch))
+            time.sleep(self._options.update_s)
+            if mini_batch.is_last:
+                self._end_step(mini_batch)
+                if mini_batch.info.step == self._options.max_steps:
+                    break
+        self._log.write("done", weights=self._weights, **self._who)
+
+    def _next(self) -> PulledMiniBatch | None:
+        with self._log.waiting("mini_batch", deadline_s=self._options.timeout_s + _SLACK_S):
+            return next(self._stream, None)
+
+    def _end_step(self, mini_batch: PulledMiniBatch) -> None:
+        info = mini_batch.info
+        self._weights.append(info.manifest_hash)
+        with self._log.waiting("barrier", deadline_s=self._options.timeout_s + _SLACK_S):
+            self._meet(info.step)
+        if self._options.dp_rank:
+            return
+        self._log.write("updated", step=info.step, manifest=info.manifest_hash, **self._who)
+        reach("train.after_update")
+        with self._log.waiting("stepped", deadline_s=self._options.timeout_s + _SLACK_S):
+            token = self._stream.stepped()
+        self._log.write("stepped", step=info.step, token=str(token), **self._who)
+        reach("train.after_stepped")
+        self._announce(info.step)
+        if info.step % self._options.checkpoint_every == 0:
+            self._save(token)
+
+    def _meet(self, step: int) -> None:
+        """Wait until every rank of the session is here."""
+        folder = self._options.folder / "meetings" / self._options.session / str(step)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / str(self._options.dp_rank)).touch()
+        deadline = time.monotonic() + self._options.timeout_s
+        while len(list(folder.iterdir())) < self._options.dp_world_size:
+            if time.monotonic() > deadline:
+                raise PeerLostError(f"step {step}: a rank did not come")
+            time.sleep(_POLL_S)
+
+    def _announce(self, step: int) -> None:
+        version = self._stream.newest_version + 1
+        self._log.write("announcing", version=version, step=step, **self._who)
+        with self._log.waiting("announce", deadline_s=self._options.timeout_s + _SLACK_S):
+            self._stream.announce_version(version, step=step)
+        self._log.write("announced", version=version, step=step, **self._who)
+
+    def _save(self, token: RecoveryToken) -> None:
+        self._checkpoints.save(str(token), self._weights)
+        self._log.write("checkpoint", step=token.step, token=str(token), **self._who)
+        reach("checkpoint.before_committed")
+        with self._log.waiting("committed", deadline_s=self._options.timeout_s + _SLACK_S):
+            self._stream.committed(token)
+        self._log.write("committed", step=token.step, token=str(token), **self._who)
+        reach("checkpoint.after_committed")
+
+
+class Checkpoints:
+    """Two files each, the weights first: only with its token a checkpoint counts.
+
+    Args:
+        folder: of the trainer; all its sessions share it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def load(self, *, from_step: int = -1) -> tuple[str | None, list[str]]:
+        """Token and weights of the newest checkpoint, or of the one after `from_step`.
+
+        Step 0 is the beginning, whatever there is; below 0 is the newest checkpoint.
+        """
+        if from_step == 0:
+            return str(RecoveryToken(lineage="main", step=0, chain_hash="")), []
+        found = sorted(self._folder.glob("*.token"))
+        if from_step > 0:
+            found = [path for path in found if int(path.stem) == from_step]
+        if not found:
+            return None, []
+        weights = json.loads(found[-1].with_suffix(".weights").read_text())
+        return found[-1].read_text(), weights
+
+    def save(self, token: str, weights: list[str]) -> None:
+        """Write a checkpoint."""
+        path = self._folder / f"{RecoveryToken.parse(token).step:06}.weights"
+        _write(path, json.dumps(weights))
+        reach("checkpoint.after_weights")
+        _write(path.with_suffix(".token"), token)
+
+
+def _write(path: Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}")
+    with draft.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def describe(mini_batch: PulledMiniBatch) -> dict[str, Any]:
+    """What a rank remembers of a mini-batch."""
+    info = mini_batch.info
+    return {
+        "step": info.step,
+        "mini_batch": info.mini_batch,
+        "num_mini_batches": info.num_mini_batches,
+        "manifest": info.manifest_hash,
+        "content": mini_batch.content_hash,
+        "denominators": list(info.denominators),
+        "num_micro_batches": len(info.micro_batches),
+        "num_positions": len(mini_batch.rows),
+        "rows": _rows(mini_batch.rows),
+    }
+
+
+def _rows(rows: Rows) -> list[dict[str, Any]]:
+    """The real rows; an inert one is only counted."""
+    trained = num_trained(rows).tolist()
+    return [
+        {
+            "row": int(rows.row_id[b]),
+            "trajectory": rows.trajectory_id[b],
+            "sequence": int(rows.sequence_index[b]),
+            "name": row_name(
+                rows.input_ids[b].tolist(),
+                rows.loss_mask[b].tolist(),
+                prompt_length=int(rows.prompt_length[b]),
+            ),
+            "num_trained": trained[b],
+            "advantage": float(rows.advantage[b]),
+            "reward": float(rows.reward[b]),
+        }
+        for b in range(len(rows))
+        if not rows.is_padding[b]
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""A store, batchers, generators and ranks as processes, and the ways to hurt them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import signal
+import stat
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import redis
+
+from harness.checker import check
+from harness.history import History
+from turnstream.batching.config import BatchingConfig
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.store.runs import create_run
+from turnstream.testing import wait_until
+from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.ledger import LedgerCounts, read_ledger
+from turnstream_server.embedded import EmbeddedServer, free_port
+from turnstream_server.jobs.services import StartedBatcher, start_batcher, store_environment
+from turnstream_server.jobs.stack import Service, Stack
+
+LEASE_S = 1.0
+"""Of a planner: short, so that a test need not wait long for its successor."""
+
+CONFIG = BatchingConfig(
+    batch_groups=4,
+    mini_batch_groups=2,
+    estimator="rloo",
+    max_staleness=4,
+    max_planned_ahead=2,
+    max_tokens_per_micro_batch=64,
+)
+"""Small batches of two mini-batches, whose baselines anybody can recompute."""
+
+_FOLDER = Path(__file__).parents[1]
+
+
+class Rig:
+    """Everything of one run; a context manager that leaves no process behind.
+
+    Args:
+        folder: of logs, data, checkpoints and histories.
+        server: an embedded server that the caller starts and stops.
+        config: of the run.
+
+    Attributes:
+        run: its name.
+        store_url: what services and generators are told; a test may put a proxy there.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        server: EmbeddedServer,
+        *,
+        config: BatchingConfig = CONFIG,
+        run: str = "chaos",
+    ) -> None:
+        self.folder = folder
+        self.server = server
+        self.run = run
+        self.store_url = server.url
+        self._stacks: list[Stack] = []
+        self._services: list[Service] = []
+        self._numbers = itertools.count(1)
+        self._ports: dict[str, int] = {}
+        self.client: redis.Redis = connect(server.url)
+        create_run(self.client, run, config)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for service in self._services:
+            service.kill()
+        for stack in self._stacks:
+            stack.stop()
+        self.client.close()
+
+    # -- processes ---------------------------------------------------------------------------
+
+    def start_batcher(
+        self, name: str = "batcher", *, failpoint: str = "", lease_s: float = LEASE_S
+    ) -> StartedBatcher:
+        """A batcher that answers; the same name again listens at the same address."""
+        port = self._ports.setdefault(name, free_port())
+        stack = self._stack({"TURNSTREAM_FAILPOINT": failpoint, "TURNSTREAM_LEASE_S": str(lease_s)})
+        started = start_batcher(stack, name=name, listen=f"127.0.0.1:{port}")
+        self._services.append(started.service)
+        return started
+
+    def begin_batcher(self, name: str, *, failpoint: str) -> Service:
+        """A batcher that may die before it answers."""
+        port = self._ports.setdefault(name, free_port())
+        environment = {"TURNSTREAM_FAILPOINT": failpoint, "TURNSTREAM_LEASE_S": str(LEASE_S)}
+        service = self._stack(environment).start(name, ["batcher", "--listen", f"127.0.0.1:{port}"])
+        self._services.append(service)
+        return service
+
+    def address(self, name: str = "batcher") -> str:
+        """Where a batcher of this name listens, or will."""
+        return f"127.0.0.1:{self._ports.setdefault(name, free_port())}"
+
+    def start_generator(self, writer: str = "w", *, groups: int, **options: object) -> Service:
+        """A generator that publishes `groups` groups; see harness.generator for the options."""
+        arguments = {"url": self.store_url, "run": self.run, "writer": writer, "groups": groups}
+        return self._start(f"generator-{writer}", "harness.generator", {**arguments, **options})
+
+    def start_ranks(
+        self, dp_world_size: int = 1, *, target: str | None = None, **options: object
+    ) -> list[Service]:
+        """All ranks of a new trainer session; see harness.rank for the options."""
+        session = f"session-{next(self._numbers):03}"
+        arguments = {
+            "target": target or self.address(),
+            "run": self.run,
+            "session": session,
+            "folder": self.folder / "trainer",
+            "dp-world-size": dp_world_size,
+        }
+        return [
+            self._start(
+                f"{session}-rank-{dp_rank}",
+                "harness.rank",
+                {**arguments, "dp-rank": dp_rank, **options},
+            )
+            for dp_rank in range(dp_world_size)
+        ]
+
+    def _start(self, name: str, module: str, options: Mapping[str, object]) -> Service:
+        log = self.folder / "history" / f"{name}.jsonl"
+        command = [sys.executable, "-P", "-m", module, "--log", str(log)]
+        for option, value in options.items():
+            command += [f"--{option.replace('_', '-')}", str(value)]
+        service = self._stack({}).start_program(name, command)
+        self._services.append(service)
+        return service
+
+    def _stack(self, environment: Mapping[str, str]) -> Stack:
+        path = os.pathsep.join(filter(None, (str(_FOLDER), os.environ.get("PYTHONPATH"))))
+        common = {**store_environment(self.store_url), "PYTHONPATH": path}
+        self._stacks.append(Stack(self.folder, {**common, **environment}))
+        return self._stacks[-1]
+
+    # -- what there is to see ----------------------------------------------------------------
+
+    def history(self) -> History:
+        """Everything that generators and ranks have logged."""
+        return History.read(self.folder / "history")
+
+    def count(self, kind: str) -> int:
+        """How many lines of a kind were logged."""
+        return sum(1 for _ in self.history().of(kind))
+
+    def ledger(self) -> LedgerCounts:
+        """The ledger's counts, now."""
+        return read_ledger(self.client, self.run)
+
+    def counts(self) -> dict[str, int]:
+        """The same as the checker takes them, states without any left out."""
+        ledger = self.ledger()
+        states = {str(state): count for state, count in ledger.by_state.items() if count}
+        return {"accepted": ledger.accepted, **states}
+
+    def planned(self) -> int:
+        """The newest batch that has a manifest."""
+        return read_frontier(self.client, self.run).planned
+
+    def plan_hashes(self) -> dict[int, str]:
+        """Step -> the hash of its manifest, as the store has it."""
+        found: Any = self.client.hgetall(keys.run_keys(self.run).batches)
+        return {int(step): entry.decode().partition(":")[2] for step, entry in found.items()}
+
+    def wait(
+        self, predicate: Callable[[], object], describe: str, *, timeout_s: float = 30.0
+    ) -> None:
+        """Wait until something is so."""
+        wait_until(predicate, timeout_s=timeout_s, describe=describe)
+
+    def wait_for_lines(self, kind: str, count: int = 1, *, timeout_s: float = 30.0) -> None:
+        """Wait until so many lines of a kind were logged."""
+        self.wait(lambda: self.count(kind) >= count, f"{count} {kind!r}", timeout_s=timeout_s)
+
+    def join(self, services: Sequence[Service] | Service, *, timeout_s: float = 60.0) -> None:
+        """Wait until processes have ended well."""
+        for service in [services] if isinstance(services, Service) else services:
+            service.wait(timeout_s)
+            service.check()
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def drain(self, dp_world_size: int = 1, **options: object) -> None:
+        """Close the run, train what is left, and prove the invariants."""
+        names = keys.run_keys(self.run)
+        close = self.client.hget(names.frontier, "closed")
+        if close != b"1":
+            self.close_run()
+        self.join(self.start_ranks(dp_world_size, **{"checkpoint_every": 1, **options}))
+        self.check(is_drained=True)
+
+    def close_run(self) -> None:
+        """Take no new group."""
+        from turnstream.store.runs import close_run
+
+        close_run(self.client, self.run)
+
+    def check(self, *, is_drained: bool = False) -> None:
+        """Prove the invariants from the logs and one reading of the ledger."""
+        ledger = self.ledger()
+        ledger.check()
+        check(self.history(), counts=self.counts(), is_drained=is_drained)
+
+
+@contextlib.contextmanager
+def asleep(pid: int) -> Iterator[None]:
+    """The process sleeps for as long as the block lasts."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def is_asleep(pid: int) -> bool:
+    """Whether the process was stopped by a signal."""
+    text = Path(f"/proc/{pid}/stat").read_text()
+    return text.rpartition(")")[2].split()[0] == "T"
+
+
+def server_with(
+    folder: Path, binary: Path, *, arguments: Sequence[str] = (), environment: str = ""
+) -> Path:
+    """A program that is the server with other arguments or variables, for `EmbeddedServer`."""
+    path = folder / f"server-{len(list(folder.glob('server-*')))}"
+    words = " ".join(arguments)
+    path.write_text(f'#!/bin/sh\n{environment} exec "{binary}" "$@" {words}\n')
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def config(**fields: Any) -> BatchingConfig:
+    """The usual configuration, but for these fields."""
+    return dataclasses.replace(CONFIG, **fields)

@@ -1,0 +1,336 @@
+"""The checker itself: it accepts a right history, and every invariant fails where it is broken."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from harness.checker import CHECKS, HistoryError, check
+from harness.episodes import episode
+from harness.history import History, Line
+
+Lines = list[Line]
+Corrupt = Callable[[Lines], Lines]
+
+WRITER = "w"
+NUM_STEPS = 4
+COUNTS = {"accepted": 16, "committed": 16}
+
+
+class Writing:
+    """Lines in order, one tick apart."""
+
+    def __init__(self) -> None:
+        self.lines: Lines = []
+        self._clock = itertools.count()
+
+    def add(self, process: str, kind: str, **facts: Any) -> None:
+        """Append one."""
+        self.lines.append(Line(process, kind, float(next(self._clock)) / 1000, facts))
+
+
+def right_history() -> Lines:
+    """Two trainers of two ranks: the second begins behind step 2 of the three that the first took.
+
+    Every step has two groups of two, each group a mini-batch of its own.
+    """
+    writing = Writing()
+    for group in range(2 * NUM_STEPS):
+        write_group(writing, f"g{group}")
+    write_session(writing, "first", after_step=0, steps=[1, 2, 3], commits=[2])
+    write_session(writing, "second", after_step=2, steps=[3, 4], commits=[4])
+    return writing.lines
+
+
+def write_group(writing: Writing, group: str) -> None:
+    writing.add("generator", "opening", group=group, num_samples=2)
+    writing.add("generator", "waiting", what="admission", deadline_s=1.0)
+    writing.add("generator", "waited", what="admission", outcome="")
+    writing.add("generator", "opened", group=group, num_samples=2)
+    for sample in range(2):
+        name = f"{group}/{sample}/0"
+        said = episode(name, writer=WRITER)
+        writing.add(
+            "generator",
+            "sealing",
+            trajectory=name,
+            writer=WRITER,
+            reward=said.reward,
+            rows=list(said.rows),
+            num_trained=list(said.num_trained),
+        )
+        writing.add("generator", "sealed", trajectory=name)
+    writing.add("generator", "alive", max_rss_bytes=1000, held_bytes=5, max_held_bytes=10)
+
+
+def write_session(
+    writing: Writing, session: str, *, after_step: int, steps: list[int], commits: list[int]
+) -> None:
+    whose = [{"session": session, "dp_rank": rank, "dp_world_size": 2} for rank in range(2)]
+    names = [f"{session}-{rank}" for rank in range(2)]
+    for name, who in zip(names, whose, strict=True):
+        writing.add(name, "session", token=None, after_step=after_step, **who)
+    version = {"first": 0, "second": 10}[session]
+    for step in steps:
+        for mini_batch in range(2):
+            for rank, (name, who) in enumerate(zip(names, whose, strict=True)):
+                writing.add(name, "received", **who, **share(step, mini_batch, rank))
+        manifest = f"m{step}"
+        writing.add(names[0], "updated", step=step, manifest=manifest, **whose[0])
+        for kind in ("stepped", *["committed"] * (step in commits)):
+            if kind == "committed":
+                writing.add(names[0], "checkpoint", step=step, token="", **whose[0])
+            writing.add(names[0], "waiting", what=kind, deadline_s=1.0)
+            writing.add(names[0], "waited", what=kind, outcome="")
+            writing.add(names[0], kind, step=step, token="", **whose[0])
+        writing.add(names[0], "announced", version=version + step, step=step, **whose[0])
+    weights = [f"m{step}" for step in range(1, steps[-1] + 1)]
+    writing.add(names[0], "done", weights=weights, **whose[0])
+
+
+def share(step: int, mini_batch: int, dp_rank: int) -> dict[str, Any]:
+    """What a rank gets: of a group's two trajectories, the one with its number."""
+    group = f"g{2 * (step - 1) + mini_batch}"
+    rows = rows_of(group)
+    mine = [row for row in rows if row["trajectory"] == f"{group}/{dp_rank}/0"]
+    trained = sum(row["num_trained"] for row in rows)
+    return {
+        "step": step,
+        "mini_batch": mini_batch,
+        "num_mini_batches": 2,
+        "manifest": f"m{step}",
+        "content": f"c{step}-{mini_batch}-{dp_rank}",
+        "denominators": [trained, len(rows), 2, 1, float(len(rows)), 0],
+        "num_micro_batches": 1,
+        "num_positions": 3,
+        "rows": mine,
+    }
+
+
+def rows_of(group: str) -> list[dict[str, Any]]:
+    said = [episode(f"{group}/{sample}/0", writer=WRITER) for sample in range(2)]
+    rows: list[dict[str, Any]] = []
+    for sample, each in enumerate(said):
+        for sequence, name in enumerate(each.rows):
+            rows.append(
+                {
+                    "row": 100 * int(group[1:]) + len(rows),
+                    "trajectory": f"{group}/{sample}/0",
+                    "sequence": sequence,
+                    "name": name,
+                    "num_trained": each.num_trained[sequence],
+                    "reward": each.reward,
+                    "advantage": each.reward - said[1 - sample].reward,
+                }
+            )
+    return rows
+
+
+def change(lines: Lines, kind: str, position: int = 0, **facts: Any) -> Lines:
+    """The lines with other facts in one line of a kind."""
+    chosen = [line for line in lines if line.kind == kind][position]
+    return [line.but(**facts) if line is chosen else line for line in lines]
+
+
+def without(lines: Lines, kind: str, position: int = 0) -> Lines:
+    """The lines without one of a kind."""
+    chosen = [line for line in lines if line.kind == kind][position]
+    return [line for line in lines if line is not chosen]
+
+
+def every_share(lines: Lines, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> Lines:
+    """The lines with the facts of every received share edited."""
+    return [line.but(**edit(line.facts)) if line.kind == "received" else line for line in lines]
+
+
+def edit_row(lines: Lines, position: int = 0, **facts: Any) -> Lines:
+    """The lines with other facts in the first row of a received share."""
+    share = [line for line in lines if line.kind == "received"][position]
+    first, *others = share["rows"]
+    return change(lines, "received", position, rows=[{**first, **facts}, *others])
+
+
+def a_batch_that_comes_twice(lines: Lines) -> Lines:
+    def repeat(facts: dict[str, Any]) -> dict[str, Any]:
+        same = share(1, facts["mini_batch"], facts["dp_rank"])
+        return {"rows": same["rows"]} if facts["step"] == 4 else {}
+
+    return every_share(lines, repeat)
+
+
+def a_skipped_step(lines: Lines) -> Lines:
+    return [line for line in lines if line.facts.get("step") != 2]
+
+
+def a_row_twice_on_one_rank(lines: Lines) -> Lines:
+    rows = next(line for line in lines if line.kind == "received")["rows"]
+    return change(lines, "received", rows=[*rows, rows[0]])
+
+
+def a_step_with_other_rows_after_the_restart(lines: Lines) -> Lines:
+    return edit_row(lines, 12, num_trained=99)  # step 3 of the second session
+
+
+def a_share_with_another_content_after_the_restart(lines: Lines) -> Lines:
+    return change(lines, "received", 12, content="other")
+
+
+def a_group_over_two_mini_batches(lines: Lines) -> Lines:
+    def swap(facts: dict[str, Any]) -> dict[str, Any]:
+        if facts["step"] != 1 or facts["dp_rank"] != 1:
+            return {}
+        return {"rows": share(1, 1 - facts["mini_batch"], 1)["rows"]}
+
+    return every_share(lines, swap)
+
+
+def a_group_without_a_member(lines: Lines) -> Lines:
+    return change(lines, "received", 1, rows=[])
+
+
+def ranks_that_share_a_row(lines: Lines) -> Lines:
+    first = next(line for line in lines if line.kind == "received")
+    second = [line for line in lines if line.kind == "received"][1]
+    return change(lines, "received", 1, rows=[*second["rows"], first["rows"][0]])
+
+
+def a_rank_that_never_came(lines: Lines) -> Lines:
+    return [
+        line
+        for line in lines
+        if not (line.kind == "received" and line["dp_rank"] == 1 and line["step"] == 4)
+    ]
+
+
+def a_wait_that_lasts(lines: Lines) -> Lines:
+    late = next(line.at for line in lines if line.kind == "waited")
+    return [replace(line, at=line.at + 60 * (line.at >= late)) for line in lines]
+
+
+def a_wait_without_end_in_a_process_that_lives(lines: Lines) -> Lines:
+    kept = [
+        line for line in lines if line.process != "first-0" or line.kind not in ("waited", "done")
+    ]
+    waiting = [line for line in kept if line.process == "first-0" and line.kind == "waiting"][-1]
+    kept = [line for line in kept if line.process != "first-0" or line.at <= waiting.at]
+    alive = {"max_rss_bytes": 1, "held_bytes": 0, "max_held_bytes": 0}
+    return [*kept, Line("first-0", "alive", waiting.at + 60, alive)]
+
+
+def a_token_nobody_wrote(lines: Lines) -> Lines:
+    def rename(facts: dict[str, Any]) -> dict[str, Any]:
+        if facts["step"] != 1:
+            return {}
+        return {"rows": [{**row, "name": "other"} for row in facts["rows"]]}
+
+    return every_share(lines, rename)
+
+
+def a_lost_group(lines: Lines) -> Lines:
+    writing = Writing()
+    write_group(writing, "g99")
+    return [*lines, *writing.lines]
+
+
+def an_old_trainer_that_is_still_heard(lines: Lines) -> Lines:
+    last = lines[-1].at
+    step = {"step": 4, "token": "", "session": "first", "dp_rank": 0, "dp_world_size": 2}
+    return [
+        *lines,
+        Line("first-0", "waiting", last + 1, {"what": "stepped", "deadline_s": 1.0}),
+        Line("first-0", "waited", last + 1.1, {"what": "stepped", "outcome": ""}),
+        Line("first-0", "stepped", last + 1.2, step),
+    ]
+
+
+CORRUPTIONS: list[tuple[str, Corrupt]] = [
+    ("trained_once", a_batch_that_comes_twice),
+    ("trained_once", a_row_twice_on_one_rank),
+    ("weights_hold_each_step_once", lambda ls: change(ls, "done", 1, weights=["m1", "m1"])),
+    ("surviving_steps_follow_one_another", a_skipped_step),
+    ("restarts_return_what_followed", a_skipped_step),
+    ("restarts_return_what_followed", a_step_with_other_rows_after_the_restart),
+    ("restarts_return_what_followed", a_share_with_another_content_after_the_restart),
+    ("restarts_return_what_followed", lambda ls: without(ls, "received", 0)),
+    ("restarts_return_what_followed", lambda ls: without(ls, "received", 5)),
+    ("groups_stay_whole", a_group_over_two_mini_batches),
+    ("groups_stay_whole", a_group_without_a_member),
+    ("groups_stay_whole", lambda ls: edit_row(ls, advantage=0.123)),
+    ("groups_stay_whole", lambda ls: without(ls, "opening")),
+    ("ranks_share_one_manifest", ranks_that_share_a_row),
+    ("ranks_share_one_manifest", lambda ls: edit_row(ls, row=50)),
+    ("ranks_share_one_manifest", a_rank_that_never_came),
+    ("ranks_share_one_manifest", lambda ls: change(ls, "received", manifest="m9")),
+    ("ranks_share_one_manifest", lambda ls: change(ls, "received", num_micro_batches=2)),
+    ("denominators_are_of_the_rows", lambda ls: edit_row(ls, num_trained=99)),
+    ("denominators_are_of_the_rows", lambda ls: change(ls, "received", denominators=[1] * 6)),
+    ("waits_end", a_wait_that_lasts),
+    ("waits_end", a_wait_without_end_in_a_process_that_lives),
+    ("waits_end", lambda ls: without(ls, "waited")),
+    ("bounds_hold", lambda ls: change(ls, "alive", held_bytes=11)),
+    ("bounds_hold", lambda ls: change(ls, "alive", max_rss_bytes=1 << 40)),
+    ("rows_are_what_was_said", a_token_nobody_wrote),
+    ("rows_are_what_was_said", lambda ls: without(ls, "sealing")),
+    ("versions_are_never_reused", lambda ls: change(ls, "announced", 3, version=2)),
+    ("stale_sessions_are_refused", an_old_trainer_that_is_still_heard),
+    ("nothing_is_lost", a_lost_group),
+]
+
+
+def test_a_right_history_has_no_contradiction() -> None:
+    check(History(right_history()), counts=COUNTS, is_drained=True)
+
+
+def _name(value: object) -> str | None:
+    return value if isinstance(value, str) else getattr(value, "__name__", None)
+
+
+@pytest.mark.parametrize(("invariant", "corrupt"), CORRUPTIONS, ids=_name)
+def test_a_wrong_history_contradicts_the_invariant(invariant: str, corrupt: Corrupt) -> None:
+    history = History(corrupt(right_history()))
+
+    with pytest.raises(HistoryError, match=rf"(?m)^  {invariant}: ") as caught:
+        check(history, is_drained=True)
+
+    assert re.search(r"\d+ contradictions", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"accepted": 17, "committed": 16},  # one is nowhere
+        {"accepted": 15, "committed": 15},  # an opened one was forgotten
+        {"accepted": 17, "committed": 17},  # one that nobody opened
+        {"accepted": 16, "committed": 12, "open": 4},  # sealed ones are open again
+        {"accepted": 16, "committed": 12, "stepped": 4},  # committed ones are no longer so
+        {"accepted": 16, "committed": 12, "planned": 4},
+    ],
+)
+def test_a_ledger_that_the_history_contradicts_is_found(counts: dict[str, int]) -> None:
+    with pytest.raises(HistoryError, match="ledger_adds_up"):
+        check(History(right_history()), counts=counts)
+
+
+def test_every_invariant_is_broken_above() -> None:
+    broken = {invariant for invariant, _ in CORRUPTIONS}
+
+    assert {each.__name__ for each in CHECKS} | {"bounds_hold", "nothing_is_lost"} == broken
+
+
+def test_a_sleep_of_the_process_is_no_late_answer() -> None:
+    lines = a_wait_that_lasts(right_history())
+    last = lines[-1].at
+    slept = Line("generator", "paused", last, {"since": 0.1, "until": 59.9})
+
+    check(History([*lines, slept]), counts=COUNTS, is_drained=True)
+
+
+def test_what_was_rolled_back_does_not_survive() -> None:
+    history = History(right_history())
+
+    assert history.surviving == {1: "first", 2: "first", 3: "second", 4: "second"}

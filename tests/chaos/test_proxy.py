@@ -1,0 +1,96 @@
+"""The proxy does to real connections what it says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
+
+from harness.proxy import Proxy
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture
+def embedded() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer() as server:
+        yield server
+
+
+@pytest.fixture
+def proxy(embedded: EmbeddedServer) -> Iterator[Proxy]:
+    with Proxy(embedded.url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def through(proxy: Proxy) -> Iterator[redis.Redis]:
+    retry = Retry(NoBackoff(), 0)
+    with redis.Redis.from_url(proxy.url, retry=retry, socket_timeout=0.3) as client:
+        yield client
+
+
+def test_bytes_pass(through: redis.Redis) -> None:
+    through.set("key", b"x" * 1_000_000)
+
+    assert through.get("key") == b"x" * 1_000_000
+
+
+def test_a_reply_is_cut_after_the_request_has_arrived(
+    proxy: Proxy, through: redis.Redis, embedded: EmbeddedServer
+) -> None:
+    through.ping()
+    proxy.cut_next_reply()
+
+    with pytest.raises(RedisConnectionError):
+        through.incr("counter")
+
+    assert proxy.replies.num_cuts == 1
+    assert through.get("counter") == b"1"
+
+
+def test_a_reply_is_cut_in_its_middle(proxy: Proxy, through: redis.Redis) -> None:
+    through.set("key", b"x" * 1000)
+    proxy.cut_next_reply(after_bytes=500)
+
+    with pytest.raises(RedisConnectionError):
+        through.get("key")
+
+    assert through.get("key") == b"x" * 1000
+
+
+def test_a_direction_that_is_silent_takes_and_never_answers(
+    proxy: Proxy, through: redis.Redis, embedded: EmbeddedServer
+) -> None:
+    through.ping()
+    proxy.replies.is_silent = True
+
+    with pytest.raises(RedisTimeoutError):
+        through.incr("counter")
+
+    proxy.replies.is_silent = False
+    assert through.get("counter") == b"1"
+
+
+def test_a_direction_can_be_slow(proxy: Proxy, through: redis.Redis) -> None:
+    through.ping()
+    proxy.replies.delay_s = 0.1
+    started_s = time.monotonic()
+
+    through.ping()
+
+    assert time.monotonic() - started_s >= 0.1
+
+
+def test_all_connections_are_reset_at_once(proxy: Proxy, through: redis.Redis) -> None:
+    before = through.client_id()
+    proxy.cut_all()
+
+    assert through.client_id() != before
