@@ -20,12 +20,12 @@ from turnstream.batching.plan import Manifest
 from turnstream.batching.planning import num_groups_to_plan, plan_batch
 from turnstream.batching.readiness import GroupDropped, ReadyGroup, RunFold
 from turnstream.batching.report import plan_report
-from turnstream.errors import ConflictError
-from turnstream.records.events import decode_event
+from turnstream.errors import ConflictError, CorruptRecordError
+from turnstream.records.events import decode_event, key_of_seal
 from turnstream.types import TrajectoryDied, TrajectoryState
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.listener import PAGE_EVENTS, RunListener
-from turnstream_server.batcher.payload import DamagedPayloadError
+from turnstream_server.batcher.payload import Damage, DamagedPayloadError
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.shares import PlannedBatch
 from turnstream_server.bus.groups import settle_groups
@@ -85,6 +85,7 @@ class Leader:
         self._before_write = before_write
         self._fold = RunFold(config)
         self._listener = RunListener(client, view.run, after_step=0)
+        self._unreadable: list[Damage] = []
         self._next_step = 1
         self._previous_hash = ""
         self._next_row_id = 0
@@ -165,7 +166,12 @@ class Leader:
 
     def _apply(self, event_id: str, record: bytes) -> list[GroupDropped]:
         """Fold an event in; gives what the ledger must be told, each group at most once."""
-        drops = self._fold.apply(event_id, decode_event(record))
+        try:
+            event = decode_event(record)
+        except CorruptRecordError as error:
+            self._note_unreadable(event_id, record, error)
+            return []
+        drops = self._fold.apply(event_id, event)
         if not drops:
             return drops
         last = drops[-1]
@@ -175,9 +181,22 @@ class Leader:
         keys = tuple(key for drop in drops for key in drop.keys)
         return [dataclasses.replace(last, keys=keys)]
 
+    def _note_unreadable(self, event_id: str, record: bytes, error: CorruptRecordError) -> None:
+        """Pass over an event that nobody can read; a trajectory that it names is set aside.
+
+        The run must go on: an event that stopped the planner would stop each of its successors.
+        """
+        logger.error("event %s of run %s is damaged: %s", event_id, self._view.run, error)
+        key = key_of_seal(record)
+        if key is not None:
+            self._unreadable.append(Damage(key, str(error)))
+
     async def _settle(self, dropped: list[GroupDropped]) -> None:
         for group in dropped:
             logger.info("group %s is %s: %s", group.group_id, group.state, group.reason)
+        if self._unreadable:
+            await self._set_aside(tuple(self._unreadable))
+            self._unreadable.clear()
         if dropped:
             reach("settle.before")
         try:
@@ -212,7 +231,8 @@ class Leader:
         try:
             await self._assembler.check(batch)
         except DamagedPayloadError as error:
-            await self._set_aside(error)
+            logger.warning("run %s: %s", self._view.run, error)
+            await self._set_aside(error.damages)
             return False
         self._prepare(batch)
         await self._before_write(manifest)
@@ -262,9 +282,8 @@ class Leader:
         if frontier.session_epoch and frontier.dp_world_size == 1:
             self._assembler.prepare(batch, mini_batch=0, dp_rank=0, dp_world_size=1)
 
-    async def _set_aside(self, error: DamagedPayloadError) -> None:
-        logger.warning("run %s: %s", self._view.run, error)
-        for key, reason in error.damages:
+    async def _set_aside(self, damages: Iterable[Damage]) -> None:
+        for key, reason in damages:
             died = TrajectoryDied(key=key, reason=reason)
             reach("mark_dead.before")
             await mark_dead(self._client, self._view.run, died, leader_epoch=self._epoch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 from redis import exceptions as redis_errors
 
 from turnstream.batching.plan import TrajectoryPlan
@@ -112,11 +113,22 @@ def _decode(records: Sequence[bytes], *, plan: TrajectoryPlan) -> list[StoredTur
     found = tuple([turn.payload_crc for turn in turns])
     if found != plan.payload_crcs:
         raise CorruptRecordError(_difference(found, plan.payload_crcs))
+    for turn in turns:
+        _check_values(turn)
     if plan.has_logprobs:
         for turn in turns:
             if turn.logprobs is None and turn.shape.num_trained_tokens:
                 raise CorruptRecordError(f"turn {turn.index} lacks the logprobs that were sealed")
     return turns
+
+
+def _check_values(turn: StoredTurn) -> None:
+    """Refuse numbers that would poison the gradient of a whole batch; the SDK lets none through."""
+    for name, values in (("logprobs", turn.logprobs), ("rewards", turn.rewards)):
+        if values is not None and not np.isfinite(values).all():
+            raise CorruptRecordError(f"turn {turn.index} has {name} that are not finite")
+    if turn.token_ids.min(initial=0) < 0:
+        raise CorruptRecordError(f"turn {turn.index} has the token id {turn.token_ids.min()}")
 
 
 def _difference(found: Sequence[int], sealed: Sequence[int]) -> str:

@@ -18,6 +18,7 @@ from turnstream.types import (
     SealedTrajectory,
     TrajectoryAbandoned,
     TrajectoryDied,
+    TrajectoryKey,
     TurnShape,
     VersionAnnounced,
 )
@@ -52,6 +53,17 @@ def decode_event(record: bytes) -> Event:
     if name is None:
         raise RecordError("an event of a kind that this release does not know")
     return _DECODERS[name](getattr(message, name))
+
+
+def key_of_seal(record: bytes) -> TrajectoryKey | None:
+    """The trajectory of a seal that contradicts itself; None of any other record."""
+    try:
+        message = wire.Event.FromString(read_header(record, kind=EVENT))
+    except (DecodeError, RecordError):
+        return None
+    if message.WhichOneof("event") != "trajectory_sealed":
+        return None
+    return decode_key(message.trajectory_sealed)
 
 
 def _encode_group_opened(event: GroupOpened) -> wire.Event:
