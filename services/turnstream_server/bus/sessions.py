@@ -68,6 +68,7 @@ async def start_session(
     Raises:
         StoreBehindError: this store does not have the batch that the token names.
         ConflictError: no token, but batches are committed; or the session began otherwise.
+        FencedError: the session has begun before, and another one since.
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
@@ -78,7 +79,11 @@ async def start_session(
     names = keys.run_keys(run)
     step, chain_hash = ("", "") if token is None else (token.step, token.chain_hash)
     command = _START(
-        (names.frontier, names.batches, names.wake), session, dp_world_size, step, chain_hash
+        (names.frontier, names.batches, names.wake, names.sessions),
+        session,
+        dp_world_size,
+        step,
+        chain_hash,
     )
     epoch, next_step, lineage, stepped, committed = await run_command_async(client, command)
     return TrainerSession(

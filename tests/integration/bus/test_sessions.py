@@ -207,6 +207,18 @@ async def test_a_session_name_cannot_be_used_for_a_second_start(run: Any) -> Non
     assert await frontier(run) == (1, 1, 0)
 
 
+async def test_a_session_that_was_replaced_cannot_begin_again(run: Any) -> None:
+    # A rank of the old trainer that asked late fenced the new trainer, which had begun meanwhile.
+    await run.plan_steps(1)
+    await run.start("old")
+    new = await run.start("new")
+
+    with pytest.raises(FencedError, match="session 1 is over, 2 has begun"):
+        await run.start("old")
+
+    await run.step(new, 1)
+
+
 async def test_what_was_stepped_and_not_committed_comes_back_after_a_restart(run: Any) -> None:
     await run.plan_steps(3)
     session = await run.start("first")

@@ -10,12 +10,14 @@
 --                             session_token, dp_world_size, lineage
 --   KEYS[2] batches   hash    read: step -> "<trajectories planned up to it>:<manifest hash>"
 --   KEYS[3] wake      stream  added, so that calls of the session before find out
+--   KEYS[4] sessions  hash    session name -> its epoch; added
 -- Arguments:
 --   ARGV[1] session name     ARGV[2] dp_world_size
 --   ARGV[3] token's step, "" without a token    ARGV[4] token's manifest hash
 -- Reply: {session epoch; next step; lineage; stepped before; committed before}
 -- Errors:
 --   NORUN     no such run
+--   FENCED    the session has begun before, and another one since
 --   BEHIND    this store does not have the batch that the token names
 --   CONFLICT  no token, but batches are committed; or the session began otherwise, or has stepped
 
@@ -39,6 +41,13 @@ if session == ARGV[1] and session ~= '' then
       .. ' already; every start of a trainer needs a session name of its own')
   end
   return {tonumber(epoch), stepped + 1, lineage, stepped, committed}
+end
+
+-- A rank that was killed may have asked before, and be heard only now.
+local over = redis.call('HGET', KEYS[4], ARGV[1])
+if over then
+  return redis.error_reply('FENCED trainer session ' .. over .. ' is over, ' .. epoch
+    .. ' has begun')
 end
 
 -- 1. Is the token ours?
@@ -69,5 +78,6 @@ if step ~= stepped then
 end
 redis.call('HSET', KEYS[1], 'stepped', step, 'committed', step, 'session_epoch', epoch + 1,
   'session', ARGV[1], 'session_token', token, 'dp_world_size', ARGV[2], 'lineage', lineage)
+redis.call('HSET', KEYS[4], ARGV[1], epoch + 1)
 redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', 'w', '')
 return {epoch + 1, step + 1, lineage, stepped, committed}

@@ -18,6 +18,7 @@ observers  hash    name -> `<newest step seen>:<expires_ms>:<expiry in ms>`
 leader     hash    epoch, owner, expires_ms, lease_ms
 config     hash    revision -> JSON of the batching config; `newest` -> the newest revision
 leases     zset    id of every open trajectory -> when its writer's lease ends, ms of server time
+sessions   hash    name of every trainer session that ever began -> its epoch
 =========  ======  ==========================================================================
 
 A ledger value is `open:<epoch>:<writer>`, `sealed:<epoch>`, `planned:<step>` or
@@ -61,6 +62,7 @@ _RUN_TYPES = {
     "leader": "hash",
     "config": "hash",
     "leases": "zset",
+    "sessions": "hash",
 }
 _TRAJECTORY_TYPES = {"turns": "stream", "meta": "hash"}
 _KEY = re.compile(r"ts:\{([^{}/]+)(/[^{}/]+/\d+/\d+)?\}:([a-z]+)")
@@ -82,6 +84,7 @@ class RunKeys(NamedTuple):
     leader: str
     config: str
     leases: str
+    sessions: str
 
 
 class TrajectoryKeys(NamedTuple):
