@@ -4,8 +4,11 @@
 PYTHON ?= python3
 # A build with CUDA comes from the package index; name another version or a wheel here.
 TORCH ?= torch==2.13.0
-# `make demo JSON=FILE` also writes the summary there.
+# `make demo JSON=FILE` and `make chaos JSON=FILE` also write their summary there.
 JSON ?=
+# Of `make chaos`: how long, and which faults; a seed that failed fails again.
+SECONDS ?= 1800
+SEED ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +19,7 @@ PYPROJECTS := pyproject.toml clients/python/pyproject.toml
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check bench mutate proto
+.PHONY: help setup demo test check bench mutate chaos proto
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -43,6 +46,10 @@ bench: $(STAMP) ## measure the whole path, the batching core and durability, bes
 
 mutate: $(STAMP) ## break the guards of the core and the losses one by one; each must fail a test
 	$(BIN)/python tools/mutate.py
+
+chaos: $(STAMP) ## random faults over a running stack; SECONDS=1800 SEED= JSON=FILE
+	PYTHONPATH=tests/chaos $(BIN)/python -m harness.soak --seconds $(SECONDS) \
+	  $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json "$(JSON)")
 
 proto: $(PROTO_STAMP) ## compile proto/ with the pinned compiler
 	$(PROTO_VENV)/bin/python tools/generate_wire.py

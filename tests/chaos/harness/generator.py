@@ -36,6 +36,8 @@ def main() -> None:
             if not generator.play(f"{options.writer}-{number}"):
                 break
             threading.Event().wait(options.pause_s)
+        publisher.flush()
+        log.write("done", **_usage(publisher))
 
 
 def _parse() -> argparse.Namespace:

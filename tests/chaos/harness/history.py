@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -60,13 +60,20 @@ class Session:
 
 
 class History:
-    """Lines of any processes, each process's own in order."""
+    """Lines of any processes, each process's own in order.
 
-    def __init__(self, lines: Iterable[Line]) -> None:
+    Args:
+        lines: in any order.
+        excused: trajectories that need not be trained though they were acknowledged, because a
+            test has damaged them or the run's policy drops them.
+    """
+
+    def __init__(self, lines: Iterable[Line], *, excused: Collection[str] = ()) -> None:
         self.lines = tuple(sorted(lines, key=lambda line: line.at))
+        self.excused = frozenset(excused)
 
     @classmethod
-    def read(cls, folder: Path) -> History:
+    def read(cls, folder: Path, *, excused: Collection[str] = ()) -> History:
         """All logs of a folder. A last line that a kill has cut short was not written."""
         lines: list[Line] = []
         for path in sorted(folder.glob("*.jsonl")):
@@ -74,7 +81,7 @@ class History:
             for text in whole.splitlines():
                 facts = json.loads(text)
                 lines.append(Line(path.stem, facts.pop("kind"), facts.pop("at"), facts))
-        return cls(lines)
+        return cls(lines, excused=excused)
 
     def of(self, *kinds: str) -> Iterator[Line]:
         """The lines of these kinds, in order of time."""
@@ -101,9 +108,18 @@ class History:
         """Group -> number of members that it was opened with."""
         return {line["group"]: line["num_samples"] for line in self.of("opening")}
 
-    def acknowledged(self, kind: str) -> set[str]:
-        """The trajectories of which a generator was told so: `sealed` or `appended`."""
-        return {line["trajectory"] for line in self.of(kind)}
+    @cached_property
+    def acknowledged(self) -> set[str]:
+        """The trajectories of which a generator was told that the run knows their seal."""
+        return {line["trajectory"] for line in self.of("sealed")}
+
+    @cached_property
+    def acknowledged_by_group(self) -> dict[str, set[str]]:
+        """The same, by group."""
+        found: dict[str, set[str]] = {}
+        for trajectory in self.acknowledged:
+            found.setdefault(trajectory.split("/")[0], set()).add(trajectory)
+        return found
 
     @cached_property
     def received(self) -> dict[MiniBatchName, list[Line]]:
@@ -142,12 +158,23 @@ class History:
         trained beyond c before::
 
             first trains 1 2 3, second begins after 2 and trains 3 4   ->   1 2 first, 3 4 second
+
+        A checkpoint of an abandoned branch is one to begin with, too; it knows its own steps.
         """
-        steps: dict[int, str] = {}
-        for session in self.sessions:
-            steps = {step: by for step, by in steps.items() if step <= session.after_step}
-            steps |= dict.fromkeys(session.updated, session.name)
-        return steps
+        steps: dict[str, dict[int, str]] = {"": {}}
+        saved: dict[str, dict[int, str]] = {}
+        newest = ""
+        for line in self.of("session", "updated", "checkpoint"):
+            name, begins = line["session"], line["session"] not in steps
+            if begins:
+                before = saved.get(line["token"] or "", steps[newest])
+                steps[name] = {s: by for s, by in before.items() if s <= line["after_step"]}
+                newest = name
+            if line.kind == "updated":
+                steps[name][line["step"]] = name
+            elif line.kind == "checkpoint":
+                saved[line["token"]] = dict(steps[name])
+        return steps[newest]
 
     def rows(self, *, session: str, step: int) -> list[dict[str, Any]]:
         """Every real row of a step as the ranks of a session got it."""

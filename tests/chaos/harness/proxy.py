@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 from urllib.parse import urlsplit
 
@@ -23,12 +23,15 @@ class Lane:
             None lets all pass. Cuts once.
         is_silent: bytes are taken and never passed on; the connection stays open.
         num_cuts: connections that were reset.
+        is_recorded: bytes that pass are also kept, in `recorded`, by connection.
     """
 
     delay_s: float = 0.0
     cut_after_bytes: int | None = None
     is_silent: bool = False
     num_cuts: int = 0
+    is_recorded: bool = False
+    recorded: list[bytearray] = field(default_factory=list[bytearray])
 
 
 class Proxy:
@@ -111,8 +114,12 @@ class Proxy:
             self._start(lambda c=client, s=server: self._pump(s, c, self.replies))
 
     def _pump(self, source: socket.socket, sink: socket.socket, lane: Lane) -> None:
+        kept = bytearray()
+        if lane.is_recorded:
+            lane.recorded.append(kept)
         with contextlib.suppress(OSError):
             while data := source.recv(_PIECE_BYTES):
+                kept += data if lane.is_recorded else b""
                 if lane.delay_s:
                     time.sleep(lane.delay_s)
                 if lane.is_silent:

@@ -9,7 +9,7 @@ import os
 import signal
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,10 +18,13 @@ import redis
 from harness.checker import check
 from harness.history import History
 from turnstream.batching.config import BatchingConfig
+from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.store.runs import create_run
+from turnstream.store.runs import close_run, create_run
+from turnstream.store.scripts import Script, run_command
 from turnstream.testing import wait_until
+from turnstream.types import TrajectoryAbandoned
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.ledger import LedgerCounts, read_ledger
 from turnstream_server.embedded import EmbeddedServer, free_port
@@ -55,6 +58,8 @@ class Rig:
     Attributes:
         run: its name.
         store_url: what services and generators are told; a test may put a proxy there.
+        excused: see History.
+        ranks: of the newest session.
     """
 
     def __init__(
@@ -69,8 +74,11 @@ class Rig:
         self.server = server
         self.run = run
         self.store_url = server.url
+        self.excused: set[str] = set()
+        self.ranks: list[Service] = []
         self._stacks: list[Stack] = []
         self._services: list[Service] = []
+        self._generators: list[Service] = []
         self._numbers = itertools.count(1)
         self._ports: dict[str, int] = {}
         self.client: redis.Redis = connect(server.url)
@@ -113,7 +121,9 @@ class Rig:
     def start_generator(self, writer: str = "w", *, groups: int, **options: object) -> Service:
         """A generator that publishes `groups` groups; see harness.generator for the options."""
         arguments = {"url": self.store_url, "run": self.run, "writer": writer, "groups": groups}
-        return self._start(f"generator-{writer}", "harness.generator", {**arguments, **options})
+        service = self._start(f"generator-{writer}", "harness.generator", {**arguments, **options})
+        self._generators.append(service)
+        return service
 
     def start_ranks(
         self, dp_world_size: int = 1, *, target: str | None = None, **options: object
@@ -127,7 +137,7 @@ class Rig:
             "folder": self.folder / "trainer",
             "dp-world-size": dp_world_size,
         }
-        return [
+        self.ranks = [
             self._start(
                 f"{session}-rank-{dp_rank}",
                 "harness.rank",
@@ -135,6 +145,7 @@ class Rig:
             )
             for dp_rank in range(dp_world_size)
         ]
+        return self.ranks
 
     def _start(self, name: str, module: str, options: Mapping[str, object]) -> Service:
         log = self.folder / "history" / f"{name}.jsonl"
@@ -155,7 +166,7 @@ class Rig:
 
     def history(self) -> History:
         """Everything that generators and ranks have logged."""
-        return History.read(self.folder / "history")
+        return History.read(self.folder / "history", excused=self.excused)
 
     def count(self, kind: str) -> int:
         """How many lines of a kind were logged."""
@@ -199,19 +210,28 @@ class Rig:
     # -- the end -----------------------------------------------------------------------------
 
     def drain(self, dp_world_size: int = 1, **options: object) -> None:
-        """Close the run, train what is left, and prove the invariants."""
-        names = keys.run_keys(self.run)
-        close = self.client.hget(names.frontier, "closed")
-        if close != b"1":
-            self.close_run()
-        self.join(self.start_ranks(dp_world_size, **{"checkpoint_every": 1, **options}))
+        """Let generators come to their end, close the run, train all, and prove the invariants."""
+        ranks = self.start_ranks(dp_world_size, **{"checkpoint_every": 1, **options})
+        for generator in self._generators:
+            generator.wait(60)
+        close_run(self.client, self.run)
+        self.abandon_what_the_dead_left()
+        self.join(ranks)
         self.check(is_drained=True)
 
-    def close_run(self) -> None:
-        """Take no new group."""
-        from turnstream.store.runs import close_run
-
-        close_run(self.client, self.run)
+    def abandon_what_the_dead_left(self, *, writers: Collection[str] | None = None) -> None:
+        """Give up what these writers left open; that of all writers where None is named."""
+        names = keys.run_keys(self.run)
+        entries: Any = self.client.hgetall(names.ledger)
+        for name, entry in entries.items():
+            state, _, writer = entry.decode().partition(":")
+            if state == "open" and (writers is None or writer.partition(":")[2] in writers):
+                key = keys.parse_trajectory_id(name.decode())
+                record = encode_event(TrajectoryAbandoned(key=key, reason="its generator died"))
+                where = (names.ledger, names.counts, names.events)
+                epoch = entry.split(b":")[1]
+                command = Script("abandon")(where, name, epoch, "its generator died", record)
+                run_command(self.client, command)
 
     def check(self, *, is_drained: bool = False) -> None:
         """Prove the invariants from the logs and one reading of the ledger."""

@@ -1,0 +1,134 @@
+"""Clocks that jump, services that are exchanged one by one, and a stack that dies as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.machine import Machine
+from harness.rig import Rig
+from turnstream.records.framing import EVENT, read_frame, write_frame
+from turnstream.store import keys
+
+pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(120)]
+
+HOUR_S = 3600.0
+UNKNOWN_FIELD = b"\xfa\x3e\x03new"  # number 1007 of protobuf's wire format, three bytes
+
+
+@pytest.mark.parametrize("jumps", [(HOUR_S, 0.0), (-HOUR_S, 0.0)], ids=["ahead", "back"])
+def test_a_clock_that_jumps_by_an_hour_ends_no_lease_and_loses_nothing(
+    start_rig: Callable[..., Rig], tmp_path: Path, jumps: tuple[float, ...]
+) -> None:
+    # Fault 24: the server's clock, by which all leases are.
+    machine = Machine(tmp_path)
+    rig = start_rig(binary=machine.binary)
+    before: Any = rig.client.time()
+    rig.start_batcher()
+    rig.start_generator(groups=32, pause_s=0.05)
+    ranks = rig.start_ranks(1, checkpoint_every=1, timeout_s=30)
+    rig.wait_for_lines("stepped")
+
+    for wrong_by_s in jumps:
+        machine.set_clock(wrong_by_s=wrong_by_s)
+        rig.wait(lambda w=wrong_by_s: _is_wrong_by(rig, before, w), "the jump")
+        stepped = rig.count("stepped")
+        rig.wait_for_lines("stepped", stepped + 2)
+
+    leader: Any = rig.client.hgetall(keys.run_keys(rig.run).leader)
+    assert leader[b"epoch"] == b"1"
+    for rank in ranks:
+        rank.kill()
+    rig.drain()
+
+
+def _is_wrong_by(rig: Rig, before: tuple[int, int], wrong_by_s: float) -> bool:
+    now: Any = rig.client.time()
+    return abs(now[0] - before[0] - wrong_by_s) < HOUR_S / 2
+
+
+def test_a_leader_that_died_before_the_clock_went_back_is_followed_in_time(
+    start_rig: Callable[..., Rig], tmp_path: Path
+) -> None:
+    # Fault 24: its lease ends an hour after the end of the world, by the clock that it was made by.
+    machine = Machine(tmp_path)
+    rig = start_rig(binary=machine.binary)
+    machine.set_clock(wrong_by_s=HOUR_S)
+    doomed = rig.start_batcher("doomed", failpoint="plan.before_write")
+    rig.start_generator(groups=8)
+    rig.wait(lambda: doomed.service.status is not None, "the leader's death")
+
+    machine.set_clock(wrong_by_s=0)
+    rig.start_batcher()
+
+    rig.wait(lambda: rig.planned() > 0, "a plan by its successor", timeout_s=10)
+    rig.drain()
+
+
+def test_versions_go_on_above_the_highest_after_a_rollback(rig: Rig) -> None:
+    # Fault 24: version jump after recovery.
+    rig.start_batcher()
+    rig.start_generator(groups=16)
+    rig.join(rig.start_ranks(1, checkpoint_every=1, max_steps=3))
+    rig.join(rig.start_ranks(1, from_step=1, checkpoint_every=1, max_steps=2))
+
+    announced = [(line["version"], line["step"]) for line in rig.history().of("announced")]
+
+    assert announced == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 1), (5, 2)]
+    rig.drain()
+
+
+def test_a_whole_stack_that_is_killed_goes_on_from_a_cold_start(rig: Rig) -> None:
+    # Fault 25
+    services = [rig.start_batcher().service, rig.start_generator(groups=40)]
+    services += rig.start_ranks(2, checkpoint_every=2)
+    rig.wait_for_lines("committed", 2)
+    for service in services:
+        service.kill()
+    before = rig.counts()
+    rig.server.kill()
+
+    rig.server.restart()
+
+    assert rig.counts() == before
+    rig.check()
+    rig.start_batcher()
+    rig.start_generator("later", groups=8)
+    rig.drain(2)
+
+
+def test_batchers_are_exchanged_one_by_one_under_load(rig: Rig) -> None:
+    # Fault 25: a rolling restart; the trainer notices nothing but the time.
+    batchers = {name: rig.start_batcher(name).service for name in ("batcher", "other")}
+    rig.start_generator(groups=40, pause_s=0.05)
+    rig.start_ranks(1, checkpoint_every=1, timeout_s=30)
+
+    for name in ("other", "batcher", "other"):
+        rig.wait_for_lines("stepped", rig.count("stepped") + 1)
+        batchers[name].ask_to_stop()
+        batchers[name].wait(20)
+        batchers[name] = rig.start_batcher(name).service
+    rig.wait_for_lines("committed", 10)
+
+    assert len(rig.history().sessions) == 1
+    for rank in rig.ranks:
+        rank.kill()
+    rig.drain()
+
+
+def test_events_of_a_newer_minor_version_are_planned_and_trained(rig: Rig) -> None:
+    # Fault 25: mixed versions. Every event has a field that this release does not know.
+    rig.join(rig.start_generator(groups=8))
+    events = keys.run_keys(rig.run).events
+    entries: Any = rig.client.xrange(events)
+    rig.client.delete(events)
+    for entry_id, fields in entries:
+        header = read_frame(fields[b"r"], kind=EVENT).header + UNKNOWN_FIELD
+        rig.client.xadd(events, {"r": write_frame(EVENT, header)}, id=entry_id)
+
+    rig.start_batcher()
+
+    rig.drain()

@@ -1,0 +1,146 @@
+"""Faults of trainers: killed ranks, both acknowledgements, rollbacks, another world size."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from harness.proxy import Proxy
+from harness.rig import Rig
+
+pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(120)]
+
+NUM_STEPS = 6
+
+
+@pytest.fixture
+def fed(rig: Rig) -> Rig:
+    """A rig with a batcher, and a generator that publishes enough for six steps."""
+    rig.start_batcher()
+    rig.start_generator(groups=4 * NUM_STEPS)
+    return rig
+
+
+@pytest.fixture
+def proxy(fed: Rig) -> Iterator[Proxy]:
+    """Stands before the batcher."""
+    with Proxy(fed.address()) as proxy:
+        yield proxy
+
+
+def test_a_rank_killed_before_it_got_anything_is_missed_until_the_deadline(
+    fed: Rig, proxy: Proxy
+) -> None:
+    # Fault 15: one rank's path to the batcher is dead, and the rank is killed.
+    whole = fed.start_ranks(2, timeout_s=2, update_s=0.3)
+    fed.wait_for_lines("session", 2)
+
+    whole[1].kill()
+    whole[0].wait(30)
+
+    assert whole[0].status == 3  # a typed error, by its deadline
+    assert any("PeerLostError" in line["error"] for line in fed.history().of("refused"))
+    fed.drain(2)
+
+
+def test_a_rank_killed_after_it_got_a_batch_gets_the_same_bytes_again(fed: Rig) -> None:
+    # Fault 15: after the get, while the optimizer works.
+    ranks = fed.start_ranks(2, timeout_s=5, update_s=0.5)
+    fed.wait_for_lines("received", 3)
+
+    for rank in ranks:
+        rank.kill()
+
+    fed.drain(2)
+    begun = [line for line in fed.history().of("received") if line["step"] == 1]
+    assert len(begun) > 4  # two mini-batches and ranks, some of them twice
+
+
+def test_a_transfer_cut_in_its_middle_is_never_half_accepted(fed: Rig, proxy: Proxy) -> None:
+    # Fault 15: during the stream, in a header, a frame and between frames.
+    ranks = fed.start_ranks(1, target=proxy.address, update_s=0.02, max_steps=NUM_STEPS)
+    for number, after_bytes in enumerate((0, 60, 700, 1500, 5000)):
+        fed.wait_for_lines("received", 2 * number + 1)
+        proxy.cut_next_reply(after_bytes=after_bytes)
+    fed.join(ranks)
+
+    assert proxy.replies.num_cuts >= 3
+    fed.drain()
+
+
+@pytest.mark.parametrize(
+    "failpoint",
+    [
+        "train.after_update",  # Fault 16: after the optimizer step, before its acknowledgement
+        "train.after_stepped",  # Fault 17: after it, before the checkpoint
+        "checkpoint.after_weights",  # Fault 18: weights written, token not
+        "checkpoint.before_committed",  # Fault 18: checkpoint on disk, no batcher knows
+        "checkpoint.after_committed",
+    ],
+)
+def test_a_trainer_killed_between_its_acknowledgements_trains_nothing_twice(
+    fed: Rig, failpoint: str
+) -> None:
+    # Faults 16, 17 and 18; with checkpoints every second step, so that two steps come back.
+    count = 1 if failpoint.startswith("checkpoint") else 4
+    ranks = fed.start_ranks(1, failpoint=f"{failpoint}@{count}", checkpoint_every=2)
+    ranks[0].wait(30)
+    assert ranks[0].status == -signal.SIGKILL
+
+    fed.drain()
+
+    first, second = fed.history().sessions
+    trained = 4 if count == 4 else 2
+    assert first.updated == tuple(range(1, trained + 1))
+    kept = 2 if count == 4 or failpoint != "checkpoint.after_weights" else 0
+    assert second.updated == tuple(range(kept + 1, NUM_STEPS + 1))
+
+
+@pytest.mark.parametrize("from_step", [0, 2])
+def test_a_trainer_that_goes_back_on_purpose_gets_what_followed_and_no_silent_skip(
+    fed: Rig, from_step: int
+) -> None:
+    # Fault 19
+    fed.join(fed.start_ranks(1, checkpoint_every=2, max_steps=4))
+    assert fed.counts()["committed"] == 4 * 4 * 2
+
+    fed.join(fed.start_ranks(1, from_step=from_step, max_steps=from_step + 1))
+
+    assert fed.counts().get("committed", 0) == from_step * 4 * 2
+    assert fed.history().sessions[1].updated == (from_step + 1,)
+    fed.drain(from_step=from_step)
+    assert fed.history().sessions[2].updated == tuple(range(from_step + 1, NUM_STEPS + 1))
+
+
+def test_a_token_of_another_history_is_refused_by_name(fed: Rig) -> None:
+    # Fault 19: what is no longer, or never was, in the store is never skipped in silence.
+    fed.join(fed.start_ranks(1, checkpoint_every=2, max_steps=2))
+    token = next(fed.history().of("committed"))["token"]
+    path = fed.folder / "trainer/000002.token"
+    path.write_text(token[:-4] + "beef")
+
+    ranks = fed.start_ranks(1)
+    ranks[0].wait(30)
+
+    assert ranks[0].status == 3
+    assert any("StoreBehindError" in line["error"] for line in fed.history().of("refused"))
+    path.write_text(token)
+    fed.drain()
+
+
+def test_the_world_may_change_from_four_to_three_to_four(fed: Rig) -> None:
+    # Fault 20: each change throws away a step that was begun.
+    for world_size in (4, 3):
+        ranks = fed.start_ranks(world_size, checkpoint_every=2, update_s=0.05)
+        before = fed.count("committed")
+        fed.wait_for_lines("committed", before + 1)
+        received = fed.count("received")
+        fed.wait_for_lines("received", received + 1)
+        for rank in ranks:
+            rank.kill()
+
+    fed.drain(4)
+
+    assert [session.dp_world_size for session in fed.history().sessions] == [4, 3, 4]
