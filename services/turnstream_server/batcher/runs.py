@@ -136,12 +136,16 @@ class RunView:
     async def batch(self, step: int) -> PlannedBatch:
         """The plan of a step that is planned.
 
+        What is known of it counts only while the store says so: a power cut may have taken the
+        plan away, and another one has its number since.
+
         Raises:
             RecordError: the stored plan is damaged, or of a newer release.
             StoreUnavailableError: the store cannot be reached.
         """
         batch = self._batches.get(step)
-        if batch is None:
+        entry = await self._call("HGET", keys.run_keys(self.run).batches, step)
+        if batch is None or not (entry or b"").endswith(f":{batch.manifest_hash}".encode()):
             stored = await read_manifest(self._client, self.run, step)
             if stored is None:
                 raise NotReadyError(f"step {step}: its plan is not in the store")
