@@ -115,29 +115,32 @@ def _wait_for_sync(rig: Rig, machine: Machine) -> None:
     rig.wait(lambda: machine.unsynced(rig.server.data_dir) == 0, "a sync")
 
 
+@pytest.mark.parametrize("door", ["batcher", "follower"])
 def test_a_power_cut_under_everysec_is_told_to_a_trainer_that_is_ahead_of_the_store(
-    start_rig: StartRig, tmp_path: Path
+    start_rig: StartRig, tmp_path: Path, door: str
 ) -> None:
-    # Fault 7: its token is the authority, and the difference has a name. The batcher lives on with
-    # plans in memory that the store has lost.
+    # Fault 7: its token is the authority, and the difference has a name. The batchers live on with
+    # plans in memory that the store has lost, the one that leads and the one that follows.
     machine = Machine(tmp_path)
     rig = start_rig(binary=machine.binary)
     rig.start_batcher()
+    rig.start_batcher("follower")
+    target = rig.address(door)
     rig.join(rig.start_generator("kept", groups=4))
-    rig.join(rig.start_ranks(1, checkpoint_every=1, max_steps=1))
+    rig.join(rig.start_ranks(1, target=target, checkpoint_every=1, max_steps=1))
     _wait_for_sync(rig, machine)
     machine.freeze_disk()
     rig.join(rig.start_generator("lost", groups=16))
-    rig.join(rig.start_ranks(1, checkpoint_every=1, max_steps=4))
+    rig.join(rig.start_ranks(1, target=target, checkpoint_every=1, max_steps=4))
 
     rig.server.kill()
     machine.lose_power(rig.server.data_dir)
     rig.server.restart()
-    (ahead,) = rig.start_ranks(1)
+    (ahead,) = rig.start_ranks(1, target=target)
     ahead.wait(30)
     refusals = [line["error"] for line in rig.history().of("refused")]
     rig.join(rig.start_generator("new", groups=12))
-    rig.join(rig.start_ranks(1, from_step=1, checkpoint_every=1, max_steps=4))
+    rig.join(rig.start_ranks(1, target=target, from_step=1, checkpoint_every=1, max_steps=4))
 
     assert ahead.status == 3
     assert "StoreBehindError" in refusals[-1]

@@ -147,6 +147,15 @@ class Rig:
         ]
         return self.ranks
 
+    def stack(self, failpoint: str = "") -> Stack:
+        """For any other process of this project."""
+        return self._stack({"TURNSTREAM_FAILPOINT": failpoint})
+
+    def keep(self, service: Service) -> Service:
+        """End this process, too, when all end."""
+        self._services.append(service)
+        return service
+
     def _start(self, name: str, module: str, options: Mapping[str, object]) -> Service:
         log = self.folder / "history" / f"{name}.jsonl"
         command = [sys.executable, "-P", "-m", module, "--log", str(log)]
@@ -210,7 +219,10 @@ class Rig:
     # -- the end -----------------------------------------------------------------------------
 
     def drain(self, dp_world_size: int = 1, **options: object) -> None:
-        """Let generators come to their end, close the run, train all, and prove the invariants."""
+        """Let generators come to their end, close the run, train all, and prove the invariants.
+
+        Whatever was done to the store, it must have cost generators time and no trajectory.
+        """
         ranks = self.start_ranks(dp_world_size, **{"checkpoint_every": 1, **options})
         for generator in self._generators:
             generator.wait(60)
@@ -218,6 +230,13 @@ class Rig:
         self.abandon_what_the_dead_left()
         self.join(ranks)
         self.check(is_drained=True)
+        assert self.lost_by_generators() == []
+
+    def lost_by_generators(self) -> list[str]:
+        """Why generators lost trajectories or groups, unless the run took no more."""
+        refusals = [line for line in self.history().of("refused") if "error" in line.facts]
+        ours = [line["error"] for line in refusals if line.process.startswith("generator-")]
+        return [error for error in ours if error != "EndOfRunError"]
 
     def abandon_what_the_dead_left(self, *, writers: Collection[str] | None = None) -> None:
         """Give up what these writers left open; that of all writers where None is named."""

@@ -1,0 +1,93 @@
+"""The trainer of this project, with a model and real checkpoints, killed where it hurts."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.rig import Rig
+from turnstream.generator import Publisher
+from turnstream.types import Group, Trajectory, Turn, VersionRun
+from turnstream_server.jobs.services import start_trainer
+from turnstream_server.jobs.stack import Service
+from turnstream_server.models.spec import SmallModelSpec
+from turnstream_server.trainer.config import TrainerConfig
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(180)]
+
+NUM_STEPS = 4
+MODEL = SmallModelSpec(vocab_size=32, hidden_size=16, num_layers=1, num_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("failpoint", "first_again"),
+    [
+        ("train.after_update@3", 3),  # Fault 16: the third update was taken, nobody knows
+        ("checkpoint.after_weights@2", 3),  # Fault 18: the weights of step 4 without their token
+    ],
+)
+def test_a_trainer_killed_anywhere_ends_with_every_step_once_in_its_weights(
+    rig: Rig, failpoint: str, first_again: int
+) -> None:
+    rig.start_batcher()
+    _publish(rig)
+    doomed = _start_trainer(rig, "first", failpoint=failpoint)
+    rig.wait(lambda: doomed.status is not None, f"the death at {failpoint}", timeout_s=90)
+    assert doomed.status == -signal.SIGKILL
+
+    rig.join(_start_trainer(rig, "second"), timeout_s=90)
+
+    first, second = _dumped(rig.folder / "first"), _dumped(rig.folder / "second")
+    again = range(first_again, NUM_STEPS + 1)
+    assert sorted(second) == [f"step-{step:06}-{part}" for step in again for part in range(2)]
+    for name in first.keys() & second.keys():
+        for column, values in first[name].items():
+            assert np.array_equal(values, second[name][column]), (name, column)
+    assert rig.counts() == {"accepted": 4 * NUM_STEPS * 2, "committed": 4 * NUM_STEPS * 2}
+    newest = max((rig.folder / "trainer/checkpoints").glob("step-*/checkpoint.json"))
+    assert json.loads(newest.read_text())["step"] == NUM_STEPS
+
+
+def _publish(rig: Rig) -> None:
+    rng = np.random.default_rng(0)
+    with Publisher(rig.server.url, rig.run) as publisher:
+        for number in range(4 * NUM_STEPS):
+            members = [_trajectory(rng, sample=sample) for sample in range(2)]
+            publisher.publish(Group(group_id=f"g{number}", trajectories=members))
+        publisher.close_run()
+
+
+def _trajectory(rng: np.random.Generator, *, sample: int) -> Trajectory:
+    turn = Turn(
+        prompt_ids=rng.integers(0, 32, 5, dtype=np.int32),
+        response_ids=rng.integers(0, 32, 7, dtype=np.int32),
+        logprobs=np.full(7, -3.5, np.float32),
+        version_runs=(VersionRun(0, 7),),
+    )
+    return Trajectory(turns=[turn], sample=sample, reward=float(sample))
+
+
+def _start_trainer(rig: Rig, dump: str, *, failpoint: str = "") -> Service:
+    config = TrainerConfig(
+        run=rig.run,
+        batcher_target=rig.address(),
+        policy=MODEL,
+        folder=rig.folder / "trainer",
+        checkpoint_every=2,
+        num_threads=1,
+        dump_folder=rig.folder / dump,
+    )
+    return rig.keep(start_trainer(rig.stack(failpoint), config, name=f"trainer-{dump}"))
+
+
+def _dumped(folder: Path) -> dict[str, dict[str, Any]]:
+    files: dict[str, dict[str, Any]] = {}
+    for path in folder.glob("step-*.npz"):
+        with np.load(path) as columns:
+            files[path.stem] = {name: columns[name] for name in columns}
+    return files
