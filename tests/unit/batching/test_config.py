@@ -195,3 +195,33 @@ def test_refuses_to_merge_turns_that_may_differ_in_a_value_per_row() -> None:
 
     assert make(extra_columns=(STYLE,), merge=False).extra_columns == (STYLE,)
     assert make(extra_columns=(constant,)).extra_columns == (constant,)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"group_deadline_s": -1}, "group_deadline_s"),
+        ({"group_deadline_s": "soon"}, "group_deadline_s"),
+        ({"reward_deadline_s": float("nan")}, "reward_deadline_s"),
+        ({"reward_deadline_s": float("inf")}, "reward_deadline_s"),
+        ({"reward_deadline_s": True}, "reward_deadline_s"),
+        ({"deadline_policy": "hope"}, "deadline_policy"),
+        ({"deadline_policy": "train_short"}, "deadline_policy"),
+        ({"deadline_policy": "refill"}, "max_refills"),
+        ({"max_refills": 2}, "max_refills"),
+        ({"max_refills": -1}, "max_refills"),
+        ({"refill_fallback": "refill"}, "refill_fallback"),
+        ({"surplus": "sell"}, "surplus"),
+    ],
+)
+def test_refuses_by_name_deadlines_and_policies_that_cannot_work(
+    fields: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidConfigError, match=f"^{field}: "):
+        make(**fields)
+
+
+def test_seconds_are_floats_also_where_they_are_whole() -> None:
+    config = make(group_deadline_s=60)
+
+    assert repr(config.group_deadline_s) == "60.0"

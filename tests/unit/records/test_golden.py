@@ -29,9 +29,12 @@ from turnstream.testing import (
     stored_turn,
 )
 from turnstream.types import (
+    DeadlineFired,
     Event,
     GroupOpened,
     MiniBatch,
+    RefillGranted,
+    RewardPosted,
     RunClosed,
     StoredTurn,
     TrajectoryAbandoned,
@@ -68,6 +71,16 @@ EVENTS: dict[str, Event] = {
         version=8, step=7, lineage="main", weights_uri="file:///weights/8"
     ),
     "run_closed": RunClosed(reason="enough"),
+    "group_opened_with_spares": GroupOpened(
+        group_id="g0", prompt_uid="gsm8k-17", num_samples=6, num_needed=4
+    ),
+    "deadline_fired": DeadlineFired(
+        group_id="g0", awaited=TrajectoryKey("g0", 3, 1), num_refills=2
+    ),
+    "refill_granted": RefillGranted(key=TrajectoryKey("g0", 3, 1), number=2),
+    "reward_posted": RewardPosted(
+        key=TrajectoryKey("g0", 3), reward=0.5, reward_components={"format": 0.25}
+    ),
 }
 
 

@@ -24,6 +24,9 @@ Estimator = Literal[
 ]
 RewardSource = Literal["outcome", "sum_of_turns", "last_turn"]
 SingletonAdvantage = Literal["zero", "raw"]
+DeadlinePolicy = Literal["drop", "train_short", "refill"]
+RefillFallback = Literal["drop", "train_short"]
+Surplus = Literal["drop", "keep"]
 Aggregation = Literal[
     "token_mean",
     "seq_mean_token_sum",
@@ -65,6 +68,18 @@ class BatchingConfig:
         lease_s: a writer that is silent for so long loses its open trajectories: any other may
             take them over, at least 0.3.
         takeover_s: how long after that they wait for another writer, before they are given up.
+        group_deadline_s: seconds from the opening of a group, or from its newest refill, after
+            which `deadline_policy` decides it; 0 means never.
+        reward_deadline_s: seconds that a sealed trajectory waits for its reward, after which the
+            same policy goes on without it; 0 means for ever.
+        deadline_policy: what becomes of a group whose deadline has fired. "drop": it is
+            incomplete. "train_short": it trains with the members it has, two or more. "refill":
+            samples that ended or hang are tried again, as are, without any deadline, samples that
+            end without a valid member.
+        max_refills: samples of one group that may be tried again; above 0 only with "refill".
+        refill_fallback: what becomes of a group that has used up its refills.
+        surplus: of a group that needs fewer members than it has samples, what becomes of those
+            that are sealed later. "keep": until the group is planned they join it.
     """
 
     batch_groups: int
@@ -84,6 +99,12 @@ class BatchingConfig:
     extra_columns: tuple[DeclaredColumn, ...] = ()
     lease_s: float = 60.0
     takeover_s: float = 0.0
+    group_deadline_s: float = 0.0
+    reward_deadline_s: float = 0.0
+    deadline_policy: DeadlinePolicy = "drop"
+    max_refills: int = 0
+    refill_fallback: RefillFallback = "drop"
+    surplus: Surplus = "drop"
 
     def __post_init__(self) -> None:
         """Check every field and their combinations.
@@ -111,6 +132,7 @@ class BatchingConfig:
         self._check_combinations()
         declared = checked_declarations(self.extra_columns, merge=self.merge)
         object.__setattr__(self, "extra_columns", declared)
+        self._check_deadlines()
 
     def _check_estimator(self) -> None:
         weights = _weights(self.component_weights)
@@ -145,6 +167,19 @@ class BatchingConfig:
                 f"{self.length_constant} does not go with aggregation={self.aggregation!r}",
             )
 
+    def _check_deadlines(self) -> None:
+        if (self.deadline_policy == "refill") != (self.max_refills > 0):
+            raise InvalidConfigError(
+                "max_refills",
+                f"{self.max_refills} does not go with deadline_policy={self.deadline_policy!r}",
+            )
+        has_deadline = self.group_deadline_s > 0 or self.reward_deadline_s > 0
+        if self.deadline_policy == "train_short" and not has_deadline:
+            raise InvalidConfigError(
+                "deadline_policy",
+                "'train_short' needs a group_deadline_s or a reward_deadline_s above 0",
+            )
+
 
 _LEAST = {
     "batch_groups": 1,
@@ -154,14 +189,23 @@ _LEAST = {
     "max_planned_ahead": 0,
     "pad_token_id": 0,
     "max_tokens_per_micro_batch": 0,
+    "max_refills": 0,
 }
 _LONGEST_S = 30 * 86_400.0  # what is longer is a mistake in the unit
-_LEAST_S = {"lease_s": 0.3, "takeover_s": 0.0}
+_LEAST_S = {
+    "lease_s": 0.3,
+    "takeover_s": 0.0,
+    "group_deadline_s": 0.0,
+    "reward_deadline_s": 0.0,
+}
 _CHOICES: dict[str, tuple[str, ...]] = {
     "estimator": Estimator.__args__,
     "reward_source": RewardSource.__args__,
     "singleton_advantage": SingletonAdvantage.__args__,
     "aggregation": Aggregation.__args__,
+    "deadline_policy": DeadlinePolicy.__args__,
+    "refill_fallback": RefillFallback.__args__,
+    "surplus": Surplus.__args__,
 }
 
 

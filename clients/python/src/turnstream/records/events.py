@@ -9,11 +9,14 @@ from google.protobuf.message import DecodeError
 
 from turnstream.errors import CorruptRecordError, RecordError
 from turnstream.records.framing import EVENT, read_header, write_frame
-from turnstream.records.keys import decode_key, decode_status, encode_key
+from turnstream.records.keys import decode_key, decode_status, decode_trajectory_key, encode_key
 from turnstream.types import (
     NO_PARENT,
+    DeadlineFired,
     Event,
     GroupOpened,
+    RefillGranted,
+    RewardPosted,
     RunClosed,
     SealedTrajectory,
     TrajectoryAbandoned,
@@ -72,6 +75,8 @@ def _encode_group_opened(event: GroupOpened) -> wire.Event:
             group_id=event.group_id,
             prompt_uid=event.prompt_uid,
             num_samples=event.num_samples,
+            # The record of a group that needs them all is that of older releases.
+            num_needed=event.num_needed if event.num_needed != event.num_samples else 0,
         )
     )
 
@@ -81,6 +86,7 @@ def _decode_group_opened(message: wire.GroupOpened) -> GroupOpened:
         group_id=message.group_id,
         prompt_uid=message.prompt_uid,
         num_samples=message.num_samples,
+        num_needed=message.num_needed,
     )
 
 
@@ -111,6 +117,7 @@ def _encode_sealed(event: SealedTrajectory) -> wire.Event:
         sampling=event.sampling or None,
         tags=event.tags or None,
         metrics=event.metrics or None,
+        awaits_reward=event.awaits_reward,
     )
     return wire.Event(trajectory_sealed=message)
 
@@ -147,6 +154,7 @@ def _decode_sealed(message: wire.TrajectorySealed) -> SealedTrajectory:
         sampling=_sorted(message.sampling),
         tags=_sorted(message.tags),
         metrics=_sorted(message.metrics),
+        awaits_reward=message.awaits_reward,
     )
 
 
@@ -221,6 +229,51 @@ def _decode_closed(message: wire.RunClosed) -> RunClosed:
     return RunClosed(reason=message.reason)
 
 
+def _encode_deadline(event: DeadlineFired) -> wire.Event:
+    return wire.Event(
+        deadline_fired=wire.DeadlineFired(
+            group_id=event.group_id,
+            awaited=encode_key(event.awaited) if event.awaited else None,
+            num_refills=event.num_refills,
+        )
+    )
+
+
+def _decode_deadline(message: wire.DeadlineFired) -> DeadlineFired:
+    awaited = decode_trajectory_key(message.awaited) if message.HasField("awaited") else None
+    return DeadlineFired(
+        group_id=message.group_id, awaited=awaited, num_refills=message.num_refills
+    )
+
+
+def _encode_refill(event: RefillGranted) -> wire.Event:
+    return wire.Event(
+        refill_granted=wire.RefillGranted(key=encode_key(event.key), number=event.number)
+    )
+
+
+def _decode_refill(message: wire.RefillGranted) -> RefillGranted:
+    return RefillGranted(key=decode_key(message), number=message.number)
+
+
+def _encode_reward(event: RewardPosted) -> wire.Event:
+    return wire.Event(
+        reward_posted=wire.RewardPosted(
+            key=encode_key(event.key),
+            reward=event.reward,
+            reward_components=event.reward_components or None,
+        )
+    )
+
+
+def _decode_reward(message: wire.RewardPosted) -> RewardPosted:
+    return RewardPosted(
+        key=decode_key(message),
+        reward=message.reward if message.HasField("reward") else None,
+        reward_components=_sorted(message.reward_components),
+    )
+
+
 _ENCODERS: Final[dict[type, Callable[[Any], wire.Event]]] = {
     GroupOpened: _encode_group_opened,
     SealedTrajectory: _encode_sealed,
@@ -228,6 +281,9 @@ _ENCODERS: Final[dict[type, Callable[[Any], wire.Event]]] = {
     TrajectoryDied: _encode_died,
     VersionAnnounced: _encode_announced,
     RunClosed: _encode_closed,
+    DeadlineFired: _encode_deadline,
+    RefillGranted: _encode_refill,
+    RewardPosted: _encode_reward,
 }
 _DECODERS: Final[dict[str, Callable[[Any], Event]]] = {
     "group_opened": _decode_group_opened,
@@ -236,4 +292,7 @@ _DECODERS: Final[dict[str, Callable[[Any], Event]]] = {
     "trajectory_died": _decode_died,
     "version_announced": _decode_announced,
     "run_closed": _decode_closed,
+    "deadline_fired": _decode_deadline,
+    "refill_granted": _decode_refill,
+    "reward_posted": _decode_reward,
 }

@@ -27,10 +27,18 @@ def decode_key(message: _HasKey) -> TrajectoryKey:
     Raises:
         CorruptRecordError: it names no group.
     """
-    key = message.key
-    if not key.group_id:
+    return decode_trajectory_key(message.key)
+
+
+def decode_trajectory_key(message: wire.TrajectoryKey) -> TrajectoryKey:
+    """The key that a message is.
+
+    Raises:
+        CorruptRecordError: it names no group.
+    """
+    if not message.group_id:
         raise CorruptRecordError("a trajectory without a group")
-    return TrajectoryKey(key.group_id, key.sample, key.attempt)
+    return TrajectoryKey(message.group_id, message.sample, message.attempt)
 
 
 def decode_status(text: str) -> Status:

@@ -4,8 +4,11 @@ Token ids are int32, log-probabilities float32 in nats, masks uint8 with 1 for "
 """
 
 from turnstream.types.events import (
+    DeadlineFired,
     Event,
     GroupOpened,
+    RefillGranted,
+    RewardPosted,
     RunClosed,
     TrajectoryAbandoned,
     TrajectoryDied,
@@ -39,6 +42,7 @@ from turnstream.types.turns import (
 
 __all__ = [
     "NO_PARENT",
+    "DeadlineFired",
     "DeclaredColumn",
     "Denominators",
     "Event",
@@ -52,6 +56,8 @@ __all__ = [
     "OperationColumns",
     "Ragged",
     "RecoveryToken",
+    "RefillGranted",
+    "RewardPosted",
     "Rows",
     "RunClosed",
     "SealedTrajectory",

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from turnstream.types.turns import SealedTrajectory, TrajectoryKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOpened:
-    """A visit of a prompt began; `num_samples` trajectories will be compared."""
+    """A visit of a prompt began.
+
+    Attributes:
+        num_samples: trajectories that are sampled.
+        num_needed: how many of them decide the group, the first that are sealed and valid; 0, as
+            in records of older releases, stands for all of them.
+    """
 
     group_id: str
     prompt_uid: str
     num_samples: int
+    num_needed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_needed", self.num_needed or self.num_samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +66,45 @@ class RunClosed:
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadlineFired:
+    """A group, or a reward, took longer than the run allows.
+
+    Attributes:
+        awaited: the trajectory whose reward did not come; None for the deadline of the group.
+        num_refills: refills granted to the group before: each of them gave it a new deadline.
+    """
+
+    group_id: str
+    awaited: TrajectoryKey | None = None
+    num_refills: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefillGranted:
+    """Another attempt of a sample may begin, in place of one that ended or hangs.
+
+    Attributes:
+        number: of the group's refills, from 1.
+    """
+
+    key: TrajectoryKey
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardPosted:
+    """The reward of a trajectory that was sealed without it.
+
+    Attributes:
+        reward_components: named rewards, ordered by name; they join those of the seal.
+    """
+
+    key: TrajectoryKey
+    reward: float | None = None
+    reward_components: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
 Event = (
     GroupOpened
     | SealedTrajectory
@@ -62,4 +112,7 @@ Event = (
     | TrajectoryDied
     | VersionAnnounced
     | RunClosed
+    | DeadlineFired
+    | RefillGranted
+    | RewardPosted
 )

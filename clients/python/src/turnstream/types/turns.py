@@ -185,6 +185,7 @@ class SealedTrajectory:
         sampling: sampling parameters such as temperature, in the generator's words.
         tags: free labels.
         metrics: free numbers, aggregated per batch.
+        awaits_reward: a reward, or some of its components, will be posted after the seal.
     """
 
     key: TrajectoryKey
@@ -202,6 +203,7 @@ class SealedTrajectory:
     sampling: Mapping[str, float] = field(default_factory=dict[str, float])
     tags: Mapping[str, str] = field(default_factory=dict[str, str])
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    awaits_reward: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -212,6 +214,7 @@ class Trajectory:
         turns: in the order in which they were sampled.
         sample: index inside the group, from 0.
         reward: outcome reward; None where `reward_components` or the turns carry it.
+        awaits_reward: the reward, or some of its components, will be posted later.
     """
 
     turns: abc.Sequence[Turn]
@@ -223,6 +226,7 @@ class Trajectory:
     sampling: Mapping[str, float] = field(default_factory=dict[str, float])
     tags: Mapping[str, str] = field(default_factory=dict[str, str])
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    awaits_reward: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 from turnstream.batching.config import (
     Aggregation,
     BatchingConfig,
+    DeadlinePolicy,
     Estimator,
+    RefillFallback,
     RewardSource,
     SingletonAdvantage,
+    Surplus,
 )
 from turnstream.batching.plan import (
     GroupPlan,
@@ -36,9 +39,12 @@ from turnstream.testing.strategies.values import (
 )
 from turnstream.types import (
     NO_PARENT,
+    DeadlineFired,
     Denominators,
     Event,
     GroupOpened,
+    RefillGranted,
+    RewardPosted,
     RunClosed,
     SealedTrajectory,
     Status,
@@ -76,6 +82,19 @@ def sealed_trajectories(draw: st.DrawFn) -> SealedTrajectory:
         sampling=draw(numbers_by_name),
         tags=draw(texts_by_name),
         metrics=draw(numbers_by_name),
+        awaits_reward=draw(st.booleans()),
+    )
+
+
+@st.composite
+def openings(draw: st.DrawFn) -> GroupOpened:
+    """The beginning of any group."""
+    num_samples = draw(st.integers(1, 64))
+    return GroupOpened(
+        group_id=draw(names),
+        prompt_uid=draw(st.text(max_size=8)),
+        num_samples=num_samples,
+        num_needed=draw(st.integers(1, num_samples)),
     )
 
 
@@ -83,7 +102,7 @@ def events() -> st.SearchStrategy[Event]:
     """Any event of a run."""
     text = st.text(max_size=8)
     return st.one_of(
-        st.builds(GroupOpened, group_id=names, prompt_uid=text, num_samples=st.integers(1, 64)),
+        openings(),
         sealed_trajectories(),
         st.builds(TrajectoryAbandoned, key=keys, reason=text),
         st.builds(TrajectoryDied, key=keys, reason=text),
@@ -95,6 +114,19 @@ def events() -> st.SearchStrategy[Event]:
             weights_uri=text,
         ),
         st.builds(RunClosed, reason=text),
+        st.builds(
+            DeadlineFired,
+            group_id=names,
+            awaited=st.none() | keys,
+            num_refills=st.integers(0, 9),
+        ),
+        st.builds(RefillGranted, key=keys, number=st.integers(1, 9)),
+        st.builds(
+            RewardPosted,
+            key=keys,
+            reward=st.none() | rewards_of_trajectories,
+            reward_components=numbers_by_name,
+        ),
     )
 
 
@@ -109,6 +141,7 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
     weights = st.dictionaries(names, st.floats(-9, 9), min_size=2, max_size=3)
     max_staleness = draw(st.integers(0, 4))
     merge = draw(st.booleans())
+    policy = draw(st.sampled_from(get_args(DeadlinePolicy)))
     return BatchingConfig(
         batch_groups=mini_batch_groups * draw(st.integers(1, 8)),
         mini_batch_groups=mini_batch_groups,
@@ -127,6 +160,12 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
         extra_columns=draw(declared_columns(merge=merge)),
         lease_s=draw(st.floats(0.3, 3600)),
         takeover_s=draw(st.floats(0, 3600)),
+        group_deadline_s=draw(st.floats(0.001, 1e6)),
+        reward_deadline_s=draw(st.just(0.0) | st.floats(0.001, 1e6)),
+        deadline_policy=policy,
+        max_refills=draw(st.integers(1, 9)) if policy == "refill" else 0,
+        refill_fallback=draw(st.sampled_from(get_args(RefillFallback))),
+        surplus=draw(st.sampled_from(get_args(Surplus))),
     )
 
 

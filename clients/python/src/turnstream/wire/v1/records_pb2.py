@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n turnstream/wire/v1/records.proto\x12\x12turnstream.wire.v1\"=\n\nVersionRun\x12\x14\n\x07version\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\r\n\x05\x63ount\x18\x02 \x01(\rB\n\n\x08_version\"K\n\tArraySpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\r\x12\x12\n\nnum_shared\x18\x04 \x01(\r\"\xc9\x01\n\nTurnHeader\x12\r\n\x05index\x18\x01 \x01(\r\x12\x13\n\x0bparent_turn\x18\x02 \x01(\x11\x12\x15\n\rshared_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_response_tokens\x18\x04 \x01(\r\x12-\n\x06\x61rrays\x18\x05 \x03(\x0b\x32\x1d.turnstream.wire.v1.ArraySpec\x12\x34\n\x0cversion_runs\x18\x06 \x03(\x0b\x32\x1e.turnstream.wire.v1.VersionRun\"\xb4\x01\n\tTurnShape\x12\x13\n\x0bparent_turn\x18\x01 \x01(\x11\x12\x15\n\rshared_tokens\x18\x02 \x01(\r\x12\x1d\n\x15num_new_prompt_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_response_tokens\x18\x04 \x01(\r\x12\x1a\n\x12num_trained_tokens\x18\x05 \x01(\r\x12\x0e\n\x06reward\x18\x06 \x01(\x02\x12\x13\n\x0bpayload_crc\x18\x07 \x01(\x07\"B\n\rTrajectoryKey\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0e\n\x06sample\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\"\xac\x06\n\x10TrajectorySealed\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.turnstream.wire.v1.TrajectoryKey\x12\x13\n\x0blease_epoch\x18\x02 \x01(\r\x12\x0e\n\x06status\x18\x03 \x01(\t\x12\x13\n\x06reward\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12U\n\x11reward_components\x18\x05 \x03(\x0b\x32:.turnstream.wire.v1.TrajectorySealed.RewardComponentsEntry\x12,\n\x05turns\x18\x06 \x03(\x0b\x32\x1d.turnstream.wire.v1.TurnShape\x12\x1b\n\x0eoldest_version\x18\x07 \x01(\x03H\x01\x88\x01\x01\x12\x1b\n\x0enewest_version\x18\x08 \x01(\x03H\x02\x88\x01\x01\x12\x19\n\x11num_payload_bytes\x18\t \x01(\x04\x12\x14\n\x0chas_logprobs\x18\n \x01(\x08\x12\x44\n\x08sampling\x18\x0b \x03(\x0b\x32\x32.turnstream.wire.v1.TrajectorySealed.SamplingEntry\x12<\n\x04tags\x18\x0c \x03(\x0b\x32..turnstream.wire.v1.TrajectorySealed.TagsEntry\x12\x42\n\x07metrics\x18\r \x03(\x0b\x32\x31.turnstream.wire.v1.TrajectorySealed.MetricsEntry\x1a\x37\n\x15RewardComponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rSamplingEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a+\n\tTagsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_rewardB\x11\n\x0f_oldest_versionB\x11\n\x0f_newest_version\"H\n\x0bGroupOpened\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x12\n\nprompt_uid\x18\x02 \x01(\t\x12\x13\n\x0bnum_samples\x18\x03 \x01(\r\"U\n\x13TrajectoryAbandoned\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.turnstream.wire.v1.TrajectoryKey\x12\x0e\n\x06reason\x18\x02 \x01(\t\"P\n\x0eTrajectoryDied\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.turnstream.wire.v1.TrajectoryKey\x12\x0e\n\x06reason\x18\x02 \x01(\t\"W\n\x10VersionAnnounced\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07lineage\x18\x03 \x01(\t\x12\x13\n\x0bweights_uri\x18\x04 \x01(\t\"\x1b\n\tRunClosed\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x8c\x03\n\x05\x45vent\x12\x37\n\x0cgroup_opened\x18\x01 \x01(\x0b\x32\x1f.turnstream.wire.v1.GroupOpenedH\x00\x12\x41\n\x11trajectory_sealed\x18\x02 \x01(\x0b\x32$.turnstream.wire.v1.TrajectorySealedH\x00\x12G\n\x14trajectory_abandoned\x18\x03 \x01(\x0b\x32\'.turnstream.wire.v1.TrajectoryAbandonedH\x00\x12=\n\x0ftrajectory_died\x18\x04 \x01(\x0b\x32\".turnstream.wire.v1.TrajectoryDiedH\x00\x12\x41\n\x11version_announced\x18\x05 \x01(\x0b\x32$.turnstream.wire.v1.VersionAnnouncedH\x00\x12\x33\n\nrun_closed\x18\x06 \x01(\x0b\x32\x1d.turnstream.wire.v1.RunClosedH\x00\x42\x07\n\x05\x65vent\"e\n\rSequenceShape\x12\r\n\x05turns\x18\x01 \x03(\r\x12\x15\n\rprompt_length\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x1a\n\x12num_trained_tokens\x18\x04 \x01(\r\"\xde\x02\n\x0eTrajectoryPlan\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.turnstream.wire.v1.TrajectoryKey\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x11\n\tadvantage\x18\x04 \x01(\x02\x12\x0e\n\x06weight\x18\x05 \x01(\x02\x12\x17\n\x0fnum_turn_tokens\x18\x06 \x01(\x04\x12\x1b\n\x0eoldest_version\x18\x07 \x01(\x03H\x00\x88\x01\x01\x12\x1b\n\x0enewest_version\x18\x08 \x01(\x03H\x01\x88\x01\x01\x12\x14\n\x0chas_logprobs\x18\t \x01(\x08\x12\x34\n\tsequences\x18\n \x03(\x0b\x32!.turnstream.wire.v1.SequenceShape\x12\x14\n\x0cpayload_crcs\x18\x0b \x03(\x07\x42\x11\n\x0f_oldest_versionB\x11\n\x0f_newest_version\"k\n\tGroupPlan\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x12\n\nprompt_uid\x18\x02 \x01(\t\x12\x38\n\x0ctrajectories\x18\x03 \x03(\x0b\x32\".turnstream.wire.v1.TrajectoryPlan\"\x94\x01\n\x0c\x44\x65nominators\x12\x12\n\nnum_tokens\x18\x01 \x01(\x04\x12\x15\n\rnum_sequences\x18\x02 \x01(\x04\x12\x18\n\x10num_trajectories\x18\x03 \x01(\x04\x12\x12\n\nnum_groups\x18\x04 \x01(\x04\x12\x12\n\nweight_sum\x18\x05 \x01(\x01\x12\x17\n\x0flength_constant\x18\x06 \x01(\x04\"\xbf\x01\n\rMiniBatchPlan\x12\x13\n\x0b\x66irst_group\x18\x01 \x01(\r\x12\x12\n\nnum_groups\x18\x02 \x01(\r\x12\x14\n\x0c\x66irst_row_id\x18\x03 \x01(\x03\x12\x10\n\x08num_rows\x18\x04 \x01(\r\x12\r\n\x05width\x18\x05 \x01(\r\x12\x16\n\x0eresponse_width\x18\x06 \x01(\r\x12\x36\n\x0c\x64\x65nominators\x18\x07 \x01(\x0b\x32 .turnstream.wire.v1.Denominators\"\x91\x02\n\x08Manifest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x10\n\x08revision\x18\x03 \x01(\r\x12\x0f\n\x07lineage\x18\x04 \x01(\t\x12\x15\n\rprevious_hash\x18\x05 \x01(\t\x12\x18\n\x10\x61ssembly_version\x18\x06 \x01(\r\x12\x17\n\x0f\x63onfig_revision\x18\x07 \x01(\r\x12\x15\n\rlast_event_id\x18\x08 \x01(\t\x12-\n\x06groups\x18\t \x03(\x0b\x32\x1d.turnstream.wire.v1.GroupPlan\x12\x37\n\x0cmini_batches\x18\n \x03(\x0b\x32!.turnstream.wire.v1.MiniBatchPlanb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n turnstream/wire/v1/records.proto\x12\x12turnstream.wire.v1\"=\n\nVersionRun\x12\x14\n\x07version\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\r\n\x05\x63ount\x18\x02 \x01(\rB\n\n\x08_version\"K\n\tArraySpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\r\x12\x12\n\nnum_shared\x18\x04 \x01(\r\"\xc9\x01\n\nTurnHeader\x12\r\n\x05index\x18\x01 \x01(\r\x12\x13\n\x0bparent_turn\x18\x02 \x01(\x11\x12\x15\n\rshared_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_response_tokens\x18\x04 \x01(\r\x12-\n\x06\x61rrays\x18\x05 \x03(\x0b\x32\x1d.turnstream.wire.v1.ArraySpec\x12\x34\n\x0cversion_runs\x18\x06 \x03(\x0b\x32\x1e.turnstream.wire.v1.VersionRun\"\xb4\x01\n\tTurnShape\x12\x13\n\x0bparent_turn\x18\x01 \x01(\x11\x12\x15\n\rshared_tokens\x18\x02 \x01(\r\x12\x1d\n\x15num_new_prompt_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_response_tokens\x18\x04 \x01(\r\x12\x1a\n\x12num_trained_tokens\x18\x05 \x01(\r\x12\x0e\n\x06reward\x18\x06 \x01(\x02\x12\x13\n\x0bpayload_crc\x18\x07 \x01(\x07\"B\n\rTrajectoryKey\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0e\n\x06sample\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\"\xc3\x06\n\x10TrajectorySealed\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.turnstream.wire.v1.TrajectoryKey\x12\x13\n\x0blease_epoch\x18\x02 \x01(\r\x12\x0e\n\x06status\x18\x03 \x01(\t\x12\x13\n\x06reward\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12U\n\x11reward_components\x18\x05 \x03(\x0b\x32:.turnstream.wire.v1.TrajectorySealed.RewardComponentsEntry\x12,\n\x05turns\x18\x06 \x03(\x0b\x32\x1d.turnstream.wire.v1.TurnShape\x12\x1b\n\x0eoldest_version\x18\x07 \x01(\x03H\x01\x88\x01\x01\x12\x1b\n\x0enewest_version\x18\x08 \x01(\x03H\x02\x88\x01\x01\x12\x19\n\x11num_payload_bytes\x18\t \x01(\x04\x12\x14\n\x0chas_logprobs\x18\n \x01(\x08\x12\x44\n\x08sampling\x18\x0b \x03(\x0b\x32\x32.turnstream.wire.v1.TrajectorySealed.SamplingEntry\x12<\n\x04tags\x18\x0c \x03(\x0b\x32..turnstream.wire.v1.TrajectorySealed.TagsEntry\x12\x42\n\x07metrics\x18\r \x03(\x0b\x32\x31.turnstream.wire.v1.TrajectorySealed.MetricsEntry\x12\x15\n\rawaits_reward\x18\x10 \x01(\x08\x1a\x37\n\x15RewardComponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rSamplingEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a+\n\tTagsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_rewardB\x11\n\x0f_oldest_versionB\x11\n\x0f_newest_version\"\\\n\x0bGroupOpened\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x12\n\nprompt_uid\x18\x02 \x01(\t\x12\x13\n\x0bnum_samples\x18\x03 \x01(\r\x12\x12\n\nnum_needed\x18\x04 \x01(\r\"U\n\x13TrajectoryAbandoned\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.turnstream.wire.v1.TrajectoryKey\x12\x0e\n\x06reason\x18\x02 \x01(\t\"P\n\x0eTrajectoryDied\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.turnstream.wire.v1.TrajectoryKey\x12\x0e\n\x06reason\x18\x02 \x01(\t\"W\n\x10VersionAnnounced\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07lineage\x18\x03 \x01(\t\x12\x13\n\x0bweights_uri\x18\x04 \x01(\t\"\x1b\n\tRunClosed\x12\x0e\n\x06reason\x18\x01 \x01(\t\"j\n\rDeadlineFired\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x32\n\x07\x61waited\x18\x02 \x01(\x0b\x32!.turnstream.wire.v1.TrajectoryKey\x12\x13\n\x0bnum_refills\x18\x03 \x01(\r\"O\n\rRefillGranted\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.turnstream.wire.v1.TrajectoryKey\x12\x0e\n\x06number\x18\x02 \x01(\r\"\xea\x01\n\x0cRewardPosted\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.turnstream.wire.v1.TrajectoryKey\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12Q\n\x11reward_components\x18\x03 \x03(\x0b\x32\x36.turnstream.wire.v1.RewardPosted.RewardComponentsEntry\x1a\x37\n\x15RewardComponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\"\xc1\x04\n\x05\x45vent\x12\x37\n\x0cgroup_opened\x18\x01 \x01(\x0b\x32\x1f.turnstream.wire.v1.GroupOpenedH\x00\x12\x41\n\x11trajectory_sealed\x18\x02 \x01(\x0b\x32$.turnstream.wire.v1.TrajectorySealedH\x00\x12G\n\x14trajectory_abandoned\x18\x03 \x01(\x0b\x32\'.turnstream.wire.v1.TrajectoryAbandonedH\x00\x12=\n\x0ftrajectory_died\x18\x04 \x01(\x0b\x32\".turnstream.wire.v1.TrajectoryDiedH\x00\x12\x41\n\x11version_announced\x18\x05 \x01(\x0b\x32$.turnstream.wire.v1.VersionAnnouncedH\x00\x12\x33\n\nrun_closed\x18\x06 \x01(\x0b\x32\x1d.turnstream.wire.v1.RunClosedH\x00\x12;\n\x0e\x64\x65\x61\x64line_fired\x18\n \x01(\x0b\x32!.turnstream.wire.v1.DeadlineFiredH\x00\x12;\n\x0erefill_granted\x18\x0b \x01(\x0b\x32!.turnstream.wire.v1.RefillGrantedH\x00\x12\x39\n\rreward_posted\x18\x0c \x01(\x0b\x32 .turnstream.wire.v1.RewardPostedH\x00\x42\x07\n\x05\x65vent\"e\n\rSequenceShape\x12\r\n\x05turns\x18\x01 \x03(\r\x12\x15\n\rprompt_length\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x1a\n\x12num_trained_tokens\x18\x04 \x01(\r\"\xde\x02\n\x0eTrajectoryPlan\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.turnstream.wire.v1.TrajectoryKey\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x11\n\tadvantage\x18\x04 \x01(\x02\x12\x0e\n\x06weight\x18\x05 \x01(\x02\x12\x17\n\x0fnum_turn_tokens\x18\x06 \x01(\x04\x12\x1b\n\x0eoldest_version\x18\x07 \x01(\x03H\x00\x88\x01\x01\x12\x1b\n\x0enewest_version\x18\x08 \x01(\x03H\x01\x88\x01\x01\x12\x14\n\x0chas_logprobs\x18\t \x01(\x08\x12\x34\n\tsequences\x18\n \x03(\x0b\x32!.turnstream.wire.v1.SequenceShape\x12\x14\n\x0cpayload_crcs\x18\x0b \x03(\x07\x42\x11\n\x0f_oldest_versionB\x11\n\x0f_newest_version\"k\n\tGroupPlan\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x12\n\nprompt_uid\x18\x02 \x01(\t\x12\x38\n\x0ctrajectories\x18\x03 \x03(\x0b\x32\".turnstream.wire.v1.TrajectoryPlan\"\x94\x01\n\x0c\x44\x65nominators\x12\x12\n\nnum_tokens\x18\x01 \x01(\x04\x12\x15\n\rnum_sequences\x18\x02 \x01(\x04\x12\x18\n\x10num_trajectories\x18\x03 \x01(\x04\x12\x12\n\nnum_groups\x18\x04 \x01(\x04\x12\x12\n\nweight_sum\x18\x05 \x01(\x01\x12\x17\n\x0flength_constant\x18\x06 \x01(\x04\"\xbf\x01\n\rMiniBatchPlan\x12\x13\n\x0b\x66irst_group\x18\x01 \x01(\r\x12\x12\n\nnum_groups\x18\x02 \x01(\r\x12\x14\n\x0c\x66irst_row_id\x18\x03 \x01(\x03\x12\x10\n\x08num_rows\x18\x04 \x01(\r\x12\r\n\x05width\x18\x05 \x01(\r\x12\x16\n\x0eresponse_width\x18\x06 \x01(\r\x12\x36\n\x0c\x64\x65nominators\x18\x07 \x01(\x0b\x32 .turnstream.wire.v1.Denominators\"\x91\x02\n\x08Manifest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x10\n\x08revision\x18\x03 \x01(\r\x12\x0f\n\x07lineage\x18\x04 \x01(\t\x12\x15\n\rprevious_hash\x18\x05 \x01(\t\x12\x18\n\x10\x61ssembly_version\x18\x06 \x01(\r\x12\x17\n\x0f\x63onfig_revision\x18\x07 \x01(\r\x12\x15\n\rlast_event_id\x18\x08 \x01(\t\x12-\n\x06groups\x18\t \x03(\x0b\x32\x1d.turnstream.wire.v1.GroupPlan\x12\x37\n\x0cmini_batches\x18\n \x03(\x0b\x32!.turnstream.wire.v1.MiniBatchPlanb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,6 +39,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAJECTORYSEALED_TAGSENTRY']._serialized_options = b'8\001'
   _globals['_TRAJECTORYSEALED_METRICSENTRY']._loaded_options = None
   _globals['_TRAJECTORYSEALED_METRICSENTRY']._serialized_options = b'8\001'
+  _globals['_REWARDPOSTED_REWARDCOMPONENTSENTRY']._loaded_options = None
+  _globals['_REWARDPOSTED_REWARDCOMPONENTSENTRY']._serialized_options = b'8\001'
   _globals['_VERSIONRUN']._serialized_start=56
   _globals['_VERSIONRUN']._serialized_end=117
   _globals['_ARRAYSPEC']._serialized_start=119
@@ -50,37 +52,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAJECTORYKEY']._serialized_start=583
   _globals['_TRAJECTORYKEY']._serialized_end=649
   _globals['_TRAJECTORYSEALED']._serialized_start=652
-  _globals['_TRAJECTORYSEALED']._serialized_end=1464
-  _globals['_TRAJECTORYSEALED_REWARDCOMPONENTSENTRY']._serialized_start=1218
-  _globals['_TRAJECTORYSEALED_REWARDCOMPONENTSENTRY']._serialized_end=1273
-  _globals['_TRAJECTORYSEALED_SAMPLINGENTRY']._serialized_start=1275
-  _globals['_TRAJECTORYSEALED_SAMPLINGENTRY']._serialized_end=1322
-  _globals['_TRAJECTORYSEALED_TAGSENTRY']._serialized_start=1324
-  _globals['_TRAJECTORYSEALED_TAGSENTRY']._serialized_end=1367
-  _globals['_TRAJECTORYSEALED_METRICSENTRY']._serialized_start=1369
-  _globals['_TRAJECTORYSEALED_METRICSENTRY']._serialized_end=1415
-  _globals['_GROUPOPENED']._serialized_start=1466
-  _globals['_GROUPOPENED']._serialized_end=1538
-  _globals['_TRAJECTORYABANDONED']._serialized_start=1540
-  _globals['_TRAJECTORYABANDONED']._serialized_end=1625
-  _globals['_TRAJECTORYDIED']._serialized_start=1627
-  _globals['_TRAJECTORYDIED']._serialized_end=1707
-  _globals['_VERSIONANNOUNCED']._serialized_start=1709
-  _globals['_VERSIONANNOUNCED']._serialized_end=1796
-  _globals['_RUNCLOSED']._serialized_start=1798
-  _globals['_RUNCLOSED']._serialized_end=1825
-  _globals['_EVENT']._serialized_start=1828
-  _globals['_EVENT']._serialized_end=2224
-  _globals['_SEQUENCESHAPE']._serialized_start=2226
-  _globals['_SEQUENCESHAPE']._serialized_end=2327
-  _globals['_TRAJECTORYPLAN']._serialized_start=2330
-  _globals['_TRAJECTORYPLAN']._serialized_end=2680
-  _globals['_GROUPPLAN']._serialized_start=2682
-  _globals['_GROUPPLAN']._serialized_end=2789
-  _globals['_DENOMINATORS']._serialized_start=2792
-  _globals['_DENOMINATORS']._serialized_end=2940
-  _globals['_MINIBATCHPLAN']._serialized_start=2943
-  _globals['_MINIBATCHPLAN']._serialized_end=3134
-  _globals['_MANIFEST']._serialized_start=3137
-  _globals['_MANIFEST']._serialized_end=3410
+  _globals['_TRAJECTORYSEALED']._serialized_end=1487
+  _globals['_TRAJECTORYSEALED_REWARDCOMPONENTSENTRY']._serialized_start=1241
+  _globals['_TRAJECTORYSEALED_REWARDCOMPONENTSENTRY']._serialized_end=1296
+  _globals['_TRAJECTORYSEALED_SAMPLINGENTRY']._serialized_start=1298
+  _globals['_TRAJECTORYSEALED_SAMPLINGENTRY']._serialized_end=1345
+  _globals['_TRAJECTORYSEALED_TAGSENTRY']._serialized_start=1347
+  _globals['_TRAJECTORYSEALED_TAGSENTRY']._serialized_end=1390
+  _globals['_TRAJECTORYSEALED_METRICSENTRY']._serialized_start=1392
+  _globals['_TRAJECTORYSEALED_METRICSENTRY']._serialized_end=1438
+  _globals['_GROUPOPENED']._serialized_start=1489
+  _globals['_GROUPOPENED']._serialized_end=1581
+  _globals['_TRAJECTORYABANDONED']._serialized_start=1583
+  _globals['_TRAJECTORYABANDONED']._serialized_end=1668
+  _globals['_TRAJECTORYDIED']._serialized_start=1670
+  _globals['_TRAJECTORYDIED']._serialized_end=1750
+  _globals['_VERSIONANNOUNCED']._serialized_start=1752
+  _globals['_VERSIONANNOUNCED']._serialized_end=1839
+  _globals['_RUNCLOSED']._serialized_start=1841
+  _globals['_RUNCLOSED']._serialized_end=1868
+  _globals['_DEADLINEFIRED']._serialized_start=1870
+  _globals['_DEADLINEFIRED']._serialized_end=1976
+  _globals['_REFILLGRANTED']._serialized_start=1978
+  _globals['_REFILLGRANTED']._serialized_end=2057
+  _globals['_REWARDPOSTED']._serialized_start=2060
+  _globals['_REWARDPOSTED']._serialized_end=2294
+  _globals['_REWARDPOSTED_REWARDCOMPONENTSENTRY']._serialized_start=1241
+  _globals['_REWARDPOSTED_REWARDCOMPONENTSENTRY']._serialized_end=1296
+  _globals['_EVENT']._serialized_start=2297
+  _globals['_EVENT']._serialized_end=2874
+  _globals['_SEQUENCESHAPE']._serialized_start=2876
+  _globals['_SEQUENCESHAPE']._serialized_end=2977
+  _globals['_TRAJECTORYPLAN']._serialized_start=2980
+  _globals['_TRAJECTORYPLAN']._serialized_end=3330
+  _globals['_GROUPPLAN']._serialized_start=3332
+  _globals['_GROUPPLAN']._serialized_end=3439
+  _globals['_DENOMINATORS']._serialized_start=3442
+  _globals['_DENOMINATORS']._serialized_end=3590
+  _globals['_MINIBATCHPLAN']._serialized_start=3593
+  _globals['_MINIBATCHPLAN']._serialized_end=3784
+  _globals['_MANIFEST']._serialized_start=3787
+  _globals['_MANIFEST']._serialized_end=4060
 # @@protoc_insertion_point(module_scope)

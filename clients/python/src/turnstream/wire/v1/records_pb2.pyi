@@ -70,7 +70,7 @@ class TrajectoryKey(_message.Message):
     def __init__(self, group_id: _Optional[str] = ..., sample: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class TrajectorySealed(_message.Message):
-    __slots__ = ("key", "lease_epoch", "status", "reward", "reward_components", "turns", "oldest_version", "newest_version", "num_payload_bytes", "has_logprobs", "sampling", "tags", "metrics")
+    __slots__ = ("key", "lease_epoch", "status", "reward", "reward_components", "turns", "oldest_version", "newest_version", "num_payload_bytes", "has_logprobs", "sampling", "tags", "metrics", "awaits_reward")
     class RewardComponentsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +112,7 @@ class TrajectorySealed(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TAGS_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    AWAITS_REWARD_FIELD_NUMBER: _ClassVar[int]
     key: TrajectoryKey
     lease_epoch: int
     status: str
@@ -125,17 +126,20 @@ class TrajectorySealed(_message.Message):
     sampling: _containers.ScalarMap[str, float]
     tags: _containers.ScalarMap[str, str]
     metrics: _containers.ScalarMap[str, float]
-    def __init__(self, key: _Optional[_Union[TrajectoryKey, _Mapping]] = ..., lease_epoch: _Optional[int] = ..., status: _Optional[str] = ..., reward: _Optional[float] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., turns: _Optional[_Iterable[_Union[TurnShape, _Mapping]]] = ..., oldest_version: _Optional[int] = ..., newest_version: _Optional[int] = ..., num_payload_bytes: _Optional[int] = ..., has_logprobs: bool = ..., sampling: _Optional[_Mapping[str, float]] = ..., tags: _Optional[_Mapping[str, str]] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    awaits_reward: bool
+    def __init__(self, key: _Optional[_Union[TrajectoryKey, _Mapping]] = ..., lease_epoch: _Optional[int] = ..., status: _Optional[str] = ..., reward: _Optional[float] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., turns: _Optional[_Iterable[_Union[TurnShape, _Mapping]]] = ..., oldest_version: _Optional[int] = ..., newest_version: _Optional[int] = ..., num_payload_bytes: _Optional[int] = ..., has_logprobs: bool = ..., sampling: _Optional[_Mapping[str, float]] = ..., tags: _Optional[_Mapping[str, str]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., awaits_reward: bool = ...) -> None: ...
 
 class GroupOpened(_message.Message):
-    __slots__ = ("group_id", "prompt_uid", "num_samples")
+    __slots__ = ("group_id", "prompt_uid", "num_samples", "num_needed")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_UID_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    NUM_NEEDED_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     prompt_uid: str
     num_samples: int
-    def __init__(self, group_id: _Optional[str] = ..., prompt_uid: _Optional[str] = ..., num_samples: _Optional[int] = ...) -> None: ...
+    num_needed: int
+    def __init__(self, group_id: _Optional[str] = ..., prompt_uid: _Optional[str] = ..., num_samples: _Optional[int] = ..., num_needed: _Optional[int] = ...) -> None: ...
 
 class TrajectoryAbandoned(_message.Message):
     __slots__ = ("key", "reason")
@@ -171,21 +175,62 @@ class RunClosed(_message.Message):
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
+class DeadlineFired(_message.Message):
+    __slots__ = ("group_id", "awaited", "num_refills")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFILLS_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    awaited: TrajectoryKey
+    num_refills: int
+    def __init__(self, group_id: _Optional[str] = ..., awaited: _Optional[_Union[TrajectoryKey, _Mapping]] = ..., num_refills: _Optional[int] = ...) -> None: ...
+
+class RefillGranted(_message.Message):
+    __slots__ = ("key", "number")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    key: TrajectoryKey
+    number: int
+    def __init__(self, key: _Optional[_Union[TrajectoryKey, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
+
+class RewardPosted(_message.Message):
+    __slots__ = ("key", "reward", "reward_components")
+    class RewardComponentsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    REWARD_COMPONENTS_FIELD_NUMBER: _ClassVar[int]
+    key: TrajectoryKey
+    reward: float
+    reward_components: _containers.ScalarMap[str, float]
+    def __init__(self, key: _Optional[_Union[TrajectoryKey, _Mapping]] = ..., reward: _Optional[float] = ..., reward_components: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
 class Event(_message.Message):
-    __slots__ = ("group_opened", "trajectory_sealed", "trajectory_abandoned", "trajectory_died", "version_announced", "run_closed")
+    __slots__ = ("group_opened", "trajectory_sealed", "trajectory_abandoned", "trajectory_died", "version_announced", "run_closed", "deadline_fired", "refill_granted", "reward_posted")
     GROUP_OPENED_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORY_SEALED_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORY_ABANDONED_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORY_DIED_FIELD_NUMBER: _ClassVar[int]
     VERSION_ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
     RUN_CLOSED_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_FIRED_FIELD_NUMBER: _ClassVar[int]
+    REFILL_GRANTED_FIELD_NUMBER: _ClassVar[int]
+    REWARD_POSTED_FIELD_NUMBER: _ClassVar[int]
     group_opened: GroupOpened
     trajectory_sealed: TrajectorySealed
     trajectory_abandoned: TrajectoryAbandoned
     trajectory_died: TrajectoryDied
     version_announced: VersionAnnounced
     run_closed: RunClosed
-    def __init__(self, group_opened: _Optional[_Union[GroupOpened, _Mapping]] = ..., trajectory_sealed: _Optional[_Union[TrajectorySealed, _Mapping]] = ..., trajectory_abandoned: _Optional[_Union[TrajectoryAbandoned, _Mapping]] = ..., trajectory_died: _Optional[_Union[TrajectoryDied, _Mapping]] = ..., version_announced: _Optional[_Union[VersionAnnounced, _Mapping]] = ..., run_closed: _Optional[_Union[RunClosed, _Mapping]] = ...) -> None: ...
+    deadline_fired: DeadlineFired
+    refill_granted: RefillGranted
+    reward_posted: RewardPosted
+    def __init__(self, group_opened: _Optional[_Union[GroupOpened, _Mapping]] = ..., trajectory_sealed: _Optional[_Union[TrajectorySealed, _Mapping]] = ..., trajectory_abandoned: _Optional[_Union[TrajectoryAbandoned, _Mapping]] = ..., trajectory_died: _Optional[_Union[TrajectoryDied, _Mapping]] = ..., version_announced: _Optional[_Union[VersionAnnounced, _Mapping]] = ..., run_closed: _Optional[_Union[RunClosed, _Mapping]] = ..., deadline_fired: _Optional[_Union[DeadlineFired, _Mapping]] = ..., refill_granted: _Optional[_Union[RefillGranted, _Mapping]] = ..., reward_posted: _Optional[_Union[RewardPosted, _Mapping]] = ...) -> None: ...
 
 class SequenceShape(_message.Message):
     __slots__ = ("turns", "prompt_length", "num_tokens", "num_trained_tokens")
