@@ -7,10 +7,10 @@ the one before it was about to write.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from datetime import UTC, datetime
 from typing import Final
 
 import redis.asyncio
@@ -18,17 +18,26 @@ import redis.asyncio
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.plan import Manifest
 from turnstream.batching.planning import num_groups_to_plan, plan_batch
-from turnstream.batching.readiness import GroupDropped, ReadyGroup, RunFold
+from turnstream.batching.readiness import (
+    Decision,
+    GroupCut,
+    GroupDropped,
+    MemberDropped,
+    ReadyGroup,
+    RefillWanted,
+    RunFold,
+    WaitingGroup,
+)
 from turnstream.batching.report import plan_report
 from turnstream.errors import ConflictError, CorruptRecordError
 from turnstream.records.events import decode_event, key_of_seal
-from turnstream.types import TrajectoryDied, TrajectoryState
+from turnstream.types import TrajectoryDied
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.listener import PAGE_EVENTS, RunListener
 from turnstream_server.batcher.payload import Damage, DamagedPayloadError
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.shares import PlannedBatch
-from turnstream_server.bus.groups import settle_groups
+from turnstream_server.bus.groups import Settlement, grant_refill, settle_groups
 from turnstream_server.bus.manifests import (
     StoredManifest,
     encode_for_store,
@@ -46,6 +55,8 @@ a thousand trajectories that are sealed one by one would otherwise cost 0.2 CPU 
 
 PAGE_MANIFESTS: Final = 64
 """Plans of one reply when a history is replayed: a manifest may have a megabyte."""
+
+_MAX_NAMED: Final = 8
 
 Hook = Callable[[Manifest], Awaitable[None]]
 
@@ -116,19 +127,19 @@ class Leader:
 
     async def _replay(self) -> None:
         """Fold the history in; each plan takes its groups where it was made."""
-        dropped: list[GroupDropped] = []
+        decisions: list[Decision] = []
         planned = await self._read_planned()
         while events := await self._listener.read_events():
             for event_id, record in events:
-                dropped += self._apply(event_id, record)
+                decisions += self._apply(event_id, record)
                 while planned and _position(planned[0].manifest.last_event_id) <= _position(
                     event_id
                 ):
-                    self._pass(planned.popleft().manifest)
+                    decisions += self._pass(planned.popleft().manifest)
                     if not planned:
                         planned = await self._read_planned()
             await asyncio.sleep(0)
-        await self._settle(dropped)
+        await self._carry_out(decisions)
 
     async def _read_planned(self) -> deque[StoredManifest]:
         """The next plans of those that exist, noting the last of them."""
@@ -139,9 +150,9 @@ class Leader:
             self._note_written(each)
         return deque(stored)
 
-    def _pass(self, manifest: Manifest) -> None:
+    def _pass(self, manifest: Manifest) -> list[Decision]:
         wanted = {group.group_id for group in manifest.groups}
-        self._fold.take([group for group in self._fold.ready if group.group_id in wanted])
+        return self._fold.take([group for group in self._fold.ready if group.group_id in wanted])
 
     def _note_written(self, stored: StoredManifest) -> None:
         self._next_step = stored.manifest.step + 1
@@ -159,27 +170,19 @@ class Leader:
             await asyncio.sleep(GATHER_S)
 
     async def _take_in(self, events: Iterable[tuple[str, bytes]]) -> None:
-        dropped: list[GroupDropped] = []
+        decisions: list[Decision] = []
         for event_id, record in events:
-            dropped += self._apply(event_id, record)
-        await self._settle(dropped)
+            decisions += self._apply(event_id, record)
+        await self._carry_out(decisions)
 
-    def _apply(self, event_id: str, record: bytes) -> list[GroupDropped]:
-        """Fold an event in; gives what the ledger must be told, each group at most once."""
+    def _apply(self, event_id: str, record: bytes) -> list[Decision]:
+        """Fold an event in; gives what it decides."""
         try:
             event = decode_event(record)
         except CorruptRecordError as error:
             self._note_unreadable(event_id, record, error)
             return []
-        drops = self._fold.apply(event_id, event)
-        if not drops:
-            return drops
-        last = drops[-1]
-        if any(group.group_id == last.group_id for group in self._fold.ready):
-            # The group goes on without these members: they alone are settled.
-            return [dataclasses.replace(drop, state=TrajectoryState.SURPLUS) for drop in drops]
-        keys = tuple(key for drop in drops for key in drop.keys)
-        return [dataclasses.replace(last, keys=keys)]
+        return self._fold.apply(event_id, event)
 
     def _note_unreadable(self, event_id: str, record: bytes, error: CorruptRecordError) -> None:
         """Pass over an event that nobody can read; a trajectory that it names is set aside.
@@ -191,20 +194,37 @@ class Leader:
         if key is not None:
             self._unreadable.append(Damage(key, str(error)))
 
-    async def _settle(self, dropped: list[GroupDropped]) -> None:
-        for group in dropped:
-            logger.info("group %s is %s: %s", group.group_id, group.state, group.reason)
+    async def _carry_out(self, decisions: Iterable[Decision]) -> None:
+        """Tell the ledger; all of it may have been told before, by the leader of another term."""
+        settled: list[Settlement] = []
+        for decision in decisions:
+            if not isinstance(decision, RefillWanted):
+                settled.append(decision)
+                _log_settlement(decision)
+            elif self._fold.wants(decision):
+                # What was decided before it was asked for comes before it.
+                await self._settle(settled)
+                settled = []
+                await self._grant(decision)
+        await self._settle(settled)
+
+    async def _settle(self, settled: list[Settlement]) -> None:
         if self._unreadable:
             await self._set_aside(tuple(self._unreadable))
             self._unreadable.clear()
-        if dropped:
+        if settled:
             reach("settle.before")
         try:
-            await settle_groups(self._client, self._view.run, dropped, leader_epoch=self._epoch)
+            await settle_groups(self._client, self._view.run, settled, leader_epoch=self._epoch)
         except ConflictError as error:  # the rest of them was settled
-            logger.warning("a group of run %s cannot be dropped: %s", self._view.run, error)
-        if dropped:
+            logger.warning("a group of run %s cannot be settled: %s", self._view.run, error)
+        if settled:
             reach("settle.after")
+
+    async def _grant(self, wanted: RefillWanted) -> None:
+        run = self._view.run
+        if await grant_refill(self._client, run, wanted, leader_epoch=self._epoch):
+            logger.info("refill %d of group %s: %s", wanted.number, wanted.key.group_id, wanted.key)
 
     async def _plan_what_is_due(self) -> None:
         while groups := self._due_groups():
@@ -240,8 +260,9 @@ class Leader:
         await write_manifest(self._client, self._view.run, stored, leader_epoch=self._epoch)
         reach("plan.after_write")
         self._note_written(stored)
-        self._fold.take(groups)
+        left_over = self._fold.take(groups)
         self._view.offer(batch)
+        await self._carry_out(left_over)
         logger.info(
             "planned step %d of run %s",
             manifest.step,
@@ -296,10 +317,47 @@ class Leader:
         if step > self._last_allowed_step():
             stepped = self._view.frontier.stepped
             return f"step {step} is planned when step {stepped + 1} is stepped"
-        return (
+        reason = (
             f"step {step}: {self._fold.num_ready} of {self._config.batch_groups} groups complete, "
             f"{self._fold.num_open_groups} open"
         )
+        oldest = next(self._fold.waiting(), None)
+        return f"{reason}; {_describe(oldest)}" if oldest else reason
+
+
+def _log_settlement(settled: Settlement) -> None:
+    match settled:
+        case MemberDropped(key=key, state=state, reason=reason):
+            logger.debug("trajectory %s is %s: %s", key, state, reason)
+        case GroupCut(group_id=group_id, reason=reason):
+            logger.debug("group %s is cut: %s", group_id, reason)
+        case GroupDropped(group_id=group_id, state=state, reason=reason):
+            logger.info("group %s is %s: %s", group_id, state, reason)
+
+
+def _describe(group: WaitingGroup) -> str:
+    """A group in the words of whoever waits for it.
+
+    "group g7, open since 2026-03-01 12:00:00 UTC, has 2 of 4 members; sample 1, 3 may still come"
+    """
+    opened_s = int(group.opened_by.partition("-")[0]) / 1000
+    since = datetime.fromtimestamp(opened_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    has = f"has {group.num_members} of {group.num_needed} members"
+    parts = [f"group {group.group_id}, open since {since}, {has}"]
+    awaited = {key.sample for key in group.awaiting}
+    hanging = [sample for sample in group.samples if sample not in awaited]
+    if hanging:
+        parts.append(f"sample {_listed(hanging)} may still come")
+    if awaited:
+        parts.append(f"the reward of sample {_listed(sorted(awaited))} was not posted")
+    if group.num_refills:
+        parts.append(f"{group.num_refills} refills were asked for")
+    return "; ".join(parts)
+
+
+def _listed(samples: Sequence[int]) -> str:
+    named = ", ".join(map(str, samples[:_MAX_NAMED]))
+    return f"{named} and {len(samples) - _MAX_NAMED} more" if samples[_MAX_NAMED:] else named
 
 
 def _position(event_id: str) -> tuple[int, int]:

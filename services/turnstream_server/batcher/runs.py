@@ -199,7 +199,7 @@ class RunView:
             return False
         if not self._is_drained:
             groups: list[bytes] = await self._call("HVALS", keys.run_keys(self.run).groups)
-            self._is_drained = not any(group.endswith(b":open") for group in groups)
+            self._is_drained = not any(group.endswith((b":open", b":decided")) for group in groups)
             if self._is_drained:  # the last batch may have been planned while this was read
                 frontier = await self.refresh()
         return self._is_drained and frontier.stepped >= frontier.planned

@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.store.replies import translate
+from turnstream_server.bus.deadlines import fire_deadlines
 from turnstream_server.bus.leases import give_up_lapsed
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,12 @@ clock by so much, and both together. Longer ones make the clock unsteady."""
 STEADY_LEASES: Final = 1 / 2
 """How long the clock must have been steady before a lease counts as ended: in it, every writer that
 lives has sent a heartbeat, and the store has heard it."""
+
+LOOKS_PER_DEADLINE: Final = 20
+"""A deadline that is set while the timekeeper sleeps fires late by so small a part of it."""
+
+LONGEST_PAUSE_S: Final = 5.0
+"""Between two looks at the deadlines, which generators of any release may set."""
 
 
 class Moment(NamedTuple):
@@ -138,7 +145,10 @@ def timekeeper(
     """The timekeeper of a run, with every script that a run has."""
     return Timekeeper(
         client,
-        [lapsed_leases(client, run, leader_epoch=leader_epoch, config=config)],
+        [
+            lapsed_leases(client, run, leader_epoch=leader_epoch, config=config),
+            passed_deadlines(client, run, leader_epoch=leader_epoch, config=config),
+        ],
         tolerance_s=config.lease_s * TOLERANCE_LEASES,
         longest_pause_s=config.lease_s / LOOKS_PER_LEASE,
     )
@@ -159,3 +169,17 @@ def lapsed_leases(
         return 0.0 if has_more else pause_s
 
     return DueScript("lapsed leases", give_up)
+
+
+def passed_deadlines(
+    client: redis.asyncio.Redis, run: str, *, leader_epoch: int, config: BatchingConfig
+) -> DueScript:
+    """Writes the events of groups and rewards whose deadline has passed."""
+    deadlines_s = [s for s in (config.group_deadline_s, config.reward_deadline_s) if s > 0]
+    pause_s = min([LONGEST_PAUSE_S, *(s / LOOKS_PER_DEADLINE for s in deadlines_s)])
+
+    async def fire(_: Moment) -> float:
+        next_ms = await fire_deadlines(client, run, leader_epoch=leader_epoch)
+        return pause_s if next_ms < 0 else min(pause_s, next_ms / 1000)
+
+    return DueScript("passed deadlines", fire)

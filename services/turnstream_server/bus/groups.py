@@ -1,45 +1,115 @@
-"""Trajectories that were sealed and will not be trained, because of what became of their group."""
+"""What the plan decides about groups and their members, told to the ledger."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 import redis.asyncio
 
-from turnstream.batching.readiness import GroupDropped
+from turnstream.batching.decisions import GroupCut, GroupDropped, MemberDropped, RefillWanted
+from turnstream.records.events import encode_event
 from turnstream.store import keys
-from turnstream.store.scripts import Command, Script, run_commands_async
+from turnstream.store.scripts import Command, Script, run_command_async, run_commands_async
+from turnstream.types import RefillGranted
 
-_SETTLE = Script("settle_group", "turnstream_server.bus")
+Settlement = MemberDropped | GroupDropped | GroupCut
+"""A decision that ends trajectories."""
+
+_SETTLE_MEMBERS = Script("settle_members", "turnstream_server.bus")
+_SETTLE_GROUP = Script("settle_group", "turnstream_server.bus")
+_GRANT = Script("grant_refill", "turnstream_server.bus")
+_MEMBERS_PER_CALL: Final = 200
 
 
 async def settle_groups(
-    client: redis.asyncio.Redis, run: str, dropped: Sequence[GroupDropped], *, leader_epoch: int
+    client: redis.asyncio.Redis, run: str, settled: Sequence[Settlement], *, leader_epoch: int
 ) -> None:
-    """End sealed trajectories as filtered, incomplete or surplus; a dropped group makes room.
+    """End trajectories untrained, with the reason; a dropped group makes room for another.
 
-    Each entry is settled whole or not at all, once: settling it again changes nothing.
+    Each group is settled whole or not at all, once: settling it again changes nothing.
 
     Raises:
         FencedError: another planner leads the run.
         ConflictError: a group is in a batch already, or was never opened.
         StoreUnavailableError: the store cannot be reached.
     """
-    if not dropped:
+    if not settled:
         return
-    commands = [_settle(run, group, leader_epoch) for group in dropped]
+    members = [each for each in settled if isinstance(each, MemberDropped)]
+    groups = [each for each in settled if not isinstance(each, MemberDropped)]
+    commands = [
+        *_settle_members(run, members, leader_epoch),
+        *(_settle_group(run, group, leader_epoch) for group in groups),
+    ]
     for reply in await run_commands_async(client, commands):
         if isinstance(reply, Exception):
             raise reply
 
 
-def _settle(run: str, group: GroupDropped, leader_epoch: int) -> Command:
+async def grant_refill(
+    client: redis.asyncio.Redis, run: str, wanted: RefillWanted, *, leader_epoch: int
+) -> bool:
+    """Let another attempt of a sample begin: the first that nobody has opened.
+
+    Returns:
+        False where it was granted before, or the group needs none any more.
+
+    Raises:
+        FencedError: another planner leads the run.
+        ConflictError: the group was never opened.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    for attempt in itertools.count(wanted.key.attempt):
+        command = _grant(run, wanted, attempt, leader_epoch)
+        answer: int = await run_command_async(client, command)
+        if answer >= 0:
+            return bool(answer)
+    raise AssertionError("there is always another attempt")
+
+
+def _settle_members(
+    run: str, dropped: Sequence[MemberDropped], leader_epoch: int
+) -> Iterator[Command]:
     names = keys.run_keys(run)
-    return _SETTLE(
-        (names.leader, names.groups, names.ledger, names.counts, names.frontier, names.wake),
+    for start in range(0, len(dropped), _MEMBERS_PER_CALL):
+        arguments: list[str] = []
+        for member in dropped[start : start + _MEMBERS_PER_CALL]:
+            arguments += (keys.trajectory_id(member.key), member.state, member.reason)
+        yield _SETTLE_MEMBERS(
+            (names.leader, names.ledger, names.counts, names.deadlines), leader_epoch, *arguments
+        )
+
+
+def _settle_group(run: str, group: GroupDropped | GroupCut, leader_epoch: int) -> Command:
+    names = keys.run_keys(run)
+    dropped = group.keys if isinstance(group, GroupDropped) else ()
+    return _SETTLE_GROUP(
+        (
+            *(names.leader, names.groups, names.ledger, names.counts, names.frontier),
+            *(names.wake, names.members, names.deadlines, names.refills, names.leases),
+        ),
         leader_epoch,
         keys.encode_name(group.group_id),
-        group.state,
+        group.state if isinstance(group, GroupDropped) else "decided",
         group.reason,
-        *(keys.trajectory_id(key) for key in group.keys),
+        *map(keys.trajectory_id, dropped),
+    )
+
+
+def _grant(run: str, wanted: RefillWanted, attempt: int, leader_epoch: int) -> Command:
+    names = keys.run_keys(run)
+    key = wanted.key._replace(attempt=attempt)
+    return _GRANT(
+        (
+            *(names.leader, names.groups, names.ledger, names.members, names.refills),
+            *(names.deadlines, names.config, names.events, names.wake),
+        ),
+        leader_epoch,
+        keys.encode_name(key.group_id),
+        wanted.number,
+        keys.trajectory_id(key),
+        wanted.prompt_uid,
+        encode_event(RefillGranted(key=key, number=wanted.number)),
     )

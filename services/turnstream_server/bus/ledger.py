@@ -46,11 +46,13 @@ class LedgerCounts:
         accepted: trajectories ever opened.
         by_state: how many of them are in each state; every state is a key.
         num_in_batches: trajectories that the manifests name; planned, stepped and committed ones.
+        num_late_rewards: rewards that were posted after the group was decided, and changed nothing.
     """
 
     accepted: int
     by_state: Mapping[TrajectoryState, int]
     num_in_batches: int
+    num_late_rewards: int = 0
 
     @property
     def num_trained(self) -> int:
@@ -143,5 +145,8 @@ def _parse(reply: list[Any]) -> LedgerCounts:
     by_state[TrajectoryState.STEPPED] = until_stepped - until_committed
     by_state[TrajectoryState.COMMITTED] = until_committed
     return LedgerCounts(
-        accepted=counts.get("accepted", 0), by_state=by_state, num_in_batches=until_planned
+        accepted=counts.get("accepted", 0),
+        by_state=by_state,
+        num_in_batches=until_planned,
+        num_late_rewards=counts.get("late_rewards", 0),
     )

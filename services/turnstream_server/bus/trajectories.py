@@ -8,11 +8,11 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from turnstream.records.events import encode_event
+from turnstream.records.events import decode_event, encode_event
 from turnstream.store import keys
 from turnstream.store.replies import translate
 from turnstream.store.scripts import Script, run_command_async
-from turnstream.types import TrajectoryDied
+from turnstream.types import SealedTrajectory, TrajectoryDied
 
 _MARK_DEAD = Script("mark_dead", "turnstream_server.bus")
 _POST_SEALED = Script("post_sealed")
@@ -74,16 +74,18 @@ async def post_seals_of(client: redis.asyncio.Redis, run: str, ids: Sequence[str
     arguments: list[Any] = []
     try:
         for trajectory_id, epoch, seal in await _read_seals(client, run, ids):
-            arguments += (trajectory_id, epoch, seal)
+            arguments += (trajectory_id, epoch + (b":awaits" if _awaits(seal) else b""), seal)
     except (RedisError, OSError) as error:
         raise translate(error) from error
     if not arguments:
         return 0
-    command = _POST_SEALED(
-        (names.ledger, names.counts, names.groups, names.events, names.leases), *arguments
-    )
-    replies = await run_command_async(client, command)
+    replies = await run_command_async(client, _POST_SEALED(names.of_post_sealed, *arguments))
     return sum(reply in {b"OK", b"SURPLUS"} for reply in replies)
+
+
+def _awaits(seal: bytes) -> bool:
+    event = decode_event(seal)
+    return isinstance(event, SealedTrajectory) and event.awaits_reward
 
 
 async def _open_trajectories(client: redis.asyncio.Redis, run: str) -> AsyncIterator[list[str]]:

@@ -22,7 +22,7 @@ def test_these_names_are_public() -> None:
     assert turnstream.generator.__all__ == [
         *("AsyncGroupWriter", "AsyncPublisher", "AsyncReceipt", "AsyncTrajectoryWriter"),
         *("GroupWriter", "LapsedTrajectory", "Publisher", "PublisherStatistics", "Receipt"),
-        "TrajectoryWriter",
+        *("Refill", "RewardOutcome", "TrajectoryWriter", "post_reward", "post_reward_async"),
     ]
 
 
@@ -30,7 +30,8 @@ def test_both_publishers_are_called_alike() -> None:
     assert public_methods(Publisher) == public_methods(AsyncPublisher)
     assert sorted(public_methods(Publisher)) == [
         *("__init__", "close", "close_run", "flush"),
-        *("group", "lapsed", "publish", "statistics", "take_over", "trajectory"),
+        *("group", "lapsed", "next_refill", "post_reward", "publish", "refill_trajectory"),
+        *("statistics", "take_over", "trajectory"),
     ]
 
 

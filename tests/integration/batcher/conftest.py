@@ -251,18 +251,14 @@ class House:
         opened = encode_event(GroupOpened(group_id=group_id, prompt_uid="", num_samples=1))
         commands = [
             Script("open_group")(
-                (
-                    *(names.frontier, names.config, names.groups, names.ledger),
-                    *(names.counts, names.events, names.wake, names.leases),
-                ),
+                names.of_open_group,
                 *(group_id, 1, "w", opened, keys.trajectory_id(key)),
             ),
             Script("append")(payload, "1:w", 0, 1, record, seal),
         ]
         if posts:
             post = Script("post_sealed")
-            where = (names.ledger, names.counts, names.groups, names.events, names.leases)
-            commands.append(post(where, keys.trajectory_id(key), 1, seal))
+            commands.append(post(names.of_post_sealed, keys.trajectory_id(key), 1, seal))
         with connect(self.url) as client:
             for command in commands:
                 run_command(client, command)

@@ -74,7 +74,7 @@ async def test_a_member_without_the_reward_that_the_run_compares_is_left_out_of_
     (pulled,) = await trainer.get(1)
 
     assert pulled.mini_batch.rows.sample.tolist() == [0, 2]
-    assert _states(house, run) == {TrajectoryState.PLANNED: 2, TrajectoryState.SURPLUS: 1}
+    assert _states(house, run) == {TrajectoryState.PLANNED: 2, TrajectoryState.INCOMPLETE: 1}
     with connect(house.url) as client:
         assert read_frontier(client, run).num_live_groups == 1
 

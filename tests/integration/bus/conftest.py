@@ -10,10 +10,12 @@ import pytest
 import redis
 import redis.asyncio
 
-from turnstream.batching.readiness import GroupDropped
+from turnstream.batching.readiness import GroupDropped, MemberDropped, RefillWanted
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store import keys
 from turnstream.store.connection import connect_async
+from turnstream.store.groups import group_size
+from turnstream.store.rewards import RewardOutcome, post_reward_async
 from turnstream.store.scripts import Script, run_command_async
 from turnstream.testing import manifest, sealed
 from turnstream.types import (
@@ -25,7 +27,8 @@ from turnstream.types import (
     TrajectoryKey,
     TrajectoryState,
 )
-from turnstream_server.bus.groups import settle_groups
+from turnstream_server.bus.deadlines import fire_deadlines
+from turnstream_server.bus.groups import Settlement, grant_refill, settle_groups
 from turnstream_server.bus.leadership import acquire_leadership
 from turnstream_server.bus.manifests import StoredManifest, write_manifest
 from turnstream_server.bus.sessions import TrainerSession, acknowledge_stepped, start_session
@@ -44,11 +47,11 @@ async def async_client(server: EmbeddedServer) -> AsyncIterator[redis.asyncio.Re
 @pytest.fixture
 def start_run(
     client: redis.Redis, new_run: Callable[..., str]
-) -> Callable[[redis.asyncio.Redis], Awaitable[RunDriver]]:
+) -> Callable[..., Awaitable[RunDriver]]:
     """Makes a new run of batches of one group, led by the planner "p"."""
 
-    async def start(async_client: redis.asyncio.Redis) -> RunDriver:
-        name = new_run(client, batch_groups=1, max_staleness=1000)
+    async def start(async_client: redis.asyncio.Redis, **fields: Any) -> RunDriver:
+        name = new_run(client, **{"batch_groups": 1, "max_staleness": 1000, **fields})
         leadership = await acquire_leadership(async_client, name, owner="p", lease_s=60)
         return RunDriver(async_client, name, leadership.epoch)
 
@@ -58,7 +61,7 @@ def start_run(
 @pytest.fixture
 async def run(
     async_client: redis.asyncio.Redis,
-    start_run: Callable[[redis.asyncio.Redis], Awaitable[RunDriver]],
+    start_run: Callable[..., Awaitable[RunDriver]],
 ) -> RunDriver:
     """A new run."""
     return await start_run(async_client)
@@ -81,41 +84,38 @@ class RunDriver:
         self.leader_epoch = leader_epoch
         self.manifests: dict[int, StoredManifest] = {}
 
-    async def open(self, group_id: str, *, num_samples: int = 2, attempt: int = 0) -> None:
+    async def open(
+        self, group_id: str, *, num_samples: int = 2, num_needed: int = 0, attempt: int = 0
+    ) -> None:
         """Open a group and all its samples."""
-        opened = GroupOpened(group_id=group_id, prompt_uid="", num_samples=num_samples)
+        opened = GroupOpened(
+            group_id=group_id, prompt_uid="", num_samples=num_samples, num_needed=num_needed
+        )
         ids = [
             keys.trajectory_id(TrajectoryKey(group_id, sample, attempt))
             for sample in range(num_samples)
         ]
-        names = self.keys
         command = Script("open_group")(
-            (
-                names.frontier,
-                names.config,
-                names.groups,
-                names.ledger,
-                names.counts,
-                names.events,
-                names.wake,
-                names.leases,
-            ),
+            self.keys.of_open_group,
             keys.encode_name(group_id),
-            num_samples,
+            group_size(opened),
             "writer",
             encode_event(opened),
             *ids,
         )
         await run_command_async(self.client, command)
 
-    async def seal(self, group_id: str, sample: int, *, attempt: int = 0) -> list[bytes]:
+    async def seal(
+        self, group_id: str, sample: int, *, attempt: int = 0, awaits_reward: bool = False
+    ) -> list[bytes]:
         """Post the seal of an open trajectory."""
-        trajectory = sealed(group_id, sample=sample, attempt=attempt)
-        names = self.keys
+        trajectory = dataclasses.replace(
+            sealed(group_id, sample=sample, attempt=attempt), awaits_reward=awaits_reward
+        )
         command = Script("post_sealed")(
-            (names.ledger, names.counts, names.groups, names.events, names.leases),
+            self.keys.of_post_sealed,
             keys.trajectory_id(trajectory.key),
-            1,
+            "1:awaits" if awaits_reward else 1,
             encode_event(trajectory),
         )
         return await run_command_async(self.client, command)
@@ -144,14 +144,40 @@ class RunDriver:
         self, group_id: str, state: TrajectoryState, *samples: int, leader_epoch: int | None = None
     ) -> None:
         """Drop a group, or its surplus."""
-        dropped = GroupDropped(
-            group_id=group_id,
-            state=state,
-            reason="why",
-            keys=tuple(TrajectoryKey(group_id, sample) for sample in samples),
-        )
+        keys = tuple(TrajectoryKey(group_id, sample) for sample in samples)
+        settled: list[Settlement] = [
+            GroupDropped(group_id=group_id, state=state, reason="why", keys=keys)
+        ]
+        if state == TrajectoryState.SURPLUS:
+            settled = [MemberDropped(key=key, state=state, reason="why") for key in keys]
+        await self.carry_out(*settled, leader_epoch=leader_epoch)
+
+    async def carry_out(self, *settled: Settlement, leader_epoch: int | None = None) -> None:
+        """Settle what was decided."""
         epoch = self.leader_epoch if leader_epoch is None else leader_epoch
-        await settle_groups(self.client, self.name, [dropped], leader_epoch=epoch)
+        await settle_groups(self.client, self.name, settled, leader_epoch=epoch)
+
+    async def grant(self, group_id: str, sample: int, *, attempt: int = 1, number: int = 1) -> bool:
+        """Grant a refill."""
+        wanted = RefillWanted(
+            key=TrajectoryKey(group_id, sample, attempt), prompt_uid="uid", number=number
+        )
+        return await grant_refill(self.client, self.name, wanted, leader_epoch=self.leader_epoch)
+
+    async def fire(self, *, leader_epoch: int | None = None) -> int:
+        """Fire the deadlines that have passed."""
+        epoch = self.leader_epoch if leader_epoch is None else leader_epoch
+        return await fire_deadlines(self.client, self.name, leader_epoch=epoch)
+
+    async def make_due(self) -> None:
+        """Let every deadline pass."""
+        members: Any = await self.client.zrange(self.keys.deadlines, 0, -1)
+        await self.client.zadd(self.keys.deadlines, dict.fromkeys(members, 1))
+
+    async def post_reward(self, group_id: str, sample: int, reward: float) -> RewardOutcome:
+        """Post a late reward."""
+        key = TrajectoryKey(group_id, sample)
+        return await post_reward_async(self.client, self.name, key, reward)
 
     async def plan(self, *group_ids: str, **fields: Any) -> StoredManifest:
         """Plan the next step from samples 0 and 1 of these groups; `fields` replace its own."""
@@ -198,10 +224,16 @@ class RunDriver:
 
     async def dump(self) -> dict[str, Any]:
         """Everything that the store holds of the run, but for the id of the last wake-up."""
-        hashes = ("ledger", "counts", "groups", "frontier", "batches", "leader")
+        hashes = (
+            *("ledger", "counts", "groups", "frontier", "batches", "leader"),
+            *("members", "rewards"),
+        )
         content: dict[str, Any] = {}
         for name in hashes:
             content[name] = await self.client.execute_command("HGETALL", getattr(self.keys, name))
+        for name in ("deadlines", "refills"):
+            key = getattr(self.keys, name)
+            content[name] = await self.client.execute_command("ZRANGE", key, 0, -1)
         for name in ("events", "plan", "versions", "wake"):
             key = getattr(self.keys, name)
             content[name] = await self.client.execute_command("XRANGE", key, "-", "+")

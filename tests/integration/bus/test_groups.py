@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from turnstream.errors import ConflictError
+from turnstream.batching.decisions import GroupCut, MemberDropped
+from turnstream.errors import ConflictError, FencedError
 from turnstream.types import TrajectoryKey, TrajectoryState
 from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.ledger import read_ledger_async
@@ -137,3 +138,102 @@ async def test_only_a_sealed_trajectory_can_die(run: Any, state: str) -> None:
 
     with pytest.raises(ConflictError, match=f"a/0/0 is {state}"):
         await run.kill("a", 0)
+
+
+async def test_what_is_open_in_a_dropped_group_is_surplus_and_its_late_calls_change_nothing(
+    run: Any,
+) -> None:
+    await run.open("a", num_samples=3)
+    await run.open("a", num_samples=3, attempt=2)
+    await run.seal("a", 0)
+
+    await run.settle("a", TrajectoryState.INCOMPLETE, 0)
+    settled = await run.dump()
+    answers = [*await run.seal("a", 1), *await run.seal("a", 2, attempt=2)]
+    await run.abandon("a", 2)
+
+    assert answers == [b"SURPLUS", b"SURPLUS"]
+    assert await run.dump() == settled
+    assert await states(run) == {
+        b"a/0/0": b"incomplete:why",
+        **{f"a/{sample}/0".encode(): b"surplus:why" for sample in (1, 2)},
+        **{f"a/{sample}/2".encode(): b"surplus:why" for sample in (0, 1, 2)},
+    }
+    assert settled["members"] == {}
+
+
+async def test_a_decided_group_takes_no_more_samples_and_keeps_what_is_sealed(run: Any) -> None:
+    await run.open("a", num_samples=4, num_needed=2)
+    await run.seal("a", 0)
+    await run.seal("a", 1)
+    await run.seal("a", 2, awaits_reward=True)
+
+    await run.carry_out(GroupCut(group_id="a", reason="enough"))
+    await run.open("a", num_samples=4, num_needed=2, attempt=1)
+
+    assert await states(run) == {
+        b"a/0/0": b"sealed:1",
+        b"a/1/0": b"sealed:1",
+        b"a/2/0": b"surplus:enough",
+        b"a/3/0": b"surplus:enough",
+    }
+    assert await run.client.hget(run.keys.groups, "a") == b"4:decided"
+    assert (await read_frontier_async(run.client, run.name)).num_live_groups == 1
+
+
+async def test_what_is_open_in_a_planned_group_is_surplus(run: Any) -> None:
+    await run.open("a", num_samples=4)
+    for sample in (0, 1):
+        await run.seal("a", sample)
+    await run.seal("a", 2, awaits_reward=True)
+
+    await run.plan("a")
+
+    reason = b"surplus:its group was planned without it"
+    assert {name: state for name, state in (await states(run)).items() if name > b"a/2"} == {
+        b"a/2/0": reason,
+        b"a/3/0": reason,
+    }
+    (await read_ledger_async(run.client, run.name)).check()
+
+
+async def test_members_are_settled_each_with_its_own_reason(run: Any) -> None:
+    await run.open("a", num_samples=3)
+    await run.seal("a", 0)
+    await run.seal("a", 1, awaits_reward=True)
+    dropped = [
+        MemberDropped(key=TrajectoryKey("a", 0), state=TrajectoryState.SURPLUS, reason="x"),
+        MemberDropped(key=TrajectoryKey("a", 1), state=TrajectoryState.INCOMPLETE, reason="y"),
+        MemberDropped(key=TrajectoryKey("a", 2), state=TrajectoryState.INCOMPLETE, reason="z"),
+    ]
+
+    await run.carry_out(*dropped)
+
+    found = await states(run)
+    assert (found[b"a/0/0"], found[b"a/1/0"]) == (b"surplus:x", b"incomplete:y")
+    assert found[b"a/2/0"].startswith(b"open:")
+    assert await run.client.hget(run.keys.groups, "a") == b"3:open"
+    (await read_ledger_async(run.client, run.name)).check()
+
+
+async def test_only_the_leader_settles_members(run: Any) -> None:
+    await run.open("a")
+    await run.seal("a", 0)
+    before = await run.dump()
+
+    with pytest.raises(FencedError):
+        await run.carry_out(
+            MemberDropped(key=TrajectoryKey("a", 0), state=TrajectoryState.SURPLUS, reason="x"),
+            leader_epoch=run.leader_epoch + 1,
+        )
+
+    assert await run.dump() == before
+
+
+async def test_a_group_that_went_on_is_decided_again_without_a_word(run: Any) -> None:
+    await run.plan_steps(1)
+    before = await run.dump()
+
+    await run.carry_out(GroupCut(group_id="g1", reason="enough"))
+
+    assert await run.dump() == before

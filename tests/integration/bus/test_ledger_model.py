@@ -24,6 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from turnstream.batching.decisions import GroupCut
 from turnstream.batching.plan import GroupPlan
 from turnstream.errors import ConflictError, FencedError
 from turnstream.store.connection import connect_async
@@ -46,6 +47,8 @@ SURPLUS, ABANDONED, DEAD = (
     TrajectoryState.ABANDONED,
     TrajectoryState.DEAD,
 )
+AWAITING = TrajectoryState.AWAITING_REWARD
+DECIDED = "decided"
 some = st.integers(0, 10**6)
 """Picks one of however many there are."""
 
@@ -59,7 +62,7 @@ class _Life(RuleBasedStateMachine):
         self.client = connect_async(url)
         self.run: Any = self.loop.run(start_run(self.client))
         self.trajectories: dict[tuple[str, int], TrajectoryState] = {}
-        self.groups: dict[str, TrajectoryState] = {}
+        self.groups: dict[str, str] = {}
         self.batches: list[list[tuple[str, int]]] = []
         self.stepped = self.committed = self.num_sessions = self.num_leaders = 0
         self.session: Any = None
@@ -121,6 +124,21 @@ class _Life(RuleBasedStateMachine):
 
     @precondition(lambda self: self.has(OPEN))
     @rule(number=some)
+    def seal_without_reward(self, number: int) -> None:
+        key = self.pick(number, OPEN)
+        self.twice(lambda: self.run.seal(*key, awaits_reward=True))
+        self.trajectories[key] = AWAITING if self.groups[key[0]] == OPEN else SURPLUS
+
+    @precondition(lambda self: self.has(AWAITING))
+    @rule(number=some)
+    def post_reward(self, number: int) -> None:
+        key = self.pick(number, AWAITING)
+        self.twice(lambda: self.run.post_reward(*key, 1.0))
+        self.refused(lambda: self.run.post_reward(*key, 2.0), ConflictError)
+        self.trajectories[key] = SEALED
+
+    @precondition(lambda self: self.has(OPEN))
+    @rule(number=some)
     def abandon(self, number: int) -> None:
         key = self.pick(number, OPEN)
         self.twice(lambda: self.run.abandon(*key))
@@ -148,18 +166,33 @@ class _Life(RuleBasedStateMachine):
         self.twice(lambda: self.run.kill(*key))
         self.trajectories[key] = DEAD
 
-    @precondition(lambda self: OPEN in self.groups.values())
+    @precondition(lambda self: any(state in {OPEN, DECIDED} for state in self.groups.values()))
     @rule(number=some, state=st.sampled_from([FILTERED, INCOMPLETE]))
     def drop(self, number: int, state: TrajectoryState) -> None:
-        groups = [group for group, known in self.groups.items() if known == OPEN]
+        groups = [group for group, known in self.groups.items() if known in {OPEN, DECIDED}]
         group_id = groups[number % len(groups)]
         members = [key for key in self.trajectories if key[0] == group_id]
         samples = [sample for _, sample in members]
         self.twice(lambda: self.run.settle(group_id, state, *samples))
         self.groups[group_id] = state
         for key in members:
-            if self.trajectories[key] == SEALED:
+            if self.trajectories[key] in {SEALED, AWAITING}:
                 self.trajectories[key] = state
+        self.leave_open_ones_out(group_id)
+
+    @precondition(lambda self: OPEN in self.groups.values())
+    @rule(number=some)
+    def cut(self, number: int) -> None:
+        groups = [group for group, known in self.groups.items() if known == OPEN]
+        group_id = groups[number % len(groups)]
+        self.twice(lambda: self.run.carry_out(GroupCut(group_id=group_id, reason="enough")))
+        self.groups[group_id] = DECIDED
+        self.leave_open_ones_out(group_id)
+
+    def leave_open_ones_out(self, group_id: str) -> None:
+        for key, state in self.trajectories.items():
+            if key[0] == group_id and state in {OPEN, AWAITING}:
+                self.trajectories[key] = SURPLUS
 
     @precondition(lambda self: self.has(SEALED))
     @rule(number=some)
@@ -177,6 +210,8 @@ class _Life(RuleBasedStateMachine):
         for key in keys:
             self.trajectories[key] = PLANNED
             self.groups[key[0]] = PLANNED
+        for group_id, _ in keys:
+            self.leave_open_ones_out(group_id)
 
     @precondition(lambda self: self.has(SEALED) and len(set(self.trajectories.values())) > 1)
     @rule(number=some, other=some)

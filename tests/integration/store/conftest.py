@@ -30,16 +30,13 @@ class RunDriver:
         return run_commands(self.client, commands)
 
     def open_group(
-        self, *ids: str, group: str = "g", num_samples: int = 2, writer: str = "w"
+        self, *ids: str, group: str = "g", num_samples: int | str = 2, writer: str = "w"
     ) -> Command:
         """Open a group and samples of it."""
-        names = self.keys
-        group_keys = (
-            *(names.frontier, names.config, names.groups, names.ledger),
-            *(names.counts, names.events, names.wake, names.leases),
-        )
         record = b"opened " + group.encode()
-        return Script("open_group")(group_keys, group, num_samples, writer, record, *ids)
+        return Script("open_group")(
+            self.keys.of_open_group, group, num_samples, writer, record, *ids
+        )
 
     def append(
         self, *records: bytes, first: int = 0, seals: bool = False, lease: str = "1:w"
@@ -49,9 +46,7 @@ class RunDriver:
 
     def post_sealed(self, *items: Any) -> Command:
         """Post seals: id, epoch, record of each."""
-        names = self.keys
-        seals_keys = (names.ledger, names.counts, names.groups, names.events, names.leases)
-        return Script("post_sealed")(seals_keys, *items)
+        return Script("post_sealed")(self.keys.of_post_sealed, *items)
 
     def abandon(self, trajectory_id: str, epoch: int = 1) -> Command:
         """Give a trajectory up because of boredom."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.readiness import GroupDropped, ReadyGroup, RunFold
+from turnstream.batching.readiness import ReadyGroup, RunFold
 from turnstream.testing import config, sealed, shape
 from turnstream.types import (
     Event,
@@ -41,10 +42,8 @@ def died(group_id: str = "g0", sample: int = 0, attempt: int = 0) -> TrajectoryD
     return TrajectoryDied(key=TrajectoryKey(group_id, sample, attempt), reason="bad checksum")
 
 
-def fold(
-    events: Iterable[Event], of: BatchingConfig = CONFIG
-) -> tuple[RunFold, list[GroupDropped]]:
-    """The state after these events, and all that they dropped."""
+def fold(events: Iterable[Event], of: BatchingConfig = CONFIG) -> tuple[RunFold, list[Any]]:
+    """The state after these events, and all that was decided."""
     state = RunFold(of)
     drops = [drop for i, event in enumerate(events) for drop in state.apply(f"{i}-0", event)]
     return state, drops

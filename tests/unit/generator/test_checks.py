@@ -313,3 +313,19 @@ def test_a_status_is_one_of_four() -> None:
     assert checks.checked_status("truncated") is Status.TRUNCATED
     with pytest.raises(InvalidTurnError, match="status: 'gone' is not one of completed, truncated"):
         checks.checked_status("gone")
+
+
+@pytest.mark.parametrize("wrong", [0, 5, 2.5])
+def test_a_group_needs_at_least_one_of_its_samples_and_at_most_all(wrong: Any) -> None:
+    with pytest.raises(InvalidTurnError, match=r"^num_needed: "):
+        checks.check_group("g", num_samples=4, num_needed=wrong)
+
+
+def test_an_attempt_beyond_those_that_are_looked_at_is_refused() -> None:
+    with pytest.raises(InvalidTurnError, match=r"^attempt: 1000 "):
+        checks.check_key(TrajectoryKey("g", 0, checks.ATTEMPT_LIMIT), num_samples=1)
+
+
+def test_a_reward_cannot_be_given_and_awaited() -> None:
+    with pytest.raises(InvalidTurnError, match=r"^reward: 1.0 is given, and awaits_reward says"):
+        checks.checked_reward(1.0, awaits_reward=True)

@@ -1,50 +1,90 @@
 #!lua flags=allow-oom
--- Ends sealed trajectories of a group untrained, with a reason. As "filtered" or "incomplete" it is
--- the whole group that is dropped, and another one may be opened in its place; "surplus" ones are
--- left over from a group that was decided without them. What was abandoned or died stays so.
+-- Decides a group. Dropped as "filtered", "expired" or "incomplete" it is over, its sealed
+-- trajectories with it, and another group may be opened in its place. As "decided" it is ready, and
+-- takes no more samples. Either way nobody waits for what is still open: it becomes surplus.
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] leader    hash    read: epoch
---   KEYS[2] groups    hash    group name -> "<num_samples>:open" becomes "<num_samples>:<state>"
---   KEYS[3] ledger    hash    trajectory id: "sealed:<epoch>" becomes "<state>:<reason>"
---   KEYS[4] counts    hash    changed: sealed, and the state
+--   KEYS[2] groups    hash    group name -> "<num_samples>:<state>", open or decided; changed
+--   KEYS[3] ledger    hash    trajectory id: "sealed:<epoch>" and "awaiting_reward:<epoch>" become
+--                             "<state>:<reason>"; "open:..." becomes "surplus:<reason>"
+--   KEYS[4] counts    hash    changed: open, sealed, awaiting_reward, surplus, and the state
 --   KEYS[5] frontier  hash    changed: live_groups
 --   KEYS[6] wake      stream  added, so that whoever waits for capacity is told
+--   KEYS[7] members   hash    read: "<num_needed>:<highest attempt>:..."; removed with the group
+--   KEYS[8] deadlines zset    removed: those of the group and of its trajectories
+--   KEYS[9] refills   zset    removed: those of the group
+--   KEYS[10] leases   zset    removed: those of trajectories that were open
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] group name
---   ARGV[3] filtered, incomplete or surplus    ARGV[4] reason
---   ARGV[5...] ids of the group's trajectories
+--   ARGV[3] filtered, expired, incomplete or decided    ARGV[4] reason
+--   ARGV[5...] ids of the group's sealed trajectories that are dropped
 -- Reply: how many trajectories were ended now, an integer; 0 the second time
 -- Errors:
 --   FENCED    another planner leads
---   CONFLICT  no such group, or it is planned
+--   CONFLICT  no such group; or one is dropped that is planned, or was dropped otherwise
+
+local MEMBERS, DEADLINES, REFILLS, LEASES = KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 
 if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
   return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])
 end
 local num_samples, state = string.match(redis.call('HGET', KEYS[2], ARGV[2]) or '', '^(%d+):(.*)$')
-if state == ARGV[3] then
-  return 0
+local is_dropped = ARGV[3] ~= 'decided'
+if state == ARGV[3] or (not is_dropped and state and state ~= 'open') then
+  return 0  -- whoever folds the events again decides again what went on long ago
 end
-local is_dropped = ARGV[3] ~= 'surplus'
-if not state or (is_dropped and state ~= 'open') then
+if state ~= 'open' and not (is_dropped and state == 'decided') then
   return redis.error_reply('CONFLICT group ' .. ARGV[2] .. ' is ' .. (state or 'unknown'))
 end
-local num_sealed = 0
+
+local num = {open = 0, sealed = 0, awaiting_reward = 0, surplus = 0, [ARGV[3]] = 0}
+local num_ended = 0
+
+local function settle(id, from, into)
+  redis.call('HSET', KEYS[3], id, into .. ':' .. ARGV[4])
+  redis.call('ZREM', DEADLINES, 'reward:' .. id)
+  redis.call('ZREM', LEASES, id)
+  num[from] = num[from] - 1
+  num[into] = num[into] + 1
+  num_ended = num_ended + 1
+end
+
+local function state_of(id)
+  return string.match(redis.call('HGET', KEYS[3], id) or '', '^[^:]*')
+end
+
 for i = 5, #ARGV do
-  local entry = redis.call('HGET', KEYS[3], ARGV[i])
-  if entry and string.sub(entry, 1, 7) == 'sealed:' then
-    redis.call('HSET', KEYS[3], ARGV[i], ARGV[3] .. ':' .. ARGV[4])
-    num_sealed = num_sealed + 1
+  local from = state_of(ARGV[i])
+  if from == 'sealed' or from == 'awaiting_reward' then
+    settle(ARGV[i], from, ARGV[3])
   end
 end
-if num_sealed > 0 then
-  redis.call('HINCRBY', KEYS[4], 'sealed', -num_sealed)
-  redis.call('HINCRBY', KEYS[4], ARGV[3], num_sealed)
+local attempts = string.match(redis.call('HGET', MEMBERS, ARGV[2]) or '', '^%d+:(%d+)') or 0
+for sample = 0, num_samples - 1 do
+  for attempt = 0, tonumber(attempts) do
+    local id = ARGV[2] .. '/' .. sample .. '/' .. attempt
+    local from = state_of(id)
+    if from == 'open' then
+      settle(id, from, 'surplus')
+    elseif from == 'awaiting_reward' then
+      settle(id, from, is_dropped and ARGV[3] or 'surplus')
+    end
+    if attempt > 0 then
+      redis.call('ZREM', REFILLS, id)
+    end
+  end
 end
+for name, number in pairs(num) do
+  if number ~= 0 then
+    redis.call('HINCRBY', KEYS[4], name, number)
+  end
+end
+redis.call('HSET', KEYS[2], ARGV[2], num_samples .. ':' .. ARGV[3])
+redis.call('ZREM', DEADLINES, 'group:' .. ARGV[2])
 if is_dropped then
-  redis.call('HSET', KEYS[2], ARGV[2], num_samples .. ':' .. ARGV[3])
+  redis.call('HDEL', MEMBERS, ARGV[2])
   redis.call('HINCRBY', KEYS[5], 'live_groups', -1)
   redis.call('XADD', KEYS[6], 'MAXLEN', 1, '*', 'w', '')
 end
-return num_sealed
+return num_ended

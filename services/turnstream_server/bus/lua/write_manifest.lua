@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
--- Writes the plan of one batch and moves its trajectories to "planned", all or nothing.
+-- Writes the plan of one batch and moves its trajectories to "planned", all or nothing. What is
+-- still open of its groups, or waits for a reward, becomes surplus.
 --
 -- Runs also when the server is full: without a plan nothing could ever be released.
 --
@@ -9,8 +10,13 @@
 --   KEYS[3] batches   hash    step -> "<trajectories planned up to it>:<manifest hash>"; added
 --   KEYS[4] plan      stream  added: "<step>-0", field r = record
 --   KEYS[5] ledger    hash    trajectory id: "sealed:<epoch>" becomes "planned:<step>"
---   KEYS[6] counts    hash    changed: sealed, planned (cumulative: stepped ones stay in it)
---   KEYS[7] groups    hash    group name -> "<num_samples>:open" becomes "<num_samples>:planned"
+--   KEYS[6] counts    hash    changed: sealed, planned (cumulative: stepped ones stay in it), open,
+--                             awaiting_reward, surplus
+--   KEYS[7] groups    hash    group name -> "<num_samples>:<state>" becomes "<num_samples>:planned"
+--   KEYS[8] members   hash    read: "<num_needed>:<highest attempt>:..."; removed with its group
+--   KEYS[9] deadlines zset    removed: those of the groups and of their trajectories
+--   KEYS[10] refills  zset    removed: those of the groups
+--   KEYS[11] leases   zset    removed: those of trajectories that were open
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] step    ARGV[3] manifest hash    ARGV[4] hash before, or ""
 --   ARGV[5] record          ARGV[6...] trajectory ids
@@ -21,6 +27,7 @@
 --   CONFLICT  the step has another manifest, is not the next one, does not continue the chain, or
 --             names a trajectory that is not sealed
 
+local MEMBERS, DEADLINES, REFILLS, LEASES = KEYS[8], KEYS[9], KEYS[10], KEYS[11]
 local CHUNK = 1000  -- unpack fails above a few thousand values
 
 local stepped, planned = unpack(redis.call('HMGET', KEYS[2], 'stepped', 'planned'))
@@ -88,9 +95,39 @@ for start = 6, #ARGV, CHUNK do
   end
   redis.call('HSET', KEYS[5], unpack(changes))
 end
+local num_left = {open = 0, awaiting_reward = 0}
+
+local function leave_out(id)
+  local state = string.match(redis.call('HGET', KEYS[5], id) or '', '^[^:]*')
+  if num_left[state] then
+    num_left[state] = num_left[state] + 1
+    redis.call('HSET', KEYS[5], id, 'surplus:its group was planned without it')
+    redis.call('ZREM', DEADLINES, 'reward:' .. id)
+    redis.call('ZREM', LEASES, id)
+  end
+end
+
 for group in pairs(groups) do
-  local entry = redis.call('HGET', KEYS[7], group)
-  redis.call('HSET', KEYS[7], group, string.match(entry or '0', '^%d+') .. ':planned')
+  local num_samples = string.match(redis.call('HGET', KEYS[7], group) or '0', '^%d+')
+  local attempts = string.match(redis.call('HGET', MEMBERS, group) or '', '^%d+:(%d+)') or 0
+  for sample = 0, num_samples - 1 do
+    for attempt = 0, tonumber(attempts) do
+      local id = group .. '/' .. sample .. '/' .. attempt
+      leave_out(id)
+      if attempt > 0 then
+        redis.call('ZREM', REFILLS, id)
+      end
+    end
+  end
+  redis.call('HSET', KEYS[7], group, num_samples .. ':planned')
+  redis.call('HDEL', MEMBERS, group)
+  redis.call('ZREM', DEADLINES, 'group:' .. group)
+end
+for state, number in pairs(num_left) do
+  if number > 0 then
+    redis.call('HINCRBY', KEYS[6], state, -number)
+    redis.call('HINCRBY', KEYS[6], 'surplus', number)
+  end
 end
 local num_trajectories = #ARGV - 5
 redis.call('HINCRBY', KEYS[6], 'sealed', -num_trajectories)

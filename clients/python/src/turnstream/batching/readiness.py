@@ -1,27 +1,43 @@
 """Which groups are ready to train: a fold over the events of a run.
 
-A group is *complete* when each of its samples is sealed or ended (abandoned, or its payload dead).
-A complete group of two or more valid members, or of one where only one was declared, is *ready*;
-any other is dropped as incomplete. The result depends on the order of events and on nothing else:
-no clock, no arrival time. Hearing an event again changes nothing.
+A group is *decided* by the first `num_needed` members that are sealed and valid, or when no sample
+of it can become one any more, or by its deadline. It is *ready* with two or more valid members, or
+with one where one is needed; any other is dropped. The result depends on the order of events and on
+nothing else: no clock, no arrival time. Hearing an event again changes nothing.
 
-    opened ──> every sample sealed or ended ──> ready ──> taken (it is in a manifest)
-                                        │          └────> incomplete, if members die first
-                                        ├──> incomplete   too few valid members
-                                        └──> filtered     all rewards equal, if the run says so
+    opened ──> enough members, or every sample ended ──> ready ──> taken (it is in a manifest)
+      │ ▲                                        │         └────> incomplete, if members die first
+      │ └─ refills, where the run allows them    ├──> incomplete   too few valid members
+      │                                          └──> filtered     all rewards equal, if so said
+      └──> deadline: ready with what there is, or incomplete, or refills
+
+What has to be done about it is returned as decisions, all of which may be carried out twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from turnstream.batching.config import BatchingConfig
+from turnstream.batching.decisions import (
+    Decision,
+    GroupCut,
+    GroupDropped,
+    MemberDropped,
+    ReadyGroup,
+    RefillWanted,
+    WaitingGroup,
+)
 from turnstream.batching.filters import has_zero_variance
+from turnstream.batching.members import GroupMembers
 from turnstream.batching.rewards import planned_reward, reward_problem
 from turnstream.types import (
+    DeadlineFired,
     Event,
     GroupOpened,
+    RefillGranted,
+    RewardPosted,
     RunClosed,
     SealedTrajectory,
     TrajectoryAbandoned,
@@ -30,59 +46,29 @@ from turnstream.types import (
     TrajectoryState,
 )
 
+__all__ = [
+    "Decision",
+    "GroupCut",
+    "GroupDropped",
+    "MemberDropped",
+    "ReadyGroup",
+    "RefillWanted",
+    "RunFold",
+    "WaitingGroup",
+]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadyGroup:
-    """A complete group with enough members to train.
-
-    Attributes:
-        members: the valid ones, in order of (sample, attempt).
-        completed_by: id of the event that made the group what it is.
-    """
-
-    group_id: str
-    prompt_uid: str
-    members: tuple[SealedTrajectory, ...]
-    completed_by: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupDropped:
-    """Sealed trajectories of a group, all or some, that will not be trained.
-
-    Attributes:
-        state: FILTERED or INCOMPLETE; SURPLUS for a member that came after the group was decided,
-            or beside another of the same sample.
-        reason: in words, for the ledger.
-        keys: the trajectories that go into this state; empty if the group had none.
-    """
-
-    group_id: str
-    state: TrajectoryState
-    reason: str
-    keys: tuple[TrajectoryKey, ...]
-
-
-@dataclass(slots=True)
-class _OpenGroup:
-    """A group that is being filled: for every sample what became of it, None where it ended."""
-
-    opened: GroupOpened
-    samples: dict[int, SealedTrajectory | None] = field(
-        default_factory=dict[int, SealedTrajectory | None]
-    )
-    seen: set[TrajectoryKey] = field(default_factory=set[TrajectoryKey])
+_DECIDED_BEFORE = "its group was decided before it was sealed"
 
 
 class RunFold:
     """The groups of a run, as its events tell them.
 
-    `ready` holds complete groups in order of completion, until they are taken.
+    `ready` holds decided groups in order of completion, until they are taken.
     """
 
     def __init__(self, config: BatchingConfig) -> None:
         self._config = config
-        self._open: dict[str, _OpenGroup] = {}
+        self._groups: dict[str, GroupMembers] = {}  # open or ready
         self._ready: dict[str, ReadyGroup] = {}
         self._decided: dict[str, set[TrajectoryKey]] = {}
         self._closed = False
@@ -99,16 +85,35 @@ class RunFold:
 
     @property
     def num_open_groups(self) -> int:
-        """Groups that were opened and are not complete."""
-        return len(self._open)
+        """Groups that were opened and are not decided."""
+        return len(self._groups) - len(self._ready)
 
     @property
     def closed(self) -> bool:
         """Whether the run was closed: no group will be opened any more."""
         return self._closed
 
-    def apply(self, event_id: str, event: Event) -> list[GroupDropped]:
-        """Take the next event in; what it drops.
+    def waiting(self) -> Iterator[WaitingGroup]:
+        """The undecided groups, oldest first."""
+        for group_id, group in self._groups.items():
+            if group_id not in self._ready:
+                yield WaitingGroup(
+                    group_id=group_id,
+                    opened_by=group.opened_by,
+                    num_members=len(group.members),
+                    num_needed=group.opened.num_needed,
+                    samples=tuple(group.pending()),
+                    awaiting=tuple(group.awaiting),
+                    num_refills=group.num_asked,
+                )
+
+    def wants(self, refill: RefillWanted) -> bool:
+        """Whether a refill that was asked for is still to be granted."""
+        group = self._groups.get(refill.key.group_id)
+        return group is not None and refill.number in group.wanted
+
+    def apply(self, event_id: str, event: Event) -> list[Decision]:
+        """Take the next event in; what follows from it.
 
         Args:
             event_id: of the stream, ascending; becomes `completed_by` of what the event completes.
@@ -119,153 +124,282 @@ class RunFold:
                 return self._seal(event_id, event)
             case GroupOpened():
                 return self._open_group(event_id, event)
+            case RewardPosted():
+                return self._post_reward(event_id, event)
             case TrajectoryAbandoned():
-                return self._end(event_id, event.key)
+                return self._abandon(event_id, event.key)
             case TrajectoryDied():
-                return self._die(event_id, event)
+                return self._die(event_id, event.key)
+            case _:
+                return self._apply_rare(event_id, event)
+
+    def take(self, groups: Iterable[ReadyGroup]) -> list[Decision]:
+        """Forget groups that are in a manifest now: nothing that comes later changes them.
+
+        Whoever folds the events again takes a manifest's groups after its last event, before any
+        later one.
+
+        Returns:
+            Members that were sealed and are not in it: their reward did not come in time.
+        """
+        decisions: list[Decision] = []
+        for group in groups:
+            if self._ready.pop(group.group_id, None) is not None:
+                members = self._groups[group.group_id]
+                decisions += [_surplus(key, _DECIDED_BEFORE) for key in members.awaiting]
+                self._forget(members)
+        return decisions
+
+    def _apply_rare(self, event_id: str, event: Event) -> list[Decision]:
+        match event:
+            case DeadlineFired(awaited=TrajectoryKey() as key):
+                return self._miss_reward(event_id, key)
+            case DeadlineFired():
+                return self._miss_deadline(event_id, event)
+            case RefillGranted():
+                self._note_refill(event)
             case RunClosed():
                 self._closed = True
             case _:
                 pass
         return []
 
-    def take(self, groups: Iterable[ReadyGroup]) -> None:
-        """Forget groups that are in a manifest now: nothing that comes later changes them.
+    # What becomes of one attempt.
 
-        Whoever folds the events again takes a manifest's groups after its last event, before any
-        later one.
-        """
-        for group in groups:
-            self._ready.pop(group.group_id, None)
+    def _open_group(self, event_id: str, event: GroupOpened) -> list[Decision]:
+        if event.group_id not in self._groups and event.group_id not in self._decided:
+            self._groups[event.group_id] = GroupMembers(event, event_id)
+        return []
 
-    def _open_group(self, event_id: str, event: GroupOpened) -> list[GroupDropped]:
-        if event.group_id in self._open or event.group_id in self._decided:
-            return []
-        self._open[event.group_id] = _OpenGroup(event)
-        return self._decide_if_complete(event_id, event.group_id)
-
-    def _seal(self, event_id: str, event: SealedTrajectory) -> list[GroupDropped]:
+    def _seal(self, event_id: str, event: SealedTrajectory) -> list[Decision]:
         key = event.key
-        group = self._open.get(key.group_id)
+        group = self._groups.get(key.group_id)
         if group is None:
             return self._late(key)
         if key in group.seen:
             return []
         group.seen.add(key)
-        if not 0 <= key.sample < group.opened.num_samples:
-            return [_surplus(key, f"sample {key.sample} of {group.opened.num_samples}")]
-        if group.samples.get(key.sample) is not None:
-            return [_surplus(key, f"sample {key.sample} was sealed by another attempt before")]
-        group.samples[key.sample] = event
-        return self._decide_if_complete(event_id, key.group_id)
+        return self._place(event_id, group, event)
 
-    def _late(self, key: TrajectoryKey) -> list[GroupDropped]:
+    def _late(self, key: TrajectoryKey) -> list[Decision]:
         seen = self._decided.get(key.group_id)
         if seen is None:
-            return [_dropped([key], TrajectoryState.INCOMPLETE, "its group was never opened")]
+            return [_incomplete(key, "its group was never opened")]
         if key in seen:
             return []
         seen.add(key)
-        return [_surplus(key, "its group was decided before it was sealed")]
+        return [_surplus(key, _DECIDED_BEFORE)]
 
-    def _end(self, event_id: str, key: TrajectoryKey) -> list[GroupDropped]:
-        group = self._open.get(key.group_id)
-        if group is None or not 0 <= key.sample < group.opened.num_samples or key in group.seen:
+    def _place(
+        self, event_id: str, group: GroupMembers, sealed: SealedTrajectory
+    ) -> list[Decision]:
+        """Find out what a sealed trajectory is to its group: a member, surplus, or no use."""
+        key = sealed.key
+        surplus = self._why_surplus(group, key)
+        if surplus:
+            group.granted.discard(key)
+            return [_surplus(key, surplus)]
+        if sealed.awaits_reward:
+            group.awaiting[key] = sealed
             return []
-        group.samples.setdefault(key.sample, None)
-        return self._decide_if_complete(event_id, key.group_id)
+        problem = reward_problem(sealed, self._config) if sealed.turns else "has no turn"
+        if problem:
+            group.lose(key)
+            dropped = _incomplete(key, f"sample {key.sample} {problem}")
+            return [dropped, *self._go_on_without(event_id, group)]
+        group.members[key.sample] = sealed
+        group.granted.discard(key)
+        if key.group_id in self._ready:
+            self._set_ready(event_id, group)
+            return []
+        return self._decide_if_complete(event_id, group)
 
-    def _die(self, event_id: str, event: TrajectoryDied) -> list[GroupDropped]:
-        key = event.key
-        ready = self._ready.get(key.group_id)
-        if ready is not None:
-            return self._shrink(event_id, ready, key)
-        group = self._open.get(key.group_id)
-        if group is None:
+    def _why_surplus(self, group: GroupMembers, key: TrajectoryKey) -> str:
+        if key.group_id in self._ready and self._config.surplus == "drop":
+            return _DECIDED_BEFORE
+        if not group.is_sample(key.sample):
+            return f"sample {key.sample} of {group.opened.num_samples}"
+        if key.sample in group.members:
+            return f"sample {key.sample} was sealed by another attempt before"
+        return ""
+
+    def _post_reward(self, event_id: str, event: RewardPosted) -> list[Decision]:
+        group = self._groups.get(event.key.group_id)
+        sealed = group.awaiting.pop(event.key, None) if group else None
+        if group is None or sealed is None:
             return []
-        sealed = group.samples.get(key.sample)
-        if sealed is not None and sealed.key == key:
-            group.samples[key.sample] = None
+        components = {**sealed.reward_components, **event.reward_components}
+        rewarded = replace(
+            sealed,
+            reward=sealed.reward if event.reward is None else event.reward,
+            reward_components=dict(sorted(components.items())),
+            awaits_reward=False,
+        )
+        return self._place(event_id, group, rewarded)
+
+    def _miss_reward(self, event_id: str, key: TrajectoryKey) -> list[Decision]:
+        group = self._groups.get(key.group_id)
+        if group is None or group.awaiting.pop(key, None) is None:
             return []
-        drops = self._end(event_id, key)
+        group.lose(key)
+        dropped = _incomplete(key, "no reward was posted before its deadline")
+        num_possible = len(group.members) + len(group.pending())
+        if (
+            key.group_id not in self._ready
+            and self._config.deadline_policy == "drop"
+            and num_possible < group.opened.num_needed
+        ):
+            reason = f"no reward of sample {key.sample} was posted before its deadline"
+            return [dropped, self._drop(group, TrajectoryState.INCOMPLETE, reason)]
+        return [dropped, *self._go_on_without(event_id, group)]
+
+    def _abandon(self, event_id: str, key: TrajectoryKey) -> list[Decision]:
+        group = self._groups.get(key.group_id)
+        if group is None or not group.is_sample(key.sample) or key in group.seen:
+            return []
+        group.lose(key)
+        return self._go_on_without(event_id, group)
+
+    def _die(self, event_id: str, key: TrajectoryKey) -> list[Decision]:
+        group = self._groups.get(key.group_id)
+        if group is None or not group.is_sample(key.sample):
+            return []
+        member = group.members.get(key.sample)
+        if member is not None and member.key == key:
+            del group.members[key.sample]
+        elif group.awaiting.pop(key, None) is None and key in group.seen:
+            return []
         # Should its seal still be heard, it is dead all the same.
-        group.seen.add(key)
-        return drops
+        group.lose(key)
+        return self._go_on_without(event_id, group)
 
-    def _shrink(self, event_id: str, ready: ReadyGroup, dead: TrajectoryKey) -> list[GroupDropped]:
-        members = tuple(member for member in ready.members if member.key != dead)
-        if len(members) == len(ready.members):
-            return []
-        changed = replace(ready, members=members, completed_by=event_id)
-        drop = self._why_dropped(changed, needed=min(2, len(ready.members)))
-        if drop is None:
-            self._ready[ready.group_id] = changed
-            return []
-        del self._ready[ready.group_id]
-        return [drop]
+    def _note_refill(self, event: RefillGranted) -> None:
+        group = self._groups.get(event.key.group_id)
+        if group is None:
+            return
+        group.num_granted = max(group.num_granted, event.number)
+        if group.wanted.pop(event.number, None) is not None:
+            group.granted.add(event.key)
 
-    def _decide_if_complete(self, event_id: str, group_id: str) -> list[GroupDropped]:
-        group = self._open[group_id]
-        num_samples = group.opened.num_samples
-        if len(group.samples) < num_samples:
+    # What becomes of the group.
+
+    def _go_on_without(self, event_id: str, group: GroupMembers) -> list[Decision]:
+        """An attempt ended and is no member: try again, go on with the others, or end the group."""
+        group_id = group.opened.group_id
+        ready = self._ready.get(group_id)
+        if ready is not None and len(group.members) == len(ready.members):
             return []
-        del self._open[group_id]
-        self._decided[group_id] = group.seen
-        sealed = [member for _, member in sorted(group.samples.items()) if member is not None]
-        problems = [(member.key, _problem(member, self._config)) for member in sealed]
-        ready = ReadyGroup(
-            group_id=group_id,
+        asked = self._refill_lost(group)
+        if ready is None:
+            return asked or self._decide_if_complete(event_id, group)
+        if asked:
+            del self._ready[group_id]
+            return asked
+        return self._decide(event_id, group)
+
+    def _refill_lost(self, group: GroupMembers) -> list[Decision]:
+        if self._config.deadline_policy != "refill":
+            return []
+        return [*group.refill_lost(max_refills=self._config.max_refills)]
+
+    def _decide_if_complete(self, event_id: str, group: GroupMembers) -> list[Decision]:
+        if group.has_enough:
+            return self._decide(event_id, group)
+        if not group.ended or group.pending():
+            return []
+        if self._config.deadline_policy == "refill" and self._config.refill_fallback == "drop":
+            return [self._drop(group, TrajectoryState.INCOMPLETE, _shortage(group))]
+        return self._decide(event_id, group)
+
+    def _miss_deadline(self, event_id: str, event: DeadlineFired) -> list[Decision]:
+        group = self._groups.get(event.group_id)
+        if group is None or event.group_id in self._ready:
+            return []
+        # A refill gives a new deadline; one that fired before it is heard again, or is over.
+        if not group.last_fired < event.num_refills == group.num_granted:
+            return []
+        group.last_fired = event.num_refills
+        policy = self._config.deadline_policy
+        if policy == "refill":
+            asked = group.refill_overdue(max_refills=self._config.max_refills)
+            if asked or group.wanted:
+                return [*asked]
+            policy = self._config.refill_fallback
+        if policy == "train_short":
+            return self._decide(event_id, group)
+        reason = f"its deadline passed: {_shortage(group)}"
+        return [self._drop(group, TrajectoryState.INCOMPLETE, reason)]
+
+    def _decide(self, event_id: str, group: GroupMembers) -> list[Decision]:
+        """Train the group with the members that it has, if these are enough to compare."""
+        members = group.ordered
+        least = min(2, group.opened.num_needed)
+        if len(members) < least:
+            reason = f"{len(members)} valid members, and {least} are needed to compare"
+            return [self._drop(group, TrajectoryState.INCOMPLETE, reason)]
+        if self._config.drop_zero_variance and _teaches_nothing(members, self._config):
+            return [self._drop(group, TrajectoryState.FILTERED, "all rewards are equal")]
+        self._set_ready(event_id, group)
+        return self._cut(group) if self._config.surplus == "drop" else []
+
+    def _set_ready(self, event_id: str, group: GroupMembers) -> None:
+        self._ready[group.opened.group_id] = ReadyGroup(
+            group_id=group.opened.group_id,
             prompt_uid=group.opened.prompt_uid,
-            members=tuple(m for m, (_, why) in zip(sealed, problems, strict=True) if not why),
+            members=group.ordered,
             completed_by=event_id,
         )
-        drops = [_dropped([key], TrajectoryState.INCOMPLETE, why) for key, why in problems if why]
-        drop = self._why_dropped(ready, needed=min(2, num_samples))
-        if drop is None:
-            self._ready[group_id] = ready
-            return drops
-        return [*drops, drop]
 
-    def _why_dropped(self, group: ReadyGroup, *, needed: int) -> GroupDropped | None:
-        keys = tuple(member.key for member in group.members)
-        if len(keys) < max(needed, 1):
-            reason = f"{len(keys)} valid members, and {max(needed, 1)} are needed to compare"
-            return GroupDropped(
-                group_id=group.group_id,
-                state=TrajectoryState.INCOMPLETE,
-                reason=reason,
-                keys=keys,
-            )
-        if self._config.drop_zero_variance and _teaches_nothing(group, self._config):
-            return _dropped(keys, TrajectoryState.FILTERED, "all rewards are equal")
-        return None
+    def _cut(self, group: GroupMembers) -> list[Decision]:
+        """Go on without whatever is not sealed; it is surplus wherever it stands."""
+        if not (group.pending() or group.awaiting or group.wanted or group.granted):
+            return []
+        reason = f"its group was decided by {len(group.members)} of {group.opened.num_samples}"
+        decisions: list[Decision] = [_surplus(key, reason) for key in group.awaiting]
+        group.end_all()
+        return [*decisions, GroupCut(group_id=group.opened.group_id, reason=reason)]
 
+    def _drop(self, group: GroupMembers, state: TrajectoryState, reason: str) -> GroupDropped:
+        keys = (*(member.key for member in group.ordered), *group.awaiting)
+        self._ready.pop(group.opened.group_id, None)
+        self._forget(group)
+        return GroupDropped(
+            group_id=group.opened.group_id, state=state, reason=reason, keys=tuple(sorted(keys))
+        )
 
-def _problem(member: SealedTrajectory, config: BatchingConfig) -> str:
-    problem = reward_problem(member, config) if member.turns else "has no turn"
-    return f"sample {member.key.sample} {problem}" if problem else ""
+    def _forget(self, group: GroupMembers) -> None:
+        group_id = group.opened.group_id
+        del self._groups[group_id]
+        self._decided[group_id] = group.seen
 
 
-def _teaches_nothing(group: ReadyGroup, config: BatchingConfig) -> bool:
+def _teaches_nothing(members: tuple[SealedTrajectory, ...], config: BatchingConfig) -> bool:
     """Whether all rewards are equal, those of masked members included: they are in the baseline.
 
     A group with less than two members that train a token has too few to say so, and is kept.
     """
-    num_live = sum(any(turn.num_trained_tokens for turn in m.turns) for m in group.members)
+    num_live = sum(any(turn.num_trained_tokens for turn in member.turns) for member in members)
     if num_live < 2:
         return False
     if config.estimator != "gdpo":
-        return has_zero_variance([planned_reward(member, config) for member in group.members])
+        return has_zero_variance([planned_reward(member, config) for member in members])
     return all(
-        has_zero_variance([member.reward_components[name] for member in group.members])
+        has_zero_variance([member.reward_components[name] for member in members])
         for name, _ in config.component_weights
     )
 
 
-def _surplus(key: TrajectoryKey, reason: str) -> GroupDropped:
-    return _dropped([key], TrajectoryState.SURPLUS, reason)
+def _shortage(group: GroupMembers) -> str:
+    """What a group lacks, as "2 of 4 members after 1 refills, none of sample 1, 3"."""
+    opened = group.opened
+    lacking = ", ".join(str(s) for s in range(opened.num_samples) if s not in group.members)
+    refills = f" after {group.num_asked} refills" if group.num_asked else ""
+    return f"{len(group.members)} of {opened.num_needed} members{refills}, none of sample {lacking}"
 
 
-def _dropped(keys: Iterable[TrajectoryKey], state: TrajectoryState, reason: str) -> GroupDropped:
-    named = tuple(keys)
-    return GroupDropped(group_id=named[0].group_id, state=state, reason=reason, keys=named)
+def _surplus(key: TrajectoryKey, reason: str) -> MemberDropped:
+    return MemberDropped(key=key, state=TrajectoryState.SURPLUS, reason=reason)
+
+
+def _incomplete(key: TrajectoryKey, reason: str) -> MemberDropped:
+    return MemberDropped(key=key, state=TrajectoryState.INCOMPLETE, reason=reason)

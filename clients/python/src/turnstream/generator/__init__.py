@@ -8,7 +8,9 @@ from turnstream.generator.async_publisher import (
 from turnstream.generator.publisher import GroupWriter, Publisher, TrajectoryWriter
 from turnstream.generator.receipts import AsyncReceipt, Receipt
 from turnstream.generator.statistics import PublisherStatistics
+from turnstream.store.groups import Refill
 from turnstream.store.leases import LapsedTrajectory
+from turnstream.store.rewards import RewardOutcome, post_reward, post_reward_async
 
 __all__ = [
     "AsyncGroupWriter",
@@ -20,5 +22,9 @@ __all__ = [
     "Publisher",
     "PublisherStatistics",
     "Receipt",
+    "Refill",
+    "RewardOutcome",
     "TrajectoryWriter",
+    "post_reward",
+    "post_reward_async",
 ]

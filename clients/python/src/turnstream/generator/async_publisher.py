@@ -17,11 +17,14 @@ from turnstream.generator.extras import with_checked_extras
 from turnstream.generator.lanes import Lane
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import AsyncReceipt, Delivery
+from turnstream.generator.refills import take_refill_async
 from turnstream.generator.statistics import PublisherStatistics
 from turnstream.generator.takeovers import take_over_async
 from turnstream.generator.writers import WriterState
 from turnstream.store.connection import connect_async
+from turnstream.store.groups import Refill
 from turnstream.store.leases import LapsedTrajectory, list_lapsed_async
+from turnstream.store.rewards import RewardOutcome, post_reward_async
 from turnstream.types import Group, GroupOpened, Status, TrajectoryKey, Turn, VersionRun
 
 
@@ -59,6 +62,9 @@ class AsyncPublisher:
             admission_timeout_s=admission_timeout_s,
         )
         self._sender = AsyncSender(url, run, self._outbox)
+        self._client = connect_async(
+            url
+        )  # for calls that wait for their answer; connects when used
         self._unread_failures: list[Delivery] = []
         self._url = url
 
@@ -75,9 +81,16 @@ class AsyncPublisher:
         finally:
             await self._close()
 
-    def group(self, group_id: str, num_samples: int, *, prompt_uid: str = "") -> AsyncGroupWriter:
+    def group(
+        self,
+        group_id: str,
+        num_samples: int,
+        *,
+        num_needed: int | None = None,
+        prompt_uid: str = "",
+    ) -> AsyncGroupWriter:
         """A group of which this publisher writes every sample. See `Publisher.group`."""
-        group = writers.checked_opening(group_id, num_samples, prompt_uid)
+        group = writers.checked_opening(group_id, num_samples, prompt_uid, num_needed=num_needed)
         return AsyncGroupWriter(self._sender, self._outbox, group)
 
     def trajectory(
@@ -86,18 +99,18 @@ class AsyncPublisher:
         sample: int,
         *,
         num_samples: int,
+        num_needed: int | None = None,
         prompt_uid: str = "",
         attempt: int = 0,
     ) -> AsyncTrajectoryWriter:
         """One sample of a group that several generators may share. See `Publisher.trajectory`."""
-        group = writers.checked_opening(group_id, num_samples, prompt_uid)
+        group = writers.checked_opening(group_id, num_samples, prompt_uid, num_needed=num_needed)
         key = TrajectoryKey(group_id, sample, attempt)
         return AsyncTrajectoryWriter(self._sender, WriterState(self._outbox, group, key, None))
 
     async def lapsed(self) -> list[LapsedTrajectory]:
         """Trajectories of the run that may be taken over now. See `Publisher.lapsed`."""
-        async with connect_async(self._url) as client:
-            return await list_lapsed_async(client, self._outbox.run)
+        return await list_lapsed_async(self._client, self._outbox.run)
 
     async def take_over(
         self, group_id: str, sample: int, attempt: int = 0
@@ -107,13 +120,45 @@ class AsyncPublisher:
         outbox = self._outbox
         self._sender.require_open()
         declared = await self._sender.learn_columns()
-        async with connect_async(self._url) as client:
-            taken = await take_over_async(
-                client, outbox.run, writer=outbox.writer, key=key, declared=declared
-            )
+        taken = await take_over_async(
+            self._client, outbox.run, writer=outbox.writer, key=key, declared=declared
+        )
         self._sender.require_open()
         state = WriterState.taken_over(outbox, key, taken, time.monotonic())
         self._sender.start()
+        return AsyncTrajectoryWriter(self._sender, state)
+
+    async def post_reward(
+        self,
+        key: TrajectoryKey,
+        reward: float | None = None,
+        *,
+        reward_components: Mapping[str, float] | None = None,
+    ) -> RewardOutcome:
+        """Give a trajectory that was sealed with `awaits_reward` its reward.
+
+        The trajectory may be another generator's. See `turnstream.store.rewards.post_reward`.
+        """
+        return await post_reward_async(
+            self._client, self._outbox.run, key, reward, reward_components=reward_components
+        )
+
+    async def next_refill(self, timeout_s: float) -> Refill:
+        """Take a sample that is to be tried again, in a group of any generator.
+
+        The attempt is open and this publisher's; `refill_trajectory` writes it.
+
+        Raises:
+            NotReadyError: there was none within `timeout_s`.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        return await take_refill_async(
+            self._client, self._outbox.run, writer=self._outbox.writer, timeout_s=timeout_s
+        )
+
+    def refill_trajectory(self, refill: Refill) -> AsyncTrajectoryWriter:
+        """The writer of an attempt that `next_refill` gave."""
+        state = WriterState(self._outbox, refill.group, refill.key, None)
         return AsyncTrajectoryWriter(self._sender, state)
 
     async def publish(self, group: Group) -> AsyncReceipt:
@@ -180,6 +225,7 @@ class AsyncPublisher:
     async def _close(self) -> None:
         writers.tell_what_stays_open(self._outbox)
         await self._sender.close()
+        await self._client.aclose()
 
 
 class AsyncGroupWriter:
@@ -317,6 +363,7 @@ class AsyncTrajectoryWriter:
         sampling: Mapping[str, float] | None = None,
         tags: Mapping[str, str] | None = None,
         metrics: Mapping[str, float] | None = None,
+        awaits_reward: bool = False,
     ) -> None:
         """End the trajectory and wait until the run knows of it. See `TrajectoryWriter.seal`."""
         end = AsyncReceipt()
@@ -332,6 +379,7 @@ class AsyncTrajectoryWriter:
                 sampling=sampling,
                 tags=tags,
                 metrics=metrics,
+                awaits_reward=awaits_reward,
             )
             self._sender.start()
         await end

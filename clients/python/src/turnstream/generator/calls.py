@@ -10,6 +10,7 @@ from turnstream.generator.lanes import Admission, Lane
 from turnstream.generator.receipts import Delivery
 from turnstream.records.events import encode_event
 from turnstream.store import keys
+from turnstream.store.groups import group_size
 from turnstream.store.leases import heartbeat_command
 from turnstream.store.runs import close_command
 from turnstream.store.scripts import Argument, Command, Script, pack
@@ -152,15 +153,9 @@ class CommandMaker:
         self._run = run
         self._writer = writer
         names = keys.run_keys(run)
-        self._group_keys = (
-            *(names.frontier, names.config, names.groups, names.ledger),
-            *(names.counts, names.events, names.wake, names.leases),
-        )
+        self._group_keys = names.of_open_group
         self._config_keys = (names.config,)
-        self._seals_keys = (
-            *(names.ledger, names.counts, names.groups, names.events),
-            names.leases,
-        )
+        self._seals_keys = names.of_post_sealed
         self._abandon_keys = (names.ledger, names.counts, names.events, names.leases)
 
     def command(self, call: Call) -> Command:
@@ -186,7 +181,7 @@ class CommandMaker:
         return _OPEN_GROUP(
             self._group_keys,
             keys.encode_name(admission.group.group_id),
-            admission.group.num_samples,
+            group_size(admission.group),
             self._writer,
             admission.record,
             *[lane.trajectory_id for lane in admission.lanes],
@@ -203,7 +198,8 @@ class CommandMaker:
     def _seals(self, lanes: Sequence[Lane]) -> Command:
         arguments: list[Argument] = []
         for lane in lanes:
-            arguments += (lane.trajectory_id, lane.epoch, lane.seal_record)
+            lease = f"{lane.epoch}:awaits" if lane.awaits_reward else lane.epoch
+            arguments += (lane.trajectory_id, lease, lane.seal_record)
         return _POST_SEALED(self._seals_keys, *arguments)
 
     def _abandon(self, lane: Lane) -> Command:

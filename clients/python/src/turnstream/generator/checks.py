@@ -23,8 +23,11 @@ MAX_RECORD_BYTES = 64 * 1024 * 1024
 MAX_LOGPROB = 1e-3
 """A log-probability is at most 0, but sampling engines round."""
 
+ATTEMPT_LIMIT = 1000
+"""Attempts of one sample: the scripts that decide a group look at each of them."""
+
 _TOKEN_ID_LIMIT = 2**31
-_NUMBER_LIMIT = 2**31  # of samples and attempts
+_NUMBER_LIMIT = 2**31  # of samples
 _VERSION_LIMIT = 2**63
 _UNSIGNED = {4: np.uint32, 8: np.uint64}  # by size in bytes
 
@@ -94,15 +97,19 @@ def check_key(key: TrajectoryKey, *, num_samples: int | None) -> None:
     """Refuse a key that cannot be a member of a group of `num_samples`; None: of any group."""
     check_group(key.group_id, num_samples=1 if num_samples is None else num_samples)
     _whole_number(key.sample, field="sample")
-    _whole_number(key.attempt, field="attempt")
+    _whole_number(key.attempt, field="attempt", limit=ATTEMPT_LIMIT)
     if num_samples is not None and key.sample >= num_samples:
         raise InvalidTurnError("sample", f"{key.sample} in a group of {num_samples}, from 0")
 
 
-def check_group(group_id: str, *, num_samples: int) -> None:
-    """Refuse a group that cannot be."""
+def check_group(group_id: str, *, num_samples: int, num_needed: int | None = None) -> None:
+    """Refuse a group that cannot be; `num_needed` None stands for all samples."""
     checked_name(group_id, field="group_id")
     _whole_number(num_samples, field="num_samples", least=1)
+    if num_needed is not None:
+        _whole_number(num_needed, field="num_needed", least=1)
+        if num_needed > num_samples:
+            raise InvalidTurnError("num_needed", f"{num_needed} of {num_samples} samples")
 
 
 def checked_group(group: Group) -> list[Trajectory]:
@@ -122,8 +129,10 @@ def checked_name(name: str, *, field: str) -> str:
         raise InvalidTurnError(field, str(error)) from error
 
 
-def checked_reward(reward: Any) -> float | None:
+def checked_reward(reward: Any, *, awaits_reward: bool = False) -> float | None:
     """The outcome reward as a finite float, or None."""
+    if reward is not None and awaits_reward:
+        raise InvalidTurnError("reward", f"{reward!r} is given, and awaits_reward says: later")
     return None if reward is None else _finite(reward, field="reward")
 
 

@@ -101,6 +101,7 @@ class TrajectoryDraft:
         sampling: Mapping[str, float] | None,
         tags: Mapping[str, str] | None,
         metrics: Mapping[str, float] | None,
+        awaits_reward: bool = False,
     ) -> SealMaker:
         """Check what is said of the whole trajectory, and give what makes its seal.
 
@@ -110,7 +111,7 @@ class TrajectoryDraft:
         if not self._shapes:
             raise InvalidTurnError("turns", "there is none; a trajectory needs at least one")
         status = checks.checked_status(status)
-        reward = checks.checked_reward(reward)
+        reward = checks.checked_reward(reward, awaits_reward=awaits_reward)
         components = checks.checked_numbers(reward_components, field="reward_components")
         sampling = checks.checked_numbers(sampling, field="sampling")
         metrics = checks.checked_numbers(metrics, field="metrics")
@@ -134,6 +135,7 @@ class TrajectoryDraft:
                     sampling=sampling,
                     tags=tags,
                     metrics=metrics,
+                    awaits_reward=awaits_reward,
                 )
             )
 
@@ -212,6 +214,7 @@ class DraftedTrajectory(NamedTuple):
     turns: list[TurnRecord]
     seal: SealMaker
     merged_tokens: int
+    awaits_reward: bool
 
 
 def draft_group(
@@ -254,7 +257,8 @@ def _draft_trajectory(
             sampling=trajectory.sampling,
             tags=trajectory.tags,
             metrics=trajectory.metrics,
+            awaits_reward=trajectory.awaits_reward,
         )
     except InvalidTurnError as error:
         raise InvalidTurnError(f"{where}.{error.field}", error.message) from error
-    return DraftedTrajectory(key, turns, seal, draft.merged_tokens)
+    return DraftedTrajectory(key, turns, seal, draft.merged_tokens, trajectory.awaits_reward)

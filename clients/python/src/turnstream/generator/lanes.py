@@ -35,6 +35,7 @@ class Lane:
 
     Attributes:
         keys: of its payload.
+        awaits_reward: its reward is posted after the seal.
         is_placed: the store has made the place of its payload.
         num_acknowledged: turns acknowledged: the index of `pending[0]`.
         is_queued: stands in the outbox's queue of lanes with something to send.
@@ -51,6 +52,7 @@ class Lane:
     num_acknowledged: int = 0
     seal: SealMaker | None = None
     seal_record: bytes = b""
+    awaits_reward: bool = False
     merged_tokens: int = 0
     abandon_reason: str | None = None
     is_queued: bool = False

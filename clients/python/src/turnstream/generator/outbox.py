@@ -129,7 +129,15 @@ class Outbox:
         self.tally.accepted(lane, len(turn.record))
         self._queues.add_payload(lane)
 
-    def seal(self, lane: Lane, seal: SealMaker, *, merged_tokens: int, end: Delivery) -> None:
+    def seal(
+        self,
+        lane: Lane,
+        seal: SealMaker,
+        *,
+        merged_tokens: int,
+        end: Delivery,
+        awaits_reward: bool = False,
+    ) -> None:
         """End a trajectory behind its last turn; `end` is told when the run knows.
 
         Raises:
@@ -137,6 +145,7 @@ class Outbox:
         """
         _raise_error(lane)
         lane.seal, lane.merged_tokens, lane.end = seal, merged_tokens, end
+        lane.awaits_reward = awaits_reward
         self._queues.add_payload(lane)
 
     def abandon(self, lane: Lane, reason: str, *, end: Delivery) -> None:

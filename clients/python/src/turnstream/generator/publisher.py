@@ -16,12 +16,15 @@ from turnstream.generator.extras import with_checked_extras
 from turnstream.generator.lanes import Lane
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import Delivery, Receipt
+from turnstream.generator.refills import take_refill
 from turnstream.generator.sender import Sender
 from turnstream.generator.statistics import PublisherStatistics
 from turnstream.generator.takeovers import take_over
 from turnstream.generator.writers import WriterState
 from turnstream.store.connection import connect
+from turnstream.store.groups import Refill
 from turnstream.store.leases import LapsedTrajectory, list_lapsed
+from turnstream.store.rewards import RewardOutcome, post_reward
 from turnstream.types import Group, GroupOpened, Status, TrajectoryKey, Turn, VersionRun
 
 
@@ -63,6 +66,7 @@ class Publisher:
             admission_timeout_s=admission_timeout_s,
         )
         self._sender = Sender(url, run, self._outbox)
+        self._client = connect(url)  # for calls that wait for an answer; connects when used
         self._unread_failures: list[Delivery] = []
         self._url = url
 
@@ -79,7 +83,14 @@ class Publisher:
         finally:
             self._close()
 
-    def group(self, group_id: str, num_samples: int, *, prompt_uid: str = "") -> GroupWriter:
+    def group(
+        self,
+        group_id: str,
+        num_samples: int,
+        *,
+        num_needed: int | None = None,
+        prompt_uid: str = "",
+    ) -> GroupWriter:
         """A group of which this publisher writes every sample.
 
         Entering it waits for leave to start and opens all its samples at once. Leaving it abandons
@@ -88,7 +99,7 @@ class Publisher:
         Raises:
             InvalidTurnError: the name or the number cannot be.
         """
-        group = writers.checked_opening(group_id, num_samples, prompt_uid)
+        group = writers.checked_opening(group_id, num_samples, prompt_uid, num_needed=num_needed)
         return GroupWriter(self._sender, self._outbox, group)
 
     def trajectory(
@@ -97,6 +108,7 @@ class Publisher:
         sample: int,
         *,
         num_samples: int,
+        num_needed: int | None = None,
         prompt_uid: str = "",
         attempt: int = 0,
     ) -> TrajectoryWriter:
@@ -104,10 +116,18 @@ class Publisher:
 
         Entering it waits for leave, where the group is new.
 
+        Args:
+            group_id: the same for all samples that are compared with each other.
+            sample: from 0 to `num_samples` - 1.
+            num_samples: of the group.
+            num_needed: members that decide the group, the first that are sealed; None for all.
+            prompt_uid: the dataset's name of the prompt.
+            attempt: another one of a sample that was given up before, below 1,000.
+
         Raises:
             InvalidTurnError: the key cannot be.
         """
-        group = writers.checked_opening(group_id, num_samples, prompt_uid)
+        group = writers.checked_opening(group_id, num_samples, prompt_uid, num_needed=num_needed)
         key = TrajectoryKey(group_id, sample, attempt)
         return TrajectoryWriter(self._sender, WriterState(self._outbox, group, key, None))
 
@@ -120,8 +140,7 @@ class Publisher:
             RunNotFoundError: no such run.
             StoreUnavailableError: the store cannot be reached.
         """
-        with connect(self._url) as client:
-            return list_lapsed(client, self._outbox.run)
+        return list_lapsed(self._client, self._outbox.run)
 
     def take_over(self, group_id: str, sample: int, attempt: int = 0) -> TrajectoryWriter:
         """Go on with a trajectory whose writer is gone, from the next turn.
@@ -140,10 +159,44 @@ class Publisher:
         key = writers.checked_key(group_id, sample, attempt)
         outbox = self._outbox
         declared = self._sender.learn_columns()
-        with connect(self._url) as client:
-            taken = take_over(client, outbox.run, writer=outbox.writer, key=key, declared=declared)
+        taken = take_over(
+            self._client, outbox.run, writer=outbox.writer, key=key, declared=declared
+        )
         now_s = time.monotonic()
         state = self._sender.put(lambda: WriterState.taken_over(outbox, key, taken, now_s))
+        return TrajectoryWriter(self._sender, state)
+
+    def post_reward(
+        self,
+        key: TrajectoryKey,
+        reward: float | None = None,
+        *,
+        reward_components: Mapping[str, float] | None = None,
+    ) -> RewardOutcome:
+        """Give a trajectory that was sealed with `awaits_reward` its reward.
+
+        The trajectory may be another generator's. See `turnstream.store.rewards.post_reward`.
+        """
+        return post_reward(
+            self._client, self._outbox.run, key, reward, reward_components=reward_components
+        )
+
+    def next_refill(self, timeout_s: float) -> Refill:
+        """Take a sample that is to be tried again, in a group of any generator.
+
+        The attempt is open and this publisher's; `refill_trajectory` writes it.
+
+        Raises:
+            NotReadyError: there was none within `timeout_s`.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        return take_refill(
+            self._client, self._outbox.run, writer=self._outbox.writer, timeout_s=timeout_s
+        )
+
+    def refill_trajectory(self, refill: Refill) -> TrajectoryWriter:
+        """The writer of an attempt that `next_refill` gave."""
+        state = WriterState(self._outbox, refill.group, refill.key, None)
         return TrajectoryWriter(self._sender, state)
 
     def publish(self, group: Group) -> Receipt:
@@ -218,6 +271,7 @@ class Publisher:
         with self._sender.lock:
             writers.tell_what_stays_open(self._outbox)
         self._sender.close()
+        self._client.close()
 
 
 class GroupWriter:
@@ -370,8 +424,19 @@ class TrajectoryWriter:
         sampling: Mapping[str, float] | None = None,
         tags: Mapping[str, str] | None = None,
         metrics: Mapping[str, float] | None = None,
+        awaits_reward: bool = False,
     ) -> None:
         """End the trajectory and wait until the run knows of it.
+
+        Args:
+            reward: of the whole episode; None where the turns or the components carry it.
+            reward_components: named rewards.
+            status: how the episode ended.
+            sampling: parameters such as temperature.
+            tags: free labels.
+            metrics: free numbers.
+            awaits_reward: the reward, or some of its components, will be posted by `post_reward`,
+                by any process. The group waits for it.
 
         Raises:
             InvalidTurnError: a value is wrong, or there is no turn; the trajectory is still open.
@@ -390,6 +455,7 @@ class TrajectoryWriter:
                     sampling=sampling,
                     tags=tags,
                     metrics=metrics,
+                    awaits_reward=awaits_reward,
                 )
             )
         end.result()

@@ -56,11 +56,18 @@ def new_outbox(
     )
 
 
-def checked_opening(group_id: str, num_samples: int, prompt_uid: str) -> GroupOpened:
-    """The event of a group that begins, checked."""
-    checks.check_group(group_id, num_samples=num_samples)
+def checked_opening(
+    group_id: str, num_samples: int, prompt_uid: str, *, num_needed: int | None = None
+) -> GroupOpened:
+    """The event of a group that begins, checked; `num_needed` None stands for all samples."""
+    checks.check_group(group_id, num_samples=num_samples, num_needed=num_needed)
     checks.checked_text(prompt_uid, field="prompt_uid")
-    return GroupOpened(group_id=group_id, prompt_uid=prompt_uid, num_samples=num_samples)
+    return GroupOpened(
+        group_id=group_id,
+        prompt_uid=prompt_uid,
+        num_samples=num_samples,
+        num_needed=num_needed or num_samples,
+    )
 
 
 def send_group(
@@ -71,7 +78,13 @@ def send_group(
     for lane, made in zip(lanes, drafted, strict=True):
         for turn in made.turns:
             outbox.append(lane, turn)
-        outbox.seal(lane, made.seal, merged_tokens=made.merged_tokens, end=end)
+        outbox.seal(
+            lane,
+            made.seal,
+            merged_tokens=made.merged_tokens,
+            end=end,
+            awaits_reward=made.awaits_reward,
+        )
 
 
 def reason_of(error: BaseException | None) -> str:
@@ -152,6 +165,7 @@ class WriterState:
         sampling: Mapping[str, float] | None,
         tags: Mapping[str, str] | None,
         metrics: Mapping[str, float] | None,
+        awaits_reward: bool,
     ) -> None:
         """Put the seal behind the last turn."""
         self.require_open()
@@ -162,8 +176,15 @@ class WriterState:
             sampling=sampling,
             tags=tags,
             metrics=metrics,
+            awaits_reward=awaits_reward,
         )
-        self._outbox.seal(lane, make_seal, merged_tokens=self.draft.merged_tokens, end=end)
+        self._outbox.seal(
+            lane,
+            make_seal,
+            merged_tokens=self.draft.merged_tokens,
+            end=end,
+            awaits_reward=awaits_reward,
+        )
         self.has_ended = True
 
     def abandon(self, reason: str, end: Delivery) -> None:

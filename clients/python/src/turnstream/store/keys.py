@@ -8,8 +8,17 @@ plan       stream  manifests, ids `<step>-<revision>`; field `r` = manifest reco
 wake       stream  one entry, no data: written whenever a refused call may now succeed
 versions   stream  announced weights, ids `<version + 1>-0`; field `r` = event record
 ledger     hash    trajectory id -> its state, see below
-counts     hash    state -> number of trajectories, and `accepted`, their sum
-groups     hash    group name -> `<num_samples>:<state>`; the state is `open` until decided
+counts     hash    state -> number of trajectories; `accepted`, their sum; and `late_rewards`
+groups     hash    group name -> `<num_samples>:<state>`; the state is `open`; then maybe `decided`,
+                   where it is ready and takes no more samples; at last `planned`, or why it was
+                   dropped
+members    hash    group name -> `<num_needed>:<highest attempt>:<refills granted>:<prompt_uid>`, of
+                   groups that need fewer members than samples, or had further attempts; the
+                   prompt_uid is there once a refill was granted
+deadlines  zset    `group:<group name>` and `reward:<trajectory id>`, by when they fire in server ms
+refills    zset    ids of granted attempts that nobody has opened, by when they were granted
+rewards    hash    trajectory id -> CRC of the reward that was posted for it, `late:<CRC>` where its
+                   group was decided before
 frontier   hash    stepped, committed, session_epoch, session, dp_world_size, lineage,
                    live_groups, opened_groups, closed (0 or 1); planned, the newest batch, and
                    session_token, what the session began with, are added when there is one
@@ -21,9 +30,9 @@ leases     zset    id of every open trajectory -> when its writer's lease ends, 
 sessions   hash    name of every trainer session that ever began -> its epoch
 =========  ======  ==========================================================================
 
-A ledger value is `open:<epoch>:<writer>`, `sealed:<epoch>`, `planned:<step>` or
-`<filtered|expired|surplus|incomplete|abandoned|dead>:<reason>`. Whether a planned trajectory is
-stepped or committed follows from the frontier.
+A ledger value is `open:<epoch>:<writer>`, `sealed:<epoch>`, `awaiting_reward:<epoch>`,
+`planned:<step>` or `<filtered|expired|surplus|incomplete|abandoned|dead>:<reason>`. Whether a
+planned trajectory is stepped or committed follows from the frontier.
 
 The payload of a trajectory lives in a slot of its own, `ts:{<run>/<trajectory id>}:`:
 
@@ -63,6 +72,10 @@ _RUN_TYPES = {
     "config": "hash",
     "leases": "zset",
     "sessions": "hash",
+    "members": "hash",
+    "deadlines": "zset",
+    "refills": "zset",
+    "rewards": "hash",
 }
 _TRAJECTORY_TYPES = {"turns": "stream", "meta": "hash"}
 _KEY = re.compile(r"ts:\{([^{}/]+)(/[^{}/]+/\d+/\d+)?\}:([a-z]+)")
@@ -85,6 +98,26 @@ class RunKeys(NamedTuple):
     config: str
     leases: str
     sessions: str
+    members: str
+    deadlines: str
+    refills: str
+    rewards: str
+
+    @property
+    def of_open_group(self) -> tuple[str, ...]:
+        """The keys of the script open_group."""
+        return (
+            *(self.frontier, self.config, self.groups, self.ledger, self.counts, self.events),
+            *(self.wake, self.leases, self.deadlines, self.members, self.refills),
+        )
+
+    @property
+    def of_post_sealed(self) -> tuple[str, ...]:
+        """The keys of the script post_sealed."""
+        return (
+            *(self.ledger, self.counts, self.groups, self.events),
+            *(self.leases, self.deadlines, self.config),
+        )
 
 
 class TrajectoryKeys(NamedTuple):

@@ -9,7 +9,7 @@
 --   KEYS[3] events  stream  added: field r = the trajectory_abandoned record
 --   KEYS[4] leases  zset    removed: its lease
 -- Arguments: ARGV[1] trajectory id    ARGV[2] lease epoch    ARGV[3] reason    ARGV[4] the record
--- Reply:     1, or 0 where it was abandoned already
+-- Reply:     1, or 0 where it was abandoned already, or its group was decided without it
 -- Errors:
 --   FENCED    never opened, or open with another epoch
 --   CONFLICT  sealed, or further on
@@ -19,7 +19,7 @@ if not entry then
   return redis.error_reply('FENCED ' .. ARGV[1] .. ' was never opened')
 end
 local state, rest = string.match(entry, '^([^:]*):(.*)$')
-if state == 'abandoned' then
+if state == 'abandoned' or state == 'surplus' then
   return 0
 end
 if state ~= 'open' then

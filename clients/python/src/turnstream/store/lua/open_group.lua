@@ -13,15 +13,22 @@
 --   KEYS[6] events    stream  added, once per group: field r = the group_opened record
 --   KEYS[7] wake      stream  read: its last id
 --   KEYS[8] leases    zset    trajectory id -> end of its lease; made here, renewed for its writer
+--   KEYS[9] deadlines zset    added, once per group, where the run has such a deadline
+--   KEYS[10] members  hash    group name -> "<num_needed>:<highest attempt>:...", where these are not
+--                             num_samples and 0
+--   KEYS[11] refills  zset    removed: attempts that are opened here
 -- Arguments:
---   ARGV[1] group name    ARGV[2] num_samples    ARGV[3] writer
+--   ARGV[1] group name    ARGV[2] "<num_samples>", or "<num_samples>/<num_needed>"
+--   ARGV[3] writer
 --   ARGV[4] the group_opened record              ARGV[5...] trajectory ids
 -- Reply: per trajectory id, in order: its lease epoch (integer), or why not ("CONFLICT ...")
 -- Errors:
 --   NORUN     no such run
 --   CLOSED    a new group in a closed run
---   CONFLICT  the group was opened with another num_samples
+--   CONFLICT  the group was opened with another num_samples or num_needed
 --   WAIT      "WAIT <last wake id> <why>": no capacity; try again when wake has a newer entry
+
+local LEASES, DEADLINES, MEMBERS, REFILLS = KEYS[8], KEYS[9], KEYS[10], KEYS[11]
 
 local stepped, closed, live = unpack(
   redis.call('HMGET', KEYS[1], 'stepped', 'closed', 'live_groups'))
@@ -30,14 +37,22 @@ if not stepped then
 end
 local config = cjson.decode(redis.call('HGET', KEYS[2], redis.call('HGET', KEYS[2], 'newest')))
 
+local samples, needed = string.match(ARGV[2], '^(%d+)/?(%d*)$')
+needed = needed == '' and samples or needed
 local group = redis.call('HGET', KEYS[3], ARGV[1])
 local state = 'open'
+local members = group and redis.call('HGET', MEMBERS, ARGV[1])
 if group then
   local num_samples
   num_samples, state = string.match(group, '^(%d+):(.*)$')
-  if num_samples ~= ARGV[2] then
+  if num_samples ~= samples then
     return redis.error_reply('CONFLICT group ' .. ARGV[1] .. ' was opened with ' .. num_samples
-      .. ' samples, not ' .. ARGV[2])
+      .. ' samples, not ' .. samples)
+  end
+  local num_needed = string.match(members or samples, '^%d+')
+  if num_needed ~= needed and state == 'open' then
+    return redis.error_reply('CONFLICT group ' .. ARGV[1] .. ' was opened to need ' .. num_needed
+      .. ' of its samples, not ' .. needed)
   end
 else
   if closed ~= '0' then
@@ -49,7 +64,17 @@ else
     return redis.error_reply('WAIT ' .. (last and last[1] or '0-0') .. ' ' .. live
       .. ' groups are live, ' .. most .. ' are allowed after step ' .. stepped)
   end
-  redis.call('HSET', KEYS[3], ARGV[1], ARGV[2] .. ':open')
+  redis.call('HSET', KEYS[3], ARGV[1], samples .. ':open')
+  if needed ~= samples then
+    members = needed .. ':0:0:'
+    redis.call('HSET', MEMBERS, ARGV[1], members)
+  end
+  local deadline_s = config.group_deadline_s or 0
+  if deadline_s > 0 then
+    local time = redis.call('TIME')
+    local due_ms = time[1] * 1000 + math.floor(time[2] / 1000 + deadline_s * 1000)
+    redis.call('ZADD', DEADLINES, string.format('%.0f', due_ms), 'group:' .. ARGV[1])
+  end
   redis.call('HINCRBY', KEYS[1], 'live_groups', 1)
   redis.call('HINCRBY', KEYS[1], 'opened_groups', 1)
   redis.call('XADD', KEYS[6], '*', 'r', ARGV[4])
@@ -66,6 +91,7 @@ local lease_end = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 10
 local replies = {}
 local opened = {}
 local leases = {}
+local highest = 0
 for i = 1, num_ids do
   local id = ARGV[4 + i]
   local entry = entries[i]
@@ -88,10 +114,21 @@ for i = 1, num_ids do
     opened[#opened + 1] = 'open:1:' .. ARGV[3]
     leases[#leases + 1] = lease_end
     leases[#leases + 1] = id
+    local attempt = tonumber(string.match(id, '(%d+)$'))
+    if attempt > 0 then
+      highest = math.max(highest, attempt)
+      redis.call('ZREM', REFILLS, id)
+    end
+  end
+end
+if highest > 0 then
+  local before, rest = string.match(members or needed .. ':0:0:', '^%d+:(%d+)(:.*)$')
+  if highest > tonumber(before) then
+    redis.call('HSET', MEMBERS, ARGV[1], needed .. ':' .. highest .. rest)
   end
 end
 if #leases > 0 then
-  redis.call('ZADD', KEYS[8], unpack(leases))
+  redis.call('ZADD', LEASES, unpack(leases))
 end
 if #opened > 0 then
   redis.call('HSET', KEYS[4], unpack(opened))

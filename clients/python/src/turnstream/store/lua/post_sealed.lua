@@ -6,22 +6,30 @@
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] ledger  hash    trajectory id: "open:<epoch>:<writer>" becomes "sealed:<epoch>", or
---                           "surplus:<reason>" where the group was decided without it
---   KEYS[2] counts  hash    changed: open, sealed, surplus
+--                           "awaiting_reward:<epoch>", or "surplus:<reason>" where the group was
+--                           decided without it
+--   KEYS[2] counts  hash    changed: open, sealed, awaiting_reward, surplus
 --   KEYS[3] groups  hash    read: the state of the trajectories' groups
 --   KEYS[4] events  stream  added per trajectory that counts: field r = the record
 --   KEYS[5] leases  zset    removed: their leases
--- Arguments: ARGV[1...] three per trajectory: its id, lease epoch, trajectory_sealed record
--- Reply: per trajectory, in order: "OK", "DUPLICATE" (it had been posted), "SURPLUS",
---        or why not ("FENCED ...")
+--   KEYS[6] deadlines zset  added per trajectory that awaits its reward, where the run has such a
+--                           deadline
+--   KEYS[7] config  hash    read, where a trajectory awaits its reward
+-- Arguments: ARGV[1...] three per trajectory: its id; its lease epoch, and ":awaits" behind it where
+--            the reward is posted later; the trajectory_sealed record
+-- Reply: per trajectory, in order: "OK", "DUPLICATE" (it had been posted), "SURPLUS" (its group was
+--        decided without it), or why not ("FENCED ...")
+
+local LEASES, DEADLINES, CONFIG = KEYS[5], KEYS[6], KEYS[7]
 
 local ids = {}
 for i = 1, #ARGV, 3 do
   ids[#ids + 1] = ARGV[i]
 end
 local entries = redis.call('HMGET', KEYS[1], unpack(ids))
-local after_seal = {sealed = 1, planned = 1, filtered = 1, expired = 1, surplus = 1,
+local after_seal = {sealed = 1, awaiting_reward = 1, planned = 1, filtered = 1, expired = 1,
   incomplete = 1, dead = 1}
+local has_epoch = {sealed = 1, awaiting_reward = 1}
 local group_states = {}
 
 local function is_decided(id)
@@ -33,28 +41,43 @@ local function is_decided(id)
   return group_states[group] ~= 'open'
 end
 
+local function await_reward(id)
+  local config = cjson.decode(redis.call('HGET', CONFIG, redis.call('HGET', CONFIG, 'newest')))
+  local deadline_s = config.reward_deadline_s or 0
+  if deadline_s > 0 then
+    local time = redis.call('TIME')
+    local due_ms = time[1] * 1000 + math.floor(time[2] / 1000 + deadline_s * 1000)
+    redis.call('ZADD', DEADLINES, string.format('%.0f', due_ms), 'reward:' .. id)
+  end
+end
+
 local replies = {}
 local changes = {}
-local num_sealed = 0
-local num_surplus = 0
+local num = {sealed = 0, awaiting_reward = 0, surplus = 0}
 for i, id in ipairs(ids) do
   local entry = entries[i] or ''
-  local epoch = ARGV[3 * i - 1]
+  local epoch, awaits = string.match(ARGV[3 * i - 1], '^(%d+)(.*)$')
   local state, rest = string.match(entry, '^([^:]*):(.*)$')
   if state == 'open' and string.match(rest, '^%d+') == epoch then
     changes[#changes + 1] = id
-    redis.call('ZREM', KEYS[5], id)
+    redis.call('ZREM', LEASES, id)
     if is_decided(id) then
       changes[#changes + 1] = 'surplus:its group was decided before it was sealed'
-      num_surplus = num_surplus + 1
+      num.surplus = num.surplus + 1
       replies[i] = 'SURPLUS'
     else
-      changes[#changes + 1] = 'sealed:' .. epoch
-      num_sealed = num_sealed + 1
+      local becomes = awaits == '' and 'sealed' or 'awaiting_reward'
+      changes[#changes + 1] = becomes .. ':' .. epoch
+      num[becomes] = num[becomes] + 1
+      if awaits ~= '' then
+        await_reward(id)
+      end
       redis.call('XADD', KEYS[4], '*', 'r', ARGV[3 * i])
       replies[i] = 'OK'
     end
-  elseif state and after_seal[state] and (state ~= 'sealed' or rest == epoch) then
+  elseif state == 'surplus' then
+    replies[i] = 'SURPLUS'
+  elseif state and after_seal[state] and (not has_epoch[state] or rest == epoch) then
     replies[i] = 'DUPLICATE'
   elseif not state then
     replies[i] = 'FENCED ' .. id .. ' was never opened'
@@ -64,12 +87,11 @@ for i, id in ipairs(ids) do
 end
 if #changes > 0 then
   redis.call('HSET', KEYS[1], unpack(changes))
-  redis.call('HINCRBY', KEYS[2], 'open', -num_sealed - num_surplus)
-  if num_sealed > 0 then
-    redis.call('HINCRBY', KEYS[2], 'sealed', num_sealed)
-  end
-  if num_surplus > 0 then
-    redis.call('HINCRBY', KEYS[2], 'surplus', num_surplus)
+  redis.call('HINCRBY', KEYS[2], 'open', -#changes / 2)
+  for state, number in pairs(num) do
+    if number > 0 then
+      redis.call('HINCRBY', KEYS[2], state, number)
+    end
   end
 end
 return replies

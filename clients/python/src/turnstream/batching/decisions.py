@@ -1,0 +1,103 @@
+"""What the fold of a run decides: values that the planner turns into writes to the ledger."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from turnstream.types import SealedTrajectory, TrajectoryKey, TrajectoryState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyGroup:
+    """A decided group with enough members to train.
+
+    Attributes:
+        members: the valid ones, in order of (sample, attempt).
+        completed_by: id of the event that made the group what it is.
+    """
+
+    group_id: str
+    prompt_uid: str
+    members: tuple[SealedTrajectory, ...]
+    completed_by: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberDropped:
+    """A sealed trajectory that will not be trained, whatever becomes of its group.
+
+    Attributes:
+        state: SURPLUS for one that came after its group was decided, or beside another of the same
+            sample; INCOMPLETE for one that cannot be compared with the others.
+        reason: in words, for the ledger.
+    """
+
+    key: TrajectoryKey
+    state: TrajectoryState
+    reason: str
+
+    @property
+    def keys(self) -> tuple[TrajectoryKey, ...]:
+        """What it drops, as of a group."""
+        return (self.key,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupDropped:
+    """A group that will not be trained: nothing that comes later changes that.
+
+    Attributes:
+        state: FILTERED or INCOMPLETE.
+        reason: in words, for the ledger.
+        keys: its sealed trajectories, which go into this state; empty if it had none.
+    """
+
+    group_id: str
+    state: TrajectoryState
+    reason: str
+    keys: tuple[TrajectoryKey, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCut:
+    """A group is ready while samples of it are still open: these are surplus, and may stop."""
+
+    group_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefillWanted:
+    """Another attempt of a sample, in place of one that ended or hangs.
+
+    Attributes:
+        key: the attempt is the first that no event has named; it may be taken all the same.
+        number: of the group's refills, from 1: the same number is the same refill.
+    """
+
+    key: TrajectoryKey
+    prompt_uid: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingGroup:
+    """An undecided group, for people.
+
+    Attributes:
+        opened_by: id of the event that opened it; its first number is milliseconds since 1970.
+        samples: those that it may still get a member of.
+        awaiting: sealed members whose reward was not posted.
+        num_refills: asked for so far.
+    """
+
+    group_id: str
+    opened_by: str
+    num_members: int
+    num_needed: int
+    samples: tuple[int, ...]
+    awaiting: tuple[TrajectoryKey, ...]
+    num_refills: int
+
+
+Decision = MemberDropped | GroupDropped | GroupCut | RefillWanted

@@ -1,0 +1,87 @@
+"""Groups as the scripts are told of them, and attempts that were granted to refill them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from turnstream.records.events import encode_event
+from turnstream.store import keys
+from turnstream.store.scripts import Command, Script
+from turnstream.types import GroupOpened, TrajectoryKey
+
+_OPEN_GROUP = Script("open_group")
+_LIST_REFILLS = Script("list_refills")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refill:
+    """Another attempt of a sample, to be begun by a generator.
+
+    Attributes:
+        key: the attempt.
+        prompt_uid: the dataset's name of the prompt.
+        num_samples: of its group.
+        num_needed: members that decide its group.
+    """
+
+    key: TrajectoryKey
+    prompt_uid: str
+    num_samples: int
+    num_needed: int
+
+    @property
+    def group(self) -> GroupOpened:
+        """Its group, as it was opened."""
+        return GroupOpened(
+            group_id=self.key.group_id,
+            prompt_uid=self.prompt_uid,
+            num_samples=self.num_samples,
+            num_needed=self.num_needed,
+        )
+
+
+def group_size(group: GroupOpened) -> str:
+    """The size of a group in the words of the script open_group.
+
+    >>> group_size(GroupOpened(group_id="g", prompt_uid="", num_samples=6, num_needed=4))
+    '6/4'
+    """
+    if group.num_needed == group.num_samples:
+        return str(group.num_samples)
+    return f"{group.num_samples}/{group.num_needed}"
+
+
+def open_refill_command(run: str, writer: str, refill: Refill) -> Command:
+    """The call by which a writer takes a refill; nothing is sent. See open_group.lua."""
+    group = refill.group
+    return _OPEN_GROUP(
+        keys.run_keys(run).of_open_group,
+        keys.encode_name(group.group_id),
+        group_size(group),
+        writer,
+        encode_event(group),
+        keys.trajectory_id(refill.key),
+    )
+
+
+def list_refills_command(run: str, *, max_count: int) -> Command:
+    """The call that reads the oldest refills that nobody has opened; nothing is sent."""
+    names = keys.run_keys(run)
+    return _LIST_REFILLS((names.groups, names.members, names.refills, names.wake), max_count)
+
+
+def parse_refills(reply: Sequence[Any]) -> tuple[str, list[Refill]]:
+    """The id of the wake stream beyond which there may be more refills; and the refills."""
+    wake_id, *flat = [word.decode() for word in reply]
+    refills = [
+        Refill(
+            key=keys.parse_trajectory_id(flat[i]),
+            prompt_uid=flat[i + 3],
+            num_samples=int(flat[i + 1]),
+            num_needed=int(flat[i + 2]),
+        )
+        for i in range(0, len(flat), 4)
+    ]
+    return wake_id, refills

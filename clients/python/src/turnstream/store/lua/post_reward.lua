@@ -1,0 +1,50 @@
+#!lua flags=allow-oom
+-- Gives a trajectory that was sealed without its reward this reward, once.
+--
+-- Runs also when the server is full: a group that waits for a reward holds its payload.
+--
+-- Keys, all in the run's slot:
+--   KEYS[1] ledger     hash    trajectory id: "awaiting_reward:<epoch>" becomes "sealed:<epoch>"
+--   KEYS[2] counts     hash    changed: awaiting_reward, sealed; or late_rewards
+--   KEYS[3] rewards    hash    trajectory id -> the CRC, "late:<CRC>" where it changes nothing; added
+--   KEYS[4] deadlines  zset    removed: "reward:<trajectory id>"
+--   KEYS[5] events     stream  added, once: field r = the reward_posted record
+-- Arguments: ARGV[1] trajectory id    ARGV[2] CRC of the record    ARGV[3] the record
+-- Reply: "OK", "DUPLICATE" (the same was posted before), or "LATE": its group was decided before,
+--        which is counted and changes nothing
+-- Errors:
+--   CONFLICT  another reward was posted; or the trajectory is not sealed, or was sealed with its
+--             reward
+
+local entry = redis.call('HGET', KEYS[1], ARGV[1])
+if not entry then
+  return redis.error_reply('CONFLICT ' .. ARGV[1] .. ' was never opened')
+end
+local known = redis.call('HGET', KEYS[3], ARGV[1])
+if known then
+  if known == ARGV[2] then
+    return 'DUPLICATE'
+  elseif known == 'late:' .. ARGV[2] then
+    return 'LATE'
+  end
+  return redis.error_reply('CONFLICT another reward was posted for ' .. ARGV[1])
+end
+local state, rest = string.match(entry, '^([^:]*):(.*)$')
+if state == 'open' then
+  return redis.error_reply('CONFLICT ' .. ARGV[1] .. ' is open: its reward comes after its seal')
+end
+if state == 'sealed' then
+  return redis.error_reply('CONFLICT ' .. ARGV[1] .. ' was sealed with its reward')
+end
+if state ~= 'awaiting_reward' then
+  redis.call('HSET', KEYS[3], ARGV[1], 'late:' .. ARGV[2])
+  redis.call('HINCRBY', KEYS[2], 'late_rewards', 1)
+  return 'LATE'
+end
+redis.call('HSET', KEYS[1], ARGV[1], 'sealed:' .. rest)
+redis.call('HINCRBY', KEYS[2], 'awaiting_reward', -1)
+redis.call('HINCRBY', KEYS[2], 'sealed', 1)
+redis.call('HSET', KEYS[3], ARGV[1], ARGV[2])
+redis.call('ZREM', KEYS[4], 'reward:' .. ARGV[1])
+redis.call('XADD', KEYS[5], '*', 'r', ARGV[3])
+return 'OK'

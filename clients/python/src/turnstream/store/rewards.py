@@ -1,0 +1,103 @@
+"""Rewards that are posted after the seal, by whatever process knows them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from enum import StrEnum
+
+import redis
+import redis.asyncio
+
+from turnstream.errors import InvalidTurnError
+from turnstream.records.events import encode_event
+from turnstream.store import keys
+from turnstream.store.scripts import Command, Script, run_command, run_command_async
+from turnstream.types import RewardPosted, TrajectoryKey
+
+_POST_REWARD = Script("post_reward")
+
+
+class RewardOutcome(StrEnum):
+    """What became of a posted reward."""
+
+    POSTED = "OK"
+    DUPLICATE = "DUPLICATE"
+    LATE = "LATE"
+
+
+def post_reward(
+    client: redis.Redis,
+    run: str,
+    key: TrajectoryKey,
+    reward: float | None = None,
+    *,
+    reward_components: Mapping[str, float] | None = None,
+) -> RewardOutcome:
+    """Give a trajectory, sealed with `awaits_reward`, its reward; the same again changes nothing.
+
+    Args:
+        client: of the store.
+        run: name of the run.
+        key: the trajectory.
+        reward: its outcome reward.
+        reward_components: named rewards; they join those of the seal, and replace their namesakes.
+
+    Returns:
+        LATE where its group was decided before: that is counted and changes nothing.
+
+    Raises:
+        InvalidTurnError: there is no reward, or it is not finite.
+        ConflictError: another reward was posted; or the trajectory is not sealed yet, or was
+            sealed with its reward.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    command = reward_command(run, key, reward, reward_components)
+    return RewardOutcome(run_command(client, command).decode())
+
+
+async def post_reward_async(
+    client: redis.asyncio.Redis,
+    run: str,
+    key: TrajectoryKey,
+    reward: float | None = None,
+    *,
+    reward_components: Mapping[str, float] | None = None,
+) -> RewardOutcome:
+    """The same as `post_reward`, for asyncio."""
+    command = reward_command(run, key, reward, reward_components)
+    return RewardOutcome((await run_command_async(client, command)).decode())
+
+
+def reward_command(
+    run: str,
+    key: TrajectoryKey,
+    reward: float | None,
+    reward_components: Mapping[str, float] | None,
+) -> Command:
+    """The call that posts a reward; nothing is sent."""
+    components = {
+        name: _finite(value, field=f"reward_components[{name!r}]")
+        for name, value in sorted((reward_components or {}).items())
+    }
+    if reward is None and not components:
+        raise InvalidTurnError("reward", "there is none, and no component")
+    outcome = None if reward is None else _finite(reward, field="reward")
+    record = encode_event(RewardPosted(key=key, reward=outcome, reward_components=components))
+    names = keys.run_keys(run)
+    return _POST_REWARD(
+        (names.ledger, names.counts, names.rewards, names.deadlines, names.events),
+        keys.trajectory_id(key),
+        record[-4:].hex(),
+        record,
+    )
+
+
+def _finite(value: float, *, field: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidTurnError(field, f"{value!r} is not a number") from error
+    if not math.isfinite(number):
+        raise InvalidTurnError(field, f"{number!r} is not finite")
+    return number

@@ -1,0 +1,338 @@
+"""Groups that finish, with a real batcher: fault 21, a member that hangs for ever, and its kin."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from turnstream.errors import NotReadyError
+from turnstream.generator import AsyncPublisher, Publisher, RewardOutcome
+from turnstream.store.connection import connect
+from turnstream.testing import group, wait_until_async
+from turnstream.types import TrajectoryKey, TrajectoryState
+from turnstream_server.bus.ledger import LedgerCounts, read_ledger
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+SOON_S = 0.3
+SHORT = {"group_deadline_s": SOON_S, "deadline_policy": "train_short"}
+
+BATCHER = """
+import asyncio, sys
+from turnstream_server.batcher.options import BatcherOptions
+from turnstream_server.batcher.service import serving
+
+async def main():
+    options = BatcherOptions(redis_url=sys.argv[1], leader_lease_s=0.6)
+    async with serving(options) as address:
+        print(address, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+REWARDER = """
+import sys
+from turnstream.generator import post_reward
+from turnstream.store.connection import connect
+from turnstream.types import TrajectoryKey
+
+url, run, group, sample, reward = sys.argv[1:]
+with connect(url) as client:
+    print(post_reward(client, run, TrajectoryKey(group, int(sample)), float(reward)).name)
+"""
+
+
+@pytest.fixture
+def start_process() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(code: str, *words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", code, *words]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        with process:
+            process.kill()
+
+
+def open_members(house: Any, run: str, *, num_samples: int, sealed: int, **opening: Any) -> None:
+    """Open all samples of group "g", and seal the first ones of them; the others hang."""
+
+    def write() -> None:
+        publisher = Publisher(house.url, run, writer="w")
+        writers = [
+            publisher.trajectory("g", sample, num_samples=num_samples, **opening)
+            for sample in range(num_samples)
+        ]
+        for sample, writer in enumerate(writers):
+            writer.__enter__()
+            if sample < sealed:
+                writer.append([1, 2], [3, 4])
+                writer.seal(reward=float(sample))
+        publisher.close()
+
+    write()
+
+
+def ledger(house: Any, run: str) -> LedgerCounts:
+    with connect(house.url) as client:
+        counts = read_ledger(client, run)
+    counts.check()
+    return counts
+
+
+def states(house: Any, run: str) -> dict[TrajectoryState, int]:
+    return {state: n for state, n in ledger(house, run).by_state.items() if n}
+
+
+async def wait_for_states(house: Any, run: str, expected: dict[TrajectoryState, int]) -> None:
+    async def are_so() -> bool:
+        return states(house, run) == expected
+
+    await wait_until_async(are_so, describe=f"states {expected}")
+
+
+async def test_a_group_with_a_member_that_hangs_is_trained_short(house: Any) -> None:
+    run = house.create_run(batch_groups=1, **SHORT)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await asyncio.to_thread(open_members, house, run, num_samples=3, sealed=2)
+
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/0"]
+    assert states(house, run) == {TrajectoryState.PLANNED: 2, TrajectoryState.SURPLUS: 1}
+
+
+async def test_a_group_with_a_member_that_hangs_is_dropped_and_makes_room(house: Any) -> None:
+    run = house.create_run(
+        batch_groups=1, max_staleness=0, max_planned_ahead=0, group_deadline_s=SOON_S
+    )
+    trainer = house.trainer(await house.start_batcher(), run)
+    await asyncio.to_thread(open_members, house, run, num_samples=3, sealed=2)
+
+    await house.publish(run, group("next"))  # waits until there is room
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    assert set(pulled.mini_batch.rows.group_id) == {"next"}
+    assert states(house, run) == {
+        TrajectoryState.PLANNED: 2,
+        TrajectoryState.INCOMPLETE: 2,
+        TrajectoryState.SURPLUS: 1,
+    }
+
+
+async def test_a_member_that_hangs_is_refilled_by_whoever_is_free(house: Any) -> None:
+    run = house.create_run(
+        batch_groups=1, group_deadline_s=SOON_S, deadline_policy="refill", max_refills=1
+    )
+    trainer = house.trainer(await house.start_batcher(), run)
+    await asyncio.to_thread(open_members, house, run, num_samples=2, sealed=1, prompt_uid="p7")
+
+    async with AsyncPublisher(house.url, run) as other:
+        refill = await other.next_refill(10)
+        async with other.refill_trajectory(refill) as writer:
+            await writer.append([1, 2], [5])
+            await writer.seal(reward=0.0)
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    assert (refill.key, refill.prompt_uid) == (TrajectoryKey("g", 1, 1), "p7")
+    assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/1"]
+    assert states(house, run) == {TrajectoryState.PLANNED: 2, TrajectoryState.SURPLUS: 1}
+
+
+async def test_an_abandoned_member_is_refilled_without_any_deadline(house: Any) -> None:
+    run = house.create_run(batch_groups=1, deadline_policy="refill", max_refills=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+
+    def write() -> None:
+        with Publisher(house.url, run) as publisher:
+            with publisher.trajectory("g", 0, num_samples=2) as writer:
+                writer.append([1], [2])
+                writer.seal(reward=1.0)
+            with publisher.trajectory("g", 1, num_samples=2) as writer:
+                writer.append([1], [3])
+                writer.abandon("the tool died").result()
+            refill = publisher.next_refill(10)
+            with publisher.refill_trajectory(refill) as writer:
+                writer.append([1], [4])
+                writer.seal(reward=0.0)
+
+    await asyncio.to_thread(write)
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/1"]
+
+
+async def test_a_refill_that_nobody_takes_does_not_hold_the_group_for_ever(house: Any) -> None:
+    run = house.create_run(
+        batch_groups=1,
+        group_deadline_s=SOON_S,
+        deadline_policy="refill",
+        max_refills=1,
+        refill_fallback="train_short",
+    )
+    trainer = house.trainer(await house.start_batcher(), run)
+    await asyncio.to_thread(open_members, house, run, num_samples=3, sealed=2)
+
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/0"]
+    async with AsyncPublisher(house.url, run) as other:
+        with pytest.raises(NotReadyError):
+            await other.next_refill(0)
+
+
+async def test_the_first_four_of_six_are_trained_and_the_others_are_counted(house: Any) -> None:
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await asyncio.to_thread(
+        open_members, house, run, num_samples=6, sealed=4, num_needed=4
+    )  # two of them are still at work
+
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    assert pulled.mini_batch.rows.trajectory_id == [f"g/{sample}/0" for sample in range(4)]
+    assert states(house, run) == {TrajectoryState.PLANNED: 4, TrajectoryState.SURPLUS: 2}
+
+
+async def test_kept_surplus_is_trained_with_its_group(house: Any) -> None:
+    run = house.create_run(batch_groups=2, surplus="keep")
+    trainer = house.trainer(await house.start_batcher(), run)
+    await asyncio.to_thread(open_members, house, run, num_samples=4, sealed=3, num_needed=2)
+
+    await house.publish(run, group("h"))
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    assert pulled.mini_batch.rows.trajectory_id[:3] == ["g/0/0", "g/1/0", "g/2/0"]
+    assert states(house, run) == {TrajectoryState.PLANNED: 5, TrajectoryState.SURPLUS: 1}
+
+
+async def test_a_reward_is_posted_by_another_process(
+    house: Any, start_process: Callable[..., subprocess.Popen[str]]
+) -> None:
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+
+    async with AsyncPublisher(house.url, run) as publisher:
+        for sample in (0, 1):
+            async with publisher.trajectory("g", sample, num_samples=2) as writer:
+                await writer.append([1, 2], [3 + sample])
+                await writer.seal(awaits_reward=True)
+        waiting = states(house, run)
+        with pytest.raises(NotReadyError, match="the reward of sample 0, 1 was not posted"):
+            await trainer.get(1, wait_s=0.3)
+        said = [
+            start_process(REWARDER, house.url, run, "g", str(sample), str(sample / 2)).communicate()
+            for sample in (0, 1)
+        ]
+        (pulled,) = await trainer.get(1)
+        late = await publisher.post_reward(TrajectoryKey("g", 0), 0.0)
+
+    assert waiting == {TrajectoryState.AWAITING_REWARD: 2}
+    assert [out.strip() for out, _ in said] == ["POSTED", "POSTED"]
+    assert pulled.mini_batch.rows.reward.tolist() == [0.0, 0.5]
+    assert late is RewardOutcome.DUPLICATE
+
+
+async def test_a_reward_that_does_not_come_ends_by_its_own_deadline(house: Any) -> None:
+    run = house.create_run(batch_groups=1, reward_deadline_s=SOON_S, deadline_policy="train_short")
+    trainer = house.trainer(await house.start_batcher(), run)
+
+    async with AsyncPublisher(house.url, run) as publisher:
+        for sample in range(3):
+            async with publisher.trajectory("g", sample, num_samples=3) as writer:
+                await writer.append([1, 2], [3])
+                reward = None if sample == 2 else float(sample)
+                await writer.seal(reward=reward, awaits_reward=sample == 2)
+        await trainer.start()
+        (pulled,) = await trainer.get(1)
+        late = await publisher.post_reward(TrajectoryKey("g", 2), 1.0)
+
+    assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/0"]
+    assert states(house, run) == {TrajectoryState.PLANNED: 2, TrajectoryState.INCOMPLETE: 1}
+    assert (late, ledger(house, run).num_late_rewards) == (RewardOutcome.LATE, 1)
+
+
+async def test_components_that_are_sealed_and_posted_are_compared_together(house: Any) -> None:
+    run = house.create_run(
+        batch_groups=1,
+        estimator="gdpo",
+        component_weights=(("accuracy", 1.0), ("format", 0.5)),
+    )
+    trainer = house.trainer(await house.start_batcher(), run)
+
+    async with AsyncPublisher(house.url, run) as publisher:
+        for sample in (0, 1):
+            async with publisher.trajectory("g", sample, num_samples=2) as writer:
+                await writer.append([1, 2], [3])
+                await writer.seal(reward_components={"format": 1.0}, awaits_reward=True)
+            await publisher.post_reward(
+                TrajectoryKey("g", sample), reward_components={"accuracy": float(sample)}
+            )
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    assert pulled.mini_batch.rows.reward.tolist() == [0.5, 1.5]
+
+
+async def test_a_batcher_that_is_killed_and_comes_back_does_not_wait_for_what_hangs(
+    house: Any, start_process: Callable[..., subprocess.Popen[str]]
+) -> None:
+    # NeMo-RL 3238: a group that was decided short waited for its hanging member again on resume.
+    run = house.create_run(batch_groups=2, **SHORT)
+    first = start_process(BATCHER, house.url)
+    assert first.stdout is not None
+    first.stdout.readline()
+    await asyncio.to_thread(open_members, house, run, num_samples=3, sealed=2)
+    await wait_for_states(house, run, {TrajectoryState.SEALED: 2, TrajectoryState.SURPLUS: 1})
+
+    first.send_signal(signal.SIGKILL)
+    await asyncio.to_thread(first.wait, 10)
+    await house.publish(run, group("h"))
+    trainer = house.trainer(await house.start_batcher(lease_s=0.6), run)
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/0", "h/0/0", "h/1/0"]
+
+
+async def test_a_deadline_that_passes_while_no_batcher_runs_fires_when_one_does(house: Any) -> None:
+    run = house.create_run(batch_groups=1, **{**SHORT, "group_deadline_s": 0.001})
+    await asyncio.to_thread(open_members, house, run, num_samples=3, sealed=2)
+
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/0"]
+
+
+async def test_says_which_group_waits_for_which_sample_since_when(house: Any) -> None:
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await asyncio.to_thread(open_members, house, run, num_samples=3, sealed=1)
+    await trainer.start()
+
+    with pytest.raises(
+        NotReadyError,
+        match=r"group g, open since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC, has 1 of 3 members; "
+        r"sample 1, 2 may still come",
+    ):
+        await trainer.get(1, wait_s=0.5)

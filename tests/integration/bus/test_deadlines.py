@@ -1,0 +1,275 @@
+"""Deadlines, refills and late rewards, script by script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from turnstream.batching.decisions import GroupCut
+from turnstream.errors import ConflictError, FencedError, NotReadyError
+from turnstream.generator.refills import take_refill_async
+from turnstream.store.rewards import RewardOutcome
+from turnstream.types import (
+    DeadlineFired,
+    RefillGranted,
+    RewardPosted,
+    TrajectoryKey,
+    TrajectoryState,
+)
+from turnstream_server.bus.ledger import read_ledger_async
+
+pytestmark = pytest.mark.redis
+
+HOUR_MS = 3_600_000
+
+
+@pytest.fixture
+async def timed(async_client: Any, start_run: Callable[..., Any]) -> Any:
+    """A run with deadlines of an hour, and refills."""
+    return await start_run(
+        async_client,
+        group_deadline_s=3600,
+        reward_deadline_s=1800,
+        deadline_policy="refill",
+        max_refills=2,
+    )
+
+
+async def members_of(run: Any, name: str) -> list[bytes]:
+    return await run.client.zrange(getattr(run.keys, name), 0, -1)
+
+
+async def test_a_group_has_a_deadline_from_its_opening_where_the_run_says_so(
+    run: Any, timed: Any
+) -> None:
+    for each in (run, timed):
+        await each.open("a")
+        await each.open("a")
+
+    next_ms = await timed.fire()
+
+    assert (await members_of(run, "deadlines"), await run.fire()) == ([], -1)
+    assert await members_of(timed, "deadlines") == [b"group:a"]
+    assert HOUR_MS - 60_000 < next_ms <= HOUR_MS
+
+
+async def test_a_deadline_that_has_passed_is_an_event_once(timed: Any) -> None:
+    await timed.open("a b")
+    await timed.open("c")
+    await timed.make_due()
+
+    next_ms = await timed.fire()
+    again_ms = await timed.fire()
+
+    assert (next_ms, again_ms) == (-1, -1)
+    assert (await timed.events())[2:] == [
+        DeadlineFired(group_id="a b"),
+        DeadlineFired(group_id="c"),
+    ]
+
+
+async def test_more_deadlines_than_fit_into_one_call_all_fire(timed: Any) -> None:
+    for number in range(250):
+        await timed.open(f"g{number}", num_samples=1)
+    await timed.make_due()
+
+    await timed.fire()
+
+    fired = [event for event in await timed.events() if isinstance(event, DeadlineFired)]
+    assert len({event.group_id for event in fired}) == len(fired) == 250
+
+
+async def test_a_clock_that_was_set_back_does_not_put_a_deadline_off(timed: Any) -> None:
+    await timed.open("a")
+    await timed.client.zadd(timed.keys.deadlines, {"group:a": 10**15})
+
+    await timed.fire()
+
+    assert HOUR_MS - 60_000 < await timed.fire() <= HOUR_MS
+
+
+async def test_only_the_leader_fires_deadlines(timed: Any) -> None:
+    await timed.open("a")
+    await timed.make_due()
+    before = await timed.dump()
+
+    with pytest.raises(FencedError):
+        await timed.fire(leader_epoch=timed.leader_epoch + 1)
+
+    assert await timed.dump() == before
+
+
+@pytest.mark.parametrize("how", ["planned", "dropped", "cut"])
+async def test_a_group_that_is_decided_has_no_deadline(timed: Any, how: str) -> None:
+    await timed.open("a", num_samples=3)
+    await timed.seal("a", 0)
+    await timed.seal("a", 1)
+    await timed.seal("a", 2, awaits_reward=True)
+
+    if how == "planned":
+        await timed.plan("a")
+    elif how == "dropped":
+        await timed.settle("a", TrajectoryState.INCOMPLETE, 0, 1)
+    else:
+        await timed.carry_out(GroupCut(group_id="a", reason="enough"))
+
+    assert await members_of(timed, "deadlines") == []
+    (await read_ledger_async(timed.client, timed.name)).check()
+
+
+async def test_a_refill_is_granted_once_and_gives_the_group_a_new_deadline(timed: Any) -> None:
+    await timed.open("a")
+    await timed.make_due()
+
+    granted = await timed.grant("a", 1)
+    before = await timed.dump()
+    again = await timed.grant("a", 1)
+
+    assert (granted, again) == (True, False)
+    assert await timed.dump() == before
+    assert (await timed.events())[-1] == RefillGranted(key=TrajectoryKey("a", 1, 1), number=1)
+    assert await timed.fire() > HOUR_MS - 60_000
+
+
+async def test_the_deadline_of_a_refilled_group_names_its_refills(timed: Any) -> None:
+    await timed.open("a")
+    await timed.grant("a", 1)
+    await timed.make_due()
+
+    await timed.fire()
+
+    assert (await timed.events())[-1] == DeadlineFired(group_id="a", num_refills=1)
+
+
+async def test_a_refill_takes_the_first_attempt_that_nobody_has_opened(timed: Any) -> None:
+    await timed.open("a")
+    await timed.open("a", attempt=1)
+
+    await timed.grant("a", 1, attempt=1)
+
+    assert await members_of(timed, "refills") == [b"a/1/2"]
+
+
+async def test_refills_are_granted_in_order(timed: Any) -> None:
+    await timed.open("a")
+
+    with pytest.raises(ConflictError, match="refill 2 of group a does not follow refill 0"):
+        await timed.grant("a", 1, number=2)
+
+
+async def test_a_refill_opens_a_decided_group_again_and_never_one_that_is_over(timed: Any) -> None:
+    for group_id in ("a", "b"):
+        await timed.open(group_id)
+    await timed.carry_out(GroupCut(group_id="a", reason="enough"))
+    await timed.settle("b", TrajectoryState.INCOMPLETE)
+
+    granted = [await timed.grant(group_id, 1) for group_id in ("a", "b")]
+
+    assert granted == [True, False]
+    assert await timed.client.hget(timed.keys.groups, "a") == b"2:open"
+    with pytest.raises(ConflictError, match="group x is unknown"):
+        await timed.grant("x", 0)
+
+
+async def test_one_of_many_takes_a_refill(timed: Any) -> None:
+    await timed.open("a/b", num_samples=3, num_needed=2)
+    await timed.grant("a/b", 2)
+
+    refill = await take_refill_async(timed.client, timed.name, writer="w1", timeout_s=0)
+    with pytest.raises(NotReadyError, match="no sample was to be tried again within 0 s"):
+        await take_refill_async(timed.client, timed.name, writer="w2", timeout_s=0)
+
+    assert (refill.key, refill.prompt_uid) == (TrajectoryKey("a/b", 2, 1), "uid")
+    assert (refill.num_samples, refill.num_needed) == (3, 2)
+    assert await timed.client.hget(timed.keys.ledger, refill.key.trajectory_id) == b"open:1:w1"
+    assert await members_of(timed, "refills") == []
+    (await read_ledger_async(timed.client, timed.name)).check()
+
+
+async def test_nobody_takes_the_refill_of_a_group_that_was_dropped(timed: Any) -> None:
+    await timed.open("a")
+    await timed.grant("a", 1)
+    await timed.settle("a", TrajectoryState.INCOMPLETE)
+
+    assert await members_of(timed, "refills") == []
+
+
+async def test_a_late_reward_completes_a_trajectory_once(timed: Any) -> None:
+    await timed.open("a")
+    await timed.seal("a", 0, awaits_reward=True)
+    awaiting = await read_ledger_async(timed.client, timed.name)
+
+    outcomes = [await timed.post_reward("a", 0, 0.5) for _ in range(2)]
+    with pytest.raises(ConflictError, match="another reward was posted for a/0/0"):
+        await timed.post_reward("a", 0, 0.25)
+
+    assert outcomes == [RewardOutcome.POSTED, RewardOutcome.DUPLICATE]
+    assert awaiting.by_state[TrajectoryState.AWAITING_REWARD] == 1
+    counts = await read_ledger_async(timed.client, timed.name)
+    counts.check()
+    assert counts.by_state[TrajectoryState.SEALED] == 1
+    posted = RewardPosted(key=TrajectoryKey("a", 0), reward=0.5)
+    assert (await timed.events())[2:] == [posted]
+    assert await members_of(timed, "deadlines") == [b"group:a"]
+
+
+async def test_a_seal_that_awaits_its_reward_may_be_posted_twice(timed: Any) -> None:
+    await timed.open("a")
+
+    answers = [*await timed.seal("a", 0, awaits_reward=True)]
+    answers += await timed.seal("a", 0, awaits_reward=True)
+
+    assert answers == [b"OK", b"DUPLICATE"]
+    (await read_ledger_async(timed.client, timed.name)).check()
+
+
+async def test_a_reward_after_the_decision_is_counted_and_changes_nothing(timed: Any) -> None:
+    await timed.open("a")
+    await timed.seal("a", 0, awaits_reward=True)
+    await timed.settle("a", TrajectoryState.INCOMPLETE, 0)
+    num_events = len(await timed.events())
+
+    outcomes = [await timed.post_reward("a", 0, 0.5) for _ in range(2)]
+
+    assert outcomes == [RewardOutcome.LATE, RewardOutcome.LATE]
+    counts = await read_ledger_async(timed.client, timed.name)
+    counts.check()
+    assert (counts.num_late_rewards, len(await timed.events())) == (1, num_events)
+    assert await timed.client.hget(timed.keys.ledger, "a/0/0") == b"incomplete:why"
+
+
+@pytest.mark.parametrize(
+    ("sample", "reason"),
+    [(0, "a/0/0 was sealed with its reward"), (1, "a/1/0 is open"), (7, "a/7/0 was never opened")],
+)
+async def test_a_reward_that_nobody_waits_for_is_refused(
+    timed: Any, sample: int, reason: str
+) -> None:
+    await timed.open("a")
+    await timed.seal("a", 0)
+
+    with pytest.raises(ConflictError, match=reason):
+        await timed.post_reward("a", sample, 1.0)
+
+
+async def test_a_reward_that_does_not_come_is_an_event(timed: Any) -> None:
+    await timed.open("a")
+    await timed.seal("a", 1, awaits_reward=True)
+    await timed.client.zrem(timed.keys.deadlines, "group:a")
+    half_an_hour_ms = await timed.fire()
+    await timed.make_due()
+
+    await timed.fire()
+
+    assert half_an_hour_ms <= HOUR_MS / 2
+    awaited = TrajectoryKey("a", 1)
+    assert (await timed.events())[-1] == DeadlineFired(group_id="a", awaited=awaited)
+
+
+async def test_a_group_cannot_be_opened_with_another_number_of_needed_members(run: Any) -> None:
+    await run.open("a", num_samples=4, num_needed=2)
+
+    with pytest.raises(ConflictError, match="group a was opened to need 2 of its samples, not 3"):
+        await run.open("a", num_samples=4, num_needed=3)

@@ -1,0 +1,144 @@
+"""Refills and late rewards, as generators see them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+
+from turnstream.errors import ConflictError, InvalidTurnError, NotReadyError
+from turnstream.generator import AsyncPublisher, Publisher, RewardOutcome, post_reward
+from turnstream.store import keys
+from turnstream.types import GroupOpened, RewardPosted, SealedTrajectory, TrajectoryKey
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.redis
+
+NewRun = Callable[..., str]
+Read = Callable[[redis.Redis, str], Any]
+AGAIN = TrajectoryKey("g", 1, 1)
+
+
+def grant(client: redis.Redis, run: str) -> None:
+    """What the planner does to let sample 1 of group "g" be tried again."""
+    names = keys.run_keys(run)
+    client.hset(names.members, "g", "2:1:1:the prompt")
+    client.zadd(names.refills, {AGAIN.trajectory_id: 1})
+    client.xadd(names.wake, {"w": ""}, maxlen=1, approximate=False)
+
+
+def open_group(publisher: Publisher) -> None:
+    with publisher.trajectory("g", 0, num_samples=3, num_needed=2, prompt_uid="the prompt") as it:
+        it.append([1], [2])
+        it.seal(reward=1.0)
+
+
+def test_a_group_says_how_many_of_its_samples_it_needs(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(client)
+
+    with Publisher(server.url, run) as publisher:
+        open_group(publisher)
+        with publisher.group("h", 3, num_needed=1):
+            pass
+        with (
+            pytest.raises(ConflictError, match="was opened to need 2 of its samples, not 3"),
+            publisher.trajectory("g", 1, num_samples=3),
+        ):
+            pass
+
+    opened = [event for event in read(client, run).events() if isinstance(event, GroupOpened)]
+    assert [(each.num_samples, each.num_needed) for each in opened] == [(3, 2), (3, 1)]
+
+
+def test_a_refill_is_waited_for_and_written_like_any_trajectory(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(client)
+
+    with Publisher(server.url, run) as publisher:
+        open_group(publisher)
+        granting = threading.Timer(0.05, grant, (client, run))
+        granting.start()
+        refill = publisher.next_refill(10)
+        with publisher.refill_trajectory(refill) as writer:
+            writer.append([1], [3])
+            writer.seal(reward=0.0)
+        granting.join()
+
+    assert (refill.key, refill.prompt_uid) == (AGAIN, "the prompt")
+    assert (refill.num_samples, refill.num_needed) == (3, 2)
+    assert read(client, run).sealed() == [TrajectoryKey("g", 0), AGAIN]
+
+
+async def test_of_many_who_wait_for_a_refill_one_gets_it(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client)
+    with Publisher(server.url, run) as publisher:
+        open_group(publisher)
+
+    async with AsyncPublisher(server.url, run) as one, AsyncPublisher(server.url, run) as other:
+        waiting = [asyncio.ensure_future(each.next_refill(0.5)) for each in (one, other)]
+        grant(client, run)
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+
+    assert sorted(type(result).__name__ for result in results) == ["NotReadyError", "Refill"]
+
+
+def test_without_a_refill_says_so_in_time(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client)
+
+    with (
+        Publisher(server.url, run) as publisher,
+        pytest.raises(NotReadyError, match="no sample was to be tried again within"),
+    ):
+        publisher.next_refill(0.01)
+
+
+def test_a_reward_is_posted_after_the_seal_by_whoever_knows_it(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run, key = new_run(client), TrajectoryKey("g", 0)
+
+    with Publisher(server.url, run) as publisher:
+        with publisher.trajectory("g", 0, num_samples=1) as writer:
+            writer.append([1], [2])
+            writer.seal(reward_components={"format": 1.0}, awaits_reward=True)
+        states = read(client, run).states()
+        first = post_reward(client, run, key, reward_components={"accuracy": 0.5})
+        again = publisher.post_reward(key, reward_components={"accuracy": 0.5})
+        with pytest.raises(ConflictError, match="another reward was posted"):
+            publisher.post_reward(key, reward_components={"accuracy": 0.75})
+
+    assert states == {"g/0/0": "awaiting_reward"}
+    assert (first, again) == (RewardOutcome.POSTED, RewardOutcome.DUPLICATE)
+    *_, seal, posted = read(client, run).events()
+    assert isinstance(seal, SealedTrajectory)
+    assert seal.awaits_reward
+    assert posted == RewardPosted(key=key, reward_components={"accuracy": 0.5})
+    assert read(client, run).counts() == {"accepted": 1, "sealed": 1}
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({}, "reward"),
+        ({"reward": float("nan")}, "reward"),
+        ({"reward_components": {"a": "much"}}, r"reward_components\['a'\]"),
+    ],
+)
+def test_a_reward_that_is_no_number_is_refused_before_it_is_sent(
+    client: redis.Redis, new_run: NewRun, given: dict[str, Any], field: str
+) -> None:
+    run = new_run(client)
+
+    with pytest.raises(InvalidTurnError, match=f"^{field}: "):
+        post_reward(client, run, TrajectoryKey("g", 0), **given)
