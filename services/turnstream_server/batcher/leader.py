@@ -196,17 +196,14 @@ class Leader:
 
     async def _carry_out(self, decisions: Iterable[Decision]) -> None:
         """Tell the ledger; all of it may have been told before, by the leader of another term."""
-        settled: list[Settlement] = []
-        for decision in decisions:
-            if not isinstance(decision, RefillWanted):
-                settled.append(decision)
-                _log_settlement(decision)
-            elif self._fold.wants(decision):
-                # What was decided before it was asked for comes before it.
-                await self._settle(settled)
-                settled = []
-                await self._grant(decision)
+        standing = [each for each in decisions if self._fold.still_holds(each)]
+        settled = [each for each in standing if not isinstance(each, RefillWanted)]
+        for decision in settled:
+            _log_settlement(decision)
         await self._settle(settled)
+        for decision in standing:
+            if isinstance(decision, RefillWanted):
+                await self._grant(decision)
 
     async def _settle(self, settled: list[Settlement]) -> None:
         if self._unreadable:

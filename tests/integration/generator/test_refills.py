@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import redis
 from turnstream.errors import ConflictError, InvalidTurnError, NotReadyError
 from turnstream.generator import AsyncPublisher, Publisher, RewardOutcome, post_reward
 from turnstream.store import keys
+from turnstream.testing import group, trajectory, turn
 from turnstream.types import GroupOpened, RewardPosted, SealedTrajectory, TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 
@@ -142,3 +144,18 @@ def test_a_reward_that_is_no_number_is_refused_before_it_is_sent(
 
     with pytest.raises(InvalidTurnError, match=f"^{field}: "):
         post_reward(client, run, TrajectoryKey("g", 0), **given)
+
+
+def test_a_whole_group_may_be_published_before_its_rewards(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(client)
+    members = [
+        replace(trajectory(turn("a", "B"), sample=sample, reward=None), awaits_reward=True)
+        for sample in (0, 1)
+    ]
+
+    with Publisher(server.url, run) as publisher:
+        publisher.publish(group("g", *members)).result(10)
+
+    assert read(client, run).counts() == {"accepted": 2, "awaiting_reward": 2}

@@ -196,7 +196,7 @@ def test_a_sample_that_ends_without_a_member_is_asked_for_again(end: Event) -> N
     state, decided = fold([opened(2), *seals(0), end], REFILL)
 
     assert decided[-1] == wanted(1, sample=1)
-    assert state.wants(decided[-1])
+    assert state.still_holds(decided[-1])
     assert (state.num_ready, state.num_open_groups) == (0, 1)
 
 
@@ -293,10 +293,24 @@ def test_a_refill_is_wanted_no_more_once_it_is_granted_or_its_group_is_decided()
     state, (asked,) = fold(events, REFILL)
     decided, _ = fold([*events, *seals(1)], REFILL)
 
-    before = state.wants(asked)
+    before = state.still_holds(asked)
     state.apply("9-0", granted(1, sample=1))
 
-    assert (before, state.wants(asked), decided.wants(asked)) == (True, False, False)
+    assert before
+    assert not state.still_holds(asked)
+    assert not decided.still_holds(asked)
+
+
+def test_a_cut_does_not_hold_while_its_group_is_open_again() -> None:
+    state, (cut,) = fold([opened(3, 2), *seals(0, 1)], REFILL)
+    held_before = state.still_holds(cut)
+
+    state.apply("9-0", died(0))
+    held_while_open = state.still_holds(cut)
+    for number, event in enumerate([granted(1, sample=0), sealed(sample=0, attempt=1)]):
+        state.apply(f"{10 + number}-0", event)
+
+    assert (held_before, held_while_open, state.still_holds(cut)) == (True, False, True)
 
 
 # --------------------------------------------------------------------------------------

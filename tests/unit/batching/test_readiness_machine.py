@@ -87,14 +87,14 @@ class _Life(RuleBasedStateMachine):
         self.carry_out(self.fold.apply(f"{len(self.log)}-0", event))
 
     def carry_out(self, decisions: list[Decision]) -> None:
-        for decision in decisions:
+        for decision in [each for each in decisions if self.fold.still_holds(each)]:
             match decision:
                 case MemberDropped(key=key, state=state):
-                    assert self.ledger[key] in {"sealed", "awaiting"}
+                    assert self.ledger[key] in {"sealed", "awaiting", state}
                     self.ledger[key] = state
                 case GroupDropped(group_id=group_id, state=state, keys=keys):
                     for key in keys:
-                        assert self.ledger[key] in {"sealed", "awaiting"}
+                        assert self.ledger[key] in {"sealed", "awaiting", state}
                         self.ledger[key] = state
                     self.settle(group_id, state)
                 case GroupCut(group_id=group_id):
@@ -103,6 +103,10 @@ class _Life(RuleBasedStateMachine):
                     self.grant(decision)
 
     def settle(self, group_id: str, state: str) -> None:
+        if self.groups[group_id] == state or (
+            state == "decided" and self.groups[group_id] != "open"
+        ):
+            return
         self.groups[group_id] = state
         self.deadlines.pop(group_id, None)
         self.refills = {key for key in self.refills if key.group_id != group_id}
@@ -112,8 +116,6 @@ class _Life(RuleBasedStateMachine):
 
     def grant(self, wanted: RefillWanted) -> None:
         group_id = wanted.key.group_id
-        if not self.fold.wants(wanted):
-            return
         assert wanted.number == self.num_granted.get(group_id, 0) + 1 <= self.config.max_refills
         assert self.groups[group_id] in {"open", "decided"}
         self.num_granted[group_id] = wanted.number
@@ -230,6 +232,19 @@ class _Life(RuleBasedStateMachine):
         self.carry_out(self.fold.take(groups))
         for group in groups:
             self.settle(group.group_id, "planned")
+
+    @rule()
+    def another_planner_takes_over(self) -> None:
+        self.fold = RunFold(self.config)
+        decisions: list[Decision] = []
+        for i, entry in enumerate(self.log):
+            if isinstance(entry, frozenset):
+                decisions += self.fold.take([g for g in self.fold.ready if g.group_id in entry])
+            else:
+                decisions += self.fold.apply(f"{i + 1}-0", entry)
+        before = dict(self.ledger), dict(self.groups), set(self.refills), dict(self.deadlines)
+        self.carry_out(decisions)
+        assert before == (self.ledger, self.groups, self.refills, self.deadlines)
 
     # the laws
 

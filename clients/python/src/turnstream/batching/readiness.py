@@ -107,10 +107,20 @@ class RunFold:
                     num_refills=group.num_asked,
                 )
 
-    def wants(self, refill: RefillWanted) -> bool:
-        """Whether a refill that was asked for is still to be granted."""
-        group = self._groups.get(refill.key.group_id)
-        return group is not None and refill.number in group.wanted
+    def still_holds(self, decision: Decision) -> bool:
+        """Whether a decision is to be carried out, after all that was heard since.
+
+        A refill may have been granted, and a group that was cut may be open again for a refill;
+        what was dropped stays so.
+        """
+        match decision:
+            case RefillWanted(key=key, number=number):
+                group = self._groups.get(key.group_id)
+                return group is not None and number in group.wanted
+            case GroupCut(group_id=group_id):
+                return group_id not in self._groups or group_id in self._ready
+            case _:
+                return True
 
     def apply(self, event_id: str, event: Event) -> list[Decision]:
         """Take the next event in; what follows from it.
