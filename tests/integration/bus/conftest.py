@@ -157,12 +157,21 @@ class RunDriver:
         epoch = self.leader_epoch if leader_epoch is None else leader_epoch
         await settle_groups(self.client, self.name, settled, leader_epoch=epoch)
 
-    async def grant(self, group_id: str, sample: int, *, attempt: int = 1, number: int = 1) -> bool:
+    async def grant(
+        self,
+        group_id: str,
+        sample: int,
+        *,
+        attempt: int = 1,
+        number: int = 1,
+        leader_epoch: int | None = None,
+    ) -> bool:
         """Grant a refill."""
         wanted = RefillWanted(
             key=TrajectoryKey(group_id, sample, attempt), prompt_uid="uid", number=number
         )
-        return await grant_refill(self.client, self.name, wanted, leader_epoch=self.leader_epoch)
+        epoch = self.leader_epoch if leader_epoch is None else leader_epoch
+        return await grant_refill(self.client, self.name, wanted, leader_epoch=epoch)
 
     async def fire(self, *, leader_epoch: int | None = None) -> int:
         """Fire the deadlines that have passed."""

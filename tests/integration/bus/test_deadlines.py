@@ -11,6 +11,7 @@ from turnstream.batching.decisions import GroupCut
 from turnstream.errors import ConflictError, FencedError, NotReadyError
 from turnstream.generator.refills import take_refill_async
 from turnstream.store.rewards import RewardOutcome
+from turnstream.store.scripts import Script, run_command_async
 from turnstream.types import (
     DeadlineFired,
     RefillGranted,
@@ -99,6 +100,32 @@ async def test_only_the_leader_fires_deadlines(timed: Any) -> None:
         await timed.fire(leader_epoch=timed.leader_epoch + 1)
 
     assert await timed.dump() == before
+
+
+async def test_only_the_leader_grants_refills(timed: Any) -> None:
+    await timed.open("a")
+    before = await timed.dump()
+
+    with pytest.raises(FencedError):
+        await timed.grant("a", 1, leader_epoch=timed.leader_epoch + 1)
+
+    assert await timed.dump() == before
+
+
+async def test_a_record_made_before_a_refill_is_not_written_after_it(timed: Any) -> None:
+    await timed.open("a")
+    await timed.grant("a", 1)
+    await timed.make_due()
+    names, num_events = timed.keys, len(await timed.events())
+    script_keys = (names.leader, names.deadlines, names.members, names.events, names.config)
+    stale = Script("fire_deadlines", "turnstream_server.bus")(
+        script_keys, timed.leader_epoch, 9, "group:a", 0, b"a record of refill 0"
+    )
+
+    reply = await run_command_async(timed.client, stale)
+
+    assert reply == [0, 0, b"group:a", b"1"]
+    assert await timed.client.xlen(names.events) == num_events
 
 
 @pytest.mark.parametrize("how", ["planned", "dropped", "cut"])
