@@ -126,11 +126,6 @@ class RunPlanner:
         keeper = timekeeper(self._client, self._view.run, leader_epoch=epoch, config=config)
         await keeper.keep()
 
-    async def _keep_time(self, epoch: int) -> None:
-        _, config = await self._view.newest_config()
-        keeper = timekeeper(self._client, self._view.run, leader_epoch=epoch, config=config)
-        await keeper.keep()
-
     async def _sweep(self) -> None:
         """Post the seals of writers that died between a seal and its event; then wait for ever.
 
