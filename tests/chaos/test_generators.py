@@ -165,8 +165,7 @@ def test_poison_past_the_door_is_set_aside_and_never_stops_the_batcher(
     names = keys.run_keys(rig.run)
     place = keys.trajectory_keys(rig.run, "g/0/0")
     run_command(rig.client, Script("append")(place, f"{epoch}:w", 0, 1, record, seal))
-    where = (names.ledger, names.counts, names.groups, names.events)
-    run_command(rig.client, Script("post_sealed")(where, "g/0/0", epoch, seal))
+    run_command(rig.client, Script("post_sealed")(names.of_post_sealed, "g/0/0", epoch, seal))
 
     rig.start_generator(groups=6)
     rig.join(rig.start_ranks(1, max_steps=2))
@@ -181,10 +180,7 @@ def _open(rig: Rig, group: str) -> int:
     names, key = keys.run_keys(rig.run), TrajectoryKey(group, sample=0)
     opened = encode_event(GroupOpened(group_id=group, prompt_uid="", num_samples=1))
     command = Script("open_group")(
-        (
-            *(names.frontier, names.config, names.groups, names.ledger),
-            *(names.counts, names.events, names.wake),
-        ),
+        names.of_open_group,
         *(group, 1, "w", opened, keys.trajectory_id(key)),
     )
     return run_command(rig.client, command)[0]

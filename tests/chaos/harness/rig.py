@@ -247,7 +247,7 @@ class Rig:
             if state == "open" and (writers is None or writer.partition(":")[2] in writers):
                 key = keys.parse_trajectory_id(name.decode())
                 record = encode_event(TrajectoryAbandoned(key=key, reason="its generator died"))
-                where = (names.ledger, names.counts, names.events)
+                where = (names.ledger, names.counts, names.events, names.leases)
                 epoch = entry.split(b":")[1]
                 command = Script("abandon")(where, name, epoch, "its generator died", record)
                 run_command(self.client, command)
