@@ -217,8 +217,8 @@ COLUMNS = (
     Mutation(
         "the dummy route names one expert several times",
         "routes.py",
-        "np.arange(topk, dtype=routes.values.dtype)",
-        "np.zeros(topk, dtype=routes.values.dtype)",
+        "np.arange(shape[-1], dtype=dtype)",
+        "np.zeros(shape[-1], dtype=dtype)",
         ("test_routes",),
     ),
     Mutation(

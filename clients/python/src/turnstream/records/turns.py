@@ -9,7 +9,6 @@ the same bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -148,15 +147,15 @@ def _views(
     return arrays, extras
 
 
-@cache
+# Looked up, not parsed: numpy takes "2f4" and much more for a type, or fails in its own ways.
+_VALUE_BYTES: Final = {np.dtype(code).name: np.dtype(code).itemsize for code in "?bBhHiIqQefd"}
+
+
 def _num_value_bytes(dtype_name: str) -> int:
-    try:
-        dtype = np.dtype(dtype_name)
-    except TypeError as error:
-        raise CorruptRecordError(f"an array has the unknown dtype {dtype_name!r}") from error
-    if dtype.kind not in "biuf":
+    num_bytes = _VALUE_BYTES.get(dtype_name)
+    if num_bytes is None:
         raise CorruptRecordError(f"an array has the dtype {dtype_name!r}, which is no number")
-    return dtype.itemsize
+    return num_bytes
 
 
 def _version_runs(runs: Iterable[wire.VersionRun]) -> Iterable[VersionRun]:
