@@ -59,7 +59,7 @@ COLUMNS = (
     Mutation(
         "token ids of another type share no beginning",
         "prefix.py",
-        "if token_ids.dtype != np.int32:",
+        "if token_ids.dtype != _INT32:",
         "if False:",
         ("test_prefix",),
     ),

@@ -17,8 +17,8 @@ ROWS = (
     Mutation(
         "merging joins turns whose context was edited",
         "merge.py",
-        "place is not None and shared == num_tokens[parent]",
-        "place is not None",
+        "row is not None and shape.shared_tokens == num_tokens[parent]",
+        "row is not None",
         ("test_merge",),
     ),
     Mutation(
@@ -45,8 +45,22 @@ ROWS = (
     Mutation(
         "an array shorter than its response is taken",
         "columns.py",
-        "if len(array) != count:",
-        "if len(array) > count:",
+        "if found != counts:",
+        "if sum(found) > sum(counts):",
+        ("test_merge",),
+    ),
+    Mutation(
+        "a version run goes on in the next row",
+        "columns.py",
+        "(versions[1:] != versions[:-1]) | (rows[1:] != rows[:-1])",
+        "versions[1:] != versions[:-1]",
+        ("test_merge",),
+    ),
+    Mutation(
+        "tokens are observed before the first response of the next row",
+        "columns.py",
+        "gaps[first_turns] = begins[first_turns]",
+        "pass",
         ("test_merge",),
     ),
     Mutation(
@@ -66,10 +80,17 @@ ROWS = (
     # ----------------------------------------------------------------------------------
     # finding prefixes
     Mutation(
-        "a prompt that is longer than what is known counts as going on",
+        "a prompt that ends before what is known counts as going on",
         "prefix.py",
-        "if tokens.startswith(tail, known * _TOKEN_BYTES):",
-        "if tail:",
+        "return length <= len(prompt) and self.tokens.startswith(prompt[:length])",
+        "return self.tokens.startswith(prompt[:length])",
+        ("test_prefix",),
+    ),
+    Mutation(
+        "a prompt that leaves the last turn inside goes on behind it",
+        "prefix.py",
+        "if 0 < end == line.length and line.depth == 0 and line.begins(prompt):",
+        "if end and line.depth == 0 and line.begins(prompt):",
         ("test_prefix",),
     ),
     Mutation(
@@ -89,7 +110,7 @@ ROWS = (
     Mutation(
         "a response that repeats another is not found",
         "prefix.py",
-        "line, offset, known = _walk(line, offset, own)",
+        "line, offset, known = self._walk(line, offset, response)",
         "known = 0",
         ("test_prefix",),
     ),

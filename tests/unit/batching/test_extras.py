@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from turnstream.batching.assemble import assemble_rows, concatenate_rows, take_rows
 from turnstream.batching.extras import ExtraIndex
-from turnstream.batching.merge import merge_turns, plan_sequences, split_sequences, store_turns
+from turnstream.batching.merge import (
+    merge_trajectories,
+    merge_turns,
+    plan_sequences,
+    split_sequences,
+    store_turns,
+)
 from turnstream.batching.minibatch import inert_rows, join_shares, rank_share
 from turnstream.batching.plan import GroupPlan
 from turnstream.batching.prefix import PrefixMatch
@@ -94,6 +100,20 @@ def test_teacher_logprobs_have_the_declared_fill_on_observed_tokens() -> None:
     rows = merge_turns(turns, extra_columns=[TEACHER])
 
     assert column_of(rows, "teacher") == [[-1.0, -2.0, -9.0, -9.0, -3.0]]
+
+
+def test_the_rows_of_every_trajectory_have_their_own_values() -> None:
+    first = with_columns(turn("a", "B"), teacher=np.array([-1], np.float32))
+    second = with_columns(turn("xy", "Z"), teacher=np.array([-2], np.float32))
+    other = with_columns(turn("ab", "CD"), teacher=np.array([-3, -4], np.float32))
+
+    merged = merge_trajectories([[first, second], [], [other]], extra_columns=[TEACHER])
+
+    assert [column_of(rows, "teacher") for rows in merged] == [
+        [[-1.0], [-2.0]],
+        [],
+        [[-3.0, -4.0]],
+    ]
 
 
 def test_a_token_has_the_choice_of_the_first_turn_that_captured_it() -> None:

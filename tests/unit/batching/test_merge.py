@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
-from turnstream.batching.columns import RowPieces, shared_pieces, token_columns
+from turnstream.batching.columns import RowPieces, shared_pieces, stored_row, token_columns
 from turnstream.batching.merge import (
     merge_trajectories,
     merge_turns,
@@ -17,9 +18,9 @@ from turnstream.batching.merge import (
 )
 from turnstream.batching.plan import SequenceShape
 from turnstream.errors import BatchingError, InvalidTurnError
-from turnstream.testing import assert_same, shape, spell, turn
+from turnstream.testing import assert_same, ids, shape, spell, turn
 from turnstream.testing.strategies import trees
-from turnstream.types import Sequence, Turn, VersionRun
+from turnstream.types import Sequence, StoredTurn, Turn, VersionRun
 
 FIRST = turn("ab", "CD", logprobs=[-0.1, -0.2], rewards=[0, 0])
 
@@ -409,3 +410,67 @@ def test_a_stored_turn_holds_no_token_that_an_earlier_one_holds(turns: tuple[Tur
     sent = sum(len(own.token_ids) for own in stored)
     full = sum(len(own.prompt_ids) + len(own.response_ids) for own in turns)
     assert sent == full - sum(own.shared_tokens for own in stored)
+
+
+def test_merging_many_trajectories_at_once_gives_the_rows_of_each() -> None:
+    first, other = [turn("ab", "CD"), turn("abcde", "F"), turn("x", "Y")], [turn("ab", "C")]
+
+    merged = merge_trajectories([first, [], other])
+
+    assert len(merged) == 3
+    assert [spell(rows) for rows in merged] == [["abCDeF", "xY"], [], ["abC"]]
+    assert spell(merged[-1]) == ["abC"]
+    assert [spell(rows) for rows in merged[1:]] == [[], ["abC"]]
+    with pytest.raises(IndexError):
+        merged[3]
+
+
+@given(st.lists(trees(max_turns=4), max_size=4))
+def test_trajectories_never_change_each_other(episodes: list[tuple[Turn, ...]]) -> None:
+    has_logprobs = any(own.logprobs is not None for turns in episodes for own in turns)
+
+    merged = merge_trajectories(episodes)
+
+    assert (merged.columns.logprobs is not None) == has_logprobs
+    for rows, turns in zip(merged, episodes, strict=True):
+        alone = merge_turns(turns)
+        assert [row.turn_spans for row in rows] == [row.turn_spans for row in alone]
+        assert_same([row.input_ids for row in rows], [row.input_ids for row in alone])
+        assert_same([row.loss_mask for row in rows], [row.loss_mask for row in alone])
+        assert_same([row.rewards for row in rows], [row.rewards for row in alone])
+        assert [row.version_runs for row in rows] == [row.version_runs for row in alone]
+
+
+def test_the_trained_tokens_of_every_row_are_counted() -> None:
+    stored = store_turns([turn("ab", "Cd"), turn("abcde", "FG"), turn("x", "y")])
+
+    columns = token_columns([stored_row(stored, [0, 1]), stored_row(stored, [2])])
+
+    assert columns.num_trained() == [3, 0]
+
+
+def test_runs_of_one_version_are_one_run_of_their_row_and_empty_ones_none() -> None:
+    turns: list[Turn | StoredTurn] = [
+        replace(turn("ab", "CD"), version_runs=(VersionRun(3, 1), VersionRun(3, 1))),
+        replace(turn("abcd", ""), version_runs=(VersionRun(4, 0),)),
+        replace(turn("abcd", "EF"), version_runs=(VersionRun(3, 1), VersionRun(5, 1))),
+        replace(turn("abcdefg", "H"), version_runs=(VersionRun(5, 1),)),
+        replace(turn("x", "Y"), version_runs=(VersionRun(5, 1),)),
+        turn("z", ""),
+    ]
+    pieces = [
+        RowPieces(2, [], turns[:4], [0, 1, 2, 3], [(0, 2), (2, 2), (2, 4), (5, 6)]),
+        RowPieces(1, [], turns[4:5], [4], [(0, 1)]),
+        RowPieces(1, [], turns[5:], [5], [(0, 0)]),
+    ]
+    for row in pieces:
+        row.ids.append(ids("a" * (row.prompt_length + row.spans[-1][1])))
+
+    columns = token_columns(pieces)
+
+    assert [row.tolist() for row in columns.run_versions] == [[3, 5, -1, 5], [5], []]
+    assert [row.tolist() for row in columns.run_counts] == [[3, 1, 1, 1], [1], []]
+    assert (columns.run_versions.values.dtype, columns.run_counts.values.dtype) == (
+        np.int64,
+        np.int32,
+    )

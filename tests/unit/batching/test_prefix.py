@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -40,7 +42,7 @@ def slow_link(earlier: list[list[int]], prompt: list[int]) -> PrefixMatch:
 
 def links(turns: tuple[Turn, ...] | list[Turn]) -> tuple[list[PrefixMatch], list[PrefixMatch]]:
     """What the index says of every turn, and what the slow loop says."""
-    index = PrefixIndex()
+    index, at_once = PrefixIndex(), PrefixIndex()
     earlier: list[list[int]] = []
     found: list[PrefixMatch] = []
     expected: list[PrefixMatch] = []
@@ -49,6 +51,7 @@ def links(turns: tuple[Turn, ...] | list[Turn]) -> tuple[list[PrefixMatch], list
         expected.append(slow_link(earlier, turn.prompt_ids.tolist()))
         index.add(found[-1], turn.prompt_ids, turn.response_ids)
         earlier.append([*turn.prompt_ids.tolist(), *turn.response_ids.tolist()])
+        assert at_once.link_and_add(turn.prompt_ids, turn.response_ids) == found[-1]
     return found, expected
 
 
@@ -103,6 +106,33 @@ def test_a_continued_partial_response_shares_all_of_its_prompt() -> None:
     match = index.link(ids("abcdef"))
 
     assert match == PrefixMatch(1, 6)
+
+
+def test_a_turn_is_never_its_own_parent() -> None:
+    # Without a new token it ends inside a response, where nothing ended before.
+    index = index_of(("ab", "cd"))
+
+    match = index.link_and_add(ids("abc"), ids(""))
+
+    assert match == PrefixMatch(0, 3)
+
+
+def test_a_turn_that_ended_inside_an_earlier_one_does_not_hide_it() -> None:
+    index = index_of(("abc", "d"), ("ab", ""))
+
+    match = index.link(ids("abcde"))
+
+    assert match == PrefixMatch(0, 4)
+
+
+def test_memory_is_free_as_soon_as_the_index_is() -> None:
+    # Lines that referred to each other in a circle would stay until the garbage collector runs.
+    index = index_of(("ab", "c"), ("abx", "y"))
+    gc.collect()
+
+    del index
+
+    assert gc.collect() == 0
 
 
 def test_keeps_its_own_copy_of_the_tokens() -> None:
@@ -171,3 +201,8 @@ def test_token_ids_of_another_type_are_refused() -> None:
         index.link(wide)
     with pytest.raises(InvalidTurnError, match="response_ids: are int64, not int32"):
         index.add(index.link(ids("ab")), ids("ab"), wide)
+    with pytest.raises(InvalidTurnError, match="prompt_ids: are int64, not int32"):
+        index.link_and_add(wide, ids("c"))
+    with pytest.raises(InvalidTurnError, match="response_ids: are int64, not int32"):
+        index.link_and_add(ids("ab"), wide)
+    assert index.link(ids("ab")) == PrefixMatch(NO_PARENT, 0)

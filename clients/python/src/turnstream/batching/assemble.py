@@ -125,7 +125,7 @@ def _check_lengths(
 ) -> None:
     lengths = columns.input_ids.lengths.tolist()
     for (trajectory, row), piece, num_tokens, trained in zip(
-        planned, pieces, lengths, columns.num_trained, strict=True
+        planned, pieces, lengths, columns.num_trained(), strict=True
     ):
         found = piece.prompt_length, num_tokens, trained
         if found != row[1:]:

@@ -38,25 +38,25 @@ class RowPieces(NamedTuple):
     prompt_length: int
     ids: list[NDArray[np.int32]]
     turns: list[Turn | StoredTurn]
-    indices: Sequence[int]
+    indices: list[int]
     spans: list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenColumns:
-    """Token columns of B rows, as in Rows.
+    """Token columns of B rows, as in Rows."""
 
-    Attributes:
-        num_trained: B numbers, response tokens with mask 1.
-    """
-
-    num_trained: list[int]
     input_ids: Ragged[np.int32]
     loss_mask: Ragged[np.uint8]
     logprobs: Ragged[np.float32] | None
     rewards: Ragged[np.float32]
     run_versions: Ragged[np.int64]
     run_counts: Ragged[np.int32]
+
+    def num_trained(self) -> list[int]:
+        """B numbers, response tokens with mask 1."""
+        is_trained = Ragged(self.loss_mask.values.view(np.bool_), self.loss_mask.offsets)
+        return [int(np.count_nonzero(row)) for row in is_trained]
 
 
 def stored_row(stored: Sequence[StoredTurn], indices: Sequence[int]) -> RowPieces:
@@ -71,7 +71,9 @@ def stored_row(stored: Sequence[StoredTurn], indices: Sequence[int]) -> RowPiece
     prompt_length = num_tokens + len(first.token_ids) - first.num_response_tokens
     if len(indices) == 1:
         ids.append(first.token_ids)
-        return RowPieces(prompt_length, ids, [first], indices, [(0, first.num_response_tokens)])
+        return RowPieces(
+            prompt_length, ids, [first], list(indices), [(0, first.num_response_tokens)]
+        )
     spans: list[tuple[int, int]] = []
     turns: list[Turn | StoredTurn] = []
     for index in indices:
@@ -81,7 +83,7 @@ def stored_row(stored: Sequence[StoredTurn], indices: Sequence[int]) -> RowPiece
         spans.append((end - turn.num_response_tokens, end))
         ids.append(turn.token_ids)
         turns.append(turn)
-    return RowPieces(prompt_length, ids, turns, indices, spans)
+    return RowPieces(prompt_length, ids, turns, list(indices), spans)
 
 
 def shared_pieces(stored: Sequence[StoredTurn], index: int) -> list[NDArray[np.int32]]:
@@ -122,12 +124,11 @@ def token_columns(rows: Sequence[RowPieces]) -> TokenColumns:
         BatchingError: more tokens than int32 offsets can count.
     """
     turns = [turn for row in rows for turn in row.turns]
-    gaps, counts = _gaps_and_counts(rows)
+    num_turns = [len(row.turns) for row in rows]
+    gaps, counts = _gaps_and_counts(rows, num_turns)
     lengths = [row.spans[-1][1] for row in rows]
     bounds = _bounds(lengths)
-    id_bounds = _bounds(
-        [row.prompt_length + length for row, length in zip(rows, lengths, strict=True)]
-    )
+    id_bounds = _bounds([row.prompt_length + row.spans[-1][1] for row in rows])
     num_tokens = int(bounds[-1])
     has_logprobs = any(turn.logprobs is not None for turn in turns)
     ids, logprobs, rewards, mask = empty_in_one_piece(
@@ -141,9 +142,8 @@ def token_columns(rows: Sequence[RowPieces]) -> TokenColumns:
     _write_rewards(rewards, turns, gaps, counts)
     if has_logprobs:
         _write_logprobs(logprobs, turns, gaps, counts)
-    versions, run_counts = _run_columns(rows)
+    versions, run_counts = _run_columns(turns, num_turns, gaps, counts)
     return TokenColumns(
-        num_trained=_num_trained(rows, mask, bounds.tolist()),
         input_ids=Ragged(ids, id_bounds),
         loss_mask=Ragged(mask, bounds),
         logprobs=Ragged(logprobs, bounds) if has_logprobs else None,
@@ -153,17 +153,18 @@ def token_columns(rows: Sequence[RowPieces]) -> TokenColumns:
     )
 
 
-def _gaps_and_counts(rows: Sequence[RowPieces]) -> tuple[list[int], list[int]]:
+def _gaps_and_counts(
+    rows: Sequence[RowPieces], num_turns: list[int]
+) -> tuple[list[int], list[int]]:
     """For every turn of every row: observed tokens before its response, and response tokens."""
-    gaps: list[int] = []
-    counts: list[int] = []
-    for row in rows:
-        last = 0
-        for begin, end in row.spans:
-            gaps.append(begin - last)
-            counts.append(end - begin)
-            last = end
-    return gaps, counts
+    spans = itertools.chain.from_iterable([row.spans for row in rows])
+    bounds = np.fromiter(itertools.chain.from_iterable(spans), np.int64, 2 * sum(num_turns))
+    begins, ends = bounds[::2], bounds[1::2]
+    gaps = begins.copy()
+    gaps[1:] -= ends[:-1]
+    first_turns = np.cumsum([0, *num_turns[:-1]])[: len(num_turns)]
+    gaps[first_turns] = begins[first_turns]
+    return gaps.tolist(), (ends - begins).tolist()
 
 
 def _write_mask(
@@ -224,14 +225,17 @@ def _write(
     field: str,
 ) -> None:
     """Concatenate the arrays with zeros in the gaps before them."""
-    zeros = np.zeros(max(gaps), into.dtype)
-    pieces: list[NDArray[Any]] = []
-    for array, gap, count in zip(arrays, gaps, counts, strict=True):
-        if len(array) != count:
-            raise InvalidTurnError(field, f"{len(array)} values for {count} response tokens")
-        if gap:
-            pieces.append(zeros[:gap])
-        pieces.append(array)
+    found = [len(array) for array in arrays]
+    if found != counts:
+        at = next(i for i, count in enumerate(counts) if found[i] != count)
+        raise InvalidTurnError(field, f"{found[at]} values for {counts[at]} response tokens")
+    pieces = list(arrays)
+    if any(gaps):
+        zeros = np.zeros(max(gaps), into.dtype)
+        of_length = {gap: zeros[:gap] for gap in set(gaps)}
+        pieces *= 2
+        pieces[::2] = [of_length[gap] for gap in gaps]
+        pieces[1::2] = arrays
     np.concatenate(pieces, out=into)
 
 
@@ -242,39 +246,44 @@ def _missing_logprobs(loss_mask: NDArray[np.uint8] | None, count: int) -> NDArra
     return unknown
 
 
-def _num_trained(
-    rows: Sequence[RowPieces], mask: NDArray[np.uint8], bounds: list[int]
-) -> list[int]:
-    trained_mask = mask.view(np.bool_)
-    return [
-        row.spans[0][1]
-        if len(row.turns) == 1 and row.turns[0].loss_mask is None
-        else int(np.count_nonzero(trained_mask[start:stop]))
-        for row, (start, stop) in zip(rows, itertools.pairwise(bounds), strict=True)
-    ]
-
-
-def _run_columns(rows: Sequence[RowPieces]) -> tuple[Ragged[np.int64], Ragged[np.int32]]:
+def _run_columns(
+    turns: Sequence[Turn | StoredTurn],
+    num_turns: list[int],
+    gaps: list[int],
+    counts: list[int],
+) -> tuple[Ragged[np.int64], Ragged[np.int32]]:
     versions: list[int] = []
-    counts: list[int] = []
-    ends: list[int] = [0]
-    for row in rows:
-        start, last = len(versions), 0
-        for turn, (begin, end) in zip(row.turns, row.spans, strict=True):
-            runs = turn.version_runs or ((None, end - begin),)
-            if begin > last:
-                runs = ((None, begin - last), *runs)
-            for version, count in runs:
-                name = OBSERVED if version is None else version
-                if len(versions) > start and versions[-1] == name:
-                    counts[-1] += count
-                elif count:
-                    versions.append(name)
-                    counts.append(count)
-            last = end
-        ends.append(len(versions))
-    bounds = np.array(ends, np.int32)
-    return Ragged(np.array(versions, np.int64), bounds), Ragged(np.array(counts, np.int32), bounds)
+    lengths: list[int] = []
+    num_runs: list[int] = []
+    for turn, gap, count in zip(turns, gaps, counts, strict=True):
+        own = turn.version_runs
+        runs = ((None, gap), *own) if own else ((None, gap + count),)
+        num_runs.append(len(runs))
+        for version, length in runs:
+            versions.append(OBSERVED if version is None else version)
+            lengths.append(length)
+    row_of_turn = np.repeat(np.arange(len(num_turns)), num_turns)
+    runs = np.array([versions, lengths, np.repeat(row_of_turn, num_runs)], np.int64)
+    return _joined_runs(runs, num_rows=len(num_turns))
+
+
+def _joined_runs(
+    runs: NDArray[np.int64], *, num_rows: int
+) -> tuple[Ragged[np.int64], Ragged[np.int32]]:
+    """Neighbours of one version and one row as one run, and none without a token.
+
+    Args:
+        runs: int64 (3, n): the version, length and row of every run, ordered by row.
+        num_rows: some may have no run.
+    """
+    runs = runs[:, runs[1] > 0]
+    versions, lengths, rows = runs
+    is_first = np.ones(len(rows), np.bool_)
+    is_first[1:] = (versions[1:] != versions[:-1]) | (rows[1:] != rows[:-1])
+    first = np.flatnonzero(is_first)
+    counts = np.add.reduceat(lengths, first) if len(first) else lengths
+    bounds = np.searchsorted(rows[first], np.arange(num_rows + 1)).astype(np.int32)
+    return Ragged(versions[first], bounds), Ragged(counts.astype(np.int32), bounds)
 
 
 def _bounds(lengths: Sequence[int]) -> NDArray[np.int32]:

@@ -17,12 +17,19 @@ from __future__ import annotations
 
 import collections.abc as abc
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.columns import OBSERVED, RowPieces, stored_row, token_columns
+from turnstream.batching.columns import (
+    OBSERVED,
+    RowPieces,
+    TokenColumns,
+    stored_row,
+    token_columns,
+)
 from turnstream.batching.extras import (
     ExtraIndex,
     MergedRow,
@@ -32,7 +39,15 @@ from turnstream.batching.extras import (
 )
 from turnstream.batching.plan import SequenceShape
 from turnstream.batching.prefix import PrefixIndex
-from turnstream.types import DeclaredColumn, Sequence, StoredTurn, Turn, TurnShape, VersionRun
+from turnstream.types import (
+    DeclaredColumn,
+    Sequence,
+    SequenceColumn,
+    StoredTurn,
+    Turn,
+    TurnShape,
+    VersionRun,
+)
 
 
 def plan_sequences(shapes: abc.Sequence[TurnShape], *, merge: bool) -> tuple[SequenceShape, ...]:
@@ -83,9 +98,8 @@ def store_turns(
     known, extras = PrefixIndex(), ExtraIndex(extra_columns)
     stored: list[StoredTurn] = []
     for index, turn in enumerate(turns):
-        match = known.link(turn.prompt_ids)
+        match = known.link_and_add(turn.prompt_ids, turn.response_ids)
         linked = extras.link(turn, match)
-        known.add(match, turn.prompt_ids, turn.response_ids)
         extras.add(turn, linked)
         parent_turn, shared_tokens = linked.match
         stored.append(
@@ -144,18 +158,42 @@ def merge_trajectories(
     trajectories: abc.Iterable[abc.Sequence[Turn]],
     *,
     extra_columns: abc.Sequence[DeclaredColumn] = (),
-) -> list[list[Sequence]]:
-    """`merge_turns` of many trajectories, which share the buffers; several times faster."""
+) -> MergedTrajectories:
+    """`merge_turns` of many trajectories, into columns that they share; several times faster.
+
+    Args:
+        trajectories: the turns of each, in order.
+        extra_columns: what the run declares, in order of name.
+
+    Raises:
+        InvalidTurnError: an array has another length than its response, or an extra column is not
+            as declared.
+        UnmergeableColumnError: turns of a row differ in a column that has one value per row.
+        BatchingError: more tokens than int32 offsets can count.
+    """
     if extra_columns:
         return _merged_with_extras(trajectories, extra_columns)
-    merged = [_merged_rows(turns) for turns in trajectories]
-    rows = iter(_sequences([row for rows in merged for row in rows]))
-    return [list(itertools.islice(rows, len(rows_of_one))) for rows_of_one in merged]
+    return _merged([_merged_rows(turns) for turns in trajectories])
+
+
+def _merged(
+    trajectories: abc.Sequence[abc.Sequence[RowPieces]],
+    extras: abc.Sequence[abc.Mapping[str, SequenceColumn]] = (),
+) -> MergedTrajectories:
+    rows = [row for rows in trajectories for row in rows]
+    return MergedTrajectories(
+        columns=token_columns(rows),
+        prompt_lengths=[row.prompt_length for row in rows],
+        turns=[row.indices for row in rows],
+        turn_spans=[row.spans for row in rows],
+        bounds=list(itertools.accumulate(map(len, trajectories), initial=0)),
+        extras=extras,
+    )
 
 
 def _merged_with_extras(
     trajectories: abc.Iterable[abc.Sequence[Turn]], declared: abc.Sequence[DeclaredColumn]
-) -> list[list[Sequence]]:
+) -> MergedTrajectories:
     """By way of what is stored, where a turn's items decide as well which row it joins."""
     merged: list[list[RowPieces]] = []
     with_stored: list[MergedRow] = []
@@ -167,69 +205,89 @@ def _merged_with_extras(
             MergedRow(stored, row.turns, pieces.spans, row.num_tokens)
             for row, pieces in zip(planned, merged[-1], strict=True)
         ]
-    rows = zip(
-        _sequences([row for rows in merged for row in rows]),
-        merged_sequence_columns(with_stored, declared),
-        strict=True,
-    )
-    whole = iter([replace(row, extras=columns) for row, columns in rows])
-    return [list(itertools.islice(whole, len(rows_of_one))) for rows_of_one in merged]
+    return _merged(merged, merged_sequence_columns(with_stored, declared))
 
 
 def _merged_rows(turns: abc.Sequence[Turn]) -> list[RowPieces]:
     known = PrefixIndex()
     rows: list[RowPieces] = []
-    members: list[list[int]] = []
-    row_ending_in: dict[int, int] = {}
-    num_tokens: list[int] = []
+    row_ending_in: dict[tuple[int, int], RowPieces] = {}
+    last = len(turns) - 1
     for index, turn in enumerate(turns):
         if turn.extras:
             require_declared(turn, ())
         prompt_ids, response_ids = turn.prompt_ids, turn.response_ids
-        parent, shared = match = known.link(prompt_ids)
-        if index + 1 < len(turns):
-            known.add(match, prompt_ids, response_ids)
-        place = row_ending_in.get(parent)
-        if place is not None and shared == num_tokens[parent]:
-            del row_ending_in[parent]
+        if index < last:
+            match = known.link_and_add(prompt_ids, response_ids)
         else:
-            place, shared = len(rows), 0
-            members.append([])
-            rows.append(RowPieces(len(prompt_ids), [], [], members[place], []))
-        row = rows[place]
-        begin = len(prompt_ids) - row.prompt_length
-        row.ids.extend((prompt_ids[shared:], response_ids))
+            match = known.link(prompt_ids)
+        row = row_ending_in.pop(match, None)  # a match is the turn that ends there, and how far
+        if row is None:
+            row = RowPieces(len(prompt_ids), [prompt_ids], [], [], [])
+            rows.append(row)
+        else:
+            row.ids.append(prompt_ids[match.shared_tokens :])
+        row.ids.append(response_ids)
         row.turns.append(turn)
-        row.spans.append((begin, begin + len(response_ids)))
-        members[place].append(index)
-        row_ending_in[index] = place
-        num_tokens.append(len(prompt_ids) + len(response_ids))
+        row.indices.append(index)
+        begin = len(prompt_ids) - row.prompt_length
+        end = begin + len(response_ids)
+        row.spans.append((begin, end))
+        row_ending_in[index, row.prompt_length + end] = row
     return rows
 
 
-def _sequences(rows: abc.Sequence[RowPieces]) -> abc.Iterator[Sequence]:
-    if not rows:
-        return
-    columns = token_columns(rows)
-    logprobs = itertools.repeat(None) if columns.logprobs is None else iter(columns.logprobs)
-    for row, input_ids, loss_mask, rewards, versions, counts in zip(
-        rows,
-        columns.input_ids,
-        columns.loss_mask,
-        columns.rewards,
-        columns.run_versions,
-        columns.run_counts,
-        strict=True,
-    ):
-        yield Sequence(
-            turns=tuple(row.indices),
-            input_ids=input_ids,
-            prompt_length=row.prompt_length,
-            loss_mask=loss_mask,
-            logprobs=next(logprobs),
-            rewards=rewards,
-            version_runs=_version_runs(versions, counts),
-            turn_spans=tuple(row.spans),
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MergedTrajectories(abc.Sequence[list[Sequence]]):
+    """Rows of many trajectories in shared columns; those of one are cut out when asked for.
+
+    >>> turn = Turn(prompt_ids=np.array([1, 2], np.int32), response_ids=np.array([3], np.int32))
+    >>> merged = merge_trajectories([[turn], []])
+    >>> [len(rows) for rows in merged], merged[0][0].input_ids.tolist()
+    ([1, 0], [1, 2, 3])
+
+    Attributes:
+        columns: of all rows, one trajectory after the other; rows ordered by first turn.
+        prompt_lengths: of every row, in tokens.
+        turns: per row, indices in its trajectory of the turns merged into it.
+        turn_spans: per row, begin and end of these turns' responses, in response tokens.
+        bounds: the rows of trajectory k are `bounds[k]:bounds[k + 1]`.
+        extras: per row, its extra columns by name; empty where none is declared.
+    """
+
+    columns: TokenColumns
+    prompt_lengths: abc.Sequence[int]
+    turns: abc.Sequence[abc.Sequence[int]]
+    turn_spans: abc.Sequence[abc.Sequence[tuple[int, int]]]
+    bounds: abc.Sequence[int]
+    extras: abc.Sequence[abc.Mapping[str, SequenceColumn]] = ()
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> list[Sequence]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[list[Sequence]]: ...
+    def __getitem__(self, index: int | slice) -> list[Sequence] | list[list[Sequence]]:
+        if isinstance(index, slice):
+            return [self[k] for k in range(*index.indices(len(self)))]
+        trajectory = range(len(self))[index]
+        rows = range(self.bounds[trajectory], self.bounds[trajectory + 1])
+        return [self._sequence(row) for row in rows]
+
+    def _sequence(self, row: int) -> Sequence:
+        columns = self.columns
+        return Sequence(
+            turns=tuple(self.turns[row]),
+            input_ids=columns.input_ids[row],
+            prompt_length=self.prompt_lengths[row],
+            loss_mask=columns.loss_mask[row],
+            logprobs=None if columns.logprobs is None else columns.logprobs[row],
+            rewards=columns.rewards[row],
+            version_runs=_version_runs(columns.run_versions[row], columns.run_counts[row]),
+            turn_spans=tuple(self.turn_spans[row]),
+            extras=self.extras[row] if self.extras else {},
         )
 
 

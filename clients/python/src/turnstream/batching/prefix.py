@@ -24,6 +24,8 @@ from turnstream.errors import InvalidTurnError
 from turnstream.types import NO_PARENT
 
 _TOKEN_BYTES = 4
+_INT32 = np.dtype(np.int32)
+_NO_BYTES = memoryview(b"")
 
 _FIRST_BLOCK = 1024
 """Tokens compared at first; each further block is 8 times longer.
@@ -56,8 +58,11 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
-        self._root = _Line(parent=None, depth=0)
+        self._root = _Line(None, 0)
         self._ends: list[tuple[_Line, int]] = []
+        # (line, offset, its first token) -> the line that leaves that one there. Kept here and not
+        # in lines, which would refer to each other in circles: memory is then free at once.
+        self._branches: dict[tuple[_Line, int, bytes], _Line] = {}
 
     def link(self, prompt_ids: NDArray[np.int32]) -> PrefixMatch:
         """The longest beginning of this prompt that earlier turns hold, and the turn that does.
@@ -72,12 +77,8 @@ class PrefixIndex:
             InvalidTurnError: the ids are not int32: their bytes are compared.
         """
         _require_int32(prompt_ids, field="prompt_ids")
-        if not self._root.length:
-            return PrefixMatch(NO_PARENT, 0)
-        line, offset, shared = _walk(self._root, 0, prompt_ids.tobytes())
-        if shared == 0:
-            return PrefixMatch(NO_PARENT, 0)
-        return PrefixMatch(line.turn_at(offset), shared)
+        match, _, _ = self._find(_bytes_of(prompt_ids))
+        return match
 
     def add(
         self,
@@ -96,16 +97,50 @@ class PrefixIndex:
             InvalidTurnError: the ids are not int32.
         """
         _require_int32(response_ids, field="response_ids")
-        turn = len(self._ends)
         line, offset = self._locate(match)
-        prompt_ids = prompt_ids[match.shared_tokens :]
-        if offset < line.length:
+        self._remember(line, offset, _bytes_of(prompt_ids[match.shared_tokens :]), response_ids)
+
+    def link_and_add(
+        self, prompt_ids: NDArray[np.int32], response_ids: NDArray[np.int32]
+    ) -> PrefixMatch:
+        """`link`, then `add`, in less time.
+
+        Raises:
+            InvalidTurnError: the ids are not int32; nothing is remembered.
+        """
+        _require_int32(prompt_ids, field="prompt_ids")
+        _require_int32(response_ids, field="response_ids")
+        tokens = _bytes_of(prompt_ids)
+        match, line, offset = self._find(tokens)
+        self._remember(line, offset, tokens[match.shared_tokens * _TOKEN_BYTES :], response_ids)
+        return match
+
+    def _find(self, prompt: memoryview) -> tuple[PrefixMatch, _Line, int]:
+        """The match of a prompt, and the place where it leaves the tree."""
+        line, end = self._ends[-1] if self._root.length else (self._root, 0)
+        if 0 < end == line.length and line.depth == 0 and line.begins(prompt):
+            # The usual case, one comparison of memory: it goes on behind the last turn.
+            return PrefixMatch(line.turn_at(end), end), line, end
+        line, offset, shared = self._walk(self._root, 0, prompt)
+        if shared == 0:
+            return PrefixMatch(NO_PARENT, 0), line, offset
+        return PrefixMatch(line.turn_at(offset), shared), line, offset
+
+    def _remember(
+        self, line: _Line, offset: int, new_ids: memoryview, response_ids: NDArray[np.int32]
+    ) -> None:
+        turn = len(self._ends)
+        response = memoryview(response_ids.tobytes())
+        if not new_ids:
             # The response may repeat what another turn went on with: best-of-n samples often do.
-            own = prompt_ids.tobytes() + response_ids.tobytes()
-            line, offset, known = _walk(line, offset, own)
-            line, offset = line.write(offset, [memoryview(own)[known * _TOKEN_BYTES :]], turn=turn)
-        else:
-            line, offset = line.write(offset, [_view(prompt_ids), _view(response_ids)], turn=turn)
+            line, offset, known = self._walk(line, offset, response)
+            response = response[known * _TOKEN_BYTES :]
+        if first := bytes((new_ids or response)[:_TOKEN_BYTES]):
+            if offset < line.length:
+                branch = _Line(line, line.depth + offset)
+                self._branches[line, offset, first] = branch
+                line = branch
+            offset = line.write(new_ids, response, turn=turn)
         line.ends.setdefault(offset, turn)
         self._ends.append((line, offset))
 
@@ -117,6 +152,22 @@ class PrefixIndex:
             line = line.parent
         return line, match.shared_tokens - line.depth
 
+    def _walk(self, line: _Line, offset: int, tokens: memoryview) -> tuple[_Line, int, int]:
+        """Follow tokens from a place in the tree: where they leave it, and how many did not."""
+        known = 0
+        num_tokens = len(tokens) // _TOKEN_BYTES
+        while True:
+            same = line.num_same(offset, tokens, known)
+            offset += same
+            known += same
+            if known == num_tokens or offset == line.length:
+                return line, offset, known
+            first = known * _TOKEN_BYTES
+            branch = self._branches.get((line, offset, bytes(tokens[first : first + _TOKEN_BYTES])))
+            if branch is None:
+                return line, offset, known
+            line, offset = branch, 0
+
 
 class _Line:
     """A stretch of tokens: `depth` tokens come before it on the path from the root.
@@ -124,22 +175,19 @@ class _Line:
     Attributes:
         length: in tokens.
         tokens: their bytes, int32 each; as bytes they are compared by one call, without an array.
-        starts, writers: from offset `starts[i]` on, the tokens were written by turn `writers[i]`.
+        writes: (offset, turn): from there on, the tokens were written by that turn.
         ends: offset -> the lowest turn that ends there.
-        branches: (offset, bytes of the first token) -> the line that leaves this one there.
     """
 
-    __slots__ = ("branches", "depth", "ends", "length", "parent", "starts", "tokens", "writers")
+    __slots__ = ("depth", "ends", "length", "parent", "tokens", "writes")
 
-    def __init__(self, *, parent: _Line | None, depth: int) -> None:
+    def __init__(self, parent: _Line | None, depth: int) -> None:
         self.parent = parent
         self.depth = depth
         self.length = 0
         self.tokens = bytearray()
-        self.starts: list[int] = []
-        self.writers: list[int] = []
+        self.writes: list[tuple[int, int]] = []
         self.ends: dict[int, int] = {}
-        self.branches: dict[tuple[int, bytes], _Line] = {}
 
     def turn_at(self, offset: int) -> int:
         """The lowest turn that ends at this offset > 0, else the one that wrote the token before.
@@ -149,68 +197,47 @@ class _Line:
         ending = self.ends.get(offset)
         if ending is not None:
             return ending
-        return self.writers[bisect.bisect_left(self.starts, offset) - 1]
+        return self.writes[bisect.bisect_left(self.writes, (offset,)) - 1][1]
 
-    def write(self, offset: int, tokens: list[memoryview], *, turn: int) -> tuple[_Line, int]:
-        """Go on with tokens that nothing at this offset goes on with yet: where they end."""
-        num_bytes = sum([piece.nbytes for piece in tokens])
-        if num_bytes == 0:
-            return self, offset
-        line = self
-        if offset < self.length:
-            line = _Line(parent=self, depth=self.depth + offset)
-            self.branches[offset, bytes(tokens[0][:_TOKEN_BYTES])] = line
-        line.starts.append(line.length)
-        line.writers.append(turn)
-        for piece in tokens:
-            line.tokens += piece
-        line.length += num_bytes // _TOKEN_BYTES
-        return line, line.length
+    def begins(self, prompt: memoryview) -> bool:
+        """Whether the prompt begins with all of this line."""
+        length = len(self.tokens)
+        return length <= len(prompt) and self.tokens.startswith(prompt[:length])
+
+    def write(self, *pieces: memoryview, turn: int) -> int:
+        """Go on behind the last token: where the new ones end."""
+        self.writes.append((self.length, turn))
+        if self.length:
+            self.tokens += b"".join(pieces)
+        else:
+            self.tokens = bytearray().join(pieces)
+        self.length = len(self.tokens) // _TOKEN_BYTES
+        return self.length
+
+    def num_same(self, offset: int, tokens: memoryview, known: int) -> int:
+        """How many tokens agree: the line's from `offset` on, and the given from `known` on."""
+        length = min(self.length - offset, len(tokens) // _TOKEN_BYTES - known)
+        here, there = offset * _TOKEN_BYTES, known * _TOKEN_BYTES
+        if not self.tokens.startswith(tokens[there : there + _TOKEN_BYTES], here):
+            return 0
+        if self.tokens.startswith(tokens[there : there + length * _TOKEN_BYTES], here):
+            return length
+        left = np.frombuffer(self.tokens, np.int32, length, here)
+        right = np.frombuffer(tokens, np.int32, length, there)
+        start, block = 0, _FIRST_BLOCK
+        while start < length:
+            same = left[start : start + block] == right[start : start + block]
+            if not same.all():
+                return start + int(same.argmin())
+            start, block = start + block, block * 8
+        return length
 
 
 def _require_int32(token_ids: NDArray[np.int32], *, field: str) -> None:
-    if token_ids.dtype != np.int32:
+    if token_ids.dtype != _INT32:
         raise InvalidTurnError(field, f"are {token_ids.dtype}, not int32")
 
 
-def _view(token_ids: NDArray[np.int32]) -> memoryview:
-    return np.ascontiguousarray(token_ids).data
-
-
-def _walk(line: _Line, offset: int, tokens: bytes) -> tuple[_Line, int, int]:
-    """Follow tokens from a place in the tree: where they leave it, and how many did not."""
-    known = 0
-    num_tokens = len(tokens) // _TOKEN_BYTES
-    while True:
-        same = _num_same(line, offset, tokens, known)
-        offset += same
-        known += same
-        if known == num_tokens or offset == line.length:
-            return line, offset, known
-        first = known * _TOKEN_BYTES
-        branch = line.branches.get((offset, tokens[first : first + _TOKEN_BYTES]))
-        if branch is None:
-            return line, offset, known
-        line, offset = branch, 0
-
-
-def _num_same(line: _Line, offset: int, tokens: bytes, known: int) -> int:
-    """How many tokens agree: the line's from `offset` on, and the given from `known` on."""
-    rest = line.length - offset
-    length = min(rest, len(tokens) // _TOKEN_BYTES - known)
-    if length == 0:
-        return 0
-    if length == rest:
-        # The usual case, one comparison of memory: the prompt goes on behind all of the line.
-        tail = memoryview(line.tokens)[offset * _TOKEN_BYTES :] if offset else line.tokens
-        if tokens.startswith(tail, known * _TOKEN_BYTES):
-            return length
-    left = np.frombuffer(line.tokens, np.int32, length, offset * _TOKEN_BYTES)
-    right = np.frombuffer(tokens, np.int32, length, known * _TOKEN_BYTES)
-    start, block = 0, _FIRST_BLOCK
-    while start < length:
-        same = left[start : start + block] == right[start : start + block]
-        if not same.all():
-            return start + int(same.argmin())
-        start, block = start + block, block * 8
-    return length
+def _bytes_of(token_ids: NDArray[np.int32]) -> memoryview:
+    """Their bytes, without a copy if they lie together."""
+    return np.ascontiguousarray(token_ids).data.cast("B") if len(token_ids) else _NO_BYTES
