@@ -15,6 +15,20 @@ LAYOUTS = (
         ("test_left_padded",),
     ),
     Mutation(
+        "short rows are taken from the beginning of a larger column",
+        "layout.py",
+        "= values.values[bounds[0] : bounds[-1]]",
+        "= values.values[: bounds[-1] - bounds[0]]",
+        ("test_left_padded",),
+    ),
+    Mutation(
+        "long rows end one column early",
+        "layout.py",
+        "(ends_B - values.lengths).tolist()",
+        "(ends_B - values.lengths - 1).tolist()",
+        ("test_left_padded",),
+    ),
+    Mutation(
         "positions on the padding are negative",
         "layout.py",
         "return np.maximum(columns_T - num_padding_B[:, None], 0)",
@@ -82,8 +96,8 @@ LAYOUTS = (
     Mutation(
         "ties depend on the order of sorting",
         "packing.py",
-        "key=lambda row: (-lengths[row], row))",
-        "key=lambda row: (-lengths[row], -row))",
+        "lower_first = sorted(rows)",
+        "lower_first = sorted(rows, reverse=True)",
         ("test_packing",),
     ),
     Mutation(

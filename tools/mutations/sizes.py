@@ -45,8 +45,8 @@ SIZES = (
     Mutation(
         "of bins alike the last is split",
         "packing.py",
-        "_tokens(grown[index], lengths), -index",
-        "_tokens(grown[index], lengths), index",
+        "(loads[index], -index)",
+        "(loads[index], index)",
         ("test_packing",),
     ),
     Mutation(

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnstream.batching.layout import LeftPadded, left_padded
+from turnstream.batching.assemble import take_rows
+from turnstream.batching.layout import LeftPadded, left_padded, left_padded_column
 from turnstream.errors import RowTooLongError
 from turnstream.testing import assert_same, rows
 from turnstream.types import Ragged, Rows
@@ -208,3 +209,61 @@ def test_agrees_with_placing_token_by_token(
     found = pad(batch, width=width, response_width=response_width)
 
     assert_same(found, slow_left_padded(batch, width=width, response_width=response_width))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 3))
+@settings(max_examples=20)
+def test_long_rows_agree_with_placing_token_by_token(seed: int, num_rows: int) -> None:
+    # From some hundred tokens on a row is copied, where short ones go through their mask.
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 1500, (num_rows, 2)).tolist()
+    batch = rows(*["a" * prompt + "|" + "bB" * (count // 2) for prompt, count in lengths])
+    numbers = rng.standard_normal(len(batch.rewards.values)).astype(np.float32)
+    batch = replace(
+        batch,
+        rewards=Ragged(numbers, batch.rewards.offsets),
+        logprobs=Ragged(-abs(numbers), batch.rewards.offsets),
+        advantage=rng.standard_normal(num_rows).astype(np.float32),
+    )
+    response_width = int(batch.loss_mask.lengths.max())
+    width = int(batch.input_ids.lengths.max())
+
+    found = pad(batch)
+
+    assert_same(found, slow_left_padded(batch, width=width, response_width=response_width))
+
+
+@pytest.mark.parametrize("num_tokens", [3, 700])
+@pytest.mark.parametrize("dtype", [np.float16, np.float64, np.int64, np.complex64])
+def test_a_declared_column_keeps_its_type_and_the_shape_of_its_values(
+    num_tokens: int, dtype: type[np.generic]
+) -> None:
+    batch = rows("ab" + "C" * num_tokens, "a|BC")
+    values = np.arange(2 * num_tokens + 4).reshape(-1, 2).astype(dtype)
+    column = Ragged(values, batch.loss_mask.offsets)
+
+    whole = left_padded_column(column, batch, response_width=num_tokens)
+    first = left_padded_column(
+        Ragged(values[:, 0], column.offsets), batch, response_width=num_tokens
+    )
+
+    assert whole.dtype == first.dtype == dtype
+    assert whole.tolist() == [
+        values[:num_tokens].tolist(),
+        [[0, 0]] * (num_tokens - 2) + values[num_tokens:].tolist(),
+    ]
+    assert (whole[..., 0] == first).all()
+
+
+@pytest.mark.parametrize("num_tokens", [3, 700])
+def test_rows_may_begin_and_end_inside_larger_columns(num_tokens: int) -> None:
+    whole = rows("ab", "ab" + "C" * num_tokens, "xYZ")
+    cut = {
+        name: Ragged(getattr(whole, name).values, getattr(whole, name).offsets[1:3])
+        for name in ("input_ids", "loss_mask", "logprobs", "rewards")
+    }
+    part = replace(take_rows(whole, [1]), **cut)
+
+    found = pad(part)
+
+    assert_same(found, pad(take_rows(whole, [1])))

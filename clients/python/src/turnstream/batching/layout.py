@@ -13,9 +13,16 @@ from numpy.typing import NDArray
 
 from turnstream.batching.buffers import zeros_in_one_piece
 from turnstream.batching.checks import require_aligned, require_per_token
-from turnstream.batching.slots import masked_scalars
+from turnstream.batching.slots import masked_scalars, place_rows
 from turnstream.errors import RowTooLongError
 from turnstream.types import Ragged, Rows
+
+_SHORT = 512
+"""Tokens of a mean row below which rows are written all at once, through their mask.
+
+That takes half a nanosecond per token. Slices take a third of a microsecond per row, and then go as
+fast as memory does: they win from some 800 tokens on.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,18 +92,18 @@ def left_padded(rows: Rows, *, width: int, response_width: int, pad_token_id: in
     )
     if pad_token_id:
         _fill_left(rows.input_ids.lengths, ids_BT, pad_token_id)
-    _right_align(rows.input_ids, ids_BT)
     suffix_mask(rows.input_ids.lengths, attention_BT)
     suffix_mask(rows.loss_mask.lengths, response_BR)
-    _right_align(rows.loss_mask, mask_BR.view(np.uint8))
+    _right_align(rows.input_ids, attention_BT, ids_BT)
+    _right_align(rows.loss_mask, response_BR, mask_BR.view(np.uint8))
     if rows.rewards.values.any():
-        _right_align(rows.rewards, rewards_BR)
+        _right_align(rows.rewards, response_BR, rewards_BR)
     if rows.logprobs is not None:
-        _right_align(rows.logprobs, logprobs_BR)
+        _right_align(rows.logprobs, response_BR, logprobs_BR)
     if rows.advantages is None:
         masked_scalars(rows.advantage[:, None], mask_BR, advantages_BR)
     else:
-        _right_align(rows.advantages, advantages_BR)
+        _right_align(rows.advantages, response_BR, advantages_BR)
         masked_scalars(advantages_BR, mask_BR, advantages_BR)
     weights = rows.token_weights
     return LeftPadded(
@@ -131,7 +138,9 @@ def left_padded_column(values: Ragged[Any], rows: Rows, *, response_width: int) 
     require_fits(values.lengths, response_width)
     shape = (len(rows), response_width, *values.values.shape[1:])
     placed_BR: NDArray[Any] = np.zeros(shape, values.values.dtype)
-    _right_align(values, placed_BR)
+    response_BR: NDArray[np.bool_] = np.empty(shape[:2], np.bool_)
+    suffix_mask(values.lengths, response_BR)
+    _right_align(values, response_BR, placed_BR)
     return placed_BR
 
 
@@ -160,14 +169,18 @@ def require_fits(lengths_B: NDArray[np.int32], limit: int) -> None:
         raise RowTooLongError(row, int(lengths_B[row]), limit)
 
 
-def _right_align(values: Ragged[Any], into_BW: NDArray[Any]) -> None:
-    """Copy row by row into what is, in memory, one line: slices of a line cost least."""
+def _right_align(
+    values: Ragged[Any], is_filled_BW: NDArray[np.bool_], into_BW: NDArray[Any]
+) -> None:
+    """Write every row into the columns that its mask says are its own."""
     num_rows, width = into_BW.shape[:2]
-    line = into_BW.reshape(num_rows * width, *into_BW.shape[2:])
     bounds = values.offsets.tolist()
-    ends_of_rows = range(width, (num_rows + 1) * width, width) if width else [0] * num_rows
-    for stop, begin, end in zip(ends_of_rows, bounds, bounds[1:], strict=False):
-        line[stop - end + begin : stop] = values.values[begin:end]
+    if bounds[-1] - bounds[0] < num_rows * _SHORT:
+        into_BW[is_filled_BW] = values.values[bounds[0] : bounds[-1]]
+        return
+    line = into_BW.reshape(num_rows * width, *into_BW.shape[2:])
+    ends_B: NDArray[np.int64] = np.arange(1, num_rows + 1, dtype=np.int64) * width
+    place_rows(values.values, bounds[:-1], bounds[1:], (ends_B - values.lengths).tolist(), line)
 
 
 def _fill_left(lengths_B: NDArray[np.int32], into_BW: NDArray[Any], value: int) -> None:

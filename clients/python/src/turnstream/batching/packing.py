@@ -95,15 +95,18 @@ def grow_bins(bins: Bins, lengths: Sequence[int], *, multiple_of: int, at_least:
     if num_rows < target:
         raise BatchingError(f"{num_rows} rows cannot fill {target} bins")
     grown = [list(rows) for rows in bins]
+    loads = [_tokens(rows, lengths) for rows in grown]
     while len(grown) < target:
         splittable = [index for index, rows in enumerate(grown) if len(rows) > 1]
-        heaviest = max(splittable, key=lambda index: (_tokens(grown[index], lengths), -index))
-        grown[heaviest : heaviest + 1] = _halve(grown[heaviest], lengths)
+        heaviest = max(splittable, key=lambda index: (loads[index], -index))
+        halves = _halve(grown[heaviest], lengths)
+        grown[heaviest : heaviest + 1] = halves
+        loads[heaviest : heaviest + 1] = [_tokens(half, lengths) for half in halves]
     return grown
 
 
 def _tokens(rows: Sequence[int], lengths: Sequence[int]) -> int:
-    return sum(lengths[row] for row in rows)
+    return sum([lengths[row] for row in rows])
 
 
 def _halve(rows: Sequence[int], lengths: Sequence[int]) -> Bins:
@@ -117,7 +120,8 @@ def _halve(rows: Sequence[int], lengths: Sequence[int]) -> Bins:
 
 
 def _longest_first(rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    return sorted(rows, key=lambda row: (-lengths[row], row))
+    lower_first = sorted(rows)  # and equal ones keep their order
+    return sorted(lower_first, key=lengths.__getitem__, reverse=True)
 
 
 # --------------------------------------------------------------------------------------

@@ -178,14 +178,14 @@ def packed_supervised(
     line.clear_padding(attention_KW.reshape(num_slots), lengths=lengths)
     scaled = scaled_weights(rows, loss_scale=loss_scale)
     line.place_responses(scaled, weights_KW.reshape(num_slots))
-    token_lengths = rows.input_ids.lengths
+    token_lengths = rows.input_ids.lengths.tolist()
     return SupervisedBins(
         input_ids_KW=ids_KW,
         attention_mask_KW=attention_KW,
         position_ids_KW=positions_KW,
         target_weights_KW=weights_KW,
         bins=tuple(tuple(rows_of_bin) for rows_of_bin in bins),
-        sequence_lengths=tuple(tuple(token_lengths[list(own)].tolist()) for own in bins),
+        sequence_lengths=tuple(tuple([token_lengths[row] for row in own]) for own in bins),
         cu_seqlens=tuple(
             (line_starts[first : last + 1] - line_starts[first]).astype(np.int32)
             for first, last in itertools.pairwise(bounds.tolist())

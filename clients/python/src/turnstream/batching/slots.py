@@ -53,7 +53,7 @@ class SlotLine:
         """Tokens, each in its own slot."""
         ids = self._rows.input_ids
         begins, ends = ids.offsets[self._order], ids.offsets[self._order + 1]
-        _place(ids.values, begins.tolist(), ends.tolist(), self._starts.tolist(), into_N)
+        place_rows(ids.values, begins.tolist(), ends.tolist(), self._starts.tolist(), into_N)
 
     def clear_padding(self, into_N: NDArray[np.bool_], *, lengths: NDArray[np.integer]) -> None:
         """Clear the slots that stand behind the tokens of rows which take `lengths` slots."""
@@ -67,13 +67,13 @@ class SlotLine:
         """0, 1, 2 ... from the first slot of every row, `lengths` of them."""
         counting: NDArray[np.int64] = np.arange(lengths.max(initial=0), dtype=np.int64)
         begins = [0] * len(lengths)
-        _place(counting, begins, lengths.tolist(), self._starts.tolist(), into_N)
+        place_rows(counting, begins, lengths.tolist(), self._starts.tolist(), into_N)
 
     def place_responses(self, values: Ragged[Any], into_N: NDArray[Any]) -> None:
         """Values of response tokens, each in the slot that scores its token."""
         begins = values.offsets[self._order] + self._is_unscored
         ends = values.offsets[self._order + 1]
-        _place(values.values, begins.tolist(), ends.tolist(), self._first_slots, into_N)
+        place_rows(values.values, begins.tolist(), ends.tolist(), self._first_slots, into_N)
 
     def token_weights(self, num_slots: int) -> NDArray[np.float32] | None:
         """float32 (N,), what the token that a slot scores counts for; None where that is 1."""
@@ -127,12 +127,18 @@ def masked_scalars(
     np.multiply(mask.view(np.uint8), scalars.view(np.uint32), out=into.view(np.uint32))
 
 
-def _place(
+def place_rows(
     values: NDArray[Any],
     begins: list[int],
     ends: list[int],
     slots: list[int],
     into_N: NDArray[Any],
 ) -> None:
+    """Copy `values[begin:end]` to the slots from `slot` on, for every row."""
+    source: Any = values
+    target: Any = into_N
+    if values.ndim == 1 and values.dtype == into_N.dtype and values.dtype.kind in "biuf":
+        # Without a change of type, slices of memory take half the time that slices of arrays do.
+        source, target = values.data, into_N.data
     for begin, end, slot in zip(begins, ends, slots, strict=True):
-        into_N[slot : slot + end - begin] = values[begin:end]
+        target[slot : slot + end - begin] = source[begin:end]
