@@ -40,8 +40,8 @@ check: $(STAMP) ## the quick loop: lint, types, layers, unit and contract tests
 	$(BIN)/pytest -q tests/unit tests/contract
 
 bench: $(STAMP) ## measure the whole path, the batching core and durability, beside their baselines
-	$(BIN)/python benchmarks/pipeline.py
-	$(BIN)/python benchmarks/batching.py
+	$(BIN)/python benchmarks/pipeline.py --json benchmarks/results/pipeline.json
+	$(BIN)/python benchmarks/batching.py --json benchmarks/results/batching.json
 	$(BIN)/python benchmarks/durability.py
 
 mutate: $(STAMP) ## break the guards of the core and the losses one by one; each must fail a test

@@ -3,9 +3,16 @@
     make bench                                  # after the whole path
     python benchmarks/batching.py --tiny        # sees that it works
 
-CPU time of one thread, the least of several rounds. `loop` is the job over Python lists
-(benchmarks/loops.py); `copy` is np.copyto of as many bytes as are written, into an np.empty of
-their own, which is what any way of making them costs at least.
+CPU time of one thread, the least of several rounds. Every job is held to four baselines:
+
+    loop    the job over Python lists, row by row and turn by turn, as trainers had it before they
+            vectorised it (benchmarks/loops.py): it gets lists, and makes arrays at the end
+    new     np.copyto of as many bytes as the job writes, into an np.empty of their own. The goal is
+            held to this one: a batch goes into new memory too, with page faults where the
+            allocator asks the system for it (above 32 MB), and without where it does not
+    warm    the same copy into memory that was written before: never a page fault
+    limit   numpy calls alone, one per row and column, with everything known before
+            (benchmarks/limits.py): what a job over many short rows can be held to
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import limits
 import loops
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +52,7 @@ from turnstream.batching.sft import (
     packed_supervised,
     supervised_rows,
 )
-from turnstream.types import Ragged, Rows, Turn
+from turnstream.types import Ragged, Rows, StoredTurn
 
 COLLATION_GOAL, MERGE_GOAL, COPY_GOAL = 30.0, 8.0, 2.0
 
@@ -57,6 +65,8 @@ class Line:
     loop_ms: float
     ours_ms: float
     copy_ms: float
+    warm_copy_ms: float
+    limit_ms: float
     num_bytes: int
     goal: float | None
 
@@ -67,8 +77,13 @@ class Line:
 
     @property
     def over_copy(self) -> float:
-        """Times the plain copy."""
+        """Times the plain copy into new memory."""
         return self.ours_ms / self.copy_ms
+
+    @property
+    def over_limit(self) -> float:
+        """Times what numpy alone costs."""
+        return self.ours_ms / self.limit_ms
 
 
 def least_ms(job: Callable[[], Any], *, rounds: int) -> float:
@@ -107,10 +122,19 @@ class Table:
     def __init__(self, *, rounds: int) -> None:
         self.lines: list[Line] = []
         self._rounds = rounds
-        print(f"{'job':58} {'loop ms':>9} {'ours ms':>9} {'gain':>7} {'copy ms':>9} {'x copy':>7}")
+        print(
+            f"{'job':50} {'loop ms':>8} {'ours ms':>8} {'gain':>6} {'new ms':>7} {'x new':>6} "
+            f"{'warm ms':>7} {'limit ms':>8} {'x limit':>7}"
+        )
 
     def add(
-        self, job: str, ours: Callable[[], Any], *, loop_ms: float, goal: float | None = None
+        self,
+        job: str,
+        ours: Callable[[], Any],
+        *,
+        loop_ms: float,
+        goal: float | None = None,
+        limit: Callable[[], Any] | None = None,
     ) -> None:
         """Measure a job whose loop took `loop_ms` (nan where there is none)."""
         num_bytes = bytes_of(ours())
@@ -121,14 +145,29 @@ class Table:
             np.copyto(into, source)
             return into
 
-        ours_ms = least_ms(ours, rounds=self._rounds)
-        line = Line(job, loop_ms, ours_ms, least_ms(copy, rounds=self._rounds), num_bytes, goal)
+        warm = copy()
+        line = Line(
+            job=job,
+            loop_ms=loop_ms,
+            ours_ms=least_ms(ours, rounds=self._rounds),
+            copy_ms=least_ms(copy, rounds=self._rounds),
+            warm_copy_ms=least_ms(lambda: np.copyto(warm, source), rounds=self._rounds),
+            limit_ms=float("nan") if limit is None else least_ms(limit, rounds=self._rounds),
+            num_bytes=num_bytes,
+            goal=goal,
+        )
         self.lines.append(line)
         print(
-            f"{job:58} {loop_ms:9.1f} {ours_ms:9.2f} {line.gain:6.1f}x {line.copy_ms:9.2f} "
-            f"{line.over_copy:6.1f}x",
+            f"{job:50} {_number(loop_ms, 8)} {_number(line.ours_ms, 8, 2)} "
+            f"{_number(line.gain, 5)}x {_number(line.copy_ms, 7, 2)} {_number(line.over_copy, 5)}x "
+            f"{_number(line.warm_copy_ms, 7, 2)} {_number(line.limit_ms, 8, 2)} "
+            f"{_number(line.over_limit, 6)}x",
             flush=True,
         )
+
+
+def _number(value: float, width: int, digits: int = 1) -> str:
+    return f"{'-':>{width}}" if value != value else f"{value:{width}.{digits}f}"
 
 
 # ------------------------------------------------------------------------------ collation
@@ -138,22 +177,25 @@ def measure_collation(table: Table, *, num_rows: int, loop_rounds: int) -> None:
     """Left-padded rectangles in the three workloads, and the other layouts of the middle one."""
     for workload in ("short", "2.8 M tokens", "15.7 M tokens"):
         rows = make_rows(*lengths_of(workload, num_rows))
-        widths = {
-            "width": int(rows.input_ids.lengths.max()),
-            "response_width": int(rows.loss_mask.lengths.max()),
-        }
         lists = as_lists(rows)
         columns = (lists.prompts, lists.responses, lists.rewards, lists.masks, lists.logprobs)
         loop_ms = least_ms(lambda columns=columns: loops.left_padded(*columns), rounds=loop_rounds)
 
-        def pad(rows: Rows = rows, widths: dict[str, int] = widths) -> Any:
-            return left_padded(rows, **widths, pad_token_id=0)
+        pad = _padding(rows)
 
-        def pad_lists(rows: Rows = rows, lists: Lists = lists, pad: Any = pad) -> Any:
-            return pad(rows_from_lists(rows, lists))
+        def pad_lists(rows: Rows = rows, lists: Lists = lists) -> Any:
+            return _padding(rows_from_lists(rows, lists))()
 
         name = f"left padded, {workload}"
-        table.add(f"{name}, from buffers", pad, loop_ms=loop_ms, goal=COLLATION_GOAL)
+        limit = limits.right_aligned(
+            [
+                (rows.input_ids, np.int64),
+                (rows.loss_mask, np.uint8),
+                (rows.rewards, np.float32),
+                (rows.logprobs or rows.rewards, np.float32),
+            ]
+        )
+        table.add(f"{name}, from buffers", pad, loop_ms=loop_ms, goal=COLLATION_GOAL, limit=limit)
         table.add(f"{name}, from lists", pad_lists, loop_ms=loop_ms)
         del lists, columns, pad_lists
         if workload == "2.8 M tokens":
@@ -204,7 +246,15 @@ def measure_packing(table: Table, *, num_rows: int, loop_rounds: int) -> None:
             return ours(supervised_rows(*columns))
 
         name = f"packed supervised, U[{low},{high}]"
-        table.add(f"{name}, from buffers", ours, loop_ms=loop_ms, goal=COLLATION_GOAL)
+        bins = bin_sequences(rows.input_ids.lengths.tolist(), capacity=8192, dp_world_size=8)
+        columns = [(ids, np.int64), (ids, np.int64), (weights, np.float32)]
+        table.add(
+            f"{name}, from buffers",
+            ours,
+            loop_ms=loop_ms,
+            goal=COLLATION_GOAL,
+            limit=limits.in_bins(columns, bins),
+        )
         table.add(f"{name}, from lists", from_lists, loop_ms=loop_ms)
 
 
@@ -221,19 +271,25 @@ def measure_merging(table: Table, *, num_trajectories: int, loop_rounds: int) ->
             bare_ms = least_ms(lambda lists=lists: loops.merge_lists(lists), rounds=loop_rounds)
             del lists
             name = f"merge {size}, breaks: {breaks}"
+            stored = [store_turns(own) for own in turns]
             table.add(
                 name,
                 lambda turns=turns: merge_trajectories(turns),
                 loop_ms=loop_ms,
                 goal=MERGE_GOAL,
+                limit=limits.merged(turns, stored),
             )
-            print(f"{'  of the loop, without making arrays':58} {bare_ms:9.1f}")
+            print(f"{'  of the loop, without making arrays':50} {bare_ms:8.1f}")
+            table.add(
+                "  and every row cut out of the columns",
+                lambda turns=turns: list(merge_trajectories(turns)),
+                loop_ms=loop_ms,
+            )
             if breaks == "none":
-                table.add(f"{name}, stored turns to columns", _assembly(turns), loop_ms=loop_ms)
+                table.add("  stored turns to columns", _assembly(stored), loop_ms=loop_ms)
 
 
-def _assembly(turns: list[list[Turn]]) -> Callable[[], Any]:
-    stored = [store_turns(own) for own in turns]
+def _assembly(stored: list[list[StoredTurn]]) -> Callable[[], Any]:
     planned = [plan_sequences([turn.shape for turn in own], merge=True) for own in stored]
 
     def assemble() -> Any:
@@ -248,22 +304,64 @@ def _assembly(turns: list[list[Turn]]) -> Callable[[], Any]:
     return assemble
 
 
-def measure_growth(*, num_trajectories: int, rounds: int) -> list[dict[str, float]]:
-    """CPU nanoseconds per token given, for more and more turns: flat, if the cost is linear."""
-    found: list[dict[str, float]] = []
-    print("\nmerging, CPU nanoseconds per token of all prompts and responses")
-    for num_turns in (4, 8, 16, 32):
-        turns = make_trajectories(
+# ------------------------------------------------------------------------------ growth
+
+
+def measure_growth(*, num_rows: int, rounds: int) -> list[dict[str, Any]]:
+    """CPU nanoseconds per token, at 1 and at 8 times the work: no more, if the cost is linear.
+
+    Turns with whole prompts: per token of all prompts and responses, of which there are 45 times
+    as many in 8 times the turns. Stored turns and rows: per token stored.
+    """
+    found: list[dict[str, Any]] = []
+    print("\nCPU nanoseconds per token, as the work grows")
+
+    def add(job: str, unit: str, jobs: dict[int, tuple[Callable[[], Any], int]]) -> None:
+        each = {
+            count: least_ms(run, rounds=rounds) * 1e6 / tokens
+            for count, (run, tokens) in jobs.items()
+        }
+        ratio = each[max(each)] / each[min(each)]
+        found.append({"job": job, "unit": unit, "ns_per_token": each, "ratio": ratio})
+        points = "".join([f"{count:6} {unit} {ns:7.3f}" for count, ns in each.items()])
+        print(f"  {job:28}{points}   ratio {ratio:.2f}", flush=True)
+
+    episodes = {
+        num_turns: make_trajectories(
             "short",
             breaks="none",
-            num_trajectories=max(1, num_trajectories // num_turns),
+            num_trajectories=max(1, 8 * num_rows // num_turns**2),
             num_turns=num_turns,
         )
-        tokens = sum(len(t.prompt_ids) + len(t.response_ids) for own in turns for t in own)
-        ms = least_ms(lambda turns=turns: merge_trajectories(turns), rounds=rounds)
-        found.append({"turns": num_turns, "ns_per_token": ms * 1e6 / tokens})
-        print(f"  {num_turns:3} turns  {found[-1]['ns_per_token']:.3f}")
+        for num_turns in (8, 16, 32, 64)
+    }
+    merging: dict[int, tuple[Callable[[], Any], int]] = {}
+    looping: dict[int, tuple[Callable[[], Any], int]] = {}
+    assembling: dict[int, tuple[Callable[[], Any], int]] = {}
+    for count, turns in episodes.items():
+        given = sum(len(t.prompt_ids) + len(t.response_ids) for own in turns for t in own)
+        lists = turns_as_lists(turns)
+        stored = [store_turns(own) for own in turns]
+        merging[count] = (lambda turns=turns: merge_trajectories(turns)), given
+        looping[count] = (lambda lists=lists: loops.merge_lists(lists)), given
+        assembling[count] = _assembly(stored), sum(len(t.token_ids) for own in stored for t in own)
+    add("merging whole prompts", "turns", merging)
+    add("  the loop, without arrays", "turns", looping)
+    add("stored turns to columns", "turns", assembling)
+    collating: dict[int, tuple[Callable[[], Any], int]] = {}
+    for count in (num_rows // 4, num_rows // 2, num_rows, num_rows * 2):
+        rows = make_rows(*lengths_of("short", count))
+        collating[count] = _padding(rows), len(rows.input_ids.values)
+    add("left padded, short", "rows", collating)
     return found
+
+
+def _padding(rows: Rows) -> Callable[[], Any]:
+    widths = {
+        "width": int(rows.input_ids.lengths.max()),
+        "response_width": int(rows.loss_mask.lengths.max()),
+    }
+    return lambda: left_padded(rows, **widths, pad_token_id=0)
 
 
 # ------------------------------------------------------------------------------ report
@@ -277,16 +375,27 @@ def report(lines: list[Line]) -> None:
         least = min(own, key=lambda line: line.gain)
         said = "reached" if least.gain >= goal else "missed"
         print(f"  {jobs}: {goal:g} times the loop: {said}; least {least.gain:.1f} ({least.job})")
+        for line in own:
+            if line.gain < goal:
+                alone = line.loop_ms / line.limit_ms
+                print(f"    {line.job}: {line.gain:.1f}; numpy alone would be {alone:.1f}")
     own = [line for line in lines if line.goal is not None]
     within = [line for line in own if line.over_copy <= COPY_GOAL]
     print(f"  within {COPY_GOAL:g} times a copy of the bytes written: {len(within)} of {len(own)}")
     for line in own:
         if line.over_copy > COPY_GOAL:
-            print(f"    {line.job}: {line.over_copy:.1f}, of {line.num_bytes / 1e6:.0f} MB")
+            print(
+                f"    {line.job}: {line.over_copy:.1f}, of {line.num_bytes / 1e6:.0f} MB; "
+                f"{line.over_limit:.1f} times what numpy alone costs there"
+            )
 
 
 def _as_json(line: Line) -> dict[str, Any]:
-    values = asdict(line) | {"gain": line.gain, "over_copy": line.over_copy}
+    values = asdict(line) | {
+        "gain": line.gain,
+        "over_copy": line.over_copy,
+        "over_limit": line.over_limit,
+    }
     return {name: None if value != value else value for name, value in values.items()}
 
 
@@ -302,9 +411,10 @@ def main() -> None:
     measure_collation(table, num_rows=num_rows, loop_rounds=loop_rounds)
     measure_packing(table, num_rows=num_rows, loop_rounds=loop_rounds)
     measure_merging(table, num_trajectories=num_trajectories, loop_rounds=loop_rounds)
-    growth = measure_growth(num_trajectories=num_trajectories * 4, rounds=rounds)
+    growth = measure_growth(num_rows=num_rows, rounds=rounds)
     report(table.lines)
     if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         lines = [_as_json(line) for line in table.lines]
         arguments.json.write_text(json.dumps({"lines": lines, "growth": growth}, indent=2))
 

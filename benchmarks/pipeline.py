@@ -293,6 +293,7 @@ def main() -> None:
     print(f"floor, CPU seconds             {sum(floor_s.values()):.3f}   ", end="")
     print("[" + "  ".join(f"{name} {s:.3f}" for name, s in floor_s.items()) + "]")
     if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(results | {"floor_s": floor_s}, indent=2))
 
 

@@ -47,7 +47,11 @@ def test_a_tiny_run_measures_everything_and_says_what_was_reached(tmp_path: Path
     found = json.loads(results.read_text())
     assert sum(line["goal"] is not None for line in found["lines"]) == 11
     assert all(line["ours_ms"] > 0 for line in found["lines"])
-    assert [point["turns"] for point in found["growth"]] == [4, 8, 16, 32]
+    assert all(line["limit_ms"] > 0 for line in found["lines"] if line["goal"] is not None)
+    assert {point["unit"]: list(point["ns_per_token"]) for point in found["growth"]} == {
+        "turns": ["8", "16", "32", "64"],
+        "rows": ["4", "8", "16", "32"],
+    }
 
 
 def test_the_loop_of_collation_makes_the_same_rectangles(loops: ModuleType) -> None:
