@@ -103,9 +103,16 @@ SCORES = (
     Mutation(
         "a row without a trained token is counted",
         "denominators.py",
-        "num_live = sum([count > 0 for count in trained])",
-        "num_live = len(trained)",
+        "zip(trajectory.weights, trained, strict=True) if count]",
+        "zip(trajectory.weights, trained, strict=True)]",
         ("test_planning",),
+    ),
+    Mutation(
+        "weights that the run does not say pass",
+        "denominators.py",
+        "    if row_weights is not None:",
+        "    if False:",
+        ("test_denominators",),
     ),
     Mutation(
         "a share of more than its mini-batch passes",

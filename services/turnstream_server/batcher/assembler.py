@@ -172,7 +172,7 @@ def _rows_key(batch: PlannedBatch, mini_batch: int) -> _RowsKey:
 
 
 def _check_assembly_version(manifest: Manifest) -> None:
-    if manifest.assembly_version != ASSEMBLY_VERSION:
+    if manifest.assembly_version > ASSEMBLY_VERSION:
         raise UnknownFormatError("assembly", manifest.assembly_version, ASSEMBLY_VERSION)
 
 

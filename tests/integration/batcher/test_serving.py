@@ -53,6 +53,22 @@ async def test_the_ranks_share_out_a_mini_batch_and_fill_up_with_inert_rows(hous
     assert sum(share.info.num_inert_rows for share in shares) == num_rows.pop() * dp_world_size - 4
 
 
+async def test_the_rows_of_a_split_trajectory_weigh_what_the_run_says(house):
+    run = house.create_run(
+        batch_groups=1, aggregation="seq_mean_token_mean", row_weights="rollout_mean"
+    )
+    trainer = house.trainer(await house.start_batcher(), run)
+    split = trajectory(turn("ab", "CDE"), turn("xy", "F"), sample=0, reward=1.0)
+    await house.publish(run, group("g0", split, trajectory(turn("ab", "G"), sample=1, reward=0.0)))
+
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    assert pulled.rows == ["abCDE", "xyF", "abG"]
+    assert pulled.mini_batch.rows.weight.tolist() == [0.75, 0.25, 1.0]
+    assert pulled.mini_batch.info.denominators.weight_sum == 2.0
+
+
 async def test_what_is_said_of_a_mini_batch_is_the_same_for_every_rank_but_for_its_rows(house):
     run = house.create_run(batch_groups=2, max_tokens_per_micro_batch=8)
     trainer = house.trainer(await house.start_batcher(), run)

@@ -28,13 +28,15 @@ def planned(
 ) -> tuple[TrajectoryPlan, list[StoredTurn]]:
     """A trajectory of a plan, and the payload it names."""
     stored = [replace(own, payload_crc=10 + own.index) for own in store_turns(turns)]
-    plan = replace(
-        trajectory_plan(),
-        key=key,
-        sequences=plan_sequences([own.shape for own in stored], merge=True),
-        payload_crcs=tuple(own.payload_crc for own in stored),
+    sequences = plan_sequences([own.shape for own in stored], merge=True)
+    fields = {
+        "key": key,
+        "weights": (1.0,) * len(sequences),
+        "sequences": sequences,
+        "payload_crcs": tuple(own.payload_crc for own in stored),
         **changes,
-    )
+    }
+    plan = replace(trajectory_plan(), **fields)
     return plan, stored
 
 
@@ -69,7 +71,7 @@ def test_rows_come_in_the_order_of_the_plan() -> None:
 def test_rows_carry_what_the_plan_says_of_their_trajectory() -> None:
     key = TrajectoryKey("g/1", sample=3, attempt=2)
     plan, stored = planned(
-        key, CHAIN, reward=0.25, advantage=-0.5, weight=0.5, status=Status.TRUNCATED
+        key, CHAIN, reward=0.25, advantage=-0.5, weights=(0.5,), status=Status.TRUNCATED
     )
     group = GroupPlan(group_id="g/1", prompt_uid="uid", trajectories=(plan,))
 
@@ -80,6 +82,16 @@ def test_rows_carry_what_the_plan_says_of_their_trajectory() -> None:
     assert assembled.status == ["truncated"]
     assert (assembled.reward[0], assembled.advantage[0], assembled.weight[0]) == (0.25, -0.5, 0.5)
     assert not assembled.is_padding[0]
+
+
+def test_every_row_of_a_trajectory_has_the_weight_that_was_planned_for_it() -> None:
+    key = TrajectoryKey("g", sample=0)
+    plan, stored = planned(key, BROKEN, weights=(0.25, 0.75))
+    group = GroupPlan(group_id="g", prompt_uid="", trajectories=(plan,))
+
+    assembled = assemble_rows([group], {key: stored}, first_row_id=0)
+
+    assert (assembled.weight.dtype, assembled.weight.tolist()) == (np.float32, [0.25, 0.75])
 
 
 def test_the_id_of_a_trajectory_is_the_one_in_its_keys() -> None:

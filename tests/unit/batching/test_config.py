@@ -82,6 +82,7 @@ def test_refuses_component_weights_that_do_not_go_with_the_estimator(
         ("singleton_advantage", "one"),
         ("aggregation", "sum"),
         ("length_constant", 5),
+        ("row_weights", "per_token"),
         ("max_planned_ahead", -1),
         ("lease_s", 0.29),
         ("lease_s", float("nan")),
@@ -106,6 +107,34 @@ def test_refuses_planning_ahead_of_weights_that_must_be_fresh() -> None:
 def test_refuses_a_constant_length_without_its_constant() -> None:
     with pytest.raises(InvalidConfigError, match="length_constant"):
         make(aggregation="constant")
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "reason"),
+    [
+        ("token_mean", "counts tokens alike"),
+        ("rollout_mean", "divides by the trajectory's tokens already"),
+        ("prompt_mean", "divides by the group's tokens already"),
+    ],
+)
+@pytest.mark.parametrize("row_weights", ["per_trajectory", "rollout_mean"])
+def test_refuses_weights_of_rows_where_the_loss_is_not_divided_by_their_sum(
+    aggregation: str, reason: str, row_weights: str
+) -> None:
+    with pytest.raises(InvalidConfigError, match=f"^row_weights: '{row_weights}' .*{reason}"):
+        make(aggregation=aggregation, row_weights=row_weights)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"aggregation": "seq_mean_token_sum"}, {"aggregation": "constant", "length_constant": 8}],
+)
+def test_refuses_weights_by_length_where_rows_count_by_length_already(
+    fields: dict[str, Any],
+) -> None:
+    assert make(row_weights="per_trajectory", **fields).row_weights == "per_trajectory"
+    with pytest.raises(InvalidConfigError, match=r"^row_weights: .*length twice"):
+        make(row_weights="rollout_mean", **fields)
 
 
 def test_a_refusal_survives_pickling() -> None:

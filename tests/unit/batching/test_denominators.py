@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnstream.batching.assemble import take_rows
-from turnstream.batching.config import Aggregation
+from turnstream.batching.config import Aggregation, RowWeights
 from turnstream.batching.denominators import (
     ShareCounts,
     check_share,
     count_denominators,
     row_scales,
 )
+from turnstream.batching.filters import row_weights
 from turnstream.batching.minibatch import micro_batches, rank_share
 from turnstream.errors import BatchingError, InvalidConfigError
 from turnstream.testing import config, rows
@@ -200,8 +201,120 @@ def test_a_row_of_more_tokens_than_its_trajectory_or_group_is_refused(column: st
         check_share(share, denominators_of(ABC), dp_world_size=2)
 
 
+def weighted(batch: Rows, kind: RowWeights) -> Rows:
+    """The same rows as a run with this setting weighs them; inert ones nothing."""
+    numbers = {name: index for index, name in enumerate(dict.fromkeys(batch.trajectory_id))}
+    weights = row_weights(
+        kind,
+        trajectory_B=np.array([numbers[name] for name in batch.trajectory_id], np.int64),
+        num_trained_B=np.array([int(own.sum()) for own in batch.loss_mask], np.int64),
+    )
+    return replace(batch, weight=weights)
+
+
+def test_splitting_a_trajectory_changes_no_mean_where_rows_weigh_their_share() -> None:
+    split = weighted(fan_out(), "rollout_mean")
+
+    ours = loss(split, [[1, 2, 3], [4], [5, 7]], "seq_mean_token_mean", of=split)
+
+    assert split.weight.tolist() == [0.75, 0.25, 1.0]
+    assert ours == pytest.approx((2.5 + 6) / 2)
+    assert ours == loss(fan_out(), [[1, 2, 3], [4], [5, 7]], "rollout_mean", of=fan_out())
+
+
+def test_each_trajectory_counts_once_where_its_rows_weigh_alike() -> None:
+    split = weighted(fan_out(), "per_trajectory")
+
+    ours = loss(split, [[1, 2, 3], [4], [5, 7]], "seq_mean_token_mean", of=split)
+
+    # Row by row it would be (2 + 4 + 6) / 3.
+    assert ours == pytest.approx(((2 + 4) / 2 + 6) / 2)
+
+
+@pytest.mark.parametrize("kind", get_args(RowWeights))
+def test_rows_that_weigh_what_the_run_says_pass(kind: RowWeights) -> None:
+    share = weighted(fan_out(), kind)
+
+    check_share(share, denominators_of(share), dp_world_size=1, row_weights=kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [
+        ("per_row", [0.75, 0.25, 1]),
+        ("per_row", [0.5, 0.5, 1]),
+        ("per_trajectory", [0.75, 0.25, 1]),
+        ("per_trajectory", [0, 1, 1]),
+        ("per_trajectory", [0.5, 0.5, -1]),
+        ("per_trajectory", [0.5, 0.5, 2]),
+        ("rollout_mean", [0.5, 0.5, 1]),
+        ("rollout_mean", [1, 1, 1]),
+    ],
+)
+def test_rows_that_weigh_something_else_are_refused(kind: RowWeights, weights: list[float]) -> None:
+    share = replace(fan_out(), weight=np.array(weights, np.float32))
+
+    with pytest.raises(BatchingError, match=f"row . of . of the . .* which is not {kind}"):
+        check_share(share, denominators_of(share), dp_world_size=1, row_weights=kind)
+
+
 # --------------------------------------------------------------------------------------
 # laws
+
+
+SPLIT_MODES: list[tuple[RowWeights, Aggregation]] = [
+    *[("per_row", mode) for mode in MODES],
+    ("per_trajectory", "seq_mean_token_sum"),
+    ("per_trajectory", "seq_mean_token_mean"),
+    ("per_trajectory", "constant"),
+    ("rollout_mean", "seq_mean_token_mean"),
+]
+"""Every setting that a configuration takes."""
+
+
+@st.composite
+def split_batches(draw: st.DrawFn) -> Rows:
+    """Trajectories of one row or more, each within one of two groups."""
+    texts = draw(st.lists(st.text("aB", max_size=6), min_size=1, max_size=7))
+    owners = [draw(st.integers(0, 3)) for _ in texts]
+    batch = rows(*["x|" + text for text in texts], group_ids=[f"g{own % 2}" for own in owners])
+    totals = [
+        sum(t.count("B") for t, o in zip(texts, owners, strict=True) if o == own) for own in owners
+    ]
+    return replace(
+        batch,
+        trajectory_id=[f"g{own % 2}/{own}/0" for own in owners],
+        sample=np.array(owners, np.int32),
+        trajectory_num_tokens=np.array(totals, np.int64),
+    )
+
+
+@given(split_batches(), st.sampled_from(SPLIT_MODES), st.integers(1, 5), st.randoms())
+def test_with_every_weight_of_rows_the_loss_depends_on_no_cut_and_no_order(
+    batch: Rows, setting: tuple[RowWeights, Aggregation], dp_world_size: int, random: Any
+) -> None:
+    kind, mode = setting
+    batch = weighted(batch, kind)
+    shuffled = take_rows(batch, random.sample(range(len(batch)), len(batch)))
+
+    def token_losses(share: Rows) -> list[list[float]]:
+        return [
+            [float(row_id * 7 + t) for t in range(length)]
+            for row_id, length in zip(share.row_id.tolist(), share.loss_mask.lengths, strict=True)
+        ]
+
+    denominators = count_denominators([batch], length_constant=5)
+    total = 0.0
+    for dp_rank in range(dp_world_size):
+        share = rank_share(shuffled, dp_rank=dp_rank, dp_world_size=dp_world_size, **CUT)
+        check_share(share, denominators, dp_world_size=dp_world_size, row_weights=kind)
+        for positions in micro_batches(
+            shuffled, dp_rank=dp_rank, dp_world_size=dp_world_size, max_tokens=9
+        ):
+            part = take_rows(share, positions)
+            total += loss(part, token_losses(part), mode, of=batch, constant=5)
+
+    assert total == pytest.approx(loss(batch, token_losses(batch), mode, of=batch, constant=5))
 
 
 @st.composite

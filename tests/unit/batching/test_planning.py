@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -66,7 +67,7 @@ def test_a_trajectory_is_planned_with_its_rows_and_its_advantage() -> None:
 
     planned = manifest.groups[0].trajectories[0]
     assert planned.sequences == (SequenceShape((0, 1), 2, 8, 4), SequenceShape((2,), 4, 5, 1))
-    assert (planned.reward, planned.weight, planned.num_turn_tokens) == (1.0, 1.0, 5 + 8 + 5)
+    assert (planned.reward, planned.weights, planned.num_turn_tokens) == (1.0, (1, 1), 18)
     assert (planned.oldest_version, planned.newest_version) == (7, 7)
     assert (planned.has_logprobs, planned.payload_crcs) == (True, (1, 2, 3))
     assert planned.advantage == float(np.float32(planned.advantage))
@@ -159,6 +160,39 @@ def test_denominators_count_what_is_trained_and_nothing_else() -> None:
     manifest = plan(ready("a", *members), ready("b", *masked), of=of)
 
     assert manifest.mini_batches[0].denominators == Denominators(3, 1, 1, 1, 1.0, 8)
+
+
+@pytest.mark.parametrize(
+    ("row_weights", "weights", "weight_sum"),
+    [
+        ("per_row", [(1, 1, 1), (1,)], 3.0),
+        ("per_trajectory", [(0.5, 0.5, 0), (1,)], 2.0),
+        ("rollout_mean", [(0.75, 0.25, 0), (1,)], 2.0),
+    ],
+)
+def test_the_run_says_what_the_rows_of_a_trajectory_weigh(
+    row_weights: Any, weights: list[Any], weight_sum: float
+) -> None:
+    turns = [shape(2, 3), shape(2, 1), shape(2, 2, trained=0)]
+    members = [sealed("a", turns=turns), sealed("a", sample=1, reward=0.0)]
+    of = replace(config(), aggregation="seq_mean_token_mean", row_weights=row_weights)
+
+    manifest = plan(ready("a", *members), of=of)
+
+    assert [t.weights for t in manifest.groups[0].trajectories] == weights
+    assert manifest.mini_batches[0].denominators.weight_sum == weight_sum
+
+
+def test_weights_are_numbers_that_a_float32_column_holds_exactly() -> None:
+    turns = [shape(2, 1), shape(2, 1), shape(2, 1)]
+    members = [sealed("a", sample=s, reward=float(s), turns=turns) for s in (0, 1)]
+    of = replace(config(), aggregation="seq_mean_token_mean", row_weights="per_trajectory")
+
+    manifest = plan(ready("a", *members), of=of)
+
+    third = float(np.float32(1 / 3))
+    assert manifest.groups[0].trajectories[0].weights == (third, third, third)
+    assert manifest.mini_batches[0].denominators.weight_sum == math.fsum([third] * 6)
 
 
 def test_a_group_of_one_is_counted_for_a_warning() -> None:

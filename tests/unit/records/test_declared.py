@@ -29,7 +29,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def mini_of(built: Rows) -> MiniBatch:
-    return MiniBatch(rows=built, info=mini_batch_info(built))
+    return MiniBatch(rows=built, info=mini_batch_info(built, assembly_version=0))
 
 
 def with_tokens() -> MiniBatch:

@@ -92,7 +92,7 @@ def golden_turn() -> StoredTurn:
 
 
 def golden_manifest() -> Manifest:
-    return manifest("g0", "g1", run="run", step=2)
+    return replace(manifest("g0", "g1", run="run", step=2), assembly_version=0)
 
 
 def golden_mini_batch() -> MiniBatch:
@@ -106,7 +106,9 @@ def golden_mini_batch() -> MiniBatch:
         token_reward=0.25,
         version=7,
     )
-    info = mini_batch_info(built, step=3, pad_token_id=9, micro_batches=((0,), (1, 2)))
+    info = mini_batch_info(
+        built, step=3, pad_token_id=9, micro_batches=((0,), (1, 2)), assembly_version=0
+    )
     return MiniBatch(rows=built, info=info)
 
 

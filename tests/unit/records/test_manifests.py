@@ -38,6 +38,29 @@ def test_fields_that_this_release_does_not_know_are_ignored_and_are_part_of_the_
     assert manifest_hash(newer) != manifest_hash(record)
 
 
+def weighted(*weights: float, num_rows: int) -> Manifest:
+    plan = manifest("g0")
+    member = plan.groups[0].trajectories[0]
+    rows_of = replace(member, sequences=member.sequences * num_rows, weights=weights)
+    group = replace(plan.groups[0], trajectories=(rows_of, *plan.groups[0].trajectories[1:]))
+    mini_batches = (replace(plan.mini_batches[0], num_rows=num_rows + 1),)
+    return replace(plan, groups=(group,), mini_batches=mini_batches)
+
+
+def test_rows_that_weigh_alike_cost_one_number():
+    alike = len(encode_manifest(weighted(0.5, 0.5, num_rows=2)))
+
+    assert len(encode_manifest(weighted(1.0, 1.0, num_rows=2))) == alike
+    assert len(encode_manifest(weighted(0.75, 0.25, num_rows=2))) > alike
+
+
+def test_another_number_of_weights_than_of_rows_is_refused():
+    record = encode_manifest(weighted(0.5, 0.25, num_rows=3))
+
+    with pytest.raises(CorruptRecordError, match="2 weights for 3 rows"):
+        decode_manifest(record)
+
+
 def changed(**changes: Any) -> MiniBatchPlan:
     return replace(manifest("g0", "g1").mini_batches[0], **changes)
 

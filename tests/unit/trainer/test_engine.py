@@ -47,6 +47,40 @@ def test_loss_and_gradient_do_not_depend_on_micro_batches(
     torch.testing.assert_close(_gradients(other), _gradients(one), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("weights", [(1, 1, 1, 1), (0.5, 0.5, 1, 1), (4 / 7, 3 / 7, 1, 1)], ids=str)
+def test_the_loss_weighs_rows_as_shipped(
+    build_engine: BuildEngine, weights: tuple[float, ...]
+) -> None:
+    # The first two rows are one trajectory, of 4 and 3 trained tokens.
+    texts = ("abCDEF", "xYZW", "hijKLM", "pqRsT")
+    share = np.array(weights, np.float32)
+    rows = testing.rows(*texts, group_ids=["g"] * 4, advantages=ADVANTAGES, logprobs=-4.5)
+    alone = [
+        _loss_alone(build_engine(), text, advantage)
+        for text, advantage in zip(texts, ADVANTAGES, strict=True)
+    ]
+    rows = replace(
+        rows,
+        weight=share,
+        trajectory_id=["g/0/0", "g/0/0", "g/1/0", "g/2/0"],
+        trajectory_num_tokens=np.array([7, 7, 3, 2], np.int64),
+    )
+    info = testing.mini_batch_info(rows, micro_batches=((3, 0), (1, 2)))
+    mini_batch = PulledMiniBatch(rows=rows, info=info, content_hash="", num_bytes=0)
+
+    report = build_engine().update(mini_batch, aggregation="seq_mean_token_mean")
+
+    expected = sum(w * own for w, own in zip(weights, alone, strict=True)) / sum(weights)
+    assert report.loss == pytest.approx(expected, rel=1e-5)
+
+
+def _loss_alone(engine: Engine, text: str, advantage: float) -> float:
+    own = testing.rows(text, advantages=[advantage], logprobs=-4.5)
+    info = testing.mini_batch_info(own)
+    mini_batch = PulledMiniBatch(rows=own, info=info, content_hash="", num_bytes=0)
+    return engine.update(mini_batch, aggregation="seq_mean_token_mean").loss
+
+
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "prompt_mean"])
 def test_inert_rows_contribute_exactly_nothing(
     build_engine: BuildEngine, build_mini_batch: BuildMiniBatch, aggregation: Aggregation

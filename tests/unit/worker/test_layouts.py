@@ -208,6 +208,8 @@ def test_a_batch_has_one_loss_whatever_its_layout_ranks_micro_batches_and_order(
     mode: str, score: Score, responses: list[str], world: int, limit: int, data: st.DataObject
 ) -> None:
     batch = testing.rows(*responses, group_ids=[f"g{i % 2}" for i in range(len(responses))])
+    weights = [data.draw(st.sampled_from([0.25, 0.5, 0.75, 1.0])) for _ in responses]
+    batch = replace(batch, weight=np.array(weights, np.float32))
     [whole] = cut(batch, world=1, limit=0)
     order = data.draw(st.permutations(range(len(batch))))
     shares = cut(batch, world=world, limit=limit, order=order)

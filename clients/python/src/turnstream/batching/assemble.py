@@ -165,7 +165,7 @@ def _rows(
         sequence_index=np.array(index, np.int32),
         is_last=np.array([n + 1 == count for count in num_rows for n in range(count)], np.bool_),
         is_padding=np.zeros(len(planned), np.bool_),
-        weight=np.array(repeated(lambda _, t: t.weight), np.float32),
+        weight=np.array([weight for _, t in trajectories for weight in t.weights], np.float32),
         reward=np.array(repeated(lambda _, t: t.reward), np.float32),
         advantage=np.array(repeated(lambda _, t: t.advantage), np.float32),
         prompt_length=np.array([row.prompt_length for _, row in planned], np.int32),

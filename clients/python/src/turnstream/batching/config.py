@@ -35,6 +35,7 @@ Aggregation = Literal[
     "rollout_mean",
     "prompt_mean",
 ]
+RowWeights = Literal["per_row", "per_trajectory", "rollout_mean"]
 
 UNPLANNABLE_ESTIMATORS = {
     "gae": "it needs a value for every token: use turnstream.batching.token_advantages.gae",
@@ -58,6 +59,8 @@ class BatchingConfig:
         singleton_advantage: of the only trajectory of a group: 0, or its raw reward.
         aggregation: the loss denominator the trainer uses.
         length_constant: tokens, the constant of `aggregation="constant"`; 0 otherwise.
+        row_weights: what each row of a trajectory of several rows weighs in the loss: 1, an equal
+            share of 1, or its share of the trajectory's trained tokens (batching.filters).
         merge: merge turns that continue each other into one row; False gives a row per turn.
         drop_zero_variance: groups whose rewards are all equal are filtered, not trained.
         max_staleness: steps a group may lag behind the weights it trains; bounds admission.
@@ -90,6 +93,7 @@ class BatchingConfig:
     singleton_advantage: SingletonAdvantage = "zero"
     aggregation: Aggregation = "token_mean"
     length_constant: int = 0
+    row_weights: RowWeights = "per_row"
     merge: bool = True
     drop_zero_variance: bool = False
     max_staleness: int = 1
@@ -166,6 +170,11 @@ class BatchingConfig:
                 "length_constant",
                 f"{self.length_constant} does not go with aggregation={self.aggregation!r}",
             )
+        why_not = _WEIGHTLESS.get(self.aggregation)
+        if self.row_weights != "per_row" and why_not:
+            self._refuse_row_weights(why_not)
+        if self.row_weights == "rollout_mean" and self.aggregation != "seq_mean_token_mean":
+            self._refuse_row_weights("a row's sum of tokens would count its length twice")
 
     def _check_deadlines(self) -> None:
         if (self.deadline_policy == "refill") != (self.max_refills > 0):
@@ -180,6 +189,20 @@ class BatchingConfig:
                 "'train_short' needs a group_deadline_s or a reward_deadline_s above 0",
             )
 
+    def _refuse_row_weights(self, why_not: str) -> None:
+        raise InvalidConfigError(
+            "row_weights",
+            f"{self.row_weights!r} does not go with aggregation={self.aggregation!r}: {why_not}",
+        )
+
+
+_WEIGHTLESS: dict[str, str] = {
+    "token_mean": "it counts tokens alike, whatever row they are in",
+    "rollout_mean": "it divides by the trajectory's tokens already",
+    "prompt_mean": "it divides by the group's tokens already",
+}
+"""Aggregations that divide by something other than the sum of weights, and why weights of rows
+would only distort them."""
 
 _LEAST = {
     "batch_groups": 1,
@@ -206,6 +229,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "deadline_policy": DeadlinePolicy.__args__,
     "refill_fallback": RefillFallback.__args__,
     "surplus": Surplus.__args__,
+    "row_weights": RowWeights.__args__,
 }
 
 

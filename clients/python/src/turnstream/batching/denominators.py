@@ -12,7 +12,9 @@ T its trained tokens, and sums over rows::
     rollout_mean           w * sum(l) / tokens of the trajectory / num_trajectories
     prompt_mean            w * sum(l) / tokens of the group / num_groups
 
-`weight_sum` is the sum of the weights of the counted rows: with weights of 1 it is `num_sequences`.
+`weight_sum` is the sum of the weights of the counted rows: with weights of 1 it is `num_sequences`,
+and where the weights of a trajectory's rows add up to 1 it is `num_trajectories`. Those that divide
+by something else take weights of 1 only: see BatchingConfig.row_weights.
 Rows without a trained token, and inert rows, are counted nowhere.
 """
 
@@ -25,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.config import Aggregation
+from turnstream.batching.config import Aggregation, RowWeights
 from turnstream.batching.plan import GroupPlan
 from turnstream.errors import BatchingError
 from turnstream.types import Denominators, Rows
@@ -39,11 +41,11 @@ def plan_denominators(groups: Iterable[GroupPlan], *, length_constant: int) -> D
         sequences_before = num_sequences
         for trajectory in group.trajectories:
             trained = [row.num_trained_tokens for row in trajectory.sequences]
-            num_live = sum([count > 0 for count in trained])
+            live = [w for w, count in zip(trajectory.weights, trained, strict=True) if count]
             num_tokens += sum(trained)
-            num_sequences += num_live
-            num_trajectories += num_live > 0
-            weights.append(num_live * trajectory.weight)
+            num_sequences += len(live)
+            num_trajectories += bool(live)
+            weights += live
         num_groups += num_sequences > sequences_before
     return Denominators(
         num_tokens=num_tokens,
@@ -137,16 +139,30 @@ def row_scales(
     return scales_B
 
 
-def check_share(rows: Rows, denominators: Denominators, *, dp_world_size: int) -> ShareCounts:
+def check_share(
+    rows: Rows,
+    denominators: Denominators,
+    *,
+    dp_world_size: int,
+    row_weights: RowWeights | None = None,
+) -> ShareCounts:
     """Refuse a share that cannot be part of a mini-batch with these denominators.
 
     A rank knows its own rows only: none of its counts may exceed the global ones, and where it is
     the only rank they must be equal. The counts that it gives can be added over the ranks.
 
+    Args:
+        rows: of one rank.
+        denominators: of the whole mini-batch, as shipped.
+        dp_world_size: number of ranks.
+        row_weights: how the run weighs rows; None takes any weights.
+
     Raises:
         BatchingError: names the count, or the row, and both numbers.
     """
     _check_rows(rows)
+    if row_weights is not None:
+        _check_weights(rows, row_weights)
     counts = ShareCounts.of(rows)
     for name, own in counts._asdict().items():
         whole = getattr(denominators, name)
@@ -183,4 +199,25 @@ def _check_rows(rows: Rows) -> None:
         raise BatchingError(
             f"row {rows.row_id[row]} has {trained_B[row]} trained tokens, its trajectory "
             f"{rows.trajectory_num_tokens[row]}, its group {rows.group_num_tokens[row]}"
+        )
+
+
+def _check_weights(rows: Rows, row_weights: RowWeights) -> None:
+    """Each live row alone says what it weighs, but for the number of its trajectory's rows."""
+    trained_B = num_trained(rows)
+    live = np.flatnonzero(trained_B > 0)
+    match row_weights:
+        case "per_row":
+            expected = np.ones(len(live))
+        case "per_trajectory":
+            expected = 1 / np.maximum(np.rint(1 / np.maximum(rows.weight[live], 1e-9)), 1)
+        case "rollout_mean":
+            expected = trained_B[live] / rows.trajectory_num_tokens[live]
+    wrong = live[~np.isclose(rows.weight[live], expected, rtol=1e-5, atol=0)]
+    if len(wrong):
+        row = int(wrong[0])
+        raise BatchingError(
+            f"row {rows.row_id[row]} of {trained_B[row]} of the {rows.trajectory_num_tokens[row]} "
+            f"trained tokens of its trajectory has a weight of {rows.weight[row]:g}, which is not "
+            f"{row_weights}"
         )

@@ -6,18 +6,16 @@ Everything dropped here is counted with its reason by whoever calls; nothing is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from turnstream.batching.config import RowWeights
 from turnstream.errors import BatchingError, InvalidConfigError
 from turnstream.types import Status
 
 ZERO_VARIANCE_TOLERANCE = 1e-6
 """Rewards closer than this are equal: shaped rewards of the same outcome differ by rounding."""
-
-RowWeights = Literal["per_row", "per_trajectory", "rollout_mean"]
 
 
 def has_zero_variance(

@@ -11,8 +11,12 @@ from typing import NamedTuple
 
 from turnstream.types import Denominators, Status, TrajectoryKey
 
-ASSEMBLY_VERSION = 0
-"""Changes whenever the same manifest would assemble to other rows."""
+ASSEMBLY_VERSION = 1
+"""Grows whenever a plan says something that the rules before would assemble to other rows.
+
+A replica assembles plans of this version and of those before, and refuses newer ones by name: in
+version 0 all rows of a trajectory weigh alike.
+"""
 
 
 class SequenceShape(NamedTuple):
@@ -38,7 +42,7 @@ class TrajectoryPlan:
     Attributes:
         reward: the one reward that the estimator saw.
         advantage: float32 value, broadcast to every row by the row's own mask.
-        weight: of each of its rows in the loss.
+        weights: of its rows in the loss, float32 values, one per sequence.
         num_turn_tokens: tokens of all turns sent one by one, for the merge ratio.
         sequences: its rows, in order.
         payload_crcs: CRC-32 of every turn's payload; the assembler refuses any other.
@@ -48,7 +52,7 @@ class TrajectoryPlan:
     status: Status
     reward: float
     advantage: float
-    weight: float
+    weights: tuple[float, ...]
     num_turn_tokens: int
     oldest_version: int | None
     newest_version: int | None

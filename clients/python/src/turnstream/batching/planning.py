@@ -9,6 +9,7 @@ import numpy as np
 from turnstream.batching.advantages import GroupOutcomes, trajectory_advantages
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.denominators import plan_denominators
+from turnstream.batching.filters import row_weights
 from turnstream.batching.merge import plan_sequences
 from turnstream.batching.plan import (
     ASSEMBLY_VERSION,
@@ -22,9 +23,6 @@ from turnstream.batching.readiness import ReadyGroup
 from turnstream.batching.rewards import planned_reward
 from turnstream.errors import BatchingError
 from turnstream.types import SealedTrajectory
-
-ROW_WEIGHT = 1.0
-"""Every row weighs alike, also where a trajectory has several."""
 
 
 def num_groups_to_plan(num_ready: int, config: BatchingConfig, *, is_final: bool) -> int:
@@ -136,7 +134,7 @@ def _trajectory_plan(
         status=member.status,
         reward=planned_reward(member, config),
         advantage=advantage,
-        weight=ROW_WEIGHT,
+        weights=_weights(sequences, config),
         num_turn_tokens=sum([turn.num_tokens for turn in member.turns]),
         oldest_version=member.oldest_version,
         newest_version=member.newest_version,
@@ -144,6 +142,18 @@ def _trajectory_plan(
         sequences=sequences,
         payload_crcs=member.payload_crcs,
     )
+
+
+def _weights(sequences: PlannedRows, config: BatchingConfig) -> tuple[float, ...]:
+    """What each of these rows weighs; 1 also where it has no trained token and counts nowhere."""
+    if len(sequences) == 1 or config.row_weights == "per_row":
+        return (1.0,) * len(sequences)
+    weights = row_weights(
+        config.row_weights,
+        trajectory_B=np.zeros(len(sequences), np.int64),
+        num_trained_B=np.array([row.num_trained_tokens for row in sequences], np.int64),
+    )
+    return tuple(weights.tolist())
 
 
 def _mini_batches(

@@ -87,28 +87,33 @@ def _decode_group(message: wire.GroupPlan) -> GroupPlan:
 
 
 def _encode_trajectory(plan: TrajectoryPlan) -> wire.TrajectoryPlan:
+    is_uniform = len(set(plan.weights)) == 1
     return wire.TrajectoryPlan(
         key=encode_key(plan.key),
         status=plan.status.value,
         reward=plan.reward,
         advantage=plan.advantage,
-        weight=plan.weight,
+        weight=plan.weights[0] if is_uniform else 0.0,
         num_turn_tokens=plan.num_turn_tokens,
         oldest_version=plan.oldest_version,
         newest_version=plan.newest_version,
         has_logprobs=plan.has_logprobs,
         sequences=[_encode_sequence(sequence) for sequence in plan.sequences],
         payload_crcs=plan.payload_crcs,
+        row_weights=() if is_uniform else plan.weights,
     )
 
 
 def _decode_trajectory(message: wire.TrajectoryPlan) -> TrajectoryPlan:
+    weights = tuple(message.row_weights) or (message.weight,) * len(message.sequences)
+    if len(weights) != len(message.sequences):
+        raise CorruptRecordError(f"{len(weights)} weights for {len(message.sequences)} rows")
     return TrajectoryPlan(
         key=decode_key(message),
         status=decode_status(message.status),
         reward=message.reward,
         advantage=message.advantage,
-        weight=message.weight,
+        weights=weights,
         num_turn_tokens=message.num_turn_tokens,
         oldest_version=message.oldest_version if message.HasField("oldest_version") else None,
         newest_version=message.newest_version if message.HasField("newest_version") else None,

@@ -94,7 +94,7 @@ def trajectory_plan(
         status=Status.COMPLETED,
         reward=reward,
         advantage=advantage,
-        weight=1.0,
+        weights=(1.0,),
         num_turn_tokens=5,
         oldest_version=0,
         newest_version=0,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from turnstream.batching.config import RowWeights
 from turnstream.batching.denominators import check_share
 from turnstream.errors import (
     BatcherUnavailableError,
@@ -81,7 +82,13 @@ class Prefetcher:
     """
 
     def __init__(
-        self, calls: BatcherCalls, *, first_step: int, max_bytes: int, timeout_s: float
+        self,
+        calls: BatcherCalls,
+        *,
+        first_step: int,
+        max_bytes: int,
+        timeout_s: float,
+        row_weights: RowWeights,
     ) -> None:
         """Start pulling.
 
@@ -90,11 +97,13 @@ class Prefetcher:
             first_step: to begin with.
             max_bytes: bound of the queue.
             timeout_s: after which `take` gives up.
+            row_weights: of the run; rows that weigh otherwise are refused.
         """
         self.progress = _Progress(first_step)
         self.max_bytes = max_bytes
         self._calls = calls
         self._timeout_s = timeout_s
+        self._row_weights: RowWeights = row_weights
         # Some answers before the deadline of `take`, so that it can give the reason.
         self._wait_s = min(LONG_POLL_S, timeout_s / 4)
         self._queue: ByteQueue[PulledMiniBatch] = ByteQueue(max_bytes=max_bytes)
@@ -223,7 +232,12 @@ class Prefetcher:
         header, mini_batch = arrival.header, arrival.decode()
         info = mini_batch.info
         self._check_identity(info)
-        check_share(mini_batch.rows, info.denominators, dp_world_size=info.dp_world_size)
+        check_share(
+            mini_batch.rows,
+            info.denominators,
+            dp_world_size=info.dp_world_size,
+            row_weights=self._row_weights,
+        )
         pulled = PulledMiniBatch(
             rows=mini_batch.rows,
             info=info,

@@ -74,7 +74,11 @@ class MiniBatches:
         self._finished: MiniBatchInfo | None = None
         self._wait_s = 0.0
         self._prefetcher = Prefetcher(
-            calls, first_step=first_step, max_bytes=max_prefetch_bytes, timeout_s=timeout_s
+            calls,
+            first_step=first_step,
+            max_bytes=max_prefetch_bytes,
+            timeout_s=timeout_s,
+            row_weights=config.row_weights,
         )
         # A stream that is dropped without `close` must not leave its thread behind.
         self._close = weakref.finalize(self, self._prefetcher.close)

@@ -14,6 +14,7 @@ from turnstream.batching.config import (
     Estimator,
     RefillFallback,
     RewardSource,
+    RowWeights,
     SingletonAdvantage,
     Surplus,
 )
@@ -142,6 +143,11 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
     max_staleness = draw(st.integers(0, 4))
     merge = draw(st.booleans())
     policy = draw(st.sampled_from(get_args(DeadlinePolicy)))
+    weights_of_rows: list[RowWeights] = ["per_row"]
+    if aggregation.startswith("seq_mean") or aggregation == "constant":
+        weights_of_rows.append("per_trajectory")
+    if aggregation == "seq_mean_token_mean":
+        weights_of_rows.append("rollout_mean")
     return BatchingConfig(
         batch_groups=mini_batch_groups * draw(st.integers(1, 8)),
         mini_batch_groups=mini_batch_groups,
@@ -151,6 +157,7 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
         singleton_advantage=draw(st.sampled_from(get_args(SingletonAdvantage))),
         aggregation=aggregation,
         length_constant=draw(st.integers(1, 4096)) if aggregation == "constant" else 0,
+        row_weights=draw(st.sampled_from(weights_of_rows)),
         merge=merge,
         drop_zero_variance=draw(st.booleans()),
         max_staleness=max_staleness,
@@ -201,21 +208,24 @@ def _sequence_shapes(draw: st.DrawFn) -> SequenceShape:
     )
 
 
-def _trajectory_plans() -> st.SearchStrategy[TrajectoryPlan]:
-    return st.builds(
+@st.composite
+def _trajectory_plans(draw: st.DrawFn) -> TrajectoryPlan:
+    sequences = draw(st.lists(_sequence_shapes(), min_size=1, max_size=2))
+    plans = st.builds(
         TrajectoryPlan,
         key=keys,
         status=st.sampled_from(Status),
         reward=rewards_of_trajectories,
         advantage=floats32,
-        weight=floats32,
+        weights=exactly(len(sequences), floats32).map(tuple),
         num_turn_tokens=st.integers(0, 2**40),
         oldest_version=optional_versions,
         newest_version=optional_versions,
         has_logprobs=st.booleans(),
-        sequences=st.lists(_sequence_shapes(), min_size=1, max_size=2).map(tuple),
+        sequences=st.just(tuple(sequences)),
         payload_crcs=st.lists(crcs, max_size=3).map(tuple),
     )
+    return draw(plans)
 
 
 def _group_plans() -> st.SearchStrategy[GroupPlan]:

@@ -245,7 +245,7 @@ class SequenceShape(_message.Message):
     def __init__(self, turns: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_trained_tokens: _Optional[int] = ...) -> None: ...
 
 class TrajectoryPlan(_message.Message):
-    __slots__ = ("key", "status", "reward", "advantage", "weight", "num_turn_tokens", "oldest_version", "newest_version", "has_logprobs", "sequences", "payload_crcs")
+    __slots__ = ("key", "status", "reward", "advantage", "weight", "num_turn_tokens", "oldest_version", "newest_version", "has_logprobs", "sequences", "payload_crcs", "row_weights")
     KEY_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     REWARD_FIELD_NUMBER: _ClassVar[int]
@@ -257,6 +257,7 @@ class TrajectoryPlan(_message.Message):
     HAS_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_CRCS_FIELD_NUMBER: _ClassVar[int]
+    ROW_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     key: TrajectoryKey
     status: str
     reward: float
@@ -268,7 +269,8 @@ class TrajectoryPlan(_message.Message):
     has_logprobs: bool
     sequences: _containers.RepeatedCompositeFieldContainer[SequenceShape]
     payload_crcs: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, key: _Optional[_Union[TrajectoryKey, _Mapping]] = ..., status: _Optional[str] = ..., reward: _Optional[float] = ..., advantage: _Optional[float] = ..., weight: _Optional[float] = ..., num_turn_tokens: _Optional[int] = ..., oldest_version: _Optional[int] = ..., newest_version: _Optional[int] = ..., has_logprobs: bool = ..., sequences: _Optional[_Iterable[_Union[SequenceShape, _Mapping]]] = ..., payload_crcs: _Optional[_Iterable[int]] = ...) -> None: ...
+    row_weights: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, key: _Optional[_Union[TrajectoryKey, _Mapping]] = ..., status: _Optional[str] = ..., reward: _Optional[float] = ..., advantage: _Optional[float] = ..., weight: _Optional[float] = ..., num_turn_tokens: _Optional[int] = ..., oldest_version: _Optional[int] = ..., newest_version: _Optional[int] = ..., has_logprobs: bool = ..., sequences: _Optional[_Iterable[_Union[SequenceShape, _Mapping]]] = ..., payload_crcs: _Optional[_Iterable[int]] = ..., row_weights: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class GroupPlan(_message.Message):
     __slots__ = ("group_id", "prompt_uid", "trajectories")

@@ -1,0 +1,44 @@
+"""Which plans a replica assembles."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from turnstream.batching.plan import ASSEMBLY_VERSION
+from turnstream.errors import StoreUnavailableError, UnknownFormatError
+from turnstream.testing import config, manifest
+from turnstream_server.batcher.assembler import Assembler
+from turnstream_server.batcher.shares import PlannedBatch
+
+
+@pytest.fixture
+async def assembler() -> AsyncIterator[Assembler]:
+    """One whose store nobody has started."""
+    assembler = Assembler("redis://127.0.0.1:1/0", max_cache_bytes=1 << 20)
+    yield assembler
+    await assembler.close()
+
+
+def batch_of_version(assembly_version: int) -> PlannedBatch:
+    plan = replace(manifest(), assembly_version=assembly_version)
+    return PlannedBatch(manifest=plan, manifest_hash="ab", config=config())
+
+
+async def test_a_plan_of_a_newer_release_is_refused_by_name(assembler: Assembler) -> None:
+    newer = ASSEMBLY_VERSION + 1
+
+    with pytest.raises(UnknownFormatError, match=f"assembly has format version {newer}"):
+        await assembler.share(batch_of_version(newer), mini_batch=0, dp_rank=0, dp_world_size=1)
+
+
+@pytest.mark.parametrize("assembly_version", range(ASSEMBLY_VERSION + 1))
+async def test_the_payload_of_older_plans_is_fetched_all_the_same(
+    assembler: Assembler, assembly_version: int
+) -> None:
+    batch = batch_of_version(assembly_version)
+
+    with pytest.raises(StoreUnavailableError):
+        await assembler.share(batch, mini_batch=0, dp_rank=0, dp_world_size=1)
