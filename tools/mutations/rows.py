@@ -245,6 +245,20 @@ ROWS = (
     # ----------------------------------------------------------------------------------
     # planning and assembling
     Mutation(
+        "a rank may have fewer rows than passes",
+        "minibatch.py",
+        "math.lcm(*declared, dp_world_size * passes_multiple_of)",
+        "math.lcm(*declared)",
+        ("test_minibatch_sizes",),
+    ),
+    Mutation(
+        "a row that no pass can take is planned",
+        "lengths.py",
+        "if cost > budget.limit:",
+        "if False:",
+        ("test_lengths",),
+    ),
+    Mutation(
         "a short batch is planned while more groups may come",
         "planning.py",
         "return num_ready if is_final else 0",

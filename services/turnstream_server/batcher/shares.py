@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.minibatch import micro_batches, rank_share
+from turnstream.batching.minibatch import budgeted_passes, rank_share, rows_multiple
 from turnstream.batching.plan import GroupPlan, Manifest
 from turnstream.records.batches import EncodedMiniBatch, encode_mini_batch
 from turnstream.types import MiniBatch, MiniBatchInfo, Rows
@@ -41,19 +41,28 @@ def encode_share(
         dp_rank: whose share.
         dp_world_size: of how many.
     """
+    config = batch.config
+    multiple_of = rows_multiple(
+        dp_world_size=dp_world_size,
+        mini_batch_rows=config.rows_multiple_of,
+        passes_multiple_of=config.passes_multiple_of,
+    )
     share = rank_share(
         rows,
         step=batch.manifest.step,
         mini_batch=mini_batch,
         dp_rank=dp_rank,
         dp_world_size=dp_world_size,
-        pad_token_id=batch.config.pad_token_id,
+        pad_token_id=config.pad_token_id,
+        multiple_of=multiple_of,
     )
-    passes = micro_batches(
+    passes = budgeted_passes(
         rows,
         dp_rank=dp_rank,
         dp_world_size=dp_world_size,
-        max_tokens=batch.config.max_tokens_per_micro_batch,
+        budget=config.budget,
+        passes_multiple_of=config.passes_multiple_of,
+        multiple_of=multiple_of,
     )
     num_inert_rows = int(np.count_nonzero(share.is_padding))
     info = _info(

@@ -83,6 +83,49 @@ async def test_what_is_said_of_a_mini_batch_is_the_same_for_every_rank_but_for_i
     assert infos[0].denominators.num_tokens == 6
 
 
+async def test_every_rank_has_the_passes_that_the_run_asks_for(house):
+    run = house.create_run(
+        batch_groups=2,
+        max_tokens_per_micro_batch=20,
+        micro_batch_cost="packed",
+        passes_multiple_of=3,
+        rows_multiple_of=5,
+    )
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, _lettered("g0", "CD", "E"), _lettered("g1", "F", "GH"))
+
+    await trainer.start(dp_world_size=2)
+    shares = [(await trainer.get(1, dp_rank=rank))[0].mini_batch for rank in range(2)]
+
+    # Two rows of 7 tokens together and 13 inert ones of 2 tokens each are two passes: three.
+    assert [len(share.info.micro_batches) for share in shares] == [3, 3]
+    assert [len(share.rows) for share in shares] == [15, 15]
+    assert sum(share.info.num_inert_rows for share in shares) == 26
+
+
+async def test_a_pass_of_concatenated_rows_holds_more_than_a_rectangle_of_them(house):
+    passes = {}
+    for model in ("padded", "packed"):
+        run = house.create_run(batch_groups=1, max_tokens_per_micro_batch=9, micro_batch_cost=model)
+        trainer = house.trainer(await house.start_batcher(), run)
+        await house.publish(run, _lettered("g0", "CDEF", "G"))
+        await trainer.start()
+        passes[model] = (await trainer.get(1))[0].mini_batch.info.micro_batches
+
+    assert passes == {"padded": ((0,), (1,)), "packed": ((0, 1),)}
+
+
+async def test_a_trajectory_that_no_pass_can_take_is_left_out_where_the_run_refuses_it(house):
+    run = house.create_run(batch_groups=1, max_tokens_per_micro_batch=5, over_long="refuse")
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, _lettered("g0", "CD", "EFGHI", "J"))
+
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    assert pulled.rows == ["abCD", "abJ"]
+
+
 async def test_the_mini_batches_of_a_step_come_in_order_and_hold_whole_groups(house):
     run = house.create_run(batch_groups=3, mini_batch_groups=1)
     trainer = house.trainer(await house.start_batcher(), run)

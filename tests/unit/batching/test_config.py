@@ -83,6 +83,14 @@ def test_refuses_component_weights_that_do_not_go_with_the_estimator(
         ("aggregation", "sum"),
         ("length_constant", 5),
         ("row_weights", "per_token"),
+        ("micro_batch_cost", "cubic"),
+        ("cost_per_token", -1.0),
+        ("cost_per_token", "much"),
+        ("cost_per_squared_token", float("nan")),
+        ("cost_per_squared_token", float("inf")),
+        ("over_long", "cut"),
+        ("passes_multiple_of", 0),
+        ("rows_multiple_of", 0),
         ("max_planned_ahead", -1),
         ("lease_s", 0.29),
         ("lease_s", float("nan")),
@@ -135,6 +143,31 @@ def test_refuses_weights_by_length_where_rows_count_by_length_already(
     assert make(row_weights="per_trajectory", **fields).row_weights == "per_trajectory"
     with pytest.raises(InvalidConfigError, match=r"^row_weights: .*length twice"):
         make(row_weights="rollout_mean", **fields)
+
+
+@pytest.mark.parametrize("model", ["padded", "packed"])
+@pytest.mark.parametrize("field", ["cost_per_token", "cost_per_squared_token"])
+def test_refuses_costs_that_only_a_quadratic_model_reads(model: str, field: str) -> None:
+    assert make(micro_batch_cost="quadratic", **{field: 2}).budget.model == "quadratic"
+    with pytest.raises(InvalidConfigError, match=f"^{field}: 2.0 .*'{model}'"):
+        make(micro_batch_cost=model, **{field: 2})
+
+
+def test_refuses_to_refuse_long_rows_without_a_limit() -> None:
+    with pytest.raises(InvalidConfigError, match=r"^over_long: 'refuse' without max_tokens"):
+        make(over_long="refuse")
+
+
+def test_a_pass_may_cost_what_the_run_says() -> None:
+    config = make(
+        max_tokens_per_micro_batch=70,
+        micro_batch_cost="quadratic",
+        cost_per_token=6,
+        cost_per_squared_token=1,
+    )
+
+    assert config.budget.limit == 70
+    assert config.budget.cost([4, 2]) == 6 * 4 + 4 * 4 + 6 * 2 + 2 * 2
 
 
 def test_a_refusal_survives_pickling() -> None:

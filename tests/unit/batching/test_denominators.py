@@ -18,7 +18,8 @@ from turnstream.batching.denominators import (
     row_scales,
 )
 from turnstream.batching.filters import row_weights
-from turnstream.batching.minibatch import micro_batches, rank_share
+from turnstream.batching.microbatch import Budget, CostModel
+from turnstream.batching.minibatch import budgeted_passes, rank_share, rows_multiple
 from turnstream.errors import BatchingError, InvalidConfigError
 from turnstream.testing import config, rows
 from turnstream.types import Denominators, Ragged, Rows
@@ -289,11 +290,30 @@ def split_batches(draw: st.DrawFn) -> Rows:
     )
 
 
-@given(split_batches(), st.sampled_from(SPLIT_MODES), st.integers(1, 5), st.randoms())
+@given(
+    split_batches(),
+    st.sampled_from(SPLIT_MODES),
+    st.integers(1, 5),
+    st.sampled_from(get_args(CostModel)),
+    st.integers(1, 3),
+    st.randoms(),
+)
 def test_with_every_weight_of_rows_the_loss_depends_on_no_cut_and_no_order(
-    batch: Rows, setting: tuple[RowWeights, Aggregation], dp_world_size: int, random: Any
+    batch: Rows,
+    setting: tuple[RowWeights, Aggregation],
+    dp_world_size: int,
+    model: CostModel,
+    passes_multiple_of: int,
+    random: Any,
 ) -> None:
     kind, mode = setting
+    cut = {
+        "dp_world_size": dp_world_size,
+        "multiple_of": rows_multiple(
+            dp_world_size=dp_world_size, passes_multiple_of=passes_multiple_of
+        ),
+    }
+    budget = Budget(limit=9, model=model)
     batch = weighted(batch, kind)
     shuffled = take_rows(batch, random.sample(range(len(batch)), len(batch)))
 
@@ -306,11 +326,12 @@ def test_with_every_weight_of_rows_the_loss_depends_on_no_cut_and_no_order(
     denominators = count_denominators([batch], length_constant=5)
     total = 0.0
     for dp_rank in range(dp_world_size):
-        share = rank_share(shuffled, dp_rank=dp_rank, dp_world_size=dp_world_size, **CUT)
+        share = rank_share(shuffled, dp_rank=dp_rank, **cut, **CUT)
         check_share(share, denominators, dp_world_size=dp_world_size, row_weights=kind)
-        for positions in micro_batches(
-            shuffled, dp_rank=dp_rank, dp_world_size=dp_world_size, max_tokens=9
-        ):
+        passes = budgeted_passes(
+            shuffled, dp_rank=dp_rank, budget=budget, passes_multiple_of=passes_multiple_of, **cut
+        )
+        for positions in passes:
             part = take_rows(share, positions)
             total += loss(part, token_losses(part), mode, of=batch, constant=5)
 
@@ -337,8 +358,8 @@ def test_the_loss_does_not_depend_on_ranks_micro_batches_or_padding(
     total = 0.0
     for dp_rank in range(dp_world_size):
         share = rank_share(batch, dp_rank=dp_rank, dp_world_size=dp_world_size, **CUT)
-        passes = micro_batches(
-            batch, dp_rank=dp_rank, dp_world_size=dp_world_size, max_tokens=max_tokens
+        passes = budgeted_passes(
+            batch, dp_rank=dp_rank, dp_world_size=dp_world_size, budget=Budget(limit=max_tokens)
         )
         for positions in passes:
             part = take_rows(share, positions)

@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnstream.batching.assemble import concatenate_rows, take_rows
+from turnstream.batching.microbatch import Budget
 from turnstream.batching.minibatch import (
     INERT_LENGTH,
+    budgeted_passes,
     cut_ranks,
     inert_row_id,
     inert_rows,
-    micro_batches,
     rank_share,
 )
 from turnstream.batching.outputs import join_by_row_id, response_values_left_padded
@@ -139,7 +140,7 @@ def test_case_32_a_rank_that_is_none_is_refused(dp_rank: int) -> None:
     with pytest.raises(BatchingError, match=f"dp_rank {dp_rank} of a world of 4"):
         rank_share(FIVE, dp_rank=dp_rank, dp_world_size=4, **CUT)
     with pytest.raises(BatchingError, match=f"dp_rank {dp_rank} of a world of 4"):
-        micro_batches(FIVE, dp_rank=dp_rank, dp_world_size=4, max_tokens=0)
+        budgeted_passes(FIVE, dp_rank=dp_rank, dp_world_size=4, budget=Budget(limit=0))
 
 
 def test_case_33_outputs_of_padded_mini_batches_are_joined_by_row_id() -> None:
@@ -217,18 +218,20 @@ def test_numbers_that_leave_no_id_are_refused(name: tuple[int, int, int]) -> Non
 
 
 def test_without_a_limit_a_rank_computes_all_rows_at_once() -> None:
-    assert micro_batches(FIVE, dp_rank=0, dp_world_size=1, max_tokens=0) == ((0, 1, 2, 3, 4),)
+    assert budgeted_passes(FIVE, dp_rank=0, dp_world_size=1, budget=Budget(limit=0)) == (
+        (0, 1, 2, 3, 4),
+    )
 
 
 def test_a_pass_costs_its_rows_times_the_longest() -> None:
     # Lengths 3, 6, 2, 3, 2 and 6 positions: two rows of 3, two of 2, one of 6; the longest first.
-    passes = micro_batches(FIVE, dp_rank=0, dp_world_size=1, max_tokens=6)
+    passes = budgeted_passes(FIVE, dp_rank=0, dp_world_size=1, budget=Budget(limit=6))
 
     assert passes == ((1,), (0, 3), (2, 4))
 
 
 def test_a_row_above_the_limit_has_a_pass_of_its_own() -> None:
-    passes = micro_batches(FIVE, dp_rank=0, dp_world_size=1, max_tokens=4)
+    passes = budgeted_passes(FIVE, dp_rank=0, dp_world_size=1, budget=Budget(limit=4))
 
     assert passes == ((1,), (0,), (3,), (2, 4))
 
@@ -236,7 +239,9 @@ def test_a_row_above_the_limit_has_a_pass_of_its_own() -> None:
 def test_a_rank_with_fewer_passes_splits_its_own() -> None:
     batch = rows("abcdeF", "abcdeF", "aB", "aB")
 
-    by_rank = [micro_batches(batch, dp_rank=r, dp_world_size=2, max_tokens=6) for r in range(2)]
+    by_rank = [
+        budgeted_passes(batch, dp_rank=r, dp_world_size=2, budget=Budget(limit=6)) for r in range(2)
+    ]
 
     assert by_rank == [((0,), (1,)), ((0,), (1,))]
 
@@ -284,7 +289,7 @@ def test_all_ranks_have_equally_many_passes_and_each_row_once(
     batch = rows(*responses)
 
     passes = [
-        micro_batches(batch, dp_rank=r, dp_world_size=world, max_tokens=max_tokens)
+        budgeted_passes(batch, dp_rank=r, dp_world_size=world, budget=Budget(limit=max_tokens))
         for r in range(world)
     ]
 

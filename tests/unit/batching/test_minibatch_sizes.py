@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnstream.batching.assemble import take_rows
-from turnstream.batching.microbatch import Budget
+from turnstream.batching.microbatch import Budget, CostModel
 from turnstream.batching.minibatch import (
     budgeted_passes,
     cut_ranks,
@@ -80,6 +80,8 @@ def test_a_critic_counts_only_where_there_is_one() -> None:
 def test_sizes_below_one_are_refused() -> None:
     with pytest.raises(BatchingError, match="each must be at least 1"):
         rows_multiple(dp_world_size=8, critic_dp_world_size=0)
+    with pytest.raises(BatchingError, match="each must be at least 1"):
+        rows_multiple(dp_world_size=8, passes_multiple_of=0)
 
 
 def test_policy_and_critic_get_the_same_rows_on_their_own_numbers_of_ranks() -> None:
@@ -108,6 +110,41 @@ def test_a_multiple_that_divides_already_adds_nothing() -> None:
     assert cut_ranks(np.array([2, 2]), dp_world_size=2, multiple_of=1) == [[0], [1]]
 
 
+@given(
+    st.lists(st.integers(0, 30), min_size=1, max_size=9),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.integers(1, 7),
+    st.sampled_from(get_args(CostModel)),
+    st.integers(0, 40),
+)
+def test_no_rank_is_short_of_rows_for_its_passes(
+    lengths: list[int], world: int, passes_of: int, rows_of: int, model: CostModel, limit: int
+) -> None:
+    batch = rows(*["x|" + "A" * length for length in lengths])
+    multiple = rows_multiple(
+        dp_world_size=world, passes_multiple_of=passes_of, mini_batch_rows=rows_of
+    )
+
+    made = [
+        budgeted_passes(
+            batch,
+            dp_rank=rank,
+            dp_world_size=world,
+            budget=Budget(limit=limit, model=model),
+            passes_multiple_of=passes_of,
+            multiple_of=multiple,
+        )
+        for rank in range(world)
+    ]
+
+    [num_passes] = {len(passes) for passes in made}
+    [num_rows] = {sum(map(len, passes)) for passes in made}
+    assert num_passes % passes_of == 0
+    assert num_rows * world % rows_of == 0
+    assert num_rows * world < len(batch) + multiple
+
+
 def test_inert_rows_make_room_for_a_multiple_of_passes() -> None:
     batch = rows("aB", "abcC", "abC")
     budget = Budget(limit=4, model="packed")
@@ -115,7 +152,11 @@ def test_inert_rows_make_room_for_a_multiple_of_passes() -> None:
 
     with pytest.raises(BatchingError, match="add inert rows"):
         budgeted_passes(batch, dp_rank=0, **options)
-    by_rank = [budgeted_passes(batch, dp_rank=rank, multiple_of=8, **options) for rank in range(2)]
+    multiple_of = rows_multiple(dp_world_size=2, passes_multiple_of=4)
+    by_rank = [
+        budgeted_passes(batch, dp_rank=rank, multiple_of=multiple_of, **options)
+        for rank in range(2)
+    ]
 
     assert [sorted(own) for own in by_rank] == [[(0,), (1,), (2,), (3,)]] * 2
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from turnstream.batching.extras import checked_declarations
+from turnstream.batching.microbatch import Budget, CostModel
+from turnstream.batching.packing import OverLong
 from turnstream.errors import InvalidConfigError, UnsupportedEstimatorError
 from turnstream.types import DeclaredColumn
 
@@ -66,7 +68,17 @@ class BatchingConfig:
         max_staleness: steps a group may lag behind the weights it trains; bounds admission.
         max_planned_ahead: batches planned beyond the last stepped one; 0 if `max_staleness` is 0.
         pad_token_id: written into padding positions; never read by the loss.
-        max_tokens_per_micro_batch: padded positions of one forward pass; 0 means no limit.
+        max_tokens_per_micro_batch: what one forward pass may cost; 0 means no limit.
+        micro_batch_cost: how a pass is computed, and so what it costs (batching.microbatch): rows x
+            longest row, the sum of the rows, or a * L + b * L * L summed over their lengths L.
+        cost_per_token: a of "quadratic".
+        cost_per_squared_token: b of "quadratic"; a transformer of hidden size h has b / a = 1 / 6h.
+        over_long: a row that costs more than a pass may has a pass "alone", or its trajectory is
+            not trained: "refuse".
+        passes_multiple_of: every rank has a multiple of so many passes, for the stages of an
+            interleaved pipeline. Inert rows provide those that are missing.
+        rows_multiple_of: the rows of a mini-batch on all ranks, inert ones included, are a multiple
+            of this and of the number of ranks.
         extra_columns: what turns bring beside tokens, kept in order of name.
         lease_s: a writer that is silent for so long loses its open trajectories: any other may
             take them over, at least 0.3.
@@ -100,6 +112,12 @@ class BatchingConfig:
     max_planned_ahead: int = 1
     pad_token_id: int = 0
     max_tokens_per_micro_batch: int = 0
+    micro_batch_cost: CostModel = "padded"
+    cost_per_token: float = 1.0
+    cost_per_squared_token: float = 0.0
+    over_long: OverLong = "alone"
+    passes_multiple_of: int = 1
+    rows_multiple_of: int = 1
     extra_columns: tuple[DeclaredColumn, ...] = ()
     lease_s: float = 60.0
     takeover_s: float = 0.0
@@ -134,9 +152,20 @@ class BatchingConfig:
                 )
         self._check_estimator()
         self._check_combinations()
+        self._check_micro_batches()
         declared = checked_declarations(self.extra_columns, merge=self.merge)
         object.__setattr__(self, "extra_columns", declared)
         self._check_deadlines()
+
+    @property
+    def budget(self) -> Budget:
+        """Of a forward pass. Rows that are refused for their length are never planned."""
+        return Budget(
+            limit=self.max_tokens_per_micro_batch,
+            model=self.micro_batch_cost,
+            a=self.cost_per_token,
+            b=self.cost_per_squared_token,
+        )
 
     def _check_estimator(self) -> None:
         weights = _weights(self.component_weights)
@@ -189,6 +218,19 @@ class BatchingConfig:
                 "'train_short' needs a group_deadline_s or a reward_deadline_s above 0",
             )
 
+    def _check_micro_batches(self) -> None:
+        for name, default in (("cost_per_token", 1.0), ("cost_per_squared_token", 0.0)):
+            cost = _cost(getattr(self, name), field=name)
+            object.__setattr__(self, name, cost)
+            if self.micro_batch_cost != "quadratic" and cost != default:
+                raise InvalidConfigError(
+                    name, f"{cost} does not go with micro_batch_cost={self.micro_batch_cost!r}"
+                )
+        if self.over_long == "refuse" and self.max_tokens_per_micro_batch == 0:
+            raise InvalidConfigError(
+                "over_long", "'refuse' without max_tokens_per_micro_batch refuses nothing"
+            )
+
     def _refuse_row_weights(self, why_not: str) -> None:
         raise InvalidConfigError(
             "row_weights",
@@ -212,6 +254,8 @@ _LEAST = {
     "max_planned_ahead": 0,
     "pad_token_id": 0,
     "max_tokens_per_micro_batch": 0,
+    "passes_multiple_of": 1,
+    "rows_multiple_of": 1,
     "max_refills": 0,
 }
 _LONGEST_S = 30 * 86_400.0  # what is longer is a mistake in the unit
@@ -230,6 +274,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "refill_fallback": RefillFallback.__args__,
     "surplus": Surplus.__args__,
     "row_weights": RowWeights.__args__,
+    "micro_batch_cost": CostModel.__args__,
+    "over_long": OverLong.__args__,
 }
 
 
@@ -244,6 +290,12 @@ def _seconds(value: Any, *, least_s: float, field: str) -> float:
         raise InvalidConfigError(
             field, f"{value!r} is not a number of seconds from {least_s:g} to {_LONGEST_S:g}"
         )
+    return float(value)
+
+
+def _cost(value: object, *, field: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e12:
+        raise InvalidConfigError(field, f"{value!r} is not a number from 0 to 1e12")
     return float(value)
 
 

@@ -62,28 +62,33 @@ def rows_multiple(
     critic_dp_world_size: int | None = None,
     mini_batch_rows: int | None = None,
     critic_mini_batch_rows: int | None = None,
+    passes_multiple_of: int = 1,
 ) -> int:
     """What the number of rows has to be a multiple of: the least common multiple of all of these.
 
-    The largest of them would not do: 12 rows do not divide over 8 ranks.
+    The largest of them would not do: 12 rows do not divide over 8 ranks. A rank of n rows needs at
+    most n passes; if n is one of `passes_multiple_of`, so is what their number is rounded up to.
 
     >>> rows_multiple(dp_world_size=8, critic_dp_world_size=12)
     24
+    >>> rows_multiple(dp_world_size=2, passes_multiple_of=4)
+    8
 
     Args:
         dp_world_size: ranks of the policy.
         critic_dp_world_size: ranks of the critic; None where there is no critic.
         mini_batch_rows: rows of one update, where that is fixed.
         critic_mini_batch_rows: the same of the critic.
+        passes_multiple_of: the passes of every rank are a multiple of this.
 
     Raises:
         BatchingError: one is below 1.
     """
     sizes = (dp_world_size, critic_dp_world_size, mini_batch_rows, critic_mini_batch_rows)
     declared = [size for size in sizes if size is not None]
-    if min(declared) < 1:
-        raise BatchingError(f"sizes {sizes}: each must be at least 1")
-    return math.lcm(*declared)
+    if min(*declared, passes_multiple_of) < 1:
+        raise BatchingError(f"sizes {sizes}, {passes_multiple_of}: each must be at least 1")
+    return math.lcm(*declared, dp_world_size * passes_multiple_of)
 
 
 def cut_ranks(
@@ -262,27 +267,6 @@ _INERT_VALUES: dict[str, tuple[float, type[np.generic]]] = {
 }
 
 
-def micro_batches(
-    rows: Rows, *, dp_rank: int, dp_world_size: int, max_tokens: int
-) -> tuple[tuple[int, ...], ...]:
-    """The forward passes of one rank, as positions in its share; every rank has as many.
-
-    The cost of a pass is what a padded layout computes: rows x longest row. A row above the limit
-    has a pass of its own. Passes come longest first, so that what does not fit fails at once.
-
-    Args:
-        rows: the whole mini-batch, of all ranks.
-        dp_rank: whose passes.
-        dp_world_size: number of ranks.
-        max_tokens: cost that a pass must not exceed; 0 means no limit.
-
-    Raises:
-        BatchingError: no such rank.
-    """
-    budget = Budget(limit=max_tokens, model="padded")
-    return budgeted_passes(rows, dp_rank=dp_rank, dp_world_size=dp_world_size, budget=budget)
-
-
 def budgeted_passes(
     rows: Rows,
     *,
@@ -292,18 +276,18 @@ def budgeted_passes(
     passes_multiple_of: int = 1,
     multiple_of: int = 1,
 ) -> tuple[tuple[int, ...], ...]:
-    """The forward passes of one rank under any budget, as positions in its share.
+    """The forward passes of one rank, as positions in its share.
 
     Every rank has as many, known without asking one another: whoever cuts knows all lengths.
+    Passes come costliest first, so that what does not fit in memory fails at once.
 
     Args:
         rows: the whole mini-batch, of all ranks.
         dp_rank: whose passes.
         dp_world_size: number of ranks.
         budget: of one pass.
-        passes_multiple_of: the number of passes is one of these; `multiple_of` has to provide the
-            inert rows that this may take.
-        multiple_of: as given to `rank_share`.
+        passes_multiple_of: the number of passes is one of these.
+        multiple_of: as given to `rank_share`: what `rows_multiple` gives has enough inert rows.
 
     Raises:
         RowTooLongError: a row exceeds the limit and the budget refuses such rows.

@@ -30,6 +30,7 @@ from turnstream.batching.decisions import (
     WaitingGroup,
 )
 from turnstream.batching.filters import has_zero_variance
+from turnstream.batching.lengths import length_problem
 from turnstream.batching.members import GroupMembers
 from turnstream.batching.rewards import planned_reward, reward_problem
 from turnstream.types import (
@@ -212,7 +213,7 @@ class RunFold:
         if sealed.awaits_reward:
             group.awaiting[key] = sealed
             return []
-        problem = reward_problem(sealed, self._config) if sealed.turns else "has no turn"
+        problem = _problem(sealed, self._config)
         if problem:
             group.lose(key)
             dropped = _incomplete(key, f"sample {key.sample} {problem}")
@@ -381,6 +382,12 @@ class RunFold:
         group_id = group.opened.group_id
         del self._groups[group_id]
         self._decided[group_id] = group.seen
+
+
+def _problem(sealed: SealedTrajectory, config: BatchingConfig) -> str:
+    if not sealed.turns:
+        return "has no turn"
+    return reward_problem(sealed, config) or length_problem(sealed, config)
 
 
 def _teaches_nothing(members: tuple[SealedTrajectory, ...], config: BatchingConfig) -> bool:

@@ -18,6 +18,7 @@ from turnstream.batching.config import (
     SingletonAdvantage,
     Surplus,
 )
+from turnstream.batching.microbatch import CostModel
 from turnstream.batching.plan import (
     GroupPlan,
     Manifest,
@@ -143,6 +144,8 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
     max_staleness = draw(st.integers(0, 4))
     merge = draw(st.booleans())
     policy = draw(st.sampled_from(get_args(DeadlinePolicy)))
+    limit = draw(st.integers(0, 100_000))
+    cost = draw(st.sampled_from(get_args(CostModel)))
     weights_of_rows: list[RowWeights] = ["per_row"]
     if aggregation.startswith("seq_mean") or aggregation == "constant":
         weights_of_rows.append("per_trajectory")
@@ -163,7 +166,13 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
         max_staleness=max_staleness,
         max_planned_ahead=draw(st.integers(0, max_staleness)),
         pad_token_id=draw(st.integers(0, 200_000)),
-        max_tokens_per_micro_batch=draw(st.integers(0, 100_000)),
+        max_tokens_per_micro_batch=limit,
+        micro_batch_cost=cost,
+        cost_per_token=draw(st.floats(0, 9)) if cost == "quadratic" else 1.0,
+        cost_per_squared_token=draw(st.floats(0, 1)) if cost == "quadratic" else 0.0,
+        over_long="refuse" if limit and draw(st.booleans()) else "alone",
+        passes_multiple_of=draw(st.integers(1, 4)),
+        rows_multiple_of=draw(st.integers(1, 4)),
         extra_columns=draw(declared_columns(merge=merge)),
         lease_s=draw(st.floats(0.3, 3600)),
         takeover_s=draw(st.floats(0, 3600)),
