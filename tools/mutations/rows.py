@@ -252,6 +252,20 @@ ROWS = (
         ("test_minibatch_sizes",),
     ),
     Mutation(
+        "a masked row is trained",
+        "masking.py",
+        "np.repeat(is_live_B, mask.lengths)",
+        "np.repeat(is_live_B | True, mask.lengths)",
+        ("test_assemble",),
+    ),
+    Mutation(
+        "a reward that was left out is compared",
+        "planning.py",
+        "[m for m in members if is_compared(m.sealed, config)]",
+        "list(members)",
+        ("test_planning",),
+    ),
+    Mutation(
         "a row that no pass can take is planned",
         "lengths.py",
         "if cost > budget.limit:",

@@ -4,7 +4,9 @@ from collections import Counter
 import pytest
 
 from turnstream import testing
+from turnstream.batching.denominators import check_share
 from turnstream.testing import group, trajectory, turn
+from turnstream.types import Status
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -124,6 +126,26 @@ async def test_a_trajectory_that_no_pass_can_take_is_left_out_where_the_run_refu
     (pulled,) = await trainer.get(1)
 
     assert pulled.rows == ["abCD", "abJ"]
+
+
+async def test_a_truncated_trajectory_comes_with_no_token_trained(house):
+    run = house.create_run(batch_groups=1, mask_truncated=True, masked_reward="leave_out")
+    trainer = house.trainer(await house.start_batcher(), run)
+    members = [
+        trajectory(turn("ab", "CD"), sample=0, reward=1.0),
+        trajectory(turn("ab", "E"), sample=1, reward=0.0),
+        trajectory(turn("ab", "FGH"), sample=2, reward=0.0, status=Status.TRUNCATED),
+    ]
+    await house.publish(run, group("g0", *members))
+
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    rows, denominators = pulled.mini_batch.rows, pulled.mini_batch.info.denominators
+    assert pulled.rows == ["abCD", "abE", "abfgh"]
+    assert rows.advantage.tolist() == pytest.approx([0.7071, -0.7071, 0.0], abs=1e-4)
+    assert (denominators.num_tokens, denominators.num_trajectories) == (3, 2)
+    check_share(rows, denominators, dp_world_size=1, row_weights="per_row")
 
 
 async def test_the_mini_batches_of_a_step_come_in_order_and_hold_whole_groups(house):

@@ -94,6 +94,41 @@ def test_every_row_of_a_trajectory_has_the_weight_that_was_planned_for_it() -> N
     assert (assembled.weight.dtype, assembled.weight.tolist()) == (np.float32, [0.25, 0.75])
 
 
+def test_no_token_of_a_masked_trajectory_is_trained_and_all_of_them_are_there() -> None:
+    masked, free = (TrajectoryKey("g", sample=sample) for sample in (0, 1))
+    turns = [turn("ab", "CdE", logprobs=-0.5, rewards=1.0), turn("xy", "ZU", logprobs=-0.5)]
+    whole, stored = planned(free, turns)
+    plan = replace(
+        whole,
+        key=masked,
+        is_masked=True,
+        sequences=tuple(row._replace(num_trained_tokens=0) for row in whole.sequences),
+    )
+    group = GroupPlan(group_id="g", prompt_uid="", trajectories=(plan, whole))
+
+    assembled = assemble_rows([group], {masked: stored, free: stored}, first_row_id=0)
+
+    assert spell(assembled) == ["abcde", "xyzu", "abCdE", "xyZU"]
+    assert assembled.logprobs is not None
+    assert [own.tolist() for own in assembled.logprobs][:3] == [[0, 0, 0], [0, 0], [-0.5, 0, -0.5]]
+    assert assembled.trajectory_num_tokens.tolist() == [0, 0, 4, 4]
+    assert assembled.group_num_tokens.tolist() == [4, 4, 4, 4]
+    assert [own.sum() for own in assembled.rewards] == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_a_masked_row_without_logprobs_beside_others_has_no_nan() -> None:
+    masked, free = (TrajectoryKey("g", sample=sample) for sample in (0, 1))
+    plan, stored = planned(masked, [turn("ab", "C")], is_masked=True)
+    plan = replace(plan, sequences=(plan.sequences[0]._replace(num_trained_tokens=0),))
+    other, more = planned(free, [turn("ab", "C", logprobs=-0.5)])
+    group = GroupPlan(group_id="g", prompt_uid="", trajectories=(plan, other))
+
+    assembled = assemble_rows([group], {masked: stored, free: more}, first_row_id=0)
+
+    assert assembled.logprobs is not None
+    assert assembled.logprobs.values.tolist() == [0.0, -0.5]
+
+
 def test_the_id_of_a_trajectory_is_the_one_in_its_keys() -> None:
     key = TrajectoryKey("a b~/c", sample=3, attempt=2)
 

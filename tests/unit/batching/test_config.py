@@ -90,6 +90,8 @@ def test_refuses_component_weights_that_do_not_go_with_the_estimator(
         ("cost_per_squared_token", float("inf")),
         ("over_long", "cut"),
         ("passes_multiple_of", 0),
+        ("overlong_length", -1),
+        ("masked_reward", "half"),
         ("rows_multiple_of", 0),
         ("max_planned_ahead", -1),
         ("lease_s", 0.29),
@@ -156,6 +158,36 @@ def test_refuses_costs_that_only_a_quadratic_model_reads(model: str, field: str)
 def test_refuses_to_refuse_long_rows_without_a_limit() -> None:
     with pytest.raises(InvalidConfigError, match=r"^over_long: 'refuse' without max_tokens"):
         make(over_long="refuse")
+
+
+@pytest.mark.parametrize(
+    ("field", "fields", "reason"),
+    [
+        ("overlong_buffer", {"overlong_buffer": 5, "overlong_length": 4}, "more than"),
+        ("overlong_length", {"overlong_length": 4}, "does nothing"),
+        ("masked_reward", {"masked_reward": "leave_out"}, "without mask_truncated does nothing"),
+        (
+            "overlong_buffer",
+            {"overlong_buffer": 2, "overlong_length": 4, "estimator": "maxrl"},
+            "makes rewards negative",
+        ),
+        (
+            "overlong_buffer",
+            {
+                "overlong_buffer": 2,
+                "overlong_length": 4,
+                "estimator": "gdpo",
+                "component_weights": TWO,
+            },
+            "give the penalty as one of them",
+        ),
+    ],
+)
+def test_refuses_settings_of_long_responses_that_do_nothing_or_do_not_go_together(
+    field: str, fields: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(InvalidConfigError, match=f"^{field}: .*{reason}"):
+        make(**fields)
 
 
 def test_a_pass_may_cost_what_the_run_says() -> None:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.lengths import length_problem
+from turnstream.batching.lengths import is_compared, is_masked, length_problem
 from turnstream.batching.readiness import RunFold
 from turnstream.testing import config, sealed, shape
-from turnstream.types import GroupOpened, TrajectoryKey, TrajectoryState
+from turnstream.types import GroupOpened, Status, TrajectoryKey, TrajectoryState
 
 LONG = [shape(2, 3), shape(9, 1, parent=0, shared=5)]
 """Merged a row of 15 tokens, otherwise one of 5 and one of 15."""
@@ -40,6 +40,79 @@ def test_a_long_row_has_a_pass_alone_unless_the_run_refuses_it() -> None:
     alone = replace(config(), max_tokens_per_micro_batch=3)
 
     assert length_problem(sealed(turns=LONG), alone) == ""
+
+
+MASKING = replace(config(), mask_truncated=True)
+
+
+@pytest.mark.parametrize("status", Status)
+def test_what_was_cut_off_is_masked_where_the_run_says_so(status: Status) -> None:
+    trajectory = sealed(status=status)
+
+    assert is_masked(trajectory, MASKING) == (status in (Status.TRUNCATED, Status.ABORTED))
+    assert not is_masked(trajectory, config())
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(9, False), (10, False), (11, True)])
+def test_what_is_too_long_is_masked_by_its_response_tokens_in_all_turns(
+    num_tokens: int, expected: bool
+) -> None:
+    of = replace(MASKING, overlong_length=10)
+    trajectory = sealed(turns=[shape(50, 4), shape(50, num_tokens - 4, trained=0)])
+
+    assert is_masked(trajectory, of) is expected
+
+
+@pytest.mark.parametrize(("masked_reward", "expected"), [("keep", True), ("leave_out", False)])
+def test_a_masked_trajectory_is_compared_if_the_run_keeps_its_reward(
+    masked_reward: Any, expected: bool
+) -> None:
+    of = replace(MASKING, masked_reward=masked_reward)
+
+    assert is_compared(sealed(status=Status.ABORTED), of) is expected
+    assert is_compared(sealed(), of)
+
+
+def folded(of: BatchingConfig, *rewards: float, cut_off: int) -> tuple[RunFold, list[Any]]:
+    """A group with these rewards, its last `cut_off` members truncated; what it dropped."""
+    fold = RunFold(of)
+    fold.apply("1-0", GroupOpened(group_id="g", prompt_uid="", num_samples=len(rewards)))
+    drops: list[Any] = []
+    for sample, reward in enumerate(rewards):
+        is_cut = sample >= len(rewards) - cut_off
+        status = Status.TRUNCATED if is_cut else Status.COMPLETED
+        drops += fold.apply("2-0", sealed("g", sample=sample, reward=reward, status=status))
+    return fold, drops
+
+
+def test_a_group_with_fewer_than_two_rewards_left_to_compare_is_incomplete() -> None:
+    leaving_out = replace(MASKING, masked_reward="leave_out")
+
+    kept, _ = folded(leaving_out, 1.0, 0.0, 0.0, cut_off=1)
+    _, [drop] = folded(leaving_out, 1.0, 0.0, 0.0, cut_off=2)
+
+    assert [len(group.members) for group in kept.ready] == [3]
+    assert (drop.state, len(drop.keys)) == (TrajectoryState.INCOMPLETE, 3)
+    assert drop.reason == "1 valid members, and 2 are needed to compare"
+
+
+@pytest.mark.parametrize(("masked_reward", "num_ready"), [("keep", 1), ("leave_out", 0)])
+def test_a_reward_that_is_left_out_is_no_variance(masked_reward: Any, num_ready: int) -> None:
+    of = replace(MASKING, masked_reward=masked_reward, drop_zero_variance=True)
+
+    fold, _ = folded(of, 1.0, 1.0, 0.0, cut_off=1)
+
+    assert len(fold.ready) == num_ready
+
+
+def test_rewards_that_differ_by_the_penalty_alone_are_some_variance() -> None:
+    of = replace(config(), drop_zero_variance=True, overlong_length=4, overlong_buffer=2)
+    fold = RunFold(of)
+    fold.apply("1-0", GroupOpened(group_id="g", prompt_uid="", num_samples=2))
+    fold.apply("2-0", sealed("g", sample=0))
+    fold.apply("3-0", sealed("g", sample=1, turns=[shape(2, 2)]))
+
+    assert fold.num_ready == 1
 
 
 def test_a_group_goes_on_without_the_member_that_is_too_long() -> None:

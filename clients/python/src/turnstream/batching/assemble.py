@@ -19,6 +19,7 @@ from turnstream.batching.joining import (
     picked_column,
     picked_extras,
 )
+from turnstream.batching.masking import masked_columns
 from turnstream.batching.plan import GroupPlan, SequenceShape, TrajectoryPlan
 from turnstream.errors import BatchingError, CorruptRecordError
 from turnstream.types import (
@@ -63,8 +64,9 @@ def assemble_rows(
         turns = payload[trajectory.key]
         _check_payload(trajectory, turns)
         pieces.extend([stored_row(turns, row.turns) for row in trajectory.sequences])
-    columns = token_columns(pieces)
     planned = [(t, row) for _, t in trajectories for row in t.sequences]
+    is_masked = [trajectory.is_masked for trajectory, _ in planned]
+    columns = masked_columns(token_columns(pieces), is_masked=is_masked)
     _check_lengths(planned, pieces, columns)
     rows = _rows(trajectories, columns, planned=planned, first_row_id=first_row_id)
     if not extra_columns:

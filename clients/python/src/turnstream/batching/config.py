@@ -38,6 +38,7 @@ Aggregation = Literal[
     "prompt_mean",
 ]
 RowWeights = Literal["per_row", "per_trajectory", "rollout_mean"]
+MaskedReward = Literal["keep", "leave_out"]
 
 UNPLANNABLE_ESTIMATORS = {
     "gae": "it needs a value for every token: use turnstream.batching.token_advantages.gae",
@@ -64,6 +65,13 @@ class BatchingConfig:
         row_weights: what each row of a trajectory of several rows weighs in the loss: 1, an equal
             share of 1, or its share of the trajectory's trained tokens (batching.filters).
         merge: merge turns that continue each other into one row; False gives a row per turn.
+        overlong_length: response tokens from which on a trajectory is too long; 0 means no limit.
+        overlong_buffer: response tokens before `overlong_length` over which the reward that is
+            compared falls by up to 1 (batching.filters.overlong_penalty); 0 leaves it alone.
+        mask_truncated: trajectories that were truncated or aborted, or are longer than
+            `overlong_length`, are in the batch with no token trained, outside every denominator.
+        masked_reward: whether the reward of such a trajectory is compared with the others of its
+            group: "keep", or "leave_out", and then a group needs two others to be trained.
         drop_zero_variance: groups whose rewards are all equal are filtered, not trained.
         max_staleness: steps a group may lag behind the weights it trains; bounds admission.
         max_planned_ahead: batches planned beyond the last stepped one; 0 if `max_staleness` is 0.
@@ -107,6 +115,10 @@ class BatchingConfig:
     length_constant: int = 0
     row_weights: RowWeights = "per_row"
     merge: bool = True
+    overlong_length: int = 0
+    overlong_buffer: int = 0
+    mask_truncated: bool = False
+    masked_reward: MaskedReward = "keep"
     drop_zero_variance: bool = False
     max_staleness: int = 1
     max_planned_ahead: int = 1
@@ -153,6 +165,7 @@ class BatchingConfig:
         self._check_estimator()
         self._check_combinations()
         self._check_micro_batches()
+        self._check_overlong()
         declared = checked_declarations(self.extra_columns, merge=self.merge)
         object.__setattr__(self, "extra_columns", declared)
         self._check_deadlines()
@@ -218,6 +231,28 @@ class BatchingConfig:
                 "'train_short' needs a group_deadline_s or a reward_deadline_s above 0",
             )
 
+    def _check_overlong(self) -> None:
+        if self.overlong_buffer > self.overlong_length:
+            raise InvalidConfigError(
+                "overlong_buffer",
+                f"{self.overlong_buffer} is more than overlong_length={self.overlong_length}",
+            )
+        if self.overlong_buffer and self.estimator in _NO_PENALTY:
+            raise InvalidConfigError(
+                "overlong_buffer",
+                f"{self.overlong_buffer} does not go with estimator={self.estimator!r}: "
+                f"{_NO_PENALTY[self.estimator]}",
+            )
+        if self.overlong_length and not (self.overlong_buffer or self.mask_truncated):
+            raise InvalidConfigError(
+                "overlong_length",
+                f"{self.overlong_length} without overlong_buffer and mask_truncated does nothing",
+            )
+        if self.masked_reward != "keep" and not self.mask_truncated:
+            raise InvalidConfigError(
+                "masked_reward", f"{self.masked_reward!r} without mask_truncated does nothing"
+            )
+
     def _check_micro_batches(self) -> None:
         for name, default in (("cost_per_token", 1.0), ("cost_per_squared_token", 0.0)):
             cost = _cost(getattr(self, name), field=name)
@@ -246,6 +281,12 @@ _WEIGHTLESS: dict[str, str] = {
 """Aggregations that divide by something other than the sum of weights, and why weights of rows
 would only distort them."""
 
+_NO_PENALTY: dict[str, str] = {
+    "gdpo": "it compares components one by one; give the penalty as one of them",
+    "maxrl": "it divides by the mean reward, and a penalty makes rewards negative",
+}
+"""Estimators whose rewards cannot take the penalty of long responses, and why."""
+
 _LEAST = {
     "batch_groups": 1,
     "mini_batch_groups": 1,
@@ -254,6 +295,8 @@ _LEAST = {
     "max_planned_ahead": 0,
     "pad_token_id": 0,
     "max_tokens_per_micro_batch": 0,
+    "overlong_length": 0,
+    "overlong_buffer": 0,
     "passes_multiple_of": 1,
     "rows_multiple_of": 1,
     "max_refills": 0,
@@ -274,6 +317,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "refill_fallback": RefillFallback.__args__,
     "surplus": Surplus.__args__,
     "row_weights": RowWeights.__args__,
+    "masked_reward": MaskedReward.__args__,
     "micro_batch_cost": CostModel.__args__,
     "over_long": OverLong.__args__,
 }

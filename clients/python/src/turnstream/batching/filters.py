@@ -51,8 +51,8 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) ->
 def is_cut_off(status: Status) -> bool:
     """Whether the episode ended before the policy meant it to, so its last tokens mislead.
 
-    Such a row is masked (its tokens are not trained) while its reward may stay in the group's
-    baseline: whether it does is the caller's declared choice, since the advantages differ.
+    A run may mask such a trajectory: its tokens are not trained, while its reward may stay in the
+    group's baseline. Whether it does is declared, since the advantages differ.
     """
     return status in (Status.TRUNCATED, Status.ABORTED)
 

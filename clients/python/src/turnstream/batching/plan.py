@@ -15,7 +15,7 @@ ASSEMBLY_VERSION = 1
 """Grows whenever a plan says something that the rules before would assemble to other rows.
 
 A replica assembles plans of this version and of those before, and refuses newer ones by name: in
-version 0 all rows of a trajectory weigh alike.
+version 0 all rows of a trajectory weigh alike and none is masked.
 """
 
 
@@ -26,7 +26,7 @@ class SequenceShape(NamedTuple):
         turns: indices of the merged turns, ascending; the first one's full prompt is the prompt.
         prompt_length: tokens before the first response.
         num_tokens: prompt + response.
-        num_trained_tokens: response tokens with mask 1.
+        num_trained_tokens: response tokens with mask 1, those that the plan masks left out.
     """
 
     turns: tuple[int, ...]
@@ -45,6 +45,7 @@ class TrajectoryPlan:
         weights: of its rows in the loss, float32 values, one per sequence.
         num_turn_tokens: tokens of all turns sent one by one, for the merge ratio.
         sequences: its rows, in order.
+        is_masked: no token of it is trained, whatever its payload says.
         payload_crcs: CRC-32 of every turn's payload; the assembler refuses any other.
     """
 
@@ -59,6 +60,7 @@ class TrajectoryPlan:
     has_logprobs: bool
     sequences: tuple[SequenceShape, ...]
     payload_crcs: tuple[int, ...]
+    is_masked: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from turnstream.batching.advantages import GroupOutcomes, trajectory_advantages
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.denominators import plan_denominators
 from turnstream.batching.filters import row_weights
+from turnstream.batching.lengths import is_compared, is_masked
 from turnstream.batching.merge import plan_sequences
 from turnstream.batching.plan import (
     ASSEMBLY_VERSION,
@@ -61,20 +63,18 @@ def plan_batch(
     """
     if not ready:
         raise BatchingError("a batch of no groups")
-    rows = [[_sequences(member, config) for member in group.members] for group in ready]
-    advantages = _advantages(ready, rows, config)
+    planned = [[_planned(member, config) for member in group.members] for group in ready]
+    advantages = _advantages(planned, config)
     groups = tuple(
         GroupPlan(
             group_id=group.group_id,
             prompt_uid=group.prompt_uid,
             trajectories=tuple(
-                _trajectory_plan(member, sequences, advantage, config)
-                for member, sequences, advantage in zip(
-                    group.members, member_rows, group_advantages, strict=True
-                )
+                _trajectory_plan(member, advantage, config)
+                for member, advantage in zip(members, group_advantages, strict=True)
             ),
         )
-        for group, member_rows, group_advantages in zip(ready, rows, advantages, strict=True)
+        for group, members, group_advantages in zip(ready, planned, advantages, strict=True)
     )
     return Manifest(
         run=run,
@@ -93,27 +93,63 @@ def plan_batch(
 PlannedRows = tuple[SequenceShape, ...]
 
 
-def _sequences(member: SealedTrajectory, config: BatchingConfig) -> PlannedRows:
-    return plan_sequences(member.turns, merge=config.merge)
+class _Member(NamedTuple):
+    """A trajectory and its rows.
+
+    Attributes:
+        sequences: with the tokens that will be trained.
+        num_trainable_tokens: those that its turns have for training; more where some are masked.
+    """
+
+    sealed: SealedTrajectory
+    is_masked: bool
+    sequences: PlannedRows
+    num_trainable_tokens: int
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return sum([sequence.num_trained_tokens for sequence in self.sequences])
 
 
-def _advantages(
-    ready: Sequence[ReadyGroup], rows: Sequence[Sequence[PlannedRows]], config: BatchingConfig
-) -> list[list[float]]:
-    outcomes = [
-        GroupOutcomes(
-            rewards=np.array([_compared(member, config) for member in group.members], np.float64),
-            num_tokens=np.array([_num_trained(sequences) for sequences in member_rows], np.int64),
-        )
-        for group, member_rows in zip(ready, rows, strict=True)
-    ]
+def _planned(member: SealedTrajectory, config: BatchingConfig) -> _Member:
+    sequences = plan_sequences(member.turns, merge=config.merge)
+    num_trainable = sum([sequence.num_trained_tokens for sequence in sequences])
+    masked = is_masked(member, config)
+    if masked:
+        sequences = tuple([sequence._replace(num_trained_tokens=0) for sequence in sequences])
+    return _Member(member, masked, sequences, num_trainable)
+
+
+def _advantages(planned: Sequence[Sequence[_Member]], config: BatchingConfig) -> list[list[float]]:
+    """Of every trajectory of every group; 0 where its reward is left out."""
+    compared = [[m for m in members if is_compared(m.sealed, config)] for members in planned]
     estimated = trajectory_advantages(
-        outcomes,
+        [_outcomes(members, config) for members in compared],
         estimator=config.estimator,
         singleton=config.singleton_advantage,
         component_weights=[weight for _, weight in config.component_weights],
     )
-    return [values.astype(np.float32).tolist() for values in estimated]
+    advantages: list[list[float]] = []
+    for members, own, values in zip(planned, compared, estimated, strict=True):
+        by_key = dict(
+            zip([m.sealed.key for m in own], values.astype(np.float32).tolist(), strict=True)
+        )
+        advantages.append([by_key.get(member.sealed.key, 0.0) for member in members])
+    return advantages
+
+
+def _outcomes(members: Sequence[_Member], config: BatchingConfig) -> GroupOutcomes:
+    """What is compared in one group.
+
+    A baseline weighs a response by its length, also where it is masked, while tokens are whitened
+    among those that are trained.
+    """
+    is_by_length = config.estimator == "opo"
+    lengths = [m.num_trainable_tokens if is_by_length else m.num_trained_tokens for m in members]
+    return GroupOutcomes(
+        rewards=np.array([_compared(member.sealed, config) for member in members], np.float64),
+        num_tokens=np.array(lengths, np.int64),
+    )
 
 
 def _compared(member: SealedTrajectory, config: BatchingConfig) -> float | list[float]:
@@ -122,25 +158,21 @@ def _compared(member: SealedTrajectory, config: BatchingConfig) -> float | list[
     return planned_reward(member, config)
 
 
-def _num_trained(sequences: PlannedRows) -> int:
-    return sum([sequence.num_trained_tokens for sequence in sequences])
-
-
-def _trajectory_plan(
-    member: SealedTrajectory, sequences: PlannedRows, advantage: float, config: BatchingConfig
-) -> TrajectoryPlan:
+def _trajectory_plan(member: _Member, advantage: float, config: BatchingConfig) -> TrajectoryPlan:
+    sealed = member.sealed
     return TrajectoryPlan(
-        key=member.key,
-        status=member.status,
-        reward=planned_reward(member, config),
+        key=sealed.key,
+        status=sealed.status,
+        reward=planned_reward(sealed, config),
         advantage=advantage,
-        weights=_weights(sequences, config),
-        num_turn_tokens=sum([turn.num_tokens for turn in member.turns]),
-        oldest_version=member.oldest_version,
-        newest_version=member.newest_version,
-        has_logprobs=member.has_logprobs,
-        sequences=sequences,
-        payload_crcs=member.payload_crcs,
+        weights=_weights(member.sequences, config),
+        num_turn_tokens=sum([turn.num_tokens for turn in sealed.turns]),
+        oldest_version=None if member.is_masked else sealed.oldest_version,
+        newest_version=None if member.is_masked else sealed.newest_version,
+        has_logprobs=sealed.has_logprobs,
+        sequences=member.sequences,
+        payload_crcs=sealed.payload_crcs,
+        is_masked=member.is_masked,
     )
 
 

@@ -16,7 +16,7 @@ What has to be done about it is returned as decisions, all of which may be carri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from turnstream.batching.config import BatchingConfig
@@ -30,7 +30,7 @@ from turnstream.batching.decisions import (
     WaitingGroup,
 )
 from turnstream.batching.filters import has_zero_variance
-from turnstream.batching.lengths import length_problem
+from turnstream.batching.lengths import is_compared, is_masked, length_problem
 from turnstream.batching.members import GroupMembers
 from turnstream.batching.rewards import planned_reward, reward_problem
 from turnstream.types import (
@@ -343,12 +343,12 @@ class RunFold:
 
     def _decide(self, event_id: str, group: GroupMembers) -> list[Decision]:
         """Train the group with the members that it has, if these are enough to compare."""
-        members = group.ordered
+        compared = [member for member in group.ordered if is_compared(member, self._config)]
         least = min(2, group.opened.num_needed)
-        if len(members) < least:
-            reason = f"{len(members)} valid members, and {least} are needed to compare"
+        if len(compared) < least:
+            reason = f"{len(compared)} valid members, and {least} are needed to compare"
             return [self._drop(group, TrajectoryState.INCOMPLETE, reason)]
-        if self._config.drop_zero_variance and _teaches_nothing(members, self._config):
+        if self._config.drop_zero_variance and _teaches_nothing(compared, self._config):
             return [self._drop(group, TrajectoryState.FILTERED, "all rewards are equal")]
         self._set_ready(event_id, group)
         return self._cut(group) if self._config.surplus == "drop" else []
@@ -390,20 +390,25 @@ def _problem(sealed: SealedTrajectory, config: BatchingConfig) -> str:
     return reward_problem(sealed, config) or length_problem(sealed, config)
 
 
-def _teaches_nothing(members: tuple[SealedTrajectory, ...], config: BatchingConfig) -> bool:
-    """Whether all rewards are equal, those of masked members included: they are in the baseline.
+def _teaches_nothing(compared: Sequence[SealedTrajectory], config: BatchingConfig) -> bool:
+    """Whether all rewards are equal, those of masked members that are in the baseline included.
 
     A group with less than two members that train a token has too few to say so, and is kept.
     """
-    num_live = sum(any(turn.num_trained_tokens for turn in member.turns) for member in members)
+    num_live = sum(_is_live(member, config) for member in compared)
     if num_live < 2:
         return False
     if config.estimator != "gdpo":
-        return has_zero_variance([planned_reward(member, config) for member in members])
+        return has_zero_variance([planned_reward(member, config) for member in compared])
     return all(
-        has_zero_variance([member.reward_components[name] for member in members])
+        has_zero_variance([member.reward_components[name] for member in compared])
         for name, _ in config.component_weights
     )
+
+
+def _is_live(member: SealedTrajectory, config: BatchingConfig) -> bool:
+    """Whether it trains a token."""
+    return not is_masked(member, config) and any(turn.num_trained_tokens for turn in member.turns)
 
 
 def _shortage(group: GroupMembers) -> str:

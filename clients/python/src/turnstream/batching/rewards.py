@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.config import BatchingConfig, RewardSource
+from turnstream.batching.filters import overlong_penalty
+from turnstream.batching.lengths import num_response_tokens
 from turnstream.errors import BatchingError
 from turnstream.types import Ragged, SealedTrajectory
 
@@ -30,14 +32,21 @@ def trajectory_reward(trajectory: SealedTrajectory, *, source: RewardSource) -> 
 def planned_reward(trajectory: SealedTrajectory, config: BatchingConfig) -> float:
     """The reward that goes into the plan of a trajectory without a `reward_problem`.
 
-    With gdpo it is the weighted sum of the components.
+    With gdpo it is the weighted sum of the components. Where the run punishes long responses, the
+    penalty is in it: the token rewards of the rows are what they were.
     """
     if config.estimator == "gdpo":
         components = trajectory.reward_components
         return _sum([weight * components[name] for name, weight in config.component_weights])
     reward = trajectory_reward(trajectory, source=config.reward_source)
     assert reward is not None
-    return reward
+    if not config.overlong_buffer:
+        return reward
+    return reward + overlong_penalty(
+        num_response_tokens(trajectory),
+        max_tokens=config.overlong_length,
+        buffer_tokens=config.overlong_buffer,
+    )
 
 
 def reward_problem(trajectory: SealedTrajectory, config: BatchingConfig) -> str:

@@ -101,6 +101,7 @@ def _encode_trajectory(plan: TrajectoryPlan) -> wire.TrajectoryPlan:
         sequences=[_encode_sequence(sequence) for sequence in plan.sequences],
         payload_crcs=plan.payload_crcs,
         row_weights=() if is_uniform else plan.weights,
+        is_masked=plan.is_masked,
     )
 
 
@@ -120,6 +121,7 @@ def _decode_trajectory(message: wire.TrajectoryPlan) -> TrajectoryPlan:
         has_logprobs=message.has_logprobs,
         sequences=tuple(_decode_sequence(sequence) for sequence in message.sequences),
         payload_crcs=tuple(message.payload_crcs),
+        is_masked=message.is_masked,
     )
 
 

@@ -12,6 +12,7 @@ from turnstream.batching.config import (
     BatchingConfig,
     DeadlinePolicy,
     Estimator,
+    MaskedReward,
     RefillFallback,
     RewardSource,
     RowWeights,
@@ -146,6 +147,10 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
     policy = draw(st.sampled_from(get_args(DeadlinePolicy)))
     limit = draw(st.integers(0, 100_000))
     cost = draw(st.sampled_from(get_args(CostModel)))
+    overlong_length = draw(st.integers(0, 9))
+    takes_penalty = estimator not in ("gdpo", "maxrl")
+    overlong_buffer = draw(st.integers(0, overlong_length)) if takes_penalty else 0
+    mask_truncated = bool(overlong_length and not overlong_buffer) or draw(st.booleans())
     weights_of_rows: list[RowWeights] = ["per_row"]
     if aggregation.startswith("seq_mean") or aggregation == "constant":
         weights_of_rows.append("per_trajectory")
@@ -162,6 +167,10 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
         length_constant=draw(st.integers(1, 4096)) if aggregation == "constant" else 0,
         row_weights=draw(st.sampled_from(weights_of_rows)),
         merge=merge,
+        overlong_length=overlong_length,
+        overlong_buffer=overlong_buffer,
+        mask_truncated=mask_truncated,
+        masked_reward=draw(st.sampled_from(get_args(MaskedReward))) if mask_truncated else "keep",
         drop_zero_variance=draw(st.booleans()),
         max_staleness=max_staleness,
         max_planned_ahead=draw(st.integers(0, max_staleness)),
@@ -233,6 +242,7 @@ def _trajectory_plans(draw: st.DrawFn) -> TrajectoryPlan:
         has_logprobs=st.booleans(),
         sequences=st.just(tuple(sequences)),
         payload_crcs=st.lists(crcs, max_size=3).map(tuple),
+        is_masked=st.booleans(),
     )
     return draw(plans)
 

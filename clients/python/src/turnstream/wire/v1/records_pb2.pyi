@@ -245,7 +245,7 @@ class SequenceShape(_message.Message):
     def __init__(self, turns: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_trained_tokens: _Optional[int] = ...) -> None: ...
 
 class TrajectoryPlan(_message.Message):
-    __slots__ = ("key", "status", "reward", "advantage", "weight", "num_turn_tokens", "oldest_version", "newest_version", "has_logprobs", "sequences", "payload_crcs", "row_weights")
+    __slots__ = ("key", "status", "reward", "advantage", "weight", "num_turn_tokens", "oldest_version", "newest_version", "has_logprobs", "sequences", "payload_crcs", "row_weights", "is_masked")
     KEY_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     REWARD_FIELD_NUMBER: _ClassVar[int]
@@ -258,6 +258,7 @@ class TrajectoryPlan(_message.Message):
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_CRCS_FIELD_NUMBER: _ClassVar[int]
     ROW_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    IS_MASKED_FIELD_NUMBER: _ClassVar[int]
     key: TrajectoryKey
     status: str
     reward: float
@@ -270,7 +271,8 @@ class TrajectoryPlan(_message.Message):
     sequences: _containers.RepeatedCompositeFieldContainer[SequenceShape]
     payload_crcs: _containers.RepeatedScalarFieldContainer[int]
     row_weights: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, key: _Optional[_Union[TrajectoryKey, _Mapping]] = ..., status: _Optional[str] = ..., reward: _Optional[float] = ..., advantage: _Optional[float] = ..., weight: _Optional[float] = ..., num_turn_tokens: _Optional[int] = ..., oldest_version: _Optional[int] = ..., newest_version: _Optional[int] = ..., has_logprobs: bool = ..., sequences: _Optional[_Iterable[_Union[SequenceShape, _Mapping]]] = ..., payload_crcs: _Optional[_Iterable[int]] = ..., row_weights: _Optional[_Iterable[float]] = ...) -> None: ...
+    is_masked: bool
+    def __init__(self, key: _Optional[_Union[TrajectoryKey, _Mapping]] = ..., status: _Optional[str] = ..., reward: _Optional[float] = ..., advantage: _Optional[float] = ..., weight: _Optional[float] = ..., num_turn_tokens: _Optional[int] = ..., oldest_version: _Optional[int] = ..., newest_version: _Optional[int] = ..., has_logprobs: bool = ..., sequences: _Optional[_Iterable[_Union[SequenceShape, _Mapping]]] = ..., payload_crcs: _Optional[_Iterable[int]] = ..., row_weights: _Optional[_Iterable[float]] = ..., is_masked: bool = ...) -> None: ...
 
 class GroupPlan(_message.Message):
     __slots__ = ("group_id", "prompt_uid", "trajectories")

@@ -1,0 +1,37 @@
+"""Tokens that a plan leaves untrained, though their turns have them for training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from turnstream.batching.columns import TokenColumns
+from turnstream.types import Ragged
+
+
+def masked_columns(columns: TokenColumns, *, is_masked: Sequence[bool]) -> TokenColumns:
+    """The columns with mask 0 in the masked rows, and log-probability 0.0 wherever that is new.
+
+    The same object if no row is masked.
+
+    Args:
+        columns: of B rows.
+        is_masked: B truth values.
+    """
+    if not any(is_masked):
+        return columns
+    is_live_B = ~np.array(is_masked, np.bool_)
+    mask = columns.loss_mask
+    kept = mask.values * np.repeat(is_live_B, mask.lengths)
+    logprobs = columns.logprobs
+    if logprobs is not None:
+        values = np.where(kept, logprobs.values, np.float32(0))
+        logprobs = Ragged(values, logprobs.offsets)
+    return replace(
+        columns,
+        num_trained=[int(np.count_nonzero(own)) for own in Ragged(kept, mask.offsets)],
+        loss_mask=Ragged(kept, mask.offsets),
+        logprobs=logprobs,
+    )
