@@ -252,6 +252,48 @@ ROWS = (
         ("test_minibatch_sizes",),
     ),
     Mutation(
+        "tokens of a masked version are trained",
+        "masking.py",
+        "kept *= ~np.repeat(is_old",
+        "kept *= np.repeat(is_old | True",
+        ("test_assemble",),
+    ),
+    Mutation(
+        "a choice is made anew while it stands",
+        "selection.py",
+        "if self.choice is None and event.step > self._last_step:",
+        "if event.step > self._last_step:",
+        ("test_selection",),
+    ),
+    Mutation(
+        "a choice is made for a step that has a plan",
+        "selection.py",
+        "if self.choice is None and event.step > self._last_step:",
+        "if self.choice is None:",
+        ("test_selection",),
+    ),
+    Mutation(
+        "a choice outlives a dead member",
+        "selection.py",
+        "if own is not None and not any(group is own for group in fold.ready):",
+        "if False:",
+        ("test_selection",),
+    ),
+    Mutation(
+        "a choice outlives a member that joined",
+        "selection.py",
+        "case TrajectoryDied() | SealedTrajectory() | RewardPosted():",
+        "case TrajectoryDied():",
+        ("test_selection",),
+    ),
+    Mutation(
+        "a dead lineage ages from where it ended",
+        "staleness.py",
+        "min(step, fork)",
+        "step",
+        ("test_staleness",),
+    ),
+    Mutation(
         "a masked row is trained",
         "masking.py",
         "np.repeat(is_live_B, mask.lengths)",
@@ -282,8 +324,8 @@ ROWS = (
     Mutation(
         "event ids are compared as text",
         "planning.py",
-        "for group in ready), key=_event_order)",
-        "for group in ready))",
+        "max((g.completed_by for g in ready), key=event_order)",
+        "max(g.completed_by for g in ready)",
         ("test_planning",),
     ),
     Mutation(
@@ -347,8 +389,8 @@ ROWS = (
     Mutation(
         "rows divide by the largest size instead of all of them",
         "minibatch.py",
-        "return math.lcm(*declared)",
-        "return max(declared)",
+        "return math.lcm(*declared, dp_world_size * passes_multiple_of)",
+        "return max(*declared, dp_world_size * passes_multiple_of)",
         ("test_minibatch_sizes",),
     ),
     Mutation(

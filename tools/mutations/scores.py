@@ -273,6 +273,13 @@ SCORES = (
         ("test_readiness",),
     ),
     Mutation(
+        "a member that the run masks is live",
+        "readiness.py",
+        "return not is_masked(member, config) and any(",
+        "return any(",
+        ("test_lengths",),
+    ),
+    Mutation(
         "the penalty of a short response is a bonus",
         "filters.py",
         "return max(min(-excess / buffer_tokens, 0.0), -1.0)",
@@ -295,9 +302,9 @@ SCORES = (
     ),
     Mutation(
         "a token without a version is masked for its age",
-        "staleness.py",
-        "if run.version is not None and (\n            age(run.version,",
-        "if (\n            age(run.version or 0,",
+        "masking.py",
+        "np.isin(columns.run_versions.values, list(masked_versions))",
+        "np.isin(columns.run_versions.values, [-1, *masked_versions])",
         ("test_staleness",),
     ),
     Mutation(
@@ -309,9 +316,9 @@ SCORES = (
     ),
     Mutation(
         "masking changes the mask that was given",
-        "staleness.py",
-        "kept = loss_mask.copy()",
-        "kept = loss_mask",
+        "masking.py",
+        "kept = mask.values * np.repeat(",
+        "kept = mask.values\n    kept *= np.repeat(",
         ("test_staleness",),
     ),
     Mutation(
@@ -394,8 +401,8 @@ SCORES = (
     Mutation(
         "a row may have more tokens than its trajectory",
         "denominators.py",
-        "    if len(wrong):\n",
-        "    if False:\n",
+        "np.flatnonzero(is_too_many & ~rows.is_padding)",
+        "np.flatnonzero(is_too_many & False)",
         ("test_denominators",),
     ),
     # ----------------------------------------------------------------------------------
@@ -417,8 +424,22 @@ SCORES = (
     Mutation(
         "rows without a trained token are not counted",
         "report.py",
-        "sum(cut.num_rows - cut.denominators.num_sequences for cut in cuts)",
-        "0",
+        "num_untrained_rows=_num_untrained_rows(manifest)",
+        "num_untrained_rows=0",
+        ("test_report",),
+    ),
+    Mutation(
+        "rows that the run masks are counted as untrained",
+        "report.py",
+        "        if not trajectory.is_masked\n",
+        "",
+        ("test_report",),
+    ),
+    Mutation(
+        "a row is measured by its length, whatever it costs",
+        "report.py",
+        "budget.cost([row.num_tokens]) >",
+        "row.num_tokens >",
         ("test_report",),
     ),
     Mutation(
@@ -431,15 +452,15 @@ SCORES = (
     Mutation(
         "a row as long as the limit is counted",
         "report.py",
-        "row.num_tokens > limit",
-        "row.num_tokens >= limit",
+        "budget.cost([row.num_tokens]) > budget.limit",
+        "budget.cost([row.num_tokens]) >= budget.limit",
         ("test_report",),
     ),
     Mutation(
         "no limit is a limit of 0",
         "report.py",
-        "if 0 < limit < longest else 0",
-        "if limit < longest else 0",
+        "if not 0 < budget.limit < budget.cost([longest]):",
+        "if not budget.limit < budget.cost([longest]):",
         ("test_report",),
     ),
 )

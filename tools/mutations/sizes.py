@@ -217,7 +217,7 @@ SIZES = (
     Mutation(
         "a size of 0 has to divide",
         "minibatch.py",
-        "    if min(declared) < 1:\n",
+        "    if min(*declared, passes_multiple_of) < 1:\n",
         "    if False:\n",
         ("test_minibatch_sizes",),
     ),

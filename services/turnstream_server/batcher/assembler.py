@@ -148,15 +148,23 @@ class Assembler:
         trajectories = [member for group in groups for member in group.trajectories]
         payload = self._payload.read(trajectories, run=batch.manifest.run)
         first_row_id = batch.manifest.mini_batches[mini_batch].first_row_id
+        masked_versions = batch.manifest.masked_versions
         try:
             return assemble_rows(
                 groups,
                 payload,
                 first_row_id=first_row_id,
                 extra_columns=batch.config.extra_columns,
+                masked_versions=masked_versions,
             )
         except (BatchingError, RecordError) as error:
-            damages = _blame(groups, payload, batch.config.extra_columns, error)
+            damages = _blame(
+                groups,
+                payload,
+                error,
+                extra_columns=batch.config.extra_columns,
+                masked_versions=masked_versions,
+            )
             raise DamagedPayloadError(damages) from error
 
     def _drop_needless_rows(self, made: _ShareKey) -> None:
@@ -179,8 +187,10 @@ def _check_assembly_version(manifest: Manifest) -> None:
 def _blame(
     groups: tuple[GroupPlan, ...],
     payload: Payload,
-    extra_columns: tuple[DeclaredColumn, ...],
     error: Exception,
+    *,
+    extra_columns: tuple[DeclaredColumn, ...],
+    masked_versions: tuple[int, ...],
 ) -> tuple[Damage, ...]:
     """The trajectories that do not assemble alone; all of them if each does."""
     damages: list[Damage] = []
@@ -190,7 +200,13 @@ def _blame(
                 group_id=group.group_id, prompt_uid=group.prompt_uid, trajectories=(member,)
             )
             try:
-                assemble_rows([alone], payload, first_row_id=0, extra_columns=extra_columns)
+                assemble_rows(
+                    [alone],
+                    payload,
+                    first_row_id=0,
+                    extra_columns=extra_columns,
+                    masked_versions=masked_versions,
+                )
             except (BatchingError, RecordError) as own_error:
                 damages.append(Damage(member.key, str(own_error)))
     if damages:

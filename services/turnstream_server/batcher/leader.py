@@ -29,15 +29,16 @@ from turnstream.batching.readiness import (
     WaitingGroup,
 )
 from turnstream.batching.report import plan_report
+from turnstream.batching.selection import Selector
 from turnstream.errors import ConflictError, CorruptRecordError
 from turnstream.records.events import decode_event, key_of_seal
-from turnstream.types import TrajectoryDied
+from turnstream.types import BatchDue, TrajectoryDied
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.listener import PAGE_EVENTS, RunListener
 from turnstream_server.batcher.payload import Damage, DamagedPayloadError
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.shares import PlannedBatch
-from turnstream_server.bus.groups import Settlement, grant_refill, settle_groups
+from turnstream_server.bus.groups import Settlement, announce_due, grant_refill, settle_groups
 from turnstream_server.bus.manifests import (
     StoredManifest,
     encode_for_store,
@@ -95,6 +96,8 @@ class Leader:
         self._config = config
         self._before_write = before_write
         self._fold = RunFold(config)
+        self._selector = Selector(config)
+        self._last_event_id = "0-0"
         self._listener = RunListener(client, view.run, after_step=0)
         self._unreadable: list[Damage] = []
         self._next_step = 1
@@ -152,7 +155,11 @@ class Leader:
 
     def _pass(self, manifest: Manifest) -> list[Decision]:
         wanted = {group.group_id for group in manifest.groups}
-        return self._fold.take([group for group in self._fold.ready if group.group_id in wanted])
+        left_over = self._fold.take(
+            [group for group in self._fold.ready if group.group_id in wanted]
+        )
+        self._selector.pass_step(manifest.step)
+        return left_over
 
     def _note_written(self, stored: StoredManifest) -> None:
         self._next_step = stored.manifest.step + 1
@@ -177,12 +184,14 @@ class Leader:
 
     def _apply(self, event_id: str, record: bytes) -> list[Decision]:
         """Fold an event in; gives what it decides."""
+        self._last_event_id = event_id
         try:
             event = decode_event(record)
         except CorruptRecordError as error:
             self._note_unreadable(event_id, record, error)
             return []
-        return self._fold.apply(event_id, event)
+        decisions = self._fold.apply(event_id, event)
+        return [*decisions, *self._selector.apply(event_id, event, self._fold)]
 
     def _note_unreadable(self, event_id: str, record: bytes, error: CorruptRecordError) -> None:
         """Pass over an event that nobody can read; a trajectory that it names is set aside.
@@ -225,13 +234,25 @@ class Leader:
 
     async def _plan_what_is_due(self) -> None:
         while groups := self._due_groups():
-            if not await self._plan(groups):
+            if self._config.chooses_by_event and self._selector.choice is None:
+                await self._choose()
+            elif not await self._plan(groups):
                 await self._take_in(await self._listener.read_events())
+
+    async def _choose(self) -> None:
+        """Write the event at which the groups of the next batch are chosen, and come to it."""
+        event_id = await announce_due(
+            self._client, self._view.run, BatchDue(step=self._next_step), leader_epoch=self._epoch
+        )
+        while _position(self._last_event_id) < _position(event_id):
+            await self._take_in(await self._listener.read_events())
 
     def _due_groups(self) -> tuple[ReadyGroup, ...]:
         """The groups of the next batch; none while it must wait."""
         if self._next_step > self._last_allowed_step():
             return ()
+        if self._selector.choice is not None:
+            return self._selector.choice.groups
         is_final = self._fold.closed and not self._fold.num_open_groups
         num_groups = num_groups_to_plan(self._fold.num_ready, self._config, is_final=is_final)
         return self._fold.ready[:num_groups] if num_groups else ()
@@ -257,14 +278,20 @@ class Leader:
         await write_manifest(self._client, self._view.run, stored, leader_epoch=self._epoch)
         reach("plan.after_write")
         self._note_written(stored)
+        num_over_age = self._selector.num_over_age(groups, step=manifest.step)
         left_over = self._fold.take(groups)
+        self._selector.pass_step(manifest.step)
         self._view.offer(batch)
         await self._carry_out(left_over)
         logger.info(
             "planned step %d of run %s",
             manifest.step,
             self._view.run,
-            extra={"num_groups": len(groups), "manifest_hash": stored.hash},
+            extra={
+                "num_groups": len(groups),
+                "num_over_age": num_over_age,
+                "manifest_hash": stored.hash,
+            },
         )
         self._warn_of(manifest)
         return True
@@ -282,6 +309,7 @@ class Leader:
                 )
 
     def _make_plan(self, groups: tuple[ReadyGroup, ...]) -> StoredManifest:
+        choice = self._selector.choice
         manifest = plan_batch(
             groups,
             config=self._config,
@@ -291,6 +319,8 @@ class Leader:
             previous_hash=self._previous_hash,
             first_row_id=self._next_row_id,
             config_revision=self._config_revision,
+            chosen_at="" if choice is None else choice.chosen_at,
+            masked_versions=() if choice is None else choice.masked_versions,
         )
         return encode_for_store(manifest)
 

@@ -1,4 +1,4 @@
-"""What the plan decides about groups and their members, told to the ledger."""
+"""What the plan decides about groups and their members, told to the ledger, and when it chooses."""
 
 from __future__ import annotations
 
@@ -12,15 +12,33 @@ from turnstream.batching.decisions import GroupCut, GroupDropped, MemberDropped,
 from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.scripts import Command, Script, run_command_async, run_commands_async
-from turnstream.types import RefillGranted
+from turnstream.types import BatchDue, RefillGranted
 
 Settlement = MemberDropped | GroupDropped | GroupCut
 """A decision that ends trajectories."""
 
+_DUE = Script("batch_due", "turnstream_server.bus")
 _SETTLE_MEMBERS = Script("settle_members", "turnstream_server.bus")
 _SETTLE_GROUP = Script("settle_group", "turnstream_server.bus")
 _GRANT = Script("grant_refill", "turnstream_server.bus")
 _MEMBERS_PER_CALL: Final = 200
+
+
+async def announce_due(
+    client: redis.asyncio.Redis, run: str, due: BatchDue, *, leader_epoch: int
+) -> str:
+    """Put the event at which the groups of a batch are chosen behind those before; its id.
+
+    Sent twice in a row it is there once.
+
+    Raises:
+        FencedError: another planner leads the run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    command = _DUE((names.leader, names.events), leader_epoch, encode_event(due))
+    event_id: bytes = await run_command_async(client, command)
+    return event_id.decode()
 
 
 async def settle_groups(

@@ -10,7 +10,7 @@ import pytest
 
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.testing import group, wait_until_async
+from turnstream.testing import group, trajectory, turn, wait_until_async
 from turnstream_server.batcher.leader import PAGE_MANIFESTS
 from turnstream_server.batcher.listener import PAGE_EVENTS
 
@@ -90,6 +90,47 @@ async def test_the_successor_of_a_killed_planner_writes_the_very_same_plan(house
     (pulled,) = await successor.get(1)
 
     assert pulled.mini_batch.info.manifest_hash == plan
+
+
+@pytest.mark.parametrize(("policy", "version", "chosen"), [("drop", 0, "new"), ("keep", 2, "old")])
+async def test_the_successor_of_a_planner_killed_after_a_choice_does_not_choose_again(
+    house, start_doomed, policy, version, chosen
+):
+    # Killed when a group has expired or was chosen, and no plan written. A group that comes then
+    # has the oldest weights of all that are fresh: whoever chose again would take it.
+    run = house.create_run(
+        batch_groups=1, max_staleness=2, max_age_policy=policy, selection="oldest_weights"
+    )
+    first = await house.start_batcher(lease_s=LEASE_S)
+    trainer = house.trainer(first, run)
+    await trainer.start()
+    await trainer.announce_version(0, step=0)
+    for step in (1, 2, 3):
+        await house.publish(run, _of_version(f"g{step}", step - 1))
+        await trainer.stepped(await trainer.get(step))
+        await trainer.announce_version(step, step=step)
+    await first.stop()
+    doomed = start_doomed(signal.SIGKILL)
+    await house.publish(run, _of_version("old", version), _of_version("new", 3))
+    plan = await doomed.plan()
+    assert await asyncio.to_thread(doomed.process.wait, 10) == -signal.SIGKILL
+    await house.publish(run, _of_version("after", 1))
+
+    successor = house.trainer(await house.start_batcher(lease_s=LEASE_S), run)
+    successor.session_epoch = trainer.session_epoch
+    (fourth,) = await successor.get(4)
+    house.delete_run(run)  # what is left of it would be planned by the doomed of other tests
+
+    assert fourth.mini_batch.info.manifest_hash == plan
+    assert set(fourth.mini_batch.rows.group_id) == {chosen}
+
+
+def _of_version(name, version):
+    members = [
+        trajectory(turn("ab", "CD", version=version), sample=sample, reward=float(sample))
+        for sample in range(2)
+    ]
+    return group(name, *members)
 
 
 async def test_a_planner_that_slept_through_its_lease_is_refused_and_serves_what_was_planned(

@@ -6,8 +6,9 @@ import pytest
 
 from turnstream.batching.decisions import GroupCut, MemberDropped
 from turnstream.errors import ConflictError, FencedError
-from turnstream.types import TrajectoryKey, TrajectoryState
+from turnstream.types import BatchDue, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.frontier import read_frontier_async
+from turnstream_server.bus.groups import announce_due
 from turnstream_server.bus.ledger import read_ledger_async
 
 pytestmark = pytest.mark.redis
@@ -237,3 +238,39 @@ async def test_a_group_that_went_on_is_decided_again_without_a_word(run: Any) ->
     await run.carry_out(GroupCut(group_id="g1", reason="enough"))
 
     assert await run.dump() == before
+
+
+async def test_a_group_that_expires_makes_room_for_another(run: Any) -> None:
+    await run.open("a")
+    await run.seal("a", 0)
+    await run.seal("a", 1)
+
+    await run.settle("a", TrajectoryState.EXPIRED, 0, 1)
+
+    assert await run.client.hget(run.keys.groups, "a") == b"2:expired"
+    frontier = await read_frontier_async(run.client, run.name)
+    assert (frontier.num_opened_groups, frontier.num_live_groups) == (1, 0)
+    ledger = await read_ledger_async(run.client, run.name)
+    ledger.check()
+    assert ledger.by_state[TrajectoryState.EXPIRED] == 2
+
+
+async def test_the_event_of_a_choice_that_is_sent_twice_is_there_once(run: Any) -> None:
+    await run.open("a")
+
+    ids = [
+        await announce_due(run.client, run.name, BatchDue(step=1), leader_epoch=run.leader_epoch)
+        for _ in range(2)
+    ]
+
+    assert ids[0] == ids[1]
+    assert await run.client.xlen(run.keys.events) == 2
+
+
+async def test_a_planner_that_was_replaced_chooses_nothing(run: Any) -> None:
+    with pytest.raises(FencedError):
+        await announce_due(
+            run.client, run.name, BatchDue(step=1), leader_epoch=run.leader_epoch - 1
+        )
+
+    assert await run.client.xlen(run.keys.events) == 0

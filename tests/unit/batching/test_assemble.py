@@ -16,7 +16,7 @@ from turnstream.errors import BatchingError, CorruptRecordError, InvalidTurnErro
 from turnstream.store.keys import trajectory_id
 from turnstream.testing import assert_same, rows, spell, trajectory_plan, turn
 from turnstream.testing.strategies import chains, trees
-from turnstream.types import Ragged, Rows, Status, StoredTurn, TrajectoryKey, Turn
+from turnstream.types import Ragged, Rows, Status, StoredTurn, TrajectoryKey, Turn, VersionRun
 
 TEXTS = ("trajectory_id", "group_id", "prompt_uid", "status")
 
@@ -114,6 +114,27 @@ def test_no_token_of_a_masked_trajectory_is_trained_and_all_of_them_are_there() 
     assert assembled.trajectory_num_tokens.tolist() == [0, 0, 4, 4]
     assert assembled.group_num_tokens.tolist() == [4, 4, 4, 4]
     assert [own.sum() for own in assembled.rewards] == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_tokens_of_masked_versions_are_not_trained() -> None:
+    key = TrajectoryKey("g", sample=0)
+    mixed = replace(turn("ab", "CdEF"), version_runs=(VersionRun(3, 2), VersionRun(4, 2)))
+    plan, stored = planned(key, [mixed, turn("abcdefg", "HI", version=3), turn("xy", "Z")])
+    trained = [2, 1]
+    plan = replace(
+        plan,
+        sequences=tuple(
+            row._replace(num_trained_tokens=count)
+            for row, count in zip(plan.sequences, trained, strict=True)
+        ),
+    )
+    group = GroupPlan(group_id="g", prompt_uid="", trajectories=(plan,))
+
+    assembled = assemble_rows([group], {key: stored}, first_row_id=0, masked_versions=(2, 3))
+
+    assert spell(assembled) == ["abcdEFghi", "xyZ"]
+    with pytest.raises(CorruptRecordError, match="planned were"):
+        assemble_rows([group], {key: stored}, first_row_id=0)
 
 
 def test_a_masked_row_without_logprobs_beside_others_has_no_nan() -> None:

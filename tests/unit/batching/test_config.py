@@ -92,6 +92,8 @@ def test_refuses_component_weights_that_do_not_go_with_the_estimator(
         ("passes_multiple_of", 0),
         ("overlong_length", -1),
         ("masked_reward", "half"),
+        ("max_age_policy", "burn"),
+        ("selection", "random"),
         ("rows_multiple_of", 0),
         ("max_planned_ahead", -1),
         ("lease_s", 0.29),
@@ -188,6 +190,20 @@ def test_refuses_settings_of_long_responses_that_do_nothing_or_do_not_go_togethe
 ) -> None:
     with pytest.raises(InvalidConfigError, match=f"^{field}: .*{reason}"):
         make(**fields)
+
+
+@pytest.mark.parametrize("name", ["drop", "mask"])
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"max_staleness": 0, "max_planned_ahead": 0}, "max_staleness=0 expires for ever"),
+        ({"max_staleness": 1, "max_planned_ahead": 2}, "max_planned_ahead=2 expires everything"),
+    ],
+)
+def test_refuses_ages_that_nothing_can_have(name: str, fields: Any, reason: str) -> None:
+    assert make(**fields).max_age_policy == "keep"
+    with pytest.raises(InvalidConfigError, match=f"^max_age_policy: '{name}' with {reason}"):
+        make(max_age_policy=name, **fields)
 
 
 def test_a_pass_may_cost_what_the_run_says() -> None:

@@ -415,6 +415,7 @@ def assembled_of(stored: Sequence[StoredTurn], declared: Sequence[DeclaredColumn
         trajectory_plan(),
         key=key,
         sequences=planned,
+        weights=(1.0,) * len(planned),
         payload_crcs=tuple(one.payload_crc for one in stored),
     )
     group = GroupPlan(group_id="g0", prompt_uid="", trajectories=(plan,))

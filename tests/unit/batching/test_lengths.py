@@ -7,7 +7,7 @@ import pytest
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.lengths import is_compared, is_masked, length_problem
-from turnstream.batching.readiness import RunFold
+from turnstream.batching.readiness import MemberDropped, RunFold
 from turnstream.testing import config, sealed, shape
 from turnstream.types import GroupOpened, Status, TrajectoryKey, TrajectoryState
 
@@ -105,6 +105,15 @@ def test_a_reward_that_is_left_out_is_no_variance(masked_reward: Any, num_ready:
     assert len(fold.ready) == num_ready
 
 
+def test_equal_rewards_are_kept_where_all_members_but_one_are_masked() -> None:
+    of = replace(MASKING, drop_zero_variance=True)
+
+    two_live, _ = folded(of, 1.0, 1.0, 1.0, cut_off=1)
+    one_live, _ = folded(of, 1.0, 1.0, 1.0, cut_off=2)
+
+    assert (two_live.num_ready, one_live.num_ready) == (0, 1)
+
+
 def test_rewards_that_differ_by_the_penalty_alone_are_some_variance() -> None:
     of = replace(config(), drop_zero_variance=True, overlong_length=4, overlong_buffer=2)
     fold = RunFold(of)
@@ -119,10 +128,11 @@ def test_a_group_goes_on_without_the_member_that_is_too_long() -> None:
     fold = RunFold(refusing(14))
     fold.apply("1-0", GroupOpened(group_id="g", prompt_uid="", num_samples=3))
     fold.apply("2-0", sealed("g", sample=0))
-    fold.apply("3-0", sealed("g", sample=1, turns=LONG))
 
-    (drop,) = fold.apply("4-0", sealed("g", sample=2))
+    (drop,) = fold.apply("3-0", sealed("g", sample=1, turns=LONG))
+    fold.apply("4-0", sealed("g", sample=2))
 
-    assert (drop.state, drop.keys) == (TrajectoryState.INCOMPLETE, (TrajectoryKey("g", 1),))
+    assert isinstance(drop, MemberDropped)
+    assert (drop.state, drop.key) == (TrajectoryState.INCOMPLETE, TrajectoryKey("g", 1))
     assert drop.reason.startswith("sample 1 has a row of 15 tokens")
     assert [member.key.sample for member in fold.ready[0].members] == [0, 2]

@@ -267,6 +267,37 @@ def test_the_estimator_sees_the_reward_with_the_penalty_of_a_long_response() -> 
     assert [t.advantage for t in manifest.groups[0].trajectories] == [-0.25, 0.25]
 
 
+def test_tokens_of_masked_versions_leave_the_rows_and_the_denominators() -> None:
+    turns = [shape(2, 3), shape(1, 2, parent=0, shared=5), shape(4, 1)]
+    mixed = sealed("a", turns=turns, turn_versions=[[(1, 2), (3, 1)], [(3, 2)], [(1, 1)]])
+
+    manifest = plan(
+        ready("a", mixed, sealed("a", sample=1, reward=0.0, version=1)), masked_versions=(1,)
+    )
+
+    first, second = manifest.groups[0].trajectories
+    assert manifest.masked_versions == (1,)
+    assert [row.num_trained_tokens for row in first.sequences] == [3, 0]
+    assert (first.is_masked, first.oldest_version, first.newest_version) == (False, 3, 3)
+    assert (second.is_masked, second.sequences[0].num_trained_tokens) == (True, 0)
+    assert manifest.mini_batches[0].denominators == Denominators(3, 1, 1, 1, 1.0, 0)
+    assert [t.advantage for t in (first, second)] == pytest.approx([0.7071, -0.7071], abs=1e-4)
+
+
+def test_a_seal_that_says_only_its_oldest_version_is_masked_whole() -> None:
+    old = replace(sealed("a"), oldest_version=1, newest_version=3)
+
+    manifest = plan(ready("a", old, sealed("a", sample=1, reward=0.0)), masked_versions=(1,))
+
+    assert [t.is_masked for t in manifest.groups[0].trajectories] == [True, False]
+
+
+def test_a_batch_that_was_chosen_names_the_event_it_was_chosen_at() -> None:
+    manifest = plan(ready("a", rewards=[1, 0], event="5-0"), chosen_at="9-0")
+
+    assert manifest.last_event_id == "9-0"
+
+
 def test_a_group_of_one_is_counted_for_a_warning() -> None:
     groups = [ready("a", rewards=[1.0]), ready("b", rewards=[1.0, 0.0])]
 

@@ -139,6 +139,26 @@ def test_case_28_rows_and_updates_without_a_trained_token_are_counted() -> None:
     }
 
 
+def test_rows_that_the_run_masks_are_no_oddity() -> None:
+    of = replace(config(), mask_truncated=True, overlong_length=3)
+    manifest = plan([[shape(2, 4)], [shape(2, 2)], [shape(2, 2, trained=0)]], of=of)
+
+    found = plan_report(manifest, of)
+
+    assert manifest.groups[0].trajectories[0].is_masked
+    assert found.num_untrained_rows == 1
+
+
+@pytest.mark.parametrize(("limit", "num_over"), [(21, 0), (20, 1), (15, 1), (14, 2)])
+def test_a_row_is_above_the_limit_by_what_it_costs(limit: int, num_over: int) -> None:
+    # Half its length and half of that squared: a row of 6 tokens costs 21, one of 5 costs 15.
+    costs: Any = {"cost_per_token": 0.5, "cost_per_squared_token": 0.5}
+    of = replace(config(), max_tokens_per_micro_batch=limit, micro_batch_cost="quadratic", **costs)
+    manifest = plan([[shape(2, 4)], [shape(2, 3)]], of=of)
+
+    assert plan_report(manifest, of).num_rows_over_limit == num_over
+
+
 @pytest.mark.parametrize(
     ("changes", "num_lone"),
     [

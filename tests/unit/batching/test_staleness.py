@@ -4,10 +4,22 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from turnstream.batching.staleness import age, capacity, mask_old_tokens, oldest_trained_version
+from turnstream.batching.columns import TokenColumns
+from turnstream.batching.masking import masked_columns
+from turnstream.batching.staleness import (
+    VersionSteps,
+    age,
+    capacity,
+    is_wholly_of,
+    oldest_trained_version,
+    tokens_of,
+    version_span,
+)
 from turnstream.errors import BatchingError
-from turnstream.types import VersionRun
+from turnstream.testing import sealed, shape
+from turnstream.types import Ragged, VersionAnnounced, VersionRun
 
 STEPS = {0: 0, 1: 1, 2: 2, 3: 2}
 
@@ -81,14 +93,62 @@ def test_the_oldest_version_ignores_masked_and_observed_tokens() -> None:
     assert oldest_trained_version(runs, np.zeros(5, np.uint8)) is None
 
 
-def test_masks_only_the_tokens_above_the_age() -> None:
-    runs = [VersionRun(0, 2), VersionRun(None, 1), VersionRun(1, 1), VersionRun(2, 1)]
-    mask = np.array([1, 0, 1, 1, 1], np.uint8)
+def announced(*steps: int, lineage: str = "main", into: VersionSteps | None = None) -> VersionSteps:
+    """Versions counted on from those before, made after these steps."""
+    versions = into or VersionSteps()
+    for step in steps:
+        versions.announce(VersionAnnounced(version=len(versions.steps), step=step, lineage=lineage))
+    return versions
 
-    kept = mask_old_tokens(runs, mask, max_age=1, train_step=3, step_of_version=STEPS)
 
-    assert kept.tolist() == [0, 0, 1, 1, 1]
-    assert mask.tolist() == [1, 0, 1, 1, 1]
+def test_only_versions_above_the_greatest_age_are_old() -> None:
+    versions = announced(0, 1, 2, 2)
+
+    assert versions.older_than(1, train_step=3) == {0}
+    assert versions.older_than(0, train_step=3) == {0, 1}
+    assert versions.older_than(2, train_step=3) == set()
+
+
+def test_a_version_of_a_dead_lineage_ages_from_the_fork() -> None:
+    # Steps 2 and 3 were undone: what the weights of step 3 sampled is as old as those of step 1.
+    versions = announced(0, 1, 2, 3)
+
+    announced(1, 2, lineage="main-1", into=versions)
+
+    assert versions.steps == {0: 0, 1: 1, 2: 1, 3: 1, 4: 1, 5: 2}
+    assert versions.older_than(0, train_step=3) == {0, 1, 2, 3, 4}
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("ab")), max_size=12))
+def test_no_token_ever_grows_younger(history: list[tuple[int, str]]) -> None:
+    versions, before = VersionSteps(), frozenset[int]()
+
+    for train_step, (step, lineage) in enumerate(history, start=1):
+        announced(step, lineage=lineage, into=versions)
+        newest = len(versions.steps) - 1
+        old = versions.older_than(2, train_step=train_step)
+        assert before <= old | {newest}
+        before = old
+
+
+MIXED = sealed(
+    turns=[shape(2, 3), shape(2, 4)],
+    turn_versions=[[(None, 1), (3, 2)], [(3, 1), (5, 3)]],
+)
+
+
+def test_a_seal_tells_which_tokens_of_a_turn_a_version_sampled() -> None:
+    assert tokens_of(MIXED, {3}) == [2, 1]
+    assert tokens_of(MIXED, {3, 5}) == [2, 4]
+    assert version_span(MIXED, without={3}) == (5, 5)
+    assert version_span(MIXED, without={3, 5}) == (None, None)
+
+
+def test_a_seal_of_one_version_is_wholly_of_it() -> None:
+    assert is_wholly_of(sealed(version=3), {3})
+    assert not is_wholly_of(sealed(version=3), {2})
+    assert not is_wholly_of(sealed(version=None), {3})
+    assert not is_wholly_of(MIXED, {3, 5})
 
 
 def test_refuses_version_runs_that_do_not_cover_the_response() -> None:
@@ -109,6 +169,20 @@ def test_edge_case_45_accepted_and_version_are_restored_together() -> None:
     assert admit(step=3, running=0, accepted=3 * 8) == 24
 
 
+def columns(runs: list[VersionRun], mask: NDArray[np.uint8]) -> TokenColumns:
+    """Of one row, whose prompt is empty."""
+    names = [-1 if version is None else version for version, _ in runs]
+    return TokenColumns(
+        num_trained=[int(mask.sum())],
+        input_ids=Ragged.from_rows([np.zeros(len(mask))], np.int32),
+        loss_mask=Ragged.from_rows([mask], np.uint8),
+        logprobs=None,
+        rewards=Ragged.from_rows([np.zeros(len(mask))], np.float32),
+        run_versions=Ragged.from_rows([names], np.int64),
+        run_counts=Ragged.from_rows([[count for _, count in runs]], np.int32),
+    )
+
+
 @given(
     st.lists(
         st.tuples(st.none() | st.integers(0, 3), st.integers(0, 4), st.integers(0, 1)), max_size=6
@@ -122,7 +196,9 @@ def test_masks_what_a_loop_over_tokens_masks(
     mask = np.array([m for _, count, m in pieces for _ in range(count)], np.uint8)
     versions = [version for version, count, _ in pieces for _ in range(count)]
 
-    kept = mask_old_tokens(runs, mask, max_age=max_age, train_step=4, step_of_version=STEPS)
+    old = announced(*STEPS.values()).older_than(max_age, train_step=4)
+    given_columns = columns(runs, mask)
+    kept = masked_columns(given_columns, is_masked=[False], masked_versions=old)
     oldest = oldest_trained_version(runs, mask)
 
     expected = [
@@ -130,5 +206,7 @@ def test_masks_what_a_loop_over_tokens_masks(
         for version, m in zip(versions, mask, strict=True)
     ]
     trained = [v for v, m in zip(versions, mask, strict=True) if m and v is not None]
-    assert (kept.tolist(), kept.dtype) == (expected, np.uint8)
+    assert (kept.loss_mask.values.tolist(), kept.loss_mask.values.dtype) == (expected, np.uint8)
+    assert given_columns.loss_mask.values.tolist() == mask.tolist()
+    assert kept.num_trained == [sum(expected)]
     assert oldest == min(trained, default=None)

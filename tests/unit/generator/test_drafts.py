@@ -90,6 +90,21 @@ def test_versions_count_only_where_they_sampled_a_trained_token() -> None:
     assert seal(draft(turn("ab", "c", version=3))).oldest_version is None
 
 
+def test_a_seal_tells_versions_apart_only_where_there_are_several() -> None:
+    runs = (VersionRun(5, 2), VersionRun(None, 1), VersionRun(3, 1), VersionRun(5, 1))
+    mixed = checks.checked_turn([1], [2, 3, 4, 5, 6], loss_mask=[0, 1, 1, 1, 1], version_runs=runs)
+    plain, unknown = turn("ab", "CD", version=7), turn("xy", "Z")
+
+    assert seal(draft(plain, turn("ab", "c", version=9))).turn_versions == ()
+    assert seal(draft(unknown)).turn_versions == ()
+    assert seal(draft(mixed, plain, turn("k", "l", version=3))).turn_versions == (
+        ((None, 1), (3, 1), (5, 2)),
+        ((7, 2),),
+        (),
+    )
+    assert seal(draft(plain, unknown)).turn_versions == (((7, 2),), ((None, 1),))
+
+
 def test_a_trained_turn_without_log_probabilities_is_told_of() -> None:
     with_logprobs = turn("ab", "C", logprobs=-1.0)
 

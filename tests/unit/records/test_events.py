@@ -37,6 +37,13 @@ def test_what_is_unknown_is_not_zero():
     assert decoded.newest_version is None
 
 
+def test_versions_that_sampled_another_number_of_tokens_than_are_trained_are_refused():
+    event = sealed(turns=[shape(2, 3)], turn_versions=[[(1, 1), (2, 1)]])
+
+    with pytest.raises(CorruptRecordError, match="trains 3 tokens, and its versions sampled 2"):
+        decode_event(encode_event(event))
+
+
 def test_named_values_are_in_order_of_name_however_they_were_given():
     tags = {f"tag {number:03}": str(number) for number in range(100)}
     event = replace(sealed(), tags=tags)

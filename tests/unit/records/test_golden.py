@@ -29,6 +29,7 @@ from turnstream.testing import (
     stored_turn,
 )
 from turnstream.types import (
+    BatchDue,
     DeadlineFired,
     Event,
     GroupOpened,
@@ -81,6 +82,12 @@ EVENTS: dict[str, Event] = {
     "reward_posted": RewardPosted(
         key=TrajectoryKey("g0", 3), reward=0.5, reward_components={"format": 0.25}
     ),
+    "batch_due": BatchDue(step=7),
+    "trajectory_of_two_versions": sealed(
+        "g0",
+        turns=[shape(2, 3), shape(1, 2, parent=0, shared=5, trained=1)],
+        turn_versions=[[(None, 1), (7, 2)], [(8, 1)]],
+    ),
 }
 
 
@@ -93,6 +100,24 @@ def golden_turn() -> StoredTurn:
 
 def golden_manifest() -> Manifest:
     return replace(manifest("g0", "g1", run="run", step=2), assembly_version=0)
+
+
+def golden_masked_manifest() -> Manifest:
+    """One whose first trajectory has rows of different weights, whose second is masked."""
+    plan = manifest("g0", run="run", step=2)
+    first, second = plan.groups[0].trajectories
+    row = first.sequences[0]
+    members = (
+        replace(first, sequences=(row, row._replace(turns=(1,))), weights=(0.75, 0.25)),
+        replace(second, sequences=(row._replace(num_trained_tokens=0),), is_masked=True),
+    )
+    return replace(
+        plan,
+        assembly_version=1,
+        groups=(replace(plan.groups[0], trajectories=members),),
+        mini_batches=(replace(plan.mini_batches[0], num_rows=3),),
+        masked_versions=(3, 5),
+    )
 
 
 def golden_mini_batch() -> MiniBatch:
@@ -147,6 +172,13 @@ def test_a_manifest_has_the_bytes_and_the_hash_of_format_0():
         "1df6252656575b2609c5ef55e50dc5b545f695b67a169bf78881b348123a0dc8"
     )
     assert decode_manifest(record) == golden_manifest()
+
+
+def test_a_manifest_with_weights_and_masks_has_the_bytes_of_format_0():
+    record = encode_manifest(golden_masked_manifest())
+
+    assert_golden("manifest_masked.hex", record)
+    assert decode_manifest(record) == golden_masked_manifest()
 
 
 def test_a_stored_config_of_format_0_is_read():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar, cast
 
@@ -41,6 +41,7 @@ def assemble_rows(
     *,
     first_row_id: int,
     extra_columns: Sequence[DeclaredColumn] = (),
+    masked_versions: Collection[int] = (),
 ) -> Rows:
     """The rows of these groups: merged, in the order of the plan, ids from `first_row_id` on.
 
@@ -52,6 +53,7 @@ def assemble_rows(
         payload: every turn of every trajectory of these groups, in order.
         first_row_id: of the first row.
         extra_columns: what the run declares, in order of name. All rows have all of them.
+        masked_versions: of the plan.
 
     Raises:
         CorruptRecordError: the payload is not the one that was planned.
@@ -66,7 +68,9 @@ def assemble_rows(
         pieces.extend([stored_row(turns, row.turns) for row in trajectory.sequences])
     planned = [(t, row) for _, t in trajectories for row in t.sequences]
     is_masked = [trajectory.is_masked for trajectory, _ in planned]
-    columns = masked_columns(token_columns(pieces), is_masked=is_masked)
+    columns = masked_columns(
+        token_columns(pieces), is_masked=is_masked, masked_versions=masked_versions
+    )
     _check_lengths(planned, pieces, columns)
     rows = _rows(trajectories, columns, planned=planned, first_row_id=first_row_id)
     if not extra_columns:

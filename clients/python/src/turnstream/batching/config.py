@@ -39,6 +39,8 @@ Aggregation = Literal[
 ]
 RowWeights = Literal["per_row", "per_trajectory", "rollout_mean"]
 MaskedReward = Literal["keep", "leave_out"]
+MaxAgePolicy = Literal["drop", "mask", "keep"]
+Selection = Literal["in_order", "oldest_weights", "ready_first"]
 
 UNPLANNABLE_ESTIMATORS = {
     "gae": "it needs a value for every token: use turnstream.batching.token_advantages.gae",
@@ -74,6 +76,13 @@ class BatchingConfig:
             group: "keep", or "leave_out", and then a group needs two others to be trained.
         drop_zero_variance: groups whose rewards are all equal are filtered, not trained.
         max_staleness: steps a group may lag behind the weights it trains; bounds admission.
+        max_age_policy: what becomes of tokens more than `max_staleness` steps older than the
+            weights they would train, when their batch is planned. "keep" trains them, "mask" leaves
+            them untrained, "drop" expires their group, which makes room for another. A plan that is
+            made ahead of the trainer is made for weights that do not exist yet: where most groups
+            are as old as `max_planned_ahead`, let `max_staleness` be larger than that.
+        selection: which of the complete groups a batch takes: those that were opened first, those
+            whose oldest trained token is of the oldest version, or those that were complete first.
         max_planned_ahead: batches planned beyond the last stepped one; 0 if `max_staleness` is 0.
         pad_token_id: written into padding positions; never read by the loss.
         max_tokens_per_micro_batch: what one forward pass may cost; 0 means no limit.
@@ -121,6 +130,8 @@ class BatchingConfig:
     masked_reward: MaskedReward = "keep"
     drop_zero_variance: bool = False
     max_staleness: int = 1
+    max_age_policy: MaxAgePolicy = "keep"
+    selection: Selection = "ready_first"
     max_planned_ahead: int = 1
     pad_token_id: int = 0
     max_tokens_per_micro_batch: int = 0
@@ -166,9 +177,15 @@ class BatchingConfig:
         self._check_combinations()
         self._check_micro_batches()
         self._check_overlong()
+        self._check_age()
         declared = checked_declarations(self.extra_columns, merge=self.merge)
         object.__setattr__(self, "extra_columns", declared)
         self._check_deadlines()
+
+    @property
+    def chooses_by_event(self) -> bool:
+        """Whether the groups of a batch depend on when it is planned: see BatchDue."""
+        return self.max_age_policy != "keep" or self.selection != "ready_first"
 
     @property
     def budget(self) -> Budget:
@@ -229,6 +246,23 @@ class BatchingConfig:
             raise InvalidConfigError(
                 "deadline_policy",
                 "'train_short' needs a group_deadline_s or a reward_deadline_s above 0",
+            )
+
+    def _check_age(self) -> None:
+        if self.max_age_policy == "keep":
+            return
+        if self.max_staleness == 0:
+            raise InvalidConfigError(
+                "max_age_policy",
+                f"{self.max_age_policy!r} with max_staleness=0 expires for ever whatever was begun "
+                "before the newest weights reached its generator: allow 1, or keep it",
+            )
+        if self.max_planned_ahead > self.max_staleness:
+            raise InvalidConfigError(
+                "max_age_policy",
+                f"{self.max_age_policy!r} with max_planned_ahead={self.max_planned_ahead} expires "
+                "everything: the newest weights are so many steps old when a batch is planned, and "
+                f"max_staleness={self.max_staleness}",
             )
 
     def _check_overlong(self) -> None:
@@ -317,6 +351,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "refill_fallback": RefillFallback.__args__,
     "surplus": Surplus.__args__,
     "row_weights": RowWeights.__args__,
+    "max_age_policy": MaxAgePolicy.__args__,
+    "selection": Selection.__args__,
     "masked_reward": MaskedReward.__args__,
     "micro_batch_cost": CostModel.__args__,
     "over_long": OverLong.__args__,

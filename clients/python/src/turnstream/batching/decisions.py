@@ -14,12 +14,14 @@ class ReadyGroup:
     Attributes:
         members: the valid ones, in order of (sample, attempt).
         completed_by: id of the event that made the group what it is.
+        opened_by: id of the event that opened it.
     """
 
     group_id: str
     prompt_uid: str
     members: tuple[SealedTrajectory, ...]
     completed_by: str
+    opened_by: str = "0-0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,7 @@ class GroupDropped:
     """A group that will not be trained: nothing that comes later changes that.
 
     Attributes:
-        state: FILTERED or INCOMPLETE.
+        state: FILTERED, INCOMPLETE or EXPIRED.
         reason: in words, for the ledger.
         keys: its sealed trajectories, which go into this state; empty if it had none.
     """

@@ -101,7 +101,9 @@ class Manifest:
         step: number of the batch, from 1.
         revision: 0, or 1 where a damaged plan was replaced before anybody stepped it.
         previous_hash: hex SHA-256 of the manifest before, "" for step 1: the chain.
-        last_event_id: the event that completed the last group of this batch.
+        last_event_id: the event that completed the last group of this batch, or the BatchDue that
+            it was chosen at.
+        masked_versions: ascending; no token that one of them sampled is trained.
     """
 
     run: str
@@ -114,6 +116,7 @@ class Manifest:
     last_event_id: str
     groups: tuple[GroupPlan, ...]
     mini_batches: tuple[MiniBatchPlan, ...]
+    masked_versions: tuple[int, ...] = ()
 
     @property
     def num_trajectories(self) -> int:

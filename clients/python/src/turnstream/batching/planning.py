@@ -23,6 +23,7 @@ from turnstream.batching.plan import (
 )
 from turnstream.batching.readiness import ReadyGroup
 from turnstream.batching.rewards import planned_reward
+from turnstream.batching.staleness import is_wholly_of, tokens_of, version_span
 from turnstream.errors import BatchingError
 from turnstream.types import SealedTrajectory
 
@@ -51,6 +52,8 @@ def plan_batch(
     first_row_id: int,
     config_revision: int,
     revision: int = 0,
+    chosen_at: str = "",
+    masked_versions: tuple[int, ...] = (),
 ) -> Manifest:
     """The immutable plan of one batch of these groups, in this order.
 
@@ -58,12 +61,32 @@ def plan_batch(
     left. Groups are never cut. Advantages are estimated once per trajectory over the whole batch,
     in float64, and kept as float32 values.
 
+    A plan that is made again after a crash is the same, to the bit. It is a function of the
+    arguments, and the groups and `masked_versions` are one of the events alone: those complete
+    first, which later events do not change, or those that were chosen at a BatchDue event, from
+    what was complete and announced before it (batching.selection). Age is judged there and nowhere
+    else; to expire again what was expired there changes nothing.
+
+    Args:
+        ready: the groups.
+        config: of the run.
+        run: its name.
+        step: number of the batch.
+        lineage: of the history.
+        previous_hash: of the manifest before; "" for the first.
+        first_row_id: of the first row.
+        config_revision: of `config`.
+        revision: 1 where a damaged plan is replaced.
+        chosen_at: the BatchDue event that the groups were chosen at, if they were.
+        masked_versions: ascending; no token that one of them sampled is trained.
+
     Raises:
         BatchingError: there is no group.
     """
     if not ready:
         raise BatchingError("a batch of no groups")
-    planned = [[_planned(member, config) for member in group.members] for group in ready]
+    masked = frozenset(masked_versions)
+    planned = [[_planned(member, config, masked) for member in group.members] for group in ready]
     advantages = _advantages(planned, config)
     groups = tuple(
         GroupPlan(
@@ -84,9 +107,10 @@ def plan_batch(
         previous_hash=previous_hash,
         assembly_version=ASSEMBLY_VERSION,
         config_revision=config_revision,
-        last_event_id=max((group.completed_by for group in ready), key=_event_order),
+        last_event_id=chosen_at or max((g.completed_by for g in ready), key=event_order),
         groups=groups,
         mini_batches=tuple(_mini_batches(groups, config, first_row_id=first_row_id)),
+        masked_versions=masked_versions,
     )
 
 
@@ -99,25 +123,40 @@ class _Member(NamedTuple):
     Attributes:
         sequences: with the tokens that will be trained.
         num_trainable_tokens: those that its turns have for training; more where some are masked.
+        versions: oldest and newest that sampled what will be trained; None if unknown.
     """
 
     sealed: SealedTrajectory
     is_masked: bool
     sequences: PlannedRows
     num_trainable_tokens: int
+    versions: tuple[int | None, int | None]
 
     @property
     def num_trained_tokens(self) -> int:
         return sum([sequence.num_trained_tokens for sequence in self.sequences])
 
 
-def _planned(member: SealedTrajectory, config: BatchingConfig) -> _Member:
+def _planned(
+    member: SealedTrajectory, config: BatchingConfig, masked_versions: frozenset[int]
+) -> _Member:
     sequences = plan_sequences(member.turns, merge=config.merge)
     num_trainable = sum([sequence.num_trained_tokens for sequence in sequences])
-    masked = is_masked(member, config)
-    if masked:
+    versions = member.oldest_version, member.newest_version
+    if is_masked(member, config) or is_wholly_of(member, masked_versions):
         sequences = tuple([sequence._replace(num_trained_tokens=0) for sequence in sequences])
-    return _Member(member, masked, sequences, num_trainable)
+        return _Member(member, True, sequences, num_trainable, (None, None))
+    if masked_versions and member.turn_versions:
+        lost = tokens_of(member, masked_versions)
+        sequences = tuple([_without(sequence, lost) for sequence in sequences])
+        versions = version_span(member, without=masked_versions)
+    return _Member(member, False, sequences, num_trainable, versions)
+
+
+def _without(sequence: SequenceShape, lost: Sequence[int]) -> SequenceShape:
+    """The row with so many tokens of every turn untrained."""
+    num_lost = sum([lost[turn] for turn in sequence.turns])
+    return sequence._replace(num_trained_tokens=sequence.num_trained_tokens - num_lost)
 
 
 def _advantages(planned: Sequence[Sequence[_Member]], config: BatchingConfig) -> list[list[float]]:
@@ -167,8 +206,8 @@ def _trajectory_plan(member: _Member, advantage: float, config: BatchingConfig) 
         advantage=advantage,
         weights=_weights(member.sequences, config),
         num_turn_tokens=sum([turn.num_tokens for turn in sealed.turns]),
-        oldest_version=None if member.is_masked else sealed.oldest_version,
-        newest_version=None if member.is_masked else sealed.newest_version,
+        oldest_version=member.versions[0],
+        newest_version=member.versions[1],
         has_logprobs=sealed.has_logprobs,
         sequences=member.sequences,
         payload_crcs=sealed.payload_crcs,
@@ -211,6 +250,6 @@ def _mini_batches(
         first_row_id += len(rows)
 
 
-def _event_order(event_id: str) -> tuple[int, ...]:
-    """Stream ids are "<number>-<number>": as text, "10-0" would come before "9-0"."""
+def event_order(event_id: str) -> tuple[int, ...]:
+    """An event id as numbers, in order of the stream: as text, "10-0" would come before "9-0"."""
     return tuple(int(part) for part in event_id.split("-"))

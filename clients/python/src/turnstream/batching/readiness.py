@@ -359,6 +359,7 @@ class RunFold:
             prompt_uid=group.opened.prompt_uid,
             members=group.ordered,
             completed_by=event_id,
+            opened_by=group.opened_by,
         )
 
     def _cut(self, group: GroupMembers) -> list[Decision]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.merge import plan_sequences
+from turnstream.batching.microbatch import Budget
 from turnstream.batching.plan import Manifest
 from turnstream.types import NO_PARENT, StoredTurn, TrajectoryKey
 
@@ -81,9 +82,11 @@ class PlanReport:
 
     Attributes:
         num_lone_groups: of one trajectory, whose advantage is 0 because nothing was compared.
-        num_untrained_rows: without a trained token; they are in no denominator.
+        num_untrained_rows: without a trained token, though the run does not mask their trajectory;
+            they are in no denominator.
         num_empty_updates: mini-batches without a trained token: their loss is 0.
-        num_rows_over_limit: above `max_tokens_per_micro_batch`, alone in a pass that exceeds it.
+        num_rows_over_limit: that cost more than `max_tokens_per_micro_batch`, each alone in a pass
+            that exceeds it.
         longest_row: in tokens.
     """
 
@@ -113,21 +116,32 @@ def plan_report(manifest: Manifest, config: BatchingConfig) -> PlanReport:
     A group of one is no oddity where the run trains its raw reward, or compares the whole batch.
     """
     cuts = manifest.mini_batches
-    limit = config.max_tokens_per_micro_batch
     longest = max((cut.width for cut in cuts), default=0)
     compares_groups = config.singleton_advantage == "zero" and config.estimator != "reinforce_pp"
     return PlanReport(
         num_lone_groups=manifest.num_singleton_groups if compares_groups else 0,
-        num_untrained_rows=sum(cut.num_rows - cut.denominators.num_sequences for cut in cuts),
+        num_untrained_rows=_num_untrained_rows(manifest),
         num_empty_updates=sum(cut.denominators.num_tokens == 0 for cut in cuts),
-        num_rows_over_limit=_num_rows_above(manifest, limit) if 0 < limit < longest else 0,
+        num_rows_over_limit=_num_rows_above(manifest, config.budget, longest=longest),
         longest_row=longest,
     )
 
 
-def _num_rows_above(manifest: Manifest, limit: int) -> int:
+def _num_untrained_rows(manifest: Manifest) -> int:
     return sum(
-        row.num_tokens > limit
+        row.num_trained_tokens == 0
+        for group in manifest.groups
+        for trajectory in group.trajectories
+        if not trajectory.is_masked
+        for row in trajectory.sequences
+    )
+
+
+def _num_rows_above(manifest: Manifest, budget: Budget, *, longest: int) -> int:
+    if not 0 < budget.limit < budget.cost([longest]):
+        return 0
+    return sum(
+        budget.cost([row.num_tokens]) > budget.limit
         for group in manifest.groups
         for trajectory in group.trajectories
         for row in trajectory.sequences

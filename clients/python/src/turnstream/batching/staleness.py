@@ -9,16 +9,13 @@ taken out of what was accepted, or a run that filters many groups would starve i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.errors import BatchingError
-from turnstream.types import VersionRun
-
-OverAge = Literal["drop", "mask", "keep"]
+from turnstream.types import SealedTrajectory, VersionAnnounced, VersionRun
 
 
 def capacity(
@@ -78,25 +75,63 @@ def age(version: int, *, train_step: int, step_of_version: Mapping[int, int]) ->
     return train_step - 1 - step_of_version[version]
 
 
-def mask_old_tokens(
-    version_runs: Sequence[VersionRun],
-    loss_mask: NDArray[np.uint8],
-    *,
-    max_age: int,
-    train_step: int,
-    step_of_version: Mapping[int, int],
-) -> NDArray[np.uint8]:
-    """A copy of the mask with 0 where the token is older than `max_age` steps.
+class VersionSteps:
+    """After which step the weights of each announced version were made.
 
-    Tokens without a version keep their mask: nothing says that they are old.
+    A version that was made beyond the step where a later history began is of a dead lineage: the
+    weights that train are what they were at the fork, and so its tokens age from there.
+
+    Attributes:
+        steps: by version.
     """
-    kept = loss_mask.copy()
-    for run, part in _runs_of(version_runs, kept):
-        if run.version is not None and (
-            age(run.version, train_step=train_step, step_of_version=step_of_version) > max_age
-        ):
-            part[:] = 0
-    return kept
+
+    def __init__(self) -> None:
+        self.steps: dict[int, int] = {}
+        self._lineage = ""
+
+    def announce(self, announced: VersionAnnounced) -> None:
+        """Take in the next announcement; the first one of a lineage says where it began."""
+        if announced.lineage != self._lineage:
+            fork = announced.step
+            self.steps = {version: min(step, fork) for version, step in self.steps.items()}
+            self._lineage = announced.lineage
+        self.steps[announced.version] = announced.step
+
+    def older_than(self, max_age: int, *, train_step: int) -> frozenset[int]:
+        """The announced versions whose tokens are more than `max_age` steps old in this step.
+
+        Of a version that nobody announced nothing says that it is old.
+        """
+        return frozenset(
+            version
+            for version in self.steps
+            if age(version, train_step=train_step, step_of_version=self.steps) > max_age
+        )
+
+
+def tokens_of(trajectory: SealedTrajectory, versions: Collection[int]) -> list[int]:
+    """How many trained tokens of every turn these versions sampled, by its `turn_versions`."""
+    return [
+        sum([count for version, count in own if version in versions])
+        for own in trajectory.turn_versions
+    ]
+
+
+def is_wholly_of(trajectory: SealedTrajectory, versions: Collection[int]) -> bool:
+    """Whether all its trained tokens have to be taken for those of these versions.
+
+    So they are where one version sampled them, and where a seal of an older release names the
+    oldest version and not what it sampled.
+    """
+    return not trajectory.turn_versions and trajectory.oldest_version in versions
+
+
+def version_span(
+    trajectory: SealedTrajectory, *, without: Collection[int]
+) -> tuple[int | None, int | None]:
+    """The oldest and the newest version of its trained tokens, these versions left out."""
+    left = {v for own in trajectory.turn_versions for v, _ in own if v is not None} - set(without)
+    return min(left, default=None), max(left, default=None)
 
 
 def _runs_of(

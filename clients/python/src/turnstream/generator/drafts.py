@@ -25,6 +25,7 @@ from turnstream.types import (
     TrajectoryKey,
     Turn,
     TurnShape,
+    VersionRun,
 )
 
 SealMaker = Callable[[int], bytes]
@@ -64,6 +65,7 @@ class TrajectoryDraft:
         self._has_logprobs = True
         self._oldest_version: int | None = None
         self._newest_version: int | None = None
+        self._versions: list[tuple[VersionRun, ...]] = []
 
     def add(self, turn: Turn) -> TurnRecord:
         """Encode the next turn, and remember its tokens for the turns that follow.
@@ -117,6 +119,8 @@ class TrajectoryDraft:
         metrics = checks.checked_numbers(metrics, field="metrics")
         tags = checks.checked_tags(tags)
 
+        turn_versions = self._turn_versions()
+
         def make_seal(epoch: int) -> bytes:
             return encode_event(
                 SealedTrajectory(
@@ -130,6 +134,7 @@ class TrajectoryDraft:
                     payload_crcs=tuple(self._crcs),
                     oldest_version=self._oldest_version,
                     newest_version=self._newest_version,
+                    turn_versions=turn_versions,
                     num_payload_bytes=self._num_bytes,
                     has_logprobs=self._has_logprobs,
                     sampling=sampling,
@@ -147,6 +152,11 @@ class TrajectoryDraft:
         if len(self._shapes) == 1:
             return self._shapes[0].num_tokens
         return sum(row.num_tokens for row in plan_sequences(self._shapes, merge=True))
+
+    def _turn_versions(self) -> tuple[tuple[VersionRun, ...], ...]:
+        """What the seal says of the turns, if more than one version sampled trained tokens."""
+        names = {version for counts in self._versions for version, _ in counts}
+        return tuple(self._versions) if len(names) > 1 else ()
 
     def _encode(self, turn: Turn, linked: LinkedTurn) -> TurnRecord:
         match = linked.match
@@ -181,30 +191,39 @@ class TrajectoryDraft:
         )
         self._crcs.append(int.from_bytes(made.record[-4:], "little"))
         self._num_bytes += len(made.record)
+        counts = _trained_versions(turn, num_trained=made.shape.num_trained_tokens)
+        self._versions.append(counts)
         if made.shape.num_trained_tokens == 0:
             return
         if turn.logprobs is None:
             self._has_logprobs = False
-        versions = _trained_versions(turn)
+        versions = [version for version, _ in counts if version is not None]
         if versions:
             known = [v for v in (self._oldest_version, self._newest_version) if v is not None]
             self._oldest_version = min((*versions, *known))
             self._newest_version = max((*versions, *known))
 
 
-def _trained_versions(turn: Turn) -> list[int]:
-    """Versions that sampled at least one trained token, of which there is one."""
-    if len(turn.version_runs) == 1:
-        version = turn.version_runs[0].version
-        return [] if version is None else [version]
-    versions: list[int] = []
+def _trained_versions(turn: Turn, *, num_trained: int) -> tuple[VersionRun, ...]:
+    """How many trained tokens each version sampled, ascending, the unknown one first."""
+    if num_trained == 0:
+        return ()
+    if len(turn.version_runs) <= 1:
+        version = turn.version_runs[0].version if turn.version_runs else None
+        return (VersionRun(version, num_trained),)
+    counts: dict[int | None, int] = {}
     start = 0
     for version, num_tokens in turn.version_runs:
         stop = start + num_tokens
-        if version is not None and (turn.loss_mask is None or turn.loss_mask[start:stop].any()):
-            versions.append(version)
+        trained = num_tokens
+        if turn.loss_mask is not None:
+            trained = int(np.count_nonzero(turn.loss_mask[start:stop]))
+        if trained:
+            counts[version] = counts.get(version, 0) + trained
         start = stop
-    return versions
+    known = sorted([(v, n) for v, n in counts.items() if v is not None])
+    unknown = [VersionRun(None, counts[None])] if None in counts else []
+    return (*unknown, *[VersionRun(version, count) for version, count in known])
 
 
 class DraftedTrajectory(NamedTuple):

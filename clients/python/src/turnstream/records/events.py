@@ -12,6 +12,7 @@ from turnstream.records.framing import EVENT, read_header, write_frame
 from turnstream.records.keys import decode_key, decode_status, decode_trajectory_key, encode_key
 from turnstream.types import (
     NO_PARENT,
+    BatchDue,
     DeadlineFired,
     Event,
     GroupOpened,
@@ -24,6 +25,7 @@ from turnstream.types import (
     TrajectoryKey,
     TurnShape,
     VersionAnnounced,
+    VersionRun,
 )
 from turnstream.wire.v1 import records_pb2 as wire
 
@@ -91,7 +93,8 @@ def _decode_group_opened(message: wire.GroupOpened) -> GroupOpened:
 
 
 def _encode_sealed(event: SealedTrajectory) -> wire.Event:
-    columns = zip(event.turns, event.turn_rewards, event.payload_crcs, strict=True)
+    versions = event.turn_versions or ((),) * len(event.turns)
+    columns = zip(event.turns, event.turn_rewards, event.payload_crcs, versions, strict=True)
     message = wire.TrajectorySealed(  # an empty map costs a microsecond, None nothing
         key=encode_key(event.key),
         lease_epoch=event.lease_epoch,
@@ -107,8 +110,9 @@ def _encode_sealed(event: SealedTrajectory) -> wire.Event:
                 num_trained_tokens=shape.num_trained_tokens,
                 reward=reward,
                 payload_crc=crc,
+                trained_versions=[wire.VersionRun(version=v, count=n) for v, n in own],
             )
-            for shape, reward, crc in columns
+            for shape, reward, crc, own in columns
         ],
         oldest_version=event.oldest_version,
         newest_version=event.newest_version,
@@ -126,6 +130,7 @@ def _decode_sealed(message: wire.TrajectorySealed) -> SealedTrajectory:
     turns: list[TurnShape] = []
     rewards: list[float] = []
     crcs: list[int] = []
+    versions: list[tuple[VersionRun, ...]] = []
     for turn in message.turns:
         shape = TurnShape(
             turn.parent_turn,
@@ -138,6 +143,7 @@ def _decode_sealed(message: wire.TrajectorySealed) -> SealedTrajectory:
         turns.append(shape)
         rewards.append(turn.reward)
         crcs.append(turn.payload_crc)
+        versions.append(_decode_versions(turn))
     return SealedTrajectory(
         key=decode_key(message),
         lease_epoch=message.lease_epoch,
@@ -147,6 +153,7 @@ def _decode_sealed(message: wire.TrajectorySealed) -> SealedTrajectory:
         turns=tuple(turns),
         turn_rewards=tuple(rewards),
         payload_crcs=tuple(crcs),
+        turn_versions=_checked_versions(versions, turns),
         oldest_version=message.oldest_version if message.HasField("oldest_version") else None,
         newest_version=message.newest_version if message.HasField("newest_version") else None,
         num_payload_bytes=message.num_payload_bytes,
@@ -156,6 +163,30 @@ def _decode_sealed(message: wire.TrajectorySealed) -> SealedTrajectory:
         metrics=_sorted(message.metrics),
         awaits_reward=message.awaits_reward,
     )
+
+
+def _decode_versions(turn: wire.TurnShape) -> tuple[VersionRun, ...]:
+    return tuple(
+        [
+            VersionRun(run.version if run.HasField("version") else None, run.count)
+            for run in turn.trained_versions
+        ]
+    )
+
+
+def _checked_versions(
+    versions: list[tuple[VersionRun, ...]], turns: list[TurnShape]
+) -> tuple[tuple[VersionRun, ...], ...]:
+    if not any(versions):
+        return ()
+    for index, (own, shape) in enumerate(zip(versions, turns, strict=True)):
+        num_tokens = sum([run.num_tokens for run in own])
+        if num_tokens != shape.num_trained_tokens:
+            raise CorruptRecordError(
+                f"turn {index} of a seal trains {shape.num_trained_tokens} tokens, "
+                f"and its versions sampled {num_tokens}"
+            )
+    return tuple(versions)
 
 
 def _check_shape(shape: TurnShape, *, earlier: list[TurnShape]) -> None:
@@ -274,6 +305,14 @@ def _decode_reward(message: wire.RewardPosted) -> RewardPosted:
     )
 
 
+def _encode_due(event: BatchDue) -> wire.Event:
+    return wire.Event(batch_due=wire.BatchDue(step=event.step))
+
+
+def _decode_due(message: wire.BatchDue) -> BatchDue:
+    return BatchDue(step=message.step)
+
+
 _ENCODERS: Final[dict[type, Callable[[Any], wire.Event]]] = {
     GroupOpened: _encode_group_opened,
     SealedTrajectory: _encode_sealed,
@@ -284,6 +323,7 @@ _ENCODERS: Final[dict[type, Callable[[Any], wire.Event]]] = {
     DeadlineFired: _encode_deadline,
     RefillGranted: _encode_refill,
     RewardPosted: _encode_reward,
+    BatchDue: _encode_due,
 }
 _DECODERS: Final[dict[str, Callable[[Any], Event]]] = {
     "group_opened": _decode_group_opened,
@@ -295,4 +335,5 @@ _DECODERS: Final[dict[str, Callable[[Any], Event]]] = {
     "deadline_fired": _decode_deadline,
     "refill_granted": _decode_refill,
     "reward_posted": _decode_reward,
+    "batch_due": _decode_due,
 }

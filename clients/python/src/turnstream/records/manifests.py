@@ -33,6 +33,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         last_event_id=manifest.last_event_id,
         groups=[_encode_group(group) for group in manifest.groups],
         mini_batches=[_encode_mini_batch(plan) for plan in manifest.mini_batches],
+        masked_versions=manifest.masked_versions,
     )
     return write_frame(MANIFEST, message.SerializeToString(deterministic=True))
 
@@ -60,6 +61,7 @@ def decode_manifest(record: bytes) -> Manifest:
         last_event_id=message.last_event_id,
         groups=tuple(_decode_group(group) for group in message.groups),
         mini_batches=tuple(_decode_mini_batch(plan) for plan in message.mini_batches),
+        masked_versions=tuple(message.masked_versions),
     )
     _check_mini_batches(manifest)
     return manifest

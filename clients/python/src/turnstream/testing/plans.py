@@ -20,6 +20,7 @@ from turnstream.types import (
     Status,
     TrajectoryKey,
     TurnShape,
+    VersionRun,
 )
 
 
@@ -59,15 +60,18 @@ def sealed(
     payload_crcs: Sequence[int] | None = None,
     status: Status = Status.COMPLETED,
     version: int | None = None,
+    turn_versions: Sequence[Sequence[tuple[int | None, int]]] = (),
     has_logprobs: bool = False,
     lease_epoch: int = 1,
 ) -> SealedTrajectory:
     """A finished trajectory as the plan sees it.
 
     Unless given, the token rewards of every turn sum to 0.0 and the payload CRCs count from 1.
-    `version` is the one that sampled all of it.
+    `version` is the one that sampled all of it; `turn_versions` are the (version, number of trained
+    tokens) of every turn where there are several.
     """
     rewards = turn_rewards if turn_rewards is not None else [0.0] * len(turns)
+    known = [v for own in turn_versions for v, _ in own if v is not None]
     crcs = payload_crcs if payload_crcs is not None else range(1, len(turns) + 1)
     return SealedTrajectory(
         key=TrajectoryKey(group_id, sample, attempt),
@@ -78,8 +82,9 @@ def sealed(
         turns=tuple(turns),
         turn_rewards=tuple(rewards),
         payload_crcs=tuple(crcs),
-        oldest_version=version,
-        newest_version=version,
+        oldest_version=min(known, default=version),
+        newest_version=max(known, default=version),
+        turn_versions=tuple(tuple(VersionRun(*run) for run in own) for own in turn_versions),
         num_payload_bytes=sum(turn.num_tokens for turn in turns) * 4,
         has_logprobs=has_logprobs,
     )

@@ -4,6 +4,7 @@ Token ids are int32, log-probabilities float32 in nats, masks uint8 with 1 for "
 """
 
 from turnstream.types.events import (
+    BatchDue,
     DeadlineFired,
     Event,
     GroupOpened,
@@ -42,6 +43,7 @@ from turnstream.types.turns import (
 
 __all__ = [
     "NO_PARENT",
+    "BatchDue",
     "DeadlineFired",
     "DeclaredColumn",
     "Denominators",

@@ -105,6 +105,17 @@ class RewardPosted:
     reward_components: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchDue:
+    """The planner chooses the groups of a batch from what was complete before this event.
+
+    Written only in runs whose choice depends on more than the order of completion: whoever folds
+    the events again comes to the same choice, however much has happened since.
+    """
+
+    step: int
+
+
 Event = (
     GroupOpened
     | SealedTrajectory
@@ -115,4 +126,5 @@ Event = (
     | DeadlineFired
     | RefillGranted
     | RewardPosted
+    | BatchDue
 )

@@ -180,6 +180,8 @@ class SealedTrajectory:
         payload_crcs: CRC-32 of every turn's payload, same length as `turns`.
         oldest_version: the oldest version that sampled a trained token; None if unknown.
         newest_version: the newest such version.
+        turn_versions: for every turn how many trained tokens each version sampled, ascending, None
+            where it is unknown; empty where one version, or an unknown one, sampled all of them.
         num_payload_bytes: bytes of the stored records.
         has_logprobs: every trained token came with a log-probability.
         sampling: sampling parameters such as temperature, in the generator's words.
@@ -198,6 +200,7 @@ class SealedTrajectory:
     payload_crcs: tuple[int, ...]
     oldest_version: int | None = None
     newest_version: int | None = None
+    turn_versions: tuple[tuple[VersionRun, ...], ...] = ()
     num_payload_bytes: int = 0
     has_logprobs: bool = False
     sampling: Mapping[str, float] = field(default_factory=dict[str, float])

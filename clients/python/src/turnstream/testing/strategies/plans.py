@@ -13,9 +13,11 @@ from turnstream.batching.config import (
     DeadlinePolicy,
     Estimator,
     MaskedReward,
+    MaxAgePolicy,
     RefillFallback,
     RewardSource,
     RowWeights,
+    Selection,
     SingletonAdvantage,
     Surplus,
 )
@@ -42,6 +44,7 @@ from turnstream.testing.strategies.values import (
 )
 from turnstream.types import (
     NO_PARENT,
+    BatchDue,
     DeadlineFired,
     Denominators,
     Event,
@@ -55,6 +58,7 @@ from turnstream.types import (
     TrajectoryDied,
     TurnShape,
     VersionAnnounced,
+    VersionRun,
 )
 
 
@@ -80,6 +84,7 @@ def sealed_trajectories(draw: st.DrawFn) -> SealedTrajectory:
         payload_crcs=tuple(draw(exactly(num_turns, crcs))),
         oldest_version=draw(optional_versions),
         newest_version=draw(optional_versions),
+        turn_versions=draw(_turn_versions(shapes)),
         num_payload_bytes=draw(st.integers(0, 2**40)),
         has_logprobs=draw(st.booleans()),
         sampling=draw(numbers_by_name),
@@ -99,6 +104,24 @@ def openings(draw: st.DrawFn) -> GroupOpened:
         num_samples=num_samples,
         num_needed=draw(st.integers(1, num_samples)),
     )
+
+
+@st.composite
+def _turn_versions(
+    draw: st.DrawFn, shapes: Sequence[TurnShape]
+) -> tuple[tuple[VersionRun, ...], ...]:
+    """Of every turn, or none: up to two versions that sampled its trained tokens."""
+    if not draw(st.booleans()) or not any(shape.num_trained_tokens for shape in shapes):
+        return ()
+    return tuple(tuple(_split(draw, shape.num_trained_tokens)) for shape in shapes)
+
+
+def _split(draw: st.DrawFn, num_tokens: int) -> Iterator[VersionRun]:
+    first = draw(st.integers(0, num_tokens))
+    names = draw(st.tuples(optional_versions, versions))
+    for version, count in zip(names, (first, num_tokens - first), strict=True):
+        if count:
+            yield VersionRun(version, count)
 
 
 def events() -> st.SearchStrategy[Event]:
@@ -130,6 +153,7 @@ def events() -> st.SearchStrategy[Event]:
             reward=st.none() | rewards_of_trajectories,
             reward_components=numbers_by_name,
         ),
+        st.builds(BatchDue, step=st.integers(1, 2**40)),
     )
 
 
@@ -173,6 +197,8 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
         masked_reward=draw(st.sampled_from(get_args(MaskedReward))) if mask_truncated else "keep",
         drop_zero_variance=draw(st.booleans()),
         max_staleness=max_staleness,
+        max_age_policy=draw(st.sampled_from(get_args(MaxAgePolicy))) if max_staleness else "keep",
+        selection=draw(st.sampled_from(get_args(Selection))),
         max_planned_ahead=draw(st.integers(0, max_staleness)),
         pad_token_id=draw(st.integers(0, 200_000)),
         max_tokens_per_micro_batch=limit,
@@ -211,6 +237,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         last_event_id=f"{draw(st.integers(1, 2**40))}-0",
         groups=tuple(planned),
         mini_batches=tuple(_mini_batch_plans(draw, planned, cut)),
+        masked_versions=tuple(sorted(draw(st.sets(versions, max_size=2)))),
     )
 
 

@@ -42,7 +42,7 @@ class TurnHeader(_message.Message):
     def __init__(self, index: _Optional[int] = ..., parent_turn: _Optional[int] = ..., shared_tokens: _Optional[int] = ..., num_response_tokens: _Optional[int] = ..., arrays: _Optional[_Iterable[_Union[ArraySpec, _Mapping]]] = ..., version_runs: _Optional[_Iterable[_Union[VersionRun, _Mapping]]] = ...) -> None: ...
 
 class TurnShape(_message.Message):
-    __slots__ = ("parent_turn", "shared_tokens", "num_new_prompt_tokens", "num_response_tokens", "num_trained_tokens", "reward", "payload_crc")
+    __slots__ = ("parent_turn", "shared_tokens", "num_new_prompt_tokens", "num_response_tokens", "num_trained_tokens", "reward", "payload_crc", "trained_versions")
     PARENT_TURN_FIELD_NUMBER: _ClassVar[int]
     SHARED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_NEW_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class TurnShape(_message.Message):
     NUM_TRAINED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REWARD_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_CRC_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     parent_turn: int
     shared_tokens: int
     num_new_prompt_tokens: int
@@ -57,7 +58,8 @@ class TurnShape(_message.Message):
     num_trained_tokens: int
     reward: float
     payload_crc: int
-    def __init__(self, parent_turn: _Optional[int] = ..., shared_tokens: _Optional[int] = ..., num_new_prompt_tokens: _Optional[int] = ..., num_response_tokens: _Optional[int] = ..., num_trained_tokens: _Optional[int] = ..., reward: _Optional[float] = ..., payload_crc: _Optional[int] = ...) -> None: ...
+    trained_versions: _containers.RepeatedCompositeFieldContainer[VersionRun]
+    def __init__(self, parent_turn: _Optional[int] = ..., shared_tokens: _Optional[int] = ..., num_new_prompt_tokens: _Optional[int] = ..., num_response_tokens: _Optional[int] = ..., num_trained_tokens: _Optional[int] = ..., reward: _Optional[float] = ..., payload_crc: _Optional[int] = ..., trained_versions: _Optional[_Iterable[_Union[VersionRun, _Mapping]]] = ...) -> None: ...
 
 class TrajectoryKey(_message.Message):
     __slots__ = ("group_id", "sample", "attempt")
@@ -210,8 +212,14 @@ class RewardPosted(_message.Message):
     reward_components: _containers.ScalarMap[str, float]
     def __init__(self, key: _Optional[_Union[TrajectoryKey, _Mapping]] = ..., reward: _Optional[float] = ..., reward_components: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
+class BatchDue(_message.Message):
+    __slots__ = ("step",)
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    def __init__(self, step: _Optional[int] = ...) -> None: ...
+
 class Event(_message.Message):
-    __slots__ = ("group_opened", "trajectory_sealed", "trajectory_abandoned", "trajectory_died", "version_announced", "run_closed", "deadline_fired", "refill_granted", "reward_posted")
+    __slots__ = ("group_opened", "trajectory_sealed", "trajectory_abandoned", "trajectory_died", "version_announced", "run_closed", "deadline_fired", "refill_granted", "reward_posted", "batch_due")
     GROUP_OPENED_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORY_SEALED_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORY_ABANDONED_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +229,7 @@ class Event(_message.Message):
     DEADLINE_FIRED_FIELD_NUMBER: _ClassVar[int]
     REFILL_GRANTED_FIELD_NUMBER: _ClassVar[int]
     REWARD_POSTED_FIELD_NUMBER: _ClassVar[int]
+    BATCH_DUE_FIELD_NUMBER: _ClassVar[int]
     group_opened: GroupOpened
     trajectory_sealed: TrajectorySealed
     trajectory_abandoned: TrajectoryAbandoned
@@ -230,7 +239,8 @@ class Event(_message.Message):
     deadline_fired: DeadlineFired
     refill_granted: RefillGranted
     reward_posted: RewardPosted
-    def __init__(self, group_opened: _Optional[_Union[GroupOpened, _Mapping]] = ..., trajectory_sealed: _Optional[_Union[TrajectorySealed, _Mapping]] = ..., trajectory_abandoned: _Optional[_Union[TrajectoryAbandoned, _Mapping]] = ..., trajectory_died: _Optional[_Union[TrajectoryDied, _Mapping]] = ..., version_announced: _Optional[_Union[VersionAnnounced, _Mapping]] = ..., run_closed: _Optional[_Union[RunClosed, _Mapping]] = ..., deadline_fired: _Optional[_Union[DeadlineFired, _Mapping]] = ..., refill_granted: _Optional[_Union[RefillGranted, _Mapping]] = ..., reward_posted: _Optional[_Union[RewardPosted, _Mapping]] = ...) -> None: ...
+    batch_due: BatchDue
+    def __init__(self, group_opened: _Optional[_Union[GroupOpened, _Mapping]] = ..., trajectory_sealed: _Optional[_Union[TrajectorySealed, _Mapping]] = ..., trajectory_abandoned: _Optional[_Union[TrajectoryAbandoned, _Mapping]] = ..., trajectory_died: _Optional[_Union[TrajectoryDied, _Mapping]] = ..., version_announced: _Optional[_Union[VersionAnnounced, _Mapping]] = ..., run_closed: _Optional[_Union[RunClosed, _Mapping]] = ..., deadline_fired: _Optional[_Union[DeadlineFired, _Mapping]] = ..., refill_granted: _Optional[_Union[RefillGranted, _Mapping]] = ..., reward_posted: _Optional[_Union[RewardPosted, _Mapping]] = ..., batch_due: _Optional[_Union[BatchDue, _Mapping]] = ...) -> None: ...
 
 class SequenceShape(_message.Message):
     __slots__ = ("turns", "prompt_length", "num_tokens", "num_trained_tokens")
@@ -319,7 +329,7 @@ class MiniBatchPlan(_message.Message):
     def __init__(self, first_group: _Optional[int] = ..., num_groups: _Optional[int] = ..., first_row_id: _Optional[int] = ..., num_rows: _Optional[int] = ..., width: _Optional[int] = ..., response_width: _Optional[int] = ..., denominators: _Optional[_Union[Denominators, _Mapping]] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("run", "step", "revision", "lineage", "previous_hash", "assembly_version", "config_revision", "last_event_id", "groups", "mini_batches")
+    __slots__ = ("run", "step", "revision", "lineage", "previous_hash", "assembly_version", "config_revision", "last_event_id", "groups", "mini_batches", "masked_versions")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
@@ -330,6 +340,7 @@ class Manifest(_message.Message):
     LAST_EVENT_ID_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     MINI_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    MASKED_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     run: str
     step: int
     revision: int
@@ -340,4 +351,5 @@ class Manifest(_message.Message):
     last_event_id: str
     groups: _containers.RepeatedCompositeFieldContainer[GroupPlan]
     mini_batches: _containers.RepeatedCompositeFieldContainer[MiniBatchPlan]
-    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., revision: _Optional[int] = ..., lineage: _Optional[str] = ..., previous_hash: _Optional[str] = ..., assembly_version: _Optional[int] = ..., config_revision: _Optional[int] = ..., last_event_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupPlan, _Mapping]]] = ..., mini_batches: _Optional[_Iterable[_Union[MiniBatchPlan, _Mapping]]] = ...) -> None: ...
+    masked_versions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., revision: _Optional[int] = ..., lineage: _Optional[str] = ..., previous_hash: _Optional[str] = ..., assembly_version: _Optional[int] = ..., config_revision: _Optional[int] = ..., last_event_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupPlan, _Mapping]]] = ..., mini_batches: _Optional[_Iterable[_Union[MiniBatchPlan, _Mapping]]] = ..., masked_versions: _Optional[_Iterable[int]] = ...) -> None: ...
