@@ -38,6 +38,8 @@ Redis = Annotated[
     str | None,
     typer.Option("--redis", metavar="URL", help="The store; else TURNSTREAM_REDIS_URL."),
 ]
+RunArgument = Annotated[str, typer.Argument(help="Name of the run.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Run = Annotated[str, typer.Option("--run", help="Name of the run; it must exist.")]
 Json = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write the summary here.")
@@ -305,11 +307,67 @@ def runs(redis: Redis = None) -> None:
 
 
 @app.command(rich_help_panel=STORE)
-def show(run: Annotated[str, typer.Argument(help="Name of the run.")], redis: Redis = None) -> None:
+def show(run: RunArgument, redis: Redis = None) -> None:
     """Show one run: its frontier, its ledger and its configuration."""
     from turnstream_server.jobs.runs import print_run
 
     print_run(_store_url(redis), run, _console())
+
+
+@app.command(rich_help_panel=STORE)
+def ledger(
+    run: RunArgument,
+    trajectory: Annotated[
+        str | None, typer.Argument(help="<group>/<sample>/<attempt>: the life of this one.")
+    ] = None,
+    redis: Redis = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show where the trajectories of a run are and why, or what became of one of them."""
+    from turnstream_server.jobs import ledger as jobs
+
+    url = _store_url(redis)
+    if trajectory is None and as_json:
+        print(jobs.ledger_json(url, run))
+    elif trajectory is None:
+        jobs.print_ledger(url, run, _console())
+    elif as_json:
+        print(jobs.history_json(url, run, trajectory))
+    else:
+        jobs.print_history(url, run, trajectory, _console())
+
+
+@app.command(rich_help_panel=STORE)
+def batch(
+    run: RunArgument,
+    step: Annotated[int, typer.Argument(min=1, help="Number of the batch.")],
+    diff: Annotated[
+        int | None, typer.Option(min=1, metavar="STEP", help="Compare with this batch.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Receives the exact bytes of its mini-batches, as Arrow.")
+    ] = None,
+    dp_rank: Annotated[int, typer.Option(min=0, help="Whose bytes.")] = 0,
+    dp_world_size: Annotated[int, typer.Option(min=1, help="Of so many ranks.")] = 1,
+    redis: Redis = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what one batch of a run is made of, write its bytes, or compare it with another."""
+    from turnstream_server.jobs import batches as jobs
+
+    url = _store_url(redis)
+    if out is not None:
+        ranks = {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
+        for path in jobs.write_batch(url, run, step, out, **ranks):
+            print(path)
+    elif diff is not None and as_json:
+        print(jobs.difference_json(url, run, step, diff))
+    elif diff is not None:
+        jobs.print_difference(url, run, step, diff, _console())
+    elif as_json:
+        print(jobs.batch_json(url, run, step))
+    else:
+        jobs.print_batch(url, run, step, _console())
 
 
 @app.command(rich_help_panel=STORE)

@@ -121,7 +121,7 @@ class Assembler:
         self, batch: PlannedBatch, key: _ShareKey
     ) -> Callable[[], Awaitable[Sized[EncodedMiniBatch]]]:
         async def make() -> Sized[EncodedMiniBatch]:
-            _check_assembly_version(batch.manifest)
+            check_assembly_version(batch.manifest)
             rows = await self._rows(batch, key.source.mini_batch)
             encode = functools.partial(
                 encode_share,
@@ -179,7 +179,12 @@ def _rows_key(batch: PlannedBatch, mini_batch: int) -> _RowsKey:
     return _RowsKey(manifest.run, manifest.step, batch.manifest_hash, mini_batch)
 
 
-def _check_assembly_version(manifest: Manifest) -> None:
+def check_assembly_version(manifest: Manifest) -> None:
+    """Make sure that this release assembles a plan as the release that made it.
+
+    Raises:
+        UnknownFormatError: it does not.
+    """
     if manifest.assembly_version > ASSEMBLY_VERSION:
         raise UnknownFormatError("assembly", manifest.assembly_version, ASSEMBLY_VERSION)
 

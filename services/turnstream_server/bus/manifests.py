@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import redis
 import redis.asyncio
 from redis.exceptions import RedisError
 
 from turnstream.batching.plan import Manifest
 from turnstream.records.manifests import decode_manifest, encode_manifest, manifest_hash
 from turnstream.store import keys
-from turnstream.store.replies import translate
+from turnstream.store.replies import translate, translating
 from turnstream.store.scripts import Script, run_command_async
 
 _WRITE = Script("write_manifest", "turnstream_server.bus")
@@ -95,6 +96,13 @@ async def read_manifest(client: redis.asyncio.Redis, run: str, step: int) -> Sto
         entries: Any = await client.execute_command("XREVRANGE", plan, step, step, "COUNT", 1)
     except (RedisError, OSError) as error:
         raise translate(error) from error
+    return _stored(entries[0]) if entries else None
+
+
+def read_plan(client: redis.Redis, run: str, step: int) -> StoredManifest | None:
+    """The same as `read_manifest`, without asyncio."""
+    with translating():
+        entries: Any = client.xrevrange(keys.run_keys(run).plan, max=step, min=step, count=1)
     return _stored(entries[0]) if entries else None
 
 

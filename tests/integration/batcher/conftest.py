@@ -85,6 +85,7 @@ class Pulled(NamedTuple):
 
     header: wire.MiniBatchHeader
     mini_batch: MiniBatch
+    data: bytes
 
     @property
     def rows(self) -> list[str]:
@@ -139,7 +140,10 @@ class Trainer:
                     data[-1] += chunk.data
         except grpc.aio.AioRpcError as error:
             raise status_to_error(error.code().name, error.details() or "") from error
-        return [Pulled(*pair) for pair in zip(headers, map(decode_mini_batch, data), strict=True)]
+        return [
+            Pulled(header, decode_mini_batch(raw), bytes(raw))
+            for header, raw in zip(headers, data, strict=True)
+        ]
 
     async def stepped(self, pulled: Sequence[Pulled]) -> RecoveryToken:
         """Acknowledge the step that these mini-batches are of."""

@@ -1,0 +1,67 @@
+"""A planned batch assembled here and now, beside the replicas: for whoever looks into a run."""
+
+from __future__ import annotations
+
+from turnstream.batching.assemble import assemble_rows
+from turnstream.errors import NotReadyError, RunNotFoundError
+from turnstream.records.batches import EncodedMiniBatch
+from turnstream.records.configs import decode_config
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.store.replies import translating
+from turnstream_server.batcher.assembler import check_assembly_version
+from turnstream_server.batcher.payload import PayloadReader
+from turnstream_server.batcher.shares import PlannedBatch, encode_share
+from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.manifests import read_plan
+
+
+def assemble_locally(
+    url: str, run: str, step: int, *, dp_rank: int, dp_world_size: int
+) -> list[EncodedMiniBatch]:
+    """The share of one rank of every mini-batch of a step: the very bytes that a Get gives.
+
+    Raises:
+        NotReadyError: the step is not planned yet.
+        DamagedPayloadError: payload of it is damaged.
+        UnknownFormatError: it is to be assembled by rules of another release.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    batch = _read_batch(url, run, step)
+    check_assembly_version(batch.manifest)
+    reader = PayloadReader(url)
+    try:
+        return [
+            _share(batch, reader, index, dp_rank=dp_rank, dp_world_size=dp_world_size)
+            for index in range(len(batch.manifest.mini_batches))
+        ]
+    finally:
+        reader.close()
+
+
+def _read_batch(url: str, run: str, step: int) -> PlannedBatch:
+    with connect(url) as client:
+        frontier = read_frontier(client, run)
+        stored = read_plan(client, run, step)
+        if stored is None:
+            raise NotReadyError(f"run {run!r}: step {step} is not planned; {frontier.planned} are")
+        revision = str(stored.manifest.config_revision)
+        with translating():
+            config = client.hget(keys.run_keys(run).config, revision)
+    if not isinstance(config, bytes):
+        raise RunNotFoundError(f"run {run!r} has no config revision {revision}")
+    return PlannedBatch(
+        manifest=stored.manifest, manifest_hash=stored.hash, config=decode_config(config)
+    )
+
+
+def _share(
+    batch: PlannedBatch, reader: PayloadReader, index: int, *, dp_rank: int, dp_world_size: int
+) -> EncodedMiniBatch:
+    groups = batch.groups_of(index)
+    members = [member for group in groups for member in group.trajectories]
+    payload = reader.read(members, run=batch.manifest.run)
+    first_row_id = batch.manifest.mini_batches[index].first_row_id
+    rows = assemble_rows(groups, payload, first_row_id=first_row_id)
+    return encode_share(batch, rows, mini_batch=index, dp_rank=dp_rank, dp_world_size=dp_world_size)

@@ -1,0 +1,159 @@
+"""What became of one trajectory, pieced together from ledger, payload, events and plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from turnstream.batching.plan import Manifest, TrajectoryPlan
+from turnstream.errors import RejectedError
+from turnstream.records.events import decode_event
+from turnstream.store import keys
+from turnstream.store.replies import translating
+from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey, TrajectoryState
+from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.manifests import read_plan
+from turnstream_server.bus.pages import entry_ms, stream_entries
+from turnstream_server.bus.states import STATES_WITH_REASON, parse_entry
+
+
+class TrajectoryNotFoundError(RejectedError):
+    """The ledger of the run has never had this trajectory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryHistory:
+    """One trajectory, as far as the store still knows. None where it does not, or it is not so.
+
+    Attributes:
+        reason: why it is not trained; empty if it is, or may still be.
+        opened_ms: when its group was opened, by the server's clock.
+        writer: who writes or wrote it.
+        num_turns: turns stored so far.
+        num_bytes: bytes of their records.
+        sealed_ms: when the run was told of its seal.
+        reward: the one that its batch was planned with, else the one of its seal.
+        step, mini_batch: where it is planned.
+        payload_is_kept: whether its turns can still be read.
+    """
+
+    run: str
+    trajectory_id: str
+    state: TrajectoryState
+    reason: str
+    opened_ms: int | None = None
+    writer: str | None = None
+    lease_epoch: int | None = None
+    num_turns: int | None = None
+    num_bytes: int | None = None
+    sealed_ms: int | None = None
+    status: str | None = None
+    reward: float | None = None
+    oldest_version: int | None = None
+    newest_version: int | None = None
+    step: int | None = None
+    mini_batch: int | None = None
+    advantage: float | None = None
+    payload_is_kept: bool = False
+
+
+def read_history(client: redis.Redis, run: str, trajectory_id: str) -> TrajectoryHistory:
+    """What the store knows of one trajectory.
+
+    Raises:
+        TrajectoryNotFoundError: it was never opened, or the name is none.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    key = _parse(trajectory_id)
+    frontier = read_frontier(client, run)
+    with translating():
+        value: Any = client.hget(keys.run_keys(run).ledger, trajectory_id)
+    if value is None:
+        raise TrajectoryNotFoundError(f"run {run!r} has never had a trajectory {trajectory_id!r}")
+    state, rest = parse_entry(value, frontier)
+    facts = _event_facts(client, run, key) | _payload_facts(client, run, trajectory_id)
+    if value.startswith(b"planned:"):
+        facts |= _planned_facts(client, run, key, step=int(rest))
+    return TrajectoryHistory(
+        run=run,
+        trajectory_id=trajectory_id,
+        state=state,
+        reason=rest if state in STATES_WITH_REASON else "",
+        **facts,
+    )
+
+
+def find_in_manifest(manifest: Manifest, key: TrajectoryKey) -> tuple[int, TrajectoryPlan] | None:
+    """The mini-batch that a trajectory is planned in, and its plan; None if it is in none."""
+    for index, mini_batch in enumerate(manifest.mini_batches):
+        stop = mini_batch.first_group + mini_batch.num_groups
+        for group in manifest.groups[mini_batch.first_group : stop]:
+            for plan in group.trajectories:
+                if plan.key == key:
+                    return index, plan
+    return None
+
+
+def _parse(trajectory_id: str) -> TrajectoryKey:
+    try:
+        return keys.parse_trajectory_id(trajectory_id)
+    except ValueError as error:
+        raise TrajectoryNotFoundError(
+            f"{trajectory_id!r} is no trajectory: <group>/<sample>/<attempt>"
+        ) from error
+
+
+def _event_facts(client: redis.Redis, run: str, key: TrajectoryKey) -> dict[str, Any]:
+    """When it was opened and sealed, and how, as far as events are kept."""
+    facts: dict[str, Any] = {}
+    for entry_id, record in stream_entries(client, keys.run_keys(run).events):
+        event = decode_event(record)
+        if isinstance(event, GroupOpened) and event.group_id == key.group_id:
+            facts.setdefault("opened_ms", entry_ms(entry_id))
+        elif isinstance(event, SealedTrajectory) and event.key == key:
+            facts.setdefault("sealed_ms", entry_ms(entry_id))
+            facts |= {
+                "status": event.status.value,
+                "reward": event.reward,
+                "oldest_version": event.oldest_version,
+                "newest_version": event.newest_version,
+            }
+    return facts
+
+
+def _payload_facts(client: redis.Redis, run: str, trajectory_id: str) -> dict[str, Any]:
+    """What the place of the payload says."""
+    names = keys.trajectory_keys(run, trajectory_id)
+    with translating():
+        fields: Any = client.hmget(names.meta, "writer", "epoch", "turns", "bytes")
+        is_kept = bool(client.exists(names.turns))
+    writer, epoch, turns, num_bytes = fields
+    if writer is None:
+        return {"payload_is_kept": is_kept}
+    return {
+        "payload_is_kept": is_kept,
+        "writer": writer.decode(),
+        "lease_epoch": int(epoch),
+        "num_turns": int(turns),
+        "num_bytes": int(num_bytes),
+    }
+
+
+def _planned_facts(
+    client: redis.Redis, run: str, key: TrajectoryKey, *, step: int
+) -> dict[str, Any]:
+    facts: dict[str, Any] = {"step": step}
+    found = read_plan(client, run, step)
+    place = find_in_manifest(found.manifest, key) if found else None
+    if place is None:
+        return facts
+    mini_batch, plan = place
+    return facts | {
+        "mini_batch": mini_batch,
+        "reward": plan.reward,
+        "advantage": plan.advantage,
+        "status": plan.status.value,
+    }

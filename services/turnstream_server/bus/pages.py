@@ -1,0 +1,71 @@
+"""Streams and hashes of a run read page by page, so that no reply grows with the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import redis
+
+from turnstream.store.replies import translating
+
+PAGE: Final = 1_000
+"""Entries of one reply: a few hundred kilobytes, and a millisecond of the server."""
+
+
+def stream_entries(client: redis.Redis, stream: str) -> Iterator[tuple[str, bytes]]:
+    """(id, record) of every entry that the stream holds now, in order.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    start = "-"
+    while True:
+        with translating():
+            entries: Any = client.xrange(stream, min=start, count=PAGE)
+        for entry_id, fields in entries:
+            yield entry_id.decode(), fields[b"r"]
+        if len(entries) < PAGE:
+            return
+        start = f"({entries[-1][0].decode()}"
+
+
+def hash_fields(client: redis.Redis, name: str) -> Iterator[tuple[str, bytes]]:
+    """(field, value) of every field that is there from the first page to the last, once.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    cursor = 0
+    seen: set[bytes] = set()  # a hash that grows meanwhile gives some fields twice
+    while True:
+        with translating():
+            page: Any = client.hscan(name, cursor, count=PAGE)
+        cursor, fields = page
+        for field, value in fields.items():
+            if field not in seen:
+                seen.add(field)
+                yield field.decode(), value
+        if cursor == 0:
+            return
+
+
+def entry_ms(entry_id: str) -> int:
+    """When an entry was added, in milliseconds of the server's clock.
+
+    >>> entry_ms("1700000000123-4")
+    1700000000123
+    """
+    return int(entry_id.partition("-")[0])
+
+
+def server_ms(client: redis.Redis) -> int:
+    """The server's clock, in milliseconds.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    with translating():
+        time: Any = client.time()
+    seconds, microseconds = time
+    return int(seconds) * 1_000 + int(microseconds) // 1_000

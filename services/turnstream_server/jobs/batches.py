@@ -1,0 +1,186 @@
+"""One batch of a run, for people and for programs: what is in it, its bytes, its differences."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from turnstream.errors import NotReadyError
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream_server.batcher.local import assemble_locally
+from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.manifests import StoredManifest, read_plan
+from turnstream_server.bus.states import state_of_step
+
+
+def print_batch(url: str, run: str, step: int, console: Console) -> None:
+    """Groups, trajectories, rewards, advantages and denominators of a batch.
+
+    Raises:
+        NotReadyError: the step is not planned yet.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    content = read_batch(url, run, step)
+    console.print(f"step {step} of {run}: {content['state']}, {content['manifest_hash']}")
+    for index, mini_batch in enumerate(content["mini_batches"]):
+        table = Table("trajectory", "reward", "advantage", "rows", title=f"mini-batch {index}")
+        for trajectory in mini_batch["trajectories"]:
+            table.add_row(
+                trajectory["id"],
+                f"{trajectory['reward']:g}",
+                f"{trajectory['advantage']:g}",
+                str(trajectory["num_rows"]),
+            )
+        console.print(table)
+        denominators = mini_batch["denominators"].items()
+        console.print(", ".join(f"{name} {value:g}" for name, value in denominators))
+
+
+def batch_json(url: str, run: str, step: int) -> str:
+    """The same as JSON.
+
+    Raises:
+        NotReadyError: the step is not planned yet.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    return json.dumps(read_batch(url, run, step), indent=2)
+
+
+def print_difference(url: str, run: str, step: int, other: int, console: Console) -> None:
+    """What two batches do not have in common.
+
+    Raises:
+        NotReadyError: a step is not planned yet.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    lines = difference(read_batch(url, run, step), read_batch(url, run, other))
+    console.print("\n".join(lines) if lines else "no difference", markup=False, highlight=False)
+
+
+def difference_json(url: str, run: str, step: int, other: int) -> str:
+    """The same as JSON: a list of lines.
+
+    Raises:
+        NotReadyError: a step is not planned yet.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    return json.dumps(difference(read_batch(url, run, step), read_batch(url, run, other)), indent=2)
+
+
+def write_batch(
+    url: str, run: str, step: int, path: Path, *, dp_rank: int, dp_world_size: int
+) -> list[Path]:
+    """Write the exact bytes of every mini-batch of one rank, as Arrow IPC streams.
+
+    One mini-batch is written to `path` itself; of several, the second to `<stem>-1<suffix>`, ...
+
+    Raises:
+        NotReadyError: the step is not planned yet.
+        DamagedPayloadError: payload of it is damaged.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    shares = assemble_locally(url, run, step, dp_rank=dp_rank, dp_world_size=dp_world_size)
+    paths: list[Path] = []
+    for index, share in enumerate(shares):
+        target = path.with_stem(f"{path.stem}-{index}") if index else path
+        draft = target.with_name(f".{target.name}.draft")
+        draft.write_bytes(share.data)
+        draft.replace(target)
+        paths.append(target)
+    return paths
+
+
+def read_batch(url: str, run: str, step: int) -> dict[str, Any]:
+    """What is in a batch, in plain values.
+
+    Raises:
+        NotReadyError: the step is not planned yet.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    with connect(url) as client:
+        frontier = read_frontier(client, run)
+        stored = read_plan(client, run, step)
+    if stored is None:
+        raise NotReadyError(f"run {run!r}: step {step} is not planned; {frontier.planned} are")
+    return {"state": state_of_step(step, frontier).value, **_content(stored)}
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """What two batches do not have in common, in lines that begin with - or + as a patch does."""
+    lines: list[str] = []
+    for sign, batch, without in (("-", one, other), ("+", other, one)):
+        known = _trajectories(without)
+        lines += [
+            f"{sign} {name} {text}"
+            for name, text in _trajectories(batch).items()
+            if known.get(name) != text
+        ]
+        lines += [
+            f"{sign} mini-batch {index} {json.dumps(mini_batch['denominators'], sort_keys=True)}"
+            for index, mini_batch in enumerate(batch["mini_batches"])
+            if _denominators(without, index) != mini_batch["denominators"]
+        ]
+    return lines
+
+
+def _content(stored: StoredManifest) -> dict[str, Any]:
+    manifest = stored.manifest
+    mini_batches: list[dict[str, Any]] = []
+    for mini_batch in manifest.mini_batches:
+        stop = mini_batch.first_group + mini_batch.num_groups
+        groups = manifest.groups[mini_batch.first_group : stop]
+        mini_batches.append(
+            {
+                "denominators": mini_batch.denominators._asdict(),
+                "num_rows": mini_batch.num_rows,
+                "first_row_id": mini_batch.first_row_id,
+                "trajectories": [
+                    {
+                        "id": keys.trajectory_id(member.key),
+                        "prompt_uid": group.prompt_uid,
+                        "status": member.status.value,
+                        "reward": member.reward,
+                        "advantage": member.advantage,
+                        "weight": member.weight,
+                        "num_rows": len(member.sequences),
+                    }
+                    for group in groups
+                    for member in group.trajectories
+                ],
+            }
+        )
+    return {
+        "run": manifest.run,
+        "step": manifest.step,
+        "manifest_hash": stored.hash,
+        "previous_hash": manifest.previous_hash,
+        "lineage": manifest.lineage,
+        "config_revision": manifest.config_revision,
+        "mini_batches": mini_batches,
+    }
+
+
+def _trajectories(batch: dict[str, Any]) -> dict[str, str]:
+    return {
+        trajectory["id"]: (
+            f"reward {trajectory['reward']:g}, advantage {trajectory['advantage']:g}, "
+            f"mini-batch {index}"
+        )
+        for index, mini_batch in enumerate(batch["mini_batches"])
+        for trajectory in mini_batch["trajectories"]
+    }
+
+
+def _denominators(batch: dict[str, Any], index: int) -> dict[str, Any] | None:
+    mini_batches = batch["mini_batches"]
+    return mini_batches[index]["denominators"] if index < len(mini_batches) else None

@@ -1,0 +1,139 @@
+"""The ledger of a run, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from turnstream.store.connection import connect
+from turnstream_server.bus.histories import TrajectoryHistory, read_history
+from turnstream_server.bus.states import LedgerStates, read_states
+
+
+def print_ledger(url: str, run: str, console: Console) -> None:
+    """Every state that occurs: how many trajectories, how old the oldest, and the main reasons.
+
+    Raises:
+        RunNotFoundError: no such run.
+        LedgerMismatchError: the states do not add up.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    seen = _read_states(url, run)
+    table = Table("state", "trajectories", "oldest", "reasons", title=f"ledger of {run}")
+    for facts in seen.states:
+        reasons = "\n".join(f"{count:,} x {reason}" for reason, count in facts.reasons)
+        table.add_row(facts.state, f"{facts.count:,}", _duration(facts.oldest_age_s), reasons)
+    table.add_section()
+    table.add_row("accepted", f"{seen.counts.accepted:,}", "", "")
+    console.print(table)
+
+
+def ledger_json(url: str, run: str) -> str:
+    """The same as JSON.
+
+    Raises:
+        RunNotFoundError: no such run.
+        LedgerMismatchError: the states do not add up.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    seen = _read_states(url, run)
+    content: dict[str, Any] = {
+        "run": run,
+        "accepted": seen.counts.accepted,
+        "planned": seen.frontier.planned,
+        "stepped": seen.frontier.stepped,
+        "committed": seen.frontier.committed,
+        "states": {
+            facts.state.value: {
+                "count": facts.count,
+                "oldest_age_s": facts.oldest_age_s,
+                "reasons": dict(facts.reasons),
+            }
+            for facts in seen.states
+        },
+    }
+    return json.dumps(content, indent=2)
+
+
+def print_history(url: str, run: str, trajectory_id: str, console: Console) -> None:
+    """The life of one trajectory, a line for each thing that happened to it.
+
+    Raises:
+        TrajectoryNotFoundError: it was never opened.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    with connect(url) as client:
+        history = read_history(client, run, trajectory_id)
+    table = Table(title=f"{run}: {trajectory_id}", show_header=False)
+    for name, text in history_lines(history):
+        table.add_row(name, text)
+    console.print(table)
+
+
+def history_json(url: str, run: str, trajectory_id: str) -> str:
+    """The same as JSON.
+
+    Raises:
+        TrajectoryNotFoundError: it was never opened.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    with connect(url) as client:
+        return json.dumps(asdict(read_history(client, run, trajectory_id)), indent=2)
+
+
+def history_lines(history: TrajectoryHistory) -> list[tuple[str, str]]:
+    """What happened, in order: (what, details)."""
+    lines = [("opened", _time(history.opened_ms))]
+    if history.writer is not None:
+        lines.append(("written by", f"{history.writer}, lease epoch {history.lease_epoch}"))
+        lines.append(("turns", f"{history.num_turns}, {history.num_bytes:,} bytes"))
+    if history.sealed_ms is not None:
+        lines.append(("sealed", f"{_time(history.sealed_ms)}, {history.status}"))
+    if history.reward is not None:
+        lines.append(("reward", f"{history.reward:g}"))
+    if history.step is not None:
+        where = "" if history.mini_batch is None else f", mini-batch {history.mini_batch}"
+        lines.append(("planned", f"in step {history.step}{where}"))
+    if history.advantage is not None:
+        lines.append(("advantage", f"{history.advantage:g}"))
+    lines.append(("payload", "kept" if history.payload_is_kept else "not there"))
+    lines.append(("state", history.state + (f": {history.reason}" if history.reason else "")))
+    return lines
+
+
+def _read_states(url: str, run: str) -> LedgerStates:
+    with connect(url) as client:
+        seen = read_states(client, run)
+    seen.counts.check()
+    return seen
+
+
+def _time(ms: int | None) -> str:
+    if ms is None:
+        return "no event of it is kept"
+    return datetime.fromtimestamp(ms / 1_000, UTC).isoformat(sep=" ", timespec="seconds")
+
+
+def _duration(seconds: float | None) -> str:
+    """A time span in its two largest units.
+
+    >>> _duration(4000.0), _duration(12.3), _duration(None)
+    ('1 h 6 min', '12 s', '')
+    """
+    if seconds is None:
+        return ""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest_s = divmod(int(seconds), 60)
+    hours, rest_min = divmod(minutes, 60)
+    days, rest_h = divmod(hours, 24)
+    if days:
+        return f"{days} d {rest_h} h"
+    return f"{hours} h {rest_min} min" if hours else f"{minutes} min {rest_s} s"

@@ -1,0 +1,141 @@
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from turnstream.errors import NotReadyError
+from turnstream.generator import Publisher
+from turnstream.testing import group, trajectory
+from turnstream_server.bus.histories import TrajectoryNotFoundError
+from turnstream_server.jobs.batches import batch_json, difference_json, write_batch
+from turnstream_server.jobs.ledger import history_json, ledger_json
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+EQUAL = (trajectory(sample=0), trajectory(sample=1))
+
+
+async def ledger(house, run):
+    return json.loads(await asyncio.to_thread(ledger_json, house.url, run))
+
+
+async def history(house, run, trajectory_id):
+    return json.loads(await asyncio.to_thread(history_json, house.url, run, trajectory_id))
+
+
+async def batch(house, run, step):
+    return json.loads(await asyncio.to_thread(batch_json, house.url, run, step))
+
+
+async def test_the_ledger_shows_counts_ages_and_reasons(house):
+    run = house.create_run(batch_groups=2, drop_zero_variance=True)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("a"), group("equal", *EQUAL), group("b"))
+    await trainer.start()
+    await trainer.stepped(await trainer.get(1))
+
+    seen = await ledger(house, run)
+
+    states = seen["states"]
+    assert (seen["accepted"], seen["stepped"]) == (6, 1)
+    assert {name: facts["count"] for name, facts in states.items()} == {"stepped": 4, "filtered": 2}
+    assert states["filtered"]["reasons"] == {"all rewards are equal": 2}
+    assert all(0 <= facts["oldest_age_s"] < 60 for facts in states.values())
+
+
+async def test_the_history_of_a_trained_trajectory_names_its_batch(house):
+    run = house.create_run(batch_groups=2, mini_batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("a"), group("b"))
+    await trainer.start()
+    await trainer.committed(await trainer.stepped(await trainer.get(1)))
+
+    seen = await history(house, run, "b/1/0")
+
+    told = ("state", "step", "mini_batch", "reward", "advantage", "num_turns", "payload_is_kept")
+    assert [seen[name] for name in told] == [
+        *("committed", 1, 1, 0.0),
+        *(pytest.approx(-0.7071, abs=1e-3), 1, True),
+    ]
+    assert seen["opened_ms"] <= seen["sealed_ms"]
+    assert seen["writer"]
+
+
+async def test_the_history_of_a_trajectory_that_was_given_up_says_why(house):
+    run = house.create_run(batch_groups=2)
+
+    def give_up():
+        with Publisher(house.url, run) as publisher, publisher.group("a", 1) as opened:
+            opened.trajectory(0).abandon("no more time").result(10)
+
+    await asyncio.to_thread(give_up)
+
+    seen = await history(house, run, "a/0/0")
+
+    assert (seen["state"], seen["reason"]) == ("abandoned", "no more time")
+
+
+@pytest.mark.parametrize("trajectory_id", ["a/7/0", "nonsense"])
+async def test_the_history_of_an_unknown_trajectory_is_refused(house, trajectory_id):
+    run = house.create_run()
+    await house.publish(run, group("a"))
+
+    with pytest.raises(TrajectoryNotFoundError, match=trajectory_id):
+        await history(house, run, trajectory_id)
+
+
+async def test_a_batch_names_its_trajectories_and_denominators(house):
+    run = house.create_run(batch_groups=2)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("a"), group("b"))
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    seen = await batch(house, run, 1)
+
+    (mini_batch,) = seen["mini_batches"]
+    info = pulled.mini_batch.info
+    assert (seen["state"], seen["manifest_hash"]) == ("planned", info.manifest_hash)
+    ids = [trajectory["id"] for trajectory in mini_batch["trajectories"]]
+    assert ids == pulled.mini_batch.rows.trajectory_id
+    assert mini_batch["denominators"] == info.denominators._asdict()
+
+
+async def test_a_batch_that_is_not_planned_says_how_many_are(house):
+    run = house.create_run()
+
+    with pytest.raises(NotReadyError, match="step 3 is not planned; 0 are"):
+        await batch(house, run, 3)
+
+
+async def test_the_difference_of_two_batches_is_what_only_one_of_them_has(house):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("a"), group("b"))
+    await trainer.start()
+    await trainer.get(2)
+
+    same = await asyncio.to_thread(difference_json, house.url, run, 1, 1)
+    lines = json.loads(await asyncio.to_thread(difference_json, house.url, run, 1, 2))
+
+    assert json.loads(same) == []
+    assert [line[:7] for line in lines] == ["- a/0/0", "- a/1/0", "+ b/0/0", "+ b/1/0"]
+
+
+@pytest.mark.parametrize("dp_rank", [0, 1])
+async def test_the_bytes_of_a_batch_are_those_that_its_rank_gets(house, tmp_path: Path, dp_rank):
+    run = house.create_run(batch_groups=2, mini_batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("a"), group("b"))
+    await trainer.start(dp_world_size=2)
+    pulled = await trainer.get(1, dp_rank=dp_rank)
+
+    paths = await asyncio.to_thread(
+        lambda: write_batch(
+            house.url, run, 1, tmp_path / "out.arrow", dp_rank=dp_rank, dp_world_size=2
+        )
+    )
+
+    assert [path.name for path in paths] == ["out.arrow", "out-1.arrow"]
+    assert [path.read_bytes() for path in paths] == [each.data for each in pulled]
