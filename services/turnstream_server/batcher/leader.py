@@ -32,12 +32,16 @@ from turnstream.batching.report import plan_report
 from turnstream.batching.selection import Selector
 from turnstream.errors import ConflictError, CorruptRecordError
 from turnstream.records.events import decode_event, key_of_seal
+from turnstream.records.snapshots import PlannerSnapshot
+from turnstream.store import keys
 from turnstream.types import BatchDue, TrajectoryDied
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.listener import PAGE_EVENTS, RunListener
+from turnstream_server.batcher.memory import PlannerMemory, event_position
 from turnstream_server.batcher.payload import Damage, DamagedPayloadError
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.shares import PlannedBatch
+from turnstream_server.batcher.upkeep import DEFAULT_UPKEEP, Upkeep
 from turnstream_server.bus.groups import Settlement, announce_due, grant_refill, settle_groups
 from turnstream_server.bus.manifests import (
     StoredManifest,
@@ -45,6 +49,7 @@ from turnstream_server.bus.manifests import (
     read_manifests,
     write_manifest,
 )
+from turnstream_server.bus.release import groups_that_are_gone
 from turnstream_server.bus.trajectories import mark_dead
 from turnstream_server.failpoints import reach
 
@@ -74,6 +79,7 @@ class Leader:
         view: what this replica knows of the run.
         assembler: checks the payload of what is planned.
         epoch: fencing number of the term.
+        upkeep: when to take snapshots.
         before_write: awaited when a plan is checked and not yet written; for fault injection.
     """
 
@@ -86,6 +92,7 @@ class Leader:
         epoch: int,
         config_revision: int,
         config: BatchingConfig,
+        upkeep: Upkeep = DEFAULT_UPKEEP,
         before_write: Hook = no_hook,
     ) -> None:
         self._client = client
@@ -94,6 +101,7 @@ class Leader:
         self._epoch = epoch
         self._config_revision = config_revision
         self._config = config
+        self._upkeep = upkeep
         self._before_write = before_write
         self._fold = RunFold(config)
         self._selector = Selector(config)
@@ -104,6 +112,7 @@ class Leader:
         self._previous_hash = ""
         self._next_row_id = 0
         self._warned: set[str] = set()
+        self._memory = PlannerMemory(client, view.run, assembler, epoch=epoch, upkeep=upkeep)
 
     async def lead(self) -> None:
         """Plan whatever can be planned, for ever.
@@ -124,25 +133,68 @@ class Leader:
         try:
             while True:
                 await self._plan_what_is_due()
+                if self._memory.is_due(step=self._next_step - 1):
+                    await self._memory.save(self._snapshot(), self._fold)
                 await self._listen()
         finally:
             self._view.explain = None
 
     async def _replay(self) -> None:
         """Fold the history in; each plan takes its groups where it was made."""
-        decisions: list[Decision] = []
+        await self._restore()
         planned = await self._read_planned()
+        decisions = await self._pass_all(planned, through=self._listener.position)
         while events := await self._listener.read_events():
             for event_id, record in events:
                 decisions += self._apply(event_id, record)
-                while planned and _position(planned[0].manifest.last_event_id) <= _position(
-                    event_id
-                ):
-                    decisions += self._pass(planned.popleft().manifest)
-                    if not planned:
-                        planned = await self._read_planned()
+                decisions += await self._pass_all(planned, through=event_id)
+            self._memory.num_events += len(events)
             await asyncio.sleep(0)
-        await self._carry_out(decisions)
+        await self._carry_out(await self._still_known(decisions))
+
+    async def _restore(self) -> None:
+        """Go on from the snapshot, where there is one."""
+        snapshot = await self._memory.read()
+        if snapshot is None:
+            return
+        self._fold = snapshot.restore_fold(self._config)
+        self._listener.start_after(snapshot.position)
+        self._listener.pass_step(snapshot.step)
+        self._next_step = snapshot.step + 1
+        self._previous_hash = snapshot.manifest_hash
+        self._next_row_id = snapshot.next_row_id
+
+    def _snapshot(self) -> PlannerSnapshot:
+        return PlannerSnapshot(
+            position=self._listener.position,
+            step=self._next_step - 1,
+            manifest_hash=self._previous_hash,
+            next_row_id=self._next_row_id,
+            fold=self._fold.snapshot(),
+        )
+
+    async def _still_known(self, decisions: list[Decision]) -> list[Decision]:
+        """Those that the ledger may not have been told of: a group that is gone was settled.
+
+        A member may still be there: it was sealed when its group was decided, or later.
+        """
+        names = list({keys.encode_name(_group_of(each)): None for each in decisions})
+        gone = await groups_that_are_gone(self._client, self._view.run, names)
+        return [
+            each
+            for each in decisions
+            if isinstance(each, MemberDropped) or keys.encode_name(_group_of(each)) not in gone
+        ]
+
+    async def _pass_all(self, planned: deque[StoredManifest], *, through: str) -> list[Decision]:
+        """Take the groups of the plans that were made up to an event, and remove these plans."""
+        decisions: list[Decision] = []
+        last = event_position(through)
+        while planned and event_position(planned[0].manifest.last_event_id) <= last:
+            decisions += self._pass(planned.popleft().manifest)
+            if not planned:
+                planned += await self._read_planned()
+        return decisions
 
     async def _read_planned(self) -> deque[StoredManifest]:
         """The next plans of those that exist, noting the last of them."""
@@ -180,6 +232,8 @@ class Leader:
         decisions: list[Decision] = []
         for event_id, record in events:
             decisions += self._apply(event_id, record)
+            self._memory.num_events += 1
+        self._memory.forget(self._fold, position=self._listener.position)
         await self._carry_out(decisions)
 
     def _apply(self, event_id: str, record: bytes) -> list[Decision]:
@@ -352,6 +406,14 @@ class Leader:
         return f"{reason}; {_describe(oldest)}" if oldest else reason
 
 
+def _group_of(decision: Decision) -> str:
+    match decision:
+        case MemberDropped(key=key) | RefillWanted(key=key):
+            return key.group_id
+        case GroupDropped(group_id=group_id) | GroupCut(group_id=group_id):
+            return group_id
+
+
 def _log_settlement(settled: Settlement) -> None:
     match settled:
         case MemberDropped(key=key, state=state, reason=reason):
@@ -385,9 +447,3 @@ def _describe(group: WaitingGroup) -> str:
 def _listed(samples: Sequence[int]) -> str:
     named = ", ".join(map(str, samples[:_MAX_NAMED]))
     return f"{named} and {len(samples) - _MAX_NAMED} more" if samples[_MAX_NAMED:] else named
-
-
-def _position(event_id: str) -> tuple[int, int]:
-    """A stream id as numbers, which are ordered as the events are."""
-    milliseconds, _, sequence = event_id.partition("-")
-    return int(milliseconds), int(sequence or 0)

@@ -48,6 +48,15 @@ class RunListener:
         self._plan = names.plan.encode()
         self._last_event = "0-0"
 
+    @property
+    def position(self) -> str:
+        """Id of the last event that was read; "0-0" before the first."""
+        return self._last_event
+
+    def start_after(self, event_id: str) -> None:
+        """Begin behind this event: the caller knows what came before."""
+        self._last_event = event_id
+
     def pass_step(self, step: int) -> None:
         """Do not tell of the plan of this step: the caller has written it."""
         self._signals[self._plan] = f"{step}-0"

@@ -12,7 +12,7 @@ from turnstream.store.replies import translating
 from turnstream_server.batcher.assembler import check_assembly_version
 from turnstream_server.batcher.payload import PayloadReader
 from turnstream_server.batcher.shares import PlannedBatch, encode_share
-from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.frontier import not_retained, read_frontier
 from turnstream_server.bus.manifests import read_plan
 
 
@@ -22,6 +22,7 @@ def assemble_locally(
     """The share of one rank of every mini-batch of a step: the very bytes that a Get gives.
 
     Raises:
+        ReleasedError: the step is no longer retained.
         NotReadyError: the step is not planned yet.
         DamagedPayloadError: payload of it is damaged.
         UnknownFormatError: it is to be assembled by rules of another release.
@@ -43,6 +44,8 @@ def assemble_locally(
 def _read_batch(url: str, run: str, step: int) -> PlannedBatch:
     with connect(url) as client:
         frontier = read_frontier(client, run)
+        if step <= frontier.released:
+            raise not_retained(step, frontier)
         stored = read_plan(client, run, step)
         if stored is None:
             raise NotReadyError(f"run {run!r}: step {step} is not planned; {frontier.planned} are")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from turnstream_server.batcher.upkeep import DEFAULT_UPKEEP, Upkeep
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatcherOptions:
@@ -19,6 +21,7 @@ class BatcherOptions:
         leader_lease_s: a planner that dies is replaced after at most this long.
         cache_bytes: payload, rows and encoded mini-batches kept in memory, least recently used
             dropped first. One mini-batch that is larger is still served.
+        upkeep: how the runs that it leads are kept small.
         shutdown_grace_s: how long calls in progress may go on after a stop was asked for.
     """
 
@@ -28,4 +31,5 @@ class BatcherOptions:
     get_wait_max_s: float = 60.0
     leader_lease_s: float = 5.0
     cache_bytes: int = 1 << 30
+    upkeep: Upkeep = DEFAULT_UPKEEP
     shutdown_grace_s: float = 2.0

@@ -13,10 +13,12 @@ from turnstream.errors import FencedError, RunNotFoundError, TurnstreamError, Un
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.leader import Hook, Leader, no_hook
 from turnstream_server.batcher.listener import RunListener
+from turnstream_server.batcher.releaser import Releaser
 from turnstream_server.batcher.renewal import RENEWALS_PER_LEASE, LeadershipKeeper
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.tasks import first_of
 from turnstream_server.batcher.timekeeper import timekeeper
+from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.leadership import acquire_leadership, release_leadership
 from turnstream_server.bus.trajectories import post_forgotten_seals
 
@@ -35,6 +37,7 @@ class RunPlanner:
         view: what this replica knows of the run.
         assembler: checks the payload of what is planned.
         keeper: renews the leadership, and says whose it is.
+        upkeep: how the run is kept small while it is led here.
         before_write: awaited between the check of a plan and its writing; for fault injection.
     """
 
@@ -45,12 +48,14 @@ class RunPlanner:
         assembler: Assembler,
         *,
         keeper: LeadershipKeeper,
+        upkeep: Upkeep,
         before_write: Hook = no_hook,
     ) -> None:
         self._client = client
         self._view = view
         self._assembler = assembler
         self._keeper = keeper
+        self._upkeep = upkeep
         self._before_write = before_write
 
     async def run(self) -> None:
@@ -83,6 +88,7 @@ class RunPlanner:
                 self._keeper.hold(self._view.run, epoch),
                 self._keep_time(epoch),
                 self._sweep(),
+                self._release_old(epoch),
             )
         except asyncio.CancelledError:
             await self._release(epoch)
@@ -117,6 +123,7 @@ class RunPlanner:
             epoch=epoch,
             config_revision=revision,
             config=config,
+            upkeep=self._upkeep,
             before_write=self._before_write,
         )
         await leader.lead()
@@ -125,6 +132,10 @@ class RunPlanner:
         _, config = await self._view.newest_config()
         keeper = timekeeper(self._client, self._view.run, leader_epoch=epoch, config=config)
         await keeper.keep()
+
+    async def _release_old(self, epoch: int) -> None:
+        """Let go of what is over, all the time."""
+        await Releaser(self._client, self._view, epoch=epoch, upkeep=self._upkeep).run()
 
     async def _sweep(self) -> None:
         """Post the seals of writers that died between a seal and its event; then wait for ever.

@@ -17,6 +17,7 @@ from turnstream_server.batcher.leader import Hook, no_hook
 from turnstream_server.batcher.planner import RunPlanner
 from turnstream_server.batcher.renewal import LeadershipKeeper
 from turnstream_server.batcher.runs import RunView
+from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.frontier import Frontier, read_frontier_async
 
 
@@ -34,6 +35,7 @@ class RunRegistry:
         assembler: checks the payload of what is planned.
         tasks: in which the planners run.
         keeper: of the leaderships of this replica.
+        upkeep: how the runs that are led here are kept small.
         before_write: see Leader; for fault injection.
     """
 
@@ -44,12 +46,14 @@ class RunRegistry:
         tasks: asyncio.TaskGroup,
         *,
         keeper: LeadershipKeeper,
+        upkeep: Upkeep,
         before_write: Hook = no_hook,
     ) -> None:
         self._client = client
         self._assembler = assembler
         self._tasks = tasks
         self._keeper = keeper
+        self._upkeep = upkeep
         self._before_write = before_write
         self._entries: dict[str, _Entry] = {}
 
@@ -116,6 +120,7 @@ class RunRegistry:
             view,
             self._assembler,
             keeper=self._keeper,
+            upkeep=self._upkeep,
             before_write=self._before_write,
         )
         return _Entry(view, self._tasks.create_task(planner.run(), name=f"planner of {run}"))

@@ -23,7 +23,7 @@ from turnstream.store import keys
 from turnstream.store.replies import translate
 from turnstream.types import TrajectoryState
 from turnstream_server.batcher.shares import PlannedBatch
-from turnstream_server.bus.frontier import Frontier, read_frontier_async
+from turnstream_server.bus.frontier import Frontier, not_retained, read_frontier_async
 from turnstream_server.bus.ledger import read_ledger_async
 from turnstream_server.bus.manifests import read_manifest
 
@@ -95,6 +95,16 @@ class RunView:
         self._keep(batch)
         self._set_frontier(dataclasses.replace(self.frontier, planned=batch.manifest.step))
 
+    async def wait_for_change(self, wait_s: float) -> bool:
+        """Wait until the frontier is read again; False after `wait_s` without it."""
+        changed = self._changed
+        try:
+            async with asyncio.timeout(max(0.0, wait_s)):
+                await changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
     def close(self) -> None:
         """Send away whoever waits: this replica stops."""
         self._is_closed = True
@@ -140,6 +150,7 @@ class RunView:
         plan away, and another one has its number since.
 
         Raises:
+            ReleasedError: it is no longer retained.
             RecordError: the stored plan is damaged, or of a newer release.
             StoreUnavailableError: the store cannot be reached.
         """
@@ -147,6 +158,8 @@ class RunView:
         entry = await self._call("HGET", keys.run_keys(self.run).batches, step)
         if batch is None or not (entry or b"").endswith(f":{batch.manifest_hash}".encode()):
             stored = await read_manifest(self._client, self.run, step)
+            if stored is None and step <= (await self.refresh()).released:
+                raise not_retained(step, self.frontier)
             if stored is None:
                 raise NotReadyError(f"step {step}: its plan is not in the store")
             config = await self.config(stored.manifest.config_revision)

@@ -101,6 +101,7 @@ async def serving(options: BatcherOptions, *, before_write: Hook = no_hook) -> A
             assembler,
             tasks,
             keeper=keeper,
+            upkeep=options.upkeep,
             before_write=before_write,
         )
         stack.push_async_callback(runs.close)

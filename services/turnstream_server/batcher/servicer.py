@@ -28,7 +28,7 @@ from turnstream_server.batcher.chunks import data_messages, header_message
 from turnstream_server.batcher.payload import DamagedPayloadError
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.shares import PlannedBatch
-from turnstream_server.bus.frontier import Frontier
+from turnstream_server.bus.frontier import Frontier, not_retained
 from turnstream_server.bus.observers import declare_observer, note_observed
 from turnstream_server.bus.sessions import (
     TrainerSession,
@@ -121,6 +121,9 @@ class BatchesServicer:
             async for message in self._messages(batch, request):
                 yield message
         except DamagedPayloadError as error:
+            frontier = await view.refresh()
+            if request.step <= frontier.released:  # it went meanwhile
+                raise not_retained(request.step, frontier) from error
             raise CorruptRecordError(f"step {request.step}: {error}") from error
 
     async def observe(self, request: wire.ObserveRequest) -> wire.ObserveReply:
@@ -287,8 +290,13 @@ def _check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
         raise InvalidConfigError(
             "dp_rank", f"{request.dp_rank} is not below dp_world_size={request.dp_world_size}"
         )
-    if request.observer:
-        return
+    if not request.observer:
+        _check_session(request, frontier)
+    if request.step <= frontier.released:
+        raise not_retained(request.step, frontier)
+
+
+def _check_session(request: wire.GetRequest, frontier: Frontier) -> None:
     if request.session_epoch != frontier.session_epoch or not frontier.session_epoch:
         raise FencedError(
             f"trainer session {request.session_epoch} is over, {frontier.session_epoch} has begun"

@@ -9,7 +9,7 @@ import redis
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from turnstream.errors import RunNotFoundError
+from turnstream.errors import ReleasedError, RunNotFoundError
 from turnstream.store import keys
 from turnstream.store.replies import translate
 
@@ -29,6 +29,7 @@ class Frontier:
         num_opened_groups: groups ever opened.
         num_live_groups: those of them that were not dropped untrained.
         is_closed: no group will be opened any more.
+        released: newest batch that is no longer retained; 0 before the first.
     """
 
     planned: int
@@ -41,6 +42,14 @@ class Frontier:
     num_opened_groups: int
     num_live_groups: int
     is_closed: bool
+    released: int = 0
+
+
+def not_retained(step: int, frontier: Frontier) -> ReleasedError:
+    """The refusal of a step that is released."""
+    return ReleasedError(
+        f"step {step} is no longer retained: the oldest batch kept is {frontier.released + 1}"
+    )
 
 
 def read_frontier(client: redis.Redis, run: str) -> Frontier:
@@ -80,4 +89,5 @@ def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
         num_opened_groups=int(fields[b"opened_groups"]),
         num_live_groups=int(fields[b"live_groups"]),
         is_closed=fields[b"closed"] == b"1",
+        released=int(fields.get(b"released", 0)),
     )

@@ -10,12 +10,14 @@ import redis
 from turnstream.batching.plan import Manifest, TrajectoryPlan
 from turnstream.errors import RejectedError
 from turnstream.records.events import decode_event
+from turnstream.records.manifests import decode_manifest
 from turnstream.store import keys
 from turnstream.store.replies import translating
 from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.manifests import read_plan
 from turnstream_server.bus.pages import entry_ms, stream_entries
+from turnstream_server.bus.past import find_past_end, find_past_step
 from turnstream_server.bus.states import STATES_WITH_REASON, parse_entry
 
 
@@ -72,7 +74,7 @@ def read_history(client: redis.Redis, run: str, trajectory_id: str) -> Trajector
     with translating():
         value: Any = client.hget(keys.run_keys(run).ledger, trajectory_id)
     if value is None:
-        raise TrajectoryNotFoundError(f"run {run!r} has never had a trajectory {trajectory_id!r}")
+        value = _past_entry(client, run, key)
     state, rest = parse_entry(value, frontier)
     facts = _event_facts(client, run, key) | _payload_facts(client, run, trajectory_id)
     if value.startswith(b"planned:"):
@@ -84,6 +86,34 @@ def read_history(client: redis.Redis, run: str, trajectory_id: str) -> Trajector
         reason=rest if state in STATES_WITH_REASON else "",
         **facts,
     )
+
+
+def _past_entry(client: redis.Redis, run: str, key: TrajectoryKey) -> bytes:
+    """The ledger entry that a trajectory had, from the compact records, or the plans before them.
+
+    Raises:
+        TrajectoryNotFoundError: none of them names it.
+    """
+    end = find_past_end(client, run, key)
+    if end is not None:
+        return end.encode()
+    step = find_past_step(client, run, key)
+    if step is None:
+        step = _find_planned_step(client, run, key)
+    if step is None:
+        raise TrajectoryNotFoundError(
+            f"run {run!r} has never had a trajectory {key.trajectory_id!r}"
+        )
+    return b"planned:%d" % step
+
+
+def _find_planned_step(client: redis.Redis, run: str, key: TrajectoryKey) -> int | None:
+    """The step of a trajectory that is on its way from the ledger into a compact record."""
+    for _, record in stream_entries(client, keys.run_keys(run).plan):
+        manifest = decode_manifest(record)
+        if find_in_manifest(manifest, key):
+            return manifest.step
+    return None
 
 
 def find_in_manifest(manifest: Manifest, key: TrajectoryKey) -> tuple[int, TrajectoryPlan] | None:

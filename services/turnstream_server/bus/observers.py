@@ -26,6 +26,7 @@ async def declare_observer(
 
     Raises:
         InvalidConfigError: no name, or an expiry or step that cannot be.
+        ReleasedError: the step that it would begin with is no longer retained.
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """

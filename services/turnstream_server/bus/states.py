@@ -15,6 +15,7 @@ from turnstream.types import GroupOpened, TrajectoryState
 from turnstream_server.bus.frontier import Frontier, read_frontier
 from turnstream_server.bus.ledger import LedgerCounts, read_ledger
 from turnstream_server.bus.pages import entry_ms, hash_fields, server_ms, stream_entries
+from turnstream_server.bus.past import past_reasons
 
 TOP_REASONS: Final = 5
 
@@ -78,6 +79,9 @@ def read_states(client: redis.Redis, run: str) -> LedgerStates:
             oldest_ms[state] = min(born_ms, oldest_ms.get(state, born_ms))
         if state in STATES_WITH_REASON:
             reasons[state][rest] += 1
+    for end, number in past_reasons(client, run):
+        name, _, reason = end.partition(":")
+        reasons[TrajectoryState(name)][reason] += number
     counts = read_ledger(client, run)
     now_ms = server_ms(client)
     return LedgerStates(

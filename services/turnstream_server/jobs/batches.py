@@ -10,11 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from turnstream.errors import NotReadyError
+from turnstream.records.compact import CompactBatch
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream_server.batcher.local import assemble_locally
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.manifests import StoredManifest, read_plan
+from turnstream_server.bus.past import read_past_batch
 from turnstream_server.bus.states import state_of_step
 
 
@@ -28,6 +30,9 @@ def print_batch(url: str, run: str, step: int, console: Console) -> None:
     """
     content = read_batch(url, run, step)
     console.print(f"step {step} of {run}: {content['state']}, {content['manifest_hash']}")
+    if "trajectories" in content:
+        names = ", ".join(trajectory["id"] for trajectory in content["trajectories"])
+        console.print(f"no longer retained; of its trajectories the names are kept: {names}")
     for index, mini_batch in enumerate(content["mini_batches"]):
         table = Table("trajectory", "reward", "advantage", "rows", title=f"mini-batch {index}")
         for trajectory in mini_batch["trajectories"]:
@@ -84,6 +89,7 @@ def write_batch(
     One mini-batch is written to `path` itself; of several, the second to `<stem>-1<suffix>`, ...
 
     Raises:
+        ReleasedError: the step is no longer retained.
         NotReadyError: the step is not planned yet.
         DamagedPayloadError: payload of it is damaged.
         StoreUnavailableError: the store cannot be reached.
@@ -100,7 +106,7 @@ def write_batch(
 
 
 def read_batch(url: str, run: str, step: int) -> dict[str, Any]:
-    """What is in a batch, in plain values.
+    """What is in a batch, in plain values; of one that is over, names and checksums.
 
     Raises:
         NotReadyError: the step is not planned yet.
@@ -110,6 +116,9 @@ def read_batch(url: str, run: str, step: int) -> dict[str, Any]:
     with connect(url) as client:
         frontier = read_frontier(client, run)
         stored = read_plan(client, run, step)
+        past = read_past_batch(client, run, step) if stored is None else None
+    if past is not None:
+        return {"state": state_of_step(step, frontier).value, **_past_content(run, past)}
     if stored is None:
         raise NotReadyError(f"run {run!r}: step {step} is not planned; {frontier.planned} are")
     return {"state": state_of_step(step, frontier).value, **_content(stored)}
@@ -131,6 +140,20 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
             if _denominators(without, index) != mini_batch["denominators"]
         ]
     return lines
+
+
+def _past_content(run: str, past: CompactBatch) -> dict[str, Any]:
+    return {
+        "run": run,
+        "step": past.step,
+        "manifest_hash": past.manifest_hash,
+        "lineage": past.lineage,
+        "trajectories": [
+            {"id": keys.trajectory_id(key), "crc": f"{crc:08x}"}
+            for key, crc in zip(past.trajectories, past.crcs, strict=True)
+        ],
+        "mini_batches": [],
+    }
 
 
 def _content(stored: StoredManifest) -> dict[str, Any]:
@@ -171,6 +194,8 @@ def _content(stored: StoredManifest) -> dict[str, Any]:
 
 
 def _trajectories(batch: dict[str, Any]) -> dict[str, str]:
+    if "trajectories" in batch:
+        return {each["id"]: "no longer retained" for each in batch["trajectories"]}
     return {
         trajectory["id"]: (
             f"reward {trajectory['reward']:g}, advantage {trajectory['advantage']:g}, "

@@ -36,6 +36,7 @@ from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.leader import Hook, no_hook
 from turnstream_server.batcher.options import BatcherOptions
 from turnstream_server.batcher.service import serving
+from turnstream_server.batcher.upkeep import DEFAULT_UPKEEP, Upkeep
 from turnstream_server.embedded import EmbeddedServer
 
 _numbers = itertools.count(1)
@@ -268,13 +269,19 @@ class House:
                 run_command(client, command)
 
     async def start_batcher(
-        self, *, before_write: Hook = no_hook, lease_s: float = 5.0, wait_max_s: float = 20.0
+        self,
+        *,
+        before_write: Hook = no_hook,
+        lease_s: float = 5.0,
+        wait_max_s: float = 20.0,
+        upkeep: Upkeep = DEFAULT_UPKEEP,
     ) -> Replica:
         """A replica that answers."""
         options = BatcherOptions(
             redis_url=self.url,
             leader_lease_s=lease_s,
             get_wait_max_s=wait_max_s,
+            upkeep=upkeep,
             shutdown_grace_s=0.5,
         )
         replica = Replica(options, before_write)

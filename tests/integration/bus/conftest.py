@@ -31,7 +31,12 @@ from turnstream_server.bus.deadlines import fire_deadlines
 from turnstream_server.bus.groups import Settlement, grant_refill, settle_groups
 from turnstream_server.bus.leadership import acquire_leadership
 from turnstream_server.bus.manifests import StoredManifest, write_manifest
-from turnstream_server.bus.sessions import TrainerSession, acknowledge_stepped, start_session
+from turnstream_server.bus.sessions import (
+    TrainerSession,
+    acknowledge_committed,
+    acknowledge_stepped,
+    start_session,
+)
 from turnstream_server.bus.trajectories import mark_dead
 from turnstream_server.embedded import EmbeddedServer
 
@@ -210,6 +215,19 @@ class RunDriver:
                 await self.seal(group_id, sample)
             await self.plan(group_id)
 
+    async def commit(self, session: TrainerSession, *steps: int) -> None:
+        """Acknowledge these steps, those between them too, and a checkpoint after each of them."""
+        for step in range(1, max(steps) + 1):
+            token = await self.step(session, step)
+            if step in steps:
+                await acknowledge_committed(
+                    self.client, self.name, session_epoch=session.session_epoch, token=token
+                )
+
+    def token(self, step: int) -> RecoveryToken:
+        """The token of a planned step."""
+        return RecoveryToken(lineage="main", step=step, chain_hash=self.manifests[step].hash)
+
     async def start(self, session: str, token: RecoveryToken | None = None) -> TrainerSession:
         """Begin a trainer session of one rank."""
         return await start_session(
@@ -236,6 +254,7 @@ class RunDriver:
         hashes = (
             *("ledger", "counts", "groups", "frontier", "batches", "leader"),
             *("members", "rewards"),
+            *("past", "ended", "reasons", "over", "snapshot"),
         )
         content: dict[str, Any] = {}
         for name in hashes:

@@ -23,6 +23,7 @@
         ├── TurnGapError                    a turn arrived before the one it follows
         ├── StoreBehindError                the store does not know what the token claims
         ├── ObserverExpiredError            an observer was silent for too long: declare it anew
+        ├── ReleasedError                   a step that is no longer retained: names step and floor
         └── EndOfRunError                   the run is closed and everything in it was delivered
 
 Constructor arguments equal `args`, so that every error survives pickling to another process.
@@ -174,6 +175,10 @@ class StoreBehindError(RejectedError):
 
 class ObserverExpiredError(RejectedError):
     """An observer was silent for longer than its expiry, and nothing is kept for it any more."""
+
+
+class ReleasedError(RejectedError):
+    """A step was asked for whose payload is no longer retained. Names it, and the oldest kept."""
 
 
 class EndOfRunError(RejectedError):

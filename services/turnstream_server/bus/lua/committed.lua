@@ -2,7 +2,8 @@
 -- Acknowledges that the checkpoint which holds a recovery token is on disk.
 --
 -- Keys, all in the run's slot:
---   KEYS[1] frontier  hash  read: session_epoch, stepped; changed: committed, which never falls here
+--   KEYS[1] frontier  hash  read: session_epoch, stepped; changed: committed, which never
+--                           falls here, and checkpoints
 --   KEYS[2] batches   hash  read: step -> "<trajectories planned up to it>:<manifest hash>"
 -- Arguments: ARGV[1] session epoch    ARGV[2] token's step    ARGV[3] token's manifest hash
 -- Reply:     1, or 0 where that much was committed before
@@ -11,8 +12,8 @@
 --   FENCED    another trainer session has begun
 --   CONFLICT  the step was not stepped, or trained from another manifest
 
-local epoch, stepped, committed = unpack(
-  redis.call('HMGET', KEYS[1], 'session_epoch', 'stepped', 'committed'))
+local epoch, stepped, committed, checkpoints = unpack(
+  redis.call('HMGET', KEYS[1], 'session_epoch', 'stepped', 'committed', 'checkpoints'))
 if not epoch then
   return redis.error_reply('NORUN no such run')
 end
@@ -34,5 +35,6 @@ end
 if step <= tonumber(committed) then
   return 0
 end
-redis.call('HSET', KEYS[1], 'committed', step)
+checkpoints = (checkpoints and checkpoints ~= '') and checkpoints .. ',' .. step or step
+redis.call('HSET', KEYS[1], 'committed', step, 'checkpoints', checkpoints)
 return 1

@@ -5,7 +5,8 @@
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] leader    hash    read: epoch
---   KEYS[2] groups    hash    group name -> "<num_samples>:<state>", open or decided; changed
+--   KEYS[2] groups    hash    group name -> "<num_samples>:<state>", open or decided; changed. One
+--                             that is gone is over
 --   KEYS[3] ledger    hash    trajectory id: "sealed:<epoch>" and "awaiting_reward:<epoch>" become
 --                             "<state>:<reason>"; "open:..." becomes "surplus:<reason>"
 --   KEYS[4] counts    hash    changed: open, sealed, awaiting_reward, surplus, and the state
@@ -31,7 +32,7 @@ if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
 end
 local num_samples, state = string.match(redis.call('HGET', KEYS[2], ARGV[2]) or '', '^(%d+):(.*)$')
 local is_dropped = ARGV[3] ~= 'decided'
-if state == ARGV[3] or (not is_dropped and state and state ~= 'open') then
+if state == ARGV[3] or (not is_dropped and state ~= 'open') then
   return 0  -- whoever folds the events again decides again what went on long ago
 end
 if state ~= 'open' and not (is_dropped and state == 'decided') then

@@ -7,7 +7,7 @@
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] frontier  hash    read and changed: stepped, committed, session_epoch, session,
---                             session_token, dp_world_size, lineage
+--                             session_token, dp_world_size, lineage, checkpoints; read: released
 --   KEYS[2] batches   hash    read: step -> "<trajectories planned up to it>:<manifest hash>"
 --   KEYS[3] wake      stream  added, so that calls of the session before find out
 --   KEYS[4] sessions  hash    session name -> its epoch; added
@@ -19,11 +19,12 @@
 --   NORUN     no such run
 --   FENCED    the session has begun before, and another one since
 --   BEHIND    this store does not have the batch that the token names
+--   RELEASED  the batches after the one that the token names are no longer retained
 --   CONFLICT  no token, but batches are committed; or the session began otherwise, or has stepped
 
-local stepped, committed, epoch, session, began_with, world_size, lineage, planned = unpack(
-  redis.call('HMGET', KEYS[1], 'stepped', 'committed', 'session_epoch', 'session',
-    'session_token', 'dp_world_size', 'lineage', 'planned'))
+local stepped, committed, epoch, session, began_with, world_size, lineage, planned, released,
+  checkpoints = unpack(redis.call('HMGET', KEYS[1], 'stepped', 'committed', 'session_epoch',
+    'session', 'session_token', 'dp_world_size', 'lineage', 'planned', 'released', 'checkpoints'))
 if not stepped then
   return redis.error_reply('NORUN no such run')
 end
@@ -59,6 +60,11 @@ if ARGV[3] == '' then
   end
 else
   step = tonumber(ARGV[3])
+  if step < tonumber(released or 0) then
+    return redis.error_reply('RELEASED the token names step ' .. step .. ', but the steps up to '
+      .. released .. ' are no longer retained: the oldest token that can be taken up is that of '
+      .. 'step ' .. released)
+  end
   local entry = redis.call('HGET', KEYS[2], ARGV[3])
   local hash = step == 0 and '' or string.match(entry or '', ':(.*)$')
   if not hash then
@@ -76,8 +82,18 @@ if step ~= stepped then
   local forks = tonumber(string.match(lineage, '%-(%d+)$') or 0)
   lineage = 'main-' .. forks + 1
 end
+local kept = {}
+for earlier in string.gmatch(checkpoints or '', '%d+') do
+  if tonumber(earlier) < step then
+    kept[#kept + 1] = earlier
+  end
+end
+if step > 0 then
+  kept[#kept + 1] = step
+end
 redis.call('HSET', KEYS[1], 'stepped', step, 'committed', step, 'session_epoch', epoch + 1,
-  'session', ARGV[1], 'session_token', token, 'dp_world_size', ARGV[2], 'lineage', lineage)
+  'session', ARGV[1], 'session_token', token, 'dp_world_size', ARGV[2], 'lineage', lineage,
+  'checkpoints', table.concat(kept, ','))
 redis.call('HSET', KEYS[4], ARGV[1], epoch + 1)
 redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', 'w', '')
 return {epoch + 1, step + 1, lineage, stepped, committed}

@@ -112,6 +112,10 @@ class BatchingConfig:
         refill_fallback: what becomes of a group that has used up its refills.
         surplus: of a group that needs fewer members than it has samples, what becomes of those
             that are sealed later. "keep": until the group is planned they join it.
+        retain_checkpoints: a session may begin after any of the last so many committed steps; what
+            is older is released.
+        ledger_hot_batches: compact records of batches kept in the store before they move to the
+            archive, where the batcher has one.
     """
 
     batch_groups: int
@@ -150,6 +154,8 @@ class BatchingConfig:
     max_refills: int = 0
     refill_fallback: RefillFallback = "drop"
     surplus: Surplus = "drop"
+    retain_checkpoints: int = 2
+    ledger_hot_batches: int = 100_000
 
     def __post_init__(self) -> None:
         """Check every field and their combinations.
@@ -334,6 +340,8 @@ _LEAST = {
     "passes_multiple_of": 1,
     "rows_multiple_of": 1,
     "max_refills": 0,
+    "retain_checkpoints": 1,
+    "ledger_hot_batches": 0,
 }
 _LONGEST_S = 30 * 86_400.0  # what is longer is a mistake in the unit
 _LEAST_S = {

@@ -16,8 +16,9 @@ What has to be done about it is returned as decisions, all of which may be carri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Self
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.decisions import (
@@ -160,6 +161,36 @@ class RunFold:
                 decisions += [_surplus(key, _DECIDED_BEFORE) for key in members.awaiting]
                 self._forget(members)
         return decisions
+
+    def snapshot(self) -> dict[str, object]:
+        """All that it knows, by name, for `restore`. No copy: encode it before the next event."""
+        return {name: value for name, value in vars(self).items() if name != "_config"}
+
+    @classmethod
+    def restore(cls, config: BatchingConfig, known: Mapping[str, object]) -> Self:
+        """The fold that goes on where a snapshot was taken.
+
+        What the snapshot of an earlier release does not know is as at the beginning.
+
+        Raises:
+            ValueError: it knows what this release does not.
+        """
+        fold = cls(config)
+        strange = known.keys() - vars(fold).keys()
+        if strange:
+            raise ValueError(f"a snapshot of another release knows {sorted(strange)}")
+        vars(fold).update(known)
+        return fold
+
+    @property
+    def decided(self) -> tuple[str, ...]:
+        """Groups that are kept in mind only to know what comes too late."""
+        return tuple(self._decided)
+
+    def forget(self, group_ids: Iterable[str]) -> None:
+        """Forget decided groups: the store lets nothing come any more that would belong to them."""
+        for group_id in group_ids:
+            self._decided.pop(group_id, None)
 
     def _apply_rare(self, event_id: str, event: Event) -> list[Decision]:
         match event:

@@ -4,10 +4,10 @@
 
     offset  bytes
     0       2      b"TS"
-    2       1      kind: b"T" turn, b"E" event, b"M" manifest
+    2       1      kind: b"T" turn, b"E" event, b"M" manifest, b"C" compact record, b"S" snapshot
     3       1      major version, now 0
     4       4      length of the header, unsigned, little-endian
-    8       h      header: a protobuf message
+    8       h      header: a protobuf message; of kinds C and S, compressed columns or JSON
     8 + h   p      zeros, so that the body begins at a multiple of 8
             b      body: raw little-endian arrays, as the header declares them
             4      CRC-32 (zlib) of everything before it, unsigned, little-endian
@@ -32,8 +32,16 @@ MAJOR_VERSION: Final = 0
 TURN: Final = b"T"
 EVENT: Final = b"E"
 MANIFEST: Final = b"M"
+COMPACT: Final = b"C"
+SNAPSHOT: Final = b"S"
 
-_NAMES: Final = {TURN: "turn", EVENT: "event", MANIFEST: "manifest"}
+_NAMES: Final = {
+    TURN: "turn",
+    EVENT: "event",
+    MANIFEST: "manifest",
+    COMPACT: "compact",
+    SNAPSHOT: "snapshot",
+}
 _PREFIX: Final = struct.Struct("<2s1sBI")
 _CRC: Final = struct.Struct("<I")
 

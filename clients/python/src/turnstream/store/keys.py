@@ -21,25 +21,39 @@ rewards    hash    trajectory id -> CRC of the reward that was posted for it, `l
                    group was decided before
 frontier   hash    stepped, committed, session_epoch, session, dp_world_size, lineage,
                    live_groups, opened_groups, closed (0 or 1); planned, the newest batch, and
-                   session_token, what the session began with, are added when there is one
-batches    hash    step -> `<trajectories planned up to it>:<manifest hash>`
+                   session_token, what the session began with, are added when there is one;
+                   checkpoints, the committed steps a session may begin after, `<step>,<step>`;
+                   released, the newest step whose payload may be gone; folded, the newest step
+                   of which a compact record is left; ends, number of the newest of `ended`
+batches    hash    step -> `<trajectories planned up to it>:<manifest hash>`; from `released` on
 observers  hash    name -> `<newest step seen>:<expires_ms>:<expiry in ms>`
 leader     hash    epoch, owner, expires_ms, lease_ms
 config     hash    revision -> JSON of the batching config; `newest` -> the newest revision
 leases     zset    id of every open trajectory -> when its writer's lease ends, ms of server time
 sessions   hash    name of every trainer session that ever began -> its epoch
+past       hash    step -> compact record of a batch that is over
+ended      hash    number -> compact record of trajectories that ended untrained
+reasons    hash    `<state>:<reason>` -> how many of those in `ended`
+over       hash    bucket -> fingerprints of the groups that are over; `n` -> how many, see below
+snapshot   hash    position, step, record: what the planner knew after the event `position`
 =========  ======  ==========================================================================
 
 A ledger value is `open:<epoch>:<writer>`, `sealed:<epoch>`, `awaiting_reward:<epoch>`,
 `planned:<step>` or `<filtered|expired|surplus|incomplete|abandoned|dead>:<reason>`. Whether a
 planned trajectory is stepped or committed follows from the frontier.
 
+A released trajectory has no ledger entry any more: a compact record names it. Of a group that is
+over, the entry in `groups` becomes 8 bytes in `over`, the beginning of the SHA-1 of its name, so
+that no name is ever opened again. The buckets of `over` are split one by one as it grows (linear
+hashing, 128 fingerprints a bucket): a lookup reads about a kilobyte, however many there are.
+
 The payload of a trajectory lives in a slot of its own, `ts:{<run>/<trajectory id>}:`:
 
 =========  ======  ==========================================================================
 turns      stream  turn n (from 0) has id `0-<n + 1>`, the seal is the entry after the last
                    turn; field `r` = record
-meta       hash    epoch, writer, turns, bytes, sealed (0 or 1); made by the first append only
+meta       hash    epoch, writer, turns, bytes, sealed (0 or 1); made by the first append only;
+                   after the release only `released`, for as long as late writers may come
 =========  ======  ==========================================================================
 
 One key is global: `ts:runs`, the set of run names.
@@ -76,6 +90,11 @@ _RUN_TYPES = {
     "deadlines": "zset",
     "refills": "zset",
     "rewards": "hash",
+    "past": "hash",
+    "ended": "hash",
+    "reasons": "hash",
+    "over": "hash",
+    "snapshot": "hash",
 }
 _TRAJECTORY_TYPES = {"turns": "stream", "meta": "hash"}
 _KEY = re.compile(r"ts:\{([^{}/]+)(/[^{}/]+/\d+/\d+)?\}:([a-z]+)")
@@ -102,13 +121,18 @@ class RunKeys(NamedTuple):
     deadlines: str
     refills: str
     rewards: str
+    past: str
+    ended: str
+    reasons: str
+    over: str
+    snapshot: str
 
     @property
     def of_open_group(self) -> tuple[str, ...]:
         """The keys of the script open_group."""
         return (
             *(self.frontier, self.config, self.groups, self.ledger, self.counts, self.events),
-            *(self.wake, self.leases, self.deadlines, self.members, self.refills),
+            *(self.wake, self.leases, self.deadlines, self.members, self.refills, self.over),
         )
 
     @property

@@ -12,6 +12,7 @@ NORUN      RunNotFoundError            no run of that name
 BEHIND     StoreBehindError            a recovery token that this store does not have
 EXPIRED    ObserverExpiredError        an observer was silent for too long
 CLOSED     EndOfRunError               the run takes no new group
+RELEASED   ReleasedError               a step that is no longer retained
 =========  ==========================  ===================================================
 
 Everything that passes by itself (no connection, a server that is loading, full, read-only or
@@ -31,6 +32,7 @@ from turnstream.errors import (
     FencedError,
     ObserverExpiredError,
     RejectedError,
+    ReleasedError,
     RunNotFoundError,
     StoreBehindError,
     StoreUnavailableError,
@@ -49,6 +51,7 @@ _REFUSALS: dict[str, type[RejectedError]] = {
     "BEHIND": StoreBehindError,
     "EXPIRED": ObserverExpiredError,
     "CLOSED": EndOfRunError,
+    "RELEASED": ReleasedError,
 }
 _PASSING = frozenset(
     {

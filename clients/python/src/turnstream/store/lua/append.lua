@@ -26,7 +26,7 @@
 --   KEYS[1] turns  stream  added: turn n (from 0) as entry "0-<n + 1>", the seal as the entry after
 --                          the last turn; field r = record
 --   KEYS[2] meta   hash    epoch, writer: made here, or taken over by a newer epoch;
---                          turns, bytes, sealed (0 or 1): changed here
+--                          turns, bytes, sealed (0 or 1): changed here; read: released
 -- Arguments:
 --   ARGV[1] "<lease epoch>", and in the first call "<lease epoch>:<writer>"
 --   ARGV[2] index of the first turn, from 0
@@ -34,14 +34,17 @@
 --   ARGV[4...] records; there may be none
 -- Reply: how many of the records were stored now, an integer; the others were there already
 -- Errors:
---   FENCED    the place was never made, or another epoch has it
+--   FENCED    the place was never made, another epoch has it, or the payload was released
 --   CONFLICT  another writer has it with the same epoch; a turn or the seal is there with another
 --             content; or the trajectory is sealed and this goes on
 --   GAP       "GAP expected <k>": turn k is missing
 
 local epoch, opener = string.match(ARGV[1], '^(%d+):?(.*)$')
-local holder, writer, turns, sealed, bytes = unpack(
-  redis.call('HMGET', KEYS[2], 'epoch', 'writer', 'turns', 'sealed', 'bytes'))
+local holder, writer, turns, sealed, bytes, released = unpack(
+  redis.call('HMGET', KEYS[2], 'epoch', 'writer', 'turns', 'sealed', 'bytes', 'released'))
+if released then
+  return redis.error_reply('FENCED the trajectory is over, and its payload released')
+end
 local is_first_call = opener ~= ''
 if not holder and not is_first_call then
   return redis.error_reply('FENCED the trajectory was never opened, or is released')

@@ -17,6 +17,7 @@
 --   KEYS[10] members  hash    group name -> "<num_needed>:<highest attempt>:...", where these are not
 --                             num_samples and 0
 --   KEYS[11] refills  zset    removed: attempts that are opened here
+--   KEYS[12] over     hash    read: fingerprints of the groups that are over
 -- Arguments:
 --   ARGV[1] group name    ARGV[2] "<num_samples>", or "<num_samples>/<num_needed>"
 --   ARGV[3] writer
@@ -25,10 +26,10 @@
 -- Errors:
 --   NORUN     no such run
 --   CLOSED    a new group in a closed run
---   CONFLICT  the group was opened with another num_samples or num_needed
+--   CONFLICT  the group was opened with another num_samples or num_needed, or was over
 --   WAIT      "WAIT <last wake id> <why>": no capacity; try again when wake has a newer entry
 
-local LEASES, DEADLINES, MEMBERS, REFILLS = KEYS[8], KEYS[9], KEYS[10], KEYS[11]
+local LEASES, DEADLINES, MEMBERS, REFILLS, OVER = KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
 
 local stepped, closed, live = unpack(
   redis.call('HMGET', KEYS[1], 'stepped', 'closed', 'live_groups'))
@@ -39,6 +40,30 @@ local config = cjson.decode(redis.call('HGET', KEYS[2], redis.call('HGET', KEYS[
 
 local samples, needed = string.match(ARGV[2], '^(%d+)/?(%d*)$')
 needed = needed == '' and samples or needed
+
+local function was_over(name)
+  local num_buckets = math.max(1, math.floor((redis.call('HGET', OVER, 'n') or 0) / 128))
+  local level = 1
+  while level * 2 <= num_buckets do
+    level = level * 2
+  end
+  local hex = string.sub(redis.sha1hex(name), 1, 16)
+  local hash = tonumber(string.sub(hex, 1, 7), 16)
+  local bucket = hash % (level * 2)
+  if bucket >= num_buckets then
+    bucket = hash % level
+  end
+  local packed = redis.call('HGET', OVER, bucket) or ''
+  local fingerprint = string.gsub(hex, '..', function(byte)
+    return string.char(tonumber(byte, 16))
+  end)
+  local start = string.find(packed, fingerprint, 1, true)
+  while start and start % 8 ~= 1 do  -- across two fingerprints
+    start = string.find(packed, fingerprint, start + 1, true)
+  end
+  return start ~= nil
+end
+
 local group = redis.call('HGET', KEYS[3], ARGV[1])
 local state = 'open'
 local members = group and redis.call('HGET', MEMBERS, ARGV[1])
@@ -55,6 +80,9 @@ if group then
       .. ' of its samples, not ' .. needed)
   end
 else
+  if was_over(ARGV[1]) then
+    return redis.error_reply('CONFLICT group ' .. ARGV[1] .. ' was over: a name is used once')
+  end
   if closed ~= '0' then
     return redis.error_reply('CLOSED the run takes no new group')
   end

@@ -9,7 +9,7 @@
 --                           "awaiting_reward:<epoch>", or "surplus:<reason>" where the group was
 --                           decided without it
 --   KEYS[2] counts  hash    changed: open, sealed, awaiting_reward, surplus
---   KEYS[3] groups  hash    read: the state of the trajectories' groups
+--   KEYS[3] groups  hash    read: the state of the trajectories' groups; one that is gone is over
 --   KEYS[4] events  stream  added per trajectory that counts: field r = the record
 --   KEYS[5] leases  zset    removed: their leases
 --   KEYS[6] deadlines zset  added per trajectory that awaits its reward, where the run has such a
@@ -36,7 +36,7 @@ local function is_decided(id)
   local group = string.match(id, '^[^/]*')
   if group_states[group] == nil then
     local entry = redis.call('HGET', KEYS[3], group)
-    group_states[group] = entry and string.match(entry, ':(.*)$') or 'open'
+    group_states[group] = entry and string.match(entry, ':(.*)$') or 'over'
   end
   return group_states[group] ~= 'open'
 end
@@ -80,7 +80,7 @@ for i, id in ipairs(ids) do
   elseif state and after_seal[state] and (not has_epoch[state] or rest == epoch) then
     replies[i] = 'DUPLICATE'
   elseif not state then
-    replies[i] = 'FENCED ' .. id .. ' was never opened'
+    replies[i] = 'FENCED ' .. id .. ' was never opened, or is over'
   else
     replies[i] = 'FENCED ' .. id .. ' is ' .. entry .. ', not open with epoch ' .. epoch
   end

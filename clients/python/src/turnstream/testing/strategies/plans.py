@@ -217,6 +217,8 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
         max_refills=draw(st.integers(1, 9)) if policy == "refill" else 0,
         refill_fallback=draw(st.sampled_from(get_args(RefillFallback))),
         surplus=draw(st.sampled_from(get_args(Surplus))),
+        retain_checkpoints=draw(st.integers(1, 9)),
+        ledger_hot_batches=draw(st.integers(0, 100_000)),
     )
 
 

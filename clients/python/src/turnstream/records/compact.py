@@ -1,0 +1,288 @@
+"""What is left of trajectories that are over: their names for ever, in a byte or two each.
+
+Columns of varints, compressed (zlib), behind the usual frame; the CRCs, which do not compress, are
+the frame's array. Names that count up cost next to nothing::
+
+    maze-17  maze-18  maze-21     template "maze-", numbers 17 +1 +3
+
+A random name costs what is random in it.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from turnstream.batching.plan import Manifest
+from turnstream.errors import CorruptRecordError
+from turnstream.records.framing import COMPACT, read_frame, write_frame
+from turnstream.types import TrajectoryKey
+
+_LAST_NUMBER: Final = re.compile(r"(.*?)([0-9]{1,15})([^0-9]*)", re.DOTALL)
+_NO_NUMBER: Final = 0
+_PLAIN: Final = 1
+"""Kinds of a template; from 2 on the number is padded with zeros to (kind - 1) digits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompactBatch:
+    """A batch that is over.
+
+    Attributes:
+        manifest_hash: hex SHA-256, its name in the chain.
+        trajectories: all of them, in the order of the batch.
+        crcs: one per trajectory, see `trajectory_crc`.
+    """
+
+    step: int
+    manifest_hash: str
+    lineage: str
+    trajectories: tuple[TrajectoryKey, ...]
+    crcs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompactEnds:
+    """Trajectories that ended untrained.
+
+    Attributes:
+        trajectories: some of them.
+        ends: of each, "<state>:<reason>" as the ledger had it.
+    """
+
+    trajectories: tuple[TrajectoryKey, ...]
+    ends: tuple[str, ...]
+
+
+def compact_batch(manifest: Manifest, *, manifest_hash: str) -> CompactBatch:
+    """What is to be left of a batch."""
+    members = [member for group in manifest.groups for member in group.trajectories]
+    return CompactBatch(
+        step=manifest.step,
+        manifest_hash=manifest_hash,
+        lineage=manifest.lineage,
+        trajectories=tuple(member.key for member in members),
+        crcs=tuple(trajectory_crc(member.payload_crcs) for member in members),
+    )
+
+
+def trajectory_crc(payload_crcs: Sequence[int]) -> int:
+    """One CRC-32 of the CRCs of all turns, each as four little-endian bytes."""
+    return zlib.crc32(struct.pack(f"<{len(payload_crcs)}I", *payload_crcs))
+
+
+def encode_batch(batch: CompactBatch) -> bytes:
+    """The record of a batch that is over; the same batch always gives the same bytes."""
+    columns = _Writer()
+    columns.number(batch.step)
+    columns.text(batch.manifest_hash)
+    columns.text(batch.lineage)
+    _write_keys(columns, batch.trajectories)
+    return _frame(columns, np.array(batch.crcs, "<u4"))
+
+
+def decode_batch(record: bytes) -> CompactBatch:
+    """The batch of a record.
+
+    Raises:
+        CorruptRecordError: the bytes are damaged or contradict themselves.
+        UnknownFormatError: a newer major version.
+    """
+    columns, crcs = _unframe(record)
+    step, manifest_hash, lineage = columns.number(), columns.text(), columns.text()
+    keys = _read_keys(columns)
+    if len(keys) != len(crcs):
+        raise CorruptRecordError(f"{len(keys)} trajectories of step {step} have {len(crcs)} CRCs")
+    return CompactBatch(
+        step=step, manifest_hash=manifest_hash, lineage=lineage, trajectories=keys, crcs=crcs
+    )
+
+
+def encode_ends(ended: CompactEnds) -> bytes:
+    """The record of ended trajectories; those of a group must stand together."""
+    columns = _Writer()
+    _write_keys(columns, ended.trajectories)
+    table = {end: index for index, end in enumerate(dict.fromkeys(ended.ends))}
+    columns.number(len(table))
+    for end in table:
+        columns.text(end)
+    for end in ended.ends:
+        columns.number(table[end])
+    return _frame(columns, np.empty(0, "<u4"))
+
+
+def decode_ends(record: bytes) -> CompactEnds:
+    """The trajectories of a record.
+
+    Raises:
+        CorruptRecordError: the bytes are damaged or contradict themselves.
+        UnknownFormatError: a newer major version.
+    """
+    columns, _ = _unframe(record)
+    keys = _read_keys(columns)
+    table = [columns.text() for _ in range(columns.number())]
+    try:
+        ends = tuple([table[columns.number()] for _ in keys])
+    except IndexError as error:
+        raise CorruptRecordError("a compact record names a reason that it lacks") from error
+    return CompactEnds(trajectories=keys, ends=ends)
+
+
+class _Template(NamedTuple):
+    """A name without its last number, and how that is written."""
+
+    kind: int
+    prefix: str
+    suffix: str
+
+    def name(self, number: int) -> str:
+        if self.kind == _NO_NUMBER:
+            return self.prefix
+        return f"{self.prefix}{number:0{max(self.kind - 1, 1)}d}{self.suffix}"
+
+
+def _take_apart(name: str) -> tuple[_Template, int]:
+    """Template and number of a name.
+
+    The last number of "a7-b08" is "08": template "a7-b" + two digits.
+    """
+    match = _LAST_NUMBER.fullmatch(name)
+    if match is None:
+        return _Template(_NO_NUMBER, name, ""), 0
+    prefix, digits, suffix = match.groups()
+    is_padded = len(digits) > 1 and digits[0] == "0"
+    return _Template(1 + len(digits) if is_padded else _PLAIN, prefix, suffix), int(digits)
+
+
+def _write_keys(columns: _Writer, keys: Iterable[TrajectoryKey]) -> None:
+    groups = [(name, list(members)) for name, members in groupby(keys, key=lambda key: key[0])]
+    parts = [_take_apart(name) for name, _ in groups]
+    table = {template: index for index, template in enumerate(dict.fromkeys(t for t, _ in parts))}
+    columns.number(len(table))
+    for template in table:
+        columns.number(template.kind)
+        columns.text(template.prefix)
+        columns.text(template.suffix)
+    columns.number(len(groups))
+    for template, _ in parts:
+        columns.number(table[template])
+    last = dict.fromkeys(table, 0)
+    for template, number in parts:
+        columns.difference(number - last[template])
+        last[template] = number
+    for _, members in groups:
+        _write_members(columns, members)
+
+
+def _write_members(columns: _Writer, members: Sequence[TrajectoryKey]) -> None:
+    """One number where they are the first attempts of samples 0, 1, ..., as nearly always."""
+    is_plain = all(key[1:] == (index, 0) for index, key in enumerate(members))
+    columns.number(len(members) * 2 + (not is_plain))
+    if not is_plain:
+        for key in members:
+            columns.number(key.sample)
+            columns.number(key.attempt)
+
+
+def _read_keys(columns: _Reader) -> tuple[TrajectoryKey, ...]:
+    table = [
+        _Template(columns.number(), columns.text(), columns.text()) for _ in range(columns.number())
+    ]
+    indices = [columns.number() for _ in range(columns.number())]
+    last = [0] * len(table)
+    names: list[str] = []
+    for index in indices:
+        if index >= len(table):
+            raise CorruptRecordError("a compact record names a template that it lacks")
+        last[index] += columns.difference()
+        names.append(table[index].name(last[index]))
+    return tuple([key for name in names for key in _read_members(columns, name)])
+
+
+def _read_members(columns: _Reader, group_id: str) -> list[TrajectoryKey]:
+    num_members, is_listed = divmod(columns.number(), 2)
+    if not is_listed:
+        return [TrajectoryKey(group_id, sample) for sample in range(num_members)]
+    return [TrajectoryKey(group_id, columns.number(), columns.number()) for _ in range(num_members)]
+
+
+class _Writer:
+    """Numbers and texts, one after the other."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def number(self, value: int) -> None:
+        while value > 0x7F:
+            self.data.append(value & 0x7F | 0x80)
+            value >>= 7
+        self.data.append(value)
+
+    def difference(self, value: int) -> None:
+        self.number(value * 2 if value >= 0 else -value * 2 - 1)
+
+    def text(self, value: str) -> None:
+        encoded = value.encode()
+        self.number(len(encoded))
+        self.data += encoded
+
+
+class _Reader:
+    """What a `_Writer` wrote.
+
+    Every method raises CorruptRecordError where the bytes end too early.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._position = 0
+
+    def number(self) -> int:
+        value = shift = 0
+        while True:
+            if self._position >= len(self._data):
+                raise CorruptRecordError("a compact record is cut short")
+            byte = self._data[self._position]
+            self._position += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value
+            shift += 7
+
+    def difference(self) -> int:
+        value = self.number()
+        return -(value + 1) // 2 if value & 1 else value // 2
+
+    def text(self) -> str:
+        stop = self.number() + self._position
+        encoded = self._data[self._position : stop]
+        if stop > len(self._data):
+            raise CorruptRecordError("a compact record is cut short")
+        self._position = stop
+        try:
+            return encoded.decode()
+        except UnicodeDecodeError as error:
+            raise CorruptRecordError(f"a text of a compact record: {error}") from error
+
+
+def _frame(columns: _Writer, crcs: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> bytes:
+    return write_frame(COMPACT, zlib.compress(bytes(columns.data), 6), [crcs])
+
+
+def _unframe(record: bytes) -> tuple[_Reader, tuple[int, ...]]:
+    frame = read_frame(record, kind=COMPACT)
+    if (frame.body_stop - frame.body_start) % 4:
+        raise CorruptRecordError("the CRCs of a compact record are cut short")
+    try:
+        columns = zlib.decompress(frame.header)
+    except zlib.error as error:
+        raise CorruptRecordError(f"a compact record does not unpack: {error}") from error
+    crcs = np.frombuffer(record[frame.body_start : frame.body_stop], "<u4")
+    return _Reader(columns), tuple(crcs.tolist())

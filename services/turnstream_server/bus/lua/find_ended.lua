@@ -1,0 +1,20 @@
+#!lua flags=no-writes
+-- Looks through a part of the ledger for trajectories that ended untrained; dead ones are kept.
+--
+-- Keys, in the run's slot:
+--   KEYS[1] ledger  hash  read
+-- Arguments: ARGV[1] cursor, "0" at first    ARGV[2] about how many entries to look at
+-- Reply:     {next cursor, "0" at the end; trajectory id; its entry; ...}
+
+local ENDS = {filtered = true, expired = true, surplus = true, incomplete = true, abandoned = true}
+
+local page = redis.call('HSCAN', KEYS[1], ARGV[1], 'COUNT', ARGV[2])
+local reply = {page[1]}
+local entries = page[2]
+for i = 1, #entries, 2 do
+  if ENDS[string.match(entries[i + 1], '^[^:]*')] then
+    reply[#reply + 1] = entries[i]
+    reply[#reply + 1] = entries[i + 1]
+  end
+end
+return reply

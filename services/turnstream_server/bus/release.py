@@ -1,0 +1,277 @@
+"""What is over leaves: its payload, its plan, its entries in the ledger.
+
+In this order, so that nothing is ever gone that the ledger could offer again. Every call may be
+sent twice, and after a crash the next planner goes on wherever this one stopped::
+
+    raise_floor        no session can ask for these steps any more
+    release_payload    of every trajectory in them
+    fold_batch         its trajectories leave the ledger, its groups leave a fingerprint
+    finish_batch       its plan becomes a compact record
+
+What ended untrained is past asking for from the beginning: its payload goes, and when its group is
+decided, `fold_ended` leaves compact records of many together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from turnstream.batching.plan import Manifest
+from turnstream.errors import RunNotFoundError
+from turnstream.store import keys
+from turnstream.store.replies import translate
+from turnstream.store.scripts import Command, Script, run_command_async, run_commands_async
+
+TOMBSTONE_S: Final = 900.0
+"""How long late writers of a released trajectory are refused by its own key, after which only the
+ledger does: fifteen times the default lease. Longer helps nobody, for a writer stops when its lease
+is over, and a tombstone costs about 200 bytes."""
+
+SLICE: Final = 64
+"""Calls of one round trip: they take the event loop about 3 ms to pack."""
+
+FOLD_SLICE: Final = 256
+"""Trajectories of one call: half a millisecond of the server."""
+
+DROPPED: Final = ("filtered", "expired", "incomplete", "surplus", "abandoned")
+"""States of the ledger in which a trajectory ends untrained and leaves. Dead ones are kept."""
+
+_OVER: Final = (b"planned", b"filtered", b"expired", b"incomplete")
+
+_RAISE = Script("raise_floor", "turnstream_server.bus")
+_RELEASE = Script("release_payload", "turnstream_server.bus")
+_FOLD_BATCH = Script("fold_batch", "turnstream_server.bus")
+_FINISH = Script("finish_batch", "turnstream_server.bus")
+_FIND_ENDED = Script("find_ended", "turnstream_server.bus")
+_FOLD_ENDED = Script("fold_ended", "turnstream_server.bus")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseState:
+    """How far the release of a run is, as of one moment.
+
+    Attributes:
+        released: newest step that nobody can ask for any more.
+        folded: newest step of which a compact record is left.
+        num_records: compact records of what ended untrained.
+        snapshot_step: newest plan that a starting planner does not read.
+        num_ended: trajectories that ever ended untrained and are not dead.
+        num_ended_folded: those of them that are in compact records.
+    """
+
+    released: int
+    folded: int
+    num_records: int
+    snapshot_step: int
+    num_ended: int
+    num_ended_folded: int
+
+
+async def read_release_state(client: redis.asyncio.Redis, run: str) -> ReleaseState:
+    """How far the release is.
+
+    Raises:
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    pipeline = client.pipeline(transaction=True)
+    pipeline.execute_command("HMGET", names.frontier, "stepped", "released", "folded", "ends")
+    pipeline.execute_command("HGET", names.snapshot, "step")
+    pipeline.execute_command("HMGET", names.counts, *DROPPED)
+    pipeline.execute_command("HVALS", names.reasons)
+    try:
+        frontier, step, counts, folded = await pipeline.execute()
+    except (RedisError, OSError) as error:
+        raise translate(error) from error
+    if frontier[0] is None:
+        raise RunNotFoundError(f"no run named {run!r}")
+    return ReleaseState(
+        released=int(frontier[1] or 0),
+        folded=int(frontier[2] or 0),
+        num_records=int(frontier[3] or 0),
+        snapshot_step=int(step or 0),
+        num_ended=sum(int(count or 0) for count in counts),
+        num_ended_folded=sum(map(int, folded)),
+    )
+
+
+async def raise_floor(
+    client: redis.asyncio.Redis, run: str, *, leader_epoch: int, at_most: int | None = None
+) -> int:
+    """Give up the steps that no checkpoint of the last `retain_checkpoints` can ask for.
+
+    A live observer keeps what it has not seen.
+
+    Args:
+        client: of the store.
+        run: name of the run.
+        leader_epoch: fencing number.
+        at_most: newest step that may be given up; None means any.
+
+    Returns:
+        The newest step that is given up.
+
+    Raises:
+        FencedError: another planner leads the run.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    command = _RAISE(
+        (names.leader, names.frontier, names.config, names.observers),
+        leader_epoch,
+        "" if at_most is None else at_most,
+    )
+    floor: int = await run_command_async(client, command)
+    return floor
+
+
+async def release_payload(
+    client: redis.asyncio.Redis, run: str, trajectory_ids: Sequence[str]
+) -> None:
+    """Remove the payload of trajectories that the ledger has given up.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    tombstone_ms = round(TOMBSTONE_S * 1_000)
+    for some in _sliced(trajectory_ids, SLICE):
+        commands = [_RELEASE(keys.trajectory_keys(run, each), tombstone_ms) for each in some]
+        await _run_all(client, commands)
+
+
+async def fold_batch(
+    client: redis.asyncio.Redis, run: str, manifest: Manifest, *, leader_epoch: int
+) -> None:
+    """Take the trajectories of a released step out of the ledger, and its groups with them.
+
+    Raises:
+        FencedError: another planner leads the run.
+        ConflictError: the step is not released.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    where = (names.leader, names.frontier, names.ledger, names.groups, names.over)
+    groups = [keys.encode_name(group.group_id) for group in manifest.groups]
+    ids = [keys.trajectory_id(each.key) for group in manifest.groups for each in group.trajectories]
+    start = (leader_epoch, manifest.step)
+    for some in _sliced(ids, FOLD_SLICE):
+        await run_command_async(client, _FOLD_BATCH(where, *start, 0, *some))
+    for some in _sliced(groups, FOLD_SLICE):
+        await run_command_async(client, _FOLD_BATCH(where, *start, len(some), *some))
+
+
+async def finish_batch(
+    client: redis.asyncio.Redis, run: str, *, step: int, record: bytes, leader_epoch: int
+) -> None:
+    """Replace the plan of a released step by its compact record.
+
+    Raises:
+        FencedError: another planner leads the run.
+        ConflictError: the step is not released, not the next one, or not in the snapshot.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    where = (
+        *(names.leader, names.frontier, names.batches),
+        *(names.plan, names.past, names.snapshot),
+    )
+    await run_command_async(client, _FINISH(where, leader_epoch, step, record))
+
+
+async def find_ended(
+    client: redis.asyncio.Redis, run: str, *, cursor: str, num_entries: int
+) -> tuple[str, dict[str, str]]:
+    """A part of the ledger: what ended untrained in it, and the cursor of the next part, or "0".
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    command = _FIND_ENDED((keys.run_keys(run).ledger,), cursor, num_entries)
+    reply: list[bytes] = await run_command_async(client, command)
+    next_cursor, *pairs = [each.decode() for each in reply]
+    return next_cursor, dict(zip(pairs[::2], pairs[1::2], strict=True))
+
+
+async def groups_that_are_over(
+    client: redis.asyncio.Redis, run: str, group_names: Sequence[str]
+) -> set[str]:
+    """Those of these (encoded) names that can get no member any more: planned, dropped, or gone.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    states = await _group_states(client, run, group_names)
+    return {
+        name
+        for name, entry in zip(group_names, states, strict=True)
+        if entry is None or entry.partition(b":")[2] in _OVER
+    }
+
+
+async def groups_that_are_gone(
+    client: redis.asyncio.Redis, run: str, group_names: Sequence[str]
+) -> set[str]:
+    """Those of these (encoded) names of opened groups that have left a fingerprint and no more.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    states = await _group_states(client, run, group_names)
+    return {name for name, entry in zip(group_names, states, strict=True) if entry is None}
+
+
+async def fold_ended(
+    client: redis.asyncio.Redis,
+    run: str,
+    trajectory_ids: Sequence[str],
+    *,
+    number: int,
+    record: bytes,
+    leader_epoch: int,
+) -> bool:
+    """Take trajectories that ended untrained out of the ledger and leave this record, once.
+
+    Raises:
+        FencedError: another planner leads the run.
+        ConflictError: `number` is not the next one, or a trajectory may still change.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    where = (
+        *(names.leader, names.frontier, names.ledger, names.groups),
+        *(names.over, names.ended, names.reasons),
+    )
+    command = _FOLD_ENDED(where, leader_epoch, number, record, *trajectory_ids)
+    return bool(await run_command_async(client, command))
+
+
+async def _group_states(
+    client: redis.asyncio.Redis, run: str, group_names: Sequence[str]
+) -> list[bytes | None]:
+    states: list[bytes | None] = []
+    groups = keys.run_keys(run).groups
+    for some in _sliced(group_names, FOLD_SLICE):
+        try:
+            entries: Any = await client.execute_command("HMGET", groups, *some)
+        except (RedisError, OSError) as error:
+            raise translate(error) from error
+        states += entries
+    return states
+
+
+async def _run_all(client: redis.asyncio.Redis, commands: Sequence[Command]) -> None:
+    for reply in await run_commands_async(client, commands):
+        if isinstance(reply, Exception):
+            raise reply
+
+
+def _sliced(values: Sequence[str], size: int) -> Iterator[Sequence[Any]]:
+    for start in range(0, len(values), size):
+        yield values[start : start + size]

@@ -1,0 +1,270 @@
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from turnstream.errors import ReleasedError
+from turnstream.records.compact import decode_batch
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.testing import group, trajectory, wait_until_async
+from turnstream.types import TrajectoryState
+from turnstream_server.batcher.upkeep import Upkeep
+from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.jobs.batches import batch_json, write_batch
+from turnstream_server.jobs.ledger import history_json, ledger_json
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+EQUAL = (trajectory(sample=0), trajectory(sample=1))
+SMALL = Upkeep(snapshot_events=1, snapshot_steps=1, fold_ended=2)
+HISTORY_FACTS = ("state", "reason", "step", "payload_is_kept")
+ACTS = (
+    *("raise_floor", "release_payload", "fold_batch", "finish_batch"),
+    *("fold_ended", "save_snapshot", "trim_events"),
+)
+ONCE = {"fold_ended", "save_snapshot", "trim_events"}
+
+# A batcher that kills itself before the nth act of a kind.
+DOOMED = """
+import asyncio, os, signal, sys
+from turnstream_server.batcher.options import BatcherOptions
+from turnstream_server.batcher.service import serving
+from turnstream_server.batcher.upkeep import Upkeep
+
+url, act, number = sys.argv[1:]
+left = int(number)
+
+async def fall(name):
+    global left
+    left -= name == act
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+async def main():
+    upkeep = Upkeep(snapshot_events=1, snapshot_steps=1, fold_ended=2, before=fall)
+    options = BatcherOptions(redis_url=url, leader_lease_s=0.6, upkeep=upkeep)
+    async with serving(options) as address:
+        print(address, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def payload_ids(url: str, run: str) -> set[str]:
+    """Trajectories whose turns are in the store."""
+    start = keys.trajectory_keys(run, "x").turns.partition("/x}")[0]
+    with connect(url) as client:
+        found: Any = client.keys(start.replace("*", "?") + "/*:turns")
+    return {name.decode().partition("/")[2].partition("}")[0] for name in found}
+
+
+def is_settled(url: str, run: str, *, folded: int, filtered: int) -> bool:
+    """Whether so many steps and so many filtered trajectories are compact."""
+    names = keys.run_keys(run)
+    with connect(url) as client:
+        read_ledger(client, run).check()
+        num_steps = int(client.hget(names.frontier, "folded") or 0)
+        return (num_steps, sum(map(int, client.hvals(names.reasons)))) == (folded, filtered)
+
+
+async def settled(house, run: str, *, folded: int = 0, filtered: int = 0) -> None:
+    async def check() -> bool:
+        return await asyncio.to_thread(is_settled, house.url, run, folded=folded, filtered=filtered)
+
+    await wait_until_async(check, describe=f"{folded} batches, {filtered} ends")
+
+
+async def train(trainer, *, steps: range, commits: range) -> dict[int, object]:
+    tokens = {}
+    for step in steps:
+        tokens[step] = await trainer.stepped(await trainer.get(step))
+        if step in commits:
+            await trainer.committed(tokens[step])
+    return tokens
+
+
+async def test_what_checkpoints_can_no_longer_ask_for_is_released(house):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(upkeep=SMALL), run)
+    await house.publish(run, *(group(f"g{i}") for i in range(1, 6)))
+    await trainer.start()
+
+    await train(trainer, steps=range(1, 5), commits=range(1, 5))
+    await settled(house, run, folded=3)
+
+    names = keys.run_keys(run)
+    with connect(house.url) as client:
+        ledger: Any = client.hgetall(names.ledger)
+        past: Any = client.hgetall(names.past)
+        counts = read_ledger(client, run)
+    kept = {f"g{i}/{sample}/0" for i in (4, 5) for sample in (0, 1)}
+    assert payload_ids(house.url, run) == {name.decode() for name in ledger} == kept
+    assert [decode_batch(past[b"%d" % step]).trajectories[0][0] for step in (1, 2, 3)] == [
+        *("g1", "g2", "g3")
+    ]
+    assert counts.by_state[TrajectoryState.COMMITTED] == 8
+
+
+async def test_a_released_step_is_refused_with_its_number_and_the_oldest_kept(house):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(upkeep=SMALL), run)
+    await house.publish(run, *(group(f"g{i}") for i in range(1, 5)))
+    await trainer.start()
+    tokens = await train(trainer, steps=range(1, 5), commits=range(1, 5))
+    await settled(house, run, folded=3)
+
+    with pytest.raises(ReleasedError, match=r"step 2 is no longer retained: the oldest .* is 4"):
+        await trainer.get(2)
+    with pytest.raises(ReleasedError, match="token names step 2, but the steps up to 3"):
+        await trainer.start("back", token=str(tokens[2]))
+
+    await trainer.start("further", token=str(tokens[3]))
+    (again,) = await trainer.get(4)
+    assert again.mini_batch.rows.group_id == ["g4", "g4"]
+
+
+async def test_payload_that_is_filtered_goes_at_once(house):
+    run = house.create_run(batch_groups=2, drop_zero_variance=True)
+    await house.start_batcher(upkeep=SMALL)
+
+    await house.publish(run, group("equal", *EQUAL), group("kept"))
+    await settled(house, run, filtered=2)
+
+    assert payload_ids(house.url, run) == {"kept/0/0", "kept/1/0"}
+    with connect(house.url) as client:
+        assert client.hgetall(keys.run_keys(run).reasons) == {
+            b"filtered:all rewards are equal": b"2"
+        }
+
+
+async def test_a_leader_that_starts_from_a_snapshot_goes_on_with_the_same_chain(house):
+    run = house.create_run(batch_groups=1)
+    first = await house.start_batcher(upkeep=SMALL)
+    trainer = house.trainer(first, run)
+    many = [group(f"g{i}") for i in range(1, 60)]
+    await house.publish(run, *many)
+    await trainer.start()
+    await train(trainer, steps=range(1, 58), commits=range(1, 58))
+    await settled(house, run, folded=56)
+    await first.stop()
+    names = keys.run_keys(run)
+    with connect(house.url) as client:
+        assert client.xlen(names.events) < 3 * len(many) - 50
+    hash_before = _hash(house, run, 59)
+
+    second = await house.start_batcher(upkeep=SMALL)
+    trainer = house.trainer(second, run)
+    await house.publish(run, group("next"))
+    await trainer.start("later", token=f"main:57:{_hash(house, run, 57)}")
+    await train(trainer, steps=range(58, 60), commits=range(0))
+    (pulled,) = await trainer.get(60)
+
+    assert pulled.mini_batch.rows.group_id == ["next", "next"]
+    assert pulled.mini_batch.rows.row_id.tolist() == [118, 119]
+    assert _previous_hash(house, run, 60) == hash_before
+
+
+async def test_what_is_compact_can_still_be_asked_for(house, tmp_path):
+    run = house.create_run(batch_groups=1, drop_zero_variance=True)
+    trainer = house.trainer(await house.start_batcher(upkeep=SMALL), run)
+    await house.publish(run, group("equal", *EQUAL), *(group(f"g{i}") for i in range(1, 4)))
+    await trainer.start()
+    (first,) = await trainer.get(1)
+    await train(trainer, steps=range(1, 4), commits=range(1, 4))
+    await settled(house, run, folded=2, filtered=2)
+
+    def ask():
+        batch = json.loads(batch_json(house.url, run, 1))
+        ledger = json.loads(ledger_json(house.url, run))
+        trained, equal = [
+            json.loads(history_json(house.url, run, each)) for each in ("g1/1/0", "equal/0/0")
+        ]
+        return batch, ledger, trained, equal
+
+    batch, ledger, trained, equal = await asyncio.to_thread(ask)
+
+    assert batch["state"] == "committed"
+    assert batch["manifest_hash"] == first.mini_batch.info.manifest_hash
+    assert [each["id"] for each in batch["trajectories"]] == ["g1/0/0", "g1/1/0"]
+    assert [trained[fact] for fact in HISTORY_FACTS] == ["committed", "", 1, False]
+    assert [equal[fact] for fact in HISTORY_FACTS] == [
+        *("filtered", "all rewards are equal", None, False)
+    ]
+    assert ledger["states"]["filtered"]["reasons"] == {"all rewards are equal": 2}
+    with pytest.raises(ReleasedError, match=r"step 1 is no longer retained: the oldest .* is 3"):
+        await asyncio.to_thread(
+            lambda: write_batch(house.url, run, 1, tmp_path / "x", dp_rank=0, dp_world_size=1)
+        )
+
+
+@pytest.fixture
+def start_doomed(house) -> Iterator[Callable[[str, int], subprocess.Popen]]:
+    started: list[subprocess.Popen] = []
+
+    def start(act: str, number: int) -> subprocess.Popen:
+        command = [sys.executable, "-c", DOOMED, house.url, act, str(number)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("act", "number"), [*((act, 1) for act in ACTS), *((act, 3) for act in ACTS if act not in ONCE)]
+)
+async def test_the_release_goes_on_wherever_a_leader_was_killed(house, start_doomed, act, number):
+    run = house.create_run(batch_groups=1, drop_zero_variance=True)
+    first = await house.start_batcher(lease_s=0.6)
+    trainer = house.trainer(first, run)
+    for i in range(1, 7):
+        await house.publish(run, group(f"g{i}"), group(f"equal{i}", *EQUAL))
+    await trainer.start()
+    tokens = await train(trainer, steps=range(1, 5), commits=range(0))
+    await first.stop()
+
+    doomed = start_doomed(act, number)
+    address = await asyncio.to_thread(doomed.stdout.readline)
+    committing = asyncio.create_task(_commit_all(house.trainer(address.strip(), run)))
+    status = await asyncio.to_thread(doomed.wait, 20)
+    await asyncio.gather(committing, return_exceptions=True)
+    with connect(house.url) as client:
+        read_ledger(client, run).check()
+        frontier = read_frontier(client, run)
+    retained = {f"g{i}/{sample}/0" for i in range(frontier.released + 1, 5) for sample in (0, 1)}
+    lost = retained - payload_ids(house.url, run)
+    trainer = house.trainer(await house.start_batcher(lease_s=0.6, upkeep=SMALL), run)
+    await trainer.start("s3", token=str(tokens[frontier.committed]) if frontier.committed else "")
+    rest = range(frontier.committed + 1, 7)
+    await train(trainer, steps=rest, commits=rest)
+    await settled(house, run, folded=5, filtered=12)
+
+    assert status == -signal.SIGKILL
+    assert lost == set()
+    assert payload_ids(house.url, run) == {"g6/0/0", "g6/1/0"}
+
+
+async def _commit_all(trainer) -> None:
+    await trainer.start("s2")
+    await train(trainer, steps=range(1, 5), commits=range(1, 5))
+
+
+def _hash(house, run: str, step: int) -> str:
+    with connect(house.url) as client:
+        entry: Any = client.hget(keys.run_keys(run).batches, str(step))
+    return entry.partition(b":")[2].decode()
+
+
+def _previous_hash(house, run: str, step: int) -> str:
+    return json.loads(batch_json(house.url, run, step))["previous_hash"]
