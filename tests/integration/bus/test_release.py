@@ -378,7 +378,7 @@ async def test_no_name_of_ten_thousand_is_forgotten_and_no_other_refused(run: An
     expected = {hashlib.sha1(keys.encode_name(name).encode()).digest()[:8] for name in names}
     assert (over[b"n"], fingerprints) == (b"10000", expected)
     assert len(packed) == 80_000
-    assert max(len(value) for value in over.values()) < 8 * 128 * 3
+    assert max(len(value) for value in over.values()) < 8 * 64 * 3
     assert refused == len(names[::7])
 
 

@@ -16,7 +16,7 @@
 --   FENCED    another planner leads
 --   CONFLICT  the step is not released
 
-local PER_BUCKET = 128
+local PER_BUCKET = 64
 local OVER = {planned = true, filtered = true, expired = true, incomplete = true}
 
 if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
@@ -28,57 +28,65 @@ if tonumber(ARGV[2]) > released then
     .. ' is')
 end
 local num_over = tonumber(redis.call('HGET', KEYS[5], 'n') or 0)
+local num_buckets = math.max(1, math.floor(num_over / PER_BUCKET))
+local level = 1
+while level * 2 <= num_buckets do
+  level = level * 2
+end
+local BYTES = {}  -- two hex digits -> the byte
+for byte = 0, 255 do
+  BYTES[string.format('%02x', byte)] = string.char(byte)
+end
 
 -- Linear hashing: with n buckets, the smallest power of two above n tells the bucket by the low bits
 -- of a hash; where that bucket does not exist yet, half of that power does.
-local function bucket_of(hash, num_buckets)
-  local level = 1
-  while level * 2 <= num_buckets do
-    level = level * 2
-  end
+local function bucket_of(fingerprint, start)
+  local a, b, c, d = string.byte(fingerprint, start, start + 3)
+  local hash = a * 1048576 + b * 4096 + c * 16 + math.floor(d / 16)
   local bucket = hash % (level * 2)
-  return bucket < num_buckets and bucket or hash % level, level
+  return bucket < num_buckets and bucket or hash % level
 end
 
-local function split(num_buckets)
-  local _, level = bucket_of(0, num_buckets)
-  local old = num_buckets - level
+local function split()
+  local old, new = num_buckets - level, num_buckets
   local packed = redis.call('HGET', KEYS[5], old) or ''
-  local parts = {[old] = {}, [num_buckets] = {}}
+  num_buckets = num_buckets + 1
+  if level * 2 <= num_buckets then
+    level = level * 2
+  end
+  local parts = {[old] = {}, [new] = {}}
   for start = 1, #packed, 8 do
-    local a, b, c, d = string.byte(packed, start, start + 3)
-    local hash = a * 1048576 + b * 4096 + c * 16 + math.floor(d / 16)
-    local part = parts[bucket_of(hash, num_buckets + 1)]
+    local part = parts[bucket_of(packed, start)]
     part[#part + 1] = string.sub(packed, start, start + 7)
   end
-  for bucket, part in pairs(parts) do
-    redis.call('HSET', KEYS[5], bucket, table.concat(part))
-  end
+  redis.call('HSET', KEYS[5], old, table.concat(parts[old]), new, table.concat(parts[new]))
 end
 
 local function add_over(name)
-  local hex = string.sub(redis.sha1hex(name), 1, 16)
-  local fingerprint = string.gsub(hex, '..', function(byte)
-    return string.char(tonumber(byte, 16))
-  end)
-  local num_buckets = math.max(1, math.floor(num_over / PER_BUCKET))
-  local bucket = bucket_of(tonumber(string.sub(hex, 1, 7), 16), num_buckets)
+  local fingerprint = string.gsub(string.sub(redis.sha1hex(name), 1, 16), '..', BYTES)
+  local bucket = bucket_of(fingerprint, 1)
   redis.call('HSET', KEYS[5], bucket, (redis.call('HGET', KEYS[5], bucket) or '') .. fingerprint)
   num_over = num_over + 1
-  if math.max(1, math.floor(num_over / PER_BUCKET)) > num_buckets then
-    split(num_buckets)
+  if math.floor(num_over / PER_BUCKET) > num_buckets then
+    split()
   end
 end
 
 local last_group = 3 + ARGV[3]
-for i = 4, last_group do
-  local entry = redis.call('HGET', KEYS[4], ARGV[i])
-  if entry and OVER[string.match(entry, ':(.*)$')] then
-    redis.call('HDEL', KEYS[4], ARGV[i])
-    add_over(ARGV[i])
+if last_group > 3 then
+  local names = {unpack(ARGV, 4, last_group)}
+  local gone = {}
+  for i, entry in ipairs(redis.call('HMGET', KEYS[4], unpack(names))) do
+    if entry and OVER[string.match(entry, ':(.*)$')] then
+      gone[#gone + 1] = names[i]
+      add_over(names[i])
+    end
+  end
+  if #gone > 0 then
+    redis.call('HDEL', KEYS[4], unpack(gone))
+    redis.call('HSET', KEYS[5], 'n', string.format('%.0f', num_over))
   end
 end
-redis.call('HSET', KEYS[5], 'n', string.format('%.0f', num_over))
 local ids = {unpack(ARGV, last_group + 1)}
 if #ids == 0 then
   return 0

@@ -18,7 +18,7 @@
 --   FENCED    another planner leads
 --   CONFLICT  the number is not the next one, or a trajectory has not ended, or its group may still change
 
-local PER_BUCKET = 128
+local PER_BUCKET = 64
 local MOST_REASONS = 1000  -- generators make some of them up
 local OVER = {planned = true, filtered = true, expired = true, incomplete = true, over = true}
 local ENDS = {filtered = true, expired = true, surplus = true, incomplete = true, abandoned = true}
@@ -34,45 +34,47 @@ if tonumber(ARGV[2]) ~= newest + 1 then
   return redis.error_reply('CONFLICT record ' .. ARGV[2] .. ' does not follow ' .. newest)
 end
 local num_over = tonumber(redis.call('HGET', KEYS[5], 'n') or 0)
+local num_buckets = math.max(1, math.floor(num_over / PER_BUCKET))
+local level = 1
+while level * 2 <= num_buckets do
+  level = level * 2
+end
+local BYTES = {}  -- two hex digits -> the byte
+for byte = 0, 255 do
+  BYTES[string.format('%02x', byte)] = string.char(byte)
+end
 
 -- Linear hashing: with n buckets, the smallest power of two above n tells the bucket by the low bits
 -- of a hash; where that bucket does not exist yet, half of that power does.
-local function bucket_of(hash, num_buckets)
-  local level = 1
-  while level * 2 <= num_buckets do
-    level = level * 2
-  end
+local function bucket_of(fingerprint, start)
+  local a, b, c, d = string.byte(fingerprint, start, start + 3)
+  local hash = a * 1048576 + b * 4096 + c * 16 + math.floor(d / 16)
   local bucket = hash % (level * 2)
-  return bucket < num_buckets and bucket or hash % level, level
+  return bucket < num_buckets and bucket or hash % level
 end
 
-local function split(num_buckets)
-  local _, level = bucket_of(0, num_buckets)
-  local old = num_buckets - level
+local function split()
+  local old, new = num_buckets - level, num_buckets
   local packed = redis.call('HGET', KEYS[5], old) or ''
-  local parts = {[old] = {}, [num_buckets] = {}}
+  num_buckets = num_buckets + 1
+  if level * 2 <= num_buckets then
+    level = level * 2
+  end
+  local parts = {[old] = {}, [new] = {}}
   for start = 1, #packed, 8 do
-    local a, b, c, d = string.byte(packed, start, start + 3)
-    local hash = a * 1048576 + b * 4096 + c * 16 + math.floor(d / 16)
-    local part = parts[bucket_of(hash, num_buckets + 1)]
+    local part = parts[bucket_of(packed, start)]
     part[#part + 1] = string.sub(packed, start, start + 7)
   end
-  for bucket, part in pairs(parts) do
-    redis.call('HSET', KEYS[5], bucket, table.concat(part))
-  end
+  redis.call('HSET', KEYS[5], old, table.concat(parts[old]), new, table.concat(parts[new]))
 end
 
 local function add_over(name)
-  local hex = string.sub(redis.sha1hex(name), 1, 16)
-  local fingerprint = string.gsub(hex, '..', function(byte)
-    return string.char(tonumber(byte, 16))
-  end)
-  local num_buckets = math.max(1, math.floor(num_over / PER_BUCKET))
-  local bucket = bucket_of(tonumber(string.sub(hex, 1, 7), 16), num_buckets)
+  local fingerprint = string.gsub(string.sub(redis.sha1hex(name), 1, 16), '..', BYTES)
+  local bucket = bucket_of(fingerprint, 1)
   redis.call('HSET', KEYS[5], bucket, (redis.call('HGET', KEYS[5], bucket) or '') .. fingerprint)
   num_over = num_over + 1
-  if math.max(1, math.floor(num_over / PER_BUCKET)) > num_buckets then
-    split(num_buckets)
+  if math.floor(num_over / PER_BUCKET) > num_buckets then
+    split()
   end
 end
 

@@ -45,7 +45,7 @@ planned trajectory is stepped or committed follows from the frontier.
 A released trajectory has no ledger entry any more: a compact record names it. Of a group that is
 over, the entry in `groups` becomes 8 bytes in `over`, the beginning of the SHA-1 of its name, so
 that no name is ever opened again. The buckets of `over` are split one by one as it grows (linear
-hashing, 128 fingerprints a bucket): a lookup reads about a kilobyte, however many there are.
+hashing, 64 fingerprints a bucket): a lookup reads about 500 bytes, however many there are.
 
 The payload of a trajectory lives in a slot of its own, `ts:{<run>/<trajectory id>}:`:
 

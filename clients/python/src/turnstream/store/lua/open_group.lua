@@ -42,7 +42,7 @@ local samples, needed = string.match(ARGV[2], '^(%d+)/?(%d*)$')
 needed = needed == '' and samples or needed
 
 local function was_over(name)
-  local num_buckets = math.max(1, math.floor((redis.call('HGET', OVER, 'n') or 0) / 128))
+  local num_buckets = math.max(1, math.floor((redis.call('HGET', OVER, 'n') or 0) / 64))
   local level = 1
   while level * 2 <= num_buckets do
     level = level * 2
