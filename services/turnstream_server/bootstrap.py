@@ -5,6 +5,7 @@ Services are imported when they are started, so that a command line costs no tor
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,11 +39,15 @@ def start_batcher(
     settings: Settings, *, redis_url: str, listen: str | None, address_file: Path | None
 ) -> None:
     """Serve batches until SIGTERM or SIGINT."""
+    from turnstream_server.batcher.archive import archive_step
     from turnstream_server.batcher.options import BatcherOptions
     from turnstream_server.batcher.service import run_batcher
+    from turnstream_server.batcher.upkeep import Upkeep
 
     configure_logging(settings.log_level, service="batcher")
     failpoints.arm(settings.failpoint)
+    folder = settings.archive_dir
+    archive = functools.partial(archive_step, redis_url, folder=folder) if folder else None
     options = BatcherOptions(
         redis_url=redis_url,
         listen=listen or f"{settings.batcher_host}:{settings.batcher_port}",
@@ -50,6 +55,7 @@ def start_batcher(
         get_wait_max_s=settings.get_wait_max_s,
         leader_lease_s=settings.lease_s,
         cache_bytes=settings.assembly_cache_bytes,
+        upkeep=Upkeep(archive=archive),
     )
     run_batcher(options)
 

@@ -371,6 +371,19 @@ def batch(
 
 
 @app.command(rich_help_panel=STORE)
+def archive(
+    run: RunArgument,
+    folder: Annotated[Path, typer.Option("--to", help="Receives a Parquet file for every step.")],
+    redis: Redis = None,
+) -> None:
+    """Write every step that is committed and still retained as Parquet."""
+    from turnstream_server.jobs.archives import archive_run
+
+    for path in archive_run(_store_url(redis), run, folder):
+        print(path)
+
+
+@app.command(rich_help_panel=STORE)
 def config() -> None:
     """Print the settings of this environment, one variable a line."""
     for name, value in _settings().printable().items():

@@ -23,6 +23,7 @@ class Settings(BaseSettings):
         lease_s: seconds after which a silent planner loses its leadership.
         get_wait_max_s: longest time the batcher holds a call that waits for a batch.
         assembly_cache_bytes: encoded mini-batches that a batcher keeps to answer again.
+        archive_dir: folder for what was trained, as Parquet, written before it is released.
         log_level: what is logged: DEBUG, INFO, WARNING or ERROR.
         failpoint: place at which the process is to die, for tests; see failpoints.py.
     """
@@ -38,6 +39,7 @@ class Settings(BaseSettings):
     lease_s: float = Field(default=5.0, gt=0.0)
     get_wait_max_s: float = Field(default=30.0, gt=0.0)
     assembly_cache_bytes: int = Field(default=512 * 1024 * 1024, ge=0)
+    archive_dir: Path | None = None
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     failpoint: str = ""
 

@@ -29,7 +29,20 @@ def assemble_locally(
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
-    batch = _read_batch(url, run, step)
+    batch = read_planned_batch(url, run, step)
+    return assemble_batch(url, batch, dp_rank=dp_rank, dp_world_size=dp_world_size)
+
+
+def assemble_batch(
+    url: str, batch: PlannedBatch, *, dp_rank: int, dp_world_size: int
+) -> list[EncodedMiniBatch]:
+    """The same of a plan that was read already.
+
+    Raises:
+        DamagedPayloadError: payload of it is damaged.
+        UnknownFormatError: it is to be assembled by rules of another release.
+        StoreUnavailableError: the store cannot be reached.
+    """
     check_assembly_version(batch.manifest)
     reader = PayloadReader(url)
     try:
@@ -41,7 +54,15 @@ def assemble_locally(
         reader.close()
 
 
-def _read_batch(url: str, run: str, step: int) -> PlannedBatch:
+def read_planned_batch(url: str, run: str, step: int) -> PlannedBatch:
+    """The plan of a step and the configuration that it was made under.
+
+    Raises:
+        ReleasedError: the step is no longer retained.
+        NotReadyError: the step is not planned yet.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
     with connect(url) as client:
         frontier = read_frontier(client, run)
         if step <= frontier.released:

@@ -9,11 +9,18 @@ from typing import Any, Final
 
 import redis.asyncio
 
-from turnstream.errors import ConflictError, FencedError, RunNotFoundError, UnavailableError
+from turnstream.errors import (
+    ConflictError,
+    FencedError,
+    RecordError,
+    RunNotFoundError,
+    UnavailableError,
+)
 from turnstream.records.compact import CompactEnds, compact_batch, encode_batch, encode_ends
 from turnstream.store import keys
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.upkeep import Upkeep
+from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.manifests import StoredManifest, read_manifest
 from turnstream_server.bus.release import (
     FOLD_SLICE,
@@ -59,6 +66,8 @@ class Releaser:
         self._run = view.run
         self._epoch = epoch
         self._upkeep = upkeep
+        self._archived = 0
+        self._trouble = ""
         self._payload_through = 0
         self._ended: dict[str, str] = {}
         """Ended trajectories without payload that are still in the ledger."""
@@ -96,11 +105,32 @@ class Releaser:
             StoreUnavailableError: the store cannot be reached.
         """
         await self._upkeep.before("raise_floor")
-        floor = await raise_floor(self._client, self._run, leader_epoch=self._epoch)
+        floor = await raise_floor(
+            self._client, self._run, leader_epoch=self._epoch, at_most=await self._archive()
+        )
         state = await read_release_state(self._client, self._run)
         has_batches = await self._release_batches(state, floor=floor)
         has_ended = await self._release_ended(state)
         return has_batches or has_ended
+
+    async def _archive(self) -> int | None:
+        """Archive what was committed; the newest step that may be released, None for any."""
+        archive = self._upkeep.archive
+        if archive is None:
+            return None
+        frontier = await read_frontier_async(self._client, self._run)
+        self._archived = max(self._archived, frontier.released)
+        for step in range(self._archived + 1, frontier.committed + 1):
+            try:
+                await asyncio.to_thread(archive, self._run, step)
+            except (RecordError, OSError) as error:
+                # Nothing is released until the folder can be written again, or someone decides.
+                if str(error) != self._trouble:
+                    logger.warning("step %d of run %s is not archived: %s", step, self._run, error)
+                self._trouble = str(error)
+                break
+            self._archived = step
+        return self._archived
 
     async def _release_batches(self, state: ReleaseState, *, floor: int) -> bool:
         first = max(state.folded, self._payload_through) + 1

@@ -6,6 +6,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
+Archive = Callable[[str, int], object]
+"""Writes a step of a run to the archive, in a thread; returns when it is on disk."""
+
 Failpoint = Callable[[str], Awaitable[None]]
 """Awaited before an act on the store, with its name; for fault injection."""
 
@@ -23,12 +26,14 @@ class Upkeep:
         snapshot_steps: or after so many plans, since the plan of a step is kept until then.
         fold_ended: so many trajectories that ended untrained make a compact record. Fewer are
             not worth its 100 bytes, and stay in the ledger one by one.
+        archive: what keeps a committed step before it may be released; None keeps none.
         before: awaited before every act.
     """
 
     snapshot_events: int = 10_000
     snapshot_steps: int = 64
     fold_ended: int = 250
+    archive: Archive | None = None
     before: Failpoint = no_failpoint
 
 

@@ -1,4 +1,4 @@
-"""A finished trajectory costs at most 16 bytes of the store; `benchmarks/ledger.py` weighs millions."""
+"""A finished trajectory costs at most 16 bytes; `benchmarks/ledger.py` weighs ten millions."""
 
 from __future__ import annotations
 

@@ -114,8 +114,6 @@ class BatchingConfig:
             that are sealed later. "keep": until the group is planned they join it.
         retain_checkpoints: a session may begin after any of the last so many committed steps; what
             is older is released.
-        ledger_hot_batches: compact records of batches kept in the store before they move to the
-            archive, where the batcher has one.
     """
 
     batch_groups: int
@@ -155,7 +153,6 @@ class BatchingConfig:
     refill_fallback: RefillFallback = "drop"
     surplus: Surplus = "drop"
     retain_checkpoints: int = 2
-    ledger_hot_batches: int = 100_000
 
     def __post_init__(self) -> None:
         """Check every field and their combinations.
@@ -341,7 +338,6 @@ _LEAST = {
     "rows_multiple_of": 1,
     "max_refills": 0,
     "retain_checkpoints": 1,
-    "ledger_hot_batches": 0,
 }
 _LONGEST_S = 30 * 86_400.0  # what is longer is a mistake in the unit
 _LEAST_S = {

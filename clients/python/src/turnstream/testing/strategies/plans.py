@@ -218,7 +218,6 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
         refill_fallback=draw(st.sampled_from(get_args(RefillFallback))),
         surplus=draw(st.sampled_from(get_args(Surplus))),
         retain_checkpoints=draw(st.integers(1, 9)),
-        ledger_hot_batches=draw(st.integers(0, 100_000)),
     )
 
 

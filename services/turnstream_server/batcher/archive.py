@@ -1,0 +1,95 @@
+"""What was trained, as files for pandas, polars and DuckDB: one Parquet file per step."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from turnstream.store import keys
+from turnstream_server.batcher.local import assemble_batch, read_planned_batch
+from turnstream_server.batcher.shares import PlannedBatch
+
+ROW_GROUP_ROWS: Final = 4_096
+"""Rows that a reader unpacks at once; with tens of thousands of tokens a row that is hundreds of
+megabytes already."""
+
+
+def archive_path(folder: Path, run: str, step: int) -> Path:
+    """Where a step of a run is archived.
+
+    >>> archive_path(Path("archive"), "a/b", 17).as_posix()
+    'archive/a%2Fb/step-00000017.parquet'
+    """
+    return folder / keys.encode_name(run) / f"step-{step:08d}.parquet"
+
+
+def archive_step(url: str, run: str, step: int, *, folder: Path) -> Path:
+    """Write the rows of a step, the way one rank alone would get them, unless they are there.
+
+    A column `mini_batch` tells the optimizer updates apart. The file appears whole or not at all,
+    and is on disk when this returns. Its metadata name run, step, lineage and manifest hash.
+
+    Raises:
+        ReleasedError: the step is no longer retained.
+        NotReadyError: the step is not planned yet.
+        DamagedPayloadError: payload of it is damaged.
+        StoreUnavailableError: the store cannot be reached.
+        OSError: the file cannot be written.
+    """
+    batch = read_planned_batch(url, run, step)
+    path = archive_path(folder, run, step)
+    if not _is_archived(path, manifest_hash=batch.manifest_hash):
+        _write_whole(_table(url, batch), path)
+    return path
+
+
+def _is_archived(path: Path, *, manifest_hash: str) -> bool:
+    """Whether the file holds this very batch, and not that of an earlier run of the same name."""
+    if not path.is_file():
+        return False
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+    except (pa.ArrowException, OSError):
+        return False
+    return metadata.get(b"manifest_hash") == manifest_hash.encode()
+
+
+def _table(url: str, batch: PlannedBatch) -> pa.Table:
+    tables: list[pa.Table] = []
+    for index, share in enumerate(assemble_batch(url, batch, dp_rank=0, dp_world_size=1)):
+        table = pa.ipc.open_stream(share.data).read_all()
+        table = table.filter(~pc.field("is_padding")).drop_columns("is_padding")
+        column = pa.array([index] * len(table), pa.int32())
+        tables.append(table.add_column(0, "mini_batch", column).replace_schema_metadata(None))
+    manifest = batch.manifest
+    return pa.concat_tables(tables, promote_options="default").replace_schema_metadata(
+        {
+            "run": manifest.run,
+            "step": str(manifest.step),
+            "lineage": manifest.lineage,
+            "manifest_hash": batch.manifest_hash,
+        }
+    )
+
+
+def _write_whole(table: pa.Table, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    try:
+        with draft.open("wb") as file:
+            pq.write_table(table, file, compression="zstd", row_group_size=ROW_GROUP_ROWS)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)  # the name, too, is on disk
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,119 @@
+import asyncio
+import functools
+
+import pyarrow.parquet as pq
+import pytest
+
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.testing import group, wait_until_async
+from turnstream_server.batcher.archive import archive_path, archive_step
+from turnstream_server.batcher.upkeep import Upkeep
+from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.jobs.archives import archive_run
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+
+async def train(house, run, *, steps, **batcher):
+    trainer = house.trainer(await house.start_batcher(**batcher), run)
+    await trainer.start()
+    pulled = []
+    for step in range(1, steps + 1):
+        pulled.append(await trainer.get(step))
+        await trainer.committed(await trainer.stepped(pulled[-1]))
+    return pulled
+
+
+async def released(house, run, step):
+    async def is_released():
+        with connect(house.url) as client:
+            return read_frontier(client, run).released >= step
+
+    await wait_until_async(is_released, describe=f"the release of step {step}")
+
+
+def columns(pulled, name):
+    return [value for each in pulled for value in getattr(each.mini_batch.rows, name)]
+
+
+async def test_the_archive_of_a_step_holds_the_rows_that_were_trained(house, tmp_path):
+    run = house.create_run(batch_groups=2, mini_batch_groups=1)
+    await house.publish(run, group("a"), group("b"))
+    (pulled,) = await train(house, run, steps=1)
+
+    (path,) = await asyncio.to_thread(lambda: list(archive_run(house.url, run, tmp_path)))
+
+    table = pq.read_table(path)
+    assert path == archive_path(tmp_path, run, 1)
+    assert table["mini_batch"].to_pylist() == [0, 0, 1, 1]
+    assert table["trajectory_id"].to_pylist() == columns(pulled, "trajectory_id")
+    assert table["reward"].to_pylist() == columns(pulled, "reward")
+    assert table["advantage"].to_pylist() == columns(pulled, "advantage")
+    ids = [row.tolist() for each in pulled for row in each.mini_batch.rows.input_ids]
+    assert table["input_ids"].to_pylist() == ids
+    assert table.schema.metadata[b"manifest_hash"].decode() == (
+        pulled[0].mini_batch.info.manifest_hash
+    )
+    assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
+    for reader in ("pandas", "polars", "duckdb"):
+        try:
+            module = __import__(reader)
+        except ImportError:
+            continue
+        frame = module.read_parquet(str(path))
+        assert frame.shape[0] == 4
+
+
+async def test_nothing_is_released_before_it_is_archived(house, tmp_path):
+    run = house.create_run(batch_groups=1, retain_checkpoints=1)
+    await house.publish(run, *(group(f"g{i}") for i in range(4)))
+    upkeep = Upkeep(archive=functools.partial(archive_step, house.url, folder=tmp_path))
+
+    pulled = await train(house, run, steps=4, upkeep=upkeep)
+    await released(house, run, 4)
+
+    for step, batch in enumerate(pulled, start=1):
+        table = pq.read_table(archive_path(tmp_path, run, step))
+        assert table["trajectory_id"].to_pylist() == columns(batch, "trajectory_id")
+
+
+async def test_a_folder_that_cannot_be_written_holds_the_release_back(house, tmp_path):
+    run = house.create_run(batch_groups=1, retain_checkpoints=1)
+    await house.publish(run, *(group(f"g{i}") for i in range(3)))
+    asked = []
+
+    def archive(name, step):
+        asked.append(step)
+        if step == 2:
+            raise OSError("the disk is full")
+
+    await train(house, run, steps=3, upkeep=Upkeep(archive=archive))
+    await released(house, run, 1)
+
+    async def has_tried_again():
+        return asked.count(2) >= 3
+
+    await wait_until_async(has_tried_again, describe="another try")
+    with connect(house.url) as client:
+        assert read_frontier(client, run).released == 1
+        assert client.exists(keys.trajectory_keys(run, "g1/0/0").turns)
+
+
+async def test_a_file_of_another_run_of_the_same_name_is_replaced(house, tmp_path):
+    run, other = house.create_run(batch_groups=1), house.create_run(batch_groups=1)
+    for each in (run, other):
+        await house.publish(each, group(f"group of {each}"))
+        await train(house, each, steps=1)
+    path = archive_path(tmp_path, run, 1)
+    found = await asyncio.to_thread(archive_step, house.url, other, 1, folder=tmp_path)
+    path.parent.mkdir(exist_ok=True)
+    found.rename(path)
+
+    await asyncio.to_thread(archive_step, house.url, run, 1, folder=tmp_path)
+    written = path.stat().st_mtime_ns
+    await asyncio.to_thread(archive_step, house.url, run, 1, folder=tmp_path)
+
+    assert pq.read_table(path)["group_id"].to_pylist() == [f"group of {run}"] * 2
+    assert path.stat().st_mtime_ns == written
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
