@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -120,7 +119,9 @@ class Life:
                 "stepped", (names.frontier, names.batches, names.wake), 1, step, batch.manifest_hash
             ),
             self._call("committed", (names.frontier, names.batches), 1, step, batch.manifest_hash),
-            self._call("raise_floor", (names.leader, names.frontier, names.config), 1, ""),
+            self._call(
+                "raise_floor", (names.leader, names.frontier, names.config, names.observers), 1, ""
+            ),
             self._call("save_snapshot", (names.leader, names.snapshot), 1, f"{step}-0", step, "s"),
         )
         self._hash_before = batch.manifest_hash
@@ -223,23 +224,19 @@ def _mean_call_ms(client: redis.Redis) -> float:
 
 
 def main() -> None:
-    """Weigh groups of 8 and of 1, and print the result; fails above 16 bytes."""
+    """Weigh groups of 1 and of 8, and print the result; fails above 16 bytes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trajectories", type=int, default=10_000_000)
-    parser.add_argument("--group-size", type=int, nargs="*", default=[8, 1])
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--group-size", type=int, nargs="*", default=[1, 8])
     options = parser.parse_args()
-    weights = [
-        weigh(group_size=size, trajectories=options.trajectories) for size in options.group_size
-    ]
-    if options.json:
-        print(json.dumps([weight._asdict() for weight in weights], indent=2))
-    else:
-        print("group of   trajectories   used_memory   MEMORY USAGE   seconds   ms a call")
-        for weight in weights:
-            sizes = f"{weight.used_memory:9.2f} B   {weight.memory_usage:10.2f} B"
-            times = f"{weight.seconds:7.0f}   {weight.mean_call_ms:9.3f}"
-            print(f"{weight.group_size:8}   {weight.trajectories:12,}   {sizes}   {times}")
+    print("group of   trajectories   used_memory   MEMORY USAGE   seconds   ms a call", flush=True)
+    weights: list[Weight] = []
+    for size in options.group_size:
+        weight = weigh(group_size=size, trajectories=options.trajectories)
+        weights.append(weight)
+        sizes = f"{weight.used_memory:9.2f} B   {weight.memory_usage:10.2f} B"
+        times = f"{weight.seconds:7.0f}   {weight.mean_call_ms:9.3f}"
+        print(f"{size:8}   {weight.trajectories:12,}   {sizes}   {times}", flush=True)
     if any(max(weight.used_memory, weight.memory_usage) > LIMIT_BYTES for weight in weights):
         raise SystemExit(f"more than {LIMIT_BYTES} bytes per finished trajectory")
 
