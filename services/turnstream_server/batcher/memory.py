@@ -92,6 +92,7 @@ class PlannerMemory:
         while await trim_events(self._client, self._run, leader_epoch=self._epoch):
             pass
         await self._find_forgettable(fold)
+        self.forget(fold, position=snapshot.position)
 
     def forget(self, fold: RunFold, *, position: str) -> None:
         """Let the fold forget what it may, now that it has heard the events up to `position`."""

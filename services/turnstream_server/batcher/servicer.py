@@ -122,7 +122,7 @@ class BatchesServicer:
                 yield message
         except DamagedPayloadError as error:
             frontier = await view.refresh()
-            if request.step <= frontier.released:  # it went meanwhile
+            if request.step <= frontier.released:
                 raise not_retained(request.step, frontier) from error
             raise CorruptRecordError(f"step {request.step}: {error}") from error
 
@@ -290,13 +290,8 @@ def _check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
         raise InvalidConfigError(
             "dp_rank", f"{request.dp_rank} is not below dp_world_size={request.dp_world_size}"
         )
-    if not request.observer:
-        _check_session(request, frontier)
-    if request.step <= frontier.released:
-        raise not_retained(request.step, frontier)
-
-
-def _check_session(request: wire.GetRequest, frontier: Frontier) -> None:
+    if request.observer:
+        return
     if request.session_epoch != frontier.session_epoch or not frontier.session_epoch:
         raise FencedError(
             f"trainer session {request.session_epoch} is over, {frontier.session_epoch} has begun"

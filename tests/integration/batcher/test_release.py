@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from turnstream.errors import ReleasedError
+from turnstream.errors import NotReadyError, ReleasedError
 from turnstream.records.compact import decode_batch
 from turnstream.store import keys
 from turnstream.store.connection import connect
@@ -121,14 +121,56 @@ async def test_a_released_step_is_refused_with_its_number_and_the_oldest_kept(ho
     tokens = await train(trainer, steps=range(1, 5), commits=range(1, 5))
     await settled(house, run, folded=3)
 
+    other = house.trainer(await house.start_batcher(), run)  # it has never seen that plan
+    other.session_epoch = trainer.session_epoch
     with pytest.raises(ReleasedError, match=r"step 2 is no longer retained: the oldest .* is 4"):
-        await trainer.get(2)
+        await other.get(2)
     with pytest.raises(ReleasedError, match="token names step 2, but the steps up to 3"):
         await trainer.start("back", token=str(tokens[2]))
 
     await trainer.start("further", token=str(tokens[3]))
     (again,) = await trainer.get(4)
     assert again.mini_batch.rows.group_id == ["g4", "g4"]
+
+
+async def test_a_released_step_whose_plan_is_still_there_is_refused_too(house):
+    run = house.create_run(batch_groups=1, retain_checkpoints=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g1"))
+    await trainer.start()
+    await train(trainer, steps=range(1, 2), commits=range(1, 2))
+
+    async def is_gone() -> bool:
+        return not payload_ids(house.url, run)
+
+    await wait_until_async(is_gone, describe="the release of the payload")
+    with pytest.raises(ReleasedError, match="step 1 is no longer retained"):
+        await trainer.get(1)
+
+
+async def test_plans_that_were_made_after_the_snapshot_are_not_made_again(house):
+    # They name groups that were complete in the snapshot, and no event comes after it.
+    run = house.create_run(batch_groups=1)
+    upkeep = Upkeep(snapshot_events=12, snapshot_steps=1000)
+    first = await house.start_batcher(upkeep=upkeep)
+    trainer = house.trainer(first, run)
+    await house.publish(run, *(group(f"g{i}") for i in range(1, 5)))
+    await trainer.start()
+
+    async def has_snapshot() -> bool:
+        with connect(house.url) as client:
+            return bool(client.exists(keys.run_keys(run).snapshot))
+
+    await wait_until_async(has_snapshot, describe="the snapshot")
+    tokens = await train(trainer, steps=range(1, 4), commits=range(0))
+    await trainer.get(4)
+    await first.stop()
+
+    trainer = house.trainer(await house.start_batcher(upkeep=upkeep), run)
+    await trainer.start("later", token=str(tokens[3]))
+
+    with pytest.raises(NotReadyError, match=r"0 of 1 groups complete, 0 open$"):
+        await trainer.get(5, wait_s=0.5)
 
 
 async def test_payload_that_is_filtered_goes_at_once(house):
@@ -154,6 +196,9 @@ async def test_a_leader_that_starts_from_a_snapshot_goes_on_with_the_same_chain(
     await trainer.start()
     await train(trainer, steps=range(1, 58), commits=range(1, 58))
     await settled(house, run, folded=56)
+    for name in ("next", "last"):  # a snapshot for which the folded groups are forgotten
+        await house.publish(run, group(name))
+        await _whole_snapshot(house, run)
     await first.stop()
     names = keys.run_keys(run)
     with connect(house.url) as client:
@@ -162,7 +207,6 @@ async def test_a_leader_that_starts_from_a_snapshot_goes_on_with_the_same_chain(
 
     second = await house.start_batcher(upkeep=SMALL)
     trainer = house.trainer(second, run)
-    await house.publish(run, group("next"))
     await trainer.start("later", token=f"main:57:{_hash(house, run, 57)}")
     await train(trainer, steps=range(58, 60), commits=range(0))
     (pulled,) = await trainer.get(60)
@@ -170,6 +214,9 @@ async def test_a_leader_that_starts_from_a_snapshot_goes_on_with_the_same_chain(
     assert pulled.mini_batch.rows.group_id == ["next", "next"]
     assert pulled.mini_batch.rows.row_id.tolist() == [118, 119]
     assert _previous_hash(house, run, 60) == hash_before
+    await train(trainer, steps=range(60, 62), commits=range(0))
+    with pytest.raises(NotReadyError, match=r"0 of 1 groups complete, 0 open$"):
+        await trainer.get(62, wait_s=0.5)
 
 
 async def test_what_is_compact_can_still_be_asked_for(house, tmp_path):
@@ -258,6 +305,18 @@ async def test_the_release_goes_on_wherever_a_leader_was_killed(house, start_doo
 async def _commit_all(trainer) -> None:
     await trainer.start("s2")
     await train(trainer, steps=range(1, 5), commits=range(1, 5))
+
+
+async def _whole_snapshot(house, run: str) -> None:
+    """Wait for a snapshot that includes every event."""
+    names = keys.run_keys(run)
+
+    async def is_whole() -> bool:
+        with connect(house.url) as client:
+            events: Any = client.xrevrange(names.events, count=1)
+            return client.hget(names.snapshot, "position") == events[0][0]
+
+    await wait_until_async(is_whole, describe="a snapshot of everything")
 
 
 def _hash(house, run: str, step: int) -> str:
