@@ -55,7 +55,7 @@ async def read_snapshot(client: redis.asyncio.Redis, run: str) -> PlannerSnapsho
 
 
 async def trim_events(client: redis.asyncio.Redis, run: str, *, leader_epoch: int) -> int:
-    """Remove some of the events that the snapshot includes; how many, 0 once all are gone.
+    """Remove some of the events below the snapshot before; how many, 0 once all are gone.
 
     Raises:
         FencedError: another planner leads the run.

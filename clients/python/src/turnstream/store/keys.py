@@ -35,7 +35,8 @@ past       hash    step -> compact record of a batch that is over
 ended      hash    number -> compact record of trajectories that ended untrained
 reasons    hash    `<state>:<reason>` -> how many of those in `ended`
 over       hash    bucket -> fingerprints of the groups that are over; `n` -> how many, see below
-snapshot   hash    position, step, record: what the planner knew after the event `position`
+snapshot   hash    position, step, record: what the planner knew after the event `position`;
+                   before, the position of the snapshot before: the events below it go
 =========  ======  ==========================================================================
 
 A ledger value is `open:<epoch>:<writer>`, `sealed:<epoch>`, `awaiting_reward:<epoch>`,
