@@ -92,7 +92,7 @@ class Life:
             client.script_load(script.source)
         names = self._names
         store.run(self._call("acquire_leader", (names.frontier, names.leader), "bench", 10**9))
-        start = (names.frontier, names.batches, names.wake)
+        start = (names.frontier, names.batches, names.wake, names.sessions)
         store.run(self._call("start_session", start, "s", 1, "", ""))
         self._hash_before = ""
         self._kept: list[Planned] = []
@@ -105,7 +105,8 @@ class Life:
         groups = [word for each in batch.groups for word in (each, "8:open")]
         plan = (
             *(names.leader, names.frontier, names.batches, names.plan),
-            *(names.ledger, names.counts, names.groups),
+            *(names.ledger, names.counts, names.groups, names.members),
+            *(names.deadlines, names.refills, names.leases),
         )
         self._store.run(
             ("HSET", names.ledger, *values),
@@ -131,7 +132,10 @@ class Life:
 
     def _fold(self, batch: Planned) -> None:
         names = self._names
-        where = (names.leader, names.frontier, names.ledger, names.groups, names.over)
+        where = (
+            *(names.leader, names.frontier, names.ledger),
+            *(names.groups, names.over, names.rewards),
+        )
         finish = (
             *(names.leader, names.frontier, names.batches),
             *(names.plan, names.past, names.snapshot),

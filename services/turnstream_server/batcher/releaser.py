@@ -137,13 +137,17 @@ class Releaser:
         for step in range(first, floor + 1):
             stored = await self._plan(step)
             members = [each.key for group in stored.manifest.groups for each in group.trajectories]
-            await self._upkeep.before("release_payload")
-            await release_payload(self._client, self._run, [*map(keys.trajectory_id, members)])
+            await self._release_payload([*map(keys.trajectory_id, members)])
             self._payload_through = step
         last = min(floor, state.snapshot_step)
         for step in range(state.folded + 1, last + 1):
             await self._fold_batch(await self._plan(step))
         return first <= floor or state.folded < last
+
+    async def _release_payload(self, trajectory_ids: list[str]) -> None:
+        _, config = await self._view.newest_config()
+        await self._upkeep.before("release_payload")
+        await release_payload(self._client, self._run, trajectory_ids, lease_s=config.lease_s)
 
     async def _fold_batch(self, stored: StoredManifest) -> None:
         manifest = stored.manifest
@@ -189,8 +193,7 @@ class Releaser:
             )
             new = [each for each in found if each not in self._ended]
             if new:
-                await self._upkeep.before("release_payload")
-                await release_payload(self._client, self._run, new)
+                await self._release_payload(new)
             self._ended |= found
             if cursor == "0":
                 return

@@ -27,10 +27,12 @@ from turnstream.store import keys
 from turnstream.store.replies import translate
 from turnstream.store.scripts import Command, Script, run_command_async, run_commands_async
 
-TOMBSTONE_S: Final = 900.0
-"""How long late writers of a released trajectory are refused by its own key, after which only the
-ledger does: fifteen times the default lease. Longer helps nobody, for a writer stops when its lease
-is over, and a tombstone costs about 200 bytes."""
+TOMBSTONE_LEASES: Final = 15
+"""Late writers of a released trajectory are refused by its own key for so many leases, after which
+only the ledger does. Longer helps nobody, for a writer stops when its lease is over, and a
+tombstone costs about 200 bytes."""
+
+SHORTEST_TOMBSTONE_S: Final = 900.0
 
 SLICE: Final = 64
 """Calls of one round trip: they take the event loop about 3 ms to pack."""
@@ -133,14 +135,20 @@ async def raise_floor(
 
 
 async def release_payload(
-    client: redis.asyncio.Redis, run: str, trajectory_ids: Sequence[str]
+    client: redis.asyncio.Redis, run: str, trajectory_ids: Sequence[str], *, lease_s: float = 60.0
 ) -> None:
     """Remove the payload of trajectories that the ledger has given up.
+
+    Args:
+        client: of the store.
+        run: name of the run.
+        trajectory_ids: of them.
+        lease_s: of the run; the tombstones stay for many of it.
 
     Raises:
         StoreUnavailableError: the store cannot be reached.
     """
-    tombstone_ms = round(TOMBSTONE_S * 1_000)
+    tombstone_ms = round(max(SHORTEST_TOMBSTONE_S, TOMBSTONE_LEASES * lease_s) * 1_000)
     for some in _sliced(trajectory_ids, SLICE):
         commands = [_RELEASE(keys.trajectory_keys(run, each), tombstone_ms) for each in some]
         await _run_all(client, commands)
@@ -157,7 +165,10 @@ async def fold_batch(
         StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(run)
-    where = (names.leader, names.frontier, names.ledger, names.groups, names.over)
+    where = (
+        *(names.leader, names.frontier, names.ledger),
+        *(names.groups, names.over, names.rewards),
+    )
     groups = [keys.encode_name(group.group_id) for group in manifest.groups]
     ids = [keys.trajectory_id(each.key) for group in manifest.groups for each in group.trajectories]
     start = (leader_epoch, manifest.step)
@@ -246,7 +257,7 @@ async def fold_ended(
     names = keys.run_keys(run)
     where = (
         *(names.leader, names.frontier, names.ledger, names.groups),
-        *(names.over, names.ended, names.reasons),
+        *(names.over, names.ended, names.reasons, names.rewards),
     )
     command = _FOLD_ENDED(where, leader_epoch, number, record, *trajectory_ids)
     return bool(await run_command_async(client, command))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from turnstream.batching.decisions import GroupCut
 from turnstream.errors import ConflictError, FencedError, ReleasedError
 from turnstream.records.compact import (
     CompactEnds,
@@ -201,6 +202,17 @@ async def test_released_payload_leaves_a_tombstone_that_refuses_late_writers(run
     for lease in ("1", "1:w", "2:other"):
         with pytest.raises(FencedError, match="released"):
             await append(run, "g/0/0", b"turn two", lease=lease)
+
+
+@pytest.mark.parametrize(("lease_s", "longest_ms"), [(1.0, 900_000), (600.0, 9_000_000)])
+async def test_a_tombstone_outlives_the_leases_of_its_run(
+    run: Any, lease_s: float, longest_ms: int
+) -> None:
+    await release_payload(run.client, run.name, ["g/0/0"], lease_s=lease_s)
+
+    left_ms = await run.client.pttl(keys.trajectory_keys(run.name, "g/0/0").meta)
+
+    assert longest_ms - 60_000 < left_ms <= longest_ms
 
 
 async def test_a_tombstone_also_stands_where_nothing_was_ever_written(run: Any) -> None:
@@ -492,6 +504,68 @@ async def test_surplus_of_a_group_that_is_gone_can_still_be_settled(released: An
     await released.settle("late", TrajectoryState.SURPLUS, 2)
 
     assert (await hash_of(released, "ledger"))[b"late/2/0"] == b"surplus:why"
+
+
+async def test_what_is_folded_leaves_no_reward_member_deadline_refill_or_lease(
+    async_client: Any, start_run: Any
+) -> None:
+    run = await start_run(
+        async_client,
+        group_deadline_s=3600,
+        reward_deadline_s=1800,
+        deadline_policy="refill",
+        max_refills=2,
+        retain_checkpoints=1,
+    )
+    await run.open("a", num_samples=5, num_needed=2)
+    await run.seal("a", 0, awaits_reward=True)
+    await run.post_reward("a", 0, 1.0)
+    await run.seal("a", 1)
+    await run.seal("a", 2, awaits_reward=True)
+    await run.grant("a", 3)
+    await run.plan("a")
+    assert await run.post_reward("a", 2, 1.0) == "LATE"
+    await run.commit(await run.start("s"), 1)
+    assert await floor_of(run) == 1
+
+    await fold_ends(run, *(f"a/{sample}/0" for sample in (2, 3, 4)))
+    assert await hash_of(run, "rewards") != {}
+    await fold(run, 1)
+
+    left = ("ledger", "groups", "rewards", "members", "deadlines", "refills", "leases")
+    assert {
+        name: await run.client.exists(getattr(run.keys, name)) for name in left
+    } == dict.fromkeys(left, 0)
+    (await read_ledger_async(run.client, run.name)).check()
+
+
+async def test_nothing_is_told_of_a_group_that_is_gone(run: Any) -> None:
+    await ended_group(run, "a", TrajectoryState.FILTERED)
+    await fold_ends(run, "a/0/0", "a/1/0")
+    before = await run.dump()
+
+    await run.carry_out(GroupCut(group_id="a", reason="enough"))
+    with pytest.raises(ConflictError, match="group a is unknown, or over"):
+        await run.settle("a", TrajectoryState.FILTERED, 0, 1)
+    with pytest.raises(ConflictError, match="group a is unknown, or over"):
+        await run.grant("a", 0)
+    with pytest.raises(ConflictError, match="a/0/0 was never opened, or is over"):
+        await run.post_reward("a", 0, 1.0)
+
+    assert await run.dump() == before
+
+
+async def test_a_group_that_is_gone_is_not_planned(run: Any) -> None:
+    await run.open("a")
+    await run.seal("a", 0)
+    await run.seal("a", 1)
+    await run.client.hdel(run.keys.groups, "a")
+    before = await run.dump()
+
+    with pytest.raises(ConflictError, match="group a of a/0/0 is over"):
+        await run.plan("a")
+
+    assert await run.dump() == before
 
 
 # events

@@ -1,8 +1,8 @@
 """The fold through random lives of a run, beside a store that only knows what it was told.
 
 The laws: every sealed trajectory is in exactly one place, the same events give the same state also
-when each is heard again, the groups of a run come to rest, and none waits for ever once its
-deadline has fired.
+when each is heard again, or a planner goes on from a snapshot; the groups of a run come to rest,
+and none waits for ever once its deadline has fired.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from turnstream.batching.readiness import (
     RefillWanted,
     RunFold,
 )
+from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encode_snapshot
 from turnstream.testing import config, sealed
 from turnstream.types import (
     DeadlineFired,
@@ -41,6 +42,15 @@ from turnstream.types import (
     TrajectoryDied,
     TrajectoryKey,
 )
+
+
+def through_the_record(fold: RunFold) -> RunFold:
+    """The fold of a planner that goes on from the snapshot of this one."""
+    snapshot = PlannerSnapshot(
+        position="1-0", step=0, manifest_hash="", next_row_id=0, fold=fold.snapshot()
+    )
+    return decode_snapshot(encode_snapshot(snapshot)).restore_fold(fold._config)
+
 
 some = st.integers(0, 10**6)
 """Picks one of however many there are."""
@@ -282,12 +292,16 @@ class _Life(RuleBasedStateMachine):
     def teardown(self) -> None:
         if self.log:
             assert self.picture(lambda _: 1) == self.picture(lambda i: 1 + i % 3)
+            assert self.picture(lambda _: 1) == self.picture(lambda _: 1, cut=through_the_record)
 
-    def picture(self, times: Callable[[int], int]) -> list[Any]:
-        """All that a successor comes to, hearing event i so many times."""
+    def picture(
+        self, times: Callable[[int], int], *, cut: Callable[[RunFold], RunFold] = lambda fold: fold
+    ) -> list[Any]:
+        """All that successors come to, hearing event i so many times, and handing on after each."""
         fold = RunFold(self.config)
         seen: list[Any] = []
         for i, entry in enumerate(self.log):
+            fold = cut(fold)
             if isinstance(entry, frozenset):
                 seen += fold.take([g for g in fold.ready if g.group_id in entry])
                 continue

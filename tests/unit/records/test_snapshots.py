@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from turnstream.batching.config import BatchingConfig
 from turnstream.batching.readiness import RunFold
 from turnstream.errors import CorruptRecordError, UnknownFormatError
 from turnstream.records.events import decode_event, encode_event
@@ -39,6 +40,13 @@ def close_events(draw: st.DrawFn) -> Event:
         changes["group_id"] = draw(groups)
     if "num_samples" in names:
         changes["num_samples"] = draw(st.integers(1, 3))
+        changes["num_needed"] = draw(st.integers(1, changes["num_samples"]))
+    if "awaited" in names:
+        changes["awaited"] = draw(st.none() | keys)
+    if "num_refills" in names:
+        changes["num_refills"] = draw(st.integers(0, 2))
+    if "number" in names:
+        changes["number"] = draw(st.integers(1, 3))
     if isinstance(event, SealedTrajectory):
         changes["reward"] = draw(st.sampled_from([0.0, 1.0, None]))
     return decode_event(encode_event(dataclasses.replace(event, **changes)))
@@ -48,30 +56,45 @@ acts = st.lists(st.one_of(close_events(), close_events(), close_events(), st.non
 """Events; None takes the first group that is ready."""
 
 
+@st.composite
+def policies(draw: st.DrawFn) -> BatchingConfig:
+    """How groups finish."""
+    policy: Any = draw(st.sampled_from(["drop", "train_short", "refill"]))
+    return dataclasses.replace(
+        config(2),
+        deadline_policy=policy,
+        max_refills=3 if policy == "refill" else 0,
+        refill_fallback=draw(st.sampled_from(["drop", "train_short"])),
+        surplus=draw(st.sampled_from(["drop", "keep"])),
+        group_deadline_s=1,
+        reward_deadline_s=1,
+    )
+
+
 def act(fold: RunFold, number: int, event: Event | None) -> Any:
     if event is None:
         return fold.take(fold.ready[:1])
     return fold.apply(f"{number}-0", event)
 
 
-def through_the_record(fold: RunFold) -> RunFold:
+def through_the_record(fold: RunFold, settings: BatchingConfig) -> RunFold:
     snapshot = PlannerSnapshot(
         position="1-0", step=0, manifest_hash="", next_row_id=0, fold=fold.snapshot()
     )
-    return decode_snapshot(encode_snapshot(snapshot)).restore_fold(config(2))
+    return decode_snapshot(encode_snapshot(snapshot)).restore_fold(settings)
 
 
-@given(acts)
+@given(acts, policies())
 def test_a_fold_that_went_through_its_snapshot_goes_on_as_if_nothing_had_been(
-    life: list[Event | None],
+    life: list[Event | None], settings: BatchingConfig
 ) -> None:
-    fold = RunFold(config(2))
-    others = [through_the_record(fold)]
+    fold = RunFold(settings)
+    others = [through_the_record(fold, settings)]
 
     for number, event in enumerate(life):
         told = act(fold, number, event)
         assert all(act(other, number, event) == told for other in others)
-        others.append(through_the_record(fold))
+        others.append(through_the_record(fold, settings))
 
     assert all(other.snapshot() == fold.snapshot() for other in others)
     assert all(list(other.ready) == list(fold.ready) for other in others)
@@ -88,7 +111,7 @@ def test_an_object_of_a_class_that_is_not_named_is_refused_by_name() -> None:
     vars(fold)["_closed"] = config(2)
 
     with pytest.raises(TypeError, match="cannot hold a BatchingConfig"):
-        through_the_record(fold)
+        through_the_record(fold, config(2))
 
 
 def test_what_an_earlier_release_did_not_know_is_as_at_the_beginning() -> None:

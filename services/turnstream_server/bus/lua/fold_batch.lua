@@ -8,6 +8,7 @@
 --   KEYS[3] ledger    hash  removed: trajectory ids that are "planned:<step>"
 --   KEYS[4] groups    hash  removed: names of groups that are planned or dropped
 --   KEYS[5] over      hash  added: their fingerprints
+--   KEYS[6] rewards   hash  removed: the trajectory ids
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] step    ARGV[3] number of group names
 --   ARGV[4...] that many group names, then trajectory ids
@@ -98,4 +99,8 @@ for i, entry in ipairs(redis.call('HMGET', KEYS[3], unpack(ids))) do
     ours[#ours + 1] = ids[i]
   end
 end
-return #ours > 0 and redis.call('HDEL', KEYS[3], unpack(ours)) or 0
+if #ours == 0 then
+  return 0
+end
+redis.call('HDEL', KEYS[6], unpack(ours))
+return redis.call('HDEL', KEYS[3], unpack(ours))

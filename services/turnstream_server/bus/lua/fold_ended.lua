@@ -10,6 +10,7 @@
 --   KEYS[5] over      hash  added: their fingerprints
 --   KEYS[6] ended     hash  added: number -> record
 --   KEYS[7] reasons   hash  changed: "<state>:<reason>" -> how many
+--   KEYS[8] rewards   hash  removed: the trajectory ids
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] number of the record    ARGV[3] the record
 --   ARGV[4...] trajectory ids
@@ -118,6 +119,7 @@ for group, entry in pairs(groups) do
 end
 redis.call('HSET', KEYS[5], 'n', string.format('%.0f', num_over))
 redis.call('HDEL', KEYS[3], unpack(ids))
+redis.call('HDEL', KEYS[8], unpack(ids))
 redis.call('HSET', KEYS[6], ARGV[2], ARGV[3])
 redis.call('HSET', KEYS[2], 'ends', ARGV[2])
 return 1

@@ -20,14 +20,14 @@
 --        was opened by somebody: ask with a later one
 -- Errors:
 --   FENCED    another planner leads
---   CONFLICT  no such group, or a refill before this one was not granted
+--   CONFLICT  no such group, or one that is gone, so over; or a refill before this one was not granted
 
 if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
   return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])
 end
 local num_samples, state = string.match(redis.call('HGET', KEYS[2], ARGV[2]) or '', '^(%d+):(.*)$')
 if not state then
-  return redis.error_reply('CONFLICT group ' .. ARGV[2] .. ' is unknown')
+  return redis.error_reply('CONFLICT group ' .. ARGV[2] .. ' is unknown, or over')
 end
 if state ~= 'open' and state ~= 'decided' then
   return 0

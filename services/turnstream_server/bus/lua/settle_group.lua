@@ -36,7 +36,7 @@ if state == ARGV[3] or (not is_dropped and state ~= 'open') then
   return 0  -- whoever folds the events again decides again what went on long ago
 end
 if state ~= 'open' and not (is_dropped and state == 'decided') then
-  return redis.error_reply('CONFLICT group ' .. ARGV[2] .. ' is ' .. (state or 'unknown'))
+  return redis.error_reply('CONFLICT group ' .. ARGV[2] .. ' is ' .. (state or 'unknown, or over'))
 end
 
 local num = {open = 0, sealed = 0, awaiting_reward = 0, surplus = 0, [ARGV[3]] = 0}

@@ -12,7 +12,8 @@
 --   KEYS[5] ledger    hash    trajectory id: "sealed:<epoch>" becomes "planned:<step>"
 --   KEYS[6] counts    hash    changed: sealed, planned (cumulative: stepped ones stay in it), open,
 --                             awaiting_reward, surplus
---   KEYS[7] groups    hash    group name -> "<num_samples>:<state>" becomes "<num_samples>:planned"
+--   KEYS[7] groups    hash    group name -> "<num_samples>:<state>" becomes "<num_samples>:planned";
+--                             one that is gone is over
 --   KEYS[8] members   hash    read: "<num_needed>:<highest attempt>:..."; removed with its group
 --   KEYS[9] deadlines zset    removed: those of the groups and of their trajectories
 --   KEYS[10] refills  zset    removed: those of the groups
@@ -25,7 +26,7 @@
 --   NORUN     no such run
 --   FENCED    another planner leads
 --   CONFLICT  the step has another manifest, is not the next one, does not continue the chain, or
---             names a trajectory that is not sealed
+--             names a trajectory that is not sealed, or whose group is over
 
 local MEMBERS, DEADLINES, REFILLS, LEASES = KEYS[8], KEYS[9], KEYS[10], KEYS[11]
 local CHUNK = 1000  -- unpack fails above a few thousand values
@@ -67,6 +68,7 @@ end
 
 -- 1. Nothing is written before every trajectory has been looked at.
 local named = {}
+local sizes = {}  -- group name -> num_samples
 for start = 6, #ARGV, CHUNK do
   local stop = math.min(start + CHUNK - 1, #ARGV)
   local entries = redis.call('HMGET', KEYS[5], unpack(ARGV, start, stop))
@@ -80,18 +82,23 @@ for start = 6, #ARGV, CHUNK do
       return redis.error_reply('CONFLICT ' .. id .. ' is named twice')
     end
     named[id] = true
+    local group = string.match(id, '^[^/]*')
+    if not sizes[group] then
+      sizes[group] = string.match(redis.call('HGET', KEYS[7], group) or '', '^%d+')
+      if not sizes[group] then
+        return redis.error_reply('CONFLICT group ' .. group .. ' of ' .. id .. ' is over')
+      end
+    end
   end
 end
 
 -- 2. Write.
 redis.call('XADD', KEYS[4], ARGV[2] .. '-0', 'r', ARGV[5])
-local groups = {}
 for start = 6, #ARGV, CHUNK do
   local changes = {}
   for i = start, math.min(start + CHUNK - 1, #ARGV) do
     changes[#changes + 1] = ARGV[i]
     changes[#changes + 1] = 'planned:' .. ARGV[2]
-    groups[string.match(ARGV[i], '^[^/]*')] = true
   end
   redis.call('HSET', KEYS[5], unpack(changes))
 end
@@ -107,8 +114,7 @@ local function leave_out(id)
   end
 end
 
-for group in pairs(groups) do
-  local num_samples = string.match(redis.call('HGET', KEYS[7], group) or '0', '^%d+')
+for group, num_samples in pairs(sizes) do
   local attempts = string.match(redis.call('HGET', MEMBERS, group) or '', '^%d+:(%d+)') or 0
   for sample = 0, num_samples - 1 do
     for attempt = 0, tonumber(attempts) do

@@ -14,11 +14,11 @@
 --        which is counted and changes nothing
 -- Errors:
 --   CONFLICT  another reward was posted; or the trajectory is not sealed, or was sealed with its
---             reward
+--             reward; or the ledger does not have it, or no more
 
 local entry = redis.call('HGET', KEYS[1], ARGV[1])
 if not entry then
-  return redis.error_reply('CONFLICT ' .. ARGV[1] .. ' was never opened')
+  return redis.error_reply('CONFLICT ' .. ARGV[1] .. ' was never opened, or is over')
 end
 local known = redis.call('HGET', KEYS[3], ARGV[1])
 if known then

@@ -10,13 +10,13 @@
 --   KEYS[1] ledger  hash  trajectory id: "open:<epoch>:<writer>" becomes "open:<epoch + 1>:<new>"
 --   KEYS[2] leases  zset  trajectory id -> end of its lease; changed
 --   KEYS[3] config  hash  read: newest, and that revision's JSON
---   KEYS[4] groups  hash  read: group name -> "<num_samples>:<state>"
+--   KEYS[4] groups  hash  read: group name -> "<num_samples>:<state>"; one that is gone is over
 -- Arguments: ARGV[1] trajectory id    ARGV[2] the new writer
 -- Reply:     {its lease epoch; num_samples of its group}
 -- Errors:
 --   NORUN     no such run
 --   HELD      "HELD <ms left> <why>": the lease of its writer has not ended
---   CONFLICT  never opened, no longer open, or its group is decided
+--   CONFLICT  never opened, no longer open, or its group is decided or over
 
 local newest = redis.call('HGET', KEYS[3], 'newest')
 if not newest then
@@ -25,7 +25,7 @@ end
 local id = ARGV[1]
 local entry = redis.call('HGET', KEYS[1], id)
 if not entry then
-  return redis.error_reply('CONFLICT ' .. id .. ' was never opened')
+  return redis.error_reply('CONFLICT ' .. id .. ' was never opened, or is over')
 end
 local epoch, writer = string.match(entry, '^open:(%d+):(.*)$')
 if not epoch then
@@ -34,7 +34,7 @@ end
 local group = string.match(id, '^[^/]*')
 local num_samples, state = string.match(redis.call('HGET', KEYS[4], group) or '', '^(%d+):(.*)$')
 if state ~= 'open' then
-  return redis.error_reply('CONFLICT group ' .. group .. ' is already ' .. (state or 'unknown'))
+  return redis.error_reply('CONFLICT group ' .. group .. ' is already ' .. (state or 'over'))
 end
 
 local config = cjson.decode(redis.call('HGET', KEYS[3], newest))
