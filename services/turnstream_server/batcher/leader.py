@@ -30,6 +30,7 @@ from turnstream.batching.readiness import (
 )
 from turnstream.batching.report import plan_report
 from turnstream.batching.selection import Selector
+from turnstream.batching.staleness import VersionSteps
 from turnstream.errors import ConflictError, CorruptRecordError
 from turnstream.records.events import decode_event, key_of_seal
 from turnstream.records.snapshots import PlannerSnapshot
@@ -133,7 +134,8 @@ class Leader:
         try:
             while True:
                 await self._plan_what_is_due()
-                if self._memory.is_due(step=self._next_step - 1):
+                # A choice of groups is not part of a snapshot; it stands for a moment only.
+                if self._selector.choice is None and self._memory.is_due(step=self._next_step - 1):
                     await self._memory.save(self._snapshot(), self._fold)
                 await self._listen()
         finally:
@@ -158,6 +160,9 @@ class Leader:
         if snapshot is None:
             return
         self._fold = snapshot.restore_fold(self._config)
+        self._selector.versions = VersionSteps(snapshot.versions, lineage=snapshot.lineage)
+        self._selector.pass_step(snapshot.step)
+        self._last_event_id = snapshot.position
         self._listener.start_after(snapshot.position)
         self._listener.pass_step(snapshot.step)
         self._next_step = snapshot.step + 1
@@ -171,6 +176,8 @@ class Leader:
             manifest_hash=self._previous_hash,
             next_row_id=self._next_row_id,
             fold=self._fold.snapshot(),
+            versions=self._selector.versions.steps,
+            lineage=self._selector.versions.lineage,
         )
 
     async def _still_known(self, decisions: list[Decision]) -> list[Decision]:
@@ -298,7 +305,7 @@ class Leader:
         event_id = await announce_due(
             self._client, self._view.run, BatchDue(step=self._next_step), leader_epoch=self._epoch
         )
-        while _position(self._last_event_id) < _position(event_id):
+        while event_position(self._last_event_id) < event_position(event_id):
             await self._take_in(await self._listener.read_events())
 
     def _due_groups(self) -> tuple[ReadyGroup, ...]:

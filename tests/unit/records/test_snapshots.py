@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.readiness import RunFold
+from turnstream.batching.staleness import VersionSteps
 from turnstream.errors import CorruptRecordError, UnknownFormatError
 from turnstream.records.events import decode_event, encode_event
 from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encode_snapshot
@@ -22,6 +23,7 @@ from turnstream.types import (
     SealedTrajectory,
     TrajectoryAbandoned,
     TrajectoryKey,
+    VersionAnnounced,
 )
 
 groups = st.sampled_from(["a", "b", "c"])
@@ -123,6 +125,43 @@ def test_what_an_earlier_release_did_not_know_is_as_at_the_beginning() -> None:
     restored = RunFold.restore(config(2), known)
 
     assert (restored.num_open_groups, restored.closed) == (1, False)
+
+
+announcements = st.lists(
+    st.builds(
+        VersionAnnounced,
+        version=st.integers(0, 9),
+        step=st.integers(0, 9),
+        lineage=st.sampled_from(["main", "main-1"]),
+    ),
+    max_size=8,
+)
+
+
+@given(announcements, announcements)
+def test_ages_of_tokens_are_judged_as_before_after_a_snapshot(
+    before: list[VersionAnnounced], after: list[VersionAnnounced]
+) -> None:
+    versions = VersionSteps()
+    for announced in before:
+        versions.announce(announced)
+    snapshot = PlannerSnapshot(
+        position="1-0",
+        step=0,
+        manifest_hash="",
+        next_row_id=0,
+        fold={},
+        versions=versions.steps,
+        lineage=versions.lineage,
+    )
+    read = decode_snapshot(encode_snapshot(snapshot))
+
+    restored = VersionSteps(read.versions, lineage=read.lineage)
+    for announced in after:
+        versions.announce(announced)
+        restored.announce(announced)
+
+    assert vars(restored) == vars(versions)
 
 
 def test_what_only_another_release_knows_is_refused_by_name() -> None:

@@ -83,18 +83,19 @@ class VersionSteps:
 
     Attributes:
         steps: by version.
+        lineage: of the last announcement.
     """
 
-    def __init__(self) -> None:
-        self.steps: dict[int, int] = {}
-        self._lineage = ""
+    def __init__(self, steps: Mapping[int, int] | None = None, *, lineage: str = "") -> None:
+        self.steps = dict(steps or {})
+        self.lineage = lineage
 
     def announce(self, announced: VersionAnnounced) -> None:
         """Take in the next announcement; the first one of a lineage says where it began."""
-        if announced.lineage != self._lineage:
+        if announced.lineage != self.lineage:
             fork = announced.step
             self.steps = {version: min(step, fork) for version, step in self.steps.items()}
-            self._lineage = announced.lineage
+            self.lineage = announced.lineage
         self.steps[announced.version] = announced.step
 
     def older_than(self, max_age: int, *, train_step: int) -> frozenset[int]:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, cast, get_args
 
 from turnstream.batching.config import BatchingConfig
@@ -44,6 +44,8 @@ class PlannerSnapshot:
         manifest_hash: of that plan.
         next_row_id: the row id that the next batch begins with.
         fold: what RunFold.snapshot gave.
+        versions: after which step each announced version was made.
+        lineage: of the last announced version; "" before the first.
     """
 
     position: str
@@ -51,6 +53,8 @@ class PlannerSnapshot:
     manifest_hash: str
     next_row_id: int
     fold: dict[str, object]
+    versions: Mapping[int, int] = field(default_factory=dict[int, int])
+    lineage: str = ""
 
     def restore_fold(self, config: BatchingConfig) -> RunFold:
         """The fold as it was.
@@ -77,6 +81,8 @@ def encode_snapshot(snapshot: PlannerSnapshot) -> bytes:
         "manifest_hash": snapshot.manifest_hash,
         "next_row_id": snapshot.next_row_id,
         "fold": {name: _encode(value) for name, value in snapshot.fold.items()},
+        "versions": list(snapshot.versions.items()),
+        "lineage": snapshot.lineage,
     }
     text = json.dumps(content, separators=(",", ":"))
     return write_frame(SNAPSHOT, zlib.compress(text.encode(), 1))
@@ -100,6 +106,8 @@ def decode_snapshot(record: bytes) -> PlannerSnapshot:
             manifest_hash=content["manifest_hash"],
             next_row_id=content["next_row_id"],
             fold={name: _decode(value) for name, value in content["fold"].items()},
+            versions=dict(content["versions"]),
+            lineage=content["lineage"],
         )
     except (ValueError, TypeError, LookupError, zlib.error) as error:
         if isinstance(error, UnknownFormatError):
