@@ -174,7 +174,7 @@ def _content(stored: StoredManifest) -> dict[str, Any]:
                         "status": member.status.value,
                         "reward": member.reward,
                         "advantage": member.advantage,
-                        "weight": member.weight,
+                        "weights": list(member.weights),
                         "num_rows": len(member.sequences),
                     }
                     for group in groups

@@ -173,7 +173,6 @@ def columns(runs: list[VersionRun], mask: NDArray[np.uint8]) -> TokenColumns:
     """Of one row, whose prompt is empty."""
     names = [-1 if version is None else version for version, _ in runs]
     return TokenColumns(
-        num_trained=[int(mask.sum())],
         input_ids=Ragged.from_rows([np.zeros(len(mask))], np.int32),
         loss_mask=Ragged.from_rows([mask], np.uint8),
         logprobs=None,
@@ -208,5 +207,5 @@ def test_masks_what_a_loop_over_tokens_masks(
     trained = [v for v, m in zip(versions, mask, strict=True) if m and v is not None]
     assert (kept.loss_mask.values.tolist(), kept.loss_mask.values.dtype) == (expected, np.uint8)
     assert given_columns.loss_mask.values.tolist() == mask.tolist()
-    assert kept.num_trained == [sum(expected)]
+    assert kept.num_trained() == [sum(expected)]
     assert oldest == min(trained, default=None)

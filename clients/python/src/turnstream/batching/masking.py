@@ -37,7 +37,6 @@ def masked_columns(
         logprobs = Ragged(values, logprobs.offsets)
     return replace(
         columns,
-        num_trained=[int(np.count_nonzero(own)) for own in Ragged(kept, mask.offsets)],
         loss_mask=Ragged(kept, mask.offsets),
         logprobs=logprobs,
     )
