@@ -73,11 +73,11 @@ def open_members(house: Any, run: str, *, num_samples: int, sealed: int, **openi
             publisher.trajectory("g", sample, num_samples=num_samples, **opening)
             for sample in range(num_samples)
         ]
-        for sample, writer in enumerate(writers):
+        for writer in writers:  # all of them first: a group that is decided takes no more
             writer.__enter__()
-            if sample < sealed:
-                writer.append([1, 2], [3, 4])
-                writer.seal(reward=float(sample))
+        for sample, writer in enumerate(writers[:sealed]):
+            writer.append([1, 2], [3, 4])
+            writer.seal(reward=float(sample))
         publisher.close()
 
     write()
