@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import json
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +37,19 @@ def announce(client: redis.Redis, run: str, version: int) -> VersionAnnounced:
     entry_id = f"{version + 1}-0"
     client.xadd(keys.run_keys(run).versions, {"r": encode_event(event)}, id=entry_id)
     return event
+
+
+def test_a_config_that_an_older_release_stored_is_the_same_run(client: redis.Redis) -> None:
+    create_run(client, "older", CONFIG)
+    name = keys.run_keys("older").config
+    stored: Any = client.hget(name, "1")
+    known = json.loads(stored)
+    del known["lease_s"], known["retain_checkpoints"]
+    client.hset(name, "1", json.dumps(known))
+
+    assert create_run(client, "older", CONFIG) == 1
+    with pytest.raises(ConflictError, match="another config"):
+        create_run(client, "older", dataclasses.replace(CONFIG, lease_s=7.0))
 
 
 def test_a_run_keeps_its_config(client: redis.Redis) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import redis
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.errors import NotReadyError, RunNotFoundError
+from turnstream.errors import ConflictError, NotReadyError, RunNotFoundError
 from turnstream.records.configs import decode_config, encode_config
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store import keys
@@ -24,6 +24,9 @@ _CLOSE_RUN = Script("close_run")
 def create_run(client: redis.Redis, run: str, config: BatchingConfig) -> int:
     """Create a run, or find it with the same config.
 
+    The config that another release stored is the same where it says the same: a setting that it
+    did not know has its default.
+
     Returns:
         The config revision, 1 for a new run.
 
@@ -33,7 +36,12 @@ def create_run(client: redis.Redis, run: str, config: BatchingConfig) -> int:
     """
     names = keys.run_keys(run)
     command = _CREATE_RUN((names.frontier, names.config, names.counts), encode_config(config))
-    revision: int = run_command(client, command)
+    try:
+        revision: int = run_command(client, command)
+    except ConflictError:
+        revision, stored = read_config(client, run)
+        if stored != config:
+            raise
     with translating():
         client.sadd(keys.RUNS, keys.encode_name(run))
     return revision
