@@ -227,19 +227,19 @@ def _replay(rig: Rig, proxied: Proxy, *, copies: int) -> None:
         sender.join(20)
 
 
-def _digest(rig: Rig) -> dict[bytes, bytes]:
+def _digest(rig: Rig) -> dict[bytes, Any]:
     """All that the run has, but for the leader's lease."""
     lease = keys.run_keys(rig.run).leader.encode()
     names: Any = rig.client.keys("*")
-    dumps: dict[bytes, Any] = {}
-    for name in sorted(names):
-        if name != lease:
-            is_hash = rig.client.type(name) == b"hash"
-            is_stream = rig.client.type(name) == b"stream"
-            if is_hash:
-                dumps[name] = rig.client.hgetall(name)
-            elif is_stream:
-                dumps[name] = rig.client.xrange(name)
-            else:
-                dumps[name] = rig.client.smembers(name)
-    return dumps
+    return {name: _content(rig, name) for name in sorted(names) if name != lease}
+
+
+def _content(rig: Rig, name: bytes) -> Any:
+    kind: Any = rig.client.type(name)
+    readers: dict[bytes, Callable[[bytes], Any]] = {
+        b"hash": rig.client.hgetall,
+        b"stream": rig.client.xrange,
+        b"set": rig.client.smembers,
+        b"zset": lambda name: rig.client.zrange(name, 0, -1, withscores=True),
+    }
+    return readers[kind](name)

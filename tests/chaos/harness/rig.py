@@ -34,6 +34,9 @@ from turnstream_server.jobs.stack import Service, Stack
 LEASE_S = 1.0
 """Of a planner: short, so that a test need not wait long for its successor."""
 
+GENERATOR_LEASE_S = 5.0
+"""What a killed generator left is given up after it; one that starves on a busy machine is not."""
+
 CONFIG = BatchingConfig(
     batch_groups=4,
     mini_batch_groups=2,
@@ -41,8 +44,11 @@ CONFIG = BatchingConfig(
     max_staleness=4,
     max_planned_ahead=2,
     max_tokens_per_micro_batch=64,
+    lease_s=GENERATOR_LEASE_S,
+    retain_checkpoints=1000,
 )
-"""Small batches of two mini-batches, whose baselines anybody can recompute."""
+"""Small batches of two mini-batches, whose baselines anybody can recompute. A trainer may go back
+to any checkpoint."""
 
 _FOLDER = Path(__file__).parents[1]
 
