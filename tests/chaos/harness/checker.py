@@ -64,13 +64,14 @@ def ledger_adds_up(history: History, counts: Mapping[str, int]) -> Violations:
     if sum(states.values()) != accepted:
         yield f"{accepted} are accepted, but the states add up to {sum(states.values())}"
     told = sum(line["num_samples"] for line in history.of("opened"))
-    if not told <= accepted <= sum(history.members.values()):
-        yield (
-            f"{accepted} are accepted, but generators were told of {told} "
-            f"and tried {sum(history.members.values())}"
-        )
+    told += sum(1 for _ in history.of("granted"))
+    tried = sum(history.members.values()) + sum(1 for _ in history.of("asking"))
+    tried -= sum(1 for _ in history.of("asked_in_vain"))
+    if not told <= accepted <= tried:
+        yield f"{accepted} are accepted, but generators were told of {told} and tried {tried}"
     ended = accepted - states.get("open", 0) - states.get("abandoned", 0)
-    if not len(history.acknowledged) <= ended <= len(history.seals):
+    sealed = ended - states.get("surplus", 0)  # which an open trajectory may be
+    if not len(history.acknowledged) <= ended or not sealed <= len(history.seals):
         yield (
             f"{ended} are sealed or further, but {len(history.acknowledged)} seals were "
             f"acknowledged and {len(history.seals)} were tried"

@@ -24,6 +24,11 @@ class EpisodeTurn:
     prompt_ids: NDArray[np.int32]
     response_ids: NDArray[np.int32]
 
+    @property
+    def context(self) -> NDArray[np.int32]:
+        """What the next call goes on from."""
+        return np.concatenate([self.prompt_ids, self.response_ids])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Episode:
@@ -42,34 +47,43 @@ class Episode:
     num_trained: tuple[int, ...]
 
 
-def episode(trajectory: str, *, writer: str) -> Episode:
+def episode(trajectory: str, *, writer: str, before: Sequence[EpisodeTurn] = ()) -> Episode:
     """The episode that this writer plays under this name; the same every time.
 
     Args:
         trajectory: id, such as `g0/1/0`.
         writer: who plays it: two writers of one trajectory say different things.
+        before: turns of an earlier writer, which this one goes on from with one turn or more.
     """
     seed = f"{writer}|{trajectory}"
-    num_turns = 1 + _number(seed, "turns") % MAX_TURNS
-    turns: list[EpisodeTurn] = []
-    spans: list[list[tuple[NDArray[np.int32], int]]] = []  # per row: (tokens, trained or not)
-    context = np.empty(0, np.int32)
-    for index in range(num_turns):
+    num_turns = max(1 + _number(seed, "turns") % MAX_TURNS, len(before) + 1)
+    turns = list(before)
+    for index in range(len(before), num_turns):
         observed = _tokens(f"{seed}|{index}|o", 2 + _number(seed, f"o{index}") % 3)
         sampled = _tokens(f"{seed}|{index}|s", 1 + _number(seed, f"s{index}") % 5)
-        if not spans or _number(seed, f"edit{index}") % 5 == 0:
-            context = np.empty(0, np.int32)
-            spans.append([])
-        prompt = np.concatenate([context, observed])
-        context = np.concatenate([prompt, sampled])
-        spans[-1] += [(observed, 0), (sampled, 1)]
+        forgets = not turns or _number(seed, f"edit{index}") % 5 == 0
+        prompt = observed if forgets else np.concatenate([turns[-1].context, observed])
         turns.append(EpisodeTurn(prompt_ids=prompt, response_ids=sampled))
+    spans = _spans(turns)
     return Episode(
         turns=tuple(turns),
         reward=_number(seed, "reward") % 5 / 4,
         rows=tuple(_row(parts) for parts in spans),
         num_trained=tuple(sum(len(ids) for ids, trained in p if trained) for p in spans),
     )
+
+
+def _spans(turns: Sequence[EpisodeTurn]) -> list[list[tuple[NDArray[np.int32], int]]]:
+    """Per row its parts, each with 1 where it is trained; a prompt that forgets begins a row."""
+    spans: list[list[tuple[NDArray[np.int32], int]]] = []
+    context = np.empty(0, np.int32)
+    for turn in turns:
+        if not spans or not np.array_equal(turn.prompt_ids[: len(context)], context):
+            context = np.empty(0, np.int32)
+            spans.append([])
+        spans[-1] += [(turn.prompt_ids[len(context) :], 0), (turn.response_ids, 1)]
+        context = turn.context
+    return spans
 
 
 def row_name(input_ids: Sequence[int], loss_mask: Sequence[int], *, prompt_length: int) -> str:

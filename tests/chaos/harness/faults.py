@@ -106,9 +106,8 @@ class Stack:
                 self.replace_generator(writer)
 
     def replace_generator(self, writer: str) -> None:
-        """A dead generator's trajectories are given up, and another one takes its place."""
+        """Another one takes a dead generator's place; what that left is given up with its lease."""
         del self.generators[writer]
-        self.rig.abandon_what_the_dead_left(writers={writer})
         self.start_generator()
 
     def pause(self, seconds: float) -> None:

@@ -1,4 +1,8 @@
-"""A generator process: publishes groups whose content is known in advance, and logs all it does."""
+"""A generator process: publishes groups whose content is known in advance, and logs all it does.
+
+It may be told to hang in one trajectory, behind its first turn, until a file appears. Or to help:
+then it has no groups of its own, goes on with what others left, and tries again what is granted.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,21 @@ import contextlib
 import threading
 from pathlib import Path
 
-from harness.episodes import Episode, episode
+from harness.episodes import Episode, EpisodeTurn, episode
 from harness.log import ProcessLog
-from turnstream.errors import EndOfRunError, TurnstreamError
+from turnstream.errors import (
+    ConflictError,
+    EndOfRunError,
+    FencedError,
+    NotReadyError,
+    TurnstreamError,
+)
 from turnstream.generator import Publisher
 from turnstream.generator.publisher import GroupWriter, TrajectoryWriter
 from turnstream.types import TrajectoryKey
 from turnstream_server.jobs.orphans import end_when_stdin_closes
+
+_POLL_S = 0.05
 
 
 def main() -> None:
@@ -36,6 +48,8 @@ def main() -> None:
             if not generator.play(f"{options.writer}-{number}"):
                 break
             threading.Event().wait(options.pause_s)
+        if options.helps_until is not None:
+            generator.help(options.helps_until)
         publisher.flush()
         log.write("done", **_usage(publisher))
 
@@ -49,6 +63,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--groups", type=int, required=True)
     parser.add_argument("--samples", type=int, default=2)
     parser.add_argument("--pause-s", type=float, default=0.0)
+    parser.add_argument("--hang-in", default="")
+    parser.add_argument("--hang-until", type=Path, default=Path("/nowhere"))
+    parser.add_argument("--helps-until", type=Path, default=None)
     parser.add_argument("--timeout-s", type=float, default=60.0)
     parser.add_argument("--admission-s", type=float, default=60.0)
     return parser.parse_args()
@@ -92,6 +109,36 @@ class _Generator:
                 self._play_sample(group.trajectory(sample))
         return True
 
+    def help(self, end: Path) -> None:
+        """Take over what lapses and take what is to be tried again, until a file appears."""
+        while not end.exists():
+            for lapsed in self._publisher.lapsed():
+                with contextlib.suppress(ConflictError, FencedError):
+                    self._go_on(self._publisher.take_over(*lapsed.key))
+            self._log.write("asking")
+            try:
+                refill = self._publisher.next_refill(_POLL_S)
+            except NotReadyError:
+                self._log.write("asked_in_vain")
+                continue
+            self._log.write("granted", trajectory=refill.key.trajectory_id)
+            self._play_sample(self._publisher.refill_trajectory(refill))
+
+    def _go_on(self, writer: TrajectoryWriter) -> None:
+        name = writer.key.trajectory_id
+        self._log.write("taken", trajectory=name, num_turns=len(writer.turns))
+        before = [
+            EpisodeTurn(prompt_ids=t.prompt_ids, response_ids=t.response_ids) for t in writer.turns
+        ]
+        said = episode(name, writer=self._options.writer, before=before)
+        self._write(writer, name, said, first=len(before))
+
+    def _hang(self, name: str) -> None:
+        if name == self._options.hang_in:
+            self._log.write("hanging", trajectory=name)
+            while not self._options.hang_until.exists():
+                threading.Event().wait(_POLL_S)
+
     def _play_sample(self, writer: TrajectoryWriter) -> None:
         name = writer.key.trajectory_id
         try:
@@ -101,13 +148,15 @@ class _Generator:
             if not writer.has_ended:
                 writer.abandon(type(error).__name__)
 
-    def _write(self, writer: TrajectoryWriter, name: str, said: Episode) -> None:
-        for index, turn in enumerate(said.turns):
+    def _write(self, writer: TrajectoryWriter, name: str, said: Episode, *, first: int = 0) -> None:
+        for index, turn in enumerate(said.turns[first:], first):
             self._log.write("appending", trajectory=name, turn=index)
             receipt = writer.append(turn.prompt_ids, turn.response_ids)
             with self._log.waiting("append", deadline_s=self._write_s):
                 receipt.result(self._write_s)
             self._log.write("appended", trajectory=name, turn=index)
+            if index == first:
+                self._hang(name)
         self._log.write(
             "sealing",
             trajectory=name,

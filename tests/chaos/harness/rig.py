@@ -9,7 +9,7 @@ import os
 import signal
 import stat
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,13 +18,10 @@ import redis
 from harness.checker import check
 from harness.history import History
 from turnstream.batching.config import BatchingConfig
-from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.runs import close_run, create_run
-from turnstream.store.scripts import Script, run_command
 from turnstream.testing import wait_until
-from turnstream.types import TrajectoryAbandoned
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.ledger import LedgerCounts, read_ledger
 from turnstream_server.embedded import EmbeddedServer, free_port
@@ -84,7 +81,7 @@ class Rig:
         self.ranks: list[Service] = []
         self._stacks: list[Stack] = []
         self._services: list[Service] = []
-        self._generators: list[Service] = []
+        self._generators: dict[str, Service] = {}
         self._numbers = itertools.count(1)
         self._ports: dict[str, int] = {}
         self.client: redis.Redis = connect(server.url)
@@ -128,8 +125,12 @@ class Rig:
         """A generator that publishes `groups` groups; see harness.generator for the options."""
         arguments = {"url": self.store_url, "run": self.run, "writer": writer, "groups": groups}
         service = self._start(f"generator-{writer}", "harness.generator", {**arguments, **options})
-        self._generators.append(service)
+        self._generators[writer] = service
         return service
+
+    def kill_generator(self, writer: str) -> None:
+        """One that would never come to its end."""
+        self._generators[writer].kill()
 
     def start_ranks(
         self, dp_world_size: int = 1, *, target: str | None = None, **options: object
@@ -224,39 +225,25 @@ class Rig:
 
     # -- the end -----------------------------------------------------------------------------
 
-    def drain(self, dp_world_size: int = 1, **options: object) -> None:
+    def drain(self, dp_world_size: int = 1, *, num_lost: int = 0, **options: object) -> None:
         """Let generators come to their end, close the run, train all, and prove the invariants.
 
-        Whatever was done to the store, it must have cost generators time and no trajectory.
+        Whatever was done to the store, it must have cost generators time and no trajectory but
+        the `num_lost` that others took over.
         """
         ranks = self.start_ranks(dp_world_size, **{"checkpoint_every": 1, **options})
-        for generator in self._generators:
+        for generator in self._generators.values():
             generator.wait(60)
         close_run(self.client, self.run)
-        self.abandon_what_the_dead_left()
         self.join(ranks)
         self.check(is_drained=True)
-        assert self.lost_by_generators() == []
+        assert len(self.lost_by_generators()) == num_lost, self.lost_by_generators()
 
     def lost_by_generators(self) -> list[str]:
         """Why generators lost trajectories or groups, unless the run took no more."""
         refusals = [line for line in self.history().of("refused") if "error" in line.facts]
         ours = [line["error"] for line in refusals if line.process.startswith("generator-")]
         return [error for error in ours if error != "EndOfRunError"]
-
-    def abandon_what_the_dead_left(self, *, writers: Collection[str] | None = None) -> None:
-        """Give up what these writers left open; that of all writers where None is named."""
-        names = keys.run_keys(self.run)
-        entries: Any = self.client.hgetall(names.ledger)
-        for name, entry in entries.items():
-            state, _, writer = entry.decode().partition(":")
-            if state == "open" and (writers is None or writer.partition(":")[2] in writers):
-                key = keys.parse_trajectory_id(name.decode())
-                record = encode_event(TrajectoryAbandoned(key=key, reason="its generator died"))
-                where = (names.ledger, names.counts, names.events, names.leases)
-                epoch = entry.split(b":")[1]
-                command = Script("abandon")(where, name, epoch, "its generator died", record)
-                run_command(self.client, command)
 
     def check(self, *, is_drained: bool = False) -> None:
         """Prove the invariants from the logs and one reading of the ledger."""

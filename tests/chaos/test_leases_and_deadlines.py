@@ -1,0 +1,235 @@
+"""Faults that leave a group unfinished: generators that die, sleep too long or hang for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.rig import Rig, asleep, config
+from turnstream.store import keys
+from turnstream_server.jobs.stack import Service
+
+pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(120)]
+
+StartRig = Callable[..., Rig]
+LEASE_S = 1.0
+LOST = "w-1/0/0"
+"""The trajectory that is left open, behind its first turn."""
+
+
+def _start_rig(start_rig: StartRig, **fields: Any) -> Rig:
+    """Batches of two groups; leases are short."""
+    return start_rig(config=config(batch_groups=2, mini_batch_groups=1, lease_s=LEASE_S, **fields))
+
+
+def _start_hanging(rig: Rig, **options: Any) -> Service:
+    """A generator of four groups that hangs in the second."""
+    generator = rig.start_generator("w", groups=4, hang_in=LOST, **options)
+    rig.wait_for_lines("hanging")
+    return generator
+
+
+def _start_helper(rig: Rig, **options: Any) -> Path:
+    """A generator that helps until the file is made that this gives."""
+    end = rig.folder / "helped"
+    rig.start_generator("helper", groups=0, helps_until=end, **options)
+    return end
+
+
+def _entry(rig: Rig, trajectory: str = LOST) -> str:
+    entry: Any = rig.client.hget(keys.run_keys(rig.run).ledger, trajectory)
+    return entry.decode() if entry else ""
+
+
+def _num_turns(rig: Rig, trajectory: str = LOST) -> int:
+    found: Any = rig.client.xlen(keys.trajectory_keys(rig.run, trajectory).turns)
+    return found
+
+
+def _trained(rig: Rig) -> set[str]:
+    received = rig.history().of("received")
+    return {row["trajectory"] for line in received for row in line["rows"]}
+
+
+def _sealed_by(rig: Rig, trajectory: str) -> list[str]:
+    """The processes that were told that their seal counts."""
+    sealed = rig.history().of("sealed")
+    return [line.process for line in sealed if line["trajectory"] == trajectory]
+
+
+def test_what_a_killed_generator_left_is_kept_for_its_lease_and_the_run_goes_on_without_it(
+    start_rig: StartRig,
+) -> None:
+    # Fault 1: abandoned, and its group is dropped with a reason.
+    rig = _start_rig(start_rig, takeover_s=1.0)
+    generator = _start_hanging(rig)
+
+    generator.kill()
+
+    assert _entry(rig) == "open:1:w"  # no batcher leads yet, and none would have ended it
+    assert _num_turns(rig) == 1
+    rig.start_batcher()
+    rig.wait(lambda: _entry(rig).startswith("abandoned:"), "the end of the lease")
+    assert _entry(rig) == "abandoned:the lease of w ended"
+    rig.start_generator("v", groups=5)
+    rig.drain()
+    assert _trained(rig) == {f"{g}/{s}/0" for g in ("w-0", *_groups("v", 5)) for s in range(2)}
+
+
+def _groups(writer: str, count: int) -> list[str]:
+    return [f"{writer}-{number}" for number in range(count)]
+
+
+def test_another_generator_goes_on_from_the_turns_that_a_killed_one_left(
+    start_rig: StartRig,
+) -> None:
+    # Fault 1: continued by another.
+    rig = _start_rig(start_rig, takeover_s=60.0)
+    rig.start_batcher()
+    generator = _start_hanging(rig)
+    end = _start_helper(rig)
+
+    generator.kill()
+
+    rig.wait(lambda: _entry(rig).startswith(("sealed", "planned")), "the seal of the helper")
+    (taken,) = [line for line in rig.history().of("taken") if line["trajectory"] == LOST]
+    assert taken["num_turns"] == 1
+    assert _sealed_by(rig, LOST) == ["generator-helper"]
+    rig.wait(lambda: _num_open(rig) == 0, "the rest of the group")
+    end.touch()
+    rig.drain()
+    assert LOST in _trained(rig)
+
+
+def _num_open(rig: Rig) -> int:
+    return rig.counts().get("open", 0)
+
+
+def test_the_group_of_a_killed_generator_is_filled_up_again(start_rig: StartRig) -> None:
+    # Fault 1: abandoned, and tried again by whoever is free.
+    rig = _start_rig(start_rig, deadline_policy="refill", max_refills=4)
+    rig.start_batcher()
+    _start_hanging(rig).kill()
+
+    rig.wait(lambda: _entry(rig).startswith("abandoned:"), "the end of the lease")
+    end = _start_helper(rig)
+    rig.wait_for_lines("granted", 2)
+
+    rig.wait(lambda: _num_open(rig) == 0, "the end of all attempts")
+    end.touch()
+    rig.drain()
+    refilled = {line["trajectory"] for line in rig.history().of("granted")}
+    assert refilled == {"w-1/0/1", "w-1/1/1"}
+    assert refilled <= _trained(rig)
+
+
+@pytest.mark.parametrize("wakes", ["before the seal", "after the seal"])
+def test_a_generator_that_sleeps_through_its_lease_is_fenced_and_no_turns_are_mixed(
+    start_rig: StartRig, wakes: str
+) -> None:
+    # Fault 3: the zombie wakes while another writes what was its own, or when that is sealed.
+    rig = _start_rig(start_rig, takeover_s=60.0)
+    rig.start_batcher()
+    may_wake, may_seal = rig.folder / "wake", rig.folder / "seal"
+    zombie = _start_hanging(rig, hang_until=may_wake)
+    with asleep(zombie.pid):
+        end = _start_helper(rig, hang_in=LOST, hang_until=may_seal)
+        rig.wait_for_lines("hanging", 2)
+        if wakes == "after the seal":
+            may_seal.touch()
+            rig.wait(lambda: _sealed_by(rig, LOST), "the seal of the helper")
+        may_wake.touch()
+
+    rig.wait(lambda: _refusals_of(rig, zombie="generator-w"), "the refusal of the late writer")
+
+    may_seal.touch()
+    rig.wait(lambda: _sealed_by(rig, LOST), "the seal of the helper")
+    assert _sealed_by(rig, LOST) == ["generator-helper"]
+    rig.wait(lambda: _num_open(rig) == 0, "the other trajectories")
+    end.touch()
+    refusals = _refusals_of(rig, zombie="generator-w")
+    assert all("FencedError" in error for error in refusals.values())
+    rig.drain(num_lost=len(refusals))
+    assert LOST in refusals
+    assert LOST in _trained(rig)
+
+
+def _refusals_of(rig: Rig, *, zombie: str) -> dict[str, str]:
+    refused = (line for line in rig.history().of("refused") if line.process == zombie)
+    return {line["trajectory"]: line["error"] for line in refused if "trajectory" in line.facts}
+
+
+@pytest.mark.parametrize("policy", ["drop", "train_short", "refill"])
+def test_a_member_that_hangs_for_ever_holds_up_nothing_beyond_its_deadline(
+    start_rig: StartRig, policy: str
+) -> None:
+    # Fault 21: the generator lives and keeps its lease. Batches flow, and a restarted batcher,
+    # which reads the same events again, is not held up anew.
+    refills = {"max_refills": 4} if policy == "refill" else {}
+    rig = _start_rig(start_rig, group_deadline_s=4.0, deadline_policy=policy, **refills)
+    batcher = rig.start_batcher().service
+    hung = "h-0/2/0"
+    rig.start_generator("h", groups=1, samples=3, hang_in=hung)
+    rig.wait_for_lines("hanging")
+    end = _start_helper(rig)
+    rig.start_generator("w", groups=5)
+    before = {f"h-0/{sample}/0" for sample in range(2)}
+
+    rig.wait(lambda: rig.planned() >= 2, "batches of the other groups")
+    rig.wait(lambda: _is_decided(rig, policy), "the decision at the deadline")
+    batcher.kill()
+    rig.start_batcher()
+    rig.join(rig.start_ranks(1, checkpoint_every=1, max_steps=2))
+    rig.kill_generator("h")
+    end.touch()
+    rig.drain()
+
+    expected = {
+        "drop": set[str](),
+        "train_short": before,
+        "refill": {*before, "h-0/2/1"},
+    }
+    assert {name for name in _trained(rig) if name.startswith("h-")} == expected[policy]
+
+
+def _is_decided(rig: Rig, policy: str) -> bool:
+    """Whether the ledger says what became of the group; its reason is there to be read."""
+    first, hung = _entry(rig, "h-0/0/0"), _entry(rig, "h-0/2/0")
+    if policy == "drop":
+        return first.startswith("incomplete") and "its deadline passed" in first
+    if policy == "train_short":
+        return first.startswith("planned") and not hung.startswith("open")
+    return _entry(rig, "h-0/2/1").startswith(("sealed", "planned"))
+
+
+def test_a_token_that_is_no_longer_retained_is_refused_by_name_and_skips_nothing(
+    start_rig: StartRig,
+) -> None:
+    # Fault 19: checkpoint 1 is older than the two that the run retains.
+    rig = _start_rig(start_rig, retain_checkpoints=2)
+    rig.start_batcher()
+    rig.start_generator(groups=12)
+    rig.join(rig.start_ranks(1, checkpoint_every=1, max_steps=4))
+    rig.wait(lambda: _released(rig) >= 2, "the release of what is older")
+
+    (rank,) = rig.start_ranks(1, from_step=1)
+    rank.wait(30)
+
+    assert rank.status == 3
+    (refusal,) = [line["error"] for line in rig.history().of("refused") if line.process == _name(2)]
+    assert refusal.startswith("ReleasedError")
+    assert "no longer retained" in refusal
+    rig.drain()
+    assert [session.updated for session in rig.history().sessions] == [(1, 2, 3, 4), (5, 6)]
+
+
+def _released(rig: Rig) -> int:
+    found: Any = rig.client.hget(keys.run_keys(rig.run).frontier, "released")
+    return int(found or 0)
+
+
+def _name(session: int) -> str:
+    return f"session-{session:03}-rank-0"
