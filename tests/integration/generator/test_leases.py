@@ -368,11 +368,32 @@ def test_a_seal_that_its_writer_stored_and_told_nobody_of_counts(
     assert stored.counts() == {"accepted": 2, "open": 1, "sealed": 1}
 
 
-def forget_the_seal(client: redis.Redis, run: str, *, epoch: int = 1) -> None:
+def test_such_a_seal_still_awaits_its_reward(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(client, lease_s=LEASE_S)
+    with Publisher(server.url, run) as gone:
+        episode = gone.trajectory("g", 0, num_samples=1)
+        episode.append(ids("ab"), ids("c"))
+        episode.seal(awaits_reward=True)
+    forget_the_seal(client, run, state="awaiting_reward")
+
+    with (
+        Publisher(server.url, run, writer="second") as publisher,
+        pytest.raises(ConflictError, match="g/0/0 is sealed: its writer stored the seal"),
+    ):
+        publisher.take_over("g", 0)
+
+    assert read(client, run).ledger()["g/0/0"] == "awaiting_reward:2"
+
+
+def forget_the_seal(
+    client: redis.Redis, run: str, *, epoch: int = 1, state: str = "sealed"
+) -> None:
     """As if the writer of g/0/0 had died before it told the run."""
     names = keys.run_keys(run)
     client.hset(names.ledger, "g/0/0", f"open:{epoch}:gone")
-    client.hincrby(names.counts, "sealed", -1)
+    client.hincrby(names.counts, state, -1)
     client.hincrby(names.counts, "open", 1)
     client.zadd(names.leases, {"g/0/0": 1})
 
