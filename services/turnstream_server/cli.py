@@ -338,6 +338,18 @@ def ledger(
 
 
 @app.command(rich_help_panel=STORE)
+def why(run: RunArgument, redis: Redis = None, as_json: AsJson = False) -> None:
+    """Say why nobody gets data of a run: who waits for whom, the most important reason first."""
+    from turnstream_server.jobs import why as jobs
+
+    url = _store_url(redis)
+    if as_json:
+        print(jobs.reasons_json(url, run))
+    else:
+        jobs.print_reasons(url, run, _console())
+
+
+@app.command(rich_help_panel=STORE)
 def batch(
     run: RunArgument,
     step: Annotated[int, typer.Argument(min=1, help="Number of the batch.")],

@@ -1,15 +1,28 @@
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import redis
 from typer.testing import CliRunner
 
+from turnstream.batching.decisions import RefillWanted
 from turnstream.errors import RunNotFoundError
-from turnstream.store.connection import connect
+from turnstream.records.events import encode_event
+from turnstream.store import keys
+from turnstream.store.connection import connect, connect_async
+from turnstream.store.leases import list_lapsed
 from turnstream.store.runs import close_run, create_run
-from turnstream.testing import config
+from turnstream.store.scripts import Script, run_command
+from turnstream.testing import config, sealed, wait_until
+from turnstream.types import GroupOpened, TrajectoryKey
 from turnstream_server import cli
+from turnstream_server.bus.groups import grant_refill
+from turnstream_server.bus.leadership import acquire_leadership
 from turnstream_server.embedded import EmbeddedServer
 
 
@@ -56,3 +69,101 @@ def test_show_of_an_unknown_run_is_a_clear_error(url: str) -> None:
 
     assert isinstance(shown.exception, RunNotFoundError)
     assert "nobody" in str(shown.exception)
+
+
+def open_group(client: redis.Redis, run: str, group: str, *ids: str, num_samples: int) -> None:
+    opened = GroupOpened(group_id=group, prompt_uid="", num_samples=num_samples)
+    names = keys.run_keys(run)
+    words = (keys.encode_name(group), num_samples, f"writer of {group}", encode_event(opened))
+    run_command(client, Script("open_group")(names.of_open_group, *words, *ids))
+
+
+def seal(client: redis.Redis, run: str, group: str, *, awaits: bool = False) -> None:
+    """Sample 0 of the group is sealed."""
+    trajectory = sealed(group)
+    if awaits:
+        trajectory = dataclasses.replace(trajectory, awaits_reward=True, reward=None)
+    words = (trajectory.key.trajectory_id, "1:awaits" if awaits else "1", encode_event(trajectory))
+    run_command(client, Script("post_sealed")(keys.run_keys(run).of_post_sealed, *words))
+
+
+def lead_and_grant(url: str, run: str, key: TrajectoryKey) -> None:
+    """A planner leads the run, and grants a refill."""
+
+    async def act() -> None:
+        client = connect_async(url)
+        leadership = await acquire_leadership(client, run, owner="p", lease_s=60)
+        wanted = RefillWanted(key=key, prompt_uid="", number=1)
+        assert await grant_refill(client, run, wanted, leader_epoch=leadership.epoch)
+        await client.aclose()
+
+    asyncio.run(act())
+
+
+def reasons_of(run: str) -> list[dict[str, Any]]:
+    shown = CliRunner().invoke(cli.app, ["why", run, "--json"])
+    assert shown.exit_code == 0
+    return json.loads(shown.output)["reasons"]
+
+
+def test_why_names_whom_everybody_waits_for(url: str) -> None:
+    with connect(url) as client:
+        fields: dict[str, Any] = {
+            "lease_s": 0.3,
+            "reward_deadline_s": 500.0,
+            "group_deadline_s": 900.0,
+        }
+        refills: dict[str, Any] = {
+            "deadline_policy": "refill",
+            "max_refills": 1,
+            "max_staleness": 1,
+        }
+        create_run(client, "maze", dataclasses.replace(config(2), **fields, **refills))
+        open_group(client, "maze", "done", "done/0/0", num_samples=1)
+        seal(client, "maze", "done")
+        open_group(client, "maze", "a [b]", "a%20%5Bb%5D/0/0", "a%20%5Bb%5D/1/0", num_samples=3)
+        open_group(client, "maze", "c", "c/0/0", num_samples=1)
+        seal(client, "maze", "c", awaits=True)
+        lead_and_grant(url, "maze", TrajectoryKey("a [b]", 1, 1))
+        wait_until(lambda: len(list_lapsed(client, "maze")) == 2)
+
+    found = reasons_of("maze")
+    printed = CliRunner().invoke(cli.app, ["why", "maze"])
+
+    facts = [(each["kind"], each["facts"]) for each in found]
+    assert [kind for kind, _ in facts] == [
+        *("too_few_ready", "generator_gone", "member_lapsed", "member_lapsed"),
+        *("reward_awaited", "refill_open", "member_not_begun"),
+    ]
+    short, gone, lapsed, _, reward, refill, not_begun = [named for _, named in facts]
+    assert short == {"step": 1, "ready": 1, "needed": 2, "open": 2}
+    assert (gone["writer"], gone["open"]) == ("writer of a [b]", 2)
+    assert (lapsed["group"], lapsed["sample"], lapsed["attempt"]) == ("a [b]", 0, 0)
+    assert -30 < lapsed["lease_left_s"] <= 0 <= lapsed["age_s"] < 30
+    assert reward["group"] == "c"
+    assert 0 <= reward["since_s"] < 30
+    assert (refill["group"], refill["sample"], refill["attempt"]) == ("a [b]", 1, 1)
+    assert (not_begun["group"], not_begun["sample"]) == ("a [b]", 2)
+    assert "its deadline is in" in str(found[4]["sentence"])
+    assert "group a [b] (0 of 3 members)" in printed.output
+
+
+def test_why_of_a_closed_run_that_has_nothing_left_is_that_it_is_over(url: str) -> None:
+    with connect(url) as client:
+        create_run(client, "maze", config())
+        close_run(client, "maze")
+
+    assert [each["kind"] for each in reasons_of("maze")] == ["run_over"]
+
+
+def test_why_without_planner_and_groups(url: str) -> None:
+    with connect(url) as client:
+        create_run(client, "maze", config())
+
+    assert [each["kind"] for each in reasons_of("maze")] == ["no_planner", "out_of_data"]
+
+
+def test_why_of_an_unknown_run_is_a_clear_error(url: str) -> None:
+    shown = CliRunner().invoke(cli.app, ["why", "nobody"])
+
+    assert isinstance(shown.exception, RunNotFoundError)

@@ -1,0 +1,42 @@
+"""Why nobody gets data of a run, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from rich.console import Console
+
+from turnstream.store.connection import connect
+from turnstream_server.bus.reasons import Reason, reasons
+from turnstream_server.bus.waits import read_snapshot
+
+
+def print_reasons(url: str, run: str, console: Console) -> None:
+    """One reason a line, the most important first.
+
+    Raises:
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    for reason in _reasons(url, run):
+        # Names of groups and generators are anybody's: no markup.
+        console.print(
+            f"{reason.kind}: {reason.sentence}", markup=False, highlight=False, soft_wrap=True
+        )
+
+
+def reasons_json(url: str, run: str) -> str:
+    """The same as JSON.
+
+    Raises:
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    found = [asdict(reason) for reason in _reasons(url, run)]
+    return json.dumps({"run": run, "reasons": found}, indent=2)
+
+
+def _reasons(url: str, run: str) -> tuple[Reason, ...]:
+    with connect(url) as client:
+        return reasons(read_snapshot(client, run))

@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from turnstream_server.bus.frontier import Frontier
+from turnstream_server.bus.reasons import (
+    AwaitedReward,
+    OpenMember,
+    OpenRefill,
+    Reason,
+    ReasonKind,
+    RunSnapshot,
+    SilentWriter,
+    WaitingGroup,
+    reasons,
+)
+
+FRONTIER = Frontier(
+    planned=2,
+    stepped=2,
+    committed=2,
+    session_epoch=1,
+    session="s",
+    dp_world_size=1,
+    lineage="main",
+    num_opened_groups=8,
+    num_live_groups=8,
+    is_closed=False,
+)
+STARVED = RunSnapshot(
+    run="maze",
+    frontier=FRONTIER,
+    planner="p",
+    planner_left_s=5.0,
+    batch_groups=4,
+    max_planned_ahead=1,
+    most_live_groups=16,
+    num_ready=1,
+    num_waiting=1,
+)
+"""The trainer waits for step 3: one group is ready, one is open, and nothing is known of it."""
+
+ALIVE = OpenMember(sample=1, attempt=0, writer="w", lease_left_s=30.0)
+LAPSED = replace(ALIVE, lease_left_s=-7.0)
+GROUP = WaitingGroup(group_id="g", age_s=90.0, num_sealed=1, num_needed=2)
+REWARD = AwaitedReward(sample=0, attempt=0, since_s=12.0, deadline_left_s=4.0)
+REFILL = OpenRefill(group_id="g", sample=1, attempt=2, since_s=33.0)
+GONE = SilentWriter(writer="w", num_open=3, silent_s=7.0)
+
+
+def starved(*, frontier: dict[str, Any] | None = None, **changes: Any) -> RunSnapshot:
+    return replace(STARVED, frontier=replace(FRONTIER, **(frontier or {})), **changes)
+
+
+def kinds(snapshot: RunSnapshot) -> list[ReasonKind]:
+    return [reason.kind for reason in reasons(snapshot)]
+
+
+def the(kind: ReasonKind, snapshot: RunSnapshot) -> Reason:
+    (found,) = [reason for reason in reasons(snapshot) if reason.kind is kind]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("planner", "left_s", "sentence"),
+    [
+        ("", 0.0, "no batcher plans the run"),
+        ("p", -3.0, "no batcher plans the run: the lease of p ended 3 s ago"),
+    ],
+)
+def test_a_run_that_nobody_plans_says_so_first(planner: str, left_s: float, sentence: str) -> None:
+    found = reasons(starved(planner=planner, planner_left_s=left_s))
+
+    assert (found[0].kind, found[0].sentence) == (ReasonKind.NO_PLANNER, sentence)
+
+
+def test_a_planner_whose_lease_lasts_is_no_reason() -> None:
+    assert ReasonKind.NO_PLANNER not in kinds(STARVED)
+
+
+@pytest.mark.parametrize(
+    ("session_epoch", "trainer"),
+    [(1, "trainer session 1 has it"), (0, "no trainer session has begun")],
+)
+def test_a_full_plan_waits_for_the_trainer(session_epoch: int, trainer: str) -> None:
+    seen = starved(frontier={"planned": 4, "session_epoch": session_epoch})
+
+    found = the(ReasonKind.TRAINER_NOT_STEPPED, seen)
+
+    assert found.sentence == f"step 5 is planned when step 3 is stepped; {trainer}"
+    assert found.facts == {"step": 5, "awaited": 3, "session_epoch": session_epoch}
+
+
+def test_a_plan_with_room_does_not_wait_for_the_trainer() -> None:
+    assert kinds(starved(frontier={"planned": 3})) == [ReasonKind.NOTHING_WRONG]
+
+
+def test_generators_without_capacity_wait_for_the_trainer() -> None:
+    found = the(ReasonKind.OUT_OF_CAPACITY, starved(most_live_groups=8))
+
+    assert found.sentence == (
+        "generators wait for the trainer: 8 groups are live, 8 are allowed after step 2"
+    )
+    assert ReasonKind.OUT_OF_CAPACITY not in kinds(starved(most_live_groups=9))
+
+
+@pytest.mark.parametrize(
+    ("version", "policy"),
+    [(None, "no policy version was announced"), (6, "the newest policy version is 6")],
+)
+def test_a_run_without_an_open_group_is_out_of_data(version: int | None, policy: str) -> None:
+    found = reasons(starved(num_waiting=0, newest_version=version))
+
+    assert [reason.kind for reason in found] == [ReasonKind.OUT_OF_DATA]
+    assert found[0].sentence == (
+        f"step 3: 1 of 4 groups ready, and no generator has a group open; {policy}"
+    )
+
+
+def test_open_groups_are_counted_beside_the_ready_ones() -> None:
+    found = the(ReasonKind.TOO_FEW_READY, STARVED)
+
+    assert found.sentence == "step 3: 1 of 4 groups ready, 1 open"
+    assert found.facts == {"step": 3, "ready": 1, "needed": 4, "open": 1}
+
+
+def test_a_generator_all_of_whose_leases_lapsed_is_gone() -> None:
+    found = the(ReasonKind.GENERATOR_GONE, starved(silent=(GONE,)))
+
+    assert found.sentence == (
+        "generator w is gone: all 3 trajectories that it holds have lapsed, the last 7 s ago"
+    )
+
+
+@pytest.mark.parametrize(
+    ("member", "kind", "lease"),
+    [
+        (ALIVE, ReasonKind.MEMBER_OPEN, "lease renewed, 30 s left"),
+        (LAPSED, ReasonKind.MEMBER_LAPSED, "lease lapsed 7 s ago"),
+    ],
+)
+def test_a_group_names_the_member_it_waits_for(
+    member: OpenMember, kind: ReasonKind, lease: str
+) -> None:
+    group = replace(GROUP, open_members=(member,), deadline_left_s=20.0)
+
+    found = the(kind, starved(groups=(group,)))
+
+    assert found.sentence == (
+        "group g (1 of 2 members) waits for sample 1 of generator w for 90 s: "
+        f"{lease}; its deadline is in 20 s"
+    )
+    assert found.facts["writer"] == "w"
+
+
+def test_a_group_older_than_its_events_has_no_age() -> None:
+    group = replace(GROUP, age_s=None, not_begun=(3,))
+
+    found = the(ReasonKind.MEMBER_NOT_BEGUN, starved(groups=(group,)))
+
+    assert found.sentence == (
+        "group g (1 of 2 members) waits for sample 3 for longer than events are kept: "
+        "no generator has begun it"
+    )
+
+
+def test_a_sealed_trajectory_awaits_its_reward() -> None:
+    group = replace(GROUP, awaited=(REWARD,))
+
+    found = the(ReasonKind.REWARD_AWAITED, starved(groups=(group,)))
+
+    assert found.sentence == (
+        "group g (1 of 2 members) waits for the reward of sample 0, which is sealed for 12 s; "
+        "its deadline is in 4 s"
+    )
+
+
+def test_a_refill_that_nobody_takes_is_named() -> None:
+    found = the(ReasonKind.REFILL_OPEN, starved(refills=(REFILL,)))
+
+    assert found.sentence == (
+        "attempt 2 of sample 1 of group g was granted 33 s ago, and no generator takes it"
+    )
+
+
+def test_a_low_pass_rate_says_why_groups_were_dropped() -> None:
+    seen = starved(
+        frontier={"num_opened_groups": 21, "num_live_groups": 9},
+        untrained=(("filtered: all rewards are equal", 40), ("abandoned: why", 2)),
+    )
+
+    found = the(ReasonKind.PASS_RATE_LOW, seen)
+
+    assert found.sentence == (
+        "12 of 20 decided groups were dropped; trajectories that ended untrained: "
+        "40 x filtered: all rewards are equal, 2 x abandoned: why"
+    )
+
+
+@pytest.mark.parametrize(("opened", "live"), [(21, 11), (4, 1)])
+def test_half_of_the_groups_and_a_few_groups_say_nothing(opened: int, live: int) -> None:
+    seen = starved(frontier={"num_opened_groups": opened, "num_live_groups": live})
+
+    assert ReasonKind.PASS_RATE_LOW not in kinds(seen)
+
+
+def test_a_closed_run_with_nothing_left_is_over_and_needs_no_planner() -> None:
+    seen = starved(frontier={"is_closed": True}, num_ready=0, num_waiting=0, planner="")
+
+    (found,) = reasons(seen)
+
+    assert found.kind is ReasonKind.RUN_OVER
+    assert found.sentence == "run maze is closed and over: all 2 steps are stepped"
+
+
+def test_a_closed_run_with_open_groups_waits_for_them() -> None:
+    seen = starved(frontier={"is_closed": True}, most_live_groups=8)
+
+    assert kinds(seen) == [ReasonKind.TOO_FEW_READY, ReasonKind.RUN_CLOSED]
+
+
+@pytest.mark.parametrize(
+    ("seen", "state"),
+    [
+        (starved(frontier={"planned": 3}), "step 3 is offered"),
+        (starved(num_ready=4), "the 4 groups of step 3 are about to be planned"),
+    ],
+)
+def test_nothing_is_wrong_where_there_is_data(seen: RunSnapshot, state: str) -> None:
+    (found,) = reasons(seen)
+
+    assert found.kind is ReasonKind.NOTHING_WRONG
+    assert found.sentence == f"nothing is wrong: {state}"
+
+
+def test_the_last_short_batch_of_a_closed_run_is_about_to_be_planned() -> None:
+    seen = starved(frontier={"is_closed": True}, num_waiting=0)
+
+    assert kinds(seen) == [ReasonKind.NOTHING_WRONG, ReasonKind.RUN_CLOSED]
+
+
+def test_while_a_batch_is_offered_only_what_has_failed_is_a_reason() -> None:
+    group = replace(GROUP, open_members=(ALIVE, LAPSED), awaited=(REWARD,), not_begun=(3,))
+    seen = starved(frontier={"planned": 3}, groups=(group,), refills=(REFILL,))
+
+    assert kinds(seen) == [ReasonKind.MEMBER_LAPSED]
+
+
+def test_the_most_important_reason_comes_first() -> None:
+    group = replace(GROUP, open_members=(ALIVE, LAPSED), awaited=(REWARD,), not_begun=(3,))
+    seen = starved(
+        frontier={"num_opened_groups": 100},
+        planner="",
+        groups=(group,),
+        refills=(REFILL,),
+        silent=(GONE,),
+        most_live_groups=8,
+    )
+
+    assert kinds(seen) == [
+        ReasonKind.NO_PLANNER,
+        ReasonKind.TOO_FEW_READY,
+        ReasonKind.GENERATOR_GONE,
+        ReasonKind.MEMBER_LAPSED,
+        ReasonKind.PASS_RATE_LOW,
+        ReasonKind.REWARD_AWAITED,
+        ReasonKind.REFILL_OPEN,
+        ReasonKind.MEMBER_NOT_BEGUN,
+        ReasonKind.MEMBER_OPEN,
+        ReasonKind.OUT_OF_CAPACITY,
+    ]
