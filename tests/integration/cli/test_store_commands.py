@@ -148,6 +148,22 @@ def test_why_names_whom_everybody_waits_for(url: str) -> None:
     assert "group a [b] (0 of 3 members)" in printed.output
 
 
+def test_why_of_a_living_writer_and_of_a_group_that_has_only_a_refill_left(url: str) -> None:
+    with connect(url) as client:
+        refills: dict[str, Any] = {"deadline_policy": "refill", "max_refills": 1}
+        create_run(client, "maze", dataclasses.replace(config(2), **refills))
+        open_group(client, "maze", "b", "b/0/0", num_samples=1)
+        open_group(client, "maze", "r", "r/0/0", num_samples=1)
+        client.hset(keys.run_keys("maze").ledger, "r/0/0", "abandoned:why")
+        lead_and_grant(url, "maze", TrajectoryKey("r", 0, 1))
+
+    found = reasons_of("maze")
+
+    assert [each["kind"] for each in found] == ["too_few_ready", "refill_open", "member_open"]
+    assert found[0]["facts"]["open"] == 2
+    assert 0 < found[2]["facts"]["lease_left_s"] <= 60
+
+
 def test_why_of_a_closed_run_that_has_nothing_left_is_that_it_is_over(url: str) -> None:
     with connect(url) as client:
         create_run(client, "maze", config())
