@@ -15,6 +15,7 @@ from turnstream.errors import RunNotFoundError
 from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.connection import connect, connect_async
+from turnstream.store.groups import group_size
 from turnstream.store.leases import list_lapsed
 from turnstream.store.runs import close_run, create_run
 from turnstream.store.scripts import Script, run_command
@@ -71,10 +72,14 @@ def test_show_of_an_unknown_run_is_a_clear_error(url: str) -> None:
     assert "nobody" in str(shown.exception)
 
 
-def open_group(client: redis.Redis, run: str, group: str, *ids: str, num_samples: int) -> None:
-    opened = GroupOpened(group_id=group, prompt_uid="", num_samples=num_samples)
+def open_group(
+    client: redis.Redis, run: str, name: str, *ids: str, num_samples: int, num_needed: int = 0
+) -> None:
+    opened = GroupOpened(
+        group_id=name, prompt_uid="", num_samples=num_samples, num_needed=num_needed or num_samples
+    )
     names = keys.run_keys(run)
-    words = (keys.encode_name(group), num_samples, f"writer of {group}", encode_event(opened))
+    words = (keys.encode_name(name), group_size(opened), f"writer of {name}", encode_event(opened))
     run_command(client, Script("open_group")(names.of_open_group, *words, *ids))
 
 
@@ -119,7 +124,7 @@ def test_why_names_whom_everybody_waits_for(url: str) -> None:
             "max_staleness": 1,
         }
         create_run(client, "maze", dataclasses.replace(config(2), **fields, **refills))
-        open_group(client, "maze", "done", "done/0/0", num_samples=1)
+        open_group(client, "maze", "done", "done/0/0", num_samples=2, num_needed=1)
         seal(client, "maze", "done")
         open_group(client, "maze", "a [b]", "a%20%5Bb%5D/0/0", "a%20%5Bb%5D/1/0", num_samples=3)
         open_group(client, "maze", "c", "c/0/0", num_samples=1)
