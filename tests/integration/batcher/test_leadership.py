@@ -173,7 +173,7 @@ async def test_a_store_that_is_away_for_a_moment_costs_no_leadership(house_at, o
             async def is_renewed() -> bool:
                 return await client.hget(keys.run_keys(run).leader, "expires_ms") != before
 
-            await wait_until_async(is_renewed, describe="a renewal after the restart")
+            await wait_until_async(is_renewed, 25, describe="a renewal after the restart")
             was_held = not hold.done()
             hold.cancel()
         finally:

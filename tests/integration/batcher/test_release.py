@@ -79,7 +79,7 @@ async def settled(house, run: str, *, folded: int = 0, filtered: int = 0) -> Non
     async def check() -> bool:
         return await asyncio.to_thread(is_settled, house.url, run, folded=folded, filtered=filtered)
 
-    await wait_until_async(check, describe=f"{folded} batches, {filtered} ends")
+    await wait_until_async(check, 25, describe=f"{folded} batches, {filtered} ends")
 
 
 async def train(trainer, *, steps: range, commits: range) -> dict[int, object]:
@@ -143,7 +143,7 @@ async def test_a_released_step_whose_plan_is_still_there_is_refused_too(house):
     async def is_gone() -> bool:
         return not payload_ids(house.url, run)
 
-    await wait_until_async(is_gone, describe="the release of the payload")
+    await wait_until_async(is_gone, 25, describe="the release of the payload")
     with pytest.raises(ReleasedError, match="step 1 is no longer retained"):
         await trainer.get(1)
 
@@ -161,7 +161,7 @@ async def test_plans_that_were_made_after_the_snapshot_are_not_made_again(house)
         with connect(house.url) as client:
             return bool(client.exists(keys.run_keys(run).snapshot))
 
-    await wait_until_async(has_snapshot, describe="the snapshot")
+    await wait_until_async(has_snapshot, 25, describe="the snapshot")
     tokens = await train(trainer, steps=range(1, 4), commits=range(0))
     await trainer.get(4)
     await first.stop()
@@ -316,7 +316,7 @@ async def _whole_snapshot(house, run: str) -> None:
             events: Any = client.xrevrange(names.events, count=1)
             return client.hget(names.snapshot, "position") == events[0][0]
 
-    await wait_until_async(is_whole, describe="a snapshot of everything")
+    await wait_until_async(is_whole, 25, describe="a snapshot of everything")
 
 
 def _hash(house, run: str, step: int) -> str:

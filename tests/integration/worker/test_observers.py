@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from turnstream import testing
 from turnstream.errors import InvalidConfigError, NotReadyError, ObserverExpiredError, RejectedError
 from turnstream.generator import Publisher
 from turnstream.store import keys
-from turnstream.worker import BatchStream, ObserverStream
+from turnstream.worker import BatchStream, ObserverStream, PulledMiniBatch
 from turnstream_server.bus.frontier import read_frontier
 
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]
@@ -125,15 +126,22 @@ def test_an_observer_that_waits_for_data_is_seen_alive(
         entry: Any = client.hget(name, "o")
         return int(entry.split(b":")[1])
 
+    seen: list[PulledMiniBatch] = []
     with ObserverStream(start_batcher().target, run, "o", timeout_s=0.5) as observer:
         declared_ms = expires_ms()
         with pytest.raises(NotReadyError, match="step 1"):
             next(observer)
         testing.wait_until(lambda: expires_ms() > declared_ms + 100)
         publish(1)
-        seen = next(observer)
+        testing.wait_until(lambda: pulled_next(observer, into=seen))
 
-    assert seen.info.step == 1
+    assert [mini_batch.info.step for mini_batch in seen] == [1]
+
+
+def pulled_next(observer: ObserverStream, *, into: list[PulledMiniBatch]) -> bool:
+    with contextlib.suppress(NotReadyError):
+        into.append(next(observer))
+    return bool(into)
 
 
 def test_a_forgotten_observer_is_told_so(
