@@ -15,10 +15,31 @@ ROWS = (
         ("test_merge",),
     ),
     Mutation(
-        "merging joins turns whose context was edited",
+        "merging joins turns whose response was edited",
         "merge.py",
-        "row is not None and shape.shared_tokens == num_tokens[parent]",
-        "row is not None",
+        " and prompt.startswith(response.data, before.nbytes)",
+        "",
+        ("test_merge",),
+    ),
+    Mutation(
+        "merging goes on behind the turn before where another holds more of the prompt",
+        "merge.py",
+        "elif self._is_before_longest and _goes_on_behind(",
+        "elif _goes_on_behind(",
+        ("test_merge",),
+    ),
+    Mutation(
+        "merging goes on behind the second of two equal turns",
+        "merge.py",
+        "self._is_before_longest = num_tokens > self._longest",
+        "self._is_before_longest = num_tokens >= self._longest",
+        ("test_merge",),
+    ),
+    Mutation(
+        "merging forgets a turn that it needed no index for",
+        "merge.py",
+        "self._turns[self._num_indexed : index]",
+        "self._turns[index - 1 : index]",
         ("test_merge",),
     ),
     Mutation(
@@ -52,8 +73,8 @@ ROWS = (
     Mutation(
         "a version run goes on in the next row",
         "columns.py",
-        "(versions[1:] != versions[:-1]) | (rows[1:] != rows[:-1])",
-        "versions[1:] != versions[:-1]",
+        "(version_N[1:] != version_N[:-1]) | (row_N[1:] != row_N[:-1])",
+        "version_N[1:] != version_N[:-1]",
         ("test_merge",),
     ),
     Mutation(

@@ -167,6 +167,12 @@ def test_samples_of_one_context_make_a_row_each_and_one_goes_on() -> None:
     assert spell(rows) == ["abCD", "abCEfG"]
 
 
+def test_of_two_equal_turns_the_first_is_gone_on_with() -> None:
+    rows = merge_turns([turn("ab", "CD"), turn("ab", "CD"), turn("abcde", "F")])
+
+    assert [row.turns for row in rows] == [(0, 2), (1,)]
+
+
 def test_rows_are_ordered_by_their_first_turn() -> None:
     rows = merge_turns([turn("ab", "C"), turn("xy", "Z"), turn("abc", "D")])
 

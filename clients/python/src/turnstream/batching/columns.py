@@ -142,7 +142,7 @@ def token_columns(rows: Sequence[RowPieces]) -> TokenColumns:
     _write_rewards(rewards, turns, gaps, counts)
     if has_logprobs:
         _write_logprobs(logprobs, turns, gaps, counts)
-    versions, run_counts = _run_columns(turns, num_turns, gaps, counts)
+    versions, run_counts = _run_columns(rows, turns, gaps, counts)
     return TokenColumns(
         input_ids=Ragged(ids, id_bounds),
         loss_mask=Ragged(mask, bounds),
@@ -247,43 +247,52 @@ def _missing_logprobs(loss_mask: NDArray[np.uint8] | None, count: int) -> NDArra
 
 
 def _run_columns(
+    rows: Sequence[RowPieces],
     turns: Sequence[Turn | StoredTurn],
-    num_turns: list[int],
     gaps: list[int],
     counts: list[int],
 ) -> tuple[Ragged[np.int64], Ragged[np.int32]]:
+    each_row = range(len(rows))
+    given = [turn.version_runs for turn in turns]
+    if not any(given):
+        lengths = [row.spans[-1][1] for row in rows]
+        return _joined_runs([OBSERVED] * len(rows), lengths, each_row, num_rows=len(rows))
     versions: list[int] = []
-    lengths: list[int] = []
+    lengths = list[int]()
     num_runs: list[int] = []
-    for turn, gap, count in zip(turns, gaps, counts, strict=True):
-        own = turn.version_runs
+    for own, gap, count in zip(given, gaps, counts, strict=True):
         runs = ((None, gap), *own) if own else ((None, gap + count),)
         num_runs.append(len(runs))
         for version, length in runs:
             versions.append(OBSERVED if version is None else version)
             lengths.append(length)
-    row_of_turn = np.repeat(np.arange(len(num_turns)), num_turns)
-    runs = np.array([versions, lengths, np.repeat(row_of_turn, num_runs)], np.int64)
-    return _joined_runs(runs, num_rows=len(num_turns))
+    row_of_turn = np.repeat(each_row, [len(row.turns) for row in rows])
+    return _joined_runs(versions, lengths, np.repeat(row_of_turn, num_runs), num_rows=len(rows))
 
 
 def _joined_runs(
-    runs: NDArray[np.int64], *, num_rows: int
+    versions: Sequence[int],
+    lengths: Sequence[int],
+    rows: Sequence[int] | NDArray[np.intp],
+    *,
+    num_rows: int,
 ) -> tuple[Ragged[np.int64], Ragged[np.int32]]:
     """Neighbours of one version and one row as one run, and none without a token.
 
     Args:
-        runs: int64 (3, n): the version, length and row of every run, ordered by row.
+        versions: n of them, of every run, ordered by row.
+        lengths: n.
+        rows: n.
         num_rows: some may have no run.
     """
-    runs = runs[:, runs[1] > 0]
-    versions, lengths, rows = runs
-    is_first = np.ones(len(rows), np.bool_)
-    is_first[1:] = (versions[1:] != versions[:-1]) | (rows[1:] != rows[:-1])
+    runs = np.array([versions, lengths, rows], np.int64)
+    version_N, length_N, row_N = runs[:, runs[1] > 0]
+    is_first = np.ones(len(row_N), np.bool_)
+    is_first[1:] = (version_N[1:] != version_N[:-1]) | (row_N[1:] != row_N[:-1])
     first = np.flatnonzero(is_first)
-    counts = np.add.reduceat(lengths, first) if len(first) else lengths
-    bounds = np.searchsorted(rows[first], np.arange(num_rows + 1)).astype(np.int32)
-    return Ragged(versions[first], bounds), Ragged(counts.astype(np.int32), bounds)
+    counts = np.add.reduceat(length_N, first) if len(first) else length_N
+    bounds = np.searchsorted(row_N[first], np.arange(num_rows + 1)).astype(np.int32)
+    return Ragged(version_N[first], bounds), Ragged(counts.astype(np.int32), bounds)
 
 
 def _bounds(lengths: Sequence[int]) -> NDArray[np.int32]:

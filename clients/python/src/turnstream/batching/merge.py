@@ -38,8 +38,9 @@ from turnstream.batching.extras import (
     split_columns,
 )
 from turnstream.batching.plan import SequenceShape
-from turnstream.batching.prefix import PrefixIndex
+from turnstream.batching.prefix import PrefixIndex, PrefixMatch, require_int32
 from turnstream.types import (
+    NO_PARENT,
     DeclaredColumn,
     Sequence,
     SequenceColumn,
@@ -209,32 +210,76 @@ def _merged_with_extras(
 
 
 def _merged_rows(turns: abc.Sequence[Turn]) -> list[RowPieces]:
-    known = PrefixIndex()
+    parents = _Parents(turns)
     rows: list[RowPieces] = []
     row_ending_in: dict[tuple[int, int], RowPieces] = {}
-    last = len(turns) - 1
     for index, turn in enumerate(turns):
         if turn.extras:
             require_declared(turn, ())
-        prompt_ids, response_ids = turn.prompt_ids, turn.response_ids
-        if index < last:
-            match = known.link_and_add(prompt_ids, response_ids)
-        else:
-            match = known.link(prompt_ids)
-        row = row_ending_in.pop(match, None)  # a match is the turn that ends there, and how far
+        prompt_length = len(turn.prompt_ids)
+        ids = [turn.prompt_ids, turn.response_ids]
+        # A match is the turn that ends there, and how far.
+        row = row_ending_in.pop(parents.find(index), None)
         if row is None:
-            row = RowPieces(len(prompt_ids), [prompt_ids], [], [], [])
+            row = RowPieces(prompt_length, ids, [], [], [])
             rows.append(row)
         else:
-            row.ids.append(prompt_ids[match.shared_tokens :])
-        row.ids.append(response_ids)
+            row.ids[:] = ids  # the prompt holds all that came before
         row.turns.append(turn)
         row.indices.append(index)
-        begin = len(prompt_ids) - row.prompt_length
-        end = begin + len(response_ids)
-        row.spans.append((begin, end))
-        row_ending_in[index, row.prompt_length + end] = row
+        end = prompt_length + len(turn.response_ids)
+        row.spans.append((prompt_length - row.prompt_length, end - row.prompt_length))
+        row_ending_in[index, end] = row
     return rows
+
+
+class _Parents:
+    """What a PrefixIndex says of every turn of a trajectory, without one where it can be seen.
+
+    Where the turn before is the longest so far, a prompt that goes on behind it shares nothing
+    longer with another. One whose first token no turn begins with shares nothing at all. The index
+    learns of the turns when neither is so.
+    """
+
+    def __init__(self, turns: abc.Sequence[Turn]) -> None:
+        self._turns = turns
+        self._index = PrefixIndex()
+        self._num_indexed = 0
+        self._firsts: set[int] = set()
+        self._longest = 0  # tokens of a turn
+        self._is_before_longest = False
+
+    def find(self, index: int) -> PrefixMatch:
+        """The match of a turn's prompt with the turns before it; asked for each in order."""
+        turn = self._turns[index]
+        prompt_ids, response_ids = turn.prompt_ids, turn.response_ids
+        require_int32(prompt_ids, field="prompt_ids")
+        require_int32(response_ids, field="response_ids")
+        if not len(prompt_ids) or int(prompt_ids[0]) not in self._firsts:
+            match = PrefixMatch(NO_PARENT, 0)
+        elif self._is_before_longest and _goes_on_behind(self._turns[index - 1], prompt_ids):
+            match = PrefixMatch(index - 1, self._longest)
+        else:
+            match = self._look_up(index)
+        num_tokens = len(prompt_ids) + len(response_ids)
+        if num_tokens:
+            self._firsts.add(int((prompt_ids if len(prompt_ids) else response_ids)[0]))
+        self._is_before_longest = num_tokens > self._longest
+        self._longest = max(self._longest, num_tokens)
+        return match
+
+    def _look_up(self, index: int) -> PrefixMatch:
+        for turn in self._turns[self._num_indexed : index]:
+            self._index.link_and_add(turn.prompt_ids, turn.response_ids)
+        self._num_indexed = index
+        return self._index.link(self._turns[index].prompt_ids)
+
+
+def _goes_on_behind(turn: Turn, prompt_ids: NDArray[np.int32]) -> bool:
+    """Whether a prompt begins with all tokens of a turn: as bytes, compared without an array."""
+    prompt = prompt_ids.tobytes()
+    before, response = map(np.ascontiguousarray, (turn.prompt_ids, turn.response_ids))
+    return prompt.startswith(before.data) and prompt.startswith(response.data, before.nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

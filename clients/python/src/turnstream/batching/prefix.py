@@ -76,7 +76,7 @@ class PrefixIndex:
         Raises:
             InvalidTurnError: the ids are not int32: their bytes are compared.
         """
-        _require_int32(prompt_ids, field="prompt_ids")
+        require_int32(prompt_ids, field="prompt_ids")
         match, _, _ = self._find(_bytes_of(prompt_ids))
         return match
 
@@ -96,7 +96,7 @@ class PrefixIndex:
         Raises:
             InvalidTurnError: the ids are not int32.
         """
-        _require_int32(response_ids, field="response_ids")
+        require_int32(response_ids, field="response_ids")
         line, offset = self._locate(match)
         self._remember(line, offset, _bytes_of(prompt_ids[match.shared_tokens :]), response_ids)
 
@@ -108,8 +108,8 @@ class PrefixIndex:
         Raises:
             InvalidTurnError: the ids are not int32; nothing is remembered.
         """
-        _require_int32(prompt_ids, field="prompt_ids")
-        _require_int32(response_ids, field="response_ids")
+        require_int32(prompt_ids, field="prompt_ids")
+        require_int32(response_ids, field="response_ids")
         tokens = _bytes_of(prompt_ids)
         match, line, offset = self._find(tokens)
         self._remember(line, offset, tokens[match.shared_tokens * _TOKEN_BYTES :], response_ids)
@@ -233,7 +233,12 @@ class _Line:
         return length
 
 
-def _require_int32(token_ids: NDArray[np.int32], *, field: str) -> None:
+def require_int32(token_ids: NDArray[np.int32], *, field: str) -> None:
+    """Refuse ids of another type: it is their bytes that are compared.
+
+    Raises:
+        InvalidTurnError: names the field and the type.
+    """
     if token_ids.dtype != _INT32:
         raise InvalidTurnError(field, f"are {token_ids.dtype}, not int32")
 
