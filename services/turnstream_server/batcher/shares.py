@@ -102,6 +102,7 @@ def _info(
         assembly_version=manifest.assembly_version,
         config_revision=manifest.config_revision,
         pad_token_id=batch.config.pad_token_id,
+        alignment=batch.config.alignment,
         width=plan.width,
         response_width=plan.response_width,
         denominators=plan.denominators,

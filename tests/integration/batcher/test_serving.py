@@ -7,6 +7,7 @@ from turnstream import testing
 from turnstream.batching.denominators import check_share
 from turnstream.testing import group, trajectory, turn
 from turnstream.types import Status
+from turnstream.worker.layouts import packed_to_torch
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -115,6 +116,24 @@ async def test_a_pass_of_concatenated_rows_holds_more_than_a_rectangle_of_them(h
         passes[model] = (await trainer.get(1))[0].mini_batch.info.micro_batches
 
     assert passes == {"padded": ((0,), (1,)), "packed": ((0, 1),)}
+
+
+async def test_aligned_rows_are_counted_and_laid_out_with_the_tokens_between_them(house):
+    slots = {}
+    for limit in (11, 12):
+        run = house.create_run(
+            batch_groups=1,
+            max_tokens_per_micro_batch=limit,
+            micro_batch_cost="packed",
+            alignment=4,
+        )
+        trainer = house.trainer(await house.start_batcher(), run)
+        await house.publish(run, _lettered("g0", "CDEF", "G"))
+        await trainer.start()
+        share = (await trainer.get(1))[0].mini_batch
+        slots[limit] = [part.cu_seqlens.tolist() for part in packed_to_torch(share)]
+
+    assert slots == {11: [[0, 8], [0, 4]], 12: [[0, 8, 12]]}
 
 
 async def test_a_trajectory_that_no_pass_can_take_is_left_out_where_the_run_refuses_it(house):

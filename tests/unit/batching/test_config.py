@@ -89,6 +89,7 @@ def test_refuses_component_weights_that_do_not_go_with_the_estimator(
         ("cost_per_squared_token", float("nan")),
         ("cost_per_squared_token", float("inf")),
         ("over_long", "cut"),
+        ("alignment", 0),
         ("passes_multiple_of", 0),
         ("overlong_length", -1),
         ("masked_reward", "half"),

@@ -385,10 +385,10 @@ def test_a_pulled_mini_batch_comes_in_every_layout() -> None:
     from turnstream.worker.mini_batch import PulledMiniBatch
 
     batch = testing.rows("abC", "aBC")
-    pulled = PulledMiniBatch(
-        rows=batch, info=testing.mini_batch_info(batch), content_hash="", num_bytes=0
-    )
+    info = testing.mini_batch_info(batch, alignment=8)
+    pulled = PulledMiniBatch(rows=batch, info=info, content_hash="", num_bytes=0)
 
     assert pulled.to_torch_right_padded().input_ids_BT.shape == (2, 3)
+    assert [len(part.input_ids_N) for part in pulled.to_torch_packed()] == [16]
     assert [len(part.input_ids_N) for part in pulled.to_torch_packed(alignment=4)] == [8]
     assert pulled.to_torch_jagged().offsets.tolist() == [0, 3, 6]

@@ -92,6 +92,8 @@ class BatchingConfig:
         cost_per_squared_token: b of "quadratic"; a transformer of hidden size h has b / a = 1 / 6h.
         over_long: a row that costs more than a pass may has a pass "alone", or its trajectory is
             not trained: "refuse".
+        alignment: every row of a packed pass begins at a multiple of so many tokens
+            (batching.packed.sequence_alignment), and counts as that many in what a pass costs.
         passes_multiple_of: every rank has a multiple of so many passes, for the stages of an
             interleaved pipeline. Inert rows provide those that are missing.
         rows_multiple_of: the rows of a mini-batch on all ranks, inert ones included, are a multiple
@@ -141,6 +143,7 @@ class BatchingConfig:
     cost_per_token: float = 1.0
     cost_per_squared_token: float = 0.0
     over_long: OverLong = "alone"
+    alignment: int = 1
     passes_multiple_of: int = 1
     rows_multiple_of: int = 1
     extra_columns: tuple[DeclaredColumn, ...] = ()
@@ -198,6 +201,7 @@ class BatchingConfig:
             model=self.micro_batch_cost,
             a=self.cost_per_token,
             b=self.cost_per_squared_token,
+            alignment=self.alignment,
         )
 
     def _check_estimator(self) -> None:
@@ -334,6 +338,7 @@ _LEAST = {
     "max_tokens_per_micro_batch": 0,
     "overlong_length": 0,
     "overlong_buffer": 0,
+    "alignment": 1,
     "passes_multiple_of": 1,
     "rows_multiple_of": 1,
     "max_refills": 0,

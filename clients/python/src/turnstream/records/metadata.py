@@ -33,7 +33,7 @@ _NUMBERS: Final[dict[str, tuple[type, ...]]] = {
     "num_real_rows": (int,),
     "num_inert_rows": (int,),
 }
-_LAYOUT: Final = ("width", "response_width", "pad_token_id")
+_LAYOUT: Final = ("width", "response_width", "pad_token_id", "alignment")
 
 
 def encode_info(info: MiniBatchInfo) -> dict[bytes, bytes]:
@@ -42,7 +42,7 @@ def encode_info(info: MiniBatchInfo) -> dict[bytes, bytes]:
     values: dict[str, Any] = {
         "format": MAJOR_VERSION,
         **{name: getattr(info, name) for name in (*_TEXTS, *_NUMBERS)},
-        "layout": {"side": "left", "alignment": 1, **layout},
+        "layout": {"side": "left", **layout},
         "denominators": info.denominators._asdict(),
         "micro_batches": info.micro_batches,
     }

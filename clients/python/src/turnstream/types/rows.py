@@ -246,6 +246,7 @@ class MiniBatchInfo:
         manifest_hash: hex SHA-256 of the manifest: the batch's name in the chain.
         width: max(prompt + response) over all rows of all ranks, in tokens.
         response_width: the longest response of all ranks, in tokens.
+        alignment: tokens, of which every row of a packed micro-batch begins at a multiple.
         padding_share: share of padding positions in the left-padded layout, 0 to 1.
         merge_ratio: tokens of the turns sent one by one / tokens of the rows.
         oldest_version, newest_version: over the trained tokens; None if unknown.
@@ -264,6 +265,7 @@ class MiniBatchInfo:
     assembly_version: int
     config_revision: int
     pad_token_id: int
+    alignment: int = 1
     width: int
     response_width: int
     denominators: Denominators

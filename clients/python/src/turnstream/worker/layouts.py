@@ -269,13 +269,17 @@ def right_padded_to_torch(
 
 
 def packed_to_torch(
-    mini_batch: MiniBatch, *, alignment: int = 1, device: torch.device | str | None = None
+    mini_batch: MiniBatch,
+    *,
+    alignment: int | None = None,
+    device: torch.device | str | None = None,
 ) -> list[PackedTensors]:
     """One value per micro-batch of the plan, on the CPU or copied to `device`.
 
     Args:
         mini_batch: its micro-batches are the bins.
-        alignment: every row begins at a multiple of this: `batching.packed.sequence_alignment`.
+        alignment: every row begins at a multiple of this: `batching.packed.sequence_alignment`;
+            None for that of the run, which its micro-batches have room for.
         device: None for the CPU.
 
     Raises:
@@ -283,6 +287,7 @@ def packed_to_torch(
     """
     rows, info = mini_batch.rows, mini_batch.info
     bins = info.micro_batches
+    alignment = info.alignment if alignment is None else alignment
     layouts = packed(rows, bins=bins, pad_token_id=info.pad_token_id, alignment=alignment)
     extras = packed_extras(rows, bins=bins, alignment=alignment)
     of_rows = _row_tensors(rows, info.denominators)

@@ -48,11 +48,11 @@ class PulledMiniBatch(MiniBatch):
         return right_padded_to_torch(self, device=device)
 
     def to_torch_packed(
-        self, device: torch.device | str | None = None, *, alignment: int = 1
+        self, device: torch.device | str | None = None, *, alignment: int | None = None
     ) -> list[PackedTensors]:
         """The rows of every micro-batch, one behind the other, on the CPU or copied to `device`.
 
-        `alignment` is the multiple at which every row begins.
+        `alignment` is the multiple at which every row begins, None that of the run.
         """
         from turnstream.worker.layouts import packed_to_torch
 

@@ -105,6 +105,7 @@ def _mini_batch(draw: st.DrawFn, rows: Rows) -> MiniBatch:
         oldest_version=draw(optional_versions),
         padding_share=draw(st.floats(0, 1)),
         pad_token_id=draw(st.integers(0, 200_000)),
+        alignment=draw(st.integers(1, 256)),
         micro_batches=(tuple(order[:cut]), tuple(order[cut:])),
     )
     return MiniBatch(rows=rows, info=info)
