@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream import testing
+from turnstream.batching.operations import (
+    LOSS_INPUTS,
+    Datum,
+    Operation,
+    accepted_operations,
+    check_operation,
+    operation_rows,
+    operations_by_pass,
+    sums_by_request,
+)
+from turnstream.errors import BatchingError
+from turnstream.records.batches import decode_mini_batch, encode_mini_batch
+from turnstream.types import MiniBatch
+
+
+def datum(num_tokens: int, *, num_targets: int | None = None, **inputs: Any) -> Datum:
+    shape = (num_tokens,) if num_targets is None else (num_tokens, num_targets)
+    return Datum(
+        input_ids=np.arange(num_tokens, dtype=np.int32),
+        target_ids=np.arange(np.prod(shape), dtype=np.int64).reshape(shape),
+        **{name: np.array(values, np.float32) for name, values in inputs.items()},
+    )
+
+
+def scored(num_tokens: int) -> Datum:
+    return datum(num_tokens, logprobs=[-0.5] * num_tokens, advantages=[2.0] * num_tokens)
+
+
+def operation(request_id: str, *data: Datum, loss: str = "ppo", **settings: float) -> Operation:
+    return Operation(request_id=request_id, loss=loss, data=data or [scored(2)], settings=settings)
+
+
+def names(passes: list[list[Operation]]) -> list[list[str]]:
+    return [[own.request_id for own in each] for each in passes]
+
+
+def test_case_47_operations_of_different_losses_have_passes_of_their_own() -> None:
+    text = datum(3)
+    calls = [
+        operation("a"),
+        operation("b", text, loss="cross_entropy"),
+        operation("c"),
+        operation("d", clip_low_threshold=0.9),
+        operation("e", datum(3, num_targets=2), loss="cross_entropy"),
+    ]
+
+    assert names(operations_by_pass(calls)) == [["a", "c"], ["b"], ["d"], ["e"]]
+
+
+def test_case_47_an_operation_is_answered_with_its_own_sums_and_not_those_of_the_pass() -> None:
+    shared = operation_rows([operation("a", scored(2), scored(1)), operation("b")], first_row_id=5)
+    assert shared.operations is not None
+
+    sums = sums_by_request(shared.operations, np.array([1.0, 2.0, 4.0]))
+
+    assert sums == {"a": 3.0, "b": 4.0}
+
+
+def test_inert_rows_are_in_no_sum() -> None:
+    padded = testing.operation_rows("aB", "c|d", request_id="a", is_padding=[False, True])
+    assert padded.operations is not None
+
+    assert sums_by_request(padded.operations, np.array([1.0, 8.0])) == {"a": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("bad", "problem"),
+    [
+        (datum(2, logprobs=[-1, -1], advantages=[1]), "advantages of shape \\(1,\\)"),
+        (datum(2, logprobs=[-1, -1]), "advantages is missing, which ppo needs"),
+        (datum(2, advantages=[1, 1]), "logprobs is missing, which ppo needs"),
+    ],
+)
+def test_case_48_only_the_operation_with_short_or_missing_advantages_is_refused(
+    bad: Datum, problem: str
+) -> None:
+    good = operation("good")
+
+    accepted, refused = accepted_operations([operation("bad", scored(1), bad), good])
+
+    assert accepted == [good]
+    assert list(refused) == ["bad"]
+    with pytest.raises(BatchingError, match=f"operation 'bad', datum 1: {problem}"):
+        raise refused["bad"]
+
+
+@pytest.mark.parametrize(
+    ("given_datum", "loss", "problem"),
+    [
+        (datum(0), "cross_entropy", "input_ids are empty"),
+        (datum(2, weights=[1]), "cross_entropy", r"weights of shape \(1,\)"),
+        (datum(2, weights=[1, np.inf]), "cross_entropy", r"weights is inf at \[1\]"),
+        (datum(2, num_targets=0), "cross_entropy", r"target_ids of shape \(2, 0\)"),
+        (datum(2, num_targets=2), "dro", "dro takes one target per position"),
+        (
+            datum(1, logprobs=[np.nan], advantages=[1]),
+            "importance_sampling",
+            r"logprobs is nan at \[0\]",
+        ),
+    ],
+)
+def test_a_datum_that_cannot_be_scored_is_refused_by_field(
+    given_datum: Datum, loss: str, problem: str
+) -> None:
+    with pytest.raises(BatchingError, match=problem):
+        check_operation(operation("a", given_datum, loss=loss))
+
+
+def test_targets_of_another_length_are_refused() -> None:
+    short = Datum(input_ids=np.zeros(2, np.int32), target_ids=np.zeros(1, np.int64))
+
+    with pytest.raises(BatchingError, match=r"target_ids of shape \(1,\) for 2 input_ids"):
+        check_operation(operation("a", short, loss="cross_entropy"))
+
+
+def test_data_with_different_numbers_of_targets_are_refused() -> None:
+    mixed = operation("a", datum(2), datum(2, num_targets=3), loss="cross_entropy")
+
+    with pytest.raises(BatchingError, match=r"datum 1: .* unlike those of datum 0"):
+        check_operation(mixed)
+
+
+@pytest.mark.parametrize(
+    ("request_id", "loss", "data"),
+    [("", "ppo", [scored(1)]), ("a", "ppo", []), ("a", "unknown", [scored(1)])],
+)
+def test_an_operation_without_name_data_or_known_loss_is_refused(
+    request_id: str, loss: str, data: list[Datum]
+) -> None:
+    with pytest.raises(BatchingError, match="operation"):
+        check_operation(Operation(request_id=request_id, loss=loss, data=data))
+
+
+def test_weights_that_are_not_given_are_1_and_zeros_make_no_row_inert() -> None:
+    calls = [operation("a", datum(2), datum(1, weights=[0]), loss="cross_entropy")]
+
+    made = operation_rows(calls, first_row_id=0)
+
+    assert made.operations is not None
+    assert [row.tolist() for row in made.operations.target_weights] == [[1, 1], [0]]
+    assert not made.is_padding.any()
+    assert made.logprobs is None
+    assert made.advantages is None
+
+
+@st.composite
+def windows(draw: st.DrawFn) -> list[Operation]:
+    calls: list[Operation] = []
+    for number in range(draw(st.integers(1, 5))):
+        loss = draw(st.sampled_from(sorted(LOSS_INPUTS)))
+        num_targets = draw(st.sampled_from([None, 1, 3])) if loss == "cross_entropy" else None
+        lengths = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+        data = [
+            datum(n, num_targets=num_targets) if not LOSS_INPUTS[loss] else scored(n)
+            for n in lengths
+        ]
+        calls.append(operation(f"model:{number}", *data, loss=loss))
+    return calls
+
+
+@given(windows())
+def test_every_datum_is_one_row_of_one_pass_and_travels_as_it_is(calls: list[Operation]) -> None:
+    found: dict[tuple[str, int], list[list[Any]]] = {}
+    for own in operations_by_pass(calls):
+        for each in own:
+            check_operation(each)
+        rows = operation_rows(own, first_row_id=7)
+        sent = encode_mini_batch(MiniBatch(rows=rows, info=testing.mini_batch_info(rows)))
+        arrived = decode_mini_batch(sent.data).rows
+        columns = arrived.operations
+        assert columns is not None
+        for row, place in enumerate(zip(columns.request_id, columns.datum_index, strict=True)):
+            assert place not in found
+            found[place] = [arrived.input_ids[row].tolist(), columns.target_ids[row].tolist()]
+
+    assert found == {
+        (own.request_id, place): [each.input_ids.tolist(), each.target_ids.tolist()]
+        for own in calls
+        for place, each in enumerate(own.data)
+    }
