@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +27,11 @@ from turnstream_server.embedded import EmbeddedServer, EmbeddedServerError, find
 settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile("ci", max_examples=300, deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+# A shell that runs the tests in the background makes them ignore Ctrl-C, and so would every process
+# that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).parents[1]
 SERVER_KINDS = ["valkey", "redis-server"]
