@@ -39,10 +39,11 @@ check: $(STAMP) ## the quick loop: lint, types, layers, unit and contract tests
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q tests/unit tests/contract
 
-bench: $(STAMP) ## measure the whole path, the batching core and durability, beside their baselines
+bench: $(STAMP) ## measure the path, the core, durability and stalls, beside their baselines
 	$(BIN)/python benchmarks/pipeline.py --json benchmarks/results/pipeline.json
 	$(BIN)/python benchmarks/batching.py --json benchmarks/results/batching.json
-	$(BIN)/python benchmarks/durability.py
+	$(BIN)/python benchmarks/durability.py --json benchmarks/results/durability.json
+	$(BIN)/python benchmarks/stall.py --json benchmarks/results/stall.json
 
 mutate: $(STAMP) ## break the guards of the core and the losses one by one; each must fail a test
 	$(BIN)/python tools/mutate.py

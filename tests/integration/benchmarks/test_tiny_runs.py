@@ -32,3 +32,20 @@ def test_the_durability_benchmark_answers_both_questions(tmp_path: Path) -> None
         found["fsync"]["turns_per_s"] / found["fsync"]["naive_per_s"]
     )
     assert -1 < found["everysec"]["bare"] < 1
+
+
+@pytest.mark.grpc
+def test_the_stall_benchmark_sees_the_batch_that_is_assembled_on_the_loop(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+
+    done = subprocess.run(
+        [sys.executable, FOLDER / "stall.py", "--tiny", "--json", results],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    (found,) = json.loads(results.read_text())
+    assert "longest stall" in done.stdout
+    assert found["num_bytes"] > 0
+    assert min(found["idle_ms"], found["batcher_ms"], found["on_loop_ms"]) > 0
