@@ -10,9 +10,12 @@ import pytest
 from turnstream.batching.denominators import check_share
 from turnstream.errors import EndOfRunError
 from turnstream.generator import Publisher
+from turnstream.records.events import decode_event
+from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.testing import group, trajectory, turn
-from turnstream.types import Group, TrajectoryState, Turn, VersionRun
+from turnstream.testing import group, trajectory, turn, wait_until_async
+from turnstream.types import Group, TrajectoryState, Turn, VersionAnnounced, VersionRun
+from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.ledger import read_ledger
 
@@ -30,6 +33,14 @@ def of_version(name: str, version: int) -> Group:
 
 def names(pulled: Any) -> list[str]:
     return sorted(set(pulled.mini_batch.rows.group_id))
+
+
+def announced(url: str, run: str) -> list[int]:
+    """The versions whose events are still in the store."""
+    with connect(url) as client:
+        entries: Any = client.xrange(keys.run_keys(run).events)
+    events = [decode_event(fields[b"r"]) for _, fields in entries]
+    return [event.version for event in events if isinstance(event, VersionAnnounced)]
 
 
 async def train(trainer: Any, step: int) -> Any:
@@ -59,6 +70,31 @@ async def test_groups_that_are_too_old_expire_and_make_room_for_fresh_ones(house
         ledger.check()
         assert ledger.by_state[TrajectoryState.EXPIRED] == 12
         assert read_frontier(client, run).num_live_groups == 3
+
+
+async def test_a_leader_that_starts_from_a_snapshot_knows_the_age_of_versions_of_before(house):
+    run = house.create_run(batch_groups=1, max_staleness=1, max_age_policy="drop")
+    upkeep = Upkeep(snapshot_events=1, snapshot_steps=1)
+    first = await house.start_batcher(upkeep=upkeep)
+    trainer = house.trainer(first, run)
+    await trainer.start()
+    await trainer.announce_version(0, step=0)
+    for step in range(1, 41):  # the store lets go of a hundred events at once
+        await house.publish(run, of_version(f"g{step}", step - 1))
+        last = await train(trainer, step)
+    await wait_until_async(
+        lambda: asyncio.to_thread(lambda: 0 not in announced(house.url, run)),
+        25,
+        describe="the announcement of version 0 to be gone",
+    )
+    await first.stop()
+
+    trainer = house.trainer(await house.start_batcher(upkeep=upkeep), run)
+    await trainer.start("later", token=f"main:40:{last.mini_batch.info.manifest_hash}")
+    await house.publish(run, of_version("late", 0), of_version("new", 40))
+    (fresh,) = await trainer.get(41)
+
+    assert names(fresh) == ["new"]
 
 
 async def test_the_end_of_a_run_is_reached_where_its_last_groups_expire(house):
