@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from turnstream.store import keys
+from turnstream_server.batcher.labels import read_labels
 from turnstream_server.batcher.local import assemble_batch, read_planned_batch
 from turnstream_server.batcher.shares import PlannedBatch
 
 ROW_GROUP_ROWS: Final = 4_096
 """Rows that a reader unpacks at once; with tens of thousands of tokens a row that is hundreds of
 megabytes already."""
+
+_LABELS: Final = {"tags": pa.string(), "metrics": pa.float64()}
 
 
 def archive_path(folder: Path, run: str, step: int) -> Path:
@@ -31,8 +34,9 @@ def archive_path(folder: Path, run: str, step: int) -> Path:
 def archive_step(url: str, run: str, step: int, *, folder: Path) -> Path:
     """Write the rows of a step, the way one rank alone would get them, unless they are there.
 
-    A column `mini_batch` tells the optimizer updates apart. The file appears whole or not at all,
-    and is on disk when this returns. Its metadata name run, step, lineage and manifest hash.
+    A column `mini_batch` tells the optimizer updates apart; the maps `tags` and `metrics` are those
+    of the row's trajectory, null where its seal cannot be read. The file appears whole or not at
+    all, and is on disk when this returns. Its metadata name run, step, lineage and manifest hash.
 
     Raises:
         ReleasedError: the step is no longer retained.
@@ -67,7 +71,8 @@ def _table(url: str, batch: PlannedBatch) -> pa.Table:
         column = pa.array([index] * len(table), pa.int32())
         tables.append(table.add_column(0, "mini_batch", column).replace_schema_metadata(None))
     manifest = batch.manifest
-    return pa.concat_tables(tables, promote_options="default").replace_schema_metadata(
+    rows = _with_labels(url, batch, pa.concat_tables(tables, promote_options="default"))
+    return rows.replace_schema_metadata(
         {
             "run": manifest.run,
             "step": str(manifest.step),
@@ -75,6 +80,18 @@ def _table(url: str, batch: PlannedBatch) -> pa.Table:
             "manifest_hash": batch.manifest_hash,
         }
     )
+
+
+def _with_labels(url: str, batch: PlannedBatch, table: pa.Table) -> pa.Table:
+    """The rows with the tags and metrics of their trajectories."""
+    manifest = batch.manifest
+    plans = [plan for group in manifest.groups for plan in group.trajectories]
+    labels = read_labels(url, manifest.run, plans)
+    own = [labels.get(name) for name in table["trajectory_id"].to_pylist()]
+    for name, kind in _LABELS.items():
+        values: list[Any] = [None if e is None else [*getattr(e, name).items()] for e in own]
+        table = table.append_column(name, pa.array(values, pa.map_(pa.string(), kind)))
+    return table
 
 
 def _write_whole(table: pa.Table, path: Path) -> None:

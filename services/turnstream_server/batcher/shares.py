@@ -10,7 +10,7 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.batching.minibatch import budgeted_passes, rank_share, rows_multiple
 from turnstream.batching.plan import GroupPlan, Manifest
 from turnstream.records.batches import EncodedMiniBatch, encode_mini_batch
-from turnstream.types import MiniBatch, MiniBatchInfo, Rows
+from turnstream.types import Figures, MiniBatch, MiniBatchInfo, Rows
 
 Passes = tuple[tuple[int, ...], ...]
 
@@ -114,6 +114,7 @@ def _info(
         newest_version=max(
             (m.newest_version for m in members if m.newest_version is not None), default=None
         ),
+        figures=manifest.figures if mini_batch == 0 else Figures(),
         dp_rank=dp_rank,
         dp_world_size=dp_world_size,
         num_real_rows=num_real_rows,

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from turnstream.errors import NotReadyError
 from turnstream.records.compact import CompactBatch
+from turnstream.records.figures import shown_figures
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream_server.batcher.local import assemble_locally
@@ -18,6 +19,7 @@ from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.manifests import StoredManifest, read_plan
 from turnstream_server.bus.past import read_past_batch
 from turnstream_server.bus.states import state_of_step
+from turnstream_server.jobs.figures import print_figures
 
 
 def print_batch(url: str, run: str, step: int, console: Console) -> None:
@@ -45,6 +47,7 @@ def print_batch(url: str, run: str, step: int, console: Console) -> None:
         console.print(table)
         denominators = mini_batch["denominators"].items()
         console.print(", ".join(f"{name} {value:g}" for name, value in denominators))
+    print_figures(content.get("figures"), console)
 
 
 def batch_json(url: str, run: str, step: int) -> str:
@@ -189,6 +192,7 @@ def _content(stored: StoredManifest) -> dict[str, Any]:
         "previous_hash": manifest.previous_hash,
         "lineage": manifest.lineage,
         "config_revision": manifest.config_revision,
+        "figures": shown_figures(manifest.figures),
         "mini_batches": mini_batches,
     }
 

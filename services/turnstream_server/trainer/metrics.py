@@ -5,7 +5,8 @@ Keys of a line: `step`, `version` (of the weights after it), `loss`, `reward_mea
 `num_tokens` (of the real rows), `num_trained_tokens`, `num_real_rows`, `num_inert_rows`,
 `num_recomputed_rows`, `padding_share`, `merge_ratio`, `oldest_version`, `newest_version` (that
 sampled it), `ratio`, `kl`, `clipped_share`, `logprob`, `gradient_norm`, `learning_rate`,
-`num_updates`, `num_skipped_updates`, and seconds: `wait_s` (for data), `update_s`, `publish_s` (of
+`num_updates`, `num_skipped_updates`, `figures` (tags and metrics of its trajectories, summed up, as
+`turnstream batch --json` shows them), and seconds: `wait_s` (for data), `update_s`, `publish_s` (of
 the weights before), `elapsed_s` (since the trainer started).
 
 After a restart the steps behind the checkpoint appear again; the later line of a step counts.
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from turnstream.records.figures import shown_figures
 from turnstream.types import MiniBatch, MiniBatchInfo, Rows
 from turnstream_server.trainer.engine import UpdateReport
 
@@ -78,6 +80,7 @@ def step_figures(updates: Sequence[UpdateFigures]) -> dict[str, Any]:
         "gradient_norm": max(report.gradient_norm for report in reports),
         "learning_rate": reports[-1].learning_rate,
         "num_skipped_updates": sum(not report.is_applied for report in reports),
+        "figures": shown_figures(infos[0].figures),
     }
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.testing import group, wait_until_async
+from turnstream.testing import group, trajectory, wait_until_async
 from turnstream_server.batcher.archive import archive_path, archive_step
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.frontier import read_frontier
@@ -63,6 +63,22 @@ async def test_the_archive_of_a_step_holds_the_rows_that_were_trained(house, tmp
             continue
         frame = module.read_parquet(str(path))
         assert frame.shape[0] == 4
+
+
+async def test_the_archive_has_the_labels_of_every_trajectory(house, tmp_path):
+    run = house.create_run(batch_groups=1)
+    labelled = trajectory(sample=0, tags={"env": "maze"}, metrics={"turns": 2})
+    await house.publish(run, group("a", labelled, trajectory(sample=1, reward=0.0)))
+    await train(house, run, steps=1)
+    with connect(house.url) as client:
+        stream = keys.trajectory_keys(run, "a/1/0").turns
+        client.execute_command("XDEL", stream, "0-2")  # its seal
+
+    (path,) = await asyncio.to_thread(lambda: list(archive_run(house.url, run, tmp_path)))
+
+    table = pq.read_table(path)
+    assert table["tags"].to_pylist() == [[("env", "maze")], None]
+    assert table["metrics"].to_pylist() == [[("turns", 2.0)], None]
 
 
 async def test_nothing_is_released_before_it_is_archived(house, tmp_path):

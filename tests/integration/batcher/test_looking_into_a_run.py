@@ -1,14 +1,23 @@
 import asyncio
 import json
+import re
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from turnstream.errors import NotReadyError
 from turnstream.generator import Publisher
+from turnstream.records.figures import shown_figures
 from turnstream.testing import group, trajectory
 from turnstream_server.bus.histories import TrajectoryNotFoundError
-from turnstream_server.jobs.batches import batch_json, difference_json, write_batch
+from turnstream_server.jobs.batches import (
+    batch_json,
+    difference_json,
+    print_batch,
+    write_batch,
+)
 from turnstream_server.jobs.ledger import history_json, ledger_json
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
@@ -139,3 +148,30 @@ async def test_the_bytes_of_a_batch_are_those_that_its_rank_gets(house, tmp_path
 
     assert [path.name for path in paths] == ["out.arrow", "out-1.arrow"]
     assert [path.read_bytes() for path in paths] == [each.data for each in pulled]
+
+
+LABELLED = (
+    trajectory(sample=0, tags={"env": "maze"}, metrics={"turns": 2}),
+    trajectory(sample=1, reward=0.0, tags={"env": "maze"}, metrics={"turns": 4}),
+)
+
+
+async def test_labels_are_summed_up_once_per_batch_for_workers_and_for_people(house):
+    run = house.create_run(batch_groups=2, mini_batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("a", *LABELLED), group("b"))
+    await trainer.start(dp_world_size=2)
+
+    first, second = await trainer.get(1, dp_rank=1)
+    seen = await batch(house, run, 1)
+    screen = StringIO()
+    await asyncio.to_thread(print_batch, house.url, run, 1, Console(file=screen, width=120))
+
+    figures = first.mini_batch.info.figures
+    assert figures.metrics["turns"].mean == 3.0
+    assert figures.tags["env"].values["maze"].reward_mean == 0.5
+    assert not second.mini_batch.info.figures
+    assert seen["figures"] == shown_figures(figures)
+    printed = screen.getvalue()
+    assert re.search(r"turns +│ +2 +│ +3 +│ +2 +│ +4", printed)
+    assert re.search(r"env +│ +maze +│ +2 +│ +0.5", printed)

@@ -329,3 +329,36 @@ def test_an_attempt_beyond_those_that_are_looked_at_is_refused() -> None:
 def test_a_reward_cannot_be_given_and_awaited() -> None:
     with pytest.raises(InvalidTurnError, match=r"^reward: 1.0 is given, and awaits_reward says"):
         checks.checked_reward(1.0, awaits_reward=True)
+
+
+def label(metrics: Any = None, tags: Any = None) -> None:
+    checks.checked_metrics(metrics)
+    checks.checked_tags(tags)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ({"metrics": {"m": math.nan}}, r"metrics\['m'\]: nan is not finite"),
+        ({"metrics": {"m": 1e31}}, r"metrics\['m'\]: 1e\+31 is beyond 1e\+30"),
+        ({"metrics": {"m": "much"}}, r"metrics\['m'\]: 'much' is not a number"),
+        ({"metrics": {"": 1.0}}, "metrics: has an empty name, of 1.0"),
+        ({"metrics": {"é" * 65: 1.0}}, "metrics: 'é+'... has 130 bytes, more than 128"),
+        ({"metrics": {str(n): n for n in range(65)}}, "metrics: has 65 names, more than 64"),
+        ({"tags": {"env": 3}}, r"tags\['env'\]: 3 is not a text"),
+        ({"tags": {"env": "x" * 257}}, r"tags\['env'\]: 'x+'... has 257 bytes, more than 256"),
+        ({"tags": {"": "x"}}, "tags: has an empty name, of 'x'"),
+        ({"tags": {"x" * 129: ""}}, "tags: 'x+'... has 129 bytes, more than 128"),
+        ({"tags": {str(n): "" for n in range(65)}}, "tags: has 65 names, more than 64"),
+    ],
+)
+def test_a_label_that_cannot_be_summed_up_is_refused_by_name(labels: Any, message: str) -> None:
+    with pytest.raises(InvalidTurnError, match=message):
+        label(**labels)
+
+
+def test_labels_at_their_limits_are_taken() -> None:
+    label(
+        metrics={"m" * 128: -1e30, **{str(n): n for n in range(63)}},
+        tags={"t" * 128: "x" * 256, **{str(n): "" for n in range(63)}},
+    )

@@ -334,3 +334,27 @@ def test_every_column_of_rows_travels():
     sent = {*COLUMNS} - {"version_runs"} | {"run_versions", "run_counts"}
 
     assert sent | {"operations", "extras"} == set(Rows.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {},
+        {"metrics": [], "tags": {}, "num_left_out": 0},
+        {"metrics": {"m": {"num_trajectories": 1}}, "tags": {}, "num_left_out": 0},
+        {"metrics": {}, "tags": {"env": {"values": {"a": 3}, "other": None}}, "num_left_out": 0},
+        {"metrics": {}, "tags": {}, "num_left_out": 0.5},
+        {"metrics": {}, "tags": {}, "num_left_out": True},
+    ],
+)
+def test_metadata_with_figures_that_are_none_are_refused(wrong: Any):
+    data = edited(mini_batch(), with_metadata(figures=wrong))
+
+    with pytest.raises(CorruptRecordError, match="metadata of a mini-batch"):
+        decode_mini_batch(data)
+
+
+def test_a_mini_batch_without_figures_says_nothing_of_them():
+    batch = read_arrow(encode_mini_batch(mini_batch()).data)
+
+    assert b"figures" not in batch.schema.metadata

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from turnstream.batching.figures import sum_up
 from turnstream.batching.plan import Manifest
 from turnstream.records.batches import decode_mini_batch, encode_mini_batch
 from turnstream.records.configs import decode_config
@@ -102,6 +103,12 @@ def golden_manifest() -> Manifest:
     return replace(manifest("g0", "g1", run="run", step=2), assembly_version=0)
 
 
+def golden_manifest_with_figures() -> Manifest:
+    labels = [({"env": "maze"}, {"turns": 2.0}, 1.0), ({"env": "go"}, {}, None)]
+    figures = sum_up((sealed(tags=tags, metrics=m), reward) for tags, m, reward in labels)
+    return replace(manifest("g0", run="run", step=2), assembly_version=2, figures=figures)
+
+
 def golden_masked_manifest() -> Manifest:
     """One whose first trajectory has rows of different weights, whose second is masked."""
     plan = manifest("g0", run="run", step=2)
@@ -179,6 +186,13 @@ def test_a_manifest_with_weights_and_masks_has_the_bytes_of_format_0():
 
     assert_golden("manifest_masked.hex", record)
     assert decode_manifest(record) == golden_masked_manifest()
+
+
+def test_a_manifest_with_tags_and_metrics_has_the_bytes_of_format_0():
+    record = encode_manifest(golden_manifest_with_figures())
+
+    assert_golden("manifest_figures.hex", record)
+    assert decode_manifest(record) == golden_manifest_with_figures()
 
 
 def test_a_stored_config_of_format_0_is_read():

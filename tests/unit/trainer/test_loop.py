@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from turnstream import testing
+from turnstream.batching.figures import sum_up
 from turnstream.types import RecoveryToken
 from turnstream.worker.mini_batch import PulledMiniBatch
 from turnstream_server.models.policy import SmallModelSpec, load_policy
@@ -157,6 +158,27 @@ def test_every_step_is_a_line_of_metrics_with_figures_of_its_mini_batches(
     assert first["reward_mean"] == 1.0
     assert first["num_updates"] == 2
     assert {"loss", "kl", "wait_s", "update_s", "publish_s", "elapsed_s"} <= set(first)
+
+
+def test_a_line_of_metrics_has_the_figures_that_its_batch_came_with(
+    tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
+) -> None:
+    figures = sum_up([(testing.sealed(tags={"env": "maze"}, metrics={"turns": 3.0}), 1.0)])
+
+    def build(*, mini_batch: int, **info: Any) -> PulledMiniBatch:
+        said = {"figures": figures} if mini_batch == 0 else {}
+        return build_mini_batch(mini_batch=mini_batch, **info, **said)
+
+    _train(build_engine(), StreamInMemory(build, last_step=1, newest_version=-1), _config(tmp_path))
+
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["figures"] == {
+        "metrics": {"turns": {"num_trajectories": 1, "mean": 3.0, "minimum": 3.0, "maximum": 3.0}},
+        "tags": {
+            "env": {"values": {"maze": {"num_trajectories": 1, "reward_mean": 1.0}}, "other": None}
+        },
+        "num_left_out": 0,
+    }
 
 
 def test_a_metrics_line_that_a_crash_cut_off_is_closed_and_the_next_one_is_whole(

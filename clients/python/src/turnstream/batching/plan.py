@@ -6,16 +6,18 @@ configuration, so that whoever plans the same groups gets the same batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from turnstream.types import Denominators, Status, TrajectoryKey
+from turnstream.types import Denominators, Figures, Status, TrajectoryKey
 
-ASSEMBLY_VERSION = 1
-"""Grows whenever a plan says something that the rules before would assemble to other rows.
+ASSEMBLY_VERSION = 2
+"""Grows whenever a plan says something that the rules before would assemble to other rows, or to
+rows of which something else is said.
 
 A replica assembles plans of this version and of those before, and refuses newer ones by name: in
-version 0 all rows of a trajectory weigh alike and none is masked.
+version 0 all rows of a trajectory weigh alike and none is masked, before version 2 nothing is said
+of tags and metrics.
 """
 
 
@@ -104,6 +106,7 @@ class Manifest:
         last_event_id: the event that completed the last group of this batch, or the BatchDue that
             it was chosen at.
         masked_versions: ascending; no token that one of them sampled is trained.
+        figures: tags and metrics of its trajectories, summed up.
     """
 
     run: str
@@ -117,6 +120,7 @@ class Manifest:
     groups: tuple[GroupPlan, ...]
     mini_batches: tuple[MiniBatchPlan, ...]
     masked_versions: tuple[int, ...] = ()
+    figures: Figures = field(default_factory=Figures)
 
     @property
     def num_trajectories(self) -> int:

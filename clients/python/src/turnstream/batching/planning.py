@@ -10,6 +10,7 @@ import numpy as np
 from turnstream.batching.advantages import GroupOutcomes, trajectory_advantages
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.denominators import plan_denominators
+from turnstream.batching.figures import sum_up
 from turnstream.batching.filters import row_weights
 from turnstream.batching.lengths import is_compared, is_masked
 from turnstream.batching.merge import plan_sequences
@@ -111,6 +112,9 @@ def plan_batch(
         groups=groups,
         mini_batches=tuple(_mini_batches(groups, config, first_row_id=first_row_id)),
         masked_versions=masked_versions,
+        figures=sum_up(
+            (member, planned_reward(member, config)) for group in ready for member in group.members
+        ),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from turnstream.batching.figures import MAX_METRIC
 from turnstream.errors import InvalidTurnError
 from turnstream.store.keys import encode_name
 from turnstream.types import Group, Status, Trajectory, TrajectoryKey, Turn, VersionRun
@@ -25,6 +26,15 @@ MAX_LOGPROB = 1e-3
 
 ATTEMPT_LIMIT = 1000
 """Attempts of one sample: the scripts that decide a group look at each of them."""
+
+MAX_LABELS = 64
+"""Tags, and metrics, of one trajectory: the planner keeps those of every trajectory that waits."""
+
+MAX_LABEL_BYTES = 128
+"""Of the name of a tag or a metric, in UTF-8."""
+
+MAX_TAG_BYTES = 256
+"""Of the value of a tag, in UTF-8: a label, not a text."""
 
 _TOKEN_ID_LIMIT = 2**31
 _NUMBER_LIMIT = 2**31  # of samples
@@ -145,6 +155,16 @@ def checked_numbers(values: Mapping[str, Any] | None, *, field: str) -> dict[str
     return {name: _finite(values[name], field=f"{field}[{name!r}]") for name in sorted(values)}
 
 
+def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Named numbers that can be summed up, ordered by name."""
+    numbers = checked_numbers(metrics, field="metrics")
+    _check_labels(numbers, field="metrics")
+    for name, number in numbers.items():
+        if abs(number) > MAX_METRIC:
+            raise InvalidTurnError(f"metrics[{name!r}]", f"{number!r} is beyond {MAX_METRIC:g}")
+    return numbers
+
+
 def checked_tags(tags: Mapping[str, str] | None) -> dict[str, str]:
     """Named texts, ordered by name."""
     if not tags:
@@ -152,7 +172,24 @@ def checked_tags(tags: Mapping[str, str] | None) -> dict[str, str]:
     for name, text in tags.items():
         checked_text(name, field="tags")
         checked_text(text, field=f"tags[{name!r}]")
+        _check_size(text, field=f"tags[{name!r}]", most=MAX_TAG_BYTES)
+    _check_labels(tags, field="tags")
     return dict(sorted(tags.items()))
+
+
+def _check_labels(values: Mapping[str, Any], *, field: str) -> None:
+    if len(values) > MAX_LABELS:
+        raise InvalidTurnError(field, f"has {len(values)} names, more than {MAX_LABELS}")
+    for name in values:
+        if not name:
+            raise InvalidTurnError(field, f"has an empty name, of {values[name]!r}")
+        _check_size(name, field=field, most=MAX_LABEL_BYTES)
+
+
+def _check_size(text: str, *, field: str, most: int) -> None:
+    num_bytes = len(text.encode())
+    if num_bytes > most:
+        raise InvalidTurnError(field, f"{text[:32]!r}... has {num_bytes} bytes, more than {most}")
 
 
 def checked_text(text: Any, *, field: str) -> str:

@@ -116,7 +116,7 @@ class TrajectoryDraft:
         reward = checks.checked_reward(reward, awaits_reward=awaits_reward)
         components = checks.checked_numbers(reward_components, field="reward_components")
         sampling = checks.checked_numbers(sampling, field="sampling")
-        metrics = checks.checked_numbers(metrics, field="metrics")
+        metrics = checks.checked_metrics(metrics)
         tags = checks.checked_tags(tags)
 
         turn_versions = self._turn_versions()

@@ -433,8 +433,8 @@ class TrajectoryWriter:
             reward_components: named rewards.
             status: how the episode ended.
             sampling: parameters such as temperature.
-            tags: free labels.
-            metrics: free numbers.
+            tags: labels, at most 64; each batch counts the trajectories of every value.
+            metrics: finite numbers, at most 64; each batch has their means and extremes.
             awaits_reward: the reward, or some of its components, will be posted by `post_reward`,
                 by any process. The group waits for it.
 

@@ -14,6 +14,7 @@ from turnstream.batching.plan import (
     TrajectoryPlan,
 )
 from turnstream.errors import CorruptRecordError
+from turnstream.records.figures import decode_figures, encode_figures
 from turnstream.records.framing import MANIFEST, read_header, write_frame
 from turnstream.records.keys import decode_key, decode_status, encode_key
 from turnstream.types import Denominators
@@ -34,6 +35,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         groups=[_encode_group(group) for group in manifest.groups],
         mini_batches=[_encode_mini_batch(plan) for plan in manifest.mini_batches],
         masked_versions=manifest.masked_versions,
+        figures=encode_figures(manifest.figures),
     )
     return write_frame(MANIFEST, message.SerializeToString(deterministic=True))
 
@@ -62,6 +64,7 @@ def decode_manifest(record: bytes) -> Manifest:
         groups=tuple(_decode_group(group) for group in message.groups),
         mini_batches=tuple(_decode_mini_batch(plan) for plan in message.mini_batches),
         masked_versions=tuple(message.masked_versions),
+        figures=decode_figures(message.figures),
     )
     _check_mini_batches(manifest)
     return manifest

@@ -12,7 +12,8 @@ from types import NoneType
 from typing import Any, Final
 
 from turnstream.errors import CorruptRecordError, UnknownFormatError
-from turnstream.types import Denominators, MiniBatchInfo
+from turnstream.records.figures import figures_of_plain, plain_figures
+from turnstream.types import Denominators, Figures, MiniBatchInfo
 
 MAJOR_VERSION: Final = 0
 
@@ -46,6 +47,8 @@ def encode_info(info: MiniBatchInfo) -> dict[bytes, bytes]:
         "denominators": info.denominators._asdict(),
         "micro_batches": info.micro_batches,
     }
+    if info.figures:  # what says nothing is not said, as in batches of older releases
+        values["figures"] = plain_figures(info.figures)
     return {
         name.encode(): value.encode() if name in _TEXTS else _json(value)
         for name, value in sorted(values.items())
@@ -73,8 +76,9 @@ def decode_info(metadata: Mapping[bytes, bytes]) -> MiniBatchInfo:
             **{name: _of_kind(layout[name], (int,)) for name in _LAYOUT},
             denominators=_denominators(json.loads(metadata[b"denominators"])),
             micro_batches=tuple(map(tuple, json.loads(metadata[b"micro_batches"]))),
+            figures=_figures(metadata),
         )
-    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CorruptRecordError(f"the metadata of a mini-batch: {error!r}") from error
 
 
@@ -86,6 +90,11 @@ def _of_kind(value: Any, kinds: tuple[type, ...]) -> Any:
 
 def _denominators(values: Mapping[str, Any]) -> Denominators:
     return Denominators(**{n: _of_kind(values[n], (int, float)) for n in Denominators._fields})
+
+
+def _figures(metadata: Mapping[bytes, bytes]) -> Figures:
+    stored = metadata.get(b"figures")
+    return Figures() if stored is None else figures_of_plain(json.loads(stored))
 
 
 def _json(value: object) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.plan import (
@@ -63,6 +63,8 @@ def sealed(
     turn_versions: Sequence[Sequence[tuple[int | None, int]]] = (),
     has_logprobs: bool = False,
     lease_epoch: int = 1,
+    tags: Mapping[str, str] | None = None,
+    metrics: Mapping[str, float] | None = None,
 ) -> SealedTrajectory:
     """A finished trajectory as the plan sees it.
 
@@ -87,6 +89,8 @@ def sealed(
         turn_versions=tuple(tuple(VersionRun(*run) for run in own) for own in turn_versions),
         num_payload_bytes=sum(turn.num_tokens for turn in turns) * 4,
         has_logprobs=has_logprobs,
+        tags=dict(tags or {}),
+        metrics=dict(metrics or {}),
     )
 
 

@@ -85,10 +85,18 @@ def trajectory(
     sample: int = 0,
     reward: float | None = 1.0,
     status: Status = Status.COMPLETED,
+    tags: Mapping[str, str] | None = None,
+    metrics: Mapping[str, float] | None = None,
 ) -> Trajectory:
     """An episode of these turns; of one turn "ab" -> "CD" if none is given."""
-    episode = turns or (turn("ab", "CD"),)
-    return Trajectory(turns=episode, sample=sample, reward=reward, status=status)
+    return Trajectory(
+        turns=turns or (turn("ab", "CD"),),
+        sample=sample,
+        reward=reward,
+        status=status,
+        tags=tags or {},
+        metrics=metrics or {},
+    )
 
 
 def group(group_id: str = "g0", *trajectories: Trajectory, prompt_uid: str = "") -> Group:

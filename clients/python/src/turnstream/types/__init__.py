@@ -16,6 +16,7 @@ from turnstream.types.events import (
     VersionAnnounced,
 )
 from turnstream.types.extras import DeclaredColumn, Extent, ExtraPiece, SequenceColumn
+from turnstream.types.figures import Figures, MetricFigures, TagFigures, ValueFigures
 from turnstream.types.rows import (
     Denominators,
     ExtraColumn,
@@ -51,8 +52,10 @@ __all__ = [
     "Extent",
     "ExtraColumn",
     "ExtraPiece",
+    "Figures",
     "Group",
     "GroupOpened",
+    "MetricFigures",
     "MiniBatch",
     "MiniBatchInfo",
     "OperationColumns",
@@ -67,6 +70,7 @@ __all__ = [
     "SequenceColumn",
     "Status",
     "StoredTurn",
+    "TagFigures",
     "Trajectory",
     "TrajectoryAbandoned",
     "TrajectoryDied",
@@ -74,6 +78,7 @@ __all__ = [
     "TrajectoryState",
     "Turn",
     "TurnShape",
+    "ValueFigures",
     "VersionAnnounced",
     "VersionRun",
 ]

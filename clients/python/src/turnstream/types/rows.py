@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from turnstream.errors import BatchingError
 from turnstream.types.extras import Extent, SequenceColumn
+from turnstream.types.figures import Figures
 from turnstream.types.turns import VersionRun
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -250,6 +251,8 @@ class MiniBatchInfo:
         padding_share: share of padding positions in the left-padded layout, 0 to 1.
         merge_ratio: tokens of the turns sent one by one / tokens of the rows.
         oldest_version, newest_version: over the trained tokens; None if unknown.
+        figures: tags and metrics of the whole batch; said once, in its first mini-batch, and empty
+            in the others.
         num_real_rows, num_inert_rows: of this rank.
         micro_batches: row positions of this rank, one tuple per forward pass; every rank has the
             same number of them.
@@ -273,6 +276,7 @@ class MiniBatchInfo:
     merge_ratio: float
     oldest_version: int | None
     newest_version: int | None
+    figures: Figures = field(default_factory=Figures)
     dp_rank: int
     dp_world_size: int
     num_real_rows: int

@@ -30,6 +30,7 @@ from turnstream.batching.plan import (
     TrajectoryPlan,
 )
 from turnstream.testing.strategies.extras import declared_columns
+from turnstream.testing.strategies.figures import figures
 from turnstream.testing.strategies.values import (
     crcs,
     exactly,
@@ -240,6 +241,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         groups=tuple(planned),
         mini_batches=tuple(_mini_batch_plans(draw, planned, cut)),
         masked_versions=tuple(sorted(draw(st.sets(versions, max_size=2)))),
+        figures=draw(figures),
     )
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from turnstream.testing.batches import mini_batch_info
+from turnstream.testing.strategies.figures import figures
 from turnstream.testing.strategies.turns import version_runs
 from turnstream.testing.strategies.values import (
     exactly,
@@ -104,6 +105,7 @@ def _mini_batch(draw: st.DrawFn, rows: Rows) -> MiniBatch:
         run=draw(names),
         oldest_version=draw(optional_versions),
         padding_share=draw(st.floats(0, 1)),
+        figures=draw(figures),
         pad_token_id=draw(st.integers(0, 200_000)),
         alignment=draw(st.integers(1, 256)),
         micro_batches=(tuple(order[:cut]), tuple(order[cut:])),

@@ -328,8 +328,54 @@ class MiniBatchPlan(_message.Message):
     denominators: Denominators
     def __init__(self, first_group: _Optional[int] = ..., num_groups: _Optional[int] = ..., first_row_id: _Optional[int] = ..., num_rows: _Optional[int] = ..., width: _Optional[int] = ..., response_width: _Optional[int] = ..., denominators: _Optional[_Union[Denominators, _Mapping]] = ...) -> None: ...
 
+class MetricFigures(_message.Message):
+    __slots__ = ("name", "num_trajectories", "total", "minimum", "maximum")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    MINIMUM_FIELD_NUMBER: _ClassVar[int]
+    MAXIMUM_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    num_trajectories: int
+    total: float
+    minimum: float
+    maximum: float
+    def __init__(self, name: _Optional[str] = ..., num_trajectories: _Optional[int] = ..., total: _Optional[float] = ..., minimum: _Optional[float] = ..., maximum: _Optional[float] = ...) -> None: ...
+
+class ValueFigures(_message.Message):
+    __slots__ = ("value", "num_trajectories", "num_rewarded", "reward_total")
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    NUM_REWARDED_FIELD_NUMBER: _ClassVar[int]
+    REWARD_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    value: str
+    num_trajectories: int
+    num_rewarded: int
+    reward_total: float
+    def __init__(self, value: _Optional[str] = ..., num_trajectories: _Optional[int] = ..., num_rewarded: _Optional[int] = ..., reward_total: _Optional[float] = ...) -> None: ...
+
+class TagFigures(_message.Message):
+    __slots__ = ("name", "values", "other")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    OTHER_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    values: _containers.RepeatedCompositeFieldContainer[ValueFigures]
+    other: ValueFigures
+    def __init__(self, name: _Optional[str] = ..., values: _Optional[_Iterable[_Union[ValueFigures, _Mapping]]] = ..., other: _Optional[_Union[ValueFigures, _Mapping]] = ...) -> None: ...
+
+class Figures(_message.Message):
+    __slots__ = ("metrics", "tags", "num_left_out")
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    metrics: _containers.RepeatedCompositeFieldContainer[MetricFigures]
+    tags: _containers.RepeatedCompositeFieldContainer[TagFigures]
+    num_left_out: int
+    def __init__(self, metrics: _Optional[_Iterable[_Union[MetricFigures, _Mapping]]] = ..., tags: _Optional[_Iterable[_Union[TagFigures, _Mapping]]] = ..., num_left_out: _Optional[int] = ...) -> None: ...
+
 class Manifest(_message.Message):
-    __slots__ = ("run", "step", "revision", "lineage", "previous_hash", "assembly_version", "config_revision", "last_event_id", "groups", "mini_batches", "masked_versions")
+    __slots__ = ("run", "step", "revision", "lineage", "previous_hash", "assembly_version", "config_revision", "last_event_id", "groups", "mini_batches", "masked_versions", "figures")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
@@ -341,6 +387,7 @@ class Manifest(_message.Message):
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     MINI_BATCHES_FIELD_NUMBER: _ClassVar[int]
     MASKED_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    FIGURES_FIELD_NUMBER: _ClassVar[int]
     run: str
     step: int
     revision: int
@@ -352,4 +399,5 @@ class Manifest(_message.Message):
     groups: _containers.RepeatedCompositeFieldContainer[GroupPlan]
     mini_batches: _containers.RepeatedCompositeFieldContainer[MiniBatchPlan]
     masked_versions: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., revision: _Optional[int] = ..., lineage: _Optional[str] = ..., previous_hash: _Optional[str] = ..., assembly_version: _Optional[int] = ..., config_revision: _Optional[int] = ..., last_event_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupPlan, _Mapping]]] = ..., mini_batches: _Optional[_Iterable[_Union[MiniBatchPlan, _Mapping]]] = ..., masked_versions: _Optional[_Iterable[int]] = ...) -> None: ...
+    figures: Figures
+    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., revision: _Optional[int] = ..., lineage: _Optional[str] = ..., previous_hash: _Optional[str] = ..., assembly_version: _Optional[int] = ..., config_revision: _Optional[int] = ..., last_event_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupPlan, _Mapping]]] = ..., mini_batches: _Optional[_Iterable[_Union[MiniBatchPlan, _Mapping]]] = ..., masked_versions: _Optional[_Iterable[int]] = ..., figures: _Optional[_Union[Figures, _Mapping]] = ...) -> None: ...

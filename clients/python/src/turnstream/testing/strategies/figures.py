@@ -1,0 +1,25 @@
+"""Tags and metrics, summed up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from turnstream.batching.figures import sum_up
+from turnstream.testing.plans import sealed
+from turnstream.testing.strategies.values import (
+    numbers_by_name,
+    rewards_of_trajectories,
+    texts_by_name,
+)
+
+labelled = st.builds(
+    lambda tags, metrics: replace(sealed(), tags=tags, metrics=metrics),
+    texts_by_name,
+    numbers_by_name,
+)
+"""Trajectories with any tags and metrics."""
+
+figures = st.lists(st.tuples(labelled, st.none() | rewards_of_trajectories), max_size=3).map(sum_up)
+"""What the labels of some trajectories come to."""

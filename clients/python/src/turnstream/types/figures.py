@@ -1,0 +1,73 @@
+"""What the tags and metrics of many trajectories come to: counts, sums and extremes, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricFigures:
+    """One metric of the trajectories that have it; float64, summed in their order."""
+
+    num_trajectories: int
+    total: float
+    minimum: float
+    maximum: float
+
+    @property
+    def mean(self) -> float:
+        """Of the values, one per trajectory."""
+        return self.total / self.num_trajectories
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueFigures:
+    """The trajectories with one value of a tag.
+
+    Attributes:
+        num_rewarded: those of them that have a reward.
+        reward_total: sum of these rewards, float64, in the order of the trajectories.
+    """
+
+    num_trajectories: int
+    num_rewarded: int
+    reward_total: float
+
+    @property
+    def reward_mean(self) -> float | None:
+        """None where no trajectory has a reward."""
+        return self.reward_total / self.num_rewarded if self.num_rewarded else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TagFigures:
+    """One tag.
+
+    Attributes:
+        values: by value, in order of value.
+        other: the trajectories with any other value, where there are too many values to tell.
+    """
+
+    values: Mapping[str, ValueFigures]
+    other: ValueFigures | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Tags and metrics of the trajectories of a batch, or of an evaluation.
+
+    Attributes:
+        metrics: by name, in order of name.
+        tags: by name, in order of name.
+        num_left_out: metrics and tags of single trajectories that are counted nowhere: their names
+            are beyond those that are told apart, or a metric is no number to sum.
+    """
+
+    metrics: Mapping[str, MetricFigures] = field(default_factory=dict[str, MetricFigures])
+    tags: Mapping[str, TagFigures] = field(default_factory=dict[str, TagFigures])
+    num_left_out: int = 0
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to say."""
+        return bool(self.metrics or self.tags or self.num_left_out)
