@@ -52,6 +52,8 @@ def test_every_refusal_of_a_script_has_its_error(
         "CLUSTERDOWN The cluster is down",
         "TRYAGAIN Multiple keys request during rehashing of slot",
         "NOREPLICAS Not enough good replicas to write.",
+        # A server that restarted between the loading of a script and its call.
+        "NOSCRIPT No matching script. Please use EVAL.",
     ],
 )
 def test_what_passes_by_itself_is_unavailable(text: str) -> None:

@@ -55,7 +55,7 @@ _REFUSALS: dict[str, type[RejectedError]] = {
 }
 _PASSING = frozenset(
     {
-        *("OOM", "LOADING", "BUSY", "MISCONF", "READONLY", "NOREPLICAS"),
+        *("OOM", "LOADING", "BUSY", "MISCONF", "READONLY", "NOREPLICAS", "NOSCRIPT"),
         *("MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "EXECABORT"),
     }
 )
