@@ -93,6 +93,24 @@ async def test_of_many_who_wait_for_a_refill_one_gets_it(
     assert sorted(type(result).__name__ for result in results) == ["NotReadyError", "Refill"]
 
 
+async def test_of_many_tasks_of_one_publisher_one_gets_a_refill(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    # The store gives an attempt again to the writer that has it. Tasks that had all read of it
+    # before the first of them opened it were all given it, and wrote one trajectory together.
+    run = new_run(client)
+    with Publisher(server.url, run) as publisher:
+        open_group(publisher)
+    grant(client, run)
+
+    async with AsyncPublisher(server.url, run) as publisher:
+        waiting = [publisher.next_refill(0.2) for _ in range(8)]
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+
+    names = [type(result).__name__ for result in results]
+    assert sorted(names) == [*["NotReadyError"] * 7, "Refill"]
+
+
 def test_without_a_refill_says_so_in_time(
     server: EmbeddedServer, client: redis.Redis, new_run: NewRun
 ) -> None:

@@ -66,6 +66,7 @@ class AsyncPublisher:
             url
         )  # for calls that wait for their answer; connects when used
         self._unread_failures: list[Delivery] = []
+        self._tried_refills: dict[TrajectoryKey, object] = {}
         self._url = url
 
     async def __aenter__(self) -> Self:
@@ -153,7 +154,11 @@ class AsyncPublisher:
             StoreUnavailableError: the store cannot be reached.
         """
         return await take_refill_async(
-            self._client, self._outbox.run, writer=self._outbox.writer, timeout_s=timeout_s
+            self._client,
+            self._outbox.run,
+            writer=self._outbox.writer,
+            timeout_s=timeout_s,
+            tried=self._tried_refills,
         )
 
     def refill_trajectory(self, refill: Refill) -> AsyncTrajectoryWriter:

@@ -68,6 +68,7 @@ class Publisher:
         self._sender = Sender(url, run, self._outbox)
         self._client = connect(url)  # for calls that wait for an answer; connects when used
         self._unread_failures: list[Delivery] = []
+        self._tried_refills: dict[TrajectoryKey, object] = {}
         self._url = url
 
     def __enter__(self) -> Self:
@@ -191,7 +192,11 @@ class Publisher:
             StoreUnavailableError: the store cannot be reached.
         """
         return take_refill(
-            self._client, self._outbox.run, writer=self._outbox.writer, timeout_s=timeout_s
+            self._client,
+            self._outbox.run,
+            writer=self._outbox.writer,
+            timeout_s=timeout_s,
+            tried=self._tried_refills,
         )
 
     def refill_trajectory(self, refill: Refill) -> TrajectoryWriter:

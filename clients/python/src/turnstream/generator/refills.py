@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import redis
 import redis.asyncio
@@ -26,23 +27,40 @@ from turnstream.types import TrajectoryKey
 _MAX_LISTED = 32
 
 
-def take_refill(client: redis.Redis, run: str, *, writer: str, timeout_s: float) -> Refill:
+def take_refill(
+    client: redis.Redis,
+    run: str,
+    *,
+    writer: str,
+    timeout_s: float,
+    tried: dict[TrajectoryKey, object] | None = None,
+) -> Refill:
     """Open an attempt that was granted, as soon as there is one; of many who try, one wins.
+
+    Args:
+        client: of the store.
+        run: name of the run.
+        writer: who takes it.
+        timeout_s: longest wait.
+        tried: attempts that calls for this writer have asked for, which all of them share: the
+            store gives an attempt to the writer that has it again, so that it cannot tell them
+            apart.
 
     Raises:
         NotReadyError: there was none within `timeout_s`.
         StoreUnavailableError: the store cannot be reached.
     """
     deadline_s = time.monotonic() + timeout_s
-    lost: set[TrajectoryKey] = set()
+    tried = {} if tried is None else tried
     while True:
         listing = run_command(client, list_refills_command(run, max_count=_MAX_LISTED))
         wake_id, refills = parse_refills(listing)
-        untried = _in_turn([each for each in refills if each.key not in lost], writer)
+        untried = _in_turn([each for each in refills if each.key not in tried], writer)
         for refill in untried:
-            if _is_taken(run_command(client, open_refill_command(run, writer, refill))):
-                return refill
-            lost.add(refill.key)
+            with _trying(refill.key, tried) as is_ours:
+                command = open_refill_command(run, writer, refill)
+                if is_ours and _is_taken(run_command(client, command)):
+                    return refill
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             raise _none_came(run, timeout_s)
@@ -52,27 +70,45 @@ def take_refill(client: redis.Redis, run: str, *, writer: str, timeout_s: float)
 
 
 async def take_refill_async(
-    client: redis.asyncio.Redis, run: str, *, writer: str, timeout_s: float
+    client: redis.asyncio.Redis,
+    run: str,
+    *,
+    writer: str,
+    timeout_s: float,
+    tried: dict[TrajectoryKey, object] | None = None,
 ) -> Refill:
     """The same as `take_refill`, for asyncio."""
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + timeout_s
-    lost: set[TrajectoryKey] = set()
+    tried = {} if tried is None else tried
     while True:
         listing = await run_command_async(client, list_refills_command(run, max_count=_MAX_LISTED))
         wake_id, refills = parse_refills(listing)
-        untried = _in_turn([each for each in refills if each.key not in lost], writer)
+        untried = _in_turn([each for each in refills if each.key not in tried], writer)
         for refill in untried:
-            command = open_refill_command(run, writer, refill)
-            if _is_taken(await run_command_async(client, command)):
-                return refill
-            lost.add(refill.key)
+            with _trying(refill.key, tried) as is_ours:
+                command = open_refill_command(run, writer, refill)
+                if is_ours and _is_taken(await run_command_async(client, command)):
+                    return refill
         left_s = deadline_s - loop.time()
         if left_s <= 0:
             raise _none_came(run, timeout_s)
         if not untried:
             with translating():
                 await client.xread({keys.run_keys(run).wake: wake_id}, block=_block_ms(left_s))
+
+
+@contextlib.contextmanager
+def _trying(key: TrajectoryKey, tried: dict[TrajectoryKey, object]) -> Iterator[bool]:
+    """Whether no other call has asked for this attempt; one that fails may be asked for again."""
+    own = object()
+    is_ours = tried.setdefault(key, own) is own  # atomic: threads share it
+    try:
+        yield is_ours
+    except BaseException:
+        if is_ours:
+            del tried[key]
+        raise
 
 
 def _in_turn(refills: Sequence[Refill], writer: str) -> Sequence[Refill]:
