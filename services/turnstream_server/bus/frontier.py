@@ -28,6 +28,7 @@ class Frontier:
         lineage: name of the history; another one after every rollback.
         num_opened_groups: groups ever opened.
         num_live_groups: those of them that were not dropped untrained.
+        num_open_groups: those of them that may still change: neither decided, nor planned.
         is_closed: no group will be opened any more.
         released: newest batch that is no longer retained; 0 before the first.
     """
@@ -43,6 +44,7 @@ class Frontier:
     num_live_groups: int
     is_closed: bool
     released: int = 0
+    num_open_groups: int = 0
 
 
 def not_retained(step: int, frontier: Frontier) -> ReleasedError:
@@ -90,4 +92,5 @@ def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
         num_live_groups=int(fields[b"live_groups"]),
         is_closed=fields[b"closed"] == b"1",
         released=int(fields.get(b"released", 0)),
+        num_open_groups=int(fields.get(b"open_groups", 0)),
     )

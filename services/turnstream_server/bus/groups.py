@@ -107,6 +107,7 @@ def _settle_group(run: str, group: GroupDropped | GroupCut, leader_epoch: int) -
         (
             *(names.leader, names.groups, names.ledger, names.counts, names.frontier),
             *(names.wake, names.members, names.deadlines, names.refills, names.leases),
+            names.config,
         ),
         leader_epoch,
         keys.encode_name(group.group_id),
@@ -122,7 +123,7 @@ def _grant(run: str, wanted: RefillWanted, attempt: int, leader_epoch: int) -> C
     return _GRANT(
         (
             *(names.leader, names.groups, names.ledger, names.members, names.refills),
-            *(names.deadlines, names.config, names.events, names.wake),
+            *(names.deadlines, names.config, names.events, names.wake, names.frontier),
         ),
         leader_epoch,
         keys.encode_name(key.group_id),

@@ -71,6 +71,7 @@ async def write_manifest(
             run_keys.deadlines,
             run_keys.refills,
             run_keys.leases,
+            run_keys.wake,
         ),
         leader_epoch,
         manifest.step,

@@ -148,6 +148,7 @@ class RunSnapshot:
         silent: generators that are gone, those with most trajectories first.
         untrained: (reason, trajectories) of what ended untrained, the most frequent first.
         newest_version: of the policy; None before the first.
+        max_open_groups: groups that may be open at once; 0 means no limit.
     """
 
     run: str
@@ -164,6 +165,7 @@ class RunSnapshot:
     silent: tuple[SilentWriter, ...] = ()
     untrained: tuple[tuple[str, int], ...] = ()
     newest_version: int | None = None
+    max_open_groups: int = 0
 
     @property
     def has_offer(self) -> bool:
@@ -264,13 +266,28 @@ def _of_services(snapshot: RunSnapshot) -> Iterator[Reason]:
             sentence=f"step {step} is planned when step {awaited} is stepped; {trainer}",
             facts={"step": step, "awaited": awaited, "session_epoch": frontier.session_epoch},
         )
+    if not frontier.is_closed:
+        yield from _of_capacity(snapshot)
+
+
+def _of_capacity(snapshot: RunSnapshot) -> Iterator[Reason]:
+    """What lets no generator open a group."""
+    frontier = snapshot.frontier
     most, live = snapshot.most_live_groups, frontier.num_live_groups
-    if live >= most and not frontier.is_closed:
+    most_open, num_open = snapshot.max_open_groups, frontier.num_open_groups
+    if live >= most:
         yield Reason(
             kind=ReasonKind.OUT_OF_CAPACITY,
             sentence=f"generators wait for the trainer: {live} groups are live, {most} are allowed "
             f"after step {frontier.stepped}",
             facts={"live": live, "most": most, "stepped": frontier.stepped},
+        )
+    elif 0 < most_open <= num_open:
+        yield Reason(
+            kind=ReasonKind.OUT_OF_CAPACITY,
+            sentence=f"generators wait for groups that are under way: {num_open} are open, "
+            f"max_open_groups is {most_open}",
+            facts={"open": num_open, "max_open_groups": most_open},
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 
 import redis
 
+from turnstream.batching.capacity import most_live_groups
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import RecordError
 from turnstream.records.events import decode_event
@@ -112,6 +113,7 @@ def read_snapshot(client: redis.Redis, run: str) -> RunSnapshot:
         batch_groups=config.batch_groups,
         max_planned_ahead=config.max_planned_ahead,
         most_live_groups=_most_live_groups(config, frontier),
+        max_open_groups=config.max_open_groups,
         num_ready=sum(group.is_ready for group in groups.values()),
         num_waiting=len(waiting),
         groups=_oldest(client, run, waiting, leases, now_ms),
@@ -123,8 +125,9 @@ def read_snapshot(client: redis.Redis, run: str) -> RunSnapshot:
 
 
 def _most_live_groups(config: BatchingConfig, frontier: Frontier) -> int:
-    """The rule of open_group.lua."""
-    return (config.max_staleness + frontier.stepped + 1) * config.batch_groups
+    return most_live_groups(
+        frontier.stepped, batch_groups=config.batch_groups, max_staleness=config.max_staleness
+    )
 
 
 def _planner(client: redis.Redis, names: keys.RunKeys, now_ms: int) -> tuple[str, float]:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import redis.asyncio
 
 from turnstream.batching.decisions import GroupCut, MemberDropped
 from turnstream.errors import ConflictError, FencedError
@@ -12,6 +14,8 @@ from turnstream_server.bus.groups import announce_due
 from turnstream_server.bus.ledger import read_ledger_async
 
 pytestmark = pytest.mark.redis
+
+StartRun = Callable[..., Awaitable[Any]]
 
 
 async def states(run: Any) -> dict[bytes, bytes]:
@@ -274,3 +278,47 @@ async def test_a_planner_that_was_replaced_chooses_nothing(run: Any) -> None:
         )
 
     assert await run.client.xlen(run.keys.events) == 0
+
+
+async def num_open(run: Any) -> int:
+    return (await read_frontier_async(run.client, run.name)).num_open_groups
+
+
+async def test_open_groups_are_counted_until_they_are_decided_or_planned(run: Any) -> None:
+    for group_id in ("a", "b", "c"):
+        await run.open(group_id)
+        await run.seal(group_id, 0)
+        await run.seal(group_id, 1)
+    counts = [await num_open(run)]
+
+    await run.carry_out(GroupCut(group_id="a", reason="enough"))
+    counts.append(await num_open(run))
+    await run.grant("a", 0)
+    counts.append(await num_open(run))
+    await run.settle("a", TrajectoryState.INCOMPLETE, 0, 1)
+    counts.append(await num_open(run))
+    await run.plan("b")
+    counts.append(await num_open(run))
+
+    assert counts == [3, 2, 3, 2, 1]
+
+
+async def test_where_open_groups_are_bounded_a_decided_one_wakes_who_waits(
+    async_client: redis.asyncio.Redis, start_run: StartRun
+) -> None:
+    bounded = await start_run(async_client, max_open_groups=1)
+    free = await start_run(async_client)
+    woken = []
+    for run in (bounded, free):
+        await run.open("a")
+        before = await run.last_wake_up()
+        await run.carry_out(GroupCut(group_id="a", reason="enough"))
+        woken.append(await run.last_wake_up() != before)
+
+    assert woken == [True, False]
+
+
+async def test_a_plan_of_groups_that_were_open_wakes_who_waits(run: Any) -> None:
+    await run.plan_steps(1)
+
+    assert await run.last_wake_up()

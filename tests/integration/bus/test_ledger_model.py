@@ -353,6 +353,11 @@ class _Life(RuleBasedStateMachine):
         )
         assert found.num_opened_groups == len(self.groups)
         assert found.num_live_groups == len(self.groups) - dropped
+        assert found.num_open_groups == self.num_open_in_the_store()
+
+    def num_open_in_the_store(self) -> int:
+        groups = self.loop.run(self.awaited(lambda: self.client.hvals(self.run.keys.groups)))
+        return sum(entry.endswith(b":open") for entry in groups)
 
 
 @pytest.mark.timeout(120)

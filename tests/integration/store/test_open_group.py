@@ -1,17 +1,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import redis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from turnstream.batching.capacity import capacity
 from turnstream.errors import (
     ConflictError,
     EndOfRunError,
     RejectedError,
     RunNotFoundError,
 )
+from turnstream.store.credits import credit
 from turnstream.store.scripts import Command
 
 pytestmark = pytest.mark.redis
@@ -130,3 +135,57 @@ def test_a_decided_group_takes_no_further_sample(client: redis.Redis, drive: Dri
         1,
         b"CONFLICT group g is already filtered",
     ]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run at some moment."""
+
+    batch_groups: int
+    max_staleness: int
+    max_open_groups: int
+    stepped: int
+    num_open: int
+    num_decided: int
+
+
+cases = st.builds(
+    Case,
+    batch_groups=st.integers(1, 4),
+    max_staleness=st.integers(0, 3),
+    max_open_groups=st.integers(0, 6),
+    stepped=st.integers(0, 5),
+    num_open=st.integers(0, 8),
+    num_decided=st.integers(0, 30),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=cases)
+def test_groups_are_admitted_by_the_rule_of_the_pure_function(
+    client: redis.Redis, drive: Drive, case: Case
+) -> None:
+    policy = {name: getattr(case, name) for name in ("max_staleness", "max_open_groups")}
+    run = drive(client, batch_groups=case.batch_groups, max_planned_ahead=0, **policy)
+    numbers: Any = {
+        "stepped": case.stepped,
+        "live_groups": case.num_open + case.num_decided,
+        "open_groups": case.num_open,
+    }
+    client.hset(run.keys.frontier, mapping=numbers)
+    expected = capacity(
+        version_step=case.stepped,
+        batch_groups=case.batch_groups,
+        max_staleness=case.max_staleness,
+        num_accepted=case.num_decided,
+        num_running=case.num_open,
+        max_concurrent=case.max_open_groups,
+    )
+
+    said = credit(client, run.name)
+    replies = run.do_all([run.open_group(group=f"g{i}") for i in range(expected + 1)])
+
+    assert said.num_groups == expected
+    assert (said.reason is None) == (expected > 0)
+    assert replies[:-1] == [[]] * expected
+    assert isinstance(replies[-1], RejectedError)

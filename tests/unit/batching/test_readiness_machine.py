@@ -76,8 +76,11 @@ class _Life(RuleBasedStateMachine):
         fallback=st.sampled_from(["drop", "train_short"]),
         surplus=st.sampled_from(["drop", "keep"]),
         filters=st.booleans(),
+        most_open=st.sampled_from([0, 3]),
     )
-    def begin(self, policy: Any, fallback: Any, surplus: Any, filters: bool) -> None:
+    def begin(
+        self, policy: Any, fallback: Any, surplus: Any, filters: bool, most_open: int
+    ) -> None:
         self.config = replace(
             self.config,
             deadline_policy=policy,
@@ -85,6 +88,7 @@ class _Life(RuleBasedStateMachine):
             max_refills=3 if policy == "refill" else 0,
             surplus=surplus,
             drop_zero_variance=filters,
+            max_open_groups=most_open,
             group_deadline_s=1,
             reward_deadline_s=1,
         )
@@ -271,6 +275,11 @@ class _Life(RuleBasedStateMachine):
                 assert key in ready or key.group_id in open_groups
             else:
                 assert key not in ready
+
+    @invariant()
+    def where_open_groups_are_counted_none_is_open_that_is_decided(self) -> None:
+        if self.config.max_open_groups and self.config.surplus == "drop":
+            assert {self.groups[ready.group_id] for ready in self.fold.ready} <= {"decided"}
 
     @invariant()
     def what_is_over_has_nothing_open(self) -> None:

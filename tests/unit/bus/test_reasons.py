@@ -107,6 +107,17 @@ def test_generators_without_capacity_wait_for_the_trainer() -> None:
     assert ReasonKind.OUT_OF_CAPACITY not in kinds(starved(most_live_groups=9))
 
 
+def test_generators_without_a_place_wait_for_groups_that_are_under_way() -> None:
+    seen = starved(frontier={"num_open_groups": 3}, max_open_groups=3)
+
+    found = the(ReasonKind.OUT_OF_CAPACITY, seen)
+
+    assert found.sentence == (
+        "generators wait for groups that are under way: 3 are open, max_open_groups is 3"
+    )
+    assert ReasonKind.OUT_OF_CAPACITY not in kinds(replace(seen, max_open_groups=4))
+
+
 @pytest.mark.parametrize(
     ("version", "policy"),
     [(None, "no policy version was announced"), (6, "the newest policy version is 6")],

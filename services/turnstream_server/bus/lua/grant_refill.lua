@@ -13,6 +13,7 @@
 --   KEYS[7] config     hash    read: newest, and that revision's JSON
 --   KEYS[8] events     stream  added, once: field r = the refill_granted record
 --   KEYS[9] wake       stream  added, so that whoever waits for a refill is told
+--   KEYS[10] frontier  hash    changed: open_groups
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] group name    ARGV[3] number of the group's refill, from 1
 --   ARGV[4] trajectory id   ARGV[5] prompt_uid    ARGV[6] the record
@@ -52,6 +53,9 @@ local attempt = tonumber(string.match(ARGV[4], '(%d+)$'))
 redis.call('HSET', KEYS[4], ARGV[2], needed .. ':' .. math.max(tonumber(highest), attempt) .. ':'
   .. number .. ':' .. ARGV[5])
 redis.call('HSET', KEYS[2], ARGV[2], num_samples .. ':open')
+if state == 'decided' then
+  redis.call('HINCRBY', KEYS[10], 'open_groups', 1)
+end
 redis.call('ZADD', KEYS[5], string.format('%.0f', now_ms), ARGV[4])
 local config = cjson.decode(redis.call('HGET', KEYS[7], redis.call('HGET', KEYS[7], 'newest')))
 local deadline_s = config.group_deadline_s or 0

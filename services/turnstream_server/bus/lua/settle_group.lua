@@ -10,12 +10,13 @@
 --   KEYS[3] ledger    hash    trajectory id: "sealed:<epoch>" and "awaiting_reward:<epoch>" become
 --                             "<state>:<reason>"; "open:..." becomes "surplus:<reason>"
 --   KEYS[4] counts    hash    changed: open, sealed, awaiting_reward, surplus, and the state
---   KEYS[5] frontier  hash    changed: live_groups
+--   KEYS[5] frontier  hash    changed: live_groups, open_groups
 --   KEYS[6] wake      stream  added, so that whoever waits for capacity is told
 --   KEYS[7] members   hash    read: "<num_needed>:<highest attempt>:..."; removed with the group
 --   KEYS[8] deadlines zset    removed: those of the group and of its trajectories
 --   KEYS[9] refills   zset    removed: those of the group
 --   KEYS[10] leases   zset    removed: those of trajectories that were open
+--   KEYS[11] config   hash    read: newest, and that revision's JSON
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] group name
 --   ARGV[3] filtered, expired, incomplete or decided    ARGV[4] reason
@@ -25,7 +26,7 @@
 --   FENCED    another planner leads
 --   CONFLICT  no such group; or one is dropped that is planned, or was dropped otherwise
 
-local MEMBERS, DEADLINES, REFILLS, LEASES = KEYS[7], KEYS[8], KEYS[9], KEYS[10]
+local MEMBERS, DEADLINES, REFILLS, LEASES, CONFIG = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
 
 if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
   return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])
@@ -86,6 +87,14 @@ redis.call('ZREM', DEADLINES, 'group:' .. ARGV[2])
 if is_dropped then
   redis.call('HDEL', MEMBERS, ARGV[2])
   redis.call('HINCRBY', KEYS[5], 'live_groups', -1)
+end
+local makes_room = is_dropped
+if state == 'open' then
+  redis.call('HINCRBY', KEYS[5], 'open_groups', -1)
+  local config = cjson.decode(redis.call('HGET', CONFIG, redis.call('HGET', CONFIG, 'newest')))
+  makes_room = makes_room or (config.max_open_groups or 0) > 0
+end
+if makes_room then
   redis.call('XADD', KEYS[6], 'MAXLEN', 1, '*', 'w', '')
 end
 return num_ended

@@ -6,7 +6,8 @@
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] leader    hash    read: epoch
---   KEYS[2] frontier  hash    read and changed: planned, the number of the newest batch
+--   KEYS[2] frontier  hash    read and changed: planned, the number of the newest batch;
+--                             changed: open_groups
 --   KEYS[3] batches   hash    step -> "<trajectories planned up to it>:<manifest hash>"; added
 --   KEYS[4] plan      stream  added: "<step>-0", field r = record
 --   KEYS[5] ledger    hash    trajectory id: "sealed:<epoch>" becomes "planned:<step>"
@@ -18,6 +19,7 @@
 --   KEYS[9] deadlines zset    removed: those of the groups and of their trajectories
 --   KEYS[10] refills  zset    removed: those of the groups
 --   KEYS[11] leases   zset    removed: those of trajectories that were open
+--   KEYS[12] wake     stream  added, so that whoever waits for capacity is told
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] step    ARGV[3] manifest hash    ARGV[4] hash before, or ""
 --   ARGV[5] record          ARGV[6...] trajectory ids
@@ -69,6 +71,7 @@ end
 -- 1. Nothing is written before every trajectory has been looked at.
 local named = {}
 local sizes = {}  -- group name -> num_samples
+local num_open_groups = 0
 for start = 6, #ARGV, CHUNK do
   local stop = math.min(start + CHUNK - 1, #ARGV)
   local entries = redis.call('HMGET', KEYS[5], unpack(ARGV, start, stop))
@@ -84,7 +87,9 @@ for start = 6, #ARGV, CHUNK do
     named[id] = true
     local group = string.match(id, '^[^/]*')
     if not sizes[group] then
-      sizes[group] = string.match(redis.call('HGET', KEYS[7], group) or '', '^%d+')
+      local size, state = string.match(redis.call('HGET', KEYS[7], group) or '', '^(%d+):(.*)$')
+      sizes[group] = size
+      num_open_groups = num_open_groups + (state == 'open' and 1 or 0)
       if not sizes[group] then
         return redis.error_reply('CONFLICT group ' .. group .. ' of ' .. id .. ' is over')
       end
@@ -134,6 +139,10 @@ for state, number in pairs(num_left) do
     redis.call('HINCRBY', KEYS[6], state, -number)
     redis.call('HINCRBY', KEYS[6], 'surplus', number)
   end
+end
+if num_open_groups > 0 then
+  redis.call('HINCRBY', KEYS[2], 'open_groups', -num_open_groups)
+  redis.call('XADD', KEYS[12], 'MAXLEN', 1, '*', 'w', '')
 end
 local num_trajectories = #ARGV - 5
 redis.call('HINCRBY', KEYS[6], 'sealed', -num_trajectories)

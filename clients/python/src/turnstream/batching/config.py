@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 from turnstream.batching.extras import checked_declarations
 from turnstream.batching.microbatch import Budget, CostModel
 from turnstream.batching.packing import OverLong
+from turnstream.batching.progress import find_deadlock
 from turnstream.errors import InvalidConfigError, UnsupportedEstimatorError
 from turnstream.types import DeclaredColumn
 
@@ -76,6 +77,8 @@ class BatchingConfig:
             group: "keep", or "leave_out", and then a group needs two others to be trained.
         drop_zero_variance: groups whose rewards are all equal are filtered, not trained.
         max_staleness: steps a group may lag behind the weights it trains; bounds admission.
+        max_open_groups: groups that may be under way at once, neither decided nor planned, as many
+            as the engines can work on; bounds admission too (batching.capacity). 0 means no limit.
         max_age_policy: what becomes of tokens more than `max_staleness` steps older than the
             weights they would train, when their batch is planned. "keep" trains them, "mask" leaves
             them untrained, "drop" expires their group, which makes room for another. A plan that is
@@ -134,6 +137,7 @@ class BatchingConfig:
     masked_reward: MaskedReward = "keep"
     drop_zero_variance: bool = False
     max_staleness: int = 1
+    max_open_groups: int = 0
     max_age_policy: MaxAgePolicy = "keep"
     selection: Selection = "ready_first"
     max_planned_ahead: int = 1
@@ -187,6 +191,9 @@ class BatchingConfig:
         declared = checked_declarations(self.extra_columns, merge=self.merge)
         object.__setattr__(self, "extra_columns", declared)
         self._check_deadlines()
+        deadlock = find_deadlock(self)
+        if deadlock is not None:
+            raise InvalidConfigError(*deadlock)
 
     @property
     def chooses_by_event(self) -> bool:
@@ -333,6 +340,7 @@ _LEAST = {
     "mini_batch_groups": 1,
     "length_constant": 0,
     "max_staleness": 0,
+    "max_open_groups": 0,
     "max_planned_ahead": 0,
     "pad_token_id": 0,
     "max_tokens_per_micro_batch": 0,

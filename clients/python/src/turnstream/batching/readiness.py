@@ -394,8 +394,12 @@ class RunFold:
         )
 
     def _cut(self, group: GroupMembers) -> list[Decision]:
-        """Go on without whatever is not sealed; it is surplus wherever it stands."""
-        if not (group.pending() or group.awaiting or group.wanted or group.granted):
+        """Go on without whatever is not sealed; it is surplus wherever it stands.
+
+        Where groups that are open are counted, the store is told of every group that is decided.
+        """
+        has_more = group.pending() or group.awaiting or group.wanted or group.granted
+        if not has_more and not self._config.max_open_groups:
             return []
         reason = f"its group was decided by {len(group.members)} of {group.opened.num_samples}"
         decisions: list[Decision] = [_surplus(key, reason) for key in group.awaiting]

@@ -1,10 +1,7 @@
-"""How far a token is behind the weights it will train, and how many groups may be under way.
+"""How far a token is behind the weights it will train.
 
 A version is an integer name of weights; the run maps it to the step after which they were made.
 Age is counted in steps, not in versions: two versions of the same step are of the same age.
-
-Sources: the capacity formula is that of AReaL (Fu et al., 2025, section 4.1), with dropped groups
-taken out of what was accepted, or a run that filters many groups would starve its trainer.
 """
 
 from __future__ import annotations
@@ -16,34 +13,6 @@ from numpy.typing import NDArray
 
 from turnstream.errors import BatchingError
 from turnstream.types import SealedTrajectory, VersionAnnounced, VersionRun
-
-
-def capacity(
-    *,
-    version_step: int,
-    batch_groups: int,
-    max_staleness: int,
-    num_accepted: int,
-    num_running: int,
-    max_concurrent: int,
-) -> int:
-    """Groups that may start now without any of them growing staler than allowed.
-
-    >>> capacity(version_step=3, batch_groups=8, max_staleness=2, num_accepted=27, num_running=5,
-    ...          max_concurrent=100)
-    16
-
-    Args:
-        version_step: steps trained so far.
-        batch_groups: groups of one step.
-        max_staleness: steps that a group may lag.
-        num_accepted: groups finished that were trained or can still be: filtered, expired, dropped
-            and abandoned ones do not count.
-        num_running: groups under way.
-        max_concurrent: groups that may be under way at once.
-    """
-    allowed = (max_staleness + version_step + 1) * batch_groups
-    return max(0, min(max_concurrent - num_running, allowed - (num_accepted + num_running)))
 
 
 def oldest_trained_version(

@@ -20,8 +20,9 @@ refills    zset    ids of granted attempts that nobody has opened, by when they 
 rewards    hash    trajectory id -> CRC of the reward that was posted for it, `late:<CRC>` where its
                    group was decided before
 frontier   hash    stepped, committed, session_epoch, session, dp_world_size, lineage,
-                   live_groups, opened_groups, closed (0 or 1); planned, the newest batch, and
-                   session_token, what the session began with, are added when there is one;
+                   live_groups, open_groups, opened_groups, closed (0 or 1); planned, the newest
+                   batch, and session_token, what the session began with, are added when there is
+                   one;
                    checkpoints, the committed steps a session may begin after, `<step>,<step>`;
                    released, the newest step whose payload may be gone; folded, the newest step
                    of which a compact record is left; ends, number of the newest of `ended`

@@ -3,7 +3,7 @@
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] frontier  hash  made here: stepped, committed, session_epoch, session, dp_world_size,
---                           lineage, live_groups, opened_groups, closed
+--                           lineage, live_groups, open_groups, opened_groups, closed
 --   KEYS[2] config    hash  made here: "1" -> the JSON, newest -> "1"
 --   KEYS[3] counts    hash  made here: accepted and open, both 0
 -- Arguments: ARGV[1] config as JSON
@@ -18,7 +18,8 @@ if newest then
   return redis.error_reply('CONFLICT the run exists with another config')
 end
 redis.call('HSET', KEYS[1], 'stepped', 0, 'committed', 0, 'session_epoch', 0, 'session', '',
-  'dp_world_size', 0, 'lineage', 'main', 'live_groups', 0, 'opened_groups', 0, 'closed', 0)
+  'dp_world_size', 0, 'lineage', 'main', 'live_groups', 0, 'open_groups', 0,
+  'opened_groups', 0, 'closed', 0)
 redis.call('HSET', KEYS[2], '1', ARGV[1], 'newest', '1')
 redis.call('HSET', KEYS[3], 'accepted', 0, 'open', 0)
 return 1

@@ -1,11 +1,13 @@
 #!lua
 -- Registers a group, where it is new, and takes samples of it for one writer, with a lease.
 --
--- A new group needs capacity: (max_staleness + stepped + 1) * batch_groups groups may ever have
--- been opened, not counting those that were dropped untrained. A known group never waits.
+-- A new group needs capacity, by the rule of batching/capacity.py: (max_staleness + stepped + 1) *
+-- batch_groups groups may ever have been opened, not counting those that were dropped untrained; and
+-- max_open_groups, where the run has such a bound, may be open at once. A known group never waits.
 --
 -- Keys, all in the run's slot:
---   KEYS[1] frontier  hash    read: stepped, closed; changed: live_groups, opened_groups
+--   KEYS[1] frontier  hash    read: stepped, closed; changed: live_groups, open_groups,
+--                             opened_groups
 --   KEYS[2] config    hash    read: newest, and that revision's JSON
 --   KEYS[3] groups    hash    group name -> "<num_samples>:<state>"; made here with state "open"
 --   KEYS[4] ledger    hash    trajectory id -> "open:<epoch>:<writer>"; made here
@@ -31,8 +33,8 @@
 
 local LEASES, DEADLINES, MEMBERS, REFILLS, OVER = KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
 
-local stepped, closed, live = unpack(
-  redis.call('HMGET', KEYS[1], 'stepped', 'closed', 'live_groups'))
+local stepped, closed, live, open = unpack(
+  redis.call('HMGET', KEYS[1], 'stepped', 'closed', 'live_groups', 'open_groups'))
 if not stepped then
   return redis.error_reply('NORUN no such run')
 end
@@ -40,6 +42,18 @@ local config = cjson.decode(redis.call('HGET', KEYS[2], redis.call('HGET', KEYS[
 
 local samples, needed = string.match(ARGV[2], '^(%d+)/?(%d*)$')
 needed = needed == '' and samples or needed
+
+-- Why no group may be opened now; nil where one may.
+local function shortage()
+  local most = (config.max_staleness + stepped + 1) * config.batch_groups
+  if most - live <= 0 then
+    return live .. ' groups are live, ' .. most .. ' are allowed after step ' .. stepped
+  end
+  local most_open = config.max_open_groups or 0
+  if most_open > 0 and most_open - (open or 0) <= 0 then
+    return open .. ' groups are open, max_open_groups is ' .. most_open
+  end
+end
 
 local function was_over(name)
   local num_buckets = math.max(1, math.floor((redis.call('HGET', OVER, 'n') or 0) / 64))
@@ -86,11 +100,10 @@ else
   if closed ~= '0' then
     return redis.error_reply('CLOSED the run takes no new group')
   end
-  local most = (config.max_staleness + stepped + 1) * config.batch_groups
-  if most - live <= 0 then
+  local why_not = shortage()
+  if why_not then
     local last = redis.call('XREVRANGE', KEYS[7], '+', '-', 'COUNT', 1)[1]
-    return redis.error_reply('WAIT ' .. (last and last[1] or '0-0') .. ' ' .. live
-      .. ' groups are live, ' .. most .. ' are allowed after step ' .. stepped)
+    return redis.error_reply('WAIT ' .. (last and last[1] or '0-0') .. ' ' .. why_not)
   end
   redis.call('HSET', KEYS[3], ARGV[1], samples .. ':open')
   if needed ~= samples then
@@ -104,6 +117,7 @@ else
     redis.call('ZADD', DEADLINES, string.format('%.0f', due_ms), 'group:' .. ARGV[1])
   end
   redis.call('HINCRBY', KEYS[1], 'live_groups', 1)
+  redis.call('HINCRBY', KEYS[1], 'open_groups', 1)
   redis.call('HINCRBY', KEYS[1], 'opened_groups', 1)
   redis.call('XADD', KEYS[6], '*', 'r', ARGV[4])
 end

@@ -166,7 +166,9 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
     estimator = draw(st.sampled_from(get_args(Estimator)))
     sources: Sequence[RewardSource]
     sources = ["outcome"] if estimator == "reinforce_pp" else get_args(RewardSource)
-    weights = st.dictionaries(names, st.floats(-9, 9), min_size=2, max_size=3)
+    weights = st.dictionaries(names, st.floats(-9, 9), min_size=2, max_size=3).filter(
+        lambda drawn: any(drawn.values())
+    )
     max_staleness = draw(st.integers(0, 4))
     merge = draw(st.booleans())
     policy = draw(st.sampled_from(get_args(DeadlinePolicy)))
@@ -198,6 +200,7 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
         masked_reward=draw(st.sampled_from(get_args(MaskedReward))) if mask_truncated else "keep",
         drop_zero_variance=draw(st.booleans()),
         max_staleness=max_staleness,
+        max_open_groups=draw(st.sampled_from([0, 64, 1000])),
         max_age_policy=draw(st.sampled_from(get_args(MaxAgePolicy))) if max_staleness else "keep",
         selection=draw(st.sampled_from(get_args(Selection))),
         max_planned_ahead=draw(st.integers(0, max_staleness)),
@@ -206,8 +209,8 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
         micro_batch_cost=cost,
         cost_per_token=draw(st.floats(0, 9)) if cost == "quadratic" else 1.0,
         cost_per_squared_token=draw(st.floats(0, 1)) if cost == "quadratic" else 0.0,
-        over_long="refuse" if limit and draw(st.booleans()) else "alone",
-        alignment=draw(st.integers(1, 256)),
+        over_long="refuse" if limit > 100 and draw(st.booleans()) else "alone",
+        alignment=draw(st.integers(1, 64)),
         passes_multiple_of=draw(st.integers(1, 4)),
         rows_multiple_of=draw(st.integers(1, 4)),
         extra_columns=draw(declared_columns(merge=merge)),

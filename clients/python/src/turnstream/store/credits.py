@@ -1,0 +1,142 @@
+"""How many groups of a run may start now, and why not more.
+
+A credit is an answer and no claim: what is asked for is granted when a group is opened, by the same
+rule (store/lua/open_group.lua), so that nothing leaks when whoever asked dies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import redis
+import redis.asyncio
+
+from turnstream.batching.capacity import capacity, most_live_groups
+from turnstream.batching.config import BatchingConfig
+from turnstream.errors import RunNotFoundError
+from turnstream.records.configs import decode_config
+from turnstream.store import keys
+from turnstream.store.replies import translating
+from turnstream.store.scripts import Command, Script, run_command, run_command_async
+
+_READ_CONFIG = Script("read_config")
+_FIELDS = ("stepped", "live_groups", "open_groups", "closed")
+
+
+class CreditReason(StrEnum):
+    """Why no group may start now."""
+
+    CLOSED = "closed"
+    STALENESS = "staleness"
+    OPEN_GROUPS = "open_groups"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    """How many groups may start now.
+
+    Attributes:
+        num_groups: so many.
+        most: out of so many, by the bound that is nearest: groups that may be live after the last
+            step, or `max_open_groups` of the run.
+        stepped: the step after which this is so.
+        num_live: groups that were opened and not dropped.
+        num_open: those of them that are not decided yet.
+        reason: None while a group may start.
+        sentence: for people.
+    """
+
+    num_groups: int
+    most: int
+    stepped: int
+    num_live: int
+    num_open: int
+    reason: CreditReason | None
+    sentence: str
+
+
+def credit(client: redis.Redis, run: str) -> Credit:
+    """How many groups of a run may start now.
+
+    Raises:
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    config = decode_config(run_command(client, _read_config(run)))
+    with translating():
+        found: Any = client.hmget(keys.run_keys(run).frontier, _FIELDS)
+    return _parse(run, config, found)
+
+
+async def credit_async(client: redis.asyncio.Redis, run: str) -> Credit:
+    """The same as `credit`, for asyncio."""
+    config = decode_config(await run_command_async(client, _read_config(run)))
+    with translating():
+        found: Any = await client.execute_command("HMGET", keys.run_keys(run).frontier, *_FIELDS)
+    return _parse(run, config, found)
+
+
+def credit_of(
+    config: BatchingConfig, *, stepped: int, num_live: int, num_open: int, is_closed: bool
+) -> Credit:
+    """What the numbers of a run give.
+
+    >>> config = BatchingConfig(batch_groups=2, mini_batch_groups=2, max_open_groups=3)
+    >>> credit_of(config, stepped=1, num_live=4, num_open=1, is_closed=False).sentence
+    '2 groups may start: 4 of 6 are live after step 1, 1 of 3 are open'
+    """
+    most = most_live_groups(
+        stepped, batch_groups=config.batch_groups, max_staleness=config.max_staleness
+    )
+    most_open = config.max_open_groups
+    num_groups = capacity(
+        version_step=stepped,
+        batch_groups=config.batch_groups,
+        max_staleness=config.max_staleness,
+        num_accepted=num_live - num_open,
+        num_running=num_open,
+        max_concurrent=most_open,
+    )
+    reason, sentence = None, f"{num_live} of {most} are live after step {stepped}"
+    if most_open:
+        sentence += f", {num_open} of {most_open} are open"
+    sentence = f"{num_groups} groups may start: {sentence}"
+    if is_closed:
+        num_groups, reason, sentence = 0, CreditReason.CLOSED, "the run takes no new group"
+    elif num_live >= most:
+        reason = CreditReason.STALENESS
+        sentence = f"{num_live} groups are live, {most} are allowed after step {stepped}"
+    elif num_groups == 0:
+        reason = CreditReason.OPEN_GROUPS
+        sentence = f"{num_open} groups are open, max_open_groups is {most_open}"
+    is_bound_by_open = 0 < most_open - num_open < most - num_live or (
+        reason is CreditReason.OPEN_GROUPS
+    )
+    return Credit(
+        num_groups=num_groups,
+        most=most_open if is_bound_by_open else most,
+        stepped=stepped,
+        num_live=num_live,
+        num_open=num_open,
+        reason=reason,
+        sentence=sentence,
+    )
+
+
+def _read_config(run: str) -> Command:
+    return _READ_CONFIG((keys.run_keys(run).config,))
+
+
+def _parse(run: str, config: BatchingConfig, found: Any) -> Credit:
+    stepped, live, opened, closed = found
+    if stepped is None:
+        raise RunNotFoundError(f"no run named {run!r}")
+    return credit_of(
+        config,
+        stepped=int(stepped),
+        num_live=int(live),
+        num_open=int(opened or 0),
+        is_closed=closed == b"1",
+    )

@@ -1,0 +1,83 @@
+"""What generators are told of how many groups may start now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+
+from turnstream.errors import RunNotFoundError
+from turnstream.store.connection import connect_async
+from turnstream.store.credits import CreditReason, credit, credit_async
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.redis
+
+Drive = Callable[..., Any]
+
+
+def test_a_run_that_was_just_made_gives_credit_for_all_it_may_have(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client, batch_groups=2, max_staleness=2)
+
+    found = credit(client, run.name)
+
+    assert (found.num_groups, found.most, found.stepped, found.reason) == (6, 6, 0, None)
+    assert found.sentence == "6 groups may start: 0 of 6 are live after step 0"
+
+
+def test_a_run_that_is_too_far_ahead_of_its_trainer_says_so(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client, batch_groups=1, max_staleness=1)
+    run.do_all([run.open_group(group=name) for name in "ab"])
+
+    found = credit(client, run.name)
+
+    assert (found.num_groups, found.most) == (0, 2)
+    assert found.reason is CreditReason.STALENESS
+    assert found.sentence == "2 groups are live, 2 are allowed after step 0"
+
+
+def test_a_run_with_as_many_open_groups_as_it_may_have_says_so(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client, batch_groups=8, max_open_groups=2)
+    run.do(run.open_group(group="a"))
+
+    before = credit(client, run.name)
+    run.do(run.open_group(group="b"))
+    after = credit(client, run.name)
+
+    assert (before.num_groups, before.most, before.reason) == (1, 2, None)
+    assert (after.num_groups, after.most, after.num_open) == (0, 2, 2)
+    assert after.reason is CreditReason.OPEN_GROUPS
+    assert after.sentence == "2 groups are open, max_open_groups is 2"
+
+
+def test_a_closed_run_gives_none_whatever_is_free(client: redis.Redis, drive: Drive) -> None:
+    run = drive(client)
+    run.do(run.close())
+
+    found = credit(client, run.name)
+
+    assert (found.num_groups, found.reason) == (0, CreditReason.CLOSED)
+
+
+async def test_asyncio_programs_are_told_the_same(
+    server: EmbeddedServer, client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client, batch_groups=3)
+    async_client = connect_async(server.url)
+
+    found = await credit_async(async_client, run.name)
+    with pytest.raises(RunNotFoundError):
+        await credit_async(async_client, "no such run")
+    await async_client.aclose()
+
+    assert found == credit(client, run.name)
+    with pytest.raises(RunNotFoundError):
+        credit(client, "no such run")

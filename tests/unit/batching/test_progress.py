@@ -1,0 +1,249 @@
+"""A run gets on at any pass rate above 0, by the real rule of admission, fold and planning.
+
+Groups are filtered, abandoned, left short, left hanging or sampled by old weights, as chance has
+it, and one in so many passes. Whenever nobody has anything to do, another group may start; and so
+the trainer gets its steps.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.decisions import (
+    Decision,
+    GroupCut,
+    GroupDropped,
+    MemberDropped,
+    ReadyGroup,
+    RefillWanted,
+)
+from turnstream.batching.planning import num_groups_to_plan, plan_batch
+from turnstream.batching.readiness import RunFold
+from turnstream.batching.selection import Selector
+from turnstream.store.credits import Credit, credit_of
+from turnstream.testing import config, sealed
+from turnstream.types import (
+    BatchDue,
+    DeadlineFired,
+    Event,
+    GroupOpened,
+    RefillGranted,
+    TrajectoryAbandoned,
+    TrajectoryKey,
+    VersionAnnounced,
+)
+
+FATES = ("equal", "abandoned", "short", "hangs", "old")
+NUM_STEPS = 4
+MAX_GROUPS = 2_000
+
+
+class _Run:
+    """Store, planner and trainer of a run, and generators whose groups fare as they are told.
+
+    Args:
+        policy: of the run.
+        rng: the order of things, and the fates.
+        pass_every: at least one of so many groups passes.
+    """
+
+    def __init__(self, policy: BatchingConfig, rng: random.Random, *, pass_every: int) -> None:
+        self.config, self.rng, self.pass_every = policy, rng, pass_every
+        self.fold, self.selector = RunFold(policy), Selector(policy)
+        self.groups: dict[str, str] = {}  # name -> state, as in the store
+        self.todo: list[Event] = []  # what generators will say
+        self.hanging: list[str] = []
+        self.num_events = self.planned = self.stepped = 0
+        self.announce()
+
+    @property
+    def credit(self) -> Credit:
+        """What the store would answer."""
+        states = Counter(self.groups.values())
+        return credit_of(
+            self.config,
+            stepped=self.stepped,
+            num_live=len(self.groups) - states["dropped"],
+            num_open=states["open"],
+            is_closed=False,
+        )
+
+    def go_on(self) -> None:
+        """Let somebody do what he can."""
+        acts = [
+            *([self.open_group] if self.credit.num_groups else []),
+            *([self.say_something] if self.todo else []),
+            *([self.plan] if self.due else []),
+            *([self.step] if self.planned > self.stepped else []),
+        ]
+        if not acts and self.hanging:  # nobody does anything until a deadline
+            acts = [self.fire]
+        assert acts, f"nobody can go on: {self.credit.sentence}, {self.fold.num_ready} are ready"
+        self.rng.choice(acts)()
+
+    # generators
+
+    def open_group(self) -> None:
+        number = len(self.groups)
+        group_id = f"g{number}"
+        self.groups[group_id] = "open"
+        self.post(GroupOpened(group_id=group_id, prompt_uid="", num_samples=2))
+        self.write(group_id, "passes" if number % self.pass_every == 0 else self.fate())
+
+    def fate(self) -> str:
+        return self.rng.choice((*FATES, "passes"))
+
+    def write(self, group_id: str, fate: str) -> None:
+        version = max(0, self.stepped - 3) if fate == "old" else self.stepped
+        first, other = TrajectoryKey(group_id, 0), TrajectoryKey(group_id, 1)
+        seals = [
+            sealed(group_id, sample=0, reward=0.0, version=version),
+            sealed(group_id, sample=1, reward=0.0 if fate == "equal" else 1.0, version=version),
+        ]
+        lost = [TrajectoryAbandoned(key=key, reason="lost") for key in (first, other)]
+        says: dict[str, list[Event]] = {"abandoned": [*lost], "hangs": [seals[0]]}
+        says["short"] = [seals[0], lost[1]]
+        self.todo += says.get(fate, seals)
+        if fate == "hangs":
+            self.hanging.append(group_id)
+
+    def say_something(self) -> None:
+        self.post(self.todo.pop(self.rng.randrange(len(self.todo))))
+
+    def fire(self) -> None:
+        group_id = self.hanging.pop(0)
+        self.post(DeadlineFired(group_id=group_id))
+        if self.groups[group_id] == "open":  # for a refill, which hangs as well
+            self.post(DeadlineFired(group_id=group_id, num_refills=1))
+
+    # the store and the planner
+
+    def post(self, event: Event) -> None:
+        self.num_events += 1
+        event_id = f"{self.num_events}-0"
+        decisions = self.fold.apply(event_id, event)
+        decisions += self.selector.apply(event_id, event, self.fold)
+        for decision in [each for each in decisions if self.fold.still_holds(each)]:
+            self.carry_out(decision)
+
+    def carry_out(self, decision: Decision) -> None:
+        match decision:
+            case GroupDropped(group_id=group_id):
+                self.groups[group_id] = "dropped"
+            case GroupCut(group_id=group_id):
+                self.groups[group_id] = "decided"
+            case RefillWanted(key=key, number=number):
+                self.groups[key.group_id] = "open"
+                self.post(RefillGranted(key=key, number=number))
+                self.todo.append(TrajectoryAbandoned(key=key, reason="lost again"))
+            case MemberDropped():
+                pass
+
+    @property
+    def due(self) -> tuple[ReadyGroup, ...]:
+        """The groups of the next batch, as the leader finds them."""
+        if self.planned >= self.stepped + 1 + self.config.max_planned_ahead:
+            return ()
+        if self.selector.choice is not None:
+            return self.selector.choice.groups
+        number = num_groups_to_plan(self.fold.num_ready, self.config, is_final=False)
+        return self.fold.ready[:number]
+
+    def plan(self) -> None:
+        step = self.planned + 1
+        if self.config.chooses_by_event and self.selector.choice is None:
+            self.post(BatchDue(step=step))
+            return
+        groups, choice = self.due, self.selector.choice
+        manifest = plan_batch(
+            groups,
+            config=self.config,
+            run="run",
+            step=step,
+            lineage="main",
+            previous_hash="",
+            first_row_id=0,
+            config_revision=1,
+            masked_versions=choice.masked_versions if choice else (),
+        )
+        assert len(manifest.groups) == self.config.batch_groups
+        self.fold.take(groups)
+        self.selector.pass_step(step)
+        self.groups |= {group.group_id: "planned" for group in groups}
+        self.planned = step
+
+    # the trainer
+
+    def step(self) -> None:
+        self.stepped += 1
+        self.announce()
+
+    def announce(self) -> None:
+        version = VersionAnnounced(version=self.stepped, step=self.stepped, lineage="main")
+        self.post(version)
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> BatchingConfig:
+    """Runs that filter, and drop what does not come or is too old."""
+    batch_groups = draw(st.integers(1, 3))
+    max_staleness = draw(st.integers(0, 3))
+    surplus = draw(st.sampled_from(["drop", "keep"]))
+    least_open = 1 if surplus == "drop" else batch_groups
+    deadline_policy = draw(st.sampled_from(["drop", "train_short", "refill"]))
+    fields: dict[str, Any] = {
+        "max_staleness": max_staleness,
+        "max_planned_ahead": draw(st.integers(0, max_staleness)),
+        "max_open_groups": draw(st.just(0) | st.integers(least_open, 5)),
+        "max_age_policy": draw(
+            st.sampled_from(["drop", "mask", "keep"] if max_staleness else ["keep"])
+        ),
+        "selection": draw(st.sampled_from(["in_order", "oldest_weights", "ready_first"])),
+        "surplus": surplus,
+        "deadline_policy": deadline_policy,
+        "max_refills": 1 if deadline_policy == "refill" else 0,
+        "group_deadline_s": 1.0,
+        "drop_zero_variance": True,
+    }
+    return replace(config(batch_groups), **fields)
+
+
+@given(policy=policies(), seed=st.integers(0, 2**32), pass_every=st.integers(1, 40))
+def test_a_run_gets_on_at_any_pass_rate_above_0(
+    policy: BatchingConfig, seed: int, pass_every: int
+) -> None:
+    run = _Run(policy, random.Random(seed), pass_every=pass_every)
+
+    while run.stepped < NUM_STEPS and len(run.groups) < MAX_GROUPS:
+        run.go_on()
+
+    assert run.stepped == NUM_STEPS
+
+
+@pytest.mark.parametrize("fate", FATES)
+def test_a_run_of_which_hardly_any_group_passes_gets_on(
+    fate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = replace(
+        config(2),
+        max_staleness=0,
+        max_planned_ahead=0,
+        max_open_groups=1,
+        drop_zero_variance=True,
+        group_deadline_s=1.0,
+    )
+    run = _Run(policy, random.Random(0), pass_every=20)
+    monkeypatch.setattr(run, "fate", lambda: fate)
+
+    while run.stepped < NUM_STEPS and len(run.groups) < MAX_GROUPS:
+        run.go_on()
+
+    assert run.stepped == NUM_STEPS
