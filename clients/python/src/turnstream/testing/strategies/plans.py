@@ -210,7 +210,7 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
         cost_per_token=draw(st.floats(0, 9)) if cost == "quadratic" else 1.0,
         cost_per_squared_token=draw(st.floats(0, 1)) if cost == "quadratic" else 0.0,
         over_long="refuse" if limit > 100 and draw(st.booleans()) else "alone",
-        alignment=draw(st.integers(1, 64)),
+        alignment=draw(st.integers(1, 4)),
         passes_multiple_of=draw(st.integers(1, 4)),
         rows_multiple_of=draw(st.integers(1, 4)),
         extra_columns=draw(declared_columns(merge=merge)),
