@@ -31,15 +31,15 @@ from turnstream.batching.readiness import (
 from turnstream.batching.report import plan_report
 from turnstream.batching.selection import Selector
 from turnstream.batching.staleness import VersionSteps
-from turnstream.errors import ConflictError, CorruptRecordError
-from turnstream.records.events import decode_event, key_of_seal
+from turnstream.errors import ConflictError
 from turnstream.records.snapshots import PlannerSnapshot
 from turnstream.store import keys
-from turnstream.types import BatchDue, TrajectoryDied
+from turnstream.types import BatchDue
 from turnstream_server.batcher.assembler import Assembler
-from turnstream_server.batcher.listener import PAGE_EVENTS, RunListener
+from turnstream_server.batcher.letters import LetterBox
+from turnstream_server.batcher.listener import PAGE_EVENTS, EventEntry, RunListener
 from turnstream_server.batcher.memory import PlannerMemory, event_position
-from turnstream_server.batcher.payload import Damage, DamagedPayloadError
+from turnstream_server.batcher.payload import DamagedPayloadError
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.shares import PlannedBatch
 from turnstream_server.batcher.upkeep import DEFAULT_UPKEEP, Upkeep
@@ -51,7 +51,6 @@ from turnstream_server.bus.manifests import (
     write_manifest,
 )
 from turnstream_server.bus.release import groups_that_are_gone
-from turnstream_server.bus.trajectories import mark_dead
 from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
@@ -108,7 +107,7 @@ class Leader:
         self._selector = Selector(config)
         self._last_event_id = "0-0"
         self._listener = RunListener(client, view.run, after_step=0)
-        self._unreadable: list[Damage] = []
+        self._letters = LetterBox(client, view.run, epoch=epoch)
         self._next_step = 1
         self._previous_hash = ""
         self._next_row_id = 0
@@ -147,9 +146,9 @@ class Leader:
         planned = await self._read_planned()
         decisions = await self._pass_all(planned, through=self._listener.position)
         while events := await self._listener.read_events():
-            for event_id, record in events:
-                decisions += self._apply(event_id, record)
-                decisions += await self._pass_all(planned, through=event_id)
+            for entry in events:
+                decisions += self._apply(entry)
+                decisions += await self._pass_all(planned, through=entry.event_id)
             self._memory.num_events += len(events)
             await asyncio.sleep(0)
         await self._carry_out(await self._still_known(decisions))
@@ -235,34 +234,22 @@ class Leader:
         elif len(news.events) < PAGE_EVENTS and not self._due_groups():
             await asyncio.sleep(GATHER_S)
 
-    async def _take_in(self, events: Iterable[tuple[str, bytes]]) -> None:
+    async def _take_in(self, events: Iterable[EventEntry]) -> None:
         decisions: list[Decision] = []
-        for event_id, record in events:
-            decisions += self._apply(event_id, record)
+        for entry in events:
+            decisions += self._apply(entry)
             self._memory.num_events += 1
         self._memory.forget(self._fold, position=self._listener.position)
         await self._carry_out(decisions)
 
-    def _apply(self, event_id: str, record: bytes) -> list[Decision]:
-        """Fold an event in; gives what it decides."""
-        self._last_event_id = event_id
-        try:
-            event = decode_event(record)
-        except CorruptRecordError as error:
-            self._note_unreadable(event_id, record, error)
+    def _apply(self, entry: EventEntry) -> list[Decision]:
+        """Fold an event in; gives what it decides. One that cannot be read is passed over."""
+        self._last_event_id = entry.event_id
+        event = self._letters.read(entry)
+        if event is None:
             return []
-        decisions = self._fold.apply(event_id, event)
-        return [*decisions, *self._selector.apply(event_id, event, self._fold)]
-
-    def _note_unreadable(self, event_id: str, record: bytes, error: CorruptRecordError) -> None:
-        """Pass over an event that nobody can read; a trajectory that it names is set aside.
-
-        The run must go on: an event that stopped the planner would stop each of its successors.
-        """
-        logger.error("event %s of run %s is damaged: %s", event_id, self._view.run, error)
-        key = key_of_seal(record)
-        if key is not None:
-            self._unreadable.append(Damage(key, str(error)))
+        decisions = self._fold.apply(entry.event_id, event)
+        return [*decisions, *self._selector.apply(entry.event_id, event, self._fold)]
 
     async def _carry_out(self, decisions: Iterable[Decision]) -> None:
         """Tell the ledger; all of it may have been told before, by the leader of another term."""
@@ -276,9 +263,7 @@ class Leader:
                 await self._grant(decision)
 
     async def _settle(self, settled: list[Settlement]) -> None:
-        if self._unreadable:
-            await self._set_aside(tuple(self._unreadable))
-            self._unreadable.clear()
+        await self._letters.put_away()
         if settled:
             reach("settle.before")
         try:
@@ -331,7 +316,7 @@ class Leader:
             await self._assembler.check(batch)
         except DamagedPayloadError as error:
             logger.warning("run %s: %s", self._view.run, error)
-            await self._set_aside(error.damages)
+            await self._letters.set_aside(error.damages)
             return False
         self._prepare(batch)
         await self._before_write(manifest)
@@ -390,13 +375,6 @@ class Leader:
         frontier = self._view.frontier
         if frontier.session_epoch and frontier.dp_world_size == 1:
             self._assembler.prepare(batch, mini_batch=0, dp_rank=0, dp_world_size=1)
-
-    async def _set_aside(self, damages: Iterable[Damage]) -> None:
-        for key, reason in damages:
-            died = TrajectoryDied(key=key, reason=reason)
-            reach("mark_dead.before")
-            await mark_dead(self._client, self._view.run, died, leader_epoch=self._epoch)
-            reach("mark_dead.after")
 
     def _explain(self, step: int) -> str:
         """Why a step is not planned yet."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import redis.asyncio
 from redis.exceptions import RedisError
@@ -16,17 +16,29 @@ PAGE_EVENTS: Final = 400
 """Events of one reply: to fold them in takes 5 ms, for which the event loop stands still."""
 
 
+class EventEntry(NamedTuple):
+    """An event as it is stored.
+
+    Attributes:
+        posted_for: id of the trajectory that a generator posted it for; empty where none did.
+    """
+
+    event_id: str
+    record: bytes
+    posted_for: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
     """What has happened since the last read.
 
     Attributes:
-        events: (id, record) of new events, in order, at most PAGE_EVENTS.
+        events: that are new, in order, at most PAGE_EVENTS.
         is_frontier_old: a batch was planned or stepped, a session began, the run was closed, or
             groups were dropped.
     """
 
-    events: list[tuple[str, bytes]]
+    events: list[EventEntry]
     is_frontier_old: bool
 
 
@@ -61,7 +73,7 @@ class RunListener:
         """Do not tell of the plan of this step: the caller has written it."""
         self._signals[self._plan] = f"{step}-0"
 
-    async def read_events(self) -> list[tuple[str, bytes]]:
+    async def read_events(self) -> list[EventEntry]:
         """The next events that are there already, at most PAGE_EVENTS.
 
         Raises:
@@ -90,9 +102,12 @@ class RunListener:
             raise translate(error) from error
         found: dict[bytes, Any] = dict(reply or ())
         new_events = found.pop(self._events, [])
-        events = [(event_id.decode(), fields[b"r"]) for event_id, fields in new_events]
+        events = [
+            EventEntry(event_id.decode(), fields[b"r"], fields.get(b"t", b"").decode())
+            for event_id, fields in new_events
+        ]
         if events:
-            self._last_event = events[-1][0]
+            self._last_event = events[-1].event_id
         for stream, entries in found.items():
             self._signals[stream] = entries[-1][0].decode()
         return News(events=events, is_frontier_old=bool(found))

@@ -20,6 +20,7 @@ from turnstream.records.compact import CompactEnds, compact_batch, encode_batch,
 from turnstream.store import keys
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.upkeep import Upkeep
+from turnstream_server.bus.discards import discard_oldest
 from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.manifests import StoredManifest, read_manifest
 from turnstream_server.bus.release import (
@@ -111,7 +112,20 @@ class Releaser:
         state = await read_release_state(self._client, self._run)
         has_batches = await self._release_batches(state, floor=floor)
         has_ended = await self._release_ended(state)
-        return has_batches or has_ended
+        return await self._discard_letters(state) or has_batches or has_ended
+
+    async def _discard_letters(self, state: ReleaseState) -> bool:
+        """The oldest dead letters, where they keep more than the run lets them."""
+        _, config = await self._view.newest_config()
+        if state.dead_bytes <= config.max_dead_bytes:
+            return False
+        await self._upkeep.before("discard_letters")
+        num_discarded = await discard_oldest(
+            self._client, self._run, max_bytes=config.max_dead_bytes
+        )
+        if num_discarded:
+            logger.warning("%d dead letters of run %s had no room", num_discarded, self._run)
+        return num_discarded > 0
 
     async def _archive(self) -> int | None:
         """Archive what was committed; the newest step that may be released, None for any."""

@@ -9,14 +9,13 @@ import redis
 
 from turnstream.batching.plan import Manifest, TrajectoryPlan
 from turnstream.errors import RejectedError
-from turnstream.records.events import decode_event
 from turnstream.records.manifests import decode_manifest
 from turnstream.store import keys
 from turnstream.store.replies import translating
 from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.manifests import read_plan
-from turnstream_server.bus.pages import entry_ms, stream_entries
+from turnstream_server.bus.pages import entry_ms, readable_events, stream_entries
 from turnstream_server.bus.past import find_past_end, find_past_step
 from turnstream_server.bus.states import STATES_WITH_REASON, parse_entry
 
@@ -139,8 +138,7 @@ def _parse(trajectory_id: str) -> TrajectoryKey:
 def _event_facts(client: redis.Redis, run: str, key: TrajectoryKey) -> dict[str, Any]:
     """When it was opened and sealed, and how, as far as events are kept."""
     facts: dict[str, Any] = {}
-    for entry_id, record in stream_entries(client, keys.run_keys(run).events):
-        event = decode_event(record)
+    for entry_id, event in readable_events(client, keys.run_keys(run).events):
         if isinstance(event, GroupOpened) and event.group_id == key.group_id:
             facts.setdefault("opened_ms", entry_ms(entry_id))
         elif isinstance(event, SealedTrajectory) and event.key == key:

@@ -7,7 +7,10 @@ from typing import Any, Final
 
 import redis
 
+from turnstream.errors import RecordError
+from turnstream.records.events import decode_event
 from turnstream.store.replies import translating
+from turnstream.types import Event
 
 PAGE: Final = 1_000
 """Entries of one reply: a few hundred kilobytes, and a millisecond of the server."""
@@ -28,6 +31,20 @@ def stream_entries(client: redis.Redis, stream: str) -> Iterator[tuple[str, byte
         if len(entries) < PAGE:
             return
         start = f"({entries[-1][0].decode()}"
+
+
+def readable_events(client: redis.Redis, stream: str) -> Iterator[tuple[str, Event]]:
+    """(id, event) of every entry that can be read; the planner sets the others aside.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    for entry_id, record in stream_entries(client, stream):
+        try:
+            event = decode_event(record)
+        except RecordError:
+            continue
+        yield entry_id, event
 
 
 def hash_fields(client: redis.Redis, name: str) -> Iterator[tuple[str, bytes]]:

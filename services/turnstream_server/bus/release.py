@@ -41,7 +41,8 @@ FOLD_SLICE: Final = 256
 """Trajectories of one call: half a millisecond of the server."""
 
 DROPPED: Final = ("filtered", "expired", "incomplete", "surplus", "abandoned")
-"""States of the ledger in which a trajectory ends untrained and leaves. Dead ones are kept."""
+"""States of the ledger in which a trajectory ends untrained and leaves. Dead ones are kept until
+they are discarded."""
 
 _OVER: Final = (b"planned", b"filtered", b"expired", b"incomplete")
 
@@ -62,8 +63,9 @@ class ReleaseState:
         folded: newest step of which a compact record is left.
         num_records: compact records of what ended untrained.
         snapshot_step: newest plan that a starting planner does not read.
-        num_ended: trajectories that ever ended untrained and are not dead.
+        num_ended: trajectories that ever ended untrained and are not kept as dead letters.
         num_ended_folded: those of them that are in compact records.
+        dead_bytes: what dead letters keep.
     """
 
     released: int
@@ -72,6 +74,7 @@ class ReleaseState:
     snapshot_step: int
     num_ended: int
     num_ended_folded: int
+    dead_bytes: int
 
 
 async def read_release_state(client: redis.asyncio.Redis, run: str) -> ReleaseState:
@@ -85,10 +88,10 @@ async def read_release_state(client: redis.asyncio.Redis, run: str) -> ReleaseSt
     pipeline = client.pipeline(transaction=True)
     pipeline.execute_command("HMGET", names.frontier, "stepped", "released", "folded", "ends")
     pipeline.execute_command("HGET", names.snapshot, "step")
-    pipeline.execute_command("HMGET", names.counts, *DROPPED)
+    pipeline.execute_command("HMGET", names.counts, *DROPPED, "discarded", "dead_bytes")
     pipeline.execute_command("HVALS", names.reasons)
     try:
-        frontier, step, counts, folded = await pipeline.execute()
+        frontier, step, (*counts, dead_bytes), folded = await pipeline.execute()
     except (RedisError, OSError) as error:
         raise translate(error) from error
     if frontier[0] is None:
@@ -100,6 +103,7 @@ async def read_release_state(client: redis.asyncio.Redis, run: str) -> ReleaseSt
         snapshot_step=int(step or 0),
         num_ended=sum(int(count or 0) for count in counts),
         num_ended_folded=sum(map(int, folded)),
+        dead_bytes=int(dead_bytes or 0),
     )
 
 
@@ -148,10 +152,14 @@ async def release_payload(
     Raises:
         StoreUnavailableError: the store cannot be reached.
     """
-    tombstone_ms = round(max(SHORTEST_TOMBSTONE_S, TOMBSTONE_LEASES * lease_s) * 1_000)
     for some in _sliced(trajectory_ids, SLICE):
-        commands = [_RELEASE(keys.trajectory_keys(run, each), tombstone_ms) for each in some]
-        await _run_all(client, commands)
+        await _run_all(client, [release_command(run, each, lease_s=lease_s) for each in some])
+
+
+def release_command(run: str, trajectory_id: str, *, lease_s: float) -> Command:
+    """The call that removes the payload of one trajectory; nothing is sent."""
+    tombstone_ms = round(max(SHORTEST_TOMBSTONE_S, TOMBSTONE_LEASES * lease_s) * 1_000)
+    return _RELEASE(keys.trajectory_keys(run, trajectory_id), tombstone_ms)
 
 
 async def fold_batch(

@@ -9,12 +9,11 @@ from typing import Final
 
 import redis
 
-from turnstream.records.events import decode_event
 from turnstream.store import keys
 from turnstream.types import GroupOpened, TrajectoryState
 from turnstream_server.bus.frontier import Frontier, read_frontier
 from turnstream_server.bus.ledger import LedgerCounts, read_ledger
-from turnstream_server.bus.pages import entry_ms, hash_fields, server_ms, stream_entries
+from turnstream_server.bus.pages import entry_ms, hash_fields, readable_events, server_ms
 from turnstream_server.bus.past import past_reasons
 
 TOP_REASONS: Final = 5
@@ -120,8 +119,7 @@ def state_of_step(step: int, frontier: Frontier) -> TrajectoryState:
 def _opened_ms(client: redis.Redis, run: str) -> dict[str, int]:
     """When each group was opened, by its encoded name, as far as events are kept."""
     opened: dict[str, int] = {}
-    for entry_id, record in stream_entries(client, keys.run_keys(run).events):
-        event = decode_event(record)
+    for entry_id, event in readable_events(client, keys.run_keys(run).events):
         if isinstance(event, GroupOpened):
             opened.setdefault(keys.encode_name(event.group_id), entry_ms(entry_id))
     return opened

@@ -8,6 +8,7 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import RedisError
 
+from turnstream.errors import RecordError
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store import keys
 from turnstream.store.replies import translate
@@ -15,6 +16,7 @@ from turnstream.store.scripts import Script, run_command_async
 from turnstream.types import SealedTrajectory, TrajectoryDied
 
 _MARK_DEAD = Script("mark_dead", "turnstream_server.bus")
+_KEEP_EVENT = Script("keep_event", "turnstream_server.bus")
 _POST_SEALED = Script("post_sealed")
 _PAGE = 1000
 
@@ -22,7 +24,9 @@ _PAGE = 1000
 async def mark_dead(
     client: redis.asyncio.Redis, run: str, died: TrajectoryDied, *, leader_epoch: int
 ) -> bool:
-    """Set a sealed trajectory aside because its payload is damaged, and tell the plan, once.
+    """Set a sealed trajectory aside because it is damaged, and tell the plan, once.
+
+    Its payload is kept as a dead letter.
 
     Returns:
         False where it was dead before.
@@ -32,14 +36,49 @@ async def mark_dead(
         ConflictError: it is not sealed, or already in a batch.
         StoreUnavailableError: the store cannot be reached.
     """
-    names = keys.run_keys(run)
+    names, name = keys.run_keys(run), keys.trajectory_id(died.key)
+    try:
+        meta = keys.trajectory_keys(run, name).meta
+        num_bytes: Any = await client.execute_command("HGET", meta, "bytes")
+    except (RedisError, OSError) as error:
+        raise translate(error) from error
     command = _MARK_DEAD(
-        (names.leader, names.ledger, names.counts, names.events),
+        (
+            *(names.leader, names.ledger, names.counts, names.events),
+            *(names.letters, names.deadlines),
+        ),
         leader_epoch,
-        keys.trajectory_id(died.key),
+        name,
         died.reason,
         encode_event(died),
+        int(num_bytes or 0),
     )
+    return bool(await run_command_async(client, command))
+
+
+async def keep_event(
+    client: redis.asyncio.Redis,
+    run: str,
+    *,
+    event_id: str,
+    record: bytes,
+    reason: str,
+    leader_epoch: int,
+) -> bool:
+    """Keep an event that nobody can read as a dead letter, once, also after it was discarded.
+
+    Events come in the order of their ids.
+
+    Returns:
+        False where it, or a later one, was kept before.
+
+    Raises:
+        FencedError: another planner leads the run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    where = (names.leader, names.damaged, names.counts)
+    command = _KEEP_EVENT(where, leader_epoch, event_id, record, reason)
     return bool(await run_command_async(client, command))
 
 
@@ -84,7 +123,10 @@ async def post_seals_of(client: redis.asyncio.Redis, run: str, ids: Sequence[str
 
 
 def _awaits(seal: bytes) -> bool:
-    event = decode_event(seal)
+    try:
+        event = decode_event(seal)
+    except RecordError:
+        return False  # posted as it is, so that the planner sets it aside
     return isinstance(event, SealedTrajectory) and event.awaits_reward
 
 
@@ -125,4 +167,5 @@ async def _read_seals(
         for (trajectory_id, epoch), entries in zip(
             sealed.items(), await pipeline.execute(), strict=True
         )
+        if entries  # none, where a disk lost them: its lease ends
     ]

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import redis
 
+from turnstream.errors import RecordError
 from turnstream.records.events import decode_event
 from turnstream.records.manifests import decode_manifest
 from turnstream.store import keys
@@ -109,7 +110,10 @@ class RunHistory:
         )
 
     def _add_event(self, record: bytes) -> None:
-        event = decode_event(record)
+        try:
+            event = decode_event(record)
+        except RecordError:
+            return  # the planner sets it aside
         if isinstance(event, GroupOpened):
             self._groups.add(event.group_id)
         elif isinstance(event, SealedTrajectory):

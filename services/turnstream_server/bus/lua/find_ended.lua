@@ -1,5 +1,6 @@
 #!lua flags=no-writes
--- Looks through a part of the ledger for trajectories that ended untrained; dead ones are kept.
+-- Looks through a part of the ledger for trajectories that ended untrained. Dead ones are kept until
+-- they are discarded.
 --
 -- Keys, in the run's slot:
 --   KEYS[1] ledger  hash  read
@@ -8,11 +9,15 @@
 
 local ENDS = {filtered = true, expired = true, surplus = true, incomplete = true, abandoned = true}
 
+local function has_ended(entry)
+  return ENDS[string.match(entry, '^[^:]*')] or string.sub(entry, 1, 14) == 'dead:discarded'
+end
+
 local page = redis.call('HSCAN', KEYS[1], ARGV[1], 'COUNT', ARGV[2])
 local reply = {page[1]}
 local entries = page[2]
 for i = 1, #entries, 2 do
-  if ENDS[string.match(entries[i + 1], '^[^:]*')] then
+  if has_ended(entries[i + 1]) then
     reply[#reply + 1] = entries[i]
     reply[#reply + 1] = entries[i + 1]
   end

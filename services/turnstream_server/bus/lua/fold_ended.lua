@@ -24,6 +24,10 @@ local MOST_REASONS = 1000  -- generators make some of them up
 local OVER = {planned = true, filtered = true, expired = true, incomplete = true, over = true}
 local ENDS = {filtered = true, expired = true, surplus = true, incomplete = true, abandoned = true}
 
+local function has_ended(entry)
+  return ENDS[string.match(entry, '^[^:]*')] or string.sub(entry, 1, 14) == 'dead:discarded'
+end
+
 if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
   return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])
 end
@@ -85,7 +89,7 @@ local entries = redis.call('HMGET', KEYS[3], unpack(ids))
 local groups = {}
 for i, id in ipairs(ids) do
   local entry = entries[i] or 'unknown'
-  if not ENDS[string.match(entry, '^[^:]*')] then
+  if not has_ended(entry) then
     return redis.error_reply('CONFLICT ' .. id .. ' is ' .. entry .. ', not at its end')
   end
   local group = string.match(id, '^[^/]*')

@@ -1,12 +1,17 @@
 #!lua flags=allow-oom
--- Sets a sealed trajectory aside because its payload is damaged, and tells the plan.
+-- Sets a sealed trajectory aside because it is damaged, tells the plan, and keeps it as a dead letter.
 --
 -- Keys, all in the run's slot:
---   KEYS[1] leader  hash    read: epoch
---   KEYS[2] ledger  hash    trajectory id: "sealed:<epoch>" becomes "dead:<reason>"
---   KEYS[3] counts  hash    changed: sealed, dead
---   KEYS[4] events  stream  added, once: field r = the trajectory_died record
--- Arguments: ARGV[1] leader epoch    ARGV[2] trajectory id    ARGV[3] reason    ARGV[4] the record
+--   KEYS[1] leader     hash    read: epoch
+--   KEYS[2] ledger     hash    trajectory id: "sealed:<epoch>" or "awaiting_reward:<epoch>" becomes
+--                              "dead:<reason>"
+--   KEYS[3] counts     hash    changed: sealed or awaiting_reward, dead, dead_bytes
+--   KEYS[4] events     stream  added, once: field r = the trajectory_died record
+--   KEYS[5] letters    hash    added: trajectory id -> "<since, server ms>:<bytes>:"
+--   KEYS[6] deadlines  zset    removed: "reward:<trajectory id>"
+-- Arguments:
+--   ARGV[1] leader epoch    ARGV[2] trajectory id    ARGV[3] reason    ARGV[4] the record
+--   ARGV[5] bytes of its payload
 -- Reply:     1, or 0 where it was dead before
 -- Errors:
 --   FENCED    another planner leads
@@ -20,12 +25,17 @@ local state = string.match(entry or '', '^[^:]*')
 if state == 'dead' then
   return 0
 end
-if state ~= 'sealed' then
+if state ~= 'sealed' and state ~= 'awaiting_reward' then
   return redis.error_reply('CONFLICT ' .. ARGV[2] .. ' is ' .. (entry or 'unknown')
     .. ', not sealed')
 end
+local time = redis.call('TIME')
+local since = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
 redis.call('HSET', KEYS[2], ARGV[2], 'dead:' .. ARGV[3])
-redis.call('HINCRBY', KEYS[3], 'sealed', -1)
+redis.call('HINCRBY', KEYS[3], state, -1)
 redis.call('HINCRBY', KEYS[3], 'dead', 1)
+redis.call('HINCRBY', KEYS[3], 'dead_bytes', ARGV[5])
+redis.call('HSET', KEYS[5], ARGV[2], since .. ':' .. ARGV[5] .. ':')
+redis.call('ZREM', KEYS[6], 'reward:' .. ARGV[2])
 redis.call('XADD', KEYS[4], '*', 'r', ARGV[4])
 return 1

@@ -119,6 +119,8 @@ class BatchingConfig:
             that are sealed later. "keep": until the group is planned they join it.
         retain_checkpoints: a session may begin after any of the last so many committed steps; what
             is older is released.
+        max_dead_bytes: payload that is kept of trajectories set aside as damaged; beyond it the
+            oldest are discarded.
     """
 
     batch_groups: int
@@ -160,6 +162,7 @@ class BatchingConfig:
     refill_fallback: RefillFallback = "drop"
     surplus: Surplus = "drop"
     retain_checkpoints: int = 2
+    max_dead_bytes: int = 256 * 1024 * 1024
 
     def __post_init__(self) -> None:
         """Check every field and their combinations.
@@ -351,6 +354,7 @@ _LEAST = {
     "rows_multiple_of": 1,
     "max_refills": 0,
     "retain_checkpoints": 1,
+    "max_dead_bytes": 0,
 }
 _LONGEST_S = 30 * 86_400.0  # what is longer is a mistake in the unit
 _LEAST_S = {

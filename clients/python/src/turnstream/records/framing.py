@@ -14,7 +14,7 @@
 
 A newer minor version adds header fields or arrays: readers skip what they do not know, and services
 hand on the stored bytes instead of encoding them again, so nothing is lost. A newer major version
-is refused by name.
+is refused by name; the frame and its checksum are the same in all of them.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ def read_frame(record: bytes, *, kind: bytes) -> Frame:
     magic, found, version, num_header_bytes = _PREFIX.unpack_from(record)
     if magic != b"TS" or found != kind:
         raise CorruptRecordError(f"no {name} record: it begins with {bytes(record[:3])!r}")
-    if version > MAJOR_VERSION:
-        raise UnknownFormatError(name, version, MAJOR_VERSION)
     body_stop = len(record) - _CRC.size
     (crc,) = _CRC.unpack_from(record, body_stop)
     if zlib.crc32(memoryview(record)[:body_stop]) != crc:
         raise CorruptRecordError(f"the checksum of a {name} record of {len(record)} bytes differs")
+    if version > MAJOR_VERSION:  # believed only now: damage must not look like a newer release
+        raise UnknownFormatError(name, version, MAJOR_VERSION)
     header_stop = _PREFIX.size + num_header_bytes
     body_start = header_stop + -num_header_bytes % 8
     if body_start > body_stop:

@@ -3,12 +3,14 @@
 The plan of a run lives in one slot, `ts:{<run>}:`, where scripts can be atomic:
 
 =========  ======  ==========================================================================
-events     stream  what the plan depends on, in order; field `r` = event record
+events     stream  what the plan depends on, in order; field `r` = event record; where a generator
+                   wrote it, `t` = the id of the trajectory that it is of
 plan       stream  manifests, ids `<step>-<revision>`; field `r` = manifest record
 wake       stream  one entry, no data: written whenever a refused call may now succeed
 versions   stream  announced weights, ids `<version + 1>-0`; field `r` = event record
 ledger     hash    trajectory id -> its state, see below
-counts     hash    state -> number of trajectories; `accepted`, their sum; and `late_rewards`
+counts     hash    state -> number of trajectories; `accepted`, their sum; and `late_rewards`,
+                   `discarded` (of the dead), `dead_bytes` (of what `letters` and `damaged` keep)
 groups     hash    group name -> `<num_samples>:<state>`; the state is `open`; then maybe `decided`,
                    where it is ready and takes no more samples; at last `planned`, or why it was
                    dropped
@@ -36,6 +38,9 @@ past       hash    step -> compact record of a batch that is over
 ended      hash    number -> compact record of trajectories that ended untrained
 reasons    hash    `<state>:<reason>` -> how many of those in `ended`
 over       hash    bucket -> fingerprints of the groups that are over; `n` -> how many, see below
+letters    hash    id of a dead trajectory whose payload is kept -> `<since, server ms>:<bytes>:<id
+                   of the trajectory that it was replayed as, or nothing>`
+damaged    stream  events that nobody can read, under their own ids; fields `r` = record, `why`
 snapshot   hash    position, step, record: what the planner knew after the event `position`;
                    before, the position of the snapshot before: the events below it go
 =========  ======  ==========================================================================
@@ -97,6 +102,8 @@ _RUN_TYPES = {
     "reasons": "hash",
     "over": "hash",
     "snapshot": "hash",
+    "letters": "hash",
+    "damaged": "stream",
 }
 _TRAJECTORY_TYPES = {"turns": "stream", "meta": "hash"}
 _KEY = re.compile(r"ts:\{([^{}/]+)(/[^{}/]+/\d+/\d+)?\}:([a-z]+)")
@@ -128,6 +135,8 @@ class RunKeys(NamedTuple):
     reasons: str
     over: str
     snapshot: str
+    letters: str
+    damaged: str
 
     @property
     def of_open_group(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@
 --   KEYS[2] counts     hash    changed: awaiting_reward, sealed; or late_rewards
 --   KEYS[3] rewards    hash    trajectory id -> the CRC, "late:<CRC>" where it changes nothing; added
 --   KEYS[4] deadlines  zset    removed: "reward:<trajectory id>"
---   KEYS[5] events     stream  added, once: field r = the reward_posted record
+--   KEYS[5] events     stream  added, once: field r = the reward_posted record, t = the id
 -- Arguments: ARGV[1] trajectory id    ARGV[2] CRC of the record    ARGV[3] the record
 -- Reply: "OK", "DUPLICATE" (the same was posted before), or "LATE": its group was decided before,
 --        which is counted and changes nothing
@@ -46,5 +46,5 @@ redis.call('HINCRBY', KEYS[2], 'awaiting_reward', -1)
 redis.call('HINCRBY', KEYS[2], 'sealed', 1)
 redis.call('HSET', KEYS[3], ARGV[1], ARGV[2])
 redis.call('ZREM', KEYS[4], 'reward:' .. ARGV[1])
-redis.call('XADD', KEYS[5], '*', 'r', ARGV[3])
+redis.call('XADD', KEYS[5], '*', 'r', ARGV[3], 't', ARGV[1])
 return 'OK'

@@ -10,7 +10,7 @@
 --                           decided without it
 --   KEYS[2] counts  hash    changed: open, sealed, awaiting_reward, surplus
 --   KEYS[3] groups  hash    read: the state of the trajectories' groups; one that is gone is over
---   KEYS[4] events  stream  added per trajectory that counts: field r = the record
+--   KEYS[4] events  stream  added per trajectory that counts: field r = the record, t = its id
 --   KEYS[5] leases  zset    removed: their leases
 --   KEYS[6] deadlines zset  added per trajectory that awaits its reward, where the run has such a
 --                           deadline
@@ -72,7 +72,7 @@ for i, id in ipairs(ids) do
       if awaits ~= '' then
         await_reward(id)
       end
-      redis.call('XADD', KEYS[4], '*', 'r', ARGV[3 * i])
+      redis.call('XADD', KEYS[4], '*', 'r', ARGV[3 * i], 't', id)
       replies[i] = 'OK'
     end
   elseif state == 'surplus' then
