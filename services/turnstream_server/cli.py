@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from turnstream.errors import InvalidConfigError, TurnstreamError
+from turnstream.errors import TurnstreamError
+from turnstream_server.jobs.dead import dead
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -337,6 +338,9 @@ def ledger(
         jobs.print_history(url, run, trajectory, _console())
 
 
+app.command(rich_help_panel=STORE)(dead)
+
+
 @app.command(rich_help_panel=STORE)
 def why(run: RunArgument, redis: Redis = None, as_json: AsJson = False) -> None:
     """Say why nobody gets data of a run: who waits for whom, the most important reason first."""
@@ -417,16 +421,9 @@ def _settings() -> Settings:
     Raises:
         InvalidConfigError: names the variable and what is wrong with it.
     """
-    from pydantic import ValidationError
+    from turnstream_server.settings import read_settings
 
-    from turnstream_server.settings import Settings
-
-    try:
-        return Settings()
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = "_".join(str(part) for part in first["loc"]).upper()
-        raise InvalidConfigError(f"TURNSTREAM_{name}", first["msg"]) from error
+    return read_settings()
 
 
 def _store_url(given: str | None) -> str:

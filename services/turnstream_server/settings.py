@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from turnstream.errors import InvalidConfigError
 
 
 class Settings(BaseSettings):
@@ -46,6 +48,20 @@ class Settings(BaseSettings):
     def printable(self) -> dict[str, str]:
         """Every setting by the name of its variable, passwords masked."""
         return {f"TURNSTREAM_{name.upper()}": _show(value) for name, value in self}
+
+
+def read_settings() -> Settings:
+    """The settings of the environment.
+
+    Raises:
+        InvalidConfigError: names the variable and what is wrong with it.
+    """
+    try:
+        return Settings()
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = "_".join(str(part) for part in first["loc"]).upper()
+        raise InvalidConfigError(f"TURNSTREAM_{name}", first["msg"]) from error
 
 
 def _show(value: object) -> str:
