@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from turnstream.errors import InvalidConfigError
 from turnstream_server import failpoints
 from turnstream_server.logs import configure_logging
-from turnstream_server.settings import Settings
+from turnstream_server.settings import Settings, read_settings
 
 if TYPE_CHECKING:
     from turnstream_server.generators.live import LiveGeneratorConfig
@@ -33,6 +33,17 @@ def store_url(settings: Settings, given: str | None = None) -> str:
             "TURNSTREAM_REDIS_URL", "is not set; name a store there, or with --redis"
         )
     return settings.redis_url.get_secret_value()
+
+
+def store_url_of_job(given: str | None) -> str:
+    """The address of the store for a job that changes it, in a process that tests may let die.
+
+    Raises:
+        InvalidConfigError: nothing names a store, or a setting is wrong.
+    """
+    settings = read_settings()
+    failpoints.arm(settings.failpoint)
+    return store_url(settings, given)
 
 
 def start_batcher(

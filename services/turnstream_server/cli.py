@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from turnstream.errors import TurnstreamError
+from turnstream_server import cli_runs
 from turnstream_server.jobs.dead import dead
 
 if TYPE_CHECKING:
@@ -397,6 +398,9 @@ def archive(
 
     for path in archive_run(_store_url(redis), run, folder):
         print(path)
+
+
+app.add_typer(cli_runs.app)
 
 
 @app.command(rich_help_panel=STORE)

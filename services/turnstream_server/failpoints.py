@@ -43,6 +43,9 @@ NAMES: Final = frozenset(
         "checkpoint.after_weights",  # the weights are written, the token is not
         "checkpoint.before_committed",  # the checkpoint is on disk, no batcher knows
         "checkpoint.after_committed",
+        "delete.after_condemned",  # nobody finds the run any more, all of its payload is there
+        "delete.after_slice",  # a part of the payload is gone
+        "delete.after_payload",  # the name of the run is not free yet
     }
 )
 """Every place there is."""

@@ -67,6 +67,7 @@ class RunPlanner:
                 await self._follow_then_lead()
             except RunNotFoundError:
                 logger.warning("run %s is gone from the store", self._view.run)
+                self._view.lose()
                 return
             except FencedError as error:
                 logger.warning("no longer leading run %s: %s", self._view.run, error)

@@ -66,6 +66,7 @@ class RunView:
         self._configs: dict[int, BatchingConfig] = {}
         self._is_drained = False  # once the groups of a closed run are decided, they stay so
         self._is_closed = False
+        self._is_gone = False
 
     async def refresh(self) -> Frontier:
         """The frontier, read after this call began; wakes whoever waits for it.
@@ -110,6 +111,12 @@ class RunView:
         self._is_closed = True
         self._changed.set()
 
+    def lose(self) -> None:
+        """Send away whoever waits, and let go of what was made: the run is gone from the store."""
+        self._is_gone = True
+        self._changed.set()
+        self._on_stepped(self.frontier.planned)
+
     async def wait_for_batch(
         self, step: int, *, check: Callable[[Frontier], None], wait_s: float
     ) -> PlannedBatch:
@@ -122,6 +129,7 @@ class RunView:
 
         Raises:
             BatcherUnavailableError: this replica stops.
+            RunNotFoundError: the run is gone.
             NotReadyError: it was not planned within `wait_s`; says what is missing.
             EndOfRunError: there will never be one.
             StoreUnavailableError: the store cannot be reached.
@@ -131,6 +139,8 @@ class RunView:
         while True:
             if self._is_closed:
                 raise BatcherUnavailableError("this replica stops")
+            if self._is_gone:
+                raise RunNotFoundError(f"run {self.run!r} was deleted")
             changed = self._changed
             check(self.frontier)
             if step <= self.frontier.planned:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+import redis
 from rich.console import Console
 from rich.table import Table
 
+from turnstream.errors import RunNotFoundError
 from turnstream.store.connection import connect
 from turnstream.store.runs import list_runs, read_config
+from turnstream_server.bus.deletion import deleting_since_ms
 from turnstream_server.bus.ledger import RunSummary, run_summary
 
 
@@ -21,17 +24,24 @@ def print_runs(url: str, console: Console) -> None:
     table = Table("run", "planned", "stepped", "committed", "accepted", "trained", "closed")
     with connect(url) as client:
         for run in list_runs(client):
-            seen = run_summary(client, run)
-            table.add_row(
-                run,
-                str(seen.frontier.planned),
-                str(seen.frontier.stepped),
-                str(seen.frontier.committed),
-                f"{seen.ledger.accepted:,}",
-                f"{seen.ledger.num_trained:,}",
-                "yes" if seen.frontier.is_closed else "no",
-            )
+            table.add_row(run, *_run_row(client, run))
     console.print(table if table.row_count else "no runs")
+
+
+def _run_row(client: redis.Redis, run: str) -> tuple[str, ...]:
+    try:
+        seen = run_summary(client, run)
+    except RunNotFoundError:
+        is_going = deleting_since_ms(client, run) is not None
+        return ("being deleted" if is_going else "gone",)
+    return (
+        str(seen.frontier.planned),
+        str(seen.frontier.stepped),
+        str(seen.frontier.committed),
+        f"{seen.ledger.accepted:,}",
+        f"{seen.ledger.num_trained:,}",
+        "yes" if seen.frontier.is_closed else "no",
+    )
 
 
 def print_run(url: str, run: str, console: Console) -> None:

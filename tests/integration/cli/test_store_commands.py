@@ -54,6 +54,27 @@ def test_runs_says_that_there_is_none(url: str) -> None:
     assert shown.output == "no runs\n"
 
 
+def test_delete_asks_for_the_name_again_and_runs_shows_what_was_interrupted(url: str) -> None:
+    with connect(url) as client:
+        create_run(client, "maze", config())
+        create_run(client, "half", config())
+        client.hset(keys.run_keys("half").deleted, mapping={"since_ms": 1, "fence_ms": 1})
+        client.delete(keys.run_keys("half").frontier, keys.run_keys("half").config)
+
+    kept = CliRunner().invoke(cli.app, ["delete", "maze"], input="maza\n")
+    shown = CliRunner().invoke(cli.app, ["runs"])
+    deleted = CliRunner().invoke(cli.app, ["delete", "maze"], input="maze\n")
+    finished = CliRunner().invoke(cli.app, ["delete", "half", "--yes"])
+
+    assert (kept.exit_code, deleted.exit_code, finished.exit_code) == (1, 0, 0)
+    assert "nothing was deleted" in kept.output
+    rows = [line.split() for line in shown.output.splitlines()]
+    assert any("maze" in row and "no" in row for row in rows)
+    assert any("half" in row and "deleted" in row for row in rows)
+    assert "deleted maze; its name may be used again in 960 s" in deleted.output
+    assert CliRunner().invoke(cli.app, ["runs"]).output == "no runs\n"
+
+
 def test_show_prints_frontier_ledger_and_configuration(url: str) -> None:
     with connect(url) as client:
         create_run(client, "maze", config(batch_groups=6, mini_batch_groups=3))

@@ -14,7 +14,13 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from turnstream.errors import ConflictError, FencedError, NotReadyError, StoreUnavailableError
+from turnstream.errors import (
+    ConflictError,
+    FencedError,
+    NotReadyError,
+    RunNotFoundError,
+    StoreUnavailableError,
+)
 from turnstream.generator.calls import SCRIPTS, HeartbeatCall, Round
 from turnstream.generator.drafts import TrajectoryDraft
 from turnstream.generator.heartbeats import Heartbeats
@@ -604,6 +610,22 @@ def test_a_lost_trajectory_raises_who_has_it_and_disturbs_no_other() -> None:
         with pytest.raises(FencedError, match="g/0/0 was taken over by x with epoch 2"):
             write()
     assert not desk.append(other).errors
+    assert desk.outbox.num_open == 1
+
+
+def test_trajectories_of_a_run_that_is_gone_are_lost_by_their_heartbeat() -> None:
+    # A generator that plays on for hours must not write into another run of the same name.
+    desk = Desk()
+    one, ending = desk.opened(2)
+    desk.append(ending)
+    desk.seal(ending)
+    desk.wait_out()
+
+    desk.answer(2, ResponseError("NORUN no such run"))
+
+    with pytest.raises(RunNotFoundError):
+        desk.append(one)
+    assert ending.error is None  # its seal is on its way, and is answered by itself
     assert desk.outbox.num_open == 1
 
 

@@ -27,7 +27,12 @@ from typing import Any
 
 from redis.exceptions import NoScriptError, ResponseError
 
-from turnstream.errors import NotReadyError, StoreUnavailableError, TurnstreamError
+from turnstream.errors import (
+    NotReadyError,
+    RunNotFoundError,
+    StoreUnavailableError,
+    TurnstreamError,
+)
 from turnstream.generator.backoff import Backoff
 from turnstream.generator.calls import (
     AbandonCall,
@@ -330,8 +335,11 @@ class Outbox:
                     self._reject(admission, error)
             case CloseCall(_, receipt) | ConfigCall(receipt):
                 receipt.settle(None, error)
-            case HeartbeatCall():
+            case HeartbeatCall(lanes):
                 _logger.warning("run %s: leases cannot be renewed: %s", self.run, error)
+                if isinstance(error, RunNotFoundError):
+                    for lane in [lane for lane in lanes if not lane.is_ending]:
+                        self._fail(lane, error)
 
     def _learn(self, config: bytes, receipt: Delivery) -> None:
         try:

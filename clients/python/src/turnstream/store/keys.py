@@ -43,6 +43,8 @@ letters    hash    id of a dead trajectory whose payload is kept -> `<since, ser
 damaged    stream  events that nobody can read, under their own ids; fields `r` = record, `why`
 snapshot   hash    position, step, record: what the planner knew after the event `position`;
                    before, the position of the snapshot before: the events below it go
+deleted    hash    since_ms, fence_ms: the run is being deleted, or was and the key expires
+doomed     hash    the ledger of a run that is being deleted, until the payload is gone
 =========  ======  ==========================================================================
 
 A ledger value is `open:<epoch>:<writer>`, `sealed:<epoch>`, `awaiting_reward:<epoch>`,
@@ -62,6 +64,9 @@ turns      stream  turn n (from 0) has id `0-<n + 1>`, the seal is the entry aft
 meta       hash    epoch, writer, turns, bytes, sealed (0 or 1); made by the first append only;
                    after the release only `released`, for as long as late writers may come
 =========  ======  ==========================================================================
+
+Of a deleted run stay `deleted`, `wake` with one entry, and `meta` of the trajectories that somebody
+may still write to; all of them expire.
 
 One key is global: `ts:runs`, the set of run names.
 """
@@ -104,6 +109,8 @@ _RUN_TYPES = {
     "snapshot": "hash",
     "letters": "hash",
     "damaged": "stream",
+    "deleted": "hash",
+    "doomed": "hash",
 }
 _TRAJECTORY_TYPES = {"turns": "stream", "meta": "hash"}
 _KEY = re.compile(r"ts:\{([^{}/]+)(/[^{}/]+/\d+/\d+)?\}:([a-z]+)")
@@ -137,6 +144,14 @@ class RunKeys(NamedTuple):
     snapshot: str
     letters: str
     damaged: str
+    deleted: str
+    doomed: str
+
+    @property
+    def of_condemn_run(self) -> tuple[str, ...]:
+        """The keys of the script condemn_run: every key of the run."""
+        first = (self.deleted, self.wake, self.ledger, self.doomed, self.frontier, self.config)
+        return (*first, *(key for key in self if key not in first))
 
     @property
     def of_open_group(self) -> tuple[str, ...]:

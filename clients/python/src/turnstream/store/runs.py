@@ -31,14 +31,17 @@ def create_run(client: redis.Redis, run: str, config: BatchingConfig) -> int:
         The config revision, 1 for a new run.
 
     Raises:
-        ConflictError: the run exists with another config.
+        ConflictError: the run exists with another config; or, with `retry_after_s`, one of this
+            name was deleted, and its late writers are still fenced.
         StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(run)
-    command = _CREATE_RUN((names.frontier, names.config, names.counts), encode_config(config))
+    where = (names.frontier, names.config, names.counts, names.deleted)
     try:
-        revision: int = run_command(client, command)
-    except ConflictError:
+        revision: int = run_command(client, _CREATE_RUN(where, encode_config(config)))
+    except ConflictError as error:
+        if error.retry_after_s is not None:
+            raise
         revision, stored = read_config(client, run)
         if stored != config:
             raise

@@ -6,10 +6,23 @@
 --                           lineage, live_groups, open_groups, opened_groups, closed
 --   KEYS[2] config    hash  made here: "1" -> the JSON, newest -> "1"
 --   KEYS[3] counts    hash  made here: accepted and open, both 0
+--   KEYS[4] deleted   hash  read: there while late writers of a deleted run of this name are fenced
 -- Arguments: ARGV[1] config as JSON
 -- Reply:     the config revision, an integer
--- Errors:    CONFLICT  the run exists with another config
+-- Errors:
+--   CONFLICT  the run exists with another config
+--   HELD      "HELD <ms> <why>": a run of this name is being deleted, or was not long ago
 
+local fence_ms = redis.call('HGET', KEYS[4], 'fence_ms')
+if fence_ms then
+  local left_ms = redis.call('PTTL', KEYS[4])
+  if left_ms < 0 then
+    return redis.error_reply('HELD ' .. fence_ms .. ' a run of this name is being deleted')
+  end
+  return redis.error_reply('HELD ' .. string.format('%.0f', left_ms)
+    .. ' a run of this name was deleted; its name is free in '
+    .. string.format('%.0f', math.ceil(left_ms / 1000)) .. ' s, when no writer of it can be left')
+end
 local newest = redis.call('HGET', KEYS[2], 'newest')
 if newest then
   if redis.call('HGET', KEYS[2], newest) == ARGV[1] then

@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+
+from turnstream.errors import ConflictError, FencedError, RunNotFoundError
+from turnstream.records.events import encode_event
+from turnstream.store import keys
+from turnstream.store.leases import list_lapsed, take_over_command
+from turnstream.store.runs import close_run, create_run, list_runs, read_config
+from turnstream.store.scripts import Command, Script, run_command, run_commands
+from turnstream.testing import config, sealed
+from turnstream.types import GroupOpened, TrajectoryKey, VersionAnnounced
+from turnstream_server.bus.deletion import delete_run, deleting_since_ms
+from turnstream_server.bus.leadership import acquire_leadership
+from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.bus.observers import declare_observer
+from turnstream_server.bus.release import raise_floor
+from turnstream_server.bus.snapshots import save_snapshot
+from turnstream_server.bus.versions import announce_version
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = [pytest.mark.redis]
+
+PLACES = ("delete.after_condemned", "delete.after_slice", "delete.after_payload")
+NUM_MANY = 700
+"""Trajectories of several slices, and of several pages of a hash."""
+
+
+def append(run: str, key: TrajectoryKey, record: bytes, *, lease: str, first: int = 0) -> Command:
+    payload = keys.trajectory_keys(run, key.trajectory_id)
+    return Script("append")(payload, lease, first, 0, record)
+
+
+def seal(run: str, key: TrajectoryKey) -> Command:
+    record = encode_event(sealed(key.group_id, sample=key.sample))
+    return Script("post_sealed")(keys.run_keys(run).of_post_sealed, key.trajectory_id, 1, record)
+
+
+def open_group(run: str, group_id: str, *, num_samples: int) -> Command:
+    opened = GroupOpened(group_id=group_id, prompt_uid="", num_samples=num_samples)
+    ids = [TrajectoryKey(group_id, sample).trajectory_id for sample in range(num_samples)]
+    words = (keys.encode_name(group_id), num_samples, "w", encode_event(opened))
+    return Script("open_group")(keys.run_keys(run).of_open_group, *words, *ids)
+
+
+def fill(client: redis.Redis, run: str, *, num_samples: int = 2) -> None:
+    """A group whose trajectories have two turns each, all of them open."""
+    run_command(client, open_group(run, "g", num_samples=num_samples))
+    members = [TrajectoryKey("g", sample) for sample in range(num_samples)]
+    run_commands(client, [append(run, key, b"turn0", lease="1:w") for key in members])
+    run_commands(client, [append(run, key, b"turn1", lease="1", first=1) for key in members])
+
+
+def keys_of(client: redis.Redis, run: str) -> dict[str, int]:
+    """Every key of a run, and its time to live in ms; -1: for ever."""
+    name = keys.encode_name(run)
+    found: Any = [*client.scan_iter(match=f"ts:{{{name}}}:*"), *client.scan_iter(f"ts:{{{name}/*")]
+    return {key.decode(): int(client.pttl(key)) for key in found}
+
+
+def parts(found: dict[str, int]) -> set[str]:
+    return {key.rpartition(":")[2] for key in found}
+
+
+def let_fences_expire(client: redis.Redis, run: str) -> None:
+    """The time passes in which late writers are fenced."""
+    for name in keys_of(client, run):
+        client.pexpire(name, 0)
+
+
+def content(client: redis.Redis, run: str) -> dict[str, Any]:
+    return {name: client.dump(name) for name in keys_of(client, run)}
+
+
+async def test_every_kind_of_key_goes_and_other_runs_stay_as_they_are(
+    client: redis.Redis, async_client: redis.asyncio.Redis, start_run: Callable[..., Any]
+) -> None:
+    driver = await start_run(async_client)
+    run = driver.name
+    await driver.plan_steps(1)
+    fill(client, run)
+    session = await driver.start("s")
+    await driver.commit(session, 1)
+    version = VersionAnnounced(version=0, step=1, lineage="main", weights_uri="")
+    await announce_version(async_client, run, version, session_epoch=1)
+    await declare_observer(async_client, run, observer="o", first_step=None, expiry_s=60)
+    await save_snapshot(
+        async_client, run, position="1-0", step=1, record=b"", leader_epoch=driver.leader_epoch
+    )
+    names = keys.run_keys(run)
+    for part in names._fields:  # whatever else a run may have
+        name = getattr(names, part)
+        kind = keys.declared_type(name)
+        if part not in ("deleted", "doomed") and not client.exists(name):
+            client.zadd(name, {"x": 1}) if kind == "zset" else client.hset(name, "x", 1)
+    other = f"{run}-other"
+    create_run(client, other, config())
+    fill(client, other)
+    before = content(client, other)
+
+    done = delete_run(client, run)
+
+    left = keys_of(client, run)
+    assert done.num_trajectories == 4
+    assert parts(left) == {"deleted", "wake", "meta"}
+    assert all(0 < ms <= done.free_after_s * 1_000 for ms in left.values()), left
+    assert len([name for name in left if name.endswith(":meta")]) == 4
+    assert run not in list_runs(client)
+    assert content(client, other) == before
+    assert other in list_runs(client)
+    assert read_ledger(client, other).accepted == 2
+
+
+def test_a_late_writer_makes_no_key_again(client: redis.Redis, new_run: Callable[..., str]) -> None:
+    run = new_run(client)
+    fill(client, run)
+    run_command(client, open_group(run, "begun", num_samples=1))  # no turn was sent yet
+    key, begun = TrajectoryKey("g", 0), TrajectoryKey("begun", 0)
+    delete_run(client, run)
+    before = keys_of(client, run)
+
+    names = keys.run_keys(run)
+    posted = (names.ledger, names.counts, names.rewards, names.deadlines, names.events)
+    abandoned = (names.ledger, names.counts, names.events, names.leases)
+    replies = run_commands(
+        client,
+        [
+            append(run, key, b"turn2", lease="1", first=2),
+            append(run, begun, b"turn0", lease="1:w"),
+            append(run, begun, b"", lease="99:planner"),
+            seal(run, key),
+            Script("abandon")(abandoned, key.trajectory_id, 1, "bored", b"r"),
+            Script("post_reward")(posted, key.trajectory_id, "crc", b"r"),
+            open_group(run, "new", num_samples=1),
+            take_over_command(run, key.trajectory_id, writer="x"),
+        ],
+    )
+
+    kinds = [type(reply) for reply in replies if isinstance(reply, Exception)]
+    assert kinds == [*[FencedError] * 4, ConflictError, *[RunNotFoundError] * 2]
+    assert replies[3] == [b"FENCED g/0/0 was never opened, or is over"]
+    assert keys_of(client, run).keys() == before.keys()
+
+
+async def test_planner_trainer_and_readers_are_refused_by_name(
+    client: redis.Redis, async_client: redis.asyncio.Redis, start_run: Callable[..., Any]
+) -> None:
+    driver = await start_run(async_client)
+    await driver.plan_steps(2)
+    session = await driver.start("s")
+    delete_run(client, driver.name)
+    before = keys_of(client, driver.name)
+
+    with pytest.raises(RunNotFoundError):
+        await driver.step(session, 1)
+    with pytest.raises(RunNotFoundError):
+        await driver.start("another")
+    with pytest.raises(RunNotFoundError):
+        await acquire_leadership(async_client, driver.name, owner="q", lease_s=1)
+    with pytest.raises(FencedError):
+        await raise_floor(async_client, driver.name, leader_epoch=driver.leader_epoch)
+    with pytest.raises(RunNotFoundError):
+        list_lapsed(client, driver.name)
+    with pytest.raises(RunNotFoundError):
+        close_run(client, driver.name)
+    with pytest.raises(RunNotFoundError):
+        read_config(client, driver.name)
+    assert keys_of(client, driver.name).keys() == before.keys()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_deletion_that_is_killed_anywhere_is_finished_by_the_next(
+    client: redis.Redis, server: EmbeddedServer, new_run: Callable[..., str], place: str
+) -> None:
+    run = new_run(client)
+    fill(client, run, num_samples=NUM_MANY)
+    command = [sys.executable, "-m", "turnstream_server.cli", "delete", run, "--yes"]
+    environment = {"TURNSTREAM_FAILPOINT": place, "TURNSTREAM_REDIS_URL": server.url}
+
+    killed = subprocess.run(command, env=environment, capture_output=True, check=False)
+    names = keys.run_keys(run)
+    num_payloads = len([name for name in keys_of(client, run) if name.endswith(":turns")])
+    is_listed, since_ms = run in list_runs(client), deleting_since_ms(client, run)
+    with pytest.raises(ConflictError, match="is being deleted") as refused:
+        create_run(client, run, config())
+    done = delete_run(client, run)
+
+    assert killed.returncode == -9, killed.stderr
+    assert is_listed
+    assert since_ms is not None
+    assert (num_payloads == NUM_MANY, num_payloads == 0) == {
+        "delete.after_condemned": (True, False),
+        "delete.after_slice": (False, False),
+        "delete.after_payload": (False, True),
+    }[place]
+    assert refused.value.retry_after_s is not None
+    assert done.num_trajectories == num_payloads
+    assert parts(keys_of(client, run)) == {"deleted", "wake", "meta"}
+    assert -1 not in keys_of(client, run).values()
+    assert not client.exists(names.doomed)
+    assert deleting_since_ms(client, run) is None
+    assert run not in list_runs(client)
+
+
+def test_the_name_is_free_when_no_late_writer_can_be_left(
+    client: redis.Redis, new_run: Callable[..., str]
+) -> None:
+    run = new_run(client, lease_s=100.0)
+    fill(client, run)
+    done = delete_run(client, run)
+
+    longest_ms = max(ms for name, ms in keys_of(client, run).items() if name.endswith(":meta"))
+    with pytest.raises(ConflictError, match="was deleted; its name is free in") as refused:
+        create_run(client, run, config())
+    again = delete_run(client, run)
+    let_fences_expire(client, run)
+    revision = create_run(client, run, config())
+    run_command(client, open_group(run, "g", num_samples=2))  # a name of the run before
+
+    assert 1_400_000 < longest_ms <= 1_500_000  # fifteen leases
+    assert done.free_after_s * 1_000 > longest_ms
+    assert refused.value.retry_after_s == pytest.approx(done.free_after_s, abs=30)
+    assert (again.num_trajectories, again.free_after_s <= done.free_after_s) == (0, True)
+    assert revision == 1
+    assert run_command(client, append(run, TrajectoryKey("g", 0), b"t", lease="1:w")) == 1
+    assert read_ledger(client, run).accepted == 2
+    read_ledger(client, run).check()
+
+
+def test_what_was_never_there_cannot_be_deleted(client: redis.Redis) -> None:
+    with pytest.raises(RunNotFoundError):
+        delete_run(client, "nobody")
+
+    assert keys_of(client, "nobody") == {}
