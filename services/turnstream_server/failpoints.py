@@ -46,6 +46,7 @@ NAMES: Final = frozenset(
         "delete.after_condemned",  # nobody finds the run any more, all of its payload is there
         "delete.after_slice",  # a part of the payload is gone
         "delete.after_payload",  # the name of the run is not free yet
+        "fork.after_made",  # the new run can be trained, of its past nothing is written
     }
 )
 """Every place there is."""

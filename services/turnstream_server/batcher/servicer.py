@@ -96,15 +96,16 @@ class BatchesServicer:
         )
         reach("session.after_start")
         _log_start(request, session)
-        await view.refresh()
+        frontier = await view.refresh()
         _, config = await view.newest_config()
         newest = await newest_version(self._client, request.run)
+        floor = frontier.version_floor
         return wire.StartReply(
             session_epoch=session.session_epoch,
             next_step=session.next_step,
             config_json=encode_config(config),
             lineage=session.lineage,
-            newest_version=-1 if newest is None else newest.version,
+            newest_version=floor if newest is None else max(floor, newest.version),
         )
 
     async def get(self, request: wire.GetRequest) -> AsyncIterator[bytes]:

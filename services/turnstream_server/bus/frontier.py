@@ -15,6 +15,38 @@ from turnstream.store.replies import translate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a forked run comes from.
+
+    Attributes:
+        run: name of the other run.
+        step: its last batch that is part of the history of this one.
+        num_trajectories: in its batches up to that one.
+        manifest_hash: of that batch; "" of step 0.
+    """
+
+    run: str
+    step: int
+    num_trajectories: int
+    manifest_hash: str
+
+    def __str__(self) -> str:
+        run = keys.encode_name(self.run)
+        return f"{run}:{self.step}:{self.num_trajectories}:{self.manifest_hash}"
+
+    @classmethod
+    def parse(cls, text: str) -> Origin:
+        """Read what `str(origin)` wrote."""
+        run, step, num_trajectories, manifest_hash = text.split(":")
+        return cls(
+            run=keys.decode_name(run),
+            step=int(step),
+            num_trajectories=int(num_trajectories),
+            manifest_hash=manifest_hash,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier:
     """The numbers of a run, as of one moment.
 
@@ -31,6 +63,9 @@ class Frontier:
         num_open_groups: those of them that may still change: neither decided, nor planned.
         is_closed: no group will be opened any more.
         released: newest batch that is no longer retained; 0 before the first.
+        origin: of a run that was forked from another; else None.
+        version_floor: the highest version that the origin has announced; -1: none.
+        has_inherited: whether a forked run has the records of all batches before it.
     """
 
     planned: int
@@ -45,6 +80,9 @@ class Frontier:
     is_closed: bool
     released: int = 0
     num_open_groups: int = 0
+    origin: Origin | None = None
+    version_floor: int = -1
+    has_inherited: bool = False
 
 
 def not_retained(step: int, frontier: Frontier) -> ReleasedError:
@@ -93,4 +131,7 @@ def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
         is_closed=fields[b"closed"] == b"1",
         released=int(fields.get(b"released", 0)),
         num_open_groups=int(fields.get(b"open_groups", 0)),
+        origin=Origin.parse(fields[b"origin"].decode()) if b"origin" in fields else None,
+        version_floor=int(fields.get(b"version_floor", -1)),
+        has_inherited=b"inherited" in fields,
     )

@@ -29,15 +29,18 @@ def read_past_batch(client: redis.Redis, run: str, step: int) -> CompactBatch | 
 def find_past_step(client: redis.Redis, run: str, key: TrajectoryKey) -> int | None:
     """The step that a trajectory was trained in, if a compact record names it: all are looked at.
 
+    The newest one: a forked run may use a name again that its origin had.
+
     Raises:
         CorruptRecordError: the stored bytes are damaged.
         StoreUnavailableError: the store cannot be reached.
     """
-    for _, record in hash_fields(client, keys.run_keys(run).past):
-        batch = decode_batch(record)
-        if key in batch.trajectories:
-            return batch.step
-    return None
+    steps = [
+        batch.step
+        for _, record in hash_fields(client, keys.run_keys(run).past)
+        if key in (batch := decode_batch(record)).trajectories
+    ]
+    return max(steps, default=None)
 
 
 def find_past_end(client: redis.Redis, run: str, key: TrajectoryKey) -> str | None:

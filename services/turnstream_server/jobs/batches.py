@@ -122,6 +122,9 @@ def read_batch(url: str, run: str, step: int) -> dict[str, Any]:
         past = read_past_batch(client, run, step) if stored is None else None
     if past is not None:
         return {"state": state_of_step(step, frontier).value, **_past_content(run, past)}
+    origin = frontier.origin
+    if origin is not None and step <= origin.step and not frontier.has_inherited:
+        raise NotReadyError(f"run {run!r}: its fork from {origin.run!r} is not done; repeat it")
     if stored is None:
         raise NotReadyError(f"run {run!r}: step {step} is not planned; {frontier.planned} are")
     return {"state": state_of_step(step, frontier).value, **_content(stored)}

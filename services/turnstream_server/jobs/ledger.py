@@ -30,6 +30,10 @@ def print_ledger(url: str, run: str, console: Console) -> None:
         table.add_row(facts.state, f"{facts.count:,}", _duration(facts.oldest_age_s), reasons)
     table.add_section()
     table.add_row("accepted", f"{seen.counts.accepted:,}", "", "")
+    origin = seen.frontier.origin
+    if origin is not None:
+        where = f"by {origin.run}, up to step {origin.step}"
+        table.add_row("of these", f"{origin.num_trajectories:,}", "", where)
     console.print(table)
 
 
@@ -48,6 +52,7 @@ def ledger_json(url: str, run: str) -> str:
         "planned": seen.frontier.planned,
         "stepped": seen.frontier.stepped,
         "committed": seen.frontier.committed,
+        "origin": None if seen.frontier.origin is None else asdict(seen.frontier.origin),
         "states": {
             facts.state.value: {
                 "count": facts.count,

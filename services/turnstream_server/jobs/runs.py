@@ -12,6 +12,7 @@ from turnstream.errors import RunNotFoundError
 from turnstream.store.connection import connect
 from turnstream.store.runs import list_runs, read_config
 from turnstream_server.bus.deletion import deleting_since_ms
+from turnstream_server.bus.frontier import Origin
 from turnstream_server.bus.ledger import RunSummary, run_summary
 
 
@@ -21,7 +22,9 @@ def print_runs(url: str, console: Console) -> None:
     Raises:
         StoreUnavailableError: the store cannot be reached.
     """
-    table = Table("run", "planned", "stepped", "committed", "accepted", "trained", "closed")
+    table = Table(
+        "run", "planned", "stepped", "committed", "accepted", "trained", "closed", "origin"
+    )
     with connect(url) as client:
         for run in list_runs(client):
             table.add_row(run, *_run_row(client, run))
@@ -41,7 +44,17 @@ def _run_row(client: redis.Redis, run: str) -> tuple[str, ...]:
         f"{seen.ledger.accepted:,}",
         f"{seen.ledger.num_trained:,}",
         "yes" if seen.frontier.is_closed else "no",
+        origin_text(seen.frontier.origin),
     )
+
+
+def origin_text(origin: Origin | None) -> str:
+    """Where a run was forked from, in few words; empty where it was not.
+
+    >>> origin_text(Origin(run="maze", step=12, num_trajectories=96, manifest_hash="ab"))
+    'step 12 of maze'
+    """
+    return "" if origin is None else f"step {origin.step} of {origin.run}"
 
 
 def print_run(url: str, run: str, console: Console) -> None:
@@ -72,6 +85,7 @@ def _run_table(seen: RunSummary) -> Table:
     table.add_row("trainer", f"session {frontier.session_epoch}, {frontier.dp_world_size} ranks")
     table.add_row("planner", seen.planner or "none")
     table.add_row("lineage", frontier.lineage)
+    table.add_row("origin", origin_text(frontier.origin) or "none")
     table.add_row("closed", "yes" if frontier.is_closed else "no")
     table.add_section()
     for state, count in seen.ledger.by_state.items():

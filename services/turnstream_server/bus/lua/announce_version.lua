@@ -2,7 +2,8 @@
 -- Tells generators and the plan that new weights exist. A version is announced once.
 --
 -- Keys, all in the run's slot:
---   KEYS[1] frontier  hash    read: session_epoch
+--   KEYS[1] frontier  hash    read: session_epoch; version_floor, the highest that the
+--                             origin of a forked run has announced
 --   KEYS[2] versions  stream  added: "<version + 1>-0", field r = the version_announced record
 --   KEYS[3] events    stream  added: the same record
 -- Arguments: ARGV[1] session epoch    ARGV[2] version    ARGV[3] the record
@@ -12,7 +13,7 @@
 --   FENCED    another trainer session has begun
 --   CONFLICT  the version was announced with another content, or a higher one was
 
-local epoch = redis.call('HGET', KEYS[1], 'session_epoch')
+local epoch, floor = unpack(redis.call('HMGET', KEYS[1], 'session_epoch', 'version_floor'))
 if not epoch then
   return redis.error_reply('NORUN no such run')
 end
@@ -30,7 +31,8 @@ if known then
 end
 local newest = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
 newest = newest and tonumber(string.match(newest[1], '^%d+')) - 1 or -1
-if tonumber(ARGV[2]) < newest then
+newest = math.max(newest, tonumber(floor or -1))
+if tonumber(ARGV[2]) <= newest then
   return redis.error_reply('CONFLICT version ' .. ARGV[2] .. ' is not above ' .. newest
     .. ', the newest announced')
 end

@@ -79,8 +79,9 @@ end
 
 -- 2. Begin.
 if step ~= stepped then
-  local forks = tonumber(string.match(lineage, '%-(%d+)$') or 0)
-  lineage = 'main-' .. forks + 1
+  -- "main", "main-1", "main-2" ...; of a forked run "maze@12", "maze@12-1" ...
+  local name, forks = string.match(lineage, '^(.*)%-(%d+)$')
+  lineage = (name or lineage) .. '-' .. (forks or 0) + 1
 end
 local kept = {}
 for earlier in string.gmatch(checkpoints or '', '%d+') do

@@ -27,7 +27,9 @@ frontier   hash    stepped, committed, session_epoch, session, dp_world_size, li
                    one;
                    checkpoints, the committed steps a session may begin after, `<step>,<step>`;
                    released, the newest step whose payload may be gone; folded, the newest step
-                   of which a compact record is left; ends, number of the newest of `ended`
+                   of which a compact record is left; ends, number of the newest of `ended`;
+                   of a forked run: origin, `<run>:<step>:<trajectories>:<manifest hash>`;
+                   version_floor, what its versions must be above; inherited, 1 once `past` is whole
 batches    hash    step -> `<trajectories planned up to it>:<manifest hash>`; from `released` on
 observers  hash    name -> `<newest step seen>:<expires_ms>:<expiry in ms>`
 leader     hash    epoch, owner, expires_ms, lease_ms

@@ -1,0 +1,304 @@
+"""A new run whose history is that of another one, up to a checkpoint.
+
+The new run is made in one moment, as if it had trained and released every step up to the token's
+itself; whoever holds that checkpoint starts with the token it has. Then the compact records of
+these steps are copied, so that the new run answers for its past by itself. Nothing is written to
+the origin, which goes on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, NamedTuple
+
+import redis
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.readiness import RunFold
+from turnstream.batching.staleness import VersionSteps
+from turnstream.errors import ConflictError, ReleasedError, RunNotFoundError, StoreBehindError
+from turnstream.records.compact import compact_batch, encode_batch
+from turnstream.records.configs import decode_config, encode_config
+from turnstream.records.events import decode_event
+from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encode_snapshot
+from turnstream.store import keys
+from turnstream.store.replies import translating
+from turnstream.store.runs import read_config
+from turnstream.store.scripts import Argument, Script, run_command
+from turnstream.types import RecoveryToken, VersionAnnounced
+from turnstream_server.bus.frontier import Frontier, Origin, read_frontier
+from turnstream_server.bus.manifests import read_plan
+from turnstream_server.bus.pages import hash_fields, stream_entries
+from turnstream_server.failpoints import reach
+
+SLICE: Final = 64
+"""Compact records of one call: some tens of kilobytes."""
+
+MAX_VERSIONS: Final = 1_000
+"""Announcements that are copied, the newest: a generator asks for the last one. For the age of
+tokens the planner knows all of them."""
+
+_FORK = Script("fork_run", "turnstream_server.bus")
+_INHERIT = Script("inherit_records", "turnstream_server.bus")
+
+
+class _Versions(NamedTuple):
+    """The announced versions of an origin.
+
+    Attributes:
+        records: those that were made by the step, in order.
+        steps: after which step each of these was made.
+        lineage: of the last of them.
+        highest: of all that were ever announced; -1: none.
+    """
+
+    records: list[tuple[int, bytes]]
+    steps: dict[int, int]
+    lineage: str
+    highest: int
+
+
+def fork_run(
+    client: redis.Redis,
+    run: str,
+    new_run: str,
+    token: RecoveryToken,
+    *,
+    config: BatchingConfig | None = None,
+) -> Origin:
+    """Make a run that goes on from a checkpoint of another one; the same again changes nothing.
+
+    Its history up to the token's step is that of the origin: the chain of manifests, row ids, which
+    trajectories were trained, policy versions. Its trainer starts with that same token and gets
+    the next step, planned from what generators bring to the new run. A version that the origin has
+    announced, also later than the token, is never announced again.
+
+    Nothing that the origin has open, sealed or planned behind the token is carried over: its
+    trajectories belong to it alone, and are trained there once. In the new run every name of a
+    group is free.
+
+    Args:
+        client: of the store.
+        run: the origin; nothing of it is changed.
+        new_run: name of the new run.
+        token: of a committed step of the origin that is still retained.
+        config: of the new run; None takes the origin's newest.
+
+    Raises:
+        RunNotFoundError: no such origin.
+        StoreBehindError: the origin does not have the batch that the token names.
+        ReleasedError: the step is no longer retained.
+        ConflictError: the step is not committed; the new name is taken, or its last run was deleted
+            not long ago (`retry_after_s`); or the origin was deleted meanwhile.
+        StoreUnavailableError: the store cannot be reached; to be repeated.
+    """
+    if run == new_run:
+        raise ConflictError(f"run {run!r} cannot be forked into itself")
+    origin = _find_fork(client, run, new_run, token, config=config)
+    if origin is None:
+        origin = _make_fork(client, run, new_run, token, config=config)
+        reach("fork.after_made")
+    with translating():
+        client.sadd(keys.RUNS, keys.encode_name(new_run))
+    _copy_records(client, new_run, origin)
+    return origin
+
+
+def token_of_step(client: redis.Redis, run: str, step: int) -> RecoveryToken:
+    """The token of a committed step, as `fork_run` takes it.
+
+    Raises:
+        RunNotFoundError: no such run.
+        ReleasedError: the step is no longer retained.
+        ConflictError: the step is not planned.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    frontier = read_frontier(client, run)
+    with translating():
+        entry: Any = client.hget(keys.run_keys(run).batches, str(step))
+    if step and step < frontier.released:
+        raise _not_retained(step, frontier)
+    if step and entry is None:
+        raise ConflictError(f"step {step} of run {run!r} is not planned; {frontier.planned} are")
+    chain_hash = entry.decode().partition(":")[2] if entry else ""
+    return RecoveryToken(lineage=frontier.lineage, step=step, chain_hash=chain_hash)
+
+
+def _find_fork(
+    client: redis.Redis,
+    run: str,
+    new_run: str,
+    token: RecoveryToken,
+    *,
+    config: BatchingConfig | None,
+) -> Origin | None:
+    """The origin of the new run where it was made before by this very call; None without it.
+
+    Raises:
+        ConflictError: the name is taken.
+    """
+    try:
+        origin = read_frontier(client, new_run).origin
+    except RunNotFoundError:
+        return None
+    wanted = (run, token.step, token.chain_hash)
+    if origin is None or (origin.run, origin.step, origin.manifest_hash) != wanted:
+        raise ConflictError(f"run {new_run!r} exists, and was not forked from there")
+    with translating():
+        first: Any = client.hget(keys.run_keys(new_run).config, "1")
+    if config is not None and decode_config(first) != config:
+        raise ConflictError(f"run {new_run!r} was forked with another config")
+    return origin
+
+
+def _make_fork(
+    client: redis.Redis,
+    run: str,
+    new_run: str,
+    token: RecoveryToken,
+    *,
+    config: BatchingConfig | None,
+) -> Origin:
+    versions = _read_versions(client, run, through_step=token.step)
+    origin, next_row_id = _read_origin(client, run, token)
+    config = config or read_config(client, run)[1]
+    snapshot = PlannerSnapshot(
+        position="0-0",
+        step=token.step,
+        manifest_hash=token.chain_hash,
+        next_row_id=next_row_id,
+        fold=RunFold(config).snapshot(),
+        versions=versions.steps,
+        lineage=versions.lineage,
+    )
+    names = keys.run_keys(new_run)
+    command = _FORK(
+        (
+            *(names.frontier, names.config, names.counts, names.batches),
+            *(names.snapshot, names.versions, names.deleted),
+        ),
+        str(origin),
+        encode_config(config),
+        f"{keys.encode_name(run)}@{token.step}",
+        token.step * config.batch_groups,
+        versions.highest,
+        encode_snapshot(snapshot),
+        *itertools.chain.from_iterable(versions.records[-MAX_VERSIONS:]),
+    )
+    run_command(client, command)
+    return origin
+
+
+def _read_origin(client: redis.Redis, run: str, token: RecoveryToken) -> tuple[Origin, int]:
+    """What the token names, and the first row id behind it.
+
+    Raises:
+        StoreBehindError, ReleasedError, ConflictError: see fork_run.
+    """
+    step, names = token.step, keys.run_keys(run)
+    row_id = _next_row_id(client, run, step)
+    with translating():
+        entry: Any = client.hget(names.batches, str(step))
+    frontier = read_frontier(client, run)  # last: what it retains, was retained before
+    if step < frontier.released:
+        raise _not_retained(step, frontier)
+    total, _, chain_hash = (entry or b"0:").decode().partition(":")
+    if chain_hash != token.chain_hash or (step and not entry):
+        raise StoreBehindError(
+            f"the token names the manifest {token.chain_hash!r} as step {step}, run {run!r} has "
+            f"{chain_hash!r}, and {frontier.planned} steps"
+        )
+    if step > frontier.committed:
+        raise ConflictError(
+            f"step {step} of run {run!r} is not committed; {frontier.committed} steps are"
+        )
+    if row_id is None:
+        raise ConflictError(f"run {run!r} has lost the plan of step {step}")
+    origin = Origin(run=run, step=step, num_trajectories=int(total), manifest_hash=token.chain_hash)
+    return origin, row_id
+
+
+def _next_row_id(client: redis.Redis, run: str, step: int) -> int | None:
+    """The first row id behind a step; of the last released one its plan may be gone."""
+    if step == 0:
+        return 0
+    stored = read_plan(client, run, step)
+    if stored is not None:
+        return stored.manifest.end_row_id
+    following = read_plan(client, run, step + 1)
+    if following is not None:
+        return following.manifest.mini_batches[0].first_row_id
+    with translating():
+        record: Any = client.hget(keys.run_keys(run).snapshot, "record")
+    snapshot = None if record is None else decode_snapshot(record)
+    return snapshot.next_row_id if snapshot is not None and snapshot.step == step else None
+
+
+def _read_versions(client: redis.Redis, run: str, *, through_step: int) -> _Versions:
+    """The versions that the history up to a step knows, as old as the planner takes them for."""
+    known = VersionSteps()
+    records: dict[int, tuple[str, bytes]] = {}
+    for _, record in stream_entries(client, keys.run_keys(run).versions):
+        announced = decode_event(record)
+        assert isinstance(announced, VersionAnnounced)  # nothing else is written there
+        known.announce(announced)
+        records[announced.version] = (announced.lineage, record)
+    steps = {version: step for version, step in known.steps.items() if step <= through_step}
+    return _Versions(
+        records=[(version, records[version][1]) for version in steps],
+        steps=steps,
+        lineage=records[max(steps)][0] if steps else "",
+        highest=max(records, default=-1),
+    )
+
+
+def _copy_records(client: redis.Redis, new_run: str, origin: Origin) -> None:
+    """Give the new run what is left of every batch before it, unless it has all of it.
+
+    Raises:
+        ConflictError: the origin, or the new run, was deleted meanwhile.
+    """
+    if read_frontier(client, new_run).has_inherited:
+        return
+    names = keys.run_keys(new_run)
+    found: set[int] = set()
+    for some in _sliced(_records(client, origin), SLICE):
+        found |= {step for step, _ in some}
+        flat: Iterable[Argument] = itertools.chain.from_iterable(some)
+        run_command(client, _INHERIT((names.frontier, names.past), str(origin), 0, *flat))
+    if len(found) < origin.step:
+        raise ConflictError(
+            f"of {origin.step} batches of run {origin.run!r} the store has records of {len(found)}"
+        )
+    run_command(client, _INHERIT((names.frontier, names.past), str(origin), 1))
+
+
+def _records(client: redis.Redis, origin: Origin) -> Iterator[tuple[int, bytes]]:
+    """Step and compact record of every batch of the history; some may come twice.
+
+    Plans first: they become records, and never the other way.
+    """
+    names = keys.run_keys(origin.run)
+    with translating():
+        folded: Any = client.hget(names.frontier, "folded")
+    for step in range(int(folded or 0) + 1, origin.step + 1):
+        stored = read_plan(client, origin.run, step)
+        if stored is not None:
+            compact = compact_batch(stored.manifest, manifest_hash=stored.hash)
+            yield step, encode_batch(compact)
+    for field, record in hash_fields(client, names.past):
+        if int(field) <= origin.step:
+            yield int(field), record
+
+
+def _sliced(values: Iterator[tuple[int, bytes]], size: int) -> Iterator[list[tuple[int, bytes]]]:
+    while some := list(itertools.islice(values, size)):
+        yield some
+
+
+def _not_retained(step: int, frontier: Frontier) -> ReleasedError:
+    return ReleasedError(
+        f"step {step} is no longer retained: the oldest token that can be taken up is that of "
+        f"step {frontier.released}"
+    )

@@ -1,0 +1,50 @@
+#!lua
+-- Makes a run that goes on behind a committed step of another one, all or nothing. The same again
+-- changes nothing.
+--
+-- Keys, all in the new run's slot:
+--   KEYS[1] frontier  hash    made here, as if this run had trained and released up to the step
+--   KEYS[2] config    hash    made here: "1" -> the JSON, newest -> "1"
+--   KEYS[3] counts    hash    made here: accepted, planned, open
+--   KEYS[4] batches   hash    made here: the step -> "<trajectories planned up to it>:<manifest hash>"
+--   KEYS[5] snapshot  hash    made here: position 0-0, step, record: what a planner begins with
+--   KEYS[6] versions  stream  made here: "<version + 1>-0", field r = the version_announced record
+--   KEYS[7] deleted   hash    read: there while late writers of a deleted run of this name are fenced
+-- Arguments:
+--   ARGV[1] "<origin>:<step>:<trajectories planned up to it>:<manifest hash>"
+--   ARGV[2] config as JSON    ARGV[3] lineage    ARGV[4] groups that count as trained
+--   ARGV[5] the highest version that may not be announced again, -1 for none
+--   ARGV[6] the snapshot      ARGV[7...] two per version: it, its record
+-- Reply:     1, or 0 where it was made before
+-- Errors:
+--   CONFLICT  there is another run of the name
+--   HELD      "HELD <ms> <why>": a run of this name is being deleted, or was not long ago
+
+local origin = redis.call('HGET', KEYS[1], 'origin')
+if origin == ARGV[1] then
+  return 0
+end
+if redis.call('EXISTS', KEYS[1], KEYS[2]) > 0 then
+  return redis.error_reply('CONFLICT the run exists, and was not forked from there')
+end
+local fence_ms = redis.call('HGET', KEYS[7], 'fence_ms')
+if fence_ms then
+  local left_ms = redis.call('PTTL', KEYS[7])
+  return redis.error_reply('HELD ' .. (left_ms < 0 and fence_ms or string.format('%.0f', left_ms))
+    .. ' a run of this name was deleted, and late writers of it are still fenced')
+end
+local step, total, hash = string.match(ARGV[1], '^[^:]*:(%d+):(%d+):(.*)$')
+redis.call('HSET', KEYS[1], 'stepped', step, 'committed', step, 'planned', step, 'released', step,
+  'folded', step, 'checkpoints', step == '0' and '' or step, 'session_epoch', 0, 'session', '',
+  'dp_world_size', 0, 'lineage', ARGV[3], 'live_groups', ARGV[4], 'opened_groups', ARGV[4],
+  'closed', 0, 'origin', ARGV[1], 'version_floor', ARGV[5])
+redis.call('HSET', KEYS[2], '1', ARGV[2], 'newest', '1')
+redis.call('HSET', KEYS[3], 'accepted', total, 'planned', total, 'open', 0)
+if step ~= '0' then
+  redis.call('HSET', KEYS[4], step, total .. ':' .. hash)
+end
+redis.call('HSET', KEYS[5], 'position', '0-0', 'step', step, 'record', ARGV[6])
+for i = 7, #ARGV, 2 do
+  redis.call('XADD', KEYS[6], string.format('%.0f-0', ARGV[i] + 1), 'r', ARGV[i + 1])
+end
+return 1

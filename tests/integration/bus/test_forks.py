@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.errors import (
+    ConflictError,
+    NotReadyError,
+    RejectedError,
+    ReleasedError,
+    RunNotFoundError,
+    StoreBehindError,
+)
+from turnstream.records.compact import compact_batch, encode_batch
+from turnstream.records.snapshots import decode_snapshot
+from turnstream.store import keys
+from turnstream.store.runs import list_runs, newest_version, read_config
+from turnstream.types import RecoveryToken, TrajectoryKey, TrajectoryState, VersionAnnounced
+from turnstream_server.bus.deletion import delete_run
+from turnstream_server.bus.forks import fork_run, token_of_step
+from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.histories import read_history
+from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.bus.past import find_past_step
+from turnstream_server.bus.release import raise_floor
+from turnstream_server.bus.sessions import start_session
+from turnstream_server.bus.versions import announce_version
+from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.jobs.batches import read_batch
+from turnstream_server.jobs.ledger import ledger_json
+
+pytestmark = [pytest.mark.redis]
+
+StartRun = Callable[..., Awaitable[Any]]
+
+
+@pytest.fixture
+async def origin(
+    client: redis.Redis, async_client: redis.asyncio.Redis, start_run: StartRun
+) -> Any:
+    """A run of five planned steps; three are stepped, the second is the newest checkpoint."""
+    driver = await start_run(async_client)
+    await driver.plan_steps(5)
+    session = await driver.start("s")
+    await announce(async_client, driver.name, 0, step=0)
+    await driver.commit(session, 1, 2)
+    await announce(async_client, driver.name, 1, step=2)
+    await driver.step(session, 3)
+    await announce(async_client, driver.name, 2, step=3)
+    await driver.open("open")
+    return driver
+
+
+async def announce(
+    client: redis.asyncio.Redis, run: str, version: int, *, step: int, epoch: int = 1
+) -> None:
+    announced = VersionAnnounced(version=version, step=step, lineage="main", weights_uri="")
+    await announce_version(client, run, announced, session_epoch=epoch)
+
+
+def newest(client: redis.Redis, run: str) -> int | None:
+    announced = newest_version(client, run)
+    return None if announced is None else announced.version
+
+
+async def test_a_fork_has_the_history_up_to_the_token_and_nothing_open(
+    client: redis.Redis, async_client: redis.asyncio.Redis, origin: Any
+) -> None:
+    before = await origin.dump()
+
+    fork_run(client, origin.name, "fork a", origin.token(2))
+
+    frontier, ledger = read_frontier(client, "fork a"), read_ledger(client, "fork a")
+    ledger.check()
+    assert (frontier.planned, frontier.stepped, frontier.committed) == (2, 2, 2)
+    assert frontier.lineage == f"{keys.encode_name(origin.name)}@2"
+    assert frontier.origin is not None
+    assert (frontier.origin.run, frontier.origin.step) == (origin.name, 2)
+    assert {state: n for state, n in ledger.by_state.items() if n} == {TrajectoryState.COMMITTED: 4}
+    assert read_config(client, "fork a") == (1, read_config(client, origin.name)[1])
+    assert newest(client, "fork a") == 1
+    assert "fork a" in list_runs(client)
+    record: Any = client.hget(keys.run_keys("fork a").snapshot, "record")
+    snapshot = decode_snapshot(record)
+    assert (snapshot.step, snapshot.manifest_hash) == (2, origin.manifests[2].hash)
+    assert snapshot.next_row_id == origin.manifests[2].manifest.end_row_id
+    assert snapshot.versions == {0: 0, 1: 2}
+    assert await origin.dump() == before
+
+
+async def test_its_trainer_starts_with_the_token_of_the_checkpoint_and_no_other(
+    client: redis.Redis, async_client: redis.asyncio.Redis, origin: Any
+) -> None:
+    fork_run(client, origin.name, "fork b", origin.token(2))
+
+    with pytest.raises(ConflictError, match="present the recovery token"):
+        await start_session(async_client, "fork b", session="x", dp_world_size=1, token=None)
+    with pytest.raises(ReleasedError):
+        await start_session(
+            async_client, "fork b", session="x", dp_world_size=1, token=origin.token(1)
+        )
+    with pytest.raises(StoreBehindError):
+        await start_session(
+            async_client, "fork b", session="x", dp_world_size=1, token=origin.token(3)
+        )
+    session = await start_session(
+        async_client, "fork b", session="x", dp_world_size=1, token=origin.token(2)
+    )
+
+    assert (session.next_step, session.lineage) == (3, f"{keys.encode_name(origin.name)}@2")
+
+
+async def test_a_version_of_the_origin_is_never_announced_again(
+    client: redis.Redis, async_client: redis.asyncio.Redis, origin: Any
+) -> None:
+    fork_run(client, origin.name, "fork c", origin.token(2))
+    await start_session(async_client, "fork c", session="x", dp_world_size=1, token=origin.token(2))
+
+    with pytest.raises(ConflictError, match="version 2 is not above 2"):
+        await announce(async_client, "fork c", 2, step=2)
+    await announce(async_client, "fork c", 3, step=2)
+
+    assert read_frontier(client, "fork c").version_floor == 2
+    assert newest(client, "fork c") == 3
+
+
+async def test_what_no_fork_can_begin_with_is_refused_by_name(
+    client: redis.Redis, async_client: redis.asyncio.Redis, origin: Any
+) -> None:
+    stranger = RecoveryToken(lineage="main", step=2, chain_hash="ab")
+
+    with pytest.raises(ConflictError, match=r"step 3 of run .* is not committed; 2 steps are"):
+        fork_run(client, origin.name, "no", origin.token(3))
+    with pytest.raises(StoreBehindError, match="'ab' as step 2"):
+        fork_run(client, origin.name, "no", stranger)
+    with pytest.raises(StoreBehindError, match="5 steps"):
+        fork_run(client, origin.name, "no", replace(stranger, step=9))
+    with pytest.raises(RunNotFoundError):
+        fork_run(client, "nobody", "no", origin.token(2))
+    with pytest.raises(ConflictError, match="into itself"):
+        fork_run(client, origin.name, origin.name, origin.token(2))
+    assert not [*client.scan_iter(match="ts:{no}*")]
+    assert "no" not in list_runs(client)
+
+
+async def test_a_step_that_is_no_longer_retained_is_refused_and_the_floor_is_not(
+    client: redis.Redis, async_client: redis.asyncio.Redis, start_run: StartRun
+) -> None:
+    run = await start_run(async_client)
+    await run.plan_steps(4)
+    session = await run.start("s")
+    await run.commit(session, 1, 2, 3, 4)
+    floor = await raise_floor(async_client, run.name, leader_epoch=run.leader_epoch)
+
+    with pytest.raises(ReleasedError, match=r"step 2 is no longer retained: .* step 3"):
+        fork_run(client, run.name, "late", run.token(2))
+    fork_run(client, run.name, "fork d", run.token(3))
+
+    assert floor == 3
+    with pytest.raises(ReleasedError):
+        token_of_step(client, run.name, 2)
+    assert token_of_step(client, run.name, 3).chain_hash == run.manifests[3].hash
+
+
+async def test_the_same_fork_again_changes_nothing_and_another_is_refused(
+    client: redis.Redis, async_client: redis.asyncio.Redis, origin: Any
+) -> None:
+    first = fork_run(client, origin.name, "fork e", origin.token(2))
+    await start_session(async_client, "fork e", session="x", dp_world_size=1, token=origin.token(2))
+    before = read_frontier(client, "fork e")
+
+    again = fork_run(client, origin.name, "fork e", origin.token(2))
+    with pytest.raises(ConflictError, match="was not forked from there"):
+        fork_run(client, origin.name, "fork e", origin.token(1))
+    other = BatchingConfig(batch_groups=7, mini_batch_groups=7)
+    with pytest.raises(ConflictError, match="with another config"):
+        fork_run(client, origin.name, "fork e", origin.token(2), config=other)
+    fork_run(client, origin.name, "fork e2", origin.token(2), config=other)
+
+    assert again == first
+    assert read_frontier(client, "fork e") == before
+    assert read_config(client, "fork e2")[1] == other
+
+
+async def test_a_fork_answers_for_its_past_when_the_origin_is_gone(
+    client: redis.Redis, async_client: redis.asyncio.Redis, server: EmbeddedServer, origin: Any
+) -> None:
+    fork_run(client, origin.name, "fork f", origin.token(2))
+    shown = json.loads(ledger_json(server.url, "fork f"))
+    delete_run(client, origin.name)
+
+    batch = read_batch(server.url, "fork f", 2)
+    history = read_history(client, "fork f", "g1/1/0")
+
+    again = fork_run(client, origin.name, "fork f", origin.token(2))
+
+    assert again.num_trajectories == 4
+    assert batch["manifest_hash"] == origin.manifests[2].hash
+    assert [each["id"] for each in batch["trajectories"]] == ["g2/0/0", "g2/1/0"]
+    assert (history.state, history.step) == (TrajectoryState.COMMITTED, 1)
+    assert (shown["accepted"], shown["origin"]["run"], shown["origin"]["step"]) == (
+        *(4, origin.name, 2),
+    )
+    assert find_past_step(client, "fork f", TrajectoryKey("g3", 0)) is None
+    with pytest.raises(NotReadyError):
+        read_batch(server.url, "fork f", 3)
+
+
+async def test_a_fork_that_was_killed_is_finished_by_the_same_call(
+    client: redis.Redis, async_client: redis.asyncio.Redis, server: EmbeddedServer, origin: Any
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "turnstream_server.cli",
+        "fork",
+        origin.name,
+        "fork g",
+        "--step",
+        "2",
+    ]
+    environment = {
+        "TURNSTREAM_FAILPOINT": "fork.after_made",
+        "TURNSTREAM_REDIS_URL": server.url,
+    }
+
+    killed = await asyncio.to_thread(
+        lambda: subprocess.run(command, env=environment, capture_output=True, check=False)
+    )
+    was_whole = read_frontier(client, "fork g").has_inherited
+    with pytest.raises(NotReadyError, match=r"its fork from .* is not done; repeat it"):
+        read_batch(server.url, "fork g", 1)
+    session = await origin.start("s2", origin.token(2))  # and the origin has moved on
+    await origin.commit(session, *range(3, 6))
+    await raise_floor(async_client, origin.name, leader_epoch=origin.leader_epoch)
+    fork_run(client, origin.name, "fork g", origin.token(2))
+
+    assert killed.returncode == -9, killed.stderr
+    assert not was_whole
+    assert read_frontier(client, "fork g").has_inherited
+    assert [read_batch(server.url, "fork g", step)["step"] for step in (1, 2)] == [1, 2]
+    assert "fork g" in list_runs(client)
+
+
+async def test_a_fork_from_the_beginning_has_no_history(
+    client: redis.Redis, async_client: redis.asyncio.Redis, origin: Any
+) -> None:
+    start = RecoveryToken(lineage="main", step=0, chain_hash="")
+
+    fork_run(client, origin.name, "fork h", start)
+    session = await start_session(async_client, "fork h", session="x", dp_world_size=1, token=start)
+
+    assert session.next_step == 1
+    read_ledger(client, "fork h").check()
+    assert read_ledger(client, "fork h").accepted == 0
+
+
+async def test_a_fork_has_room_for_as_many_groups_as_a_run_that_trained_its_history(
+    client: redis.Redis, async_client: redis.asyncio.Redis, origin: Any
+) -> None:
+    config = replace(read_config(client, origin.name)[1], max_staleness=0, max_planned_ahead=0)
+    fork_run(client, origin.name, "fork j", origin.token(2), config=config)
+    fork = type(origin)(async_client, "fork j", 0)
+
+    await fork.open("g1")  # a name that the origin had
+    with pytest.raises(RejectedError, match="groups are live"):
+        await fork.open("g2")
+
+
+async def test_of_a_name_that_both_had_the_newer_trajectory_is_shown(
+    client: redis.Redis, async_client: redis.asyncio.Redis, origin: Any
+) -> None:
+    fork_run(client, origin.name, "fork k", origin.token(2))
+    own = replace(origin.manifests[1].manifest, step=7)
+    record = encode_batch(compact_batch(own, manifest_hash="ab"))
+    client.hset(keys.run_keys("fork k").past, "7", record)
+
+    assert find_past_step(client, "fork k", TrajectoryKey("g1", 0)) == 7
+
+
+async def test_the_name_of_a_run_that_was_deleted_just_now_makes_no_fork(
+    client: redis.Redis, async_client: redis.asyncio.Redis, origin: Any
+) -> None:
+    fork_run(client, origin.name, "fork l", origin.token(1))
+    delete_run(client, "fork l")
+
+    with pytest.raises(ConflictError, match="was deleted") as refused:
+        fork_run(client, origin.name, "fork l", origin.token(2))
+
+    assert refused.value.retry_after_s is not None
+
+
+async def test_a_rollback_in_a_fork_keeps_its_name_in_the_lineage(
+    client: redis.Redis, async_client: redis.asyncio.Redis, origin: Any
+) -> None:
+    fork_run(client, origin.name, "fork i", origin.token(2))
+    client.hset(keys.run_keys("fork i").frontier, mapping={"stepped": 3, "planned": 3})
+
+    sessions = []
+    for name in ("x", "y"):
+        token = origin.token(2)
+        sessions.append(
+            await start_session(async_client, "fork i", session=name, dp_world_size=1, token=token)
+        )
+        client.hset(keys.run_keys("fork i").frontier, "stepped", 3)
+
+    base = f"{keys.encode_name(origin.name)}@2"
+    assert [session.lineage for session in sessions] == [f"{base}-1", f"{base}-2"]
