@@ -112,14 +112,18 @@ async def post_seals_of(client: redis.asyncio.Redis, run: str, ids: Sequence[str
     names = keys.run_keys(run)
     arguments: list[Any] = []
     try:
-        for trajectory_id, epoch, seal in await _read_seals(client, run, ids):
-            arguments += (trajectory_id, epoch + (b":awaits" if _awaits(seal) else b""), seal)
+        for trajectory_id, holder, seal in await _read_seals(client, run, ids):
+            arguments += (trajectory_id, _lease(*holder, awaits=_awaits(seal)), seal)
     except (RedisError, OSError) as error:
         raise translate(error) from error
     if not arguments:
         return 0
     replies = await run_command_async(client, _POST_SEALED(names.of_post_sealed, *arguments))
     return sum(reply in {b"OK", b"SURPLUS"} for reply in replies)
+
+
+def _lease(epoch: bytes, writer: bytes, *, awaits: bool) -> bytes:
+    return b":".join((epoch, b"awaits" if awaits else b"", writer))
 
 
 def _awaits(seal: bytes) -> bool:
@@ -148,23 +152,25 @@ async def _open_trajectories(client: redis.asyncio.Redis, run: str) -> AsyncIter
 
 async def _read_seals(
     client: redis.asyncio.Redis, run: str, ids: Sequence[str]
-) -> list[tuple[str, bytes, bytes]]:
-    """(id, epoch, seal record) of those whose payload is sealed."""
+) -> list[tuple[str, tuple[bytes, bytes], bytes]]:
+    """(id, (epoch, writer), seal record) of those whose payload is sealed."""
     places = {trajectory_id: keys.trajectory_keys(run, trajectory_id) for trajectory_id in ids}
     pipeline = client.pipeline(transaction=False)
     for place in places.values():
-        pipeline.execute_command("HMGET", place.meta, "sealed", "epoch")
-    sealed: dict[str, bytes] = {
-        trajectory_id: epoch
-        for trajectory_id, (is_sealed, epoch) in zip(ids, await pipeline.execute(), strict=True)
+        pipeline.execute_command("HMGET", place.meta, "sealed", "epoch", "writer")
+    sealed: dict[str, tuple[bytes, bytes]] = {
+        trajectory_id: (epoch, writer)
+        for trajectory_id, (is_sealed, epoch, writer) in zip(
+            ids, await pipeline.execute(), strict=True
+        )
         if is_sealed == b"1"
     }
     pipeline = client.pipeline(transaction=False)
     for trajectory_id in sealed:
         pipeline.execute_command("XREVRANGE", places[trajectory_id].turns, "+", "-", "COUNT", 1)
     return [
-        (trajectory_id, epoch, entries[0][1][b"r"])
-        for (trajectory_id, epoch), entries in zip(
+        (trajectory_id, holder, entries[0][1][b"r"])
+        for (trajectory_id, holder), entries in zip(
             sealed.items(), await pipeline.execute(), strict=True
         )
         if entries  # none, where a disk lost them: its lease ends

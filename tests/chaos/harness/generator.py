@@ -40,6 +40,7 @@ def main() -> None:
             writer=options.writer,
             timeout_s=options.timeout_s,
             admission_timeout_s=options.admission_s,
+            keep_s=options.keep_s,
         ) as publisher,
     ):
         log.usage = lambda: _usage(publisher)
@@ -51,6 +52,8 @@ def main() -> None:
         if options.helps_until is not None:
             generator.help(options.helps_until)
         publisher.flush()
+        if options.to_disk:
+            publisher.flush_to_disk()
         log.write("done", **_usage(publisher))
 
 
@@ -62,6 +65,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--groups", type=int, required=True)
     parser.add_argument("--samples", type=int, default=2)
+    parser.add_argument("--to-disk", type=int, default=0)
+    parser.add_argument("--keep-s", type=float, default=5.0)
     parser.add_argument("--pause-s", type=float, default=0.0)
     parser.add_argument("--hang-in", default="")
     parser.add_argument("--hang-until", type=Path, default=Path("/nowhere"))
@@ -78,6 +83,7 @@ def _usage(publisher: Publisher) -> dict[str, int]:
         "max_held_bytes": statistics.max_inflight_bytes,
         "duplicates": statistics.num_duplicates,
         "retries": statistics.num_retries,
+        "restarts": statistics.num_restarts,
     }
 
 

@@ -48,7 +48,7 @@ class RunDriver:
         """Post seals: id, epoch, record of each."""
         return Script("post_sealed")(self.keys.of_post_sealed, *items)
 
-    def abandon(self, trajectory_id: str, epoch: int = 1) -> Command:
+    def abandon(self, trajectory_id: str, epoch: int | str = 1) -> Command:
         """Give a trajectory up because of boredom."""
         names = self.keys
         record = b"abandoned " + trajectory_id.encode()

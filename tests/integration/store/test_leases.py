@@ -325,3 +325,36 @@ def test_a_lease_from_before_the_clock_was_set_back_is_cut(
 
 def test_a_lease_key_is_declared() -> None:
     assert keys.declared_type(keys.run_keys("r").leases) == "zset"
+
+
+def test_of_two_writers_with_one_epoch_only_the_one_that_the_ledger_names_is_heard(
+    client: redis.Redis, drive: Drive
+) -> None:
+    # The store lost the take-over of "lost" in a power cut, and gave its epoch to "second" since.
+    run = drive(client)
+    run.do(run.open_group("g/0/0"))
+    run.do(run.append(b"turn 0"))
+    lapse(run)
+    assert take_over(run, "second") == [2, 2]
+    run.do(run.append(first=1, lease="2:second"))
+
+    (_, beat) = run.do(heartbeat_command(run.name, [("g/0/0", 2)], writer="lost"))
+    turn, seal = run.do_all(
+        [
+            run.append(b"turn 1", first=1, lease="2/lost"),
+            run.post_sealed("g/0/0", "2::lost", b"seal"),
+        ]
+    )
+    (given_up,) = run.do_all([run.abandon("g/0/0", "2:lost")])
+    own = run.do_all(
+        [
+            run.append(b"turn 1", first=1, lease="2/second"),
+            run.post_sealed("g/0/0", "2::second", b"seal"),
+        ]
+    )
+
+    assert beat.startswith(b"FENCED g/0/0 was taken over by second")
+    assert isinstance(turn, FencedError)
+    assert seal[0].startswith(b"FENCED")
+    assert isinstance(given_up, FencedError)
+    assert own == [1, [b"OK"]]

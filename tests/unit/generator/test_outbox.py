@@ -39,7 +39,12 @@ class Desk:
     """An outbox, a clock, and a hand that answers."""
 
     def __init__(self, **limits: Any) -> None:
-        defaults = {"max_inflight_bytes": 1 << 20, "timeout_s": 10.0, "admission_timeout_s": 60.0}
+        defaults = {
+            "max_inflight_bytes": 1 << 20,
+            "timeout_s": 10.0,
+            "admission_timeout_s": 60.0,
+            "keep_s": 0,
+        }
         self.outbox = Outbox("r", "w", jitter=lambda: 1.0, **{**defaults, **limits})
         self.now_s = 100.0
         self.drafts = {key: TrajectoryDraft(key) for key in KEYS}
@@ -174,7 +179,7 @@ def test_only_the_first_call_of_a_trajectory_makes_its_place() -> None:
         desk.append(lane)
         leases.append(desk.answer(1).commands[0].args[:2])
 
-    assert leases == [("1:w", 0), (1, 1), (1, 2)]
+    assert leases == [("1:w", 0), ("1/w", 1), ("1/w", 2)]
 
 
 def test_seals_of_several_trajectories_travel_in_one_call() -> None:
@@ -233,7 +238,7 @@ def test_a_lost_connection_means_that_the_server_may_have_forgotten_the_scripts(
 
     assert again is not None
     assert (lost.loads_scripts, again.loads_scripts) == (False, True)
-    assert again.num_replies == len(SCRIPTS) + 1 + 1
+    assert again.num_replies == len(SCRIPTS) + 2 + 1
     assert again.pack().count(b"LOAD") == len(SCRIPTS)
     assert again.pack().count(b"appendfsync") == 1
 
@@ -552,7 +557,7 @@ def test_leases_are_renewed_every_third_of_the_length_that_the_store_names() -> 
         (beat,) = desk.answer([30_000, b"OK", b"OK"]).commands
         sent.append((round(desk.now_s - 100.0, 3), (beat.script.name, *beat.args)))
 
-    both = ("heartbeat", "g/0/0", 1, "g/1/0", 1)
+    both = ("heartbeat", "g/0/0", "1:w", "g/1/0", "1:w")
     assert sent == [(0.1, both), (10.1, both), (20.1, both)]
     assert [lane.error for lane in lanes] == [None, None]
 
@@ -671,8 +676,8 @@ def test_an_adopted_trajectory_goes_on_behind_its_stored_turns() -> None:
     desk.wait_out()
     beat = desk.answer()
 
-    assert sent.commands[0].args[:3] == (4, 2, 0)
-    assert beat.commands[0].args == ("g/0/0", 4)
+    assert sent.commands[0].args[:3] == ("4/w", 2, 0)
+    assert beat.commands[0].args == ("g/0/0", "4:w")
 
 
 def test_more_leases_than_one_call_takes_travel_in_several() -> None:

@@ -14,17 +14,18 @@ from turnstream.generator.async_sender import AsyncSender
 from turnstream.generator.checks import checked_turn
 from turnstream.generator.drafts import draft_group
 from turnstream.generator.extras import with_checked_extras
-from turnstream.generator.lanes import Lane
+from turnstream.generator.lanes import Lane, RewardPost
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import AsyncReceipt, Delivery
 from turnstream.generator.refills import take_refill_async
 from turnstream.generator.statistics import PublisherStatistics
 from turnstream.generator.takeovers import take_over_async
+from turnstream.generator.window import KEEP_S, MAX_KEPT_BYTES
 from turnstream.generator.writers import WriterState
 from turnstream.store.connection import connect_async
 from turnstream.store.groups import Refill
 from turnstream.store.leases import LapsedTrajectory, list_lapsed_async
-from turnstream.store.rewards import RewardOutcome, post_reward_async
+from turnstream.store.rewards import RewardOutcome, reward_command
 from turnstream.types import Group, GroupOpened, Status, TrajectoryKey, Turn, VersionRun
 
 
@@ -42,6 +43,10 @@ class AsyncPublisher:
         max_inflight_bytes: accepted and not yet acknowledged; writes wait above it.
         timeout_s: how long the store may be away or full before accepted writes fail.
         admission_timeout_s: how long a group may wait for leave to start.
+        keep_s: for how long what the store has acknowledged is kept, to be sent again to a store
+            that comes back without it; 0 keeps nothing. Nothing is kept for a store that syncs
+            before it answers.
+        max_kept_bytes: bound of that; beyond it the oldest turns are kept for less long.
     """
 
     def __init__(
@@ -53,6 +58,8 @@ class AsyncPublisher:
         max_inflight_bytes: int = writers.MAX_INFLIGHT_BYTES,
         timeout_s: float = writers.TIMEOUT_S,
         admission_timeout_s: float = writers.ADMISSION_TIMEOUT_S,
+        keep_s: float = KEEP_S,
+        max_kept_bytes: int = MAX_KEPT_BYTES,
     ) -> None:
         self._outbox = writers.new_outbox(
             run,
@@ -60,6 +67,8 @@ class AsyncPublisher:
             max_inflight_bytes=max_inflight_bytes,
             timeout_s=timeout_s,
             admission_timeout_s=admission_timeout_s,
+            keep_s=keep_s,
+            max_kept_bytes=max_kept_bytes,
         )
         self._sender = AsyncSender(url, run, self._outbox)
         self._client = connect_async(
@@ -140,9 +149,13 @@ class AsyncPublisher:
 
         The trajectory may be another generator's. See `turnstream.store.rewards.post_reward`.
         """
-        return await post_reward_async(
-            self._client, self._outbox.run, key, reward, reward_components=reward_components
-        )
+        command = reward_command(self._outbox.run, key, reward, reward_components)
+        post = RewardPost(command, receipt := AsyncReceipt())
+        self._sender.require_open()
+        self._outbox.post_reward(post)
+        self._sender.start()
+        await receipt
+        return RewardOutcome(post.outcome)
 
     async def next_refill(self, timeout_s: float) -> Refill:
         """Take a sample that is to be tried again, in a group of any generator.
@@ -194,14 +207,20 @@ class AsyncPublisher:
 
         Raises:
             NotReadyError: that was not so within `timeout_s`.
-            TurnstreamError: a published group failed, and its receipt was not asked.
+            TurnstreamError: a published group failed, and its receipt was not asked; or the store
+                came back without something that it had acknowledged and that is no longer kept.
         """
         await self._sender.flush(timeout_s)
-        writers.raise_unread(self._unread_failures)
+        writers.raise_unread(self._unread_failures, self._outbox.take_losses())
+
+    async def flush_to_disk(self, timeout_s: float | None = None) -> None:
+        """Wait until everything accepted is on the store's disk. See `Publisher.flush_to_disk`."""
+        await self._sender.flush_to_disk(timeout_s)
+        await self.flush(timeout_s)
 
     def statistics(self) -> PublisherStatistics:
         """What happened so far."""
-        return self._outbox.tally.statistics()
+        return self._outbox.statistics()
 
     async def close_run(self, reason: str = "") -> None:
         """Send what was accepted, then close the run to new groups."""

@@ -77,6 +77,20 @@ class AsyncSender:
         except TimeoutError as error:
             raise NotReadyError(f"writes are still on their way after {timeout_s:g} s") from error
 
+    async def flush_to_disk(self, timeout_s: float | None) -> None:
+        """Wait until all that is so, and the store has had the time to sync it.
+
+        Raises:
+            NotReadyError: that was not so within `timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._outbox.is_on_disk:
+                    self.require_open()
+                    await self._progress.wait()
+        except TimeoutError as error:
+            raise NotReadyError(f"writes may not be on disk after {timeout_s:g} s") from error
+
     async def close(self) -> None:
         """Give up what is not acknowledged, stop the tasks, disconnect. Safe to repeat."""
         self._is_closed = True

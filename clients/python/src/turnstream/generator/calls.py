@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple, cast
 
-from turnstream.generator.lanes import Admission, Lane
+from redis.exceptions import ResponseError
+
+from turnstream.generator.lanes import Admission, Lane, RewardPost
 from turnstream.generator.receipts import Delivery
 from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.groups import group_size
-from turnstream.store.leases import heartbeat_command
+from turnstream.store.leases import heartbeat_command, take_over_command
+from turnstream.store.replies import error_text
+from turnstream.store.rewards import POST_REWARD
 from turnstream.store.runs import close_command
 from turnstream.store.scripts import Argument, Command, Script, pack
 from turnstream.types import TrajectoryAbandoned
@@ -29,13 +34,17 @@ SCRIPTS = (
     close_command("r", "").script,
     _READ_CONFIG,
     heartbeat_command("r", ()).script,
+    take_over_command("r", "", writer="").script,
+    POST_REWARD,
 )
 """Everything that a round may call."""
 
 _FIRST_WORDS: Final[Sequence[Sequence[Argument]]] = (
     *[("SCRIPT", "LOAD", script.source) for script in SCRIPTS],
+    ("INFO", "server"),
     ("CONFIG", "GET", "appendfsync"),
 )
+_RUN_ID = re.compile(rb"\brun_id:(\w+)")
 
 
 class AdmissionCall(NamedTuple):
@@ -83,16 +92,37 @@ class HeartbeatCall(NamedTuple):
     lanes: Sequence[Lane]
 
 
+class TakeOverCall(NamedTuple):
+    """Take a trajectory over that was this writer's before."""
+
+    lane: Lane
+
+
+class RewardCall(NamedTuple):
+    """Post a reward."""
+
+    post: RewardPost
+
+
 Call = (
-    AdmissionCall | PayloadCall | SealsCall | AbandonCall | CloseCall | ConfigCall | HeartbeatCall
+    AdmissionCall
+    | PayloadCall
+    | SealsCall
+    | AbandonCall
+    | CloseCall
+    | ConfigCall
+    | HeartbeatCall
+    | TakeOverCall
+    | RewardCall
 )
 
 
 class Round(NamedTuple):
-    """Calls that travel together.
+    """Calls that travel together; none only to see which store answers.
 
     Attributes:
-        loads_scripts: the connection may not know the scripts, nor we how the store syncs.
+        loads_scripts: the connection may not know the scripts, nor we which store it is and how
+            that syncs.
         is_grouped: all calls are carried out as one write, between whose parts the store neither
             answers nor syncs: one sync to disk for all of them, where it syncs before it answers.
     """
@@ -127,6 +157,22 @@ class Round(NamedTuple):
     def is_aborted(self, replies: Sequence[Any]) -> bool:
         """Whether the calls were grouped and, because of one of them, none was carried out."""
         return self.is_grouped and not isinstance(replies[-1], list)
+
+    def trouble(self, replies: Sequence[Any]) -> str:
+        """Why the store did not even take the scripts; empty where it did, or was not asked to."""
+        first = replies[: self._num_first - 2] if self.loads_scripts else ()
+        return next((error_text(r) for r in first if isinstance(r, ResponseError)), "")
+
+    def incarnation(self, replies: Sequence[Any]) -> bytes | None:
+        """Which start of which server answered; known where `loads_scripts`, and it says so."""
+        answer = replies[self._num_first - 2]
+        found = _RUN_ID.search(answer) if isinstance(answer, bytes) else None
+        return found[1] if found else None
+
+    def may_lose_writes(self, replies: Sequence[Any]) -> bool:
+        """Whether the store may answer before it syncs to disk; known where `loads_scripts`."""
+        answer = replies[self._num_first - 1]
+        return isinstance(answer, Exception) or answer[1:] != [b"always"]
 
     def syncs_each_write(self, replies: Sequence[Any]) -> bool:
         """Whether the store syncs to disk before it answers; known where `loads_scripts`.
@@ -175,7 +221,11 @@ class CommandMaker:
                 return _READ_CONFIG(self._config_keys)
             case HeartbeatCall(lanes):
                 held = [(lane.trajectory_id, lane.epoch) for lane in lanes]
-                return heartbeat_command(self._run, held)
+                return heartbeat_command(self._run, held, writer=self._writer)
+            case TakeOverCall(lane):
+                return take_over_command(self._run, lane.trajectory_id, writer=self._writer)
+            case RewardCall(post):
+                return post.command
 
     def _admission(self, admission: Admission) -> Command:
         return _OPEN_GROUP(
@@ -192,17 +242,18 @@ class CommandMaker:
         records = [sent.turn.record for sent in itertools.islice(lane.pending, call.num_turns)]
         if call.seals:
             records.append(lane.seal_record)
-        lease = lane.epoch if lane.is_placed else f"{lane.epoch}:{self._writer}"
+        lease = f"{lane.epoch}{'/' if lane.is_placed else ':'}{self._writer}"
         return _APPEND(lane.keys, lease, lane.num_acknowledged, int(call.seals), *records)
 
     def _seals(self, lanes: Sequence[Lane]) -> Command:
         arguments: list[Argument] = []
         for lane in lanes:
-            lease = f"{lane.epoch}:awaits" if lane.awaits_reward else lane.epoch
+            lease = f"{lane.epoch}:{'awaits' if lane.awaits_reward else ''}:{self._writer}"
             arguments += (lane.trajectory_id, lease, lane.seal_record)
         return _POST_SEALED(self._seals_keys, *arguments)
 
     def _abandon(self, lane: Lane) -> Command:
         reason = lane.abandon_reason or ""
         record = encode_event(TrajectoryAbandoned(key=lane.key, reason=reason))
-        return _ABANDON(self._abandon_keys, lane.trajectory_id, lane.epoch, reason, record)
+        lease = f"{lane.epoch}:{self._writer}"
+        return _ABANDON(self._abandon_keys, lane.trajectory_id, lease, reason, record)

@@ -11,14 +11,16 @@ from turnstream.errors import TurnstreamError
 from turnstream.generator.drafts import SealMaker, TurnRecord
 from turnstream.generator.receipts import Delivery
 from turnstream.store.keys import TrajectoryKeys
+from turnstream.store.scripts import Command
 from turnstream.types import GroupOpened, TrajectoryKey
 
 
 class PendingTurn(NamedTuple):
-    """A turn that the store has not acknowledged."""
+    """A turn that the store has not acknowledged, or may have forgotten since: `is_again`."""
 
     turn: TurnRecord
     receipt: Delivery | None
+    is_again: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +41,9 @@ class Lane:
         is_placed: the store has made the place of its payload.
         num_acknowledged: turns acknowledged: the index of `pending[0]`.
         is_queued: stands in the outbox's queue of lanes with something to send.
-        end: told when the lane has ended.
+        end: told when the lane has ended, once.
+        has_ended: it has; it goes through all of this again where the store may have forgotten it.
+        held_epoch: the epoch that it had before.
     """
 
     key: TrajectoryKey
@@ -57,11 +61,23 @@ class Lane:
     abandon_reason: str | None = None
     is_queued: bool = False
     error: TurnstreamError | None = None
+    has_ended: bool = False
+    held_epoch: int = 0
 
     @property
     def is_ending(self) -> bool:
         """Whether it takes no further turn."""
         return self.seal is not None or self.abandon_reason is not None or self.error is not None
+
+    @property
+    def num_pending_bytes(self) -> int:
+        """Bytes of the turns that were never acknowledged."""
+        return sum([len(turn.record) for turn, _, is_again in self.pending if not is_again])
+
+    def rewind(self, turns: Sequence[TurnRecord]) -> None:
+        """Its last acknowledged turns are sent again, before those that wait."""
+        self.pending.extendleft([PendingTurn(turn, None, True) for turn in reversed(turns)])
+        self.num_acknowledged -= len(turns)
 
 
 @dataclass(slots=True, eq=False)
@@ -81,3 +97,19 @@ class Admission:
     opened: Delivery
     since_s: float | None = None
     reason: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class RewardPost:
+    """A reward that is posted for a trajectory of any generator.
+
+    Attributes:
+        receipt: told when the store has answered, once.
+        outcome: the answer.
+        until_s: until when it asks again, where the store may have forgotten the trajectory.
+    """
+
+    command: Command
+    receipt: Delivery
+    outcome: str = ""
+    until_s: float | None = None

@@ -11,7 +11,12 @@ takes, first to last::
     admissions   of groups; one that is told to wait stands aside until the run's wake stream
                  moves, so that it holds up nothing else
     payload      per lane one call with the turns that wait, and the seal if it ends there
+    rewards      for trajectories of whichever generator
     heartbeats   of all open lanes, where they are due; whatever fails of them is asked again
+
+What was acknowledged is kept until it is proven to be on disk (`window.py`). A new connection is
+first asked which start of the store it leads to. Where that is another one, what is kept goes back
+into the queues before everything else (`rewinds.py`), and takes the same way again.
 
 Where the store syncs to disk before it answers, a round is one write, so that a sync is paid for
 once a round and not for every few calls.
@@ -30,6 +35,7 @@ from redis.exceptions import NoScriptError, ResponseError
 from turnstream.errors import (
     NotReadyError,
     RunNotFoundError,
+    StoreBehindError,
     StoreUnavailableError,
     TurnstreamError,
 )
@@ -43,15 +49,27 @@ from turnstream.generator.calls import (
     ConfigCall,
     HeartbeatCall,
     PayloadCall,
+    RewardCall,
     Round,
     SealsCall,
+    TakeOverCall,
 )
 from turnstream.generator.drafts import SealMaker, TurnRecord
 from turnstream.generator.heartbeats import Heartbeats
-from turnstream.generator.lanes import Admission, Lane, PendingTurn
+from turnstream.generator.lanes import Admission, Lane, PendingTurn, RewardPost
 from turnstream.generator.queues import Queues
 from turnstream.generator.receipts import Delivery
+from turnstream.generator.rewinds import Reposts, has_survived, rewind, why_refused
+from turnstream.generator.statistics import PublisherStatistics
 from turnstream.generator.tally import Tally
+from turnstream.generator.window import (
+    KEEP_S,
+    MAX_KEPT_BYTES,
+    Ended,
+    KeptTurn,
+    TakenOver,
+    Window,
+)
 from turnstream.records.configs import decode_config
 from turnstream.records.events import encode_event
 from turnstream.store import keys
@@ -71,6 +89,11 @@ class Outbox:
         timeout_s: how long the store may be away or full before everything fails.
         admission_timeout_s: how long a group may wait for leave to start.
         jitter: gives numbers from 0 to 1.
+        keep_s, max_kept_bytes: see Window.
+
+    Attributes:
+        losses: what an earlier start of the store had acknowledged, and this one has not; see
+            `take_losses`.
     """
 
     def __init__(
@@ -82,6 +105,8 @@ class Outbox:
         timeout_s: float,
         admission_timeout_s: float,
         jitter: Callable[[], float],
+        keep_s: float = KEEP_S,
+        max_kept_bytes: int = MAX_KEPT_BYTES,
     ) -> None:
         self.run = run
         self.writer = writer
@@ -92,6 +117,11 @@ class Outbox:
         self._backoff = Backoff(timeout_s, jitter=jitter)
         self._queues = Queues()
         self._heartbeats = Heartbeats()
+        self._window = Window(keep_s=keep_s, max_bytes=max_kept_bytes)
+        self._reposts = Reposts(timeout_s)
+        self._incarnation: bytes | None = None
+        self._sent_s = 0.0
+        self.losses: list[TurnstreamError] = []
         self._unended: dict[Lane, None] = {}
         self._round: Round | None = None
         self._scripts_known = False
@@ -121,6 +151,7 @@ class Outbox:
         lane = self._new_lane(key)
         lane.epoch, lane.is_placed, lane.num_acknowledged = epoch, True, num_turns
         self._heartbeats.opened(lane, now_s=now_s)
+        self._window.keep(TakenOver(lane), now_s=now_s)
         return lane
 
     def append(self, lane: Lane, turn: TurnRecord, receipt: Delivery | None = None) -> None:
@@ -167,6 +198,10 @@ class Outbox:
         elif not lane.pending:
             self._queues.abandons.append(lane)
 
+    def post_reward(self, post: RewardPost) -> None:
+        """Post a reward; its receipt is told when the store has answered."""
+        self._queues.rewards.append(RewardCall(post))
+
     def close_run(self, reason: str, receipt: Delivery) -> None:
         """Close the run to new groups."""
         self._queues.closings.append(CloseCall(reason, receipt))
@@ -181,6 +216,25 @@ class Outbox:
         return self._queues.is_empty and (self._round is None or self._round.is_heartbeat)
 
     @property
+    def is_on_disk(self) -> bool:
+        """Whether, beyond that, the store has had the time to sync what it acknowledged."""
+        return self.is_idle and self._window.is_settled and self._reposts.is_empty
+
+    def take_losses(self) -> list[TurnstreamError]:
+        """What was acknowledged and is lost for good, each once: of lanes that had ended."""
+        losses, self.losses = self.losses, []
+        return losses
+
+    def statistics(self) -> PublisherStatistics:
+        """What happened so far, and what is held."""
+        window = self._window
+        return self.tally.statistics(
+            num_forgotten=window.num_forgotten,
+            kept_bytes=window.num_bytes,
+            max_kept_bytes=window.max_bytes,
+        )
+
+    @property
     def num_open(self) -> int:
         """Trajectories that hold a lease, which ends some time after nobody renews it."""
         return self._heartbeats.num_open
@@ -190,10 +244,14 @@ class Outbox:
         self._expire(now_s)
         if self._round is not None or self._backoff.pause_s(now_s) > 0:
             return None
+        self._sent_s = now_s
+        if not self._scripts_known and not self._window.is_settled:
+            return self._look()  # whatever else is sent must find what was acknowledged before
         heartbeats = self._heartbeats.due(now_s)
+        self._queues.rewards.extend(self._reposts.due(now_s))
         calls = [*self._queues.take(), *heartbeats]
         if not calls:
-            return None
+            return self._look() if self._window.pause_s(now_s) == 0 else None
         if heartbeats:
             self._heartbeats.sent(now_s)
         commands = [self._make.command(call) for call in calls]
@@ -205,13 +263,18 @@ class Outbox:
         )
         return self._round
 
+    def _look(self) -> Round:
+        """A round without calls, to see which store answers."""
+        self._round = Round((), (), loads_scripts=True)
+        return self._round
+
     def pause_s(self, now_s: float) -> float | None:
         """Seconds after which `next_round` may give something that it does not give now."""
         pause_s = self._backoff.pause_s(now_s)
         if pause_s > 0:
             return pause_s
-        beat_s = self._heartbeats.pause_s(now_s)
-        pauses_s = [] if beat_s is None else [beat_s]
+        parts = (self._heartbeats, self._window, self._reposts)
+        pauses_s = [each_s for part in parts if (each_s := part.pause_s(now_s)) is not None]
         since_s = self._queues.waiting_since_s
         if since_s is not None:
             pauses_s.append(max(0.0, since_s + self._admission_timeout_s - now_s))
@@ -221,11 +284,11 @@ class Outbox:
         """The store answered the round; `replies` holds values and ResponseErrors."""
         if not self._ends(sent):
             return
-        self._scripts_known = True
-        if sent.loads_scripts:
-            self._syncs_each_write = sent.syncs_each_write(replies)
         back: list[Call] = []
-        trouble = ""
+        trouble = "" if sent.calls else sent.trouble(replies)
+        is_new, self._scripts_known = not self._scripts_known, not is_passing(trouble)
+        if sent.loads_scripts and self._scripts_known:
+            self._meet(sent, replies, is_new=is_new)
         for call, answer in sent.answers(replies):
             if not isinstance(answer, ResponseError):
                 self._accept(call, answer, now_s)
@@ -242,6 +305,8 @@ class Outbox:
         self._put_back(back)
         # A full store takes no group with a payload in it, but goes on with what makes room.
         self._was_aborted = sent.is_aborted(replies) or (self._was_aborted and bool(trouble))
+        if self._scripts_known:
+            self._window.prove(self._sent_s)
         if trouble:
             self._back_off(trouble, now_s)
         else:
@@ -252,12 +317,40 @@ class Outbox:
         if not self._ends(sent):
             return
         self._put_back(sent.calls)
+        self.tally.add("num_retries", not sent.calls)
         self._scripts_known = False
         reason = translate(error)
         if isinstance(reason, StoreUnavailableError):
             self._back_off(str(reason), now_s)
         else:
             self.fail_all(reason)
+
+    def _meet(self, sent: Round, replies: Sequence[Any], *, is_new: bool) -> None:
+        """See which store this is; one that started anew may have forgotten what is kept.
+
+        One that does not say who it is, is taken for another after every new connection.
+        """
+        self._syncs_each_write = sent.syncs_each_write(replies)
+        self._window.is_needed = sent.may_lose_writes(replies)
+        known, self._incarnation = self._incarnation, sent.incarnation(replies)
+        is_same = known == self._incarnation and (known is not None or not is_new)
+        if is_same or self._window.is_settled:
+            return
+        rewound = rewind(self._window.take(), queues=self._queues, tally=self.tally)
+        self.tally.add("num_restarts")
+        _logger.warning(
+            "run %s: the store was started anew and may have lost writes: those of %d trajectories "
+            "are sent again",
+            self.run,
+            len(rewound.closed) + len(rewound.open),
+        )
+        for lane in (*rewound.closed, *rewound.open):
+            self._unended[lane] = None
+        for lane in rewound.closed:
+            self._heartbeats.ended(lane)
+        for lane in rewound.open:
+            self._advance(lane)
+        self._heartbeats.failed()
 
     def woken(self) -> None:
         """The run's wake stream has moved: let those ask again who were told to wait."""
@@ -272,9 +365,10 @@ class Outbox:
         self.woken()
         admissions = [*self._queues.admissions]
         receipts = [call.receipt for call in (*self._queues.closings, *self._queues.questions)]
+        receipts += [call.post.receipt for call in self._queues.rewards]
         self._queues.clear()
         for lane in list(self._unended):
-            if lane.pending or lane.end is not None or lane.epoch == 0:
+            if lane.pending or lane.end is not None or lane.epoch == 0 or lane.has_ended:
                 self._end(lane, error)
         for admission in admissions:
             admission.opened.settle(None, error)
@@ -304,16 +398,22 @@ class Outbox:
     def _accept(self, call: Call, answer: Any, now_s: float) -> None:
         match call:
             case PayloadCall():
-                self._stored(call, num_new=answer)
+                self._stored(call, num_new=answer, now_s=now_s)
             case SealsCall(lanes):
-                self._posted(lanes, answer)
+                self._posted(lanes, answer, now_s)
             case AdmissionCall(admission):
                 self._admitted(admission, answer, now_s)
             case AbandonCall(lane):
-                self.tally.add("num_abandoned")
-                self._end(lane)
-            case CloseCall(_, receipt):
+                self.tally.add("num_abandoned", not lane.has_ended)
+                self._end_well(lane, now_s)
+            case CloseCall(reason, receipt):
                 receipt.settle(None)
+                self._window.keep(CloseCall(reason, Delivery()), now_s=now_s)
+            case TakeOverCall(lane):
+                self._window.keep(TakenOver(lane), now_s=now_s)
+                self._opened(lane, answer[0], now_s)
+            case RewardCall(post):
+                self._rewarded(post, answer.decode(), now_s)
             case ConfigCall(receipt):
                 self._learn(answer, receipt)
             case HeartbeatCall(lanes):
@@ -322,17 +422,15 @@ class Outbox:
     def _refuse(self, call: Call, text: str, now_s: float) -> None:
         error = refusal(text)
         match call:
-            case PayloadCall(lane) | AbandonCall(lane):
-                self._fail(lane, error)
+            case PayloadCall(lane) | AbandonCall(lane) | TakeOverCall(lane):
+                self._refuse_lane(lane, text, now_s)
+            case RewardCall(post):
+                self._refuse_reward(post, error, now_s)
             case SealsCall(lanes):
                 for lane in lanes:
                     self._fail(lane, error)
             case AdmissionCall(admission):
-                newest_wake_id = wake_id(text)
-                if newest_wake_id is not None:
-                    self._stand_aside(admission, str(error), newest_wake_id, now_s)
-                else:
-                    self._reject(admission, error)
+                self._refuse_admission(admission, text, now_s)
             case CloseCall(_, receipt) | ConfigCall(receipt):
                 receipt.settle(None, error)
             case HeartbeatCall(lanes):
@@ -340,6 +438,21 @@ class Outbox:
                 if isinstance(error, RunNotFoundError):
                     for lane in [lane for lane in lanes if not lane.is_ending]:
                         self._fail(lane, error)
+
+    def _refuse_admission(self, admission: Admission, text: str, now_s: float) -> None:
+        newest_wake_id = wake_id(text)
+        if newest_wake_id is not None:
+            self._stand_aside(admission, str(refusal(text)), newest_wake_id, now_s)
+            return
+        for lane in admission.lanes:
+            self._refuse_lane(lane, text, now_s)
+        admission.opened.settle(None, refusal(text))
+
+    def _refuse_lane(self, lane: Lane, text: str, now_s: float) -> None:
+        if has_survived(lane, text):
+            self._end_well(lane, now_s)
+        else:
+            self._fail(lane, why_refused(lane, text))
 
     def _learn(self, config: bytes, receipt: Delivery) -> None:
         try:
@@ -349,17 +462,22 @@ class Outbox:
         else:
             receipt.settle(None)
 
-    def _stored(self, call: PayloadCall, *, num_new: int) -> None:
+    def _stored(self, call: PayloadCall, *, num_new: int, now_s: float) -> None:
         lane = call.lane
         lane.is_placed = True
         for _ in range(call.num_turns):
-            turn, receipt = lane.pending.popleft()
-            self.tally.acknowledged(lane, turn)
+            turn, receipt, is_again = lane.pending.popleft()
+            self._window.keep(KeptTurn(lane, turn), now_s=now_s)
+            if is_again:
+                self.tally.add("num_resent")
+            else:
+                self.tally.acknowledged(lane, turn)
             if receipt is not None:
                 receipt.settle(lane.key)
         lane.num_acknowledged += call.num_turns
         self.tally.add("num_duplicates", call.num_turns + call.seals - num_new)
         if call.seals:
+            self._window.keep(Ended(lane), now_s=now_s)
             self._queues.seals.append(lane)
         else:
             self._advance(lane)
@@ -371,13 +489,14 @@ class Outbox:
         elif lane.abandon_reason is not None:
             self._queues.abandons.append(lane)
 
-    def _posted(self, lanes: Sequence[Lane], answers: Sequence[bytes]) -> None:
+    def _posted(self, lanes: Sequence[Lane], answers: Sequence[bytes], now_s: float) -> None:
         for lane, answer in zip(lanes, answers, strict=True):
             text = answer.decode()
             if text in ("OK", "DUPLICATE", "SURPLUS"):
-                self.tally.add("num_trajectories")
-                self.tally.add("merged_tokens", lane.merged_tokens)
-                self._end(lane)
+                if not lane.has_ended:
+                    self.tally.add("num_trajectories")
+                    self.tally.add("merged_tokens", lane.merged_tokens)
+                self._end_well(lane, now_s)
             else:
                 self._fail(lane, refusal(text))
 
@@ -398,17 +517,41 @@ class Outbox:
         first_error = None
         for lane, answer in zip(admission.lanes, answers, strict=True):
             if isinstance(answer, int):
-                num_bytes = sum(len(turn.record) for turn, _ in lane.pending)
-                self.tally.accepted(lane, -num_bytes)
-                lane.epoch = answer
-                self._heartbeats.opened(lane, now_s=now_s)
-                self.tally.accepted(lane, num_bytes)
-                self._advance(lane)
+                self._opened(lane, answer, now_s)
+                continue
+            text = answer.decode()
+            if has_survived(lane, text):
+                self._end_well(lane, now_s)
+            elif lane.held_epoch and lane.seal is not None and " is already " in text:
+                lane.epoch = lane.held_epoch  # its seal had been posted, and the answer was lost
+                lane.seal_record = lane.seal(lane.epoch)
+                self._queues.seals.append(lane)
             else:
-                error = refusal(answer.decode())
+                error = refusal(text)
                 first_error = first_error or error
                 self._fail(lane, error)
+        self._window.keep(admission, now_s=now_s)
         admission.opened.settle(None, first_error)
+
+    def _opened(self, lane: Lane, epoch: int, now_s: float) -> None:
+        num_bytes = lane.num_pending_bytes
+        self.tally.accepted(lane, -num_bytes)
+        lane.epoch = epoch
+        self._heartbeats.opened(lane, now_s=now_s)
+        self.tally.accepted(lane, num_bytes)
+        self._advance(lane)
+
+    def _rewarded(self, post: RewardPost, outcome: str, now_s: float) -> None:
+        is_again, post.outcome = bool(post.outcome), outcome
+        self._window.keep(RewardCall(post), now_s=now_s)
+        if not is_again:
+            post.receipt.settle(None)
+
+    def _refuse_reward(self, post: RewardPost, error: TurnstreamError, now_s: float) -> None:
+        if not post.outcome:
+            post.receipt.settle(None, error)
+        elif not self._reposts.add(RewardCall(post), now_s=now_s):
+            self._lose("a reward", error)
 
     def _stand_aside(
         self, admission: Admission, reason: str, newest_wake_id: str, now_s: float
@@ -457,17 +600,38 @@ class Outbox:
         _logger.warning("run %s: trajectory %s failed: %s", self.run, lane.trajectory_id, error)
         self._end(lane, error)
 
+    def _end_well(self, lane: Lane, now_s: float) -> None:
+        """The run knows how a lane ended; of the draft nothing is needed but the seal."""
+        if lane.seal is not None:
+            record = lane.seal_record
+            lane.seal = lambda _epoch: record
+        self._window.keep(Ended(lane), now_s=now_s)
+        self._end(lane)
+        lane.has_ended = True
+
     def _end(self, lane: Lane, error: TurnstreamError | None = None) -> None:
         lane.error = error
         self._unended.pop(lane, None)
         self._heartbeats.ended(lane)
         while lane.pending:
-            turn, receipt = lane.pending.popleft()
-            self.tally.accepted(lane, -len(turn.record))
+            turn, receipt, is_again = lane.pending.popleft()
+            if not is_again:
+                self.tally.accepted(lane, -len(turn.record))
             if receipt is not None:
                 receipt.settle(lane.key, error)
         if lane.end is not None:
             lane.end.settle(lane.key, error)
+            lane.end = None
+        if error is not None and lane.has_ended and lane.abandon_reason is None:
+            self._lose(lane.trajectory_id, error)
+
+    def _lose(self, what: str, reason: TurnstreamError) -> None:
+        error = reason
+        if not isinstance(reason, StoreBehindError):
+            error = StoreBehindError(f"{what} was acknowledged, and the store lost it: {reason}")
+        _logger.error("run %s: %s", self.run, error)
+        self.tally.add("num_lost")
+        self.losses.append(error)
 
 
 def _raise_error(lane: Lane) -> None:

@@ -13,18 +13,19 @@ from turnstream.generator import writers
 from turnstream.generator.checks import checked_turn
 from turnstream.generator.drafts import draft_group
 from turnstream.generator.extras import with_checked_extras
-from turnstream.generator.lanes import Lane
+from turnstream.generator.lanes import Lane, RewardPost
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import Delivery, Receipt
 from turnstream.generator.refills import take_refill
 from turnstream.generator.sender import Sender
 from turnstream.generator.statistics import PublisherStatistics
 from turnstream.generator.takeovers import take_over
+from turnstream.generator.window import KEEP_S, MAX_KEPT_BYTES
 from turnstream.generator.writers import WriterState
 from turnstream.store.connection import connect
 from turnstream.store.groups import Refill
 from turnstream.store.leases import LapsedTrajectory, list_lapsed
-from turnstream.store.rewards import RewardOutcome, post_reward
+from turnstream.store.rewards import RewardOutcome, reward_command
 from turnstream.types import Group, GroupOpened, Status, TrajectoryKey, Turn, VersionRun
 
 
@@ -46,6 +47,10 @@ class Publisher:
         max_inflight_bytes: accepted and not yet acknowledged; writes wait above it.
         timeout_s: how long the store may be away or full before accepted writes fail.
         admission_timeout_s: how long a group may wait for leave to start.
+        keep_s: for how long what the store has acknowledged is kept, to be sent again to a store
+            that comes back without it; 0 keeps nothing. Nothing is kept for a store that syncs
+            before it answers.
+        max_kept_bytes: bound of that; beyond it the oldest turns are kept for less long.
     """
 
     def __init__(
@@ -57,6 +62,8 @@ class Publisher:
         max_inflight_bytes: int = writers.MAX_INFLIGHT_BYTES,
         timeout_s: float = writers.TIMEOUT_S,
         admission_timeout_s: float = writers.ADMISSION_TIMEOUT_S,
+        keep_s: float = KEEP_S,
+        max_kept_bytes: int = MAX_KEPT_BYTES,
     ) -> None:
         self._outbox = writers.new_outbox(
             run,
@@ -64,6 +71,8 @@ class Publisher:
             max_inflight_bytes=max_inflight_bytes,
             timeout_s=timeout_s,
             admission_timeout_s=admission_timeout_s,
+            keep_s=keep_s,
+            max_kept_bytes=max_kept_bytes,
         )
         self._sender = Sender(url, run, self._outbox)
         self._client = connect(url)  # for calls that wait for an answer; connects when used
@@ -178,9 +187,11 @@ class Publisher:
 
         The trajectory may be another generator's. See `turnstream.store.rewards.post_reward`.
         """
-        return post_reward(
-            self._client, self._outbox.run, key, reward, reward_components=reward_components
-        )
+        command = reward_command(self._outbox.run, key, reward, reward_components)
+        post = RewardPost(command, receipt := Receipt(self._sender.lock))
+        self._sender.put(lambda: self._outbox.post_reward(post))
+        receipt.result()
+        return RewardOutcome(post.outcome)
 
     def next_refill(self, timeout_s: float) -> Refill:
         """Take a sample that is to be tried again, in a group of any generator.
@@ -240,15 +251,30 @@ class Publisher:
 
         Raises:
             NotReadyError: that was not so within `timeout_s`.
-            TurnstreamError: a published group failed, and its receipt was not asked.
+            TurnstreamError: a published group failed, and its receipt was not asked; or the store
+                came back without something that it had acknowledged and that is no longer kept.
         """
         self._sender.flush(timeout_s)
-        writers.raise_unread(self._unread_failures)
+        writers.raise_unread(self._unread_failures, self._outbox.take_losses())
+
+    def flush_to_disk(self, timeout_s: float | None = None) -> None:
+        """Wait until everything accepted is on the store's disk, as far as that can be known.
+
+        A store that does not sync before it answers has synced when it still answers `keep_s`
+        later: so long this takes, behind the last write of any thread. Whoever closes before gives
+        up what could be sent again.
+
+        Raises:
+            NotReadyError: that was not so within `timeout_s`.
+            TurnstreamError: see `flush`.
+        """
+        self._sender.flush_to_disk(timeout_s)
+        self.flush(timeout_s)
 
     def statistics(self) -> PublisherStatistics:
         """What happened so far."""
         with self._sender.lock:
-            return self._outbox.tally.statistics()
+            return self._outbox.statistics()
 
     def close_run(self, reason: str = "") -> None:
         """Send what was accepted, then close the run to new groups."""

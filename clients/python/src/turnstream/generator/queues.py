@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from turnstream.generator.calls import (
@@ -14,7 +14,9 @@ from turnstream.generator.calls import (
     ConfigCall,
     HeartbeatCall,
     PayloadCall,
+    RewardCall,
     SealsCall,
+    TakeOverCall,
 )
 from turnstream.generator.lanes import Admission, Lane
 
@@ -32,6 +34,8 @@ class Queues:
         waiting: groups that were told to wait, in the order in which they asked.
         closings: requests to close the run.
         questions: what asks for the run's configuration.
+        takeovers: trajectories that are taken over once more.
+        rewards: to be posted.
     """
 
     def __init__(self) -> None:
@@ -41,6 +45,8 @@ class Queues:
         self.waiting: deque[Admission] = deque()
         self.closings: deque[CloseCall] = deque()
         self.questions: deque[ConfigCall] = deque()
+        self.takeovers: deque[TakeOverCall] = deque()
+        self.rewards: deque[RewardCall] = deque()
         self._payload: deque[Lane] = deque()
 
     @property
@@ -62,12 +68,13 @@ class Queues:
             num_seals = min(len(self.seals), _MAX_SEALS)
             calls.append(SealsCall([self.seals.popleft() for _ in range(num_seals)]))
         calls += [AdmissionCall(admission) for admission in _drained(self.admissions)]
+        calls += _drained(self.takeovers)
         num_bytes = 0
         while self._payload and num_bytes < _MAX_ROUND_BYTES:
             call, num_call_bytes = _payload_call(self._payload.popleft())
             calls.append(call)
             num_bytes += num_call_bytes
-        return calls + _drained(self.closings)
+        return [*calls, *_drained(self.rewards), *_drained(self.closings)]
 
     def put_back(self, calls: Sequence[Call]) -> None:
         """Calls that were not answered: first in line again, in the same order."""
@@ -83,12 +90,30 @@ class Queues:
                     self.admissions.appendleft(admission)
                 case AbandonCall(lane):
                     self.abandons.appendleft(lane)
-                case CloseCall():
-                    self.closings.appendleft(call)
-                case ConfigCall():
-                    self.questions.appendleft(call)
                 case HeartbeatCall():
                     pass  # it is due again, see Heartbeats
+                case _:
+                    self._put_back_single(call)
+
+    def _put_back_single(self, call: CloseCall | ConfigCall | TakeOverCall | RewardCall) -> None:
+        match call:
+            case CloseCall():
+                self.closings.appendleft(call)
+            case ConfigCall():
+                self.questions.appendleft(call)
+            case TakeOverCall():
+                self.takeovers.appendleft(call)
+            case RewardCall():
+                self.rewards.appendleft(call)
+
+    def withdraw(self, lanes: Container[Lane]) -> None:
+        """Let these lanes wait for nothing; they are put in anew."""
+        for lane in self._payload:
+            lane.is_queued = lane not in lanes
+        for queue in (self._payload, self.seals, self.abandons):
+            staying = [lane for lane in queue if lane not in lanes]
+            queue.clear()
+            queue.extend(staying)
 
     def ask_again(self) -> None:
         """Those who were told to wait ask before those who come now."""
@@ -121,7 +146,7 @@ class Queues:
     def _queues(self) -> tuple[deque[Any], ...]:
         return (
             *(self.abandons, self.seals, self.admissions, self.waiting),
-            *(self.closings, self.questions),
+            *(self.closings, self.questions, self.takeovers, self.rewards),
         )
 
 
@@ -130,7 +155,7 @@ def _payload_call(lane: Lane) -> tuple[PayloadCall, int]:
     lane.is_queued = False
     num_turns = 0
     num_bytes = 0
-    for turn, _ in lane.pending:
+    for turn, _, _ in lane.pending:
         if num_turns and num_bytes + len(turn.record) > _MAX_ROUND_BYTES:
             break
         num_turns += 1

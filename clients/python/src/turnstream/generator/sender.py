@@ -83,6 +83,20 @@ class Sender:
             if not self._progress.wait_for(lambda: self._outbox.is_idle, timeout_s):
                 raise NotReadyError(f"writes are still on their way after {timeout_s:g} s")
 
+    def flush_to_disk(self, timeout_s: float | None) -> None:
+        """Wait until all that is so, and the store has had the time to sync it.
+
+        Raises:
+            NotReadyError: that was not so within `timeout_s`.
+        """
+        with self.lock:
+            has_ended = self._progress.wait_for(
+                lambda: self._outbox.is_on_disk or self._is_closed, timeout_s
+            )
+            self._require_open()
+            if not has_ended:
+                raise NotReadyError(f"writes may not be on disk after {timeout_s:g} s")
+
     def close(self) -> None:
         """Give up what is not acknowledged, stop the threads, disconnect. Safe to repeat."""
         with self.lock:

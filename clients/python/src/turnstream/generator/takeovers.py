@@ -87,7 +87,9 @@ def take_over(
         entries: Any = client.xrange(payload.turns)
     records = [fields[b"r"] for _, fields in entries]
     if is_sealed == b"1":
-        raise _posted(name, run_command(client, _post(run, name, epoch=epoch, seal=records[-1])))
+        raise _posted(
+            name, run_command(client, _post(run, name, lease=(epoch, writer), seal=records[-1]))
+        )
     return Taken(epoch, num_samples, taken_turns(records, declared))
 
 
@@ -110,7 +112,7 @@ async def take_over_async(
         entries: Any = await client.execute_command("XRANGE", payload.turns, "-", "+")
     records = [fields[b"r"] for _, fields in entries]
     if is_sealed == b"1":
-        post = _post(run, name, epoch=epoch, seal=records[-1])
+        post = _post(run, name, lease=(epoch, writer), seal=records[-1])
         raise _posted(name, await run_command_async(client, post))
     return Taken(epoch, num_samples, taken_turns(records, declared))
 
@@ -120,11 +122,12 @@ def _fence(run: str, name: str, *, lease: str) -> Command:
     return _APPEND(keys.trajectory_keys(run, name), lease, 0, 0)
 
 
-def _post(run: str, name: str, *, epoch: int, seal: bytes) -> Command:
+def _post(run: str, name: str, *, lease: tuple[int, str], seal: bytes) -> Command:
     event = decode_event(seal)
     awaits = isinstance(event, SealedTrajectory) and event.awaits_reward
-    lease = f"{epoch}:awaits" if awaits else epoch
-    return _POST_SEALED(keys.run_keys(run).of_post_sealed, name, lease, seal)
+    epoch, writer = lease
+    words = f"{epoch}:{'awaits' if awaits else ''}:{writer}"
+    return _POST_SEALED(keys.run_keys(run).of_post_sealed, name, words, seal)
 
 
 def _posted(name: str, answers: Sequence[bytes]) -> Exception:

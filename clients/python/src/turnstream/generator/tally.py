@@ -61,10 +61,11 @@ class Tally:
         counts["resend_bytes"] += num_bytes + 4 * turn.shape.shared_tokens
         counts["turn_tokens"] += turn.shape.num_tokens
 
-    def statistics(self) -> PublisherStatistics:
-        """What happened so far."""
+    def statistics(self, **window: int) -> PublisherStatistics:
+        """What happened so far, and what is kept beside, by its names there."""
         return PublisherStatistics(
             **self._counts,
+            **window,
             wait_s=self._wait_s,
             inflight_bytes=self._inflight_bytes + self._held_bytes,
             max_inflight_bytes=self._max_inflight_bytes,

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Mapping
 from typing import Self
 
-from turnstream.errors import RejectedError
+from turnstream.errors import RejectedError, TurnstreamError
 from turnstream.generator import checks
 from turnstream.generator.drafts import DraftedTrajectory, TrajectoryDraft, TurnRecord
 from turnstream.generator.lanes import Lane
@@ -41,6 +41,8 @@ def new_outbox(
     max_inflight_bytes: int,
     timeout_s: float,
     admission_timeout_s: float,
+    keep_s: float,
+    max_kept_bytes: int,
 ) -> Outbox:
     """An outbox for one publisher; without a name it is named after host and process."""
     if writer is None:
@@ -53,6 +55,8 @@ def new_outbox(
         timeout_s=timeout_s,
         admission_timeout_s=admission_timeout_s,
         jitter=random.random,
+        keep_s=keep_s,
+        max_kept_bytes=max_kept_bytes,
     )
 
 
@@ -218,9 +222,11 @@ def tell_what_stays_open(outbox: Outbox) -> None:
         )
 
 
-def raise_unread(failures: list[Delivery]) -> None:
-    """Raise the first error that nobody has asked for; forget them all."""
+def raise_unread(failures: list[Delivery], losses: list[TurnstreamError]) -> None:
+    """Raise the first error that nobody has asked for, or a loss; forget the errors."""
     unread = [failed for failed in failures if not failed.was_read]
     failures.clear()
+    for lost in losses:
+        raise lost
     for failed in unread:
         failed.raise_error()

@@ -77,17 +77,18 @@ async def list_lapsed_async(
     )
 
 
-def heartbeat_command(run: str, held: Sequence[tuple[str, int]]) -> Command:
+def heartbeat_command(run: str, held: Sequence[tuple[str, int]], *, writer: str = "") -> Command:
     """The call that renews the leases of open trajectories; nothing is sent.
 
     Args:
         run: name of the run.
         held: (id, lease epoch) of at most MAX_HEARTBEATS trajectories.
+        writer: who holds them; empty where the epoch alone is to be compared.
     """
     names = keys.run_keys(run)
     arguments: list[Argument] = []
     for trajectory_id, epoch in held:
-        arguments += (trajectory_id, epoch)
+        arguments += (trajectory_id, f"{epoch}:{writer}" if writer else epoch)
     return _HEARTBEAT((names.ledger, names.leases, names.config), *arguments)
 
 

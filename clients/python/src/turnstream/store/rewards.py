@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Final
 
 import redis
 import redis.asyncio
@@ -15,7 +16,7 @@ from turnstream.store import keys
 from turnstream.store.scripts import Command, Script, run_command, run_command_async
 from turnstream.types import RewardPosted, TrajectoryKey
 
-_POST_REWARD = Script("post_reward")
+POST_REWARD: Final = Script("post_reward")
 
 
 class RewardOutcome(StrEnum):
@@ -85,7 +86,7 @@ def reward_command(
     outcome = None if reward is None else _finite(reward, field="reward")
     record = encode_event(RewardPosted(key=key, reward=outcome, reward_components=components))
     names = keys.run_keys(run)
-    return _POST_REWARD(
+    return POST_REWARD(
         (names.ledger, names.counts, names.rewards, names.deadlines, names.events),
         keys.trajectory_id(key),
         record[-4:].hex(),

@@ -8,7 +8,8 @@
 --   KEYS[2] counts  hash    changed: open, abandoned
 --   KEYS[3] events  stream  added: field r = the trajectory_abandoned record
 --   KEYS[4] leases  zset    removed: its lease
--- Arguments: ARGV[1] trajectory id    ARGV[2] lease epoch    ARGV[3] reason    ARGV[4] the record
+-- Arguments: ARGV[1] trajectory id    ARGV[2] "<lease epoch>:<writer>", or the epoch alone
+--            ARGV[3] reason    ARGV[4] the record
 -- Reply:     1, or 0 where it was abandoned already, or its group was decided without it
 -- Errors:
 --   FENCED    never opened, or open with another epoch
@@ -25,8 +26,9 @@ end
 if state ~= 'open' then
   return redis.error_reply('CONFLICT ' .. ARGV[1] .. ' is already ' .. state)
 end
-if string.match(rest, '^%d+') ~= ARGV[2] then
-  return redis.error_reply('FENCED ' .. ARGV[1] .. ' is open with another epoch than ' .. ARGV[2])
+if string.match(rest, '^%d+') ~= ARGV[2] and rest ~= ARGV[2] then
+  return redis.error_reply('FENCED ' .. ARGV[1] .. ' is open for ' .. rest .. ', not for '
+    .. ARGV[2])
 end
 redis.call('HSET', KEYS[1], ARGV[1], 'abandoned:' .. ARGV[3])
 redis.call('HINCRBY', KEYS[2], 'open', -1)

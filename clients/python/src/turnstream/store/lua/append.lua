@@ -28,32 +28,38 @@
 --   KEYS[2] meta   hash    epoch, writer: made here, or taken over by a newer epoch;
 --                          turns, bytes, sealed (0 or 1): changed here; read: released
 -- Arguments:
---   ARGV[1] "<lease epoch>", and in the first call "<lease epoch>:<writer>"
+--   ARGV[1] "<lease epoch>:<writer>" in the first call, later "<lease epoch>/<writer>", or the epoch
+--           alone. A store that lost a take-over may give its epoch to another writer: of two that
+--           have the same epoch, the one whose first call came first is right
 --   ARGV[2] index of the first turn, from 0
 --   ARGV[3] "1" if the last record is the seal, else "0"
 --   ARGV[4...] records; there may be none
 -- Reply: how many of the records were stored now, an integer; the others were there already
 -- Errors:
---   FENCED    the place was never made, another epoch has it, or the payload was released
+--   FENCED    the place was never made, another epoch or writer has it, or the payload was released
 --   CONFLICT  another writer has it with the same epoch; a turn or the seal is there with another
 --             content; or the trajectory is sealed and this goes on
 --   GAP       "GAP expected <k>": turn k is missing
 
-local epoch, opener = string.match(ARGV[1], '^(%d+):?(.*)$')
+local epoch, kind, caller = string.match(ARGV[1], '^(%d+)([:/]?)(.*)$')
 local holder, writer, turns, sealed, bytes, released = unpack(
   redis.call('HMGET', KEYS[2], 'epoch', 'writer', 'turns', 'sealed', 'bytes', 'released'))
 if released then
   return redis.error_reply('FENCED the trajectory is over, and its payload released')
 end
-local is_first_call = opener ~= ''
+local is_first_call = kind == ':'
 if not holder and not is_first_call then
   return redis.error_reply('FENCED the trajectory was never opened, or is released')
 end
 if holder and holder ~= epoch and not (is_first_call and tonumber(holder) < tonumber(epoch)) then
   return redis.error_reply('FENCED epoch ' .. holder .. ' writes, not ' .. epoch)
 end
-if holder == epoch and is_first_call and writer ~= opener then
+if holder == epoch and is_first_call and writer ~= caller then
   return redis.error_reply('CONFLICT the trajectory is being written by ' .. writer)
+end
+if kind == '/' and writer ~= caller then
+  return redis.error_reply('FENCED epoch ' .. epoch .. ' is that of ' .. writer .. ', not of '
+    .. caller)
 end
 
 turns = tonumber(turns or 0)
@@ -101,7 +107,7 @@ for i = #ARGV - num_new + 1, #ARGV do
   bytes = bytes + #ARGV[i]
 end
 if num_new > 0 or holder ~= epoch then
-  redis.call('HSET', KEYS[2], 'epoch', epoch, 'writer', is_first_call and opener or writer,
+  redis.call('HSET', KEYS[2], 'epoch', epoch, 'writer', is_first_call and caller or writer,
     'turns', math.max(turns, last), 'bytes', string.format('%.0f', bytes),
     'sealed', (seals or sealed == '1') and 1 or 0)
 end

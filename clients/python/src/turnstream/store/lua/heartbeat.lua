@@ -10,7 +10,8 @@
 --   KEYS[1] ledger  hash  read
 --   KEYS[2] leases  zset  trajectory id -> end of its lease; changed
 --   KEYS[3] config  hash  read: newest, and that revision's JSON
--- Arguments: ARGV[1...] two per trajectory: its id, lease epoch
+-- Arguments: ARGV[1...] two per trajectory: its id; "<lease epoch>:<writer>", or the epoch alone.
+--            A store that lost a take-over may have given its epoch to another writer since
 -- Reply: {lease in ms; then per trajectory, in order: "OK", or what became of it ("FENCED ...")}
 -- Errors:    NORUN  no such run
 
@@ -34,7 +35,7 @@ for i = 1, #ARGV, 2 do
     replies[#replies + 1] = 'FENCED ' .. id .. ' is ' .. state .. ': ' .. rest
   else
     local epoch, writer = string.match(rest, '^(%d+):(.*)$')
-    if epoch == ARGV[i + 1] then
+    if epoch == ARGV[i + 1] or rest == ARGV[i + 1] then
       redis.call('ZADD', KEYS[2], lease_end, id)
       replies[#replies + 1] = 'OK'
     else

@@ -15,8 +15,9 @@
 --   KEYS[6] deadlines zset  added per trajectory that awaits its reward, where the run has such a
 --                           deadline
 --   KEYS[7] config  hash    read, where a trajectory awaits its reward
--- Arguments: ARGV[1...] three per trajectory: its id; its lease epoch, and ":awaits" behind it where
---            the reward is posted later; the trajectory_sealed record
+-- Arguments: ARGV[1...] three per trajectory: its id; "<lease epoch>:<awaits>:<writer>", where
+--            <awaits> is "awaits" where the reward is posted later, else empty, and ":<writer>" may
+--            be missing, then the epoch alone is compared; the trajectory_sealed record
 -- Reply: per trajectory, in order: "OK", "DUPLICATE" (it had been posted), "SURPLUS" (its group was
 --        decided without it), or why not ("FENCED ...")
 
@@ -56,9 +57,10 @@ local changes = {}
 local num = {sealed = 0, awaiting_reward = 0, surplus = 0}
 for i, id in ipairs(ids) do
   local entry = entries[i] or ''
-  local epoch, awaits = string.match(ARGV[3 * i - 1], '^(%d+)(.*)$')
+  local epoch, awaits, writer = string.match(ARGV[3 * i - 1], '^(%d+):?([^:]*)(.*)$')
   local state, rest = string.match(entry, '^([^:]*):(.*)$')
-  if state == 'open' and string.match(rest, '^%d+') == epoch then
+  if state == 'open' and (rest == epoch .. writer
+      or writer == '' and string.match(rest, '^%d+') == epoch) then
     changes[#changes + 1] = id
     redis.call('ZREM', LEASES, id)
     if is_decided(id) then
@@ -82,7 +84,7 @@ for i, id in ipairs(ids) do
   elseif not state then
     replies[i] = 'FENCED ' .. id .. ' was never opened, or is over'
   else
-    replies[i] = 'FENCED ' .. id .. ' is ' .. entry .. ', not open with epoch ' .. epoch
+    replies[i] = 'FENCED ' .. id .. ' is ' .. entry .. ', not open with epoch ' .. epoch .. writer
   end
 end
 if #changes > 0 then

@@ -1,0 +1,136 @@
+"""Back to what the store may have lost: lanes as they were when it had not yet acknowledged it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from turnstream.errors import StoreBehindError, TurnstreamError
+from turnstream.generator.calls import RewardCall, TakeOverCall
+from turnstream.generator.drafts import TurnRecord
+from turnstream.generator.lanes import Admission, Lane
+from turnstream.generator.queues import Queues
+from turnstream.generator.receipts import Delivery
+from turnstream.generator.tally import Tally
+from turnstream.generator.window import Acknowledged, Ended, KeptTurn, TakenOver
+from turnstream.store.replies import refusal
+
+REPOST_EVERY_S: Final = 0.5
+
+
+class Rewound(NamedTuple):
+    """Trajectories that are sent again.
+
+    Attributes:
+        closed: those that must be opened, or taken over, before their turns may follow.
+        open: those that the store knows from before.
+    """
+
+    closed: list[Lane]
+    open: list[Lane]
+
+
+def rewind(kept: Iterable[Acknowledged], *, queues: Queues, tally: Tally) -> Rewound:
+    """Put everything that was kept into the queues, before whatever waits there.
+
+    The openings that were kept are asked for anew, the turns follow theirs, then the seals. Whoever
+    calls this queues the turns of the lanes that are open.
+    """
+    turns: dict[Lane, list[TurnRecord]] = {}
+    openings: list[Admission] = []
+    taken: list[Lane] = []
+    for each in kept:
+        match each:
+            case Admission():
+                openings.append(each)
+            case TakenOver(lane):
+                taken.append(lane)
+            case KeptTurn(lane, turn):
+                turns.setdefault(lane, []).append(turn)
+            case Ended(lane):
+                turns.setdefault(lane, [])
+            case RewardCall():
+                queues.rewards.append(each)
+            case _:
+                queues.closings.append(each)
+    members = [lane for opening in openings for lane in opening.lanes if lane.epoch]
+    closed = _living([*members, *taken])
+    opened = [lane for lane in _living(turns) if lane not in closed]
+    queues.withdraw({**closed, **dict.fromkeys(opened)})
+    for lane in (*closed, *opened):
+        lane.rewind(turns.get(lane, []))
+    for lane in closed:
+        num_bytes = lane.num_pending_bytes
+        tally.accepted(lane, -num_bytes)
+        lane.held_epoch, lane.epoch, lane.is_placed = lane.epoch, 0, False
+        tally.accepted(lane, num_bytes)
+    for opening in reversed(openings):
+        lanes = [lane for lane in opening.lanes if lane in closed]
+        queues.admissions.appendleft(Admission(opening.group, opening.record, lanes, Delivery()))
+    queues.takeovers.extend(TakeOverCall(lane) for lane in taken if lane in closed)
+    return Rewound(list(closed), opened)
+
+
+def _living(lanes: Iterable[Lane]) -> dict[Lane, None]:
+    return {lane: None for lane in lanes if lane.error is None}
+
+
+def why_refused(lane: Lane, text: str) -> TurnstreamError:
+    """The error of a refused lane; a gap can only be what the store has forgotten."""
+    code, _, message = text.partition(" ")
+    if code != "GAP":
+        return refusal(text)
+    first, last = int(message.split()[-1]), lane.num_acknowledged - 1
+    lost = f"turn {first}" if first == last else f"turns {first} to {last}"
+    return StoreBehindError(
+        f"{lane.trajectory_id}: the store came back without {lost}, which it had acknowledged, "
+        "and which are no longer kept here"
+    )
+
+
+def has_survived(lane: Lane, text: str) -> bool:
+    """Whether a refusal says that the store has all of a lane that had ended, and is beyond it."""
+    is_beyond = (f"CONFLICT {lane.trajectory_id} is already ", "FENCED the trajectory is over")
+    return lane.has_ended and (
+        text.startswith(is_beyond) or text.endswith(" was over: a name is used once")
+    )
+
+
+class Reposts:
+    """Rewards that are posted again before the trajectory is there again: they ask until it is.
+
+    Args:
+        timeout_s: how long.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._waiting: list[RewardCall] = []
+        self._due_s = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether none waits."""
+        return not self._waiting
+
+    def add(self, call: RewardCall, *, now_s: float) -> bool:
+        """Ask again later; False where it has asked for long enough."""
+        post = call.post
+        if post.until_s is None:
+            post.until_s = now_s + self._timeout_s
+        if now_s >= post.until_s:
+            return False
+        self._waiting.append(call)
+        self._due_s = now_s + REPOST_EVERY_S
+        return True
+
+    def due(self, now_s: float) -> list[RewardCall]:
+        """Those that ask now."""
+        if now_s < self._due_s:
+            return []
+        due, self._waiting = self._waiting, []
+        return due
+
+    def pause_s(self, now_s: float) -> float | None:
+        """Seconds until one asks."""
+        return max(0.0, self._due_s - now_s) if self._waiting else None

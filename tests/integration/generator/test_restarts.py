@@ -1,0 +1,239 @@
+"""A store that comes back with less than it had acknowledged: told what it lost, or told of it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from turnstream.errors import NotReadyError, StoreBehindError
+from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.store.rewards import RewardOutcome
+from turnstream.testing import group, ids, wait_until
+from turnstream.types import TrajectoryKey
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.redis
+
+NewRun = Callable[..., str]
+Read = Callable[[redis.Redis, str], Any]
+KEY = TrajectoryKey("g", 0)
+
+
+class Past:
+    """The append-only file of a server as it was at some moment."""
+
+    def __init__(self, server: EmbeddedServer) -> None:
+        (self._path,) = server.data_dir.glob("appendonlydir/*.incr.aof")
+        self._server = server
+        self._num_bytes = self._path.stat().st_size
+
+    def come_back(self) -> None:
+        """The server is killed, and started with what the file had then."""
+        self._server.kill()
+        with self._path.open("r+b") as file:
+            file.truncate(self._num_bytes)
+        self._server.restart()
+
+
+def test_what_the_store_forgot_is_sent_again_from_the_opening_to_the_seal(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(own_client)
+
+    with Publisher(own_server.url, run) as publisher:
+        publisher.publish(group("kept")).result(10)
+        past = Past(own_server)
+        publisher.publish(group("lost")).result(10)
+        half = publisher.trajectory("half", 0, num_samples=1)
+        half.append(ids("ab"), ids("c")).result(10)
+        past.come_back()
+        half.append(ids("abc"), ids("d")).result(10)
+        half.seal(1.0)
+        publisher.flush()
+        statistics = publisher.statistics()
+
+    stored = read(own_client, run)
+    assert stored.counts() == {"accepted": 5, "sealed": 5}
+    assert stored.spelled(TrajectoryKey("half", 0)) == [("ab", "c"), ("abc", "d")]
+    assert stored.spelled(TrajectoryKey("lost", 0)) == stored.spelled(TrajectoryKey("kept", 0))
+    assert len(stored.sealed()) == 5
+    assert (statistics.num_restarts, statistics.num_lost) == (1, 0)
+    assert statistics.num_trajectories == 5
+
+
+async def test_an_asynchronous_publisher_sends_again_what_the_store_forgot(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(own_client)
+
+    async with AsyncPublisher(own_server.url, run, keep_s=1.0) as publisher:
+        past = Past(own_server)
+        await (await publisher.publish(group("lost"))).result(10)
+        past.come_back()
+        await publisher.flush_to_disk(20)
+        statistics = publisher.statistics()
+
+    assert read(own_client, run).counts() == {"accepted": 2, "sealed": 2}
+    assert (statistics.num_restarts, statistics.kept_bytes) == (1, 0)
+
+
+def test_a_publisher_with_nothing_to_send_finds_out_by_itself(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(own_client)
+
+    with Publisher(own_server.url, run, keep_s=1.0) as publisher:
+        past = Past(own_server)
+        publisher.publish(group("lost")).result(10)
+        past.come_back()
+        wait_until(
+            lambda: read(own_client, run).counts() == {"accepted": 2, "sealed": 2},
+            timeout_s=20,
+            describe="what was lost",
+        )
+
+
+def test_a_restart_that_lost_nothing_changes_nothing(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(own_client)
+
+    with Publisher(own_server.url, run) as publisher:
+        publisher.publish(group("g")).result(10)
+        before = read(own_client, run).events()
+        own_server.kill()
+        own_server.restart()
+        publisher.publish(group("h")).result(10)
+        publisher.flush()
+        statistics = publisher.statistics()
+
+    after = read(own_client, run).events()
+    assert after[: len(before)] == before
+    assert len(after) == 2 * len(before)
+    assert (statistics.num_restarts, statistics.num_lost) == (1, 0)
+
+
+def test_a_lost_connection_to_the_same_store_sends_nothing_again(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    new_run: NewRun,
+    proxy_to: Callable[[str], Any],
+) -> None:
+    run = new_run(client)
+    proxy = proxy_to(server.url)
+
+    with Publisher(proxy.url, run) as publisher:
+        publisher.publish(group("g")).result(10)
+        proxy.lose_next_reply()
+        publisher.publish(group("h")).result(10)
+        statistics = publisher.statistics()
+
+    assert proxy.has_lost
+    assert (statistics.num_restarts, statistics.num_resent) == (0, 0)
+
+
+def test_a_reward_that_the_store_forgot_is_posted_again(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(own_client)
+
+    with (
+        Publisher(own_server.url, run, keep_s=60.0) as writer,
+        Publisher(own_server.url, run, keep_s=0.5) as judge,
+    ):
+        past = Past(own_server)
+        episode = writer.trajectory("g", 0, num_samples=1)
+        episode.append(ids("ab"), ids("c"))
+        episode.seal(awaits_reward=True)
+        posted = judge.post_reward(KEY, 1.0)
+        past.come_back()
+        wait_until(lambda: judge.statistics().num_restarts, timeout_s=20, describe="a restart")
+        before = read(own_client, run).counts()
+        writer.publish(group("h")).result(10)
+        judge.flush_to_disk(20)
+        again = judge.post_reward(KEY, 1.0)
+
+    assert before == {}
+    assert (posted, again) == (RewardOutcome.POSTED, RewardOutcome.DUPLICATE)
+    assert read(own_client, run).counts() == {"accepted": 3, "sealed": 3}
+
+
+def test_a_trajectory_whose_older_turns_are_gone_is_told_which(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(own_client)
+
+    with Publisher(own_server.url, run, keep_s=1.0) as publisher:
+        episode = publisher.trajectory("g", 0, num_samples=1)
+        episode.append(ids("ab"), ids("c")).result(10)
+        past = Past(own_server)
+        episode.append(ids("abc"), ids("d")).result(10)
+        episode.append(ids("abcd"), ids("e")).result(10)
+        publisher.flush_to_disk(20)
+        past.come_back()
+
+        with pytest.raises(StoreBehindError, match="g/0/0: the store came back without turns 1 to"):
+            episode.append(ids("abcde"), ids("f")).result(10)
+
+
+def test_a_sealed_trajectory_that_is_gone_for_good_is_told_by_the_next_flush(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(own_client)
+
+    with Publisher(own_server.url, run, keep_s=0.5) as publisher:
+        publisher.publish(group("g")).result(10)
+        own_server.kill()
+        shutil.rmtree(Path(own_server.data_dir) / "appendonlydir")
+        own_server.restart()
+        wait_until(lambda: publisher.statistics().num_lost == 2, timeout_s=20, describe="losses")
+
+        with pytest.raises(
+            StoreBehindError, match=r"g/[01]/0 was acknowledged, and the store lost"
+        ):
+            publisher.flush()
+
+
+def test_what_is_kept_is_bounded(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(own_client)
+
+    with Publisher(own_server.url, run, max_kept_bytes=300) as publisher:
+        for number in range(5):
+            publisher.publish(group(f"g{number}")).result(10)
+        statistics = publisher.statistics()
+
+    assert 0 < statistics.kept_bytes <= statistics.max_kept_bytes == 300
+    assert statistics.num_forgotten > 0
+
+
+def test_nothing_is_kept_for_a_store_that_syncs_before_it_answers(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(own_client)
+    own_client.config_set("appendfsync", "always")
+
+    with Publisher(own_server.url, run) as publisher:
+        publisher.publish(group("g")).result(10)
+        publisher.flush_to_disk(1.0)
+        statistics = publisher.statistics()
+
+    assert statistics.kept_bytes == 0
+
+
+def test_a_wait_for_the_disk_ends_by_its_deadline(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(own_client)
+
+    with Publisher(own_server.url, run, keep_s=60.0) as publisher:
+        publisher.publish(group("g")).result(10)
+
+        with pytest.raises(NotReadyError, match="may not be on disk after"):
+            publisher.flush_to_disk(0.1)

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from turnstream.generator.drafts import TurnRecord
+from turnstream.generator.lanes import Lane
+from turnstream.generator.window import Ended, KeptTurn, Window
+from turnstream.store.keys import trajectory_keys
+from turnstream.types import TrajectoryKey, TurnShape
+
+LANE = Lane(TrajectoryKey("g", 0), "g/0/0", trajectory_keys("r", "g/0/0"))
+
+
+def kept(num_bytes: int) -> KeptTurn:
+    shape = TurnShape(-1, 0, 1, 1, 1)
+    return KeptTurn(LANE, TurnRecord(bytes(num_bytes), shape))
+
+
+def test_a_write_is_kept_until_the_store_that_acknowledged_it_answers_late_enough() -> None:
+    window = Window(keep_s=5.0, max_bytes=100)
+    first, second = kept(10), kept(20)
+    window.keep(first, now_s=1.0)
+    window.keep(second, now_s=3.0)
+
+    window.prove(5.9)
+    before = (window.num_bytes, window.is_settled)
+    window.prove(6.0)
+    after = (window.num_bytes, window.is_settled)
+
+    assert (before, after) == ((30, False), (20, False))
+    assert window.pause_s(6.0) == 2.0
+    assert window.take() == [second]
+
+
+def test_everything_is_proven_when_the_newest_write_is() -> None:
+    window = Window(keep_s=5.0, max_bytes=100)
+    window.keep(Ended(LANE), now_s=3.0)
+
+    window.prove(8.0)
+
+    assert window.is_settled
+    assert window.pause_s(8.0) is None
+    assert window.take() == []
+
+
+def test_beyond_its_bytes_the_oldest_turns_are_forgotten_but_nothing_is_proven() -> None:
+    window = Window(keep_s=5.0, max_bytes=25)
+    window.keep(kept(10), now_s=1.0)
+    newer = kept(20)
+    window.keep(newer, now_s=2.0)
+
+    assert (window.num_bytes, window.num_forgotten, window.is_settled) == (20, 1, False)
+    assert window.take() == [newer]
+
+
+def test_what_is_taken_is_kept_no_longer() -> None:
+    window = Window(keep_s=5.0, max_bytes=25)
+    window.keep(kept(10), now_s=1.0)
+    window.take()
+
+    assert (window.take(), window.num_bytes, window.is_settled) == ([], 0, True)
+
+
+def test_nothing_is_kept_where_it_need_not_be() -> None:
+    synced, refused = Window(keep_s=5.0, max_bytes=25), Window(keep_s=0.0, max_bytes=25)
+    synced.is_needed = False
+    for window in (synced, refused):
+        window.keep(kept(10), now_s=1.0)
+
+    assert (synced.is_settled, refused.is_settled) == (True, True)
