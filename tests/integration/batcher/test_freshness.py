@@ -79,6 +79,7 @@ async def test_a_leader_that_starts_from_a_snapshot_knows_the_age_of_versions_of
     trainer = house.trainer(first, run)
     await trainer.start()
     await trainer.announce_version(0, step=0)
+    last: Any = None
     for step in range(1, 41):  # the store lets go of a hundred events at once
         await house.publish(run, of_version(f"g{step}", step - 1))
         last = await train(trainer, step)
