@@ -47,12 +47,16 @@ class LedgerCounts:
         by_state: how many of them are in each state; every state is a key.
         num_in_batches: trajectories that the manifests name; planned, stepped and committed ones.
         num_late_rewards: rewards that were posted after the group was decided, and changed nothing.
+        num_conflicts: writes that were refused because their key has another content.
+        last_conflict: the last of them, "<trajectory id>: <why>"; empty if there was none.
     """
 
     accepted: int
     by_state: Mapping[TrajectoryState, int]
     num_in_batches: int
     num_late_rewards: int = 0
+    num_conflicts: int = 0
+    last_conflict: str = ""
 
     @property
     def num_trained(self) -> int:
@@ -132,11 +136,11 @@ def run_summary(client: redis.Redis, run: str) -> RunSummary:
 
 def _read(run: str) -> Command:
     names = keys.run_keys(run)
-    return _READ((names.frontier, names.batches, names.counts))
+    return _READ((names.frontier, names.batches, names.counts, names.conflicts))
 
 
 def _parse(reply: list[Any]) -> LedgerCounts:
-    until_stepped, until_committed, until_planned, flat = reply
+    until_stepped, until_committed, until_planned, flat, (num_conflicts, last_conflict) = reply
     names = [name.decode() for name in flat[::2]]
     counts = dict(zip(names, map(int, flat[1::2]), strict=True))
     by_state = {state: counts.get(state, 0) for state in TrajectoryState}
@@ -149,4 +153,6 @@ def _parse(reply: list[Any]) -> LedgerCounts:
         by_state=by_state,
         num_in_batches=until_planned,
         num_late_rewards=counts.get("late_rewards", 0),
+        num_conflicts=int(num_conflicts or 0),
+        last_conflict=(last_conflict or b"").decode(),
     )

@@ -35,6 +35,9 @@ def print_ledger(url: str, run: str, console: Console) -> None:
         where = f"by {origin.run}, up to step {origin.step}"
         table.add_row("of these", f"{origin.num_trajectories:,}", "", where)
     console.print(table)
+    if seen.counts.num_conflicts:
+        number, last = seen.counts.num_conflicts, seen.counts.last_conflict
+        console.print(f"{number:,} writes with another content were refused, the last: {last}")
 
 
 def ledger_json(url: str, run: str) -> str:
@@ -49,6 +52,8 @@ def ledger_json(url: str, run: str) -> str:
     content: dict[str, Any] = {
         "run": run,
         "accepted": seen.counts.accepted,
+        "conflicts": seen.counts.num_conflicts,
+        "last_conflict": seen.counts.last_conflict,
         "planned": seen.frontier.planned,
         "stepped": seen.frontier.stepped,
         "committed": seen.frontier.committed,

@@ -25,6 +25,7 @@ from turnstream.types import (
     SealedTrajectory,
     TrajectoryKey,
 )
+from turnstream_server.bus.ledger import read_ledger
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
@@ -193,3 +194,27 @@ def test_names_of_any_kind_reach_the_store(
     assert stored.sealed() == [TrajectoryKey("prompt {1}/ü", 0), TrajectoryKey("prompt {1}/ü", 1)]
     for key in stored.sealed():
         assert decode_event(stored.records(key)[-1]) in stored.events()
+
+
+def test_conflicts_are_counted_in_the_run_with_the_last_one_named(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client)
+    with Publisher(server.url, run, writer="w") as publisher:
+        with publisher.trajectory("g", 0, num_samples=1) as writer:
+            writer.append(ids("ab"), ids("CD")).result(10)
+            for _ in range(2):
+                with Publisher(server.url, run, writer="w") as other:
+                    changed = other.trajectory("g", 0, num_samples=1)
+                    with pytest.raises(ConflictError, match="turn 0 has another content"):
+                        changed.append(ids("ab"), ids("CE")).result(10)
+            writer.seal(awaits_reward=True)
+        publisher.post_reward(TrajectoryKey("g", 0), 1.0)
+        counts = read_ledger(client, run)
+        with pytest.raises(ConflictError, match="another reward"):
+            publisher.post_reward(TrajectoryKey("g", 0), 2.0)
+
+    assert counts.num_conflicts == 2
+    assert counts.last_conflict == "g/0/0: turn 0 has another content"
+    after = read_ledger(client, run)
+    assert (after.num_conflicts, after.last_conflict) == (3, "g/0/0: another reward was posted")

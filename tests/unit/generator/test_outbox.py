@@ -21,7 +21,7 @@ from turnstream.errors import (
     RunNotFoundError,
     StoreUnavailableError,
 )
-from turnstream.generator.calls import SCRIPTS, HeartbeatCall, Round
+from turnstream.generator.calls import SCRIPTS, HeartbeatCall, NoteCall, Round
 from turnstream.generator.drafts import TrajectoryDraft
 from turnstream.generator.heartbeats import Heartbeats
 from turnstream.generator.lanes import Lane
@@ -93,14 +93,14 @@ class Desk:
         return self.outbox.next_round(self.now_s)
 
     def answer(self, *answers: Any) -> Round:
-        """Take a round and answer its calls; heartbeats left over are answered well."""
+        """Take a round and answer its calls; heartbeats and notes left over are answered well."""
         sent = self.take()
         assert sent is not None
         loads = [b"sha"] * (sent.num_replies - len(sent.calls))
         beats = [
-            [60_000, *[b"OK"] * len(call.lanes)]
+            [60_000, *[b"OK"] * len(call.lanes)] if isinstance(call, HeartbeatCall) else 1
             for call in sent.calls[len(answers) :]
-            if isinstance(call, HeartbeatCall)
+            if isinstance(call, HeartbeatCall | NoteCall)
         ]
         self.outbox.answered(sent, replies=[*loads, *answers, *beats], now_s=self.now_s)
         return sent
@@ -358,6 +358,23 @@ def test_a_call_that_is_not_allowed_does_not_take_the_others_of_its_write_along(
     assert [receipt.is_done for receipt in receipts] == [True, True]
     assert one.error is None
     assert isinstance(other.error, ConflictError)
+
+
+def test_a_conflict_is_told_to_the_run_and_a_lost_answer_does_not_make_it_two() -> None:
+    desk = Desk()
+    (lane,) = desk.opened()
+    desk.append(lane)
+
+    desk.answer(ResponseError("CONFLICT turn 0 has another content"))
+    told = desk.take()
+    assert told is not None
+    desk.outbox.lost(told, error=ConnectionError("gone"), now_s=desk.now_s)
+    desk.wait_out()
+    again = desk.answer(1)
+
+    assert told.commands[0].args[:2] == ("g/0/0", "turn 0 has another content")
+    assert again.commands == told.commands
+    assert desk.take() is None
 
 
 def test_what_a_full_server_refused_is_sent_again_in_order() -> None:

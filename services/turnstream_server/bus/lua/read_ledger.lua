@@ -5,9 +5,10 @@
 --   KEYS[1] frontier  hash  read: stepped, committed, planned
 --   KEYS[2] batches   hash  read: the entries of these three steps
 --   KEYS[3] counts    hash  read, whole
+--   KEYS[4] conflicts hash  read: num, last
 -- Reply:
 --   {trajectories of all batches up to stepped; up to committed; up to the newest planned;
---    counts as a flat list of state, number}
+--    counts as a flat list of state, number; {conflicts, the last of them}}
 -- Errors:    NORUN  no such run
 
 local steps = redis.call('HMGET', KEYS[1], 'stepped', 'committed', 'planned')
@@ -20,4 +21,5 @@ for i = 1, 3 do
   reply[i] = tonumber(string.match(entry or '0', '^%d+'))
 end
 reply[4] = redis.call('HGETALL', KEYS[3])
+reply[5] = redis.call('HMGET', KEYS[4], 'num', 'last')
 return reply

@@ -26,6 +26,7 @@ _APPEND = Script("append")
 _POST_SEALED = Script("post_sealed")
 _ABANDON = Script("abandon")
 _READ_CONFIG = Script("read_config")
+_NOTE_CONFLICT = Script("note_conflict")
 SCRIPTS = (
     _OPEN_GROUP,
     _APPEND,
@@ -33,6 +34,7 @@ SCRIPTS = (
     _ABANDON,
     close_command("r", "").script,
     _READ_CONFIG,
+    _NOTE_CONFLICT,
     heartbeat_command("r", ()).script,
     take_over_command("r", "", writer="").script,
     POST_REWARD,
@@ -86,6 +88,14 @@ class ConfigCall(NamedTuple):
     receipt: Delivery
 
 
+class NoteCall(NamedTuple):
+    """Tell the run of a write that was refused for its content."""
+
+    trajectory_id: str
+    reason: str
+    token: str
+
+
 class HeartbeatCall(NamedTuple):
     """Renew the leases of open trajectories."""
 
@@ -114,6 +124,7 @@ Call = (
     | HeartbeatCall
     | TakeOverCall
     | RewardCall
+    | NoteCall
 )
 
 
@@ -219,6 +230,8 @@ class CommandMaker:
                 return close_command(self._run, reason)
             case ConfigCall():
                 return _READ_CONFIG(self._config_keys)
+            case NoteCall():
+                return _NOTE_CONFLICT((keys.run_keys(self._run).conflicts,), *call)
             case HeartbeatCall(lanes):
                 held = [(lane.trajectory_id, lane.epoch) for lane in lanes]
                 return heartbeat_command(self._run, held, writer=self._writer)

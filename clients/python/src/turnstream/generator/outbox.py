@@ -33,6 +33,7 @@ from typing import Any
 from redis.exceptions import NoScriptError, ResponseError
 
 from turnstream.errors import (
+    ConflictError,
     NotReadyError,
     RunNotFoundError,
     StoreBehindError,
@@ -48,6 +49,7 @@ from turnstream.generator.calls import (
     CommandMaker,
     ConfigCall,
     HeartbeatCall,
+    NoteCall,
     PayloadCall,
     RewardCall,
     Round,
@@ -127,6 +129,8 @@ class Outbox:
         self._scripts_known = False
         self._syncs_each_write = False
         self._was_aborted = False
+        self._num_conflicts = 0
+        self._nonce = jitter()  # the same writer may have more than one outbox
         self.wake_id: str | None = None
         """Not None: groups wait until the run's wake stream is beyond this id. See `woken`."""
         self.extra_columns: tuple[DeclaredColumn, ...] | None = None
@@ -433,6 +437,8 @@ class Outbox:
                 self._refuse_admission(admission, text, now_s)
             case CloseCall(_, receipt) | ConfigCall(receipt):
                 receipt.settle(None, error)
+            case NoteCall():
+                _logger.warning("run %s: a conflict is not counted: %s", self.run, error)
             case HeartbeatCall(lanes):
                 _logger.warning("run %s: leases cannot be renewed: %s", self.run, error)
                 if isinstance(error, RunNotFoundError):
@@ -452,7 +458,16 @@ class Outbox:
         if has_survived(lane, text):
             self._end_well(lane, now_s)
         else:
-            self._fail(lane, why_refused(lane, text))
+            error = why_refused(lane, text)
+            self._note(lane, error)
+            self._fail(lane, error)
+
+    def _note(self, lane: Lane, error: TurnstreamError) -> None:
+        """Let the run count what was refused because its key has another content."""
+        if isinstance(error, ConflictError):
+            self._num_conflicts += 1
+            token = f"{self._nonce}:{self._num_conflicts}"
+            self._queues.notes.append(NoteCall(lane.trajectory_id, str(error), token))
 
     def _learn(self, config: bytes, receipt: Delivery) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Container, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from turnstream.generator.calls import (
     CloseCall,
     ConfigCall,
     HeartbeatCall,
+    NoteCall,
     PayloadCall,
     RewardCall,
     SealsCall,
@@ -36,6 +38,7 @@ class Queues:
         questions: what asks for the run's configuration.
         takeovers: trajectories that are taken over once more.
         rewards: to be posted.
+        notes: of writes that were refused.
     """
 
     def __init__(self) -> None:
@@ -47,6 +50,7 @@ class Queues:
         self.questions: deque[ConfigCall] = deque()
         self.takeovers: deque[TakeOverCall] = deque()
         self.rewards: deque[RewardCall] = deque()
+        self.notes: deque[NoteCall] = deque()
         self._payload: deque[Lane] = deque()
 
     @property
@@ -74,7 +78,8 @@ class Queues:
             call, num_call_bytes = _payload_call(self._payload.popleft())
             calls.append(call)
             num_bytes += num_call_bytes
-        return [*calls, *_drained(self.rewards), *_drained(self.closings)]
+        rest = (self.rewards, self.closings, self.notes)
+        return [*calls, *itertools.chain.from_iterable(_drained(queue) for queue in rest)]
 
     def put_back(self, calls: Sequence[Call]) -> None:
         """Calls that were not answered: first in line again, in the same order."""
@@ -93,18 +98,7 @@ class Queues:
                 case HeartbeatCall():
                     pass  # it is due again, see Heartbeats
                 case _:
-                    self._put_back_single(call)
-
-    def _put_back_single(self, call: CloseCall | ConfigCall | TakeOverCall | RewardCall) -> None:
-        match call:
-            case CloseCall():
-                self.closings.appendleft(call)
-            case ConfigCall():
-                self.questions.appendleft(call)
-            case TakeOverCall():
-                self.takeovers.appendleft(call)
-            case RewardCall():
-                self.rewards.appendleft(call)
+                    self._queue_of(call).appendleft(call)
 
     def withdraw(self, lanes: Container[Lane]) -> None:
         """Let these lanes wait for nothing; they are put in anew."""
@@ -142,11 +136,26 @@ class Queues:
         for queue in self._queues:
             queue.clear()
 
+    def _queue_of(
+        self, call: CloseCall | ConfigCall | TakeOverCall | RewardCall | NoteCall
+    ) -> deque[Any]:
+        match call:
+            case CloseCall():
+                return self.closings
+            case ConfigCall():
+                return self.questions
+            case TakeOverCall():
+                return self.takeovers
+            case RewardCall():
+                return self.rewards
+            case NoteCall():
+                return self.notes
+
     @property
     def _queues(self) -> tuple[deque[Any], ...]:
         return (
             *(self.abandons, self.seals, self.admissions, self.waiting),
-            *(self.closings, self.questions, self.takeovers, self.rewards),
+            *(self.closings, self.questions, self.takeovers, self.rewards, self.notes),
         )
 
 

@@ -42,6 +42,8 @@ reasons    hash    `<state>:<reason>` -> how many of those in `ended`
 over       hash    bucket -> fingerprints of the groups that are over; `n` -> how many, see below
 letters    hash    id of a dead trajectory whose payload is kept -> `<since, server ms>:<bytes>:<id
                    of the trajectory that it was replayed as, or nothing>`
+conflicts  hash    num, the writes that were refused because their key has another content; last,
+                   last_ms, which was the last one and when; token, see note_conflict.lua
 damaged    stream  events that nobody can read, under their own ids; fields `r` = record, `why`
 snapshot   hash    position, step, record: what the planner knew after the event `position`;
                    before, the position of the snapshot before: the events below it go
@@ -113,6 +115,7 @@ _RUN_TYPES = {
     "damaged": "stream",
     "deleted": "hash",
     "doomed": "hash",
+    "conflicts": "hash",
 }
 _TRAJECTORY_TYPES = {"turns": "stream", "meta": "hash"}
 _KEY = re.compile(r"ts:\{([^{}/]+)(/[^{}/]+/\d+/\d+)?\}:([a-z]+)")
@@ -146,6 +149,7 @@ class RunKeys(NamedTuple):
     snapshot: str
     letters: str
     damaged: str
+    conflicts: str
     deleted: str
     doomed: str
 

@@ -87,7 +87,10 @@ def reward_command(
     record = encode_event(RewardPosted(key=key, reward=outcome, reward_components=components))
     names = keys.run_keys(run)
     return POST_REWARD(
-        (names.ledger, names.counts, names.rewards, names.deadlines, names.events),
+        (
+            *(names.ledger, names.counts, names.rewards, names.deadlines, names.events),
+            names.conflicts,
+        ),
         keys.trajectory_id(key),
         record[-4:].hex(),
         record,

@@ -9,12 +9,15 @@
 --   KEYS[3] rewards    hash    trajectory id -> the CRC, "late:<CRC>" where it changes nothing; added
 --   KEYS[4] deadlines  zset    removed: "reward:<trajectory id>"
 --   KEYS[5] events     stream  added, once: field r = the reward_posted record, t = the id
+--   KEYS[6] conflicts  hash    num, last, last_ms: changed where another reward was posted
 -- Arguments: ARGV[1] trajectory id    ARGV[2] CRC of the record    ARGV[3] the record
 -- Reply: "OK", "DUPLICATE" (the same was posted before), or "LATE": its group was decided before,
 --        which is counted and changes nothing
 -- Errors:
 --   CONFLICT  another reward was posted; or the trajectory is not sealed, or was sealed with its
 --             reward; or the ledger does not have it, or no more
+
+local CONFLICTS = KEYS[6]
 
 local entry = redis.call('HGET', KEYS[1], ARGV[1])
 if not entry then
@@ -27,6 +30,10 @@ if known then
   elseif known == 'late:' .. ARGV[2] then
     return 'LATE'
   end
+  local time = redis.call('TIME')
+  redis.call('HINCRBY', CONFLICTS, 'num', 1)
+  redis.call('HSET', CONFLICTS, 'last', ARGV[1] .. ': another reward was posted',
+    'last_ms', string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000)))
   return redis.error_reply('CONFLICT another reward was posted for ' .. ARGV[1])
 end
 local state, rest = string.match(entry, '^([^:]*):(.*)$')
