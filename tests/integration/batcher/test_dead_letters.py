@@ -12,14 +12,19 @@ import pytest
 from typer.testing import CliRunner
 
 from turnstream.errors import ConflictError
+from turnstream.records.events import encode_event
+from turnstream.records.turns import encode_turn
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.testing import group, trajectory, turn, wait_until_async
-from turnstream.types import TrajectoryKey, TrajectoryState
+from turnstream.store.scripts import Script, run_command
+from turnstream.testing import group, sealed, stored_turn, trajectory, turn, wait_until_async
+from turnstream.types import GroupOpened, TrajectoryKey, TrajectoryState
 from turnstream_server import cli
 from turnstream_server.batcher.upkeep import Upkeep
+from turnstream_server.bus.histories import read_history
 from turnstream_server.bus.ledger import read_ledger
 from turnstream_server.bus.letters import read_letters
+from turnstream_server.jobs.ledger import ledger_json
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(60)]
 
@@ -175,8 +180,14 @@ async def test_poison_beyond_the_bound_of_the_run_is_discarded_and_counted(house
     with connect(house.url) as client:
         await until(lambda: not client.exists(payload), "its payload to be gone")
 
+        name = keys.run_keys(run).ledger
+        await until(lambda: not client.hexists(name, "g0/1/0"), "its compact record")
+        history = read_history(client, run, "g0/1/0")
+
     listed = json.loads(await command(house, run, "--json"))
     assert (listed["letters"], listed["num_discarded"], listed["num_bytes"]) == ([], 1, 0)
+    assert history.state is TrajectoryState.DEAD
+    assert history.reason.startswith("discarded for room: the checksum")
     assert states(house, run)[TrajectoryState.DEAD] == 1
 
 
@@ -205,7 +216,60 @@ async def test_the_command_lists_shows_writes_and_discards(house: Any, tmp_path:
     assert junk.read_bytes() == b"junk of nobody"
     assert b"TST" in raw.read_bytes()
     assert "dead letters of" in await command(house, run)
+    assert json.loads(ledger_json(house.url, run))["states"]["dead"]["count"] == 1
     assert f"bytes {flaw['start']} to {flaw['stop']}" in await command(house, run, "g0/1/0")
     discarded = await command(house, run, "g0/1/0", event["event_id"], "--discard")
     assert discarded == "2 discarded\n"
     assert json.loads(await command(house, run, "--json"))["letters"] == []
+
+
+async def test_a_damaged_seal_of_a_trajectory_that_awaits_its_reward_is_set_aside(
+    house: Any,
+) -> None:
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    publish_damaged_seal(house, run, lease="1:awaits")
+    await house.publish(run, group("g1"))
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    assert letters(house, run) == ["g0/0/0"]
+    assert set(pulled.mini_batch.rows.group_id) == {"g1"}
+    assert states(house, run)[TrajectoryState.DEAD] == 1
+
+
+async def test_a_letter_that_is_long_gone_does_not_stop_the_next_leader(house: Any) -> None:
+    # It hears the damaged event again, of a trajectory that the ledger no longer has.
+    run = house.create_run(batch_groups=1, max_dead_bytes=0)
+    upkeep = Upkeep(fold_ended=1)
+    first = await house.start_batcher(upkeep=upkeep)
+    publish_damaged_seal(house, run, lease="1")
+    await house.publish(run, group("g1"))
+    trainer = house.trainer(first, run)
+    await trainer.start()
+    token = await trainer.stepped(await trainer.get(1))
+    names = keys.run_keys(run)
+    with connect(house.url) as client:
+        await until(lambda: not client.hexists(names.ledger, "g0/0/0"), "its compact record")
+    await first.stop()
+
+    other = house.trainer(await house.start_batcher(upkeep=upkeep), run)
+    await house.publish(run, group("g2"))
+    await other.start("other", token=str(token))
+    (pulled,) = await other.get(2)
+
+    assert set(pulled.mini_batch.rows.group_id) == {"g2"}
+
+
+def publish_damaged_seal(house: Any, run: str, *, lease: str) -> None:
+    """A group of one whose seal is damaged before the run is told of it."""
+    names, place = keys.run_keys(run), keys.trajectory_keys(run, "g0/0/0")
+    record = encode_turn(stored_turn("ab", "CD"))
+    seal = encode_event(sealed("g0"))[:-1] + b"x"
+    opened = encode_event(GroupOpened(group_id="g0", prompt_uid="", num_samples=1))
+    with connect(house.url) as client:
+        run_command(
+            client, Script("open_group")(names.of_open_group, "g0", 1, "w", opened, "g0/0/0")
+        )
+        run_command(client, Script("append")(place, "1:w", 0, 1, record, seal))
+        run_command(client, Script("post_sealed")(names.of_post_sealed, "g0/0/0", lease, seal))

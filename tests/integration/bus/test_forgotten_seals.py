@@ -81,3 +81,28 @@ async def test_all_pages_of_a_large_ledger_are_searched(run: Any) -> None:
     await write_payload(run, 1)
 
     assert await post_forgotten_seals(run.client, run.name) == 2
+
+
+async def test_a_seal_that_nobody_can_read_is_posted_for_the_planner_to_set_aside(
+    run: Any,
+) -> None:
+    # Reading it stopped the sweep, and with it each leader of the run.
+    await run.open("a")
+    await write_payload(run, 0)
+    names = keys.trajectory_keys(run.name, "a/0/0")
+    await run.client.execute_command("XDEL", names.turns, "0-3")
+    await run.client.execute_command("XADD", names.turns, "0-4", "r", b"no seal")
+
+    assert await post_forgotten_seals(run.client, run.name) == 1
+
+    entries: Any = await run.client.execute_command("XRANGE", run.keys.events, "-", "+")
+    assert entries[-1][1] == {b"r": b"no seal", b"t": b"a/0/0"}
+
+
+async def test_a_seal_whose_entry_is_gone_is_left_to_its_lease(run: Any) -> None:
+    await run.open("a")
+    await write_payload(run, 0)
+    names = keys.trajectory_keys(run.name, "a/0/0")
+    await run.client.delete(names.turns)
+
+    assert await post_forgotten_seals(run.client, run.name) == 0

@@ -20,6 +20,7 @@ from turnstream.generator import Publisher
 from turnstream.records.events import decode_event
 from turnstream.store import keys
 from turnstream.store.connection import connect_async
+from turnstream.store.scripts import Script, run_command
 from turnstream.testing import ids
 from turnstream.types import (
     SealedTrajectory,
@@ -294,6 +295,22 @@ async def test_a_replay_that_was_left_out_may_be_tried_again_and_no_other(office
 
     (replayed,) = replay_letters(office.url, office.run, {"g/1/0": fixed}, as_group="newer")
     assert replayed.trajectory_id == "newer/0/0"
+
+
+async def test_a_letter_becomes_only_what_is_open_for_its_replay(office):
+    await office.bury("g/1/0")
+    claim = Script("claim_replay", "turnstream_server.bus")
+    where = (office.names.ledger, office.names.letters)
+
+    for target in ("g/1/0", "g/9/0"):
+        with pytest.raises(ConflictError, match="not open for the replay"):
+            run_command(office.client, claim(where, "replay-1", "g/1/0", target, ""))
+    office.client.hset(office.names.ledger, "g/1/1", "open:1:generator")
+    with pytest.raises(ConflictError, match="not open for the replay"):
+        run_command(office.client, claim(where, "replay-1", "g/1/0", "g/1/1", ""))
+
+    assert read_letters(office.client, office.run).letters[0].replayed_as == ""
+    office.client.hdel(office.names.ledger, "g/1/1")
 
 
 async def test_a_fix_goes_through_the_door(office, tmp_path):

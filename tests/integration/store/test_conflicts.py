@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import redis
+
+from turnstream.store import keys
+from turnstream.store.scripts import Script, run_command
+
+pytestmark = pytest.mark.redis
+
+_NOTE = Script("note_conflict")
+
+
+def test_a_conflict_that_is_told_twice_is_counted_once(
+    client: redis.Redis, new_run: Callable[..., str]
+) -> None:
+    where = (keys.run_keys(new_run(client)).conflicts,)
+
+    counted = [
+        run_command(client, _NOTE(where, name, "turn 0 has another content", token))
+        for name, token in (("g/0/0", "a:1"), ("g/0/0", "a:1"), ("g/1/0", "a:2"))
+    ]
+
+    assert counted == [1, 0, 1]
+    assert client.hmget(where[0], "num", "last") == [b"2", b"g/1/0: turn 0 has another content"]
