@@ -29,7 +29,7 @@ def test_these_names_are_public() -> None:
 def test_both_publishers_are_called_alike() -> None:
     assert public_methods(Publisher) == public_methods(AsyncPublisher)
     assert sorted(public_methods(Publisher)) == [
-        *("__init__", "close", "close_run", "flush"),
+        *("__init__", "close", "close_run", "flush", "flush_to_disk"),
         *("group", "lapsed", "next_refill", "post_reward", "publish", "refill_trajectory"),
         *("statistics", "take_over", "trajectory"),
     ]
@@ -45,5 +45,6 @@ def test_statistics_are_these() -> None:
     assert list(PublisherStatistics.__slots__) == [
         *("num_trajectories", "num_abandoned", "num_turns", "wire_bytes", "resend_bytes"),
         *("turn_tokens", "merged_tokens", "num_duplicates", "num_retries", "num_waits"),
-        *("wait_s", "inflight_bytes", "max_inflight_bytes"),
+        *("wait_s", "num_restarts", "num_resent", "num_lost", "num_forgotten"),
+        *("inflight_bytes", "max_inflight_bytes", "kept_bytes", "max_kept_bytes"),
     ]

@@ -226,6 +226,15 @@ class CommandMaker:
                 return self._admission(admission)
             case AbandonCall(lane):
                 return self._abandon(lane)
+            case RewardCall(post):
+                return post.command
+            case _:
+                return self._rare(call)
+
+    def _rare(
+        self, call: CloseCall | ConfigCall | NoteCall | HeartbeatCall | TakeOverCall
+    ) -> Command:
+        match call:
             case CloseCall(reason, _):
                 return close_command(self._run, reason)
             case ConfigCall():
@@ -237,8 +246,6 @@ class CommandMaker:
                 return heartbeat_command(self._run, held, writer=self._writer)
             case TakeOverCall(lane):
                 return take_over_command(self._run, lane.trajectory_id, writer=self._writer)
-            case RewardCall(post):
-                return post.command
 
     def _admission(self, admission: Admission) -> Command:
         return _OPEN_GROUP(

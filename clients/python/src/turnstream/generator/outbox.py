@@ -440,10 +440,13 @@ class Outbox:
             case NoteCall():
                 _logger.warning("run %s: a conflict is not counted: %s", self.run, error)
             case HeartbeatCall(lanes):
-                _logger.warning("run %s: leases cannot be renewed: %s", self.run, error)
-                if isinstance(error, RunNotFoundError):
-                    for lane in [lane for lane in lanes if not lane.is_ending]:
-                        self._fail(lane, error)
+                self._refuse_heartbeat(lanes, error)
+
+    def _refuse_heartbeat(self, lanes: Sequence[Lane], error: TurnstreamError) -> None:
+        _logger.warning("run %s: leases cannot be renewed: %s", self.run, error)
+        if isinstance(error, RunNotFoundError):
+            for lane in [lane for lane in lanes if not lane.is_ending]:
+                self._fail(lane, error)
 
     def _refuse_admission(self, admission: Admission, text: str, now_s: float) -> None:
         newest_wake_id = wake_id(text)
