@@ -54,11 +54,14 @@ def start_batcher(
     from turnstream_server.batcher.options import BatcherOptions
     from turnstream_server.batcher.service import run_batcher
     from turnstream_server.batcher.upkeep import Upkeep
+    from turnstream_server.bus.cold import LedgerFolder
 
     configure_logging(settings.log_level, service="batcher")
     failpoints.arm(settings.failpoint)
     folder = settings.archive_dir
     archive = functools.partial(archive_step, redis_url, folder=folder) if folder else None
+    hot_batches = settings.ledger_hot_batches
+    ledger_folder = LedgerFolder(folder=folder, hot_batches=hot_batches) if folder else None
     options = BatcherOptions(
         redis_url=redis_url,
         listen=listen or f"{settings.batcher_host}:{settings.batcher_port}",
@@ -66,7 +69,7 @@ def start_batcher(
         get_wait_max_s=settings.get_wait_max_s,
         leader_lease_s=settings.lease_s,
         cache_bytes=settings.assembly_cache_bytes,
-        upkeep=Upkeep(archive=archive),
+        upkeep=Upkeep(archive=archive, ledger_folder=ledger_folder),
     )
     run_batcher(options)
 

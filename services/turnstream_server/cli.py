@@ -334,9 +334,10 @@ def ledger(
     elif trajectory is None:
         jobs.print_ledger(url, run, _console())
     elif as_json:
-        print(jobs.history_json(url, run, trajectory))
+        print(jobs.history_json(url, run, trajectory, folder=_settings().archive_dir))
     else:
-        jobs.print_history(url, run, trajectory, _console())
+        folder = _settings().archive_dir
+        jobs.print_history(url, run, trajectory, _console(), folder=folder)
 
 
 app.command(rich_help_panel=STORE)(dead)
@@ -372,19 +373,19 @@ def batch(
     """Show what one batch of a run is made of, write its bytes, or compare it with another."""
     from turnstream_server.jobs import batches as jobs
 
-    url = _store_url(redis)
+    url, folder = _store_url(redis), _settings().archive_dir
     if out is not None:
         ranks = {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
         for path in jobs.write_batch(url, run, step, out, **ranks):
             print(path)
     elif diff is not None and as_json:
-        print(jobs.difference_json(url, run, step, diff))
+        print(jobs.difference_json(url, run, step, diff, folder=folder))
     elif diff is not None:
-        jobs.print_difference(url, run, step, diff, _console())
+        jobs.print_difference(url, run, step, diff, _console(), folder=folder)
     elif as_json:
-        print(jobs.batch_json(url, run, step))
+        print(jobs.batch_json(url, run, step, folder=folder))
     else:
-        jobs.print_batch(url, run, step, _console())
+        jobs.print_batch(url, run, step, _console(), folder=folder)
 
 
 @app.command(rich_help_panel=STORE)

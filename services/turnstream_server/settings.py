@@ -26,6 +26,8 @@ class Settings(BaseSettings):
         get_wait_max_s: longest time the batcher holds a call that waits for a batch.
         assembly_cache_bytes: encoded mini-batches that a batcher keeps to answer again.
         archive_dir: folder for what was trained, as Parquet, written before it is released.
+        ledger_hot_batches: with an archive folder, what is older than so many released batches is
+            known from files there, and no longer in the store.
         log_level: what is logged: DEBUG, INFO, WARNING or ERROR.
         failpoint: place at which the process is to die, for tests; see failpoints.py.
     """
@@ -42,6 +44,7 @@ class Settings(BaseSettings):
     get_wait_max_s: float = Field(default=30.0, gt=0.0)
     assembly_cache_bytes: int = Field(default=512 * 1024 * 1024, ge=0)
     archive_dir: Path | None = None
+    ledger_hot_batches: int = Field(default=10_000, ge=1)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     failpoint: str = ""
 

@@ -20,6 +20,7 @@ from turnstream.records.compact import CompactEnds, compact_batch, encode_batch,
 from turnstream.store import keys
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.upkeep import Upkeep
+from turnstream_server.bus.cold import move_to_file, read_hot_records, write_ledger_file
 from turnstream_server.bus.discards import discard_oldest
 from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.manifests import StoredManifest, read_manifest
@@ -69,6 +70,7 @@ class Releaser:
         self._upkeep = upkeep
         self._archived = 0
         self._trouble = ""
+        self._file_trouble = ""
         self._payload_through = 0
         self._ended: dict[str, str] = {}
         """Ended trajectories without payload that are still in the ledger."""
@@ -112,7 +114,8 @@ class Releaser:
         state = await read_release_state(self._client, self._run)
         has_batches = await self._release_batches(state, floor=floor)
         has_ended = await self._release_ended(state)
-        return await self._discard_letters(state) or has_batches or has_ended
+        has_cooled = await self._move_to_file(state)
+        return await self._discard_letters(state) or has_batches or has_ended or has_cooled
 
     async def _discard_letters(self, state: ReleaseState) -> bool:
         """The oldest dead letters, where they keep more than the run lets them."""
@@ -145,6 +148,31 @@ class Releaser:
                 break
             self._archived = step
         return self._archived
+
+    async def _move_to_file(self, state: ReleaseState) -> bool:
+        """Compact records of the oldest batches leave the store, as many as a file takes."""
+        place = self._upkeep.ledger_folder
+        steps = place.next_steps(cold=state.cold, folded=state.folded) if place else range(0)
+        if place is None or not steps:
+            return False
+        records = await read_hot_records(self._client, self._run, steps)
+        if records is None:  # of a fork that is not done
+            return False
+        await self._upkeep.before("write_ledger_file")
+        try:
+            name = await asyncio.to_thread(
+                write_ledger_file, place.folder, self._run, steps, records
+            )
+        except OSError as error:
+            if str(error) != self._file_trouble:
+                logger.warning("the ledger of run %s stays in the store: %s", self._run, error)
+            self._file_trouble = str(error)
+            return False
+        await self._upkeep.before("move_to_file")
+        epoch = self._epoch
+        await move_to_file(self._client, self._run, steps, name=name, leader_epoch=epoch)
+        logger.info("steps %d to %d of run %s are in %s", steps[0], steps[-1], self._run, name)
+        return True
 
     async def _release_batches(self, state: ReleaseState, *, floor: int) -> bool:
         first = max(state.folded, self._payload_through) + 1

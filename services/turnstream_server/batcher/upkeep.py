@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
+from turnstream_server.bus.cold import LedgerFolder
+
 Archive = Callable[[str, int], object]
 """Writes a step of a run to the archive, in a thread; returns when it is on disk."""
 
@@ -27,6 +29,7 @@ class Upkeep:
         fold_ended: so many trajectories that ended untrained make a compact record. Fewer are
             not worth its 100 bytes, and stay in the ledger one by one.
         archive: what keeps a committed step before it may be released; None keeps none.
+        ledger_folder: where compact records of old batches go; None keeps them in the store.
         before: awaited before every act.
     """
 
@@ -34,6 +37,7 @@ class Upkeep:
     snapshot_steps: int = 64
     fold_ended: int = 250
     archive: Archive | None = None
+    ledger_folder: LedgerFolder | None = None
     before: Failpoint = no_failpoint
 
 

@@ -27,6 +27,7 @@ from turnstream.store.replies import translating
 from turnstream.store.runs import read_config
 from turnstream.store.scripts import Argument, Script, run_command
 from turnstream.types import RecoveryToken, VersionAnnounced
+from turnstream_server.bus.cold import files_up_to
 from turnstream_server.bus.frontier import Frontier, Origin, read_frontier
 from turnstream_server.bus.manifests import read_plan
 from turnstream_server.bus.pages import hash_fields, stream_entries
@@ -262,16 +263,19 @@ def _copy_records(client: redis.Redis, new_run: str, origin: Origin) -> None:
     if read_frontier(client, new_run).has_inherited:
         return
     names = keys.run_keys(new_run)
+    where = (names.frontier, names.past, names.cold)
     found: set[int] = set()
     for some in _sliced(_records(client, origin), SLICE):
         found |= {step for step, _ in some}
         flat: Iterable[Argument] = itertools.chain.from_iterable(some)
-        run_command(client, _INHERIT((names.frontier, names.past), str(origin), 0, *flat))
-    if len(found) < origin.step:
-        raise ConflictError(
-            f"of {origin.step} batches of run {origin.run!r} the store has records of {len(found)}"
-        )
-    run_command(client, _INHERIT((names.frontier, names.past), str(origin), 1))
+        run_command(client, _INHERIT(where, str(origin), "", *flat))
+    files = files_up_to(client, origin.run, origin.step)  # last: a record may have moved there
+    cold = max(files, default=0)
+    num_missing = len(set(range(cold + 1, origin.step + 1)) - found)
+    if num_missing:
+        raise ConflictError(f"run {origin.run!r} has no record of {num_missing} of its batches")
+    flat = itertools.chain.from_iterable(files.items())
+    run_command(client, _INHERIT(where, str(origin), cold, *flat))
 
 
 def _records(client: redis.Redis, origin: Origin) -> Iterator[tuple[int, bytes]]:

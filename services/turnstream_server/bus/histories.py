@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import redis
@@ -60,10 +61,13 @@ class TrajectoryHistory:
     payload_is_kept: bool = False
 
 
-def read_history(client: redis.Redis, run: str, trajectory_id: str) -> TrajectoryHistory:
-    """What the store knows of one trajectory.
+def read_history(
+    client: redis.Redis, run: str, trajectory_id: str, *, folder: Path | None = None
+) -> TrajectoryHistory:
+    """What the store, and the archive folder where there is one, know of one trajectory.
 
     Raises:
+        LedgerFileError: it may be in a file that is not at hand.
         TrajectoryNotFoundError: it was never opened, or the name is none.
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
@@ -73,7 +77,7 @@ def read_history(client: redis.Redis, run: str, trajectory_id: str) -> Trajector
     with translating():
         value: Any = client.hget(keys.run_keys(run).ledger, trajectory_id)
     if value is None:
-        value = _past_entry(client, run, key)
+        value = _past_entry(client, run, key, folder=folder)
     state, rest = parse_entry(value, frontier)
     facts = _event_facts(client, run, key) | _payload_facts(client, run, trajectory_id)
     if value.startswith(b"planned:"):
@@ -87,7 +91,7 @@ def read_history(client: redis.Redis, run: str, trajectory_id: str) -> Trajector
     )
 
 
-def _past_entry(client: redis.Redis, run: str, key: TrajectoryKey) -> bytes:
+def _past_entry(client: redis.Redis, run: str, key: TrajectoryKey, *, folder: Path | None) -> bytes:
     """The ledger entry that a trajectory had, from the compact records, or the plans before them.
 
     Raises:
@@ -96,9 +100,9 @@ def _past_entry(client: redis.Redis, run: str, key: TrajectoryKey) -> bytes:
     end = find_past_end(client, run, key)
     if end is not None:
         return end.encode()
-    step = find_past_step(client, run, key)
+    step = _find_planned_step(client, run, key)
     if step is None:
-        step = _find_planned_step(client, run, key)
+        step = find_past_step(client, run, key, folder=folder)
     if step is None:
         raise TrajectoryNotFoundError(
             f"run {run!r} has never had a trajectory {key.trajectory_id!r}"

@@ -63,6 +63,7 @@ class ReleaseState:
         folded: newest step of which a compact record is left.
         num_records: compact records of what ended untrained.
         snapshot_step: newest plan that a starting planner does not read.
+        cold: newest step whose compact record is in a file.
         num_ended: trajectories that ever ended untrained and are not kept as dead letters.
         num_ended_folded: those of them that are in compact records.
         dead_bytes: what dead letters keep.
@@ -75,6 +76,7 @@ class ReleaseState:
     num_ended: int
     num_ended_folded: int
     dead_bytes: int
+    cold: int = 0
 
 
 async def read_release_state(client: redis.asyncio.Redis, run: str) -> ReleaseState:
@@ -86,7 +88,9 @@ async def read_release_state(client: redis.asyncio.Redis, run: str) -> ReleaseSt
     """
     names = keys.run_keys(run)
     pipeline = client.pipeline(transaction=True)
-    pipeline.execute_command("HMGET", names.frontier, "stepped", "released", "folded", "ends")
+    pipeline.execute_command(
+        "HMGET", names.frontier, "stepped", "released", "folded", "ends", "cold"
+    )
     pipeline.execute_command("HGET", names.snapshot, "step")
     pipeline.execute_command("HMGET", names.counts, *DROPPED, "discarded", "dead_bytes")
     pipeline.execute_command("HVALS", names.reasons)
@@ -104,6 +108,7 @@ async def read_release_state(client: redis.asyncio.Redis, run: str) -> ReleaseSt
         num_ended=sum(int(count or 0) for count in counts),
         num_ended_folded=sum(map(int, folded)),
         dead_bytes=int(dead_bytes or 0),
+        cold=int(frontier[4] or 0),
     )
 
 

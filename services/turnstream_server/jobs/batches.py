@@ -22,7 +22,9 @@ from turnstream_server.bus.states import state_of_step
 from turnstream_server.jobs.figures import print_figures
 
 
-def print_batch(url: str, run: str, step: int, console: Console) -> None:
+def print_batch(
+    url: str, run: str, step: int, console: Console, *, folder: Path | None = None
+) -> None:
     """Groups, trajectories, rewards, advantages and denominators of a batch.
 
     Raises:
@@ -30,7 +32,7 @@ def print_batch(url: str, run: str, step: int, console: Console) -> None:
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
-    content = read_batch(url, run, step)
+    content = read_batch(url, run, step, folder=folder)
     console.print(f"step {step} of {run}: {content['state']}, {content['manifest_hash']}")
     if "trajectories" in content:
         names = ", ".join(trajectory["id"] for trajectory in content["trajectories"])
@@ -50,7 +52,7 @@ def print_batch(url: str, run: str, step: int, console: Console) -> None:
     print_figures(content.get("figures"), console)
 
 
-def batch_json(url: str, run: str, step: int) -> str:
+def batch_json(url: str, run: str, step: int, *, folder: Path | None = None) -> str:
     """The same as JSON.
 
     Raises:
@@ -58,10 +60,12 @@ def batch_json(url: str, run: str, step: int) -> str:
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
-    return json.dumps(read_batch(url, run, step), indent=2)
+    return json.dumps(read_batch(url, run, step, folder=folder), indent=2)
 
 
-def print_difference(url: str, run: str, step: int, other: int, console: Console) -> None:
+def print_difference(
+    url: str, run: str, step: int, other: int, console: Console, *, folder: Path | None = None
+) -> None:
     """What two batches do not have in common.
 
     Raises:
@@ -69,11 +73,13 @@ def print_difference(url: str, run: str, step: int, other: int, console: Console
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
-    lines = difference(read_batch(url, run, step), read_batch(url, run, other))
+    lines = _difference(url, run, step, other, folder=folder)
     console.print("\n".join(lines) if lines else "no difference", markup=False, highlight=False)
 
 
-def difference_json(url: str, run: str, step: int, other: int) -> str:
+def difference_json(
+    url: str, run: str, step: int, other: int, *, folder: Path | None = None
+) -> str:
     """The same as JSON: a list of lines.
 
     Raises:
@@ -81,7 +87,7 @@ def difference_json(url: str, run: str, step: int, other: int) -> str:
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
-    return json.dumps(difference(read_batch(url, run, step), read_batch(url, run, other)), indent=2)
+    return json.dumps(_difference(url, run, step, other, folder=folder), indent=2)
 
 
 def write_batch(
@@ -108,10 +114,17 @@ def write_batch(
     return paths
 
 
-def read_batch(url: str, run: str, step: int) -> dict[str, Any]:
+def read_batch(url: str, run: str, step: int, *, folder: Path | None = None) -> dict[str, Any]:
     """What is in a batch, in plain values; of one that is over, names and checksums.
 
+    Args:
+        url: of the store.
+        run: name of the run.
+        step: number of the batch.
+        folder: the archive folder, which knows the oldest batches.
+
     Raises:
+        LedgerFileError: what is left of it is in a file that is not at hand.
         NotReadyError: the step is not planned yet.
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
@@ -119,7 +132,9 @@ def read_batch(url: str, run: str, step: int) -> dict[str, Any]:
     with connect(url) as client:
         frontier = read_frontier(client, run)
         stored = read_plan(client, run, step)
-        past = read_past_batch(client, run, step) if stored is None else None
+        past = None
+        if stored is None:
+            past = read_past_batch(client, run, step, folder=folder)
     if past is not None:
         return {"state": state_of_step(step, frontier).value, **_past_content(run, past)}
     origin = frontier.origin
@@ -146,6 +161,11 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
             if _denominators(without, index) != mini_batch["denominators"]
         ]
     return lines
+
+
+def _difference(url: str, run: str, step: int, other: int, *, folder: Path | None) -> list[str]:
+    batches = [read_batch(url, run, each, folder=folder) for each in (step, other)]
+    return difference(*batches)
 
 
 def _past_content(run: str, past: CompactBatch) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -70,7 +71,9 @@ def ledger_json(url: str, run: str) -> str:
     return json.dumps(content, indent=2)
 
 
-def print_history(url: str, run: str, trajectory_id: str, console: Console) -> None:
+def print_history(
+    url: str, run: str, trajectory_id: str, console: Console, *, folder: Path | None = None
+) -> None:
     """The life of one trajectory, a line for each thing that happened to it.
 
     Raises:
@@ -79,14 +82,14 @@ def print_history(url: str, run: str, trajectory_id: str, console: Console) -> N
         StoreUnavailableError: the store cannot be reached.
     """
     with connect(url) as client:
-        history = read_history(client, run, trajectory_id)
+        history = read_history(client, run, trajectory_id, folder=folder)
     table = Table(title=f"{run}: {trajectory_id}", show_header=False)
     for name, text in history_lines(history):
         table.add_row(name, text)
     console.print(table)
 
 
-def history_json(url: str, run: str, trajectory_id: str) -> str:
+def history_json(url: str, run: str, trajectory_id: str, *, folder: Path | None = None) -> str:
     """The same as JSON.
 
     Raises:
@@ -95,7 +98,8 @@ def history_json(url: str, run: str, trajectory_id: str) -> str:
         StoreUnavailableError: the store cannot be reached.
     """
     with connect(url) as client:
-        return json.dumps(asdict(read_history(client, run, trajectory_id)), indent=2)
+        history = read_history(client, run, trajectory_id, folder=folder)
+        return json.dumps(asdict(history), indent=2)
 
 
 def history_lines(history: TrajectoryHistory) -> list[tuple[str, str]]:

@@ -46,5 +46,5 @@ def test_statistics_are_these() -> None:
         *("num_trajectories", "num_abandoned", "num_turns", "wire_bytes", "resend_bytes"),
         *("turn_tokens", "merged_tokens", "num_duplicates", "num_retries", "num_waits"),
         *("wait_s", "num_restarts", "num_resent", "num_lost", "num_forgotten"),
-        *("inflight_bytes", "max_inflight_bytes", "kept_bytes", "max_kept_bytes"),
+        *("kept_bytes", "max_kept_bytes", "inflight_bytes", "max_inflight_bytes"),
     ]

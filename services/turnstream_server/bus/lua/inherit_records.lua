@@ -1,12 +1,16 @@
 #!lua
--- Gives a forked run compact records of batches that were trained in its origin.
+-- Gives a forked run compact records of batches that were trained in its origin, and at last the
+-- names of the files that hold the older ones.
 --
 -- Keys, all in the new run's slot:
---   KEYS[1] frontier  hash  read: origin; changed: inherited, once all records are there
+--   KEYS[1] frontier  hash  read: origin; changed at last: cold, the newest step that is in a file;
+--                           inherited
 --   KEYS[2] past      hash  added: step -> compact record
+--   KEYS[3] cold      hash  added at last: newest step of a file -> its name
 -- Arguments:
---   ARGV[1] the run's origin, as fork_run was told    ARGV[2] "1" where these are the last
---   ARGV[3...] two per record: its step, the record
+--   ARGV[1] the run's origin, as fork_run was told
+--   ARGV[2] "" for records; at last the newest step that is in a file, 0 where none is
+--   ARGV[3...] two per record: its step, the record; at last two per file: its step, its name
 -- Reply:  1
 -- Errors:
 --   NORUN  no run that was forked from there
@@ -14,10 +18,13 @@
 if redis.call('HGET', KEYS[1], 'origin') ~= ARGV[1] then
   return redis.error_reply('NORUN no such run')
 end
-for i = 3, #ARGV, 2 do
-  redis.call('HSETNX', KEYS[2], ARGV[i], ARGV[i + 1])
+if ARGV[2] ~= '' and redis.call('HEXISTS', KEYS[1], 'inherited') == 1 then
+  return 1
 end
-if ARGV[2] == '1' then
-  redis.call('HSET', KEYS[1], 'inherited', 1)
+for i = 3, #ARGV, 2 do
+  redis.call('HSETNX', ARGV[2] == '' and KEYS[2] or KEYS[3], ARGV[i], ARGV[i + 1])
+end
+if ARGV[2] ~= '' then
+  redis.call('HSET', KEYS[1], 'cold', ARGV[2], 'inherited', 1)
 end
 return 1

@@ -4,10 +4,11 @@
 
     offset  bytes
     0       2      b"TS"
-    2       1      kind: b"T" turn, b"E" event, b"M" manifest, b"C" compact record, b"S" snapshot
+    2       1      kind: b"T" turn, b"E" event, b"M" manifest, b"C" compact record, b"S" snapshot,
+                   b"L" ledger file
     3       1      major version, now 0
     4       4      length of the header, unsigned, little-endian
-    8       h      header: a protobuf message; of kinds C and S, compressed columns or JSON
+    8       h      header: a protobuf message; of L, lengths; of C and S, packed columns or JSON
     8 + h   p      zeros, so that the body begins at a multiple of 8
             b      body: raw little-endian arrays, as the header declares them
             4      CRC-32 (zlib) of everything before it, unsigned, little-endian
@@ -34,6 +35,7 @@ EVENT: Final = b"E"
 MANIFEST: Final = b"M"
 COMPACT: Final = b"C"
 SNAPSHOT: Final = b"S"
+LEDGER_FILE: Final = b"L"
 
 _NAMES: Final = {
     TURN: "turn",
@@ -41,6 +43,7 @@ _NAMES: Final = {
     MANIFEST: "manifest",
     COMPACT: "compact",
     SNAPSHOT: "snapshot",
+    LEDGER_FILE: "ledger file",
 }
 _PREFIX: Final = struct.Struct("<2s1sBI")
 _CRC: Final = struct.Struct("<I")

@@ -28,6 +28,7 @@ frontier   hash    stepped, committed, session_epoch, session, dp_world_size, li
                    checkpoints, the committed steps a session may begin after, `<step>,<step>`;
                    released, the newest step whose payload may be gone; folded, the newest step
                    of which a compact record is left; ends, number of the newest of `ended`;
+                   cold, the newest step whose compact record is in a file;
                    of a forked run: origin, `<run>:<step>:<trajectories>:<manifest hash>`;
                    version_floor, what its versions must be above; inherited, 1 once `past` is whole
 batches    hash    step -> `<trajectories planned up to it>:<manifest hash>`; from `released` on
@@ -47,6 +48,8 @@ conflicts  hash    num, the writes that were refused because their key has anoth
 damaged    stream  events that nobody can read, under their own ids; fields `r` = record, `why`
 snapshot   hash    position, step, record: what the planner knew after the event `position`;
                    before, the position of the snapshot before: the events below it go
+cold       hash    newest step of a file -> its name in the archive folder: compact records that
+                   have left `past`
 deleted    hash    since_ms, fence_ms: the run is being deleted, or was and the key expires
 doomed     hash    the ledger of a run that is being deleted, until the payload is gone
 =========  ======  ==========================================================================
@@ -113,6 +116,7 @@ _RUN_TYPES = {
     "snapshot": "hash",
     "letters": "hash",
     "damaged": "stream",
+    "cold": "hash",
     "deleted": "hash",
     "doomed": "hash",
     "conflicts": "hash",
@@ -150,6 +154,7 @@ class RunKeys(NamedTuple):
     letters: str
     damaged: str
     conflicts: str
+    cold: str
     deleted: str
     doomed: str
 

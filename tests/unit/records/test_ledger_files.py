@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.errors import CorruptRecordError
+from turnstream.records.framing import LEDGER_FILE, write_frame
+from turnstream.records.ledger_files import decode_ledger_file, encode_ledger_file
+
+
+@given(st.lists(st.binary(max_size=40), max_size=20))
+def test_a_file_gives_back_its_records_in_order(records: list[bytes]) -> None:
+    assert decode_ledger_file(encode_ledger_file(records)) == records
+
+
+@given(st.lists(st.binary(min_size=1, max_size=9), min_size=1, max_size=5), st.data())
+def test_any_flipped_bit_is_found(records: list[bytes], data: st.DataObject) -> None:
+    content = bytearray(encode_ledger_file(records))
+    position = data.draw(st.integers(4, len(content) - 1))  # behind the mark of our files
+    content[position] ^= 1 << data.draw(st.integers(0, 7))
+
+    with pytest.raises(CorruptRecordError):
+        decode_ledger_file(bytes(content))
+
+
+@pytest.mark.parametrize("length", [2, 4])
+def test_lengths_that_do_not_add_up_are_refused(length: int) -> None:
+    content = write_frame(LEDGER_FILE, struct.pack("<I", length), [np.zeros(3, np.uint8)])
+
+    with pytest.raises(CorruptRecordError, match="has not the"):
+        decode_ledger_file(content)
+
+
+def test_a_header_of_half_a_length_is_refused() -> None:
+    with pytest.raises(CorruptRecordError):
+        decode_ledger_file(write_frame(LEDGER_FILE, b"abc"))
