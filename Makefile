@@ -9,6 +9,9 @@ JSON ?=
 # Of `make chaos`: how long, and which faults; a seed that failed fails again.
 SECONDS ?= 1800
 SEED ?=
+# Of `make simulate`: how many lives, from which seed on.
+SEEDS ?= 1000
+FIRST ?= 0
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,10 +22,10 @@ PYPROJECTS := pyproject.toml clients/python/pyproject.toml
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check bench mutate chaos proto
+.PHONY: help setup demo test check bench mutate simulate chaos proto
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP) ## make the virtual environment .venv (every other target does it too)
 
@@ -47,6 +50,10 @@ bench: $(STAMP) ## measure the path, the core, durability and stalls, beside the
 
 mutate: $(STAMP) ## break the guards of the core and the losses one by one; each must fail a test
 	$(BIN)/python tools/mutate.py
+
+simulate: $(STAMP) ## lives of a run from seeds, on the real scripts in memory; SEEDS=1000 FIRST=0, or SEED=
+	PYTHONPATH=tests/simulation $(BIN)/python -m simulator --seeds $(SEEDS) --first $(FIRST) \
+	  $(if $(SEED),--seed $(SEED))
 
 chaos: $(STAMP) ## random faults over a running stack; SECONDS=1800 SEED= JSON=FILE
 	PYTHONPATH=tests/chaos $(BIN)/python -m harness.soak --seconds $(SECONDS) \

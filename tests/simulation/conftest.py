@@ -1,0 +1,10 @@
+"""`pytest tests/simulation --seed N` lives through one seed again."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Added where this folder is named on the command line."""
+    parser.addoption("--seed", type=int, default=None, help="of the one life to live again")

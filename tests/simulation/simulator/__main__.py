@@ -1,0 +1,59 @@
+"""Lives from seeds, from the command line; the seed of a life that goes wrong is printed.
+
+python -m simulator --seeds 5000            lives 0 to 4999
+python -m simulator --seed 1234             one life, with what became of it
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+
+from simulator.lives import Verdict, lives
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Live; 1 where a life went wrong."""
+    parser = argparse.ArgumentParser(prog="python -m simulator", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1000, help="how many lives")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seed", type=int, help="only this one")
+    parser.add_argument("--failures", type=int, default=5, help="stop after so many")
+    asked = parser.parse_args(arguments)
+    seeds = range(asked.first, asked.first + asked.seeds)
+    if asked.seed is not None:
+        seeds = range(asked.seed, asked.seed + 1)
+    started_s = time.process_time()
+    verdicts: list[Verdict] = []
+    failed: list[Verdict] = []
+    for verdict in lives(seeds):
+        verdicts.append(verdict)
+        if verdict.problems or asked.seed is not None:
+            print(verdict, flush=True)
+        if verdict.problems:
+            failed.append(verdict)
+        if len(failed) == asked.failures:
+            break
+    _sum_up(verdicts, failed, cpu_s=time.process_time() - started_s)
+    return 1 if failed else 0
+
+
+def _sum_up(verdicts: list[Verdict], failed: list[Verdict], *, cpu_s: float) -> None:
+    faults: Counter[str] = Counter()
+    states: Counter[str] = Counter()
+    for verdict in verdicts:
+        faults.update(verdict.faults)
+        states.update(verdict.states)
+    steps = sum(verdict.num_steps for verdict in verdicts)
+    batches = sum(verdict.num_batches for verdict in verdicts)
+    print(f"{len(verdicts)} lives, {steps} steps, {batches} batches in {cpu_s:.1f} CPU seconds")
+    print("trajectories:", ", ".join(f"{n} {state}" for state, n in sorted(states.items())))
+    print("faults:", ", ".join(f"{n} {fault}" for fault, n in sorted(faults.items())))
+    for verdict in failed:
+        print(f"FAILED: python -m simulator --seed {verdict.seed}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Where the code under test reaches the outside, the inside of the running process's world instead.
+
+Sockets, clocks, jitter: nothing else is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from simulator.clients import AsyncClient, AsyncLinkInMemory, LinkInMemory, SyncClient
+from simulator.loops import ProcessLoop
+from simulator.world import Process
+from turnstream.generator import async_publisher, async_sender, writers
+from turnstream_server.batcher import payload, renewal
+
+
+def running_process() -> Process:
+    """Whose code runs now."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, ProcessLoop)
+    return loop.process
+
+
+class _Complaints(logging.Handler):
+    """What is logged as an error is a problem of the world."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        loop = asyncio._get_running_loop()
+        if not isinstance(loop, ProcessLoop):
+            return  # of a life that failed, when its remains are swept up
+        process = loop.process
+        has_slept = record.getMessage().startswith("the event loop stands still")
+        if not process.is_dead and not has_slept:
+            text = record.getMessage()
+            if record.exc_info is not None:
+                text += "\n" + logging.Formatter().formatException(record.exc_info)
+            process.world.blame(f"{process.name} logs: {text}")
+
+
+@contextlib.contextmanager
+def inside() -> Iterator[None]:
+    """Within, whatever connects is connected to the world of the process that runs."""
+    clock = SimpleNamespace(monotonic=lambda: running_process().world.now_s)
+    chance = SimpleNamespace(random=lambda: running_process().world.rng.random())
+
+    def client(url: str, **_: Any) -> AsyncClient:
+        return AsyncClient(running_process())
+
+    def link(url: str) -> AsyncLinkInMemory:
+        return AsyncLinkInMemory(running_process())
+
+    def thread_link(url: str) -> LinkInMemory:
+        return LinkInMemory(running_process())
+
+    def thread_client(url: str, **_: Any) -> SyncClient:
+        process = running_process()
+        return SyncClient(process, process.world.store)
+
+    with (
+        patch.multiple(async_sender, AsyncLink=link, connect_async=client, time=clock),
+        patch.multiple(async_publisher, connect_async=client, time=clock),
+        patch.multiple(renewal, connect=thread_client, time=clock),
+        patch.multiple(payload, Link=thread_link),
+        patch.multiple(writers, random=chance),
+        _listening_to_the_log(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _listening_to_the_log() -> Iterator[None]:
+    complaints = _Complaints(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in ("turnstream", "turnstream_server")]
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(complaints)
+        logger.setLevel(logging.ERROR)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, (level, propagates) in zip(loggers, before, strict=True):
+            logger.removeHandler(complaints)
+            logger.setLevel(level)
+            logger.propagate = propagates

@@ -1,0 +1,235 @@
+"""Clients of the store in memory, where the code expects those of redis-py and the links of ours.
+
+Replies go through the callbacks of redis-py itself, so that they look as from a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import redis
+import redis.asyncio
+from redis._parsers.base import BaseParser
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from simulator.store import Store
+from simulator.values import StoreError
+from simulator.world import Process, Request
+
+_CALLBACKS = redis.Redis(protocol=2).response_callbacks
+
+
+def words_of(arguments: Sequence[Any]) -> list[bytes]:
+    """A command as a server is told it."""
+    words = [_word(argument) for argument in arguments]
+    words[0] = words[0].upper()
+    return words
+
+
+def _word(argument: Any) -> bytes:
+    match argument:
+        case bytes():
+            return argument
+        case str():
+            return argument.encode()
+        case int() | float():
+            return repr(argument).encode()
+        case _:
+            return bytes(argument)
+
+
+def error_of(error: StoreError) -> Exception:
+    """What redis-py makes of an error reply."""
+    return BaseParser.parse_error(str(error))
+
+
+def _parsed(name: bytes, reply: Any, options: dict[str, Any]) -> Any:
+    options.pop("keys", None)
+    callback = _CALLBACKS.get(name.decode())
+    return reply if callback is None else callback(reply, **options)
+
+
+class AsyncClient(redis.asyncio.Redis):
+    """A client in one process; every call is an event of its world."""
+
+    def __init__(self, process: Process) -> None:  # connects to nothing
+        self._process = process
+
+    def __del__(self, *_: Any) -> None:
+        """There is no connection to close."""
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        words = words_of(args)
+        (reply,) = await send(self._process, [words])
+        if isinstance(reply, StoreError):
+            raise error_of(reply)
+        return _parsed(words[0], reply, options)
+
+    async def script_load(self, script: Any) -> Any:
+        return await self.execute_command("SCRIPT", "LOAD", script)
+
+    def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> Any:
+        return AsyncPipeline(self._process, is_whole=transaction)
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        """There is no connection to close."""
+
+
+class AsyncPipeline:
+    """Commands that are sent together."""
+
+    def __init__(self, process: Process, *, is_whole: bool) -> None:
+        self._process = process
+        self._is_whole = is_whole
+        self._commands: list[tuple[list[bytes], dict[str, Any]]] = []
+
+    def execute_command(self, *args: Any, **options: Any) -> Self:
+        """Add a command."""
+        self._commands.append((words_of(args), options))
+        return self
+
+    async def execute(self, raise_on_error: bool = True) -> list[Any]:
+        """Send them; the replies."""
+        if not self._commands:
+            return []
+        commands = [words for words, _ in self._commands]
+        raw = await send(self._process, commands, is_whole=self._is_whole)
+        replies: list[Any] = []
+        for (words, options), reply in zip(self._commands, raw, strict=True):
+            if isinstance(reply, StoreError):
+                if raise_on_error:
+                    raise error_of(reply)
+                replies.append(error_of(reply))
+            else:
+                replies.append(_parsed(words[0], reply, options))
+        return replies
+
+
+async def send(
+    process: Process,
+    commands: Sequence[Sequence[bytes]],
+    *,
+    is_whole: bool = False,
+    may_repeat: bool = True,
+) -> list[Any]:
+    """Send commands and wait for their replies."""
+    answered: asyncio.Future[list[Any]] = process.loop.create_future()
+    process.world.send(Request(process, commands, answered, is_whole, may_repeat))
+    return await answered
+
+
+class SyncClient:
+    """A client for what another thread of a process does: carried out on the spot."""
+
+    def __init__(self, process: Process | None, store: Store) -> None:
+        self._process = process
+        self._store = store
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Carry a command out."""
+        if self._process is not None and self._process.is_dead:
+            raise RedisConnectionError("the process is dead")
+        words = words_of(args)
+        try:
+            reply = self._store.execute(words)
+        except StoreError as error:
+            raise error_of(error) from None
+        return _parsed(words[0], reply, options)
+
+    def script_load(self, script: Any) -> Any:
+        """Let the store know a script."""
+        return self.execute_command("SCRIPT", "LOAD", script)
+
+    def pipeline(self, transaction: bool = True) -> SyncPipeline:
+        """Commands that are sent together."""
+        return SyncPipeline(self)
+
+    def close(self) -> None:
+        """There is no connection to close."""
+
+
+class SyncPipeline:
+    """Commands that are sent together."""
+
+    def __init__(self, client: SyncClient) -> None:
+        self._client = client
+        self._commands: list[Sequence[Any]] = []
+
+    def execute_command(self, *args: Any) -> None:
+        """Add a command."""
+        self._commands.append(args)
+
+    def execute(self, raise_on_error: bool = True) -> list[Any]:
+        """Carry them out."""
+        replies: list[Any] = []
+        for args in self._commands:
+            try:
+                replies.append(self._client.execute_command(*args))
+            except redis.ResponseError as error:
+                if raise_on_error:
+                    raise
+                replies.append(error)
+        return replies
+
+
+class AsyncLinkInMemory:
+    """In place of `turnstream.store.connection.AsyncLink`."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    async def exchange(self, data: bytes, num_replies: int) -> list[Any]:
+        """Send packed commands; their replies, errors among them."""
+        commands = [*_commands(data)]
+        first = next((i for i, words in enumerate(commands) if words[0] == b"MULTI"), None)
+        if first is not None:
+            commands = [*commands[:first], *commands[first + 1 : -1]]
+        is_whole = first is not None
+        raw = await send(self._process, commands, is_whole=is_whole, may_repeat=False)
+        replies = [error_of(each) if isinstance(each, StoreError) else each for each in raw]
+        if first is None:
+            return replies
+        grouped = replies[first:]
+        return [*replies[:first], b"OK", *[b"QUEUED"] * len(grouped), grouped]
+
+    async def close(self) -> None:
+        """There is no connection to close."""
+
+
+class LinkInMemory:
+    """In place of `turnstream.store.connection.Link`: for threads, carried out on the spot."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    def exchange(self, data: bytes, num_replies: int) -> list[Any]:
+        """Carry packed commands out; their replies, errors among them."""
+        if self._process.is_dead:
+            raise RedisConnectionError("the process is dead")
+        replies: list[Any] = []
+        for words in _commands(data):
+            try:
+                replies.append(self._process.world.store.execute(words))
+            except StoreError as error:
+                replies.append(error_of(error))
+        return replies
+
+    def close(self) -> None:
+        """There is no connection to close."""
+
+
+def _commands(data: bytes) -> Iterator[list[bytes]]:
+    at = 0
+    while at < len(data):
+        end = data.index(b"\r\n", at)
+        num_words = int(data[at + 1 : end])
+        at = end + 2
+        words: list[bytes] = []
+        for _ in range(num_words):
+            end = data.index(b"\r\n", at)
+            length = int(data[at + 1 : end])
+            words.append(data[end + 2 : end + 2 + length])
+            at = end + 4 + length
+        yield words

@@ -1,0 +1,216 @@
+"""Generators: episodes written by the real publisher, several at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+from simulator.clients import AsyncClient
+from simulator.life import URL, Life, patiently
+from simulator.world import Process
+from turnstream.errors import (
+    EndOfRunError,
+    NotReadyError,
+    RejectedError,
+    TurnstreamError,
+    UnavailableError,
+)
+from turnstream.generator import AsyncPublisher
+from turnstream.generator.async_publisher import AsyncTrajectoryWriter
+from turnstream.store import keys
+from turnstream.store.runs import close_command
+from turnstream.store.scripts import run_command_async
+from turnstream.types import TrajectoryKey
+
+REWARDS = (0.0, 0.5, 1.0)
+
+
+async def generator(process: Process, life: Life) -> None:
+    """Several episodes at a time, by one publisher."""
+    publisher = AsyncPublisher(
+        URL, life.run, writer=process.name, timeout_s=20.0, admission_timeout_s=30.0
+    )
+    rng = process.world.rng
+    workers = [_work(process, life, publisher) for _ in range(rng.choice((1, 2, 3)))]
+    await asyncio.gather(*workers)
+
+
+async def _work(process: Process, life: Life, publisher: AsyncPublisher) -> None:
+    rng = process.world.rng
+    while not life.is_ended:
+        acts = _ACTS if not life.is_closing else _LAST_ACTS
+        act = rng.choice(acts)
+        try:
+            await act(process, life, publisher)
+        except (RejectedError, UnavailableError, NotReadyError, EndOfRunError) as error:
+            life.history.refused(error)
+        await asyncio.sleep(rng.random() * 0.4)
+
+
+async def _whole_group(process: Process, life: Life, publisher: AsyncPublisher) -> None:
+    if life.num_begun >= life.max_groups:
+        return
+    name, num_samples, num_needed = _new_group(process, life)
+    async with publisher.group(name, num_samples, num_needed=num_needed) as group:
+        for sample in range(num_samples):
+            if process.world.rng.random() < 0.9:
+                await _tolerantly(process, life, group.trajectory(sample))
+
+
+async def _tolerantly(process: Process, life: Life, writer: AsyncTrajectoryWriter) -> None:
+    try:
+        await _episode(process, life, writer)
+    except TurnstreamError as error:
+        life.history.refused(error)
+
+
+async def _shared_group(process: Process, life: Life, publisher: AsyncPublisher) -> None:
+    """A sample of a group that others write too."""
+    rng = process.world.rng
+    if rng.random() < 0.3 and life.num_begun < life.max_groups:
+        life.history.groups.append(_new_group(process, life))
+    if life.history.groups:
+        attempt = 0 if rng.random() < 0.85 else 1
+        await _join(process, life, publisher, life.history.groups[-4:], attempt=attempt)
+
+
+async def _join_any(process: Process, life: Life, publisher: AsyncPublisher) -> None:
+    """Begin whatever nobody has begun of a group that several generators share."""
+    if life.history.groups:
+        await _join(process, life, publisher, life.history.groups, attempt=0)
+
+
+async def _join(
+    process: Process,
+    life: Life,
+    publisher: AsyncPublisher,
+    groups: list[tuple[str, int, int]],
+    *,
+    attempt: int,
+) -> None:
+    name, num_samples, num_needed = process.world.rng.choice(groups)
+    sample = process.world.rng.randrange(num_samples)
+    key = TrajectoryKey(name, sample, attempt)
+    if key in process.begun:
+        return  # to open it again would be to write it twice
+    process.begun.add(key)
+    writer = publisher.trajectory(
+        name,
+        sample,
+        num_samples=num_samples,
+        num_needed=num_needed,
+        attempt=attempt,
+    )
+    await _episode(process, life, writer)
+
+
+def _new_group(process: Process, life: Life) -> tuple[str, int, int]:
+    rng = process.world.rng
+    life.num_begun += 1
+    num_samples = rng.choice((1, 2, 2, 3))
+    return f"g{life.num_begun}", num_samples, rng.randint(1, num_samples)
+
+
+async def _refill(process: Process, life: Life, publisher: AsyncPublisher) -> None:
+    refill = await publisher.next_refill(0.3)
+    if ("refill", refill.key) in process.begun:
+        process.world.blame(f"{process.name} is given the refill {refill.key} twice")
+    process.begun.add(("refill", refill.key))
+    if refill.key in process.begun:
+        return  # opened by name at the same time
+    process.begun.add(refill.key)
+    await _episode(process, life, publisher.refill_trajectory(refill))
+
+
+async def _take_over(process: Process, life: Life, publisher: AsyncPublisher) -> None:
+    rng = process.world.rng
+    if rng.random() < 0.3 and life.history.groups:  # at random: most writers live
+        group_id, num_samples, _ = rng.choice(life.history.groups)
+        key = TrajectoryKey(group_id, rng.randrange(num_samples))
+    elif lapsed := await publisher.lapsed():
+        key = rng.choice(lapsed).key
+    else:
+        return
+    if key in process.begun:
+        return  # its own: to go on with it twice would be to write it twice
+    process.begun.add(key)
+    before = _holder(process, life, key)
+    try:
+        writer = await publisher.take_over(key.group_id, key.sample, key.attempt)
+    except TurnstreamError:
+        process.begun.discard(key)
+        raise
+    epoch, name = before
+    lane = writer._state.lane
+    if lane is not None and lane.epoch == epoch + 1 and process.world.must_keep_leases(name):
+        process.world.blame(f"{name} lives, and lost {keys.trajectory_id(key)} to {process.name}")
+    await _episode(process, life, writer)
+
+
+def _holder(process: Process, life: Life, key: TrajectoryKey) -> tuple[int, str]:
+    """The lease epoch of an open trajectory, and its writer."""
+    ledger: Any = process.world.store.values.get(keys.run_keys(life.run).ledger.encode(), {})
+    state, _, rest = ledger.get(keys.trajectory_id(key).encode(), b"").decode().partition(":")
+    if state != "open":
+        return -1, ""
+    epoch, _, writer = rest.partition(":")
+    return int(epoch), writer
+
+
+async def _post_reward(process: Process, life: Life, publisher: AsyncPublisher) -> None:
+    rng, awaiting = process.world.rng, life.history.awaiting
+    if awaiting:
+        key = rng.choice(awaiting)
+        await publisher.post_reward(key, rng.choice(REWARDS))
+        if key in awaiting:
+            awaiting.remove(key)
+
+
+_ACTS = (
+    *(_whole_group, _whole_group, _shared_group, _shared_group),
+    *(_refill, _take_over, _take_over, _post_reward),
+)
+_LAST_ACTS = (_refill, _take_over, _post_reward, _join_any)
+
+
+async def _episode(process: Process, life: Life, writer: AsyncTrajectoryWriter) -> None:
+    rng = process.world.rng
+    tokens = [
+        token for turn in writer.turns[-1:] for token in (*turn.prompt_ids, *turn.response_ids)
+    ]
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        prompt, response = [*tokens, *life.tokens(1)], life.tokens(2)
+        receipt = await writer.append(
+            prompt, response, logprobs=[-1.0, -2.0], version=life.history.newest_version
+        )
+        tokens = [*prompt, *response]
+        if rng.random() < 0.3:
+            await receipt
+        if rng.random() < 0.4:
+            await asyncio.sleep(rng.random() * 0.3)
+    chance = rng.random()
+    if chance < 0.06:
+        writer.abandon("chance")
+        return
+    if chance < 0.12 and not life.is_closing:
+        await asyncio.sleep(rng.random() * 2 * life.config.lease_s)
+    await _seal(life, writer, rng)
+
+
+async def _seal(life: Life, writer: AsyncTrajectoryWriter, rng: random.Random) -> None:
+    history, key = life.history, writer.key
+    name = keys.trajectory_id(key)
+    crcs = tuple(writer._state.draft._crcs)
+    history.said.setdefault(name, set()).add(crcs)
+    awaits = rng.random() < 0.2
+    if awaits:
+        history.awaiting.append(TrajectoryKey(*key))
+    await writer.seal(None if awaits else rng.choice(REWARDS), awaits_reward=awaits)
+    history.acknowledged.add(name)
+
+
+async def closer(process: Process, life: Life) -> None:
+    """Closes the run."""
+    client = AsyncClient(process)
+    await patiently(lambda: run_command_async(client, close_command(life.run, "the end")))

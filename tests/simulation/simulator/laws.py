@@ -1,0 +1,363 @@
+"""What must hold of a life: after every step, whenever a batch is planned, and at its end."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from simulator.life import Life
+from simulator.values import EntryId
+from simulator.world import World
+from turnstream.batching.plan import GroupPlan, Manifest, MiniBatchPlan
+from turnstream.batching.planning import event_order, plan_batch
+from turnstream.batching.readiness import RunFold
+from turnstream.batching.selection import Selector
+from turnstream.records.compact import decode_ends
+from turnstream.records.events import decode_event
+from turnstream.records.manifests import decode_manifest, manifest_hash
+from turnstream.store import keys
+
+_UNFINISHED = ("open", "sealed", "awaiting_reward")
+_GIVEN_UP = re.compile(r"abandoned:the lease of (.*) ended")
+_DROPPED = ("filtered", "expired", "incomplete")
+
+Violations = Iterator[str]
+
+
+class Laws:
+    """Watches one life.
+
+    Attributes:
+        events: every event that was ever written, trimmed ones too.
+        manifests: every plan that was ever written, by step.
+    """
+
+    def __init__(self, world: World, life: Life) -> None:
+        self._world = world
+        self._life = life
+        self._values = world.store.values
+        names = keys.run_keys(life.run)
+        self._names = {name: key.encode() for name, key in names._asdict().items()}
+        self.events: list[tuple[str, bytes]] = []
+        self.manifests: dict[int, tuple[Manifest, str]] = {}
+        self._step_of: dict[str, int] = {}
+        self._new_steps: list[int] = []
+        self._lows: Counter[str] = Counter()
+        world.store.appended = self._note_entry
+
+    def check_step(self) -> None:
+        """After every step of the world."""
+        while self._new_steps:
+            step = self._new_steps.pop(0)
+            self._blame_all(self._plan_holds(*self.manifests[step]))
+            self._blame_all(self._ledger_adds_up())
+        if self._world.num_steps % 25 == 0:
+            self._blame_all(self._ledger_adds_up())
+            self._blame_all(self._frontier_holds())
+            self._blame_all(self._writers_stay_apart())
+
+    def check_end(self) -> None:
+        """When the run is over."""
+        self._blame_all(self._ledger_adds_up())
+        self._blame_all(self._frontier_holds())
+        self._blame_all(self._writers_stay_apart())
+        self._blame_all(self._everything_ended())
+        self._blame_all(self._history_repeats())
+
+    def _writers_stay_apart(self) -> Violations:
+        """Whoever lost a trajectory is told so, before it meets what others wrote."""
+        for text in self._life.history.mixed:
+            yield f"a caller was told: {text}"
+
+    def _note_entry(self, key: bytes, entry_id: EntryId, fields: Sequence[bytes]) -> None:
+        if key == self._names["events"]:
+            self.events.append((bytes(entry_id).decode(), fields[1]))
+        elif key == self._names["plan"]:
+            manifest = decode_manifest(fields[1])
+            if manifest.step in self.manifests:
+                self._world.blame(f"step {manifest.step} is planned twice")
+            self.manifests[manifest.step] = manifest, manifest_hash(fields[1])
+            self._new_steps.append(manifest.step)
+
+    def _blame_all(self, violations: Violations) -> None:
+        for text in violations:
+            self._world.blame(text)
+
+    def _hash(self, name: str) -> dict[bytes, bytes]:
+        value: Any = self._values.get(self._names[name])
+        return value or {}
+
+    # I1
+
+    def _ledger_adds_up(self) -> Violations:
+        """The counts are those of the ledger and of what left it, and add up to the accepted."""
+        counts = {name.decode(): int(number) for name, number in self._hash("counts").items()}
+        accepted = counts.pop("accepted")
+        counts.pop("late_rewards", None)
+        if sum(counts.values()) != accepted or min(counts.values(), default=0) < 0:
+            yield f"I1: {accepted} are accepted, but the counts are {counts}"
+        found = Counter(
+            entry.partition(b":")[0].decode() for entry in self._hash("ledger").values()
+        )
+        for reason, number in self._hash("reasons").items():
+            found[reason.partition(b":")[0].decode()] += int(number)
+        planned = found.pop("planned", 0)
+        counted = {name: number for name, number in counts.items() if number and name != "planned"}
+        if counted != dict(found):
+            yield f"I1: the counts are {counted}, the ledger has {dict(found)}"
+        total = sum(each.num_trajectories for each, _ in self.manifests.values())
+        if not planned <= counts.get("planned", 0) == total:
+            yield f"I1: {counts.get('planned', 0)} are counted as planned, {total} are in plans"
+        yield from self._leases_hold()
+        yield from self._groups_are_counted()
+
+    def _leases_hold(self) -> Violations:
+        leases: Any = self._values.get(self._names["leases"])
+        held = set(leases.scores) if leases is not None else set[bytes]()
+        ledger = self._hash("ledger").items()
+        if held != (opened := {name for name, entry in ledger if entry.startswith(b"open:")}):
+            yield f"what is open has a lease, and nothing else has: {held ^ opened}"
+
+    def _groups_are_counted(self) -> Violations:
+        frontier, groups = self._hash("frontier"), self._hash("groups")
+        over = int(self._hash("over").get(b"n", 0))
+        if int(frontier[b"opened_groups"]) != len(groups) + over:
+            yield f"{frontier[b'opened_groups']!r} groups were opened: {len(groups)} and {over}"
+        live = int(frontier[b"live_groups"])
+        # A rollback lowers the limit, and ends no group that was let in before it.
+        most_stepped = max(int(frontier[b"stepped"]), *self._life.history.ever_trained, 0)
+        limit = self._limit(most_stepped)
+        if not 0 <= live <= limit:
+            yield f"{live} groups are live, {limit} are allowed"
+
+    def _limit(self, stepped: int) -> int:
+        config = self._life.config
+        return (config.max_staleness + stepped + 1) * config.batch_groups
+
+    # the frontier
+
+    def _frontier_holds(self) -> Violations:
+        """What may only grow has grown, and what follows something comes behind it."""
+        frontier = self._hash("frontier")
+        number = {name: int(frontier.get(name.encode(), 0)) for name in _NUMBERS}
+        number["leader_epoch"] = int(self._hash("leader").get(b"epoch", 0))
+        for name in _GROWING:
+            if number[name] < self._lows[name]:
+                yield f"{name} fell from {self._lows[name]} to {number[name]}"
+            self._lows[name] = number[name]
+        order = [number[name] for name in ("folded", "released", "committed", "stepped", "planned")]
+        if order != sorted(order):
+            yield f"folded, released, committed, stepped, planned are {order}"
+        if number["planned"] != max(self.manifests, default=0):
+            yield f"step {number['planned']} is the newest, plans are {sorted(self.manifests)}"
+        if number["released"] > self._life.history.releasable:
+            yield f"step {number['released']} is released, {self._life.history.releasable} may be"
+
+    # I2, I4, I6, the chain
+
+    def _plan_holds(self, manifest: Manifest, own_hash: str) -> Violations:
+        """A plan continues the chain, and takes whole groups that are in no other."""
+        before = self.manifests.get(manifest.step - 1)
+        if manifest.previous_hash != (before[1] if before else ""):
+            yield f"step {manifest.step} does not continue the chain"
+        first_row = before[0].end_row_id if before else 0
+        if manifest.mini_batches[0].first_row_id != first_row:
+            yield f"step {manifest.step} begins with row {manifest.mini_batches[0].first_row_id}"
+        for group in manifest.groups:
+            yield from self._group_holds(manifest, group)
+        yield from _mini_batches_hold(manifest)
+        yield from self._was_intended(manifest)
+
+    def _group_holds(self, manifest: Manifest, group: GroupPlan) -> Violations:
+        samples = [member.key.sample for member in group.trajectories]
+        if len(set(samples)) != len(samples):
+            yield f"I4: group {group.group_id} has the samples {samples}"
+        rewards = [member.reward for member in group.trajectories]
+        for member in group.trajectories:
+            name = keys.trajectory_id(member.key)
+            if self._step_of.setdefault(name, manifest.step) != manifest.step:
+                yield f"I2: {name} is in step {self._step_of[name]} and {manifest.step}"
+            said = self._life.history.said.get(name, set())
+            if member.payload_crcs not in said:
+                yield f"{name} is planned with turns that nobody sealed"
+            others = _mean_of_others(rewards, member.reward)
+            expected = 0.0 if others is None else member.reward - others
+            if not math.isclose(member.advantage, expected, abs_tol=1e-6):
+                yield f"I4: {name} has the advantage {member.advantage}, not {expected}"
+
+    def _was_intended(self, manifest: Manifest) -> Violations:
+        """Whoever was about to write the plan of this step before had the same."""
+        config = self._life.config
+        if config.surplus != "drop" or config.chooses_by_event:
+            return  # what comes in between may change it: see `_history_repeats`
+        for intended in self._life.history.intended.pop(manifest.step, ()):
+            if _names(intended) != _names(manifest):
+                yield f"step {manifest.step} is not what a leader before was about to plan"
+
+    # the end
+
+    def _everything_ended(self) -> Violations:
+        """P4: everything is in a final state; what was acknowledged as sealed did not vanish."""
+        frontier = self._hash("frontier")
+        if frontier[b"stepped"] != frontier.get(b"planned", b"0"):
+            yield f"the run ended with {frontier}"
+        states = self._states()
+        accepted = int(self._hash("counts")[b"accepted"])
+        if len(states) != accepted:
+            yield f"P4: {accepted} are accepted, {len(states)} have a state"
+        for name, state in states.items():
+            if state.partition(":")[0] in _UNFINISHED:
+                yield f"P5: {name} is {state} at the end"
+            given_up = _GIVEN_UP.fullmatch(state)
+            if given_up and self._world.must_keep_leases(given_up[1]):
+                yield f"{name} is {state}, who lives"
+        for name in self._life.history.acknowledged:
+            state = states.get(name, "nowhere")
+            if state.partition(":")[0] not in {"planned", *_DROPPED, "surplus"}:
+                yield f"P1: {name} was acknowledged as sealed, and is {state}"
+        for group, entry in self._hash("groups").items():
+            if entry.endswith((b":open", b":decided")):
+                yield f"P5: group {group!r} is {entry!r} at the end"
+        yield from self._trained_once()
+        yield from self._nothing_came_back(states)
+
+    def _nothing_came_back(self, states: dict[str, str]) -> Violations:
+        """What left the ledger has no payload any more, whoever still wrote to it."""
+        ledger = self._hash("ledger")
+        for name, state in states.items():
+            turns = keys.trajectory_keys(self._life.run, name).turns.encode()
+            if name.encode() not in ledger and turns in self._values:
+                yield f"{name} is {state}, was released, and has turns again"
+
+    def _states(self) -> dict[str, str]:
+        """Every trajectory with its state, from the ledger, the plans and the compact records."""
+        states = {name: f"planned:{step}" for name, step in self._step_of.items()}
+        for record in self._hash("ended").values():
+            ended = decode_ends(record)
+            for key, end in zip(ended.trajectories, ended.ends, strict=True):
+                if (name := keys.trajectory_id(key)) in states:
+                    self._world.blame(f"{name} is {states[name]} and {end}")
+                states[name] = end
+        for raw, entry in self._hash("ledger").items():
+            name, state = raw.decode(), entry.decode()
+            if states.setdefault(name, state) != state:
+                self._world.blame(f"{name} is {states[name]} and {state}")
+        return states
+
+    def _trained_once(self) -> Violations:
+        """I2 and I3: what survives is every step once, each as it was planned."""
+        expected = {step: own_hash for step, (_, own_hash) in self.manifests.items()}
+        trained = self._life.history.trained
+        if trained != expected:
+            yield f"I3: the surviving steps are {sorted(trained)}, planned are {sorted(expected)}"
+
+    def _history_repeats(self) -> Violations:
+        """Whoever folds all events from the first on plans every batch again, to the bit."""
+        config = self._life.config
+        fold, selector = RunFold(config), Selector(config)
+        steps = sorted(self.manifests)
+        for event_id, record in self.events:
+            event = decode_event(record)
+            fold.apply(event_id, event)
+            selector.apply(event_id, event, fold)
+            while steps and event_order(self.manifests[steps[0]][0].last_event_id) <= event_order(
+                event_id
+            ):
+                manifest, _ = self.manifests[steps.pop(0)]
+                yield from self._is_planned_again(manifest, fold, selector)
+        if steps:
+            yield f"steps {steps} were planned at events that nobody wrote"
+
+    def _is_planned_again(
+        self, manifest: Manifest, fold: RunFold, selector: Selector
+    ) -> Violations:
+        config = self._life.config
+        ready = fold.ready[: len(manifest.groups)]
+        choice = selector.choice
+        if config.chooses_by_event:
+            ready = () if choice is None else choice.groups
+        if [each.group_id for each in ready] != [each.group_id for each in manifest.groups]:
+            yield f"step {manifest.step} is not planned again from the same events: other groups"
+            return
+        again = plan_batch(
+            ready,
+            config=config,
+            run=manifest.run,
+            step=manifest.step,
+            lineage=manifest.lineage,
+            previous_hash=manifest.previous_hash,
+            first_row_id=manifest.mini_batches[0].first_row_id,
+            config_revision=manifest.config_revision,
+            chosen_at="" if choice is None else choice.chosen_at,
+            masked_versions=() if choice is None else choice.masked_versions,
+        )
+        if again != manifest:
+            yield f"step {manifest.step} is not planned again from the same events"
+        fold.take(ready)
+        selector.pass_step(manifest.step)
+
+
+_NUMBERS = (
+    *("planned", "stepped", "committed", "released", "folded", "session_epoch"),
+    *("opened_groups", "ends", "closed"),
+)
+_GROWING = (
+    *("planned", "released", "folded", "session_epoch", "leader_epoch"),
+    *("opened_groups", "ends", "closed"),
+)
+
+
+def _names(manifest: Manifest) -> list[list[str]]:
+    return [[keys.trajectory_id(each.key) for each in g.trajectories] for g in manifest.groups]
+
+
+def _mean_of_others(rewards: Sequence[float], own: float) -> float | None:
+    if len(rewards) < 2:
+        return None
+    return (math.fsum(rewards) - own) / (len(rewards) - 1)
+
+
+def _mini_batches_hold(manifest: Manifest) -> Violations:
+    """I4 and I6: groups follow one another whole; denominators are what the plans add up to."""
+    next_group = 0
+    for part in manifest.mini_batches:
+        if part.first_group != next_group or part.num_groups < 1:
+            yield f"I4: a mini-batch of step {manifest.step} begins with group {part.first_group}"
+        next_group += part.num_groups
+        yield from _denominators_hold(manifest, part)
+    if next_group != len(manifest.groups):
+        yield f"I4: step {manifest.step} has {len(manifest.groups)} groups, not {next_group}"
+
+
+def _denominators_hold(manifest: Manifest, part: MiniBatchPlan) -> Violations:
+    groups = manifest.groups[part.first_group : part.first_group + part.num_groups]
+    live = [
+        (group.group_id, member.key, row.num_trained_tokens)
+        for group in groups
+        for member in group.trajectories
+        for row in member.sequences
+        if row.num_trained_tokens
+    ]
+    shipped = part.denominators
+    counted = (
+        sum(number for *_, number in live),
+        len(live),
+        len({key for _, key, _ in live}),
+        len({group for group, *_ in live}),
+    )
+    said = (
+        shipped.num_tokens,
+        shipped.num_sequences,
+        shipped.num_trajectories,
+        shipped.num_groups,
+    )
+    if said != counted:
+        yield f"I6: step {manifest.step} ships {said}, counted {counted}"
+
+
+def final_states(laws: Laws) -> Counter[str]:
+    """How many trajectories ended in which state."""
+    return Counter(state.partition(":")[0] for state in laws._states().values())

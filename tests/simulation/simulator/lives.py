@@ -1,0 +1,271 @@
+"""A life from a seed: the settings of a run, its processes, a storm, then calm until its end."""
+
+from __future__ import annotations
+
+import random
+import traceback
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from simulator import generators, services
+from simulator.borders import inside
+from simulator.clients import SyncClient
+from simulator.laws import Laws, final_states
+from simulator.life import Life
+from simulator.weather import Weather
+from simulator.world import Process, World
+from turnstream.batching.config import BatchingConfig
+from turnstream.errors import InvalidConfigError
+from turnstream.store.runs import create_run
+from turnstream_server.batcher.upkeep import Upkeep
+
+RUN = "life"
+_MAX_STEPS = 60_000
+_CALM_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """How a life went.
+
+    Attributes:
+        problems: what must not have happened; empty where all went well.
+        digest: of everything that happened: the same seed gives the same.
+    """
+
+    seed: int
+    problems: tuple[str, ...]
+    digest: int
+    num_steps: int
+    lasted_s: float
+    num_batches: int
+    faults: dict[str, int]
+    states: Counter[str]
+    refusals: dict[str, int]
+
+    def __str__(self) -> str:
+        if not self.problems:
+            return (
+                f"seed {self.seed}: well, {self.num_batches} batches, {dict(self.states)}, "
+                f"digest {self.digest:08x}"
+            )
+        shown = "\n  ".join(self.problems[:5])
+        return f"seed {self.seed}: after {self.num_steps} steps\n  {shown}"
+
+
+@dataclass
+class _Slot:
+    """A place for a process, which is filled again after it died."""
+
+    name: str
+    main: Callable[[Process, Life], Any]
+    process: Process | None = None
+    num_starts: int = 0
+    start_at_s: float = 0.0
+
+
+@dataclass
+class _Supervisor:
+    """Starts processes again."""
+
+    world: World
+    life: Life
+    slots: list[_Slot] = field(default_factory=list)
+
+    def tend(self) -> None:
+        """Look after every slot."""
+        for slot in self.slots:
+            process = slot.process
+            if process is not None and process.task.done() and not process.is_dead:
+                self._look_at_end(slot, process)
+            if process is None or process.is_over or self._is_given_up(slot, process):
+                self._refill(slot)
+
+    def _look_at_end(self, slot: _Slot, process: Process) -> None:
+        error = None if process.task.cancelled() else process.task.exception()
+        if error is not None:
+            self.world.blame(f"{process.name} failed: {error!r}")
+        self.world.kill(process)
+        slot.start_at_s = self.world.now_s + self.world.rng.random()
+
+    def _is_given_up(self, slot: _Slot, process: Process) -> bool:
+        """Whether another is started beside one that sleeps: it wakes up as a zombie."""
+        return process.asleep_until_s - self.world.now_s > 1.0 and slot.name == "trainer"
+
+    def _refill(self, slot: _Slot) -> None:
+        world = self.world
+        if slot.process is not None and slot.process.is_dead and slot.start_at_s < 0:
+            slot.start_at_s = world.now_s + world.rng.random() * 2
+        if world.now_s < slot.start_at_s or self.life.is_ended:
+            return
+        slot.num_starts += 1
+        main, life = slot.main, self.life
+        slot.process = world.start(f"{slot.name}{slot.num_starts}", lambda p: main(p, life))
+        slot.start_at_s = -1.0
+
+
+def live(seed: int) -> Verdict:
+    """Live through a seed. Within `borders.inside`."""
+    rng = random.Random(seed)
+    world = World(rng, _weather(rng))
+    life = _life(rng)
+    world.store.appends_only = rng.choice((b"everysec", b"everysec", b"always"))
+    create_run(SyncRun(world), RUN, life.config)  # type: ignore[arg-type]
+    laws = Laws(world, life)
+    slots = [_Slot("batcher-a", services.batcher), _Slot("batcher-b", services.batcher)]
+    slots += [
+        _Slot(f"generator-{n}-", generators.generator) for n in range(rng.choice((1, 2, 3, 3)))
+    ]
+    slots.append(_Slot("trainer", services.trainer))
+    supervisor = _Supervisor(world, life, slots)
+
+    def after_step() -> None:
+        laws.check_step()
+        if world.num_steps % 8 == 0:
+            supervisor.tend()
+
+    world.after_step = after_step
+    supervisor.tend()
+    storm_s = rng.choice((2.0, 4.0, 10.0))
+    world.run_until(lambda: world.now_s >= storm_s, max_steps=_MAX_STEPS, until_s=storm_s)
+    world.calm_down()
+    life.is_closing = True
+    world.start("closer", lambda process: generators.closer(process, life))
+    has_ended = world.run_until(
+        lambda: life.is_ended, max_steps=_MAX_STEPS, until_s=storm_s + _CALM_S
+    )
+    if not world.problems:
+        if has_ended:
+            laws.check_end()
+        else:
+            world.blame(f"P5: the run has not ended after {world.now_s:.0f} s: {_shown(world)}")
+    states = final_states(laws)
+    world.end()
+    return Verdict(
+        seed=seed,
+        problems=tuple(world.problems),
+        digest=_digest(world, laws),
+        num_steps=world.num_steps,
+        lasted_s=world.now_s,
+        num_batches=len(laws.manifests),
+        faults=world.counts,
+        states=states,
+        refusals=life.history.refusals,
+    )
+
+
+def lives(seeds: range) -> Iterator[Verdict]:
+    """Live through many."""
+    with inside():
+        for seed in seeds:
+            try:
+                yield live(seed)
+            except Exception as error:  # noqa: BLE001 - a script or the simulation failed: say where
+                yield _failed(seed, "".join(traceback.format_exception(error)))
+
+
+def _failed(seed: int, problem: str) -> Verdict:
+    return Verdict(
+        seed=seed,
+        problems=(problem,),
+        digest=0,
+        num_steps=0,
+        lasted_s=0.0,
+        num_batches=0,
+        faults={},
+        states=Counter(),
+        refusals={},
+    )
+
+
+class SyncRun(SyncClient):
+    """A client of the world's store outside of any process."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(None, world.store)
+
+    def sadd(self, key: str, *members: str) -> Any:
+        """Add to a set."""
+        return self.execute_command("SADD", key, *members)
+
+
+def _digest(world: World, laws: Laws) -> int:
+    crc = zlib.crc32(repr((world.num_steps, world.now_s, world.counts)).encode())
+    for event_id, record in laws.events:
+        crc = zlib.crc32(record, zlib.crc32(event_id.encode(), crc))
+    return crc
+
+
+def _shown(world: World) -> str:
+    """The store's hashes, for whoever looks into a failure."""
+    prefix = f"ts:{{{RUN}}}:".encode()
+    shown = {
+        name[len(prefix) :].decode(): value
+        for name, value in world.store.values.items()
+        if name.startswith(prefix) and name.endswith((b"frontier", b"groups", b"counts", b"leader"))
+    }
+    return repr(shown)
+
+
+def _weather(rng: random.Random) -> Weather:
+    """Some faults are frequent, others do not occur."""
+
+    def often(most: float) -> float:
+        return rng.choice((0.0, most / 4, most))
+
+    return Weather(
+        crash=often(0.006),
+        sleep=often(0.012),
+        lose=often(0.05),
+        repeat=often(0.1),
+        jump=often(0.001),
+        restart=often(0.003),
+        fill=often(0.001),
+    )
+
+
+def _life(rng: random.Random) -> Life:
+    while True:
+        try:
+            config = _config(rng)
+        except InvalidConfigError:
+            continue
+        break
+    return Life(
+        run=RUN,
+        config=config,
+        upkeep=Upkeep(
+            snapshot_events=rng.choice((8, 20, 1000)),
+            snapshot_steps=rng.choice((1, 2, 64)),
+            fold_ended=rng.choice((1, 3, 250)),
+        ),
+        leader_lease_s=rng.choice((1.0, 2.0)),
+        max_groups=rng.choice((3, 6, 12)),
+    )
+
+
+def _config(rng: random.Random) -> BatchingConfig:
+    batch_groups = rng.choice((1, 2, 4))
+    policy = rng.choice(("drop", "train_short", "refill", "refill"))
+    return BatchingConfig(
+        batch_groups=batch_groups,
+        mini_batch_groups=rng.choice((1, batch_groups)),
+        estimator="rloo",
+        max_staleness=rng.choice((0, 1, 2)),
+        max_planned_ahead=rng.choice((0, 1)),
+        max_age_policy=rng.choice(("keep", "keep", "drop", "mask")),
+        selection=rng.choice(("ready_first", "ready_first", "in_order", "oldest_weights")),
+        drop_zero_variance=rng.random() < 0.3,
+        lease_s=rng.choice((1.5, 3.0)),
+        takeover_s=rng.choice((0.0, 2.0, 4.0)),
+        group_deadline_s=rng.choice((0.0, 2.0, 5.0)),
+        reward_deadline_s=rng.choice((0.0, 1.0, 3.0)),
+        deadline_policy=policy,
+        max_refills=rng.choice((1, 3)) if policy == "refill" else 0,
+        refill_fallback=rng.choice(("drop", "train_short")) if policy == "refill" else "drop",
+        surplus=rng.choice(("drop", "keep")),
+        retain_checkpoints=rng.choice((1, 2)),
+    )

@@ -1,0 +1,158 @@
+"""The event loop of one process: it runs when the world says so, and sleeps by its clock."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from simulator.world import Process
+
+
+class ProcessLoop(asyncio.AbstractEventLoop):
+    """What asyncio's tasks, futures and timeouts need of a loop, and no more."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.ready: deque[asyncio.Handle] = deque()
+        self.tasks: dict[asyncio.Task[Any], None] = {}  # ordered, unlike a set
+
+    def run_ready(self) -> None:
+        """Run whatever is ready now, and what becomes ready by that."""
+        asyncio._set_running_loop(self)
+        try:
+            while self.ready:
+                handle = self.ready.popleft()
+                if not handle.cancelled():
+                    handle._run()
+        finally:
+            asyncio._set_running_loop(None)
+
+    def run_some(self, num_handles: int) -> None:
+        """Run so many of those that are ready."""
+        asyncio._set_running_loop(self)
+        try:
+            while self.ready and num_handles:
+                num_handles -= 1
+                handle = self.ready.popleft()
+                if not handle.cancelled():
+                    handle._run()
+        finally:
+            asyncio._set_running_loop(None)
+
+    def time(self) -> float:
+        return self.process.world.now_s
+
+    def call_soon(
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self.ready.append(handle)
+        self.process.world.wake(self.process)
+        return handle
+
+    call_soon_threadsafe = call_soon
+
+    def call_later(
+        self,
+        delay: float,
+        callback: Callable[..., object],
+        *args: Any,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self.time() + delay, callback, *args, context=context)
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        *args: Any,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        self.process.world.add_timer(when, handle, self.process)
+        return handle
+
+    def fire(self, handle: asyncio.Handle) -> None:
+        """A timer is due."""
+        if not handle.cancelled():
+            self.ready.append(handle)
+            self.process.world.wake(self.process)
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(
+        self, coro: Any, *, name: str | None = None, context: Context | None = None
+    ) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.Task(coro, loop=self, name=name, context=context)
+        self.tasks[task] = None
+        task.add_done_callback(self._forget)
+        return task
+
+    def run_in_executor(  # type: ignore[override]  # there are no threads here
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
+        future = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 - whatever it is, who waits is told
+            future.set_exception(error)
+        return future
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        if not self.process.is_dead:
+            self.process.world.blame(f"{self.process.name}: {context}")
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """A cancelled timer is passed over when its time comes."""
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self.tasks.pop(task, None)
+
+
+class Timers:
+    """Handles by when they are due."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Any, Any]] = []
+        self._count = 0
+
+    def add(self, when_s: float, what: Any, owner: Any) -> None:
+        """Remember something until its time."""
+        self._count += 1
+        heapq.heappush(self._heap, (when_s, self._count, what, owner))
+
+    @property
+    def next_s(self) -> float | None:
+        """When the first is due that is not cancelled."""
+        while self._heap:
+            when_s, _, what, owner = self._heap[0]
+            if not (what.cancelled() or owner.is_dead):
+                return when_s
+            heapq.heappop(self._heap)
+        return None
+
+    def take_due(self, now_s: float) -> list[tuple[Any, Any]]:
+        """Those that are due, in order."""
+        due: list[tuple[Any, Any]] = []
+        while self._heap and self._heap[0][0] <= now_s:
+            _, _, what, owner = heapq.heappop(self._heap)
+            due.append((what, owner))
+        return due
+
+
+Main = Callable[["Process"], Coroutine[Any, Any, None]]

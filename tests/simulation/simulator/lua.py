@@ -1,0 +1,279 @@
+"""The real scripts, run by a real Lua 5.1 in this process, over commands that a store carries out.
+
+Each is compiled once. As in a server, a script finds KEYS, ARGV, `redis` and `cjson`, may not touch
+a global that does not exist, and says with its flags whether it writes and whether it runs when
+the server is full. What of `redis` is not here raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lupa.lua51 as lupa
+
+from simulator.values import Status, StoreError
+
+Carry = Callable[[bytes, Sequence[bytes]], Any]
+
+_FLAGS = re.compile(rb"#!lua(?: +flags=([a-z,-]+))?[^\n]*")
+
+_SETUP = rb"""
+local carry, is_error, sha1hex, decode, encode, log = ...
+redis = {}
+function redis.error_reply(text)
+  return {err = text}
+end
+function redis.status_reply(text)
+  return {ok = text}
+end
+function redis.call(...)
+  local reply = carry(...)
+  if type(reply) == 'table' and reply.err then
+    error(reply, 0)
+  end
+  return reply
+end
+function redis.pcall(...)
+  return carry(...)
+end
+redis.sha1hex = sha1hex
+redis.log = log
+redis.LOG_WARNING = 3
+redis.LOG_NOTICE = 2
+cjson = {decode = decode, encode = encode, null = setmetatable({}, {__tostring = 'null'})}
+local function refusing(library)
+  return {__index = function(_, name) error(library .. name .. ' is not simulated') end}
+end
+setmetatable(redis, refusing('redis.'))
+setmetatable(cjson, refusing('cjson.'))
+local loadstring, setfenv, pcall, type = loadstring, setfenv, pcall, type
+local function compile(source, name)
+  local script, problem = loadstring(source, name)
+  if not script then
+    error(problem, 0)
+  end
+  return script
+end
+local function run(script, keys, args)
+  local is_well, reply = pcall(script, keys, args)
+  if is_well then
+    return reply
+  end
+  if type(reply) == 'table' and reply.err then
+    return reply
+  end
+  return {err = 'ERR ' .. tostring(reply), is_defect = true}
+end
+local function pack(...)
+  return {...}
+end
+local function end_setup()
+  for _, name in ipairs({'os', 'io', 'package', 'python', 'dofile', 'loadfile', 'require'}) do
+    _G[name] = nil
+  end
+  setmetatable(_G, {
+    __index = function(_, name) error('no global ' .. tostring(name), 2) end,
+    __newindex = function(_, name) error('a script sets the global ' .. tostring(name), 2) end,
+  })
+end
+return compile, run, pack, end_setup, cjson.null
+"""
+
+
+class ScriptDefectError(Exception):
+    """A script failed otherwise than by a reply: it is a defect."""
+
+
+class LoadedScript:
+    """A compiled script.
+
+    Attributes:
+        allows_oom: whether it runs when the server is full.
+        is_read_only: whether it may not write.
+    """
+
+    __slots__ = ("_function", "_scripts", "allows_oom", "is_read_only")
+
+    def __init__(self, scripts: Scripts, function: Any, flags: frozenset[bytes]) -> None:
+        self._scripts = scripts
+        self._function = function
+        self.allows_oom = b"allow-oom" in flags
+        self.is_read_only = b"no-writes" in flags
+
+    def run(self, keys: Sequence[bytes], args: Sequence[bytes]) -> Any:
+        """The reply.
+
+        Raises:
+            StoreError: the error reply.
+            ScriptDefectError: it failed otherwise.
+        """
+        return self._scripts.run(self._function, keys, args, is_read_only=self.is_read_only)
+
+
+class Scripts:
+    """One Lua state, and the scripts that were loaded into it; dear to make, so shared by stores.
+
+    Attributes:
+        carry_out: gives the reply of a command: its name in capitals, its words.
+    """
+
+    def __init__(self) -> None:
+        self.by_sha: dict[bytes, LoadedScript] = {}
+        self.carry_out: Carry = _nothing
+        self._is_read_only = False
+        runtime: Any = lupa.LuaRuntime  # its stub knows none of these arguments
+        self._lua = runtime(
+            encoding=None, unpack_returned_tuples=True, register_eval=False, register_builtins=False
+        )
+        self._constructors: dict[bytes, Any] = {}
+        load = self._lua.eval(b"loadstring")
+        self._raw_compile = load
+        setup = load(_SETUP, b"=setup")
+        self._compile, self._run, self._pack, end, self._null = setup(
+            self._carry, None, _sha1hex, self._decode, self._encode, _ignore
+        )
+        self._type = lupa.lua_type
+        end()
+
+    def load(self, source: bytes) -> bytes:
+        """Compile a script; its SHA-1, in hex."""
+        sha = hashlib.sha1(source, usedforsecurity=False).hexdigest().encode()
+        if sha not in self.by_sha:
+            first = _FLAGS.match(source)
+            if first is None:
+                raise StoreError("ERR the script has no line #!lua")
+            flags = frozenset((first[1] or b"").split(b",")) - {b""}
+            if flags - {b"no-writes", b"allow-oom"}:
+                raise StoreError(f"ERR unknown flags {sorted(flags)}")
+            body = b"local KEYS, ARGV = ..." + source[first.end() :]
+            self.by_sha[sha] = LoadedScript(self, self._compile(body, b"=script"), flags)
+        return sha
+
+    def run(
+        self, function: Any, keys: Sequence[bytes], args: Sequence[bytes], *, is_read_only: bool
+    ) -> Any:
+        """Run a compiled script."""
+        self._is_read_only = is_read_only
+        reply = self._run(function, self._pack(*keys), self._pack(*args))
+        return self._from_lua(reply)
+
+    def _carry(self, name: bytes, *args: Any) -> Any:
+        """redis.call, as a script sees it; an error is a table with `err`."""
+        words = [name, *[arg if type(arg) is bytes else _number(arg) for arg in args]]
+        name = name.upper()
+        try:
+            if self._is_read_only and name in _writes():
+                return self._error("ERR Write commands are not allowed from read-only scripts.")
+            reply = self.carry_out(name, words)
+        except StoreError as error:
+            return self._error(str(error))
+        return reply if type(reply) is bytes else self._to_lua(reply)
+
+    def _error(self, text: str) -> Any:
+        return self._lua.table_from({b"err": text.encode()})
+
+    def _to_lua(self, reply: Any) -> Any:
+        if reply is None:
+            return False
+        if type(reply) is list:
+            return self._pack(*[r if type(r) is bytes else self._to_lua(r) for r in reply])
+        if type(reply) is Status:
+            return self._lua.table_from({b"ok": bytes(reply)})
+        return reply
+
+    def _from_lua(self, reply: Any) -> Any:
+        if type(reply) is bytes or type(reply) is int:
+            return reply
+        if reply is None or reply is False:
+            return None
+        if reply is True:
+            return 1
+        if type(reply) is float:
+            return int(reply)
+        error = reply[b"err"]
+        if error is not None:
+            if reply[b"is_defect"]:
+                raise ScriptDefectError(error.decode(errors="replace"))
+            raise StoreError(error.decode(errors="replace"))
+        status = reply[b"ok"]
+        if status is not None:
+            return Status(status)
+        return self._list(reply)
+
+    def _list(self, table: Any) -> list[Any]:
+        values: list[Any] = []
+        for position in range(1, len(table) + 1):
+            value = table[position]
+            if value is None:
+                break
+            values.append(self._from_lua(value))
+        return values
+
+    def _decode(self, text: bytes) -> Any:
+        """cjson.decode: the text is compiled once into what makes the table anew every time."""
+        made = self._constructors.get(text)
+        if made is None:
+            source = b"local null = ... return " + _lua_source(json.loads(text))
+            made = self._constructors[text] = self._raw_compile(source, b"=json")
+        return made(self._null)
+
+    def _encode(self, value: Any) -> bytes:
+        return json.dumps(self._plain(value), separators=(",", ":")).encode()
+
+    def _plain(self, value: Any) -> Any:
+        if type(value) is bytes:
+            return value.decode()
+        if self._type(value) != "table":
+            return value
+        if len(value):
+            return [self._plain(value[position]) for position in range(1, len(value) + 1)]
+        return {key.decode(): self._plain(item) for key, item in value.items()}
+
+
+def _number(value: Any) -> bytes:
+    """How a server turns an argument of redis.call that is a number into words."""
+    if type(value) is int:
+        return b"%d" % value
+    if type(value) is float:
+        return b"%.17g" % value
+    raise ScriptDefectError(f"redis.call takes strings and numbers, not {value!r}")
+
+
+@functools.cache
+def _writes() -> frozenset[bytes]:
+    from simulator.store import WRITES  # which runs scripts by this module
+
+    return WRITES
+
+
+def _nothing(name: bytes, words: Sequence[bytes]) -> Any:
+    raise ScriptDefectError(f"no store carries out {name.decode()}")
+
+
+def _sha1hex(text: bytes) -> bytes:
+    return hashlib.sha1(text, usedforsecurity=False).hexdigest().encode()
+
+
+def _ignore(*_: Any) -> None:
+    """Log nothing."""
+
+
+def _lua_source(value: Any) -> bytes:
+    """A JSON value as a Lua expression; null is the local `null`."""
+    if value is None:
+        return b"null"
+    if value is True or value is False:
+        return b"true" if value else b"false"
+    if isinstance(value, int | float):
+        return repr(value).encode()
+    if isinstance(value, str):
+        return b'"' + b"".join(b"\\%03d" % byte for byte in value.encode()) + b'"'
+    if isinstance(value, list):
+        return b"{" + b",".join(map(_lua_source, value)) + b"}"
+    pairs = [b"[" + _lua_source(key) + b"]=" + _lua_source(item) for key, item in value.items()]
+    return b"{" + b",".join(pairs) + b"}"

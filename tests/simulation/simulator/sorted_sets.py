@@ -1,0 +1,134 @@
+"""Commands on sorted sets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from simulator.values import StoreError, ZSet
+from simulator.words import Command, NotSimulatedError, Words, integer, score_of, shown
+
+if TYPE_CHECKING:
+    from simulator.store import Store
+
+
+def _zadd(store: Store, words: Words) -> int:
+    first = 2
+    is_new_only = words[2].upper() == b"NX"
+    first += is_new_only
+    if len(words) == first or (len(words) - first) % 2:
+        raise StoreError("ERR syntax error")
+    pairs = [(score_of(words[i]), words[i + 1]) for i in range(first, len(words), 2)]
+    zset = store.make(words[1], ZSet)
+    if is_new_only:
+        pairs = [pair for pair in pairs if pair[1] not in zset.scores]
+    return sum([zset.add(member, score) for score, member in pairs])
+
+
+def _zrem(store: Store, words: Words) -> int:
+    zset = store.get(words[1], ZSet)
+    if zset is None:
+        return 0
+    num_gone = sum([zset.remove(member) for member in words[2:]])
+    store.drop_if_empty(words[1], zset)
+    return num_gone
+
+
+def _zscore(store: Store, words: Words) -> Any:
+    zset = store.get(words[1], ZSet)
+    score = None if zset is None else zset.scores.get(words[2])
+    return None if score is None else shown(score)
+
+
+def _zcard(store: Store, words: Words) -> int:
+    return len(store.get(words[1], ZSet) or ())
+
+
+def _zincrby(store: Store, words: Words) -> bytes:
+    by = score_of(words[2])
+    zset = store.make(words[1], ZSet)
+    score = zset.scores.get(words[3], 0.0) + by
+    zset.add(words[3], score)
+    return shown(score)
+
+
+def _listed(pairs: Sequence[tuple[float, bytes]], with_scores: bool) -> list[bytes]:
+    if not with_scores:
+        return [member for _, member in pairs]
+    return [word for score, member in pairs for word in (member, shown(score))]
+
+
+def _zrange(store: Store, words: Words) -> list[bytes]:
+    options = [word.upper() for word in words[4:]]
+    if options not in ([], [b"WITHSCORES"]):
+        raise NotSimulatedError(b" ".join(words).decode())
+    zset = store.get(words[1], ZSet)
+    order = [] if zset is None else zset.order
+    first, last = integer(words[2]), integer(words[3])
+    first = max(0, first + len(order)) if first < 0 else first
+    last = last + len(order) if last < 0 else last
+    return _listed(order[first : last + 1], bool(options))
+
+
+def _bound(word: bytes) -> tuple[float, bool]:
+    is_open = word[:1] == b"("
+    try:
+        return score_of(word[1:] if is_open else word), is_open
+    except StoreError:
+        raise StoreError("ERR min or max is not a float") from None
+
+
+def _within(zset: ZSet | None, low: bytes, high: bytes) -> list[tuple[float, bytes]]:
+    (least, is_above), (most, is_below) = _bound(low), _bound(high)
+    if zset is None:
+        return []
+    return [
+        pair
+        for pair in zset.order
+        if (least < pair[0] if is_above else least <= pair[0])
+        and (pair[0] < most if is_below else pair[0] <= most)
+    ]
+
+
+def _zrangebyscore(store: Store, words: Words) -> list[bytes]:
+    pairs = _within(store.get(words[1], ZSet), words[2], words[3])
+    at = 4
+    with_scores = False
+    while at < len(words):
+        option = words[at].upper()
+        if option == b"WITHSCORES":
+            with_scores, at = True, at + 1
+        elif option == b"LIMIT":
+            start, count = integer(words[at + 1]), integer(words[at + 2])
+            pairs = pairs[start:] if count < 0 else pairs[start : start + count]
+            at += 3
+        else:
+            raise NotSimulatedError(b" ".join(words).decode())
+    return _listed(pairs, with_scores)
+
+
+def _zcount(store: Store, words: Words) -> int:
+    return len(_within(store.get(words[1], ZSet), words[2], words[3]))
+
+
+def _zremrangebyscore(store: Store, words: Words) -> int:
+    zset = store.get(words[1], ZSet)
+    gone = _within(zset, words[2], words[3])
+    for _, member in gone:
+        zset.remove(member)
+    if gone:
+        store.drop_if_empty(words[1], zset)
+    return len(gone)
+
+
+SORTED_SETS: dict[bytes, Command] = {
+    b"ZADD": _zadd,
+    b"ZREM": _zrem,
+    b"ZSCORE": _zscore,
+    b"ZCARD": _zcard,
+    b"ZINCRBY": _zincrby,
+    b"ZRANGE": _zrange,
+    b"ZRANGEBYSCORE": _zrangebyscore,
+    b"ZCOUNT": _zcount,
+    b"ZREMRANGEBYSCORE": _zremrangebyscore,
+}

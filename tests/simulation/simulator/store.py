@@ -1,0 +1,144 @@
+"""The commands of a server that Turnstream uses, over a dictionary, by a clock that is set by hand.
+
+A command or an option that is not known here raises `NotSimulatedError`: better than to guess.
+`tests/simulation/test_store.py` compares them with real servers.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+from simulator.lua import Scripts
+from simulator.plain import PLAIN
+from simulator.sorted_sets import SORTED_SETS
+from simulator.streams import STREAMS
+from simulator.values import EntryId, StoreError, Value, ZSet
+from simulator.words import Command, NotSimulatedError, Words
+
+_WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
+_SCRIPTS = Scripts()
+
+
+class Store:
+    """A server in memory.
+
+    Attributes:
+        now_ms: its clock.
+        is_full: whether it is above `maxmemory`: scripts without allow-oom are refused.
+        num_added: entries that were ever added to streams.
+        appended: told of every entry that is added to a stream: its key, id and fields.
+    """
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+        self.num_added = 0
+        self.is_full = False
+        self.appended: Callable[[bytes, EntryId, list[bytes]], None] | None = None
+        self.values: dict[bytes, Value] = {}
+        self.expires: dict[bytes, float] = {}
+        self._next_expiry_ms = math.inf
+        self.known_scripts: set[bytes] = set()
+        self.scripts = _SCRIPTS
+        self.appends_only = b"everysec"
+
+    def execute(self, words: Words) -> Any:
+        """The reply of a command.
+
+        Raises:
+            StoreError: the error reply.
+            NotSimulatedError: no such command here.
+        """
+        name = words[0].upper()
+        if name == b"EVALSHA":
+            return self._evaluate(words)
+        return self.call(name, words)
+
+    def call(self, name: bytes, words: Words) -> Any:
+        """The same for commands that a script may call too."""
+        command = COMMANDS.get(name)
+        if command is None:
+            raise NotSimulatedError(f"the command {name.decode()}")
+        if self.now_ms >= self._next_expiry_ms:
+            self._expire()
+        try:
+            return command(self, words)
+        except IndexError:
+            raise StoreError("ERR wrong number of arguments") from None
+
+    def forget_scripts(self) -> None:
+        """As after a restart."""
+        self.known_scripts.clear()
+
+    def save(self) -> Any:
+        """What a disk would hold now, for `load`."""
+        return copy.deepcopy((self.values, self.expires))
+
+    def load(self, saved: Any) -> None:
+        """Start with what the disk holds."""
+        self.values, self.expires = copy.deepcopy(saved)
+        self._next_expiry_ms = 0.0
+        self.forget_scripts()
+
+    def get(self, key: bytes, kind: type[Any]) -> Any:
+        """The value of a key, None where there is none.
+
+        Raises:
+            StoreError: it is of another type.
+        """
+        value = self.values.get(key)
+        if value is not None and type(value) is not kind:
+            raise StoreError(_WRONG_TYPE)
+        return value
+
+    def make(self, key: bytes, kind: type[Any]) -> Any:
+        """The value of a key, made where there is none."""
+        value = self.get(key, kind)
+        if value is None:
+            value = self.values[key] = kind()
+        return value
+
+    def drop_if_empty(self, key: bytes, value: dict[bytes, bytes] | set[bytes] | ZSet) -> None:
+        """A collection without members is no key."""
+        if not value:
+            self.drop(key)
+
+    def drop(self, key: bytes) -> bool:
+        """Whether the key was there."""
+        self.expires.pop(key, None)
+        return self.values.pop(key, None) is not None
+
+    def expire_at(self, key: bytes, end_ms: float) -> None:
+        """Drop a key at a time."""
+        self.expires[key] = end_ms
+        self._next_expiry_ms = min(self._next_expiry_ms, end_ms)
+
+    def _expire(self) -> None:
+        for key in [key for key, end_ms in self.expires.items() if end_ms <= self.now_ms]:
+            self.drop(key)
+        self._next_expiry_ms = min(self.expires.values(), default=math.inf)
+
+    def _evaluate(self, words: Words) -> Any:
+        sha, num_keys = words[1], int(words[2])
+        if sha not in self.known_scripts:
+            raise StoreError("NOSCRIPT No matching script. Please use EVAL.")
+        script = self.scripts.by_sha[sha]
+        self.scripts.carry_out = self.call
+        if self.is_full and not script.allows_oom and not script.is_read_only:
+            raise StoreError("OOM command not allowed when used memory > 'maxmemory'.")
+        return script.run(words[3 : 3 + num_keys], words[3 + num_keys :])
+
+
+COMMANDS: dict[bytes, Command] = {**PLAIN, **SORTED_SETS, **STREAMS}
+"""Every command that is simulated."""
+
+WRITES = frozenset(
+    {
+        *(b"UNLINK", b"DEL", b"EXPIRE", b"PEXPIRE", b"PERSIST", b"SET", b"INCR", b"INCRBY"),
+        *(b"DECR", b"DECRBY", b"HSET", b"HSETNX", b"HDEL", b"HINCRBY", b"SADD", b"SREM"),
+        *(b"ZADD", b"ZREM", b"ZINCRBY", b"ZREMRANGEBYSCORE", b"XADD", b"XDEL", b"XTRIM"),
+    }
+)
+"""Those that a script with the flag no-writes may not call."""

@@ -1,0 +1,32 @@
+"""How much goes wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weather:
+    """How often, per step of the world, something goes wrong.
+
+    Attributes:
+        crash: a process is killed.
+        sleep: a process stops for up to `longest_sleep_s`, and wakes up as if nothing had been.
+        lose: a call, or its reply, is lost together with the connection.
+        repeat: a call is carried out twice, as when a client sends it again.
+        jump: the clock of the store is set forward or back.
+        restart: every connection is lost, and the store forgets the scripts.
+        fill: the store is full for a while.
+    """
+
+    crash: float = 0.0
+    sleep: float = 0.0
+    lose: float = 0.0
+    repeat: float = 0.0
+    jump: float = 0.0
+    restart: float = 0.0
+    fill: float = 0.0
+    longest_sleep_s: float = 8.0
+
+
+CALM = Weather()

@@ -1,0 +1,399 @@
+"""One thread that decides by a seed what happens next: which process runs, which call is served.
+
+A call to the store is in flight from the moment when a process makes it until the world serves it;
+its reply waits until the world lets the process run. Between any two such moments a process can be
+killed or put to sleep, and a call, its reply or the whole connection can be lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from simulator.loops import Main, ProcessLoop, Timers
+from simulator.store import Store
+from simulator.values import StoreError
+from simulator.weather import CALM, Weather
+
+EPOCH_MS = 1_700_000_000_000
+_MAX_STEP_S = 0.002
+_IDLE_S = 0.05
+
+
+class Process:
+    """Something that can be killed: a loop and what runs in it.
+
+    Attributes:
+        begun: what it has begun and will not begin again.
+    """
+
+    def __init__(self, world: World, name: str, main: Main) -> None:
+        self.world = world
+        self.name = name
+        self.is_dead = False
+        self.is_queued = False
+        self.asleep_until_s = 0.0
+        self.begun: set[Any] = set()
+        self.loop = ProcessLoop(self)
+        self.task = self.loop.create_task(main(self), name=name)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its work is done, or it was killed."""
+        return self.is_dead or self.task.done()
+
+    def kill(self) -> None:
+        """End it as by SIGKILL: not one more byte of it reaches the store."""
+        self.is_dead = True
+        for _ in range(50):
+            for task in [*self.loop.tasks]:
+                task.cancel()
+            self.loop.run_ready()
+            if not self.loop.tasks:
+                break
+        else:
+            self.world.blame(f"{self.name} cannot be ended: {[*self.loop.tasks]}")
+        if self.task.done() and not self.task.cancelled():
+            self.task.exception()
+
+
+@dataclass(eq=False)
+class Request:
+    """Commands of a process that are on their way to the store.
+
+    Attributes:
+        is_whole: carried out as one, as MULTI and EXEC.
+        may_repeat: whether the client sends it again by itself.
+    """
+
+    process: Process
+    commands: Sequence[Sequence[bytes]]
+    answered: asyncio.Future[list[Any]]
+    is_whole: bool = False
+    may_repeat: bool = True
+
+
+@dataclass(eq=False)
+class BlockedRead:
+    """An XREAD that waits for entries."""
+
+    request: Request
+    is_over: bool = False
+
+    def cancelled(self) -> bool:
+        """Whether it was answered."""
+        return self.is_over
+
+
+@dataclass
+class World:
+    """The store, the processes, and chance.
+
+    Attributes:
+        problems: what must not have happened.
+        counts: of the faults that did.
+    """
+
+    rng: random.Random
+    weather: Weather = CALM
+    store: Store = field(default_factory=Store)
+    now_s: float = 0.0
+    clock_ahead_ms: float = 0.0
+    num_steps: int = 0
+    problems: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    after_step: Callable[[], None] | None = None
+    processes: list[Process] = field(default_factory=list)
+    may_crash: Callable[[Process], bool] = lambda _: True
+
+    def __post_init__(self) -> None:
+        self._runnable: list[Process] = []
+        self._requests: list[Request] = []
+        self._blocked: list[BlockedRead] = []
+        self._timers = Timers()
+        self._full_until_s = 0.0
+        self._num_seen = 0
+        self._set_clock()
+
+    def start(self, name: str, main: Main) -> Process:
+        """Begin a process."""
+        process = Process(self, name, main)
+        self.processes.append(process)
+        return process
+
+    def must_keep_leases(self, name: str) -> bool:
+        """Whether a process of this name lives, and nothing kept it from renewing its leases."""
+        if self.counts.keys() & {"lose", "jump", "restart", "fill"}:
+            return False
+        return any(each.name == name and not each.asleep_until_s for each in self.processes)
+
+    def blame(self, problem: str) -> None:
+        """Something happened that must not."""
+        self.problems.append(problem)
+
+    def note(self, fault: str) -> None:
+        """Count a fault."""
+        self.counts[fault] = self.counts.get(fault, 0) + 1
+
+    def wake(self, process: Process) -> None:
+        """A process has something to run."""
+        if not process.is_queued and not process.is_dead:
+            process.is_queued = True
+            self._runnable.append(process)
+
+    def add_timer(self, when_s: float, what: Any, owner: Any) -> None:
+        """Something is to happen in a process at a time."""
+        self._timers.add(when_s, what, owner)
+
+    def send(self, request: Request) -> None:
+        """A process calls the store."""
+        if request.process.is_dead:
+            request.answered.set_exception(RedisConnectionError("the process is dead"))
+        else:
+            self._requests.append(request)
+
+    def run_until(self, is_over: Callable[[], bool], *, max_steps: int, until_s: float) -> bool:
+        """Go on until something is so; False where it never was within these bounds."""
+        last = self.num_steps + max_steps
+        while not self.problems:
+            if is_over():
+                return True
+            if self.num_steps >= last or self.now_s >= until_s:
+                return False
+            self.step()
+        return False
+
+    def step(self) -> None:
+        """One thing happens."""
+        self.num_steps += 1
+        rng = self.rng
+        self.now_s += rng.random() * _MAX_STEP_S
+        if not self._runnable and not self._requests:
+            next_s = self._timers.next_s
+            self.now_s = max(self.now_s, self.now_s + _IDLE_S if next_s is None else next_s)
+        self._set_clock()
+        self._fire_timers()
+        if self.weather is not CALM:
+            self._let_go_wrong()
+        choices = len(self._runnable) + len(self._requests)
+        if choices:
+            chosen = int(rng.random() * choices)
+            if chosen < len(self._runnable):
+                self._run(chosen)
+            else:
+                self._serve(self._requests.pop(chosen - len(self._runnable)))
+        if self.after_step is not None:
+            self.after_step()
+
+    def kill(self, process: Process) -> None:
+        """Kill a process; what it has sent may still arrive."""
+        self._requests = [
+            request
+            for request in self._requests
+            if request.process is not process or self.rng.random() < 0.5
+        ]
+        self._blocked = [each for each in self._blocked if each.request.process is not process]
+        process.kill()
+        self.processes.remove(process)
+        if process.is_queued:
+            self._runnable.remove(process)
+            process.is_queued = False
+
+    def end(self) -> None:
+        """Kill everything."""
+        self._requests.clear()
+        for process in [*self.processes]:
+            self.kill(process)
+
+    def lose_connections(self) -> None:
+        """Every call that is in flight fails; some were carried out before."""
+        for blocked in self._blocked:
+            blocked.is_over = True
+            _fail(blocked.request)
+        self._blocked.clear()
+        requests, self._requests = self._requests, []
+        for request in requests:
+            if self.rng.random() < 0.5:
+                self._carry_out(request, self._some_of(request))
+            _fail(request)
+
+    def _set_clock(self) -> None:
+        self.store.now_ms = EPOCH_MS + self.now_s * 1000 + self.clock_ahead_ms
+
+    def _fire_timers(self) -> None:
+        for what, process in self._timers.take_due(self.now_s):
+            if process.is_dead:
+                continue
+            if isinstance(what, BlockedRead):
+                if not what.is_over:
+                    self._blocked.remove(what)
+                    self._answer(what, None)
+            elif what is process:
+                self._wake_up(process)
+            else:
+                process.loop.fire(what)
+
+    def _wake_up(self, process: Process) -> None:
+        if process.loop.ready:
+            self.wake(process)
+
+    def _run(self, position: int) -> None:
+        process = self._runnable[position]
+        if process.asleep_until_s > self.now_s:
+            self._unqueue(position)
+            return
+        if self.rng.random() < 0.1:
+            process.loop.run_some(1 + int(self.rng.random() * 3))
+        else:
+            process.loop.run_ready()
+        if not process.loop.ready:
+            self._unqueue(self._runnable.index(process))
+
+    def _unqueue(self, position: int) -> None:
+        process = self._runnable[position]
+        process.is_queued = False
+        self._runnable[position] = self._runnable[-1]
+        self._runnable.pop()
+
+    # serving calls
+
+    def _serve(self, request: Request) -> None:
+        weather, rng = self.weather, self.rng
+        if weather.lose and rng.random() < weather.lose:
+            self.note("lose")
+            self._carry_out(request, self._some_of(request))
+            _fail(request)
+            return
+        replies = self._carry_out(request, request.commands)
+        if weather.repeat and request.may_repeat and rng.random() < weather.repeat:
+            self.note("repeat")
+            replies = self._carry_out(request, request.commands)
+        if replies is not None and not request.answered.done() and not request.process.is_dead:
+            request.answered.set_result(replies)
+
+    def _some_of(self, request: Request) -> Sequence[Sequence[bytes]]:
+        """Those of the commands that are carried out although their reply is lost."""
+        num_commands = len(request.commands)
+        if request.is_whole:
+            return request.commands if self.rng.random() < 0.5 else ()
+        return request.commands[: self.rng.randrange(num_commands + 1)]
+
+    def _carry_out(self, request: Request, commands: Sequence[Sequence[bytes]]) -> list[Any] | None:
+        """The replies, in which errors stand as they are; None where the call waits for entries."""
+        replies: list[Any] = []
+        for words in commands:
+            if words[0] == b"XREAD" and b"BLOCK" in words[:4]:
+                return self._block(request, words)
+            try:
+                replies.append(self.store.execute(words))
+            except StoreError as error:
+                replies.append(error)
+        if self._blocked and self.store.num_added != self._num_seen:
+            self._num_seen = self.store.num_added
+            self._unblock()
+        return replies
+
+    def _block(self, request: Request, words: Sequence[bytes]) -> list[Any] | None:
+        reply = self.store.execute(_without_block(words))
+        if reply is not None:
+            return [reply]
+        if request.answered.done() or request.process.is_dead:
+            return None
+        blocked = BlockedRead(request)
+        self._blocked.append(blocked)
+        wait_ms = int(words[list(words).index(b"BLOCK") + 1])
+        self._timers.add(self.now_s + wait_ms / 1000, blocked, request.process)
+        return None
+
+    def _unblock(self) -> None:
+        for blocked in [*self._blocked]:
+            if blocked.request.answered.done():
+                blocked.is_over = True
+                self._blocked.remove(blocked)
+                continue
+            reply = self.store.execute(_without_block(blocked.request.commands[0]))
+            if reply is not None:
+                self._blocked.remove(blocked)
+                self._answer(blocked, reply)
+
+    def _answer(self, blocked: BlockedRead, reply: Any) -> None:
+        blocked.is_over = True
+        if not blocked.request.answered.done():
+            blocked.request.answered.set_result([reply])
+
+    # faults
+
+    def _let_go_wrong(self) -> None:
+        weather, rng = self.weather, self.rng
+        chance = rng.random()
+        for fault, happen in (
+            (weather.crash, self._crash_one),
+            (weather.sleep, self._put_one_to_sleep),
+            (weather.jump, self._set_clock_wrong),
+            (weather.restart, self._restart_store),
+            (weather.fill, self._fill_store),
+        ):
+            if chance < fault:
+                happen()
+                return
+            chance -= fault
+        if self.store.is_full and self.now_s >= self._full_until_s:
+            self.store.is_full = False
+
+    def _crash_one(self) -> None:
+        living = [each for each in self.processes if not each.is_over and self.may_crash(each)]
+        if living:
+            self.note("crash")
+            self.kill(self.rng.choice(living))
+
+    def _put_one_to_sleep(self) -> None:
+        if self.processes:
+            self.note("sleep")
+            process = self.rng.choice(self.processes)
+            process.asleep_until_s = self.now_s + self.rng.random() * self.weather.longest_sleep_s
+            self._timers.add(process.asleep_until_s, _Alarm(), process)
+
+    def _set_clock_wrong(self) -> None:
+        self.note("jump")
+        self.clock_ahead_ms += self.rng.choice((-3_600_000, -5_000, -500, 500, 5_000, 3_600_000))
+        self._set_clock()
+
+    def _restart_store(self) -> None:
+        self.note("restart")
+        self.lose_connections()
+        self.store.forget_scripts()
+
+    def _fill_store(self) -> None:
+        self.note("fill")
+        self.store.is_full = True
+        self._full_until_s = self.now_s + self.rng.random() * 2
+
+    def calm_down(self) -> None:
+        """From now on nothing goes wrong."""
+        self.weather = CALM
+        self.store.is_full = False
+
+
+class _Alarm:
+    """What wakes a process that sleeps: it goes on with what is ready."""
+
+    def cancelled(self) -> bool:
+        return False
+
+    def _run(self) -> None:
+        """Nothing: the process runs, that is all."""
+
+
+def _fail(request: Request) -> None:
+    if not request.answered.done() and not request.process.is_dead:
+        request.answered.set_exception(RedisConnectionError("the connection was lost"))
+
+
+def _without_block(words: Sequence[bytes]) -> list[bytes]:
+    at = words.index(b"BLOCK")
+    return [*words[:at], *words[at + 2 :]]

@@ -1,0 +1,310 @@
+"""The store in memory says what a server says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import redis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from simulator.clients import error_of
+from simulator.lua import ScriptDefectError
+from simulator.store import COMMANDS, WRITES, Store
+from simulator.values import StoreError
+from simulator.words import NotSimulatedError
+from turnstream.store.replies import error_text
+
+HASH, ZSET, STREAM, SET, STRING = b"hash", b"zset", b"stream", b"set", b"string"
+KEYS = [HASH, ZSET, STREAM, SET, STRING]
+CALL = b"#!lua\nreturn redis.call(unpack(ARGV))"
+UNORDERED = {b"SMEMBERS"}
+NOT_COMPARED = {
+    b"TIME",  # the clock of the simulation is set by hand
+    b"TTL",
+    b"PTTL",
+    b"SCRIPT",
+    b"CONFIG",
+}
+
+names = st.sampled_from([b"a", b"b", b"c", b"d"])
+texts = st.sampled_from([b"", b"1", b"x", b"\xff\x00", b"-7", b"99999999999"])
+numbers = st.integers(-3, 6).map(lambda n: b"%d" % n)
+scores = st.sampled_from([b"0", b"1", b"1.5", b"-2", b"1700000000123", b"3e2", b"nan", b"x"])
+bounds = st.sampled_from([b"-inf", b"+inf", b"0", b"1", b"(1", b"1.5", b"(-2", b"x"])
+ids = st.sampled_from([b"0-1", b"0-2", b"0-3", b"1-0", b"1-1", b"2-0", b"3", b"0-0", b"x"])
+low_ids = st.one_of(st.just(b"-"), ids, st.sampled_from([b"(0-1", b"(1-0"]))
+high_ids = st.one_of(st.just(b"+"), ids)
+counts = st.sampled_from([(), (b"COUNT", b"1"), (b"COUNT", b"2")])
+
+
+def words(*parts: Any) -> st.SearchStrategy[list[bytes]]:
+    """Commands of these parts: a word stands for itself, a strategy may give several."""
+    drawn = [part if isinstance(part, st.SearchStrategy) else st.just(part) for part in parts]
+    return st.tuples(*drawn).map(_flat)
+
+
+def _flat(parts: Sequence[Any]) -> list[bytes]:
+    flat: list[bytes] = []
+    for part in parts:
+        flat += [part] if isinstance(part, bytes) else _flat(part)
+    return flat
+
+
+def some(*parts: st.SearchStrategy[Any], most: int = 3) -> st.SearchStrategy[Any]:
+    """Several of them."""
+    return st.lists(st.tuples(*parts), min_size=1, max_size=most)
+
+
+any_key = st.sampled_from(KEYS)
+BY_COMMAND: dict[bytes, st.SearchStrategy[list[bytes]]] = {
+    b"EXISTS": words(b"EXISTS", some(any_key)),
+    b"UNLINK": words(b"UNLINK", some(any_key)),
+    b"DEL": words(b"DEL", some(any_key)),
+    b"TYPE": words(b"TYPE", any_key),
+    b"EXPIRE": words(b"EXPIRE", any_key, st.sampled_from([b"1000", b"0", b"-1", b"x"])),
+    b"PEXPIRE": words(b"PEXPIRE", any_key, st.sampled_from([b"1000000", b"0", b"1.5"])),
+    b"PERSIST": words(b"PERSIST", any_key),
+    b"GET": words(b"GET", STRING),
+    b"SET": words(b"SET", STRING, texts, st.sampled_from([(), (b"NX",)])),
+    b"INCR": words(b"INCR", STRING),
+    b"INCRBY": words(b"INCRBY", STRING, st.one_of(numbers, texts)),
+    b"DECR": words(b"DECR", STRING),
+    b"DECRBY": words(b"DECRBY", STRING, numbers),
+    b"HGET": words(b"HGET", HASH, names),
+    b"HSET": words(b"HSET", HASH, some(names, texts)),
+    b"HSETNX": words(b"HSETNX", HASH, names, texts),
+    b"HMGET": words(b"HMGET", HASH, some(names)),
+    b"HGETALL": words(b"HGETALL", HASH),
+    b"HKEYS": words(b"HKEYS", HASH),
+    b"HVALS": words(b"HVALS", HASH),
+    b"HLEN": words(b"HLEN", HASH),
+    b"HEXISTS": words(b"HEXISTS", HASH, names),
+    b"HDEL": words(b"HDEL", HASH, some(names)),
+    b"HINCRBY": words(b"HINCRBY", HASH, names, st.one_of(numbers, texts)),
+    b"HSCAN": words(b"HSCAN", HASH, b"0", b"COUNT", b"100"),
+    b"SADD": words(b"SADD", SET, some(names)),
+    b"SREM": words(b"SREM", SET, some(names)),
+    b"SMEMBERS": words(b"SMEMBERS", SET),
+    b"SISMEMBER": words(b"SISMEMBER", SET, names),
+    b"SCARD": words(b"SCARD", SET),
+    b"ZADD": words(b"ZADD", ZSET, st.sampled_from([(), (b"NX",)]), some(scores, names)),
+    b"ZREM": words(b"ZREM", ZSET, some(names)),
+    b"ZSCORE": words(b"ZSCORE", ZSET, names),
+    b"ZCARD": words(b"ZCARD", ZSET),
+    b"ZINCRBY": words(b"ZINCRBY", ZSET, st.sampled_from([b"1", b"-0.5", b"x"]), names),
+    b"ZRANGE": words(b"ZRANGE", ZSET, numbers, numbers, st.sampled_from([(), (b"WITHSCORES",)])),
+    b"ZRANGEBYSCORE": words(
+        b"ZRANGEBYSCORE",
+        ZSET,
+        bounds,
+        bounds,
+        st.sampled_from([(), (b"WITHSCORES",)]),
+        st.sampled_from([(), (b"LIMIT", b"0", b"2"), (b"LIMIT", b"1", b"-1")]),
+    ),
+    b"ZCOUNT": words(b"ZCOUNT", ZSET, bounds, bounds),
+    b"ZREMRANGEBYSCORE": words(b"ZREMRANGEBYSCORE", ZSET, bounds, bounds),
+    b"XADD": words(
+        b"XADD",
+        STREAM,
+        st.sampled_from([(), (b"MAXLEN", b"1"), (b"MAXLEN", b"2")]),
+        ids,
+        some(names, texts, most=2),
+    ),
+    b"XRANGE": words(b"XRANGE", STREAM, low_ids, high_ids, counts),
+    b"XREVRANGE": words(b"XREVRANGE", STREAM, high_ids, low_ids, counts),
+    b"XLEN": words(b"XLEN", STREAM),
+    b"XDEL": words(b"XDEL", STREAM, some(ids)),
+    b"XTRIM": words(b"XTRIM", STREAM, st.sampled_from([(b"MAXLEN", b"1"), (b"MINID", b"1-0")])),
+    b"XREAD": words(b"XREAD", counts, b"STREAMS", STREAM, ids),
+}
+wrong_types = st.tuples(st.one_of(*BY_COMMAND.values()), any_key).map(
+    lambda drawn: [drawn[1] if word in KEYS else word for word in drawn[0]]
+)
+commands = st.one_of(*BY_COMMAND.values(), wrong_types)
+calls = st.lists(st.tuples(st.booleans(), commands), min_size=1, max_size=40)
+
+
+class Both:
+    """A server and the store in memory, told the same."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._client = client
+        self._store = Store()
+        self.sha = str(client.script_load(CALL.decode())).encode()
+        assert self._store.execute([b"SCRIPT", b"LOAD", CALL]) == self.sha
+
+    def say(self, command: list[bytes], *, by_script: bool) -> tuple[Any, Any]:
+        """Both replies, in the same form."""
+        if by_script:
+            command = [b"EVALSHA", self.sha, b"0", *command]
+        return self._real(command), self._simulated(command)
+
+    def _real(self, command: list[bytes]) -> Any:
+        connection = self._client.connection_pool.get_connection()
+        try:
+            connection.send_command(*command)
+            return connection.read_response()
+        except redis.ResponseError as error:
+            return _code(error)
+        finally:
+            self._client.connection_pool.release(connection)
+
+    def _simulated(self, command: list[bytes]) -> Any:
+        try:
+            reply = self._store.execute(command)
+        except StoreError as error:
+            return _code(error_of(error))  # type: ignore[arg-type]
+        return reply
+
+
+def _code(error: redis.ResponseError) -> str:
+    """Which kind of error it is: their wording differs from release to release."""
+    return f"error {error_text(error).partition(' ')[0]}"
+
+
+def _comparable(reply: Any, command: Sequence[bytes]) -> Any:
+    return sorted(reply) if command[0] in UNORDERED and isinstance(reply, list) else reply
+
+
+def test_every_simulated_command_is_compared() -> None:
+    assert set(BY_COMMAND) | NOT_COMPARED == set(COMMANDS)
+    assert set(COMMANDS) >= WRITES
+
+
+@pytest.mark.redis
+@pytest.mark.timeout(120)
+def test_random_commands_have_the_same_replies_as_of_a_server(client: redis.Redis) -> None:
+    @settings(suppress_health_check=[HealthCheck.too_slow])
+    @given(calls)
+    def compare(drawn: list[tuple[bool, list[bytes]]]) -> None:
+        client.unlink(*KEYS)
+        both = Both(client)
+        for by_script, command in drawn:
+            real, simulated = both.say(command, by_script=by_script)
+            assert _comparable(simulated, command) == _comparable(real, command), command
+
+    try:
+        compare()
+    finally:
+        client.unlink(*KEYS)
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return {1.9, -1.9, 'a', {2, {'b'}}, true}",
+        "return {1, nil, 3}",
+        "return {1, false, 3}",
+        "return false",
+        "return 3.99",
+        "return redis.error_reply('WAIT 1-0 why')",
+        "return redis.status_reply('FINE')",
+        "return redis.sha1hex('a')",
+        "return redis.pcall('INCRBY', 'string', 'x')['err'] ~= nil",
+        "redis.call('HSET', 'hash', 'f', 3, 'g', 1.5) return redis.call('HGETALL', 'hash')",
+        "redis.call('SET', 'string', 1700000000123) return redis.call('GET', 'string')",
+        "return redis.call('HMGET', 'hash', 'none', 'neither')",
+        "return redis.call('HGET', 'hash', 'none') == false",
+        "return type(redis.call('SET', 'string', 'x')) == 'table'",
+        'return cjson.decode(\'{"a": [1, 2.5, "b"], "c": null}\').a[3]',
+        "return cjson.decode('{\"c\": null}').c == cjson.null",
+        "return cjson.encode({1, 'a', {b = true}})",
+        "return tostring(cjson.decode('{\"a\": 0.3}').a)",
+        "undeclared = 1",
+        "return undeclared",
+        "return tonumber('0x10')",
+        "return string.format('%.0f', 2 ^ 53)",
+        "local s = 0 for _, v in ipairs({1, 2, 3}) do s = s + v end return s",
+        "return #KEYS + #ARGV",
+        "return redis.call('XADD', 'stream', '1-1', 'r', 'x')",
+        "return 1 + '2'",
+        "return nil .. 'a'",
+    ],
+)
+def test_scripts_reply_as_in_a_server(client: redis.Redis, body: str) -> None:
+    source = f"#!lua\n{body}".encode()
+    client.unlink(*KEYS)
+    store = Store()
+    sha = store.execute([b"SCRIPT", b"LOAD", source])
+    client.script_load(source.decode())
+
+    try:
+        real: Any = client.execute_command("EVALSHA", sha, 0)
+    except redis.ResponseError as error:
+        real = _code(error)
+    try:
+        simulated: Any = store.execute([b"EVALSHA", sha, b"0"])
+    except StoreError as error:
+        simulated = _code(error_of(error))  # type: ignore[arg-type]
+    except ScriptDefectError:
+        simulated = "error ERR"
+
+    client.unlink(*KEYS)
+    assert simulated == real
+
+
+def test_what_is_not_simulated_raises() -> None:
+    store = Store()
+
+    with pytest.raises(NotSimulatedError, match="BITCOUNT"):
+        store.execute([b"BITCOUNT", b"a"])
+    with pytest.raises(NotSimulatedError, match="KEEPTTL"):
+        store.execute([b"SET", b"a", b"1", b"KEEPTTL"])
+
+
+def test_a_script_that_calls_what_is_not_simulated_raises() -> None:
+    store = Store()
+    sha = store.execute([b"SCRIPT", b"LOAD", b"#!lua\nreturn redis.call('BITCOUNT', 'a')"])
+
+    with pytest.raises(NotSimulatedError, match="BITCOUNT"):
+        store.execute([b"EVALSHA", sha, b"0"])
+
+
+def test_a_script_without_writes_may_not_write() -> None:
+    store = Store()
+    source = b"#!lua flags=no-writes\nreturn redis.call('SET', 'a', '1')"
+    sha = store.execute([b"SCRIPT", b"LOAD", source])
+
+    with pytest.raises(StoreError, match="Write commands are not allowed"):
+        store.execute([b"EVALSHA", sha, b"0"])
+
+
+def test_a_full_store_runs_only_what_may_run_without_memory() -> None:
+    store = Store()
+    store.is_full = True
+    writing = store.execute([b"SCRIPT", b"LOAD", b"#!lua\nreturn 1"])
+    allowed = store.execute([b"SCRIPT", b"LOAD", b"#!lua flags=allow-oom\nreturn 1"])
+
+    assert store.execute([b"EVALSHA", allowed, b"0"]) == 1
+    with pytest.raises(StoreError, match="OOM"):
+        store.execute([b"EVALSHA", writing, b"0"])
+
+
+def test_a_key_is_gone_when_its_time_is_over() -> None:
+    store = Store()
+    store.execute([b"SET", b"a", b"1"])
+    store.execute([b"PEXPIRE", b"a", b"1500"])
+
+    store.now_ms = 1499
+    assert store.execute([b"PTTL", b"a"]) == 1
+    store.now_ms = 1500
+    assert store.execute([b"EXISTS", b"a"]) == 0
+
+
+def test_a_scan_gives_every_field_that_stays_once() -> None:
+    store = Store()
+    fields = {b"f%d" % n: b"%d" % n for n in range(100)}
+    store.execute([b"HSET", HASH, *[word for pair in fields.items() for word in pair]])
+    cursor, found = b"0", []
+    while True:
+        cursor, page = store.execute([b"HSCAN", HASH, cursor, b"COUNT", b"7"])
+        found += page[::2]
+        store.execute([b"HDEL", HASH, *page[::2]])  # what went does not shift what is left
+        if cursor == b"0":
+            break
+
+    assert sorted(found) == sorted(fields)
