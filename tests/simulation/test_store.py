@@ -260,7 +260,7 @@ def test_a_script_that_calls_what_is_not_simulated_raises() -> None:
     store = Store()
     sha = store.execute([b"SCRIPT", b"LOAD", b"#!lua\nreturn redis.call('BITCOUNT', 'a')"])
 
-    with pytest.raises(NotSimulatedError, match="BITCOUNT"):
+    with pytest.raises(ScriptDefectError, match="BITCOUNT"):
         store.execute([b"EVALSHA", sha, b"0"])
 
 

@@ -20,9 +20,11 @@ def _zadd(store: Store, words: Words) -> int:
         raise StoreError("ERR syntax error")
     pairs = [(score_of(words[i]), words[i + 1]) for i in range(first, len(words), 2)]
     zset = store.make(words[1], ZSet)
-    if is_new_only:
-        pairs = [pair for pair in pairs if pair[1] not in zset.scores]
-    return sum([zset.add(member, score) for score, member in pairs])
+    num_new = 0
+    for score, member in pairs:
+        if not (is_new_only and member in zset.scores):
+            num_new += zset.add(member, score)
+    return num_new
 
 
 def _zrem(store: Store, words: Words) -> int:
