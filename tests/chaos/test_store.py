@@ -182,6 +182,36 @@ def test_a_power_cut_under_everysec_is_told_to_a_trainer_that_is_ahead_of_the_st
     assert rig.counts() == {"accepted": 32, "committed": 32}
 
 
+def test_a_power_cut_under_everysec_is_told_to_a_trainer_that_lives_on(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    # Fault 7: the store plans the steps again that it lost, from what generators send again. The
+    # trainer has trained other batches under the same numbers, and must not mix them.
+    machine = Machine(tmp_path)
+    rig = start_rig(binary=machine.binary)
+    batcher = rig.start_batcher().service
+    rig.start_ranks(1, checkpoint_every=1, update_s=0.2)
+    rig.join(rig.start_generator("kept", groups=4))
+    rig.wait_for_lines("committed", 1)
+    _wait_for_sync(rig, machine)
+    machine.freeze_disk()
+    rig.start_generator("again", groups=20, pause_s=0.1, to_disk=1, keep_s=20)
+    rig.wait_for_lines("stepped", 3)
+
+    rig.server.kill()
+    machine.lose_power(rig.server.data_dir)
+    rig.server.restart()
+    rig.ranks[0].wait(60)
+    told = [line["error"] for line in rig.history().of("refused")][-1]
+    rig.start_ranks(1, from_step=1, checkpoint_every=1, max_steps=4)
+    rig.join(rig.ranks)
+
+    assert rig.ranks[0].status == 0
+    assert batcher.status is None
+    assert told.startswith(("StoreBehindError", "ConflictError")), told
+    assert "step " in told
+
+
 def test_a_torn_end_of_the_file_is_dropped_and_sent_again(rig: Rig) -> None:
     # Fault 8: a crash in the middle of a write. The store had acknowledged it, and comes back
     # without; the writer does nothing but live.
@@ -306,6 +336,10 @@ def test_an_empty_server_is_noticed_and_nothing_begins_again_at_0(rig: Rig) -> N
     assert ahead.status == 3
     assert any("StoreBehindError" in line["error"] for line in rig.history().of("refused"))
     assert rig.ledger().accepted == 0
+    assert rig.planned() == 0
+    rig.join(rig.start_generator("new", groups=4))
+    rig.wait(lambda: rig.planned() == 1, "the first plan of the new store")
+    assert batcher.status is None
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from typing import Final
 import redis.asyncio
 
 from turnstream.errors import FencedError, RunNotFoundError, TurnstreamError, UnavailableError
+from turnstream.store.replies import translating
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.leader import Hook, Leader, no_hook
 from turnstream_server.batcher.listener import RunListener
@@ -19,6 +20,7 @@ from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.tasks import first_of
 from turnstream_server.batcher.timekeeper import timekeeper
 from turnstream_server.batcher.upkeep import Upkeep
+from turnstream_server.bus.incarnations import BoundStore
 from turnstream_server.bus.leadership import acquire_leadership, release_leadership
 from turnstream_server.bus.trajectories import post_forgotten_seals
 
@@ -33,7 +35,7 @@ class RunPlanner:
     """Keeps a run's view fresh, and plans the run whenever no other replica does.
 
     Args:
-        client: of the store.
+        client: of the store, for the time until the first term.
         view: what this replica knows of the run.
         assembler: checks the payload of what is planned.
         keeper: renews the leadership, and says whose it is.
@@ -57,6 +59,7 @@ class RunPlanner:
         self._keeper = keeper
         self._upkeep = upkeep
         self._before_write = before_write
+        self._run_id = ""
 
     async def run(self) -> None:
         """Go on until cancelled, or until the run is gone from the store."""
@@ -82,6 +85,13 @@ class RunPlanner:
             await asyncio.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(num_failures, 10)))
 
     async def _follow_then_lead(self) -> None:
+        """One term, with one start of the store: another may have lost what this one knows."""
+        async with BoundStore(self._keeper.url) as store:
+            await self._follow_then_lead_in(store)
+
+    async def _follow_then_lead_in(self, store: BoundStore) -> None:
+        self._client = store.client
+        await self._meet(store)
         epoch = await first_of(self._follow())
         try:
             await first_of(
@@ -94,6 +104,15 @@ class RunPlanner:
         except asyncio.CancelledError:
             await self._release(epoch)
             raise
+
+    async def _meet(self, store: BoundStore) -> None:
+        """Forget what is known of the run, where the store was started anew."""
+        with translating():
+            await store.client.ping()
+        if self._run_id and store.run_id != self._run_id:
+            logger.warning("the store was started anew: run %s is read again", self._view.run)
+            self._view.forget()
+        self._run_id = store.run_id
 
     async def _follow(self) -> int:
         """Keep the view fresh until the leadership is ours; its epoch."""

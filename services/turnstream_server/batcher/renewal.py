@@ -74,6 +74,7 @@ class LeadershipKeeper:
     """
 
     def __init__(self, url: str, *, owner: str, lease_s: float) -> None:
+        self.url = url
         self.owner = owner
         self.lease_s = lease_s
         self._client = connect(url, num_retries=0)

@@ -106,6 +106,12 @@ class RunView:
             return False
         return True
 
+    def forget(self) -> None:
+        """The store may have lost what was read of it: numbers may name something else since."""
+        self._batches.clear()
+        self._configs.clear()
+        self._is_drained = False
+
     def close(self) -> None:
         """Send away whoever waits: this replica stops."""
         self._is_closed = True

@@ -17,6 +17,7 @@ from turnstream.errors import (
     FencedError,
     InvalidConfigError,
     RejectedError,
+    StoreBehindError,
     TurnstreamError,
 )
 from turnstream.records.configs import encode_config
@@ -118,6 +119,7 @@ class BatchesServicer:
             check=lambda frontier: _check_caller(request, frontier),
             wait_s=min(request.wait_s, await self._longest_wait_s(request)),
         )
+        _check_chain(request, batch)
         try:
             async for message in self._messages(batch, request):
                 yield message
@@ -160,6 +162,7 @@ class BatchesServicer:
             session_epoch=request.session_epoch,
             step=request.step,
             manifest_hash=request.manifest_hash,
+            session=request.session,
         )
         reach("stepped.after")
         return wire.SteppedReply(recovery_token=str(token))
@@ -172,6 +175,7 @@ class BatchesServicer:
             request.run,
             session_epoch=request.session_epoch,
             token=_parse_token(request.recovery_token),
+            session=request.session,
         )
         reach("committed.after")
         return wire.CommittedReply()
@@ -188,7 +192,11 @@ class BatchesServicer:
             weights_uri=request.weights_uri,
         )
         await announce_version(
-            self._client, request.run, announced, session_epoch=request.session_epoch
+            self._client,
+            request.run,
+            announced,
+            session_epoch=request.session_epoch,
+            session=request.session,
         )
         return wire.AnnounceVersionReply()
 
@@ -291,15 +299,38 @@ def _check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
         raise InvalidConfigError(
             "dp_rank", f"{request.dp_rank} is not below dp_world_size={request.dp_world_size}"
         )
+    if request.previous_hash and frontier.planned < request.step - 1:
+        raise StoreBehindError(
+            f"step {request.step - 1} was delivered from the manifest {request.previous_hash!r}, "
+            f"but the newest batch of this store is {frontier.planned}"
+        )
     if request.observer:
         return
     if request.session_epoch != frontier.session_epoch or not frontier.session_epoch:
         raise FencedError(
             f"trainer session {request.session_epoch} is over, {frontier.session_epoch} has begun"
         )
+    if request.session and request.session != frontier.session:
+        raise FencedError(
+            f"trainer session {request.session!r} is over or was lost, "
+            f"{frontier.session!r} has its epoch {frontier.session_epoch}"
+        )
     if request.dp_world_size != frontier.dp_world_size:
         raise ConflictError(
             f"the session has {frontier.dp_world_size} ranks, not {request.dp_world_size}"
+        )
+
+
+def _check_chain(request: wire.GetRequest, batch: PlannedBatch) -> None:
+    """Refuse to go on for a caller whose last batch is not the one before this.
+
+    The store may have lost it, and planned its number again with something else.
+    """
+    before = batch.manifest.previous_hash
+    if request.previous_hash and request.previous_hash != before:
+        raise StoreBehindError(
+            f"step {request.step - 1} was delivered from the manifest {request.previous_hash!r}, "
+            f"this store has {before!r} as step {request.step - 1}"
         )
 
 

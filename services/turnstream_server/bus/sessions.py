@@ -96,28 +96,42 @@ async def start_session(
 
 
 async def acknowledge_stepped(
-    client: redis.asyncio.Redis, run: str, *, session_epoch: int, step: int, manifest_hash: str
+    client: redis.asyncio.Redis,
+    run: str,
+    *,
+    session_epoch: int,
+    step: int,
+    manifest_hash: str,
+    session: str = "",
 ) -> RecoveryToken:
     """Note that the optimizer took the last update of a step; gives the token for its checkpoint.
 
     The same again, for this or an earlier step, gives the same token.
 
+    The name of the session, where it is given, must be that of the epoch, too.
+
     Raises:
         FencedError: another session has begun.
+        StoreBehindError: this store does not have the batch.
         ConflictError: not the next step, or trained from another manifest.
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(run)
     command = _STEPPED(
-        (names.frontier, names.batches, names.wake), session_epoch, step, manifest_hash
+        (names.frontier, names.batches, names.wake), session_epoch, step, manifest_hash, session
     )
     lineage: bytes = await run_command_async(client, command)
     return RecoveryToken(lineage=lineage.decode(), step=step, chain_hash=manifest_hash)
 
 
 async def acknowledge_committed(
-    client: redis.asyncio.Redis, run: str, *, session_epoch: int, token: RecoveryToken
+    client: redis.asyncio.Redis,
+    run: str,
+    *,
+    session_epoch: int,
+    token: RecoveryToken,
+    session: str = "",
 ) -> None:
     """Note that the checkpoint with this token is on disk. The same or an older one is fine.
 
@@ -129,6 +143,6 @@ async def acknowledge_committed(
     """
     names = keys.run_keys(run)
     command = _COMMITTED(
-        (names.frontier, names.batches), session_epoch, token.step, token.chain_hash
+        (names.frontier, names.batches), session_epoch, token.step, token.chain_hash, session
     )
     await run_command_async(client, command)

@@ -18,7 +18,12 @@ _ANNOUNCE = Script("announce_version", "turnstream_server.bus")
 
 
 async def announce_version(
-    client: redis.asyncio.Redis, run: str, announced: VersionAnnounced, *, session_epoch: int
+    client: redis.asyncio.Redis,
+    run: str,
+    announced: VersionAnnounced,
+    *,
+    session_epoch: int,
+    session: str = "",
 ) -> None:
     """Tell generators and the plan that new weights exist. The very same again changes nothing.
 
@@ -33,7 +38,11 @@ async def announce_version(
     names = keys.run_keys(run)
     record = encode_event(announced)
     command = _ANNOUNCE(
-        (names.frontier, names.versions, names.events), session_epoch, announced.version, record
+        (names.frontier, names.versions, names.events),
+        session_epoch,
+        announced.version,
+        record,
+        session,
     )
     await run_command_async(client, command)
 

@@ -115,7 +115,9 @@ class Trainer:
         self.dp_world_size = dp_world_size
         return reply
 
-    async def get(self, step: int, *, dp_rank: int = 0, wait_s: float = 10.0) -> list[Pulled]:
+    async def get(
+        self, step: int, *, dp_rank: int = 0, wait_s: float = 10.0, **knows: str
+    ) -> list[Pulled]:
         """All mini-batches of a step."""
         request = wire.GetRequest(
             run=self.run,
@@ -124,6 +126,7 @@ class Trainer:
             dp_world_size=self.dp_world_size,
             session_epoch=self.session_epoch,
             wait_s=wait_s,
+            **knows,
         )
         call = self._channel.unary_stream(
             "/turnstream.wire.v1.Batches/Get",

@@ -9,6 +9,7 @@ from turnstream.errors import (
     InvalidConfigError,
     RejectedError,
     RunNotFoundError,
+    StoreBehindError,
 )
 from turnstream.records.configs import decode_config
 from turnstream.store import keys
@@ -57,6 +58,24 @@ async def test_a_get_asks_the_store_who_trains_and_not_its_own_memory(house):
 
     with pytest.raises(FencedError, match="trainer session 1 is over, 9 has begun"):
         await trainer.get(1)
+
+
+async def test_a_rank_whose_last_batch_the_store_does_not_have_is_told_which(house):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g0"))
+    await trainer.start("s")
+    (first,) = await trainer.get(1, session="s")
+
+    with pytest.raises(StoreBehindError, match=r"step 2 was delivered .* store is 1"):
+        await trainer.get(3, previous_hash="0" * 64)
+    await trainer.stepped([first])
+    await house.publish(run, group("g1"))
+    with pytest.raises(StoreBehindError, match=r"step 1 was delivered .* as step 1"):
+        await trainer.get(2, previous_hash="0" * 64)
+    with pytest.raises(FencedError, match="'lost' is over or was lost, 's' has its epoch"):
+        await trainer.get(2, session="lost")
+    assert await trainer.get(2, previous_hash=first.mini_batch.info.manifest_hash)
 
 
 async def test_a_waiting_call_ends_when_another_session_begins_elsewhere(house):

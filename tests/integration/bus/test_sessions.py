@@ -12,7 +12,7 @@ from turnstream.errors import (
     RunNotFoundError,
     StoreBehindError,
 )
-from turnstream.types import RecoveryToken, TrajectoryState
+from turnstream.types import RecoveryToken, TrajectoryState, VersionAnnounced
 from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.ledger import read_ledger_async
 from turnstream_server.bus.sessions import (
@@ -20,6 +20,7 @@ from turnstream_server.bus.sessions import (
     acknowledge_stepped,
     start_session,
 )
+from turnstream_server.bus.versions import announce_version
 
 pytestmark = pytest.mark.redis
 
@@ -370,3 +371,40 @@ async def test_a_start_with_a_senseless_argument_names_it(
 
     with pytest.raises(InvalidConfigError, match=f"^{field}: "):
         await start_session(run.client, run.name, **arguments)
+
+
+async def test_a_session_that_the_store_lost_is_fenced_though_another_has_its_epoch(
+    run: Any,
+) -> None:
+    # A power cut took the start of "lost" away; "second" was given the same epoch since.
+    await run.plan_steps(1)
+    second = await run.start("second")
+    one = {"session_epoch": second.session_epoch}
+    token = token_of(1, run.manifests[1].hash)
+    step = {"step": 1, "manifest_hash": run.manifests[1].hash}
+
+    with pytest.raises(FencedError, match='"lost" is over or was lost, "second" has its epoch'):
+        await acknowledge_stepped(run.client, run.name, **one, **step, session="lost")
+    await acknowledge_stepped(run.client, run.name, **one, **step, session="second")
+    with pytest.raises(FencedError, match='"lost" is over or was lost'):
+        await acknowledge_committed(run.client, run.name, **one, token=token, session="lost")
+    announced = VersionAnnounced(version=1, step=1, lineage="main", weights_uri="")
+    with pytest.raises(FencedError, match='"lost" is over or was lost'):
+        await announce_version(run.client, run.name, announced, **one, session="lost")
+    await acknowledge_committed(run.client, run.name, **one, token=token, session="second")
+
+    assert await frontier(run) == (1, 1, 1)
+
+
+async def test_a_step_whose_batch_the_store_lost_is_told_to_whoever_trained_it(run: Any) -> None:
+    await run.plan_steps(1)
+    session = await run.start("s")
+
+    with pytest.raises(StoreBehindError, match=r"step 2 was trained .* store is 1"):
+        await acknowledge_stepped(
+            run.client,
+            run.name,
+            session_epoch=session.session_epoch,
+            step=2,
+            manifest_hash="0" * 64,
+        )

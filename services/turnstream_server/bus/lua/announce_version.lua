@@ -7,19 +7,25 @@
 --   KEYS[2] versions  stream  added: "<version + 1>-0", field r = the version_announced record
 --   KEYS[3] events    stream  added: the same record
 -- Arguments: ARGV[1] session epoch    ARGV[2] version    ARGV[3] the record
+--            ARGV[4] session name, or "", see stepped.lua
 -- Reply:     1, or 0 where the very same was announced before
 -- Errors:
 --   NORUN     no such run
 --   FENCED    another trainer session has begun
 --   CONFLICT  the version was announced with another content, or a higher one was
 
-local epoch, floor = unpack(redis.call('HMGET', KEYS[1], 'session_epoch', 'version_floor'))
+local epoch, session, floor = unpack(
+  redis.call('HMGET', KEYS[1], 'session_epoch', 'session', 'version_floor'))
 if not epoch then
   return redis.error_reply('NORUN no such run')
 end
 if epoch ~= ARGV[1] then
   return redis.error_reply('FENCED trainer session ' .. ARGV[1] .. ' is over, ' .. epoch
     .. ' has begun')
+end
+if (ARGV[4] or '') ~= '' and ARGV[4] ~= session then
+  return redis.error_reply('FENCED trainer session "' .. ARGV[4] .. '" is over or was lost, "'
+    .. session .. '" has its epoch')
 end
 local id = string.format('%.0f-0', ARGV[2] + 1)
 local known = redis.call('XRANGE', KEYS[2], id, id)[1]

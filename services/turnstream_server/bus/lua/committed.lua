@@ -6,20 +6,25 @@
 --                           falls here, and checkpoints
 --   KEYS[2] batches   hash  read: step -> "<trajectories planned up to it>:<manifest hash>"
 -- Arguments: ARGV[1] session epoch    ARGV[2] token's step    ARGV[3] token's manifest hash
+--            ARGV[4] session name, or "", see stepped.lua
 -- Reply:     1, or 0 where that much was committed before
 -- Errors:
 --   NORUN     no such run
 --   FENCED    another trainer session has begun
 --   CONFLICT  the step was not stepped, or trained from another manifest
 
-local epoch, stepped, committed, checkpoints = unpack(
-  redis.call('HMGET', KEYS[1], 'session_epoch', 'stepped', 'committed', 'checkpoints'))
+local epoch, stepped, committed, checkpoints, session = unpack(redis.call('HMGET', KEYS[1],
+  'session_epoch', 'stepped', 'committed', 'checkpoints', 'session'))
 if not epoch then
   return redis.error_reply('NORUN no such run')
 end
 if epoch ~= ARGV[1] then
   return redis.error_reply('FENCED trainer session ' .. ARGV[1] .. ' is over, ' .. epoch
     .. ' has begun')
+end
+if (ARGV[4] or '') ~= '' and ARGV[4] ~= session then
+  return redis.error_reply('FENCED trainer session "' .. ARGV[4] .. '" is over or was lost, "'
+    .. session .. '" has its epoch')
 end
 local step = tonumber(ARGV[2])
 if step > tonumber(stepped) then

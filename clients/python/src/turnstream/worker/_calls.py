@@ -85,6 +85,7 @@ class BatcherCalls:
         self.share = share
         self._timeout_s = timeout_s
         self._session_epoch = 0
+        self._session = ""
         self._closed = threading.Event()
         self._channel = _open_channel(target)
         self._start = self._unary("Start", wire.StartReply)
@@ -105,11 +106,13 @@ class BatcherCalls:
             session=session,
         )
         reply = self._repeat(self._start, request)
-        self._session_epoch = reply.session_epoch
+        self._session_epoch, self._session = reply.session_epoch, session
         return reply
 
-    def get(self, step: int, *, wait_s: float) -> Iterator[bytes]:
+    def get(self, step: int, *, wait_s: float, previous_hash: str = "") -> Iterator[bytes]:
         """Ask for a step; gives the raw messages, to be read to their end.
+
+        It must follow the manifest that was delivered before it, where that is known.
 
         The call has no deadline of its own: a full queue may pause it.
 
@@ -124,6 +127,8 @@ class BatcherCalls:
             session_epoch=self._session_epoch,
             wait_s=wait_s,
             observer=self.share.observer,
+            session=self._session,
+            previous_hash=previous_hash,
         )
         with self._get_lock:
             if self._closed.is_set():
@@ -166,6 +171,7 @@ class BatcherCalls:
             step=step,
             session_epoch=self._session_epoch,
             manifest_hash=manifest_hash,
+            session=self._session,
         )
         return self._repeat(self._stepped, request).recovery_token
 
@@ -175,6 +181,7 @@ class BatcherCalls:
             run=self.share.run,
             recovery_token=recovery_token,
             session_epoch=self._session_epoch,
+            session=self._session,
         )
         self._repeat(self._committed, request)
 
@@ -186,6 +193,7 @@ class BatcherCalls:
             step=step,
             session_epoch=self._session_epoch,
             weights_uri=weights_uri,
+            session=self._session,
         )
         self._repeat(self._announce, request)
 

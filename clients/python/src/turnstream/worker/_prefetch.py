@@ -56,6 +56,7 @@ class _Progress:
     Attributes:
         step: that is being pulled.
         hashes: content hashes of the mini-batches of `step` that were queued.
+        manifest_hash, previous_hash: of the newest of them, and of the step before.
         num_failures: calls in a row that brought nothing, for the back-off.
         num_bad_in_a_row: transfers in a row that came to nothing, by damage or by an inner error.
         waiting_for: why there is no data yet, in the batcher's words; "" when there is.
@@ -64,6 +65,8 @@ class _Progress:
 
     step: int
     hashes: list[str] = field(default_factory=list)
+    manifest_hash: str = ""
+    previous_hash: str = ""
     num_failures: int = 0
     num_bad_in_a_row: int = 0
     num_retries: int = 0
@@ -183,10 +186,16 @@ class Prefetcher:
         else:
             self.progress.step += 1
             self.progress.hashes = []
+            self.progress.previous_hash = self.progress.manifest_hash
 
     def _read_step(self) -> None:
         self._has_stalled = False
-        messages = self._timed(self._calls.get(self.progress.step, wait_s=self._wait_s))
+        progress = self.progress
+        messages = self._timed(
+            self._calls.get(
+                progress.step, wait_s=self._wait_s, previous_hash=progress.previous_hash
+            )
+        )
         try:
             for arrival in read_step(messages, step=self.progress.step, admit=self._admit):
                 if isinstance(arrival, Arrival):
@@ -247,6 +256,7 @@ class Prefetcher:
         self._num_reserved = 0
         progress = self.progress
         progress.hashes.append(header.content_hash)
+        progress.manifest_hash = info.manifest_hash
         progress.num_mini_batches += 1
         progress.num_bytes += header.num_bytes
         progress.num_failures = progress.num_bad_in_a_row = 0

@@ -31,7 +31,7 @@ class StartReply(_message.Message):
     def __init__(self, session_epoch: _Optional[int] = ..., next_step: _Optional[int] = ..., config_json: _Optional[str] = ..., lineage: _Optional[str] = ..., newest_version: _Optional[int] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("run", "step", "dp_rank", "dp_world_size", "session_epoch", "wait_s", "observer")
+    __slots__ = ("run", "step", "dp_rank", "dp_world_size", "session_epoch", "wait_s", "observer", "session", "previous_hash")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,8 @@ class GetRequest(_message.Message):
     SESSION_EPOCH_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
     OBSERVER_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_HASH_FIELD_NUMBER: _ClassVar[int]
     run: str
     step: int
     dp_rank: int
@@ -46,7 +48,9 @@ class GetRequest(_message.Message):
     session_epoch: int
     wait_s: float
     observer: str
-    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_world_size: _Optional[int] = ..., session_epoch: _Optional[int] = ..., wait_s: _Optional[float] = ..., observer: _Optional[str] = ...) -> None: ...
+    session: str
+    previous_hash: str
+    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_world_size: _Optional[int] = ..., session_epoch: _Optional[int] = ..., wait_s: _Optional[float] = ..., observer: _Optional[str] = ..., session: _Optional[str] = ..., previous_hash: _Optional[str] = ...) -> None: ...
 
 class GetChunk(_message.Message):
     __slots__ = ("header", "data")
@@ -71,16 +75,18 @@ class MiniBatchHeader(_message.Message):
     def __init__(self, step: _Optional[int] = ..., mini_batch: _Optional[int] = ..., num_mini_batches: _Optional[int] = ..., num_bytes: _Optional[int] = ..., content_hash: _Optional[str] = ...) -> None: ...
 
 class SteppedRequest(_message.Message):
-    __slots__ = ("run", "step", "session_epoch", "manifest_hash")
+    __slots__ = ("run", "step", "session_epoch", "manifest_hash", "session")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SESSION_EPOCH_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_HASH_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     run: str
     step: int
     session_epoch: int
     manifest_hash: str
-    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., session_epoch: _Optional[int] = ..., manifest_hash: _Optional[str] = ...) -> None: ...
+    session: str
+    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., session_epoch: _Optional[int] = ..., manifest_hash: _Optional[str] = ..., session: _Optional[str] = ...) -> None: ...
 
 class SteppedReply(_message.Message):
     __slots__ = ("recovery_token",)
@@ -89,14 +95,16 @@ class SteppedReply(_message.Message):
     def __init__(self, recovery_token: _Optional[str] = ...) -> None: ...
 
 class CommittedRequest(_message.Message):
-    __slots__ = ("run", "recovery_token", "session_epoch")
+    __slots__ = ("run", "recovery_token", "session_epoch", "session")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RECOVERY_TOKEN_FIELD_NUMBER: _ClassVar[int]
     SESSION_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     run: str
     recovery_token: str
     session_epoch: int
-    def __init__(self, run: _Optional[str] = ..., recovery_token: _Optional[str] = ..., session_epoch: _Optional[int] = ...) -> None: ...
+    session: str
+    def __init__(self, run: _Optional[str] = ..., recovery_token: _Optional[str] = ..., session_epoch: _Optional[int] = ..., session: _Optional[str] = ...) -> None: ...
 
 class CommittedReply(_message.Message):
     __slots__ = ()
@@ -139,18 +147,20 @@ class ObservedReply(_message.Message):
     def __init__(self) -> None: ...
 
 class AnnounceVersionRequest(_message.Message):
-    __slots__ = ("run", "version", "step", "session_epoch", "weights_uri")
+    __slots__ = ("run", "version", "step", "session_epoch", "weights_uri", "session")
     RUN_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SESSION_EPOCH_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_URI_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     run: str
     version: int
     step: int
     session_epoch: int
     weights_uri: str
-    def __init__(self, run: _Optional[str] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., session_epoch: _Optional[int] = ..., weights_uri: _Optional[str] = ...) -> None: ...
+    session: str
+    def __init__(self, run: _Optional[str] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., session_epoch: _Optional[int] = ..., weights_uri: _Optional[str] = ..., session: _Optional[str] = ...) -> None: ...
 
 class AnnounceVersionReply(_message.Message):
     __slots__ = ()

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+
+import pytest
+import redis
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.errors import FencedError
+from turnstream.store.runs import create_run
+from turnstream.types import BatchDue
+from turnstream_server.bus.groups import announce_due
+from turnstream_server.bus.incarnations import BoundStore
+from turnstream_server.bus.leadership import acquire_leadership
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.redis
+
+NewRun = Callable[..., str]
+
+
+async def test_a_planner_from_before_an_empty_store_is_fenced_though_its_epoch_is_given_again(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(own_client)
+    async with BoundStore(own_server.url) as before, BoundStore(own_server.url) as after:
+        old = await acquire_leadership(before.client, run, owner="old", lease_s=30.0)
+        own_server.kill()
+        shutil.rmtree(own_server.data_dir / "appendonlydir")
+        own_server.restart()
+        create_run(own_client, run, BatchingConfig(batch_groups=1, mini_batch_groups=1))
+        new = await acquire_leadership(after.client, run, owner="new", lease_s=30.0)
+
+        for _ in range(2):  # it does not get used to it
+            with pytest.raises(FencedError, match="the store was started anew"):
+                await announce_due(before.client, run, BatchDue(step=1), leader_epoch=old.epoch)
+        await announce_due(after.client, run, BatchDue(step=1), leader_epoch=new.epoch)
+
+    assert old.epoch == new.epoch
+
+
+async def test_a_lost_connection_to_the_same_start_of_the_store_is_none(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(own_client)
+    async with BoundStore(own_server.url) as store:
+        mine = await acquire_leadership(store.client, run, owner="o", lease_s=30.0)
+        own_client.client_kill_filter(_type="normal", skipme=True)
+
+        again = await acquire_leadership(store.client, run, owner="o", lease_s=30.0)
+
+    assert again.epoch == mine.epoch
+
+
+async def test_whoever_waits_for_the_store_is_told_that_it_was_started_anew(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(own_client)
+    async with BoundStore(own_server.url) as store:
+        await store.client.ping()
+        waiting = asyncio.create_task(
+            store.client.execute_command(
+                "XREAD", "BLOCK", 20_000, "STREAMS", f"ts:{{{run}}}:wake", "$"
+            )
+        )
+        await asyncio.sleep(0)
+        await asyncio.to_thread(own_server.restart)
+
+        with pytest.raises(FencedError, match="the store was started anew"):
+            await waiting
