@@ -16,6 +16,7 @@ import typer
 
 from turnstream.errors import TurnstreamError
 from turnstream_server import cli_runs
+from turnstream_server.cli_evals import add_evals
 from turnstream_server.jobs.dead import dead
 
 if TYPE_CHECKING:
@@ -409,6 +410,9 @@ def config() -> None:
     """Print the settings of this environment, one variable a line."""
     for name, value in _settings().printable().items():
         print(f"{name}={value}")
+
+
+add_evals(app, store_url=lambda given: _store_url(given), panel=STORE)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from typing import Final
 import redis.asyncio
 
 from turnstream.batching.config import BatchingConfig
+from turnstream.batching.decisions import GroupEvaluated
 from turnstream.batching.plan import Manifest
 from turnstream.batching.planning import num_groups_to_plan, plan_batch
 from turnstream.batching.readiness import (
@@ -395,7 +396,11 @@ def _group_of(decision: Decision) -> str:
     match decision:
         case MemberDropped(key=key) | RefillWanted(key=key):
             return key.group_id
-        case GroupDropped(group_id=group_id) | GroupCut(group_id=group_id):
+        case (
+            GroupDropped(group_id=group_id)
+            | GroupCut(group_id=group_id)
+            | GroupEvaluated(group_id=group_id)
+        ):
             return group_id
 
 
@@ -407,6 +412,8 @@ def _log_settlement(settled: Settlement) -> None:
             logger.debug("group %s is cut: %s", group_id, reason)
         case GroupDropped(group_id=group_id, state=state, reason=reason):
             logger.info("group %s is %s: %s", group_id, state, reason)
+        case GroupEvaluated(group_id=group_id, keys=counted):
+            logger.info("group %s is evaluated, %d trajectories of it", group_id, len(counted))
 
 
 def _describe(group: WaitingGroup) -> str:

@@ -8,13 +8,20 @@ from typing import Final
 
 import redis.asyncio
 
-from turnstream.batching.decisions import GroupCut, GroupDropped, MemberDropped, RefillWanted
+from turnstream.batching.decisions import (
+    GroupCut,
+    GroupDropped,
+    GroupEvaluated,
+    MemberDropped,
+    RefillWanted,
+)
 from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.scripts import Command, Script, run_command_async, run_commands_async
 from turnstream.types import BatchDue, RefillGranted
+from turnstream_server.bus.evals import settle_eval_command
 
-Settlement = MemberDropped | GroupDropped | GroupCut
+Settlement = MemberDropped | GroupDropped | GroupCut | GroupEvaluated
 """A decision that ends trajectories."""
 
 _DUE = Script("batch_due", "turnstream_server.bus")
@@ -100,7 +107,11 @@ def _settle_members(
         )
 
 
-def _settle_group(run: str, group: GroupDropped | GroupCut, leader_epoch: int) -> Command:
+def _settle_group(
+    run: str, group: GroupDropped | GroupCut | GroupEvaluated, leader_epoch: int
+) -> Command:
+    if isinstance(group, GroupEvaluated):
+        return settle_eval_command(run, group, leader_epoch=leader_epoch)
     names = keys.run_keys(run)
     dropped = group.keys if isinstance(group, GroupDropped) else ()
     return _SETTLE_GROUP(

@@ -40,11 +40,11 @@ SLICE: Final = 64
 FOLD_SLICE: Final = 256
 """Trajectories of one call: half a millisecond of the server."""
 
-DROPPED: Final = ("filtered", "expired", "incomplete", "surplus", "abandoned")
+DROPPED: Final = ("filtered", "expired", "incomplete", "surplus", "evaluated", "abandoned")
 """States of the ledger in which a trajectory ends untrained and leaves. Dead ones are kept until
 they are discarded."""
 
-_OVER: Final = (b"planned", b"filtered", b"expired", b"incomplete")
+_OVER: Final = (b"planned", b"filtered", b"expired", b"incomplete", b"evaluated")
 
 _RAISE = Script("raise_floor", "turnstream_server.bus")
 _RELEASE = Script("release_payload", "turnstream_server.bus")

@@ -22,6 +22,7 @@ STATES_WITH_REASON: Final = frozenset(
     {
         *(TrajectoryState.FILTERED, TrajectoryState.EXPIRED, TrajectoryState.SURPLUS),
         *(TrajectoryState.INCOMPLETE, TrajectoryState.ABANDONED, TrajectoryState.DEAD),
+        TrajectoryState.EVALUATED,
     }
 )
 """Ends of a trajectory that is not trained; the ledger says why."""

@@ -44,7 +44,8 @@ _IN_GROUP: Final = frozenset(
 )
 
 _Name = TypeVar("_Name")
-_SURPLUS: Final = f"{TrajectoryState.SURPLUS}:"
+_SAYS_NOTHING: Final = (f"{TrajectoryState.SURPLUS}:", f"{TrajectoryState.EVALUATED}:")
+"""Beginnings of ends that say nothing of the pass rate."""
 
 
 @dataclass(slots=True)
@@ -99,7 +100,7 @@ def read_snapshot(client: redis.Redis, run: str) -> RunSnapshot:
             groups[key.group_id].has_refill = True
     waiting = {name: group for name, group in groups.items() if not group.is_ready}
     for end, number in past_reasons(client, run):
-        if not end.startswith(_SURPLUS):
+        if not end.startswith(_SAYS_NOTHING):
             untrained[_words(end)] += number
     version = newest_version(client, run)
     now_ms = server_ms(client)
@@ -161,8 +162,9 @@ def _read_ledger(
         key = keys.parse_trajectory_id(trajectory_id)
         if key.group_id in groups:
             groups[key.group_id].note(key, state, rest)
-        if state in STATES_WITH_REASON and state is not TrajectoryState.SURPLUS:
-            untrained[_words(f"{state}:{rest}")] += 1
+        end = f"{state}:{rest}"
+        if state in STATES_WITH_REASON and not end.startswith(_SAYS_NOTHING):
+            untrained[_words(end)] += 1
     return untrained
 
 

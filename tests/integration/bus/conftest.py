@@ -21,6 +21,7 @@ from turnstream.testing import manifest, sealed
 from turnstream.types import (
     Event,
     GroupOpened,
+    Purpose,
     RecoveryToken,
     TrajectoryAbandoned,
     TrajectoryDied,
@@ -90,11 +91,21 @@ class RunDriver:
         self.manifests: dict[int, StoredManifest] = {}
 
     async def open(
-        self, group_id: str, *, num_samples: int = 2, num_needed: int = 0, attempt: int = 0
+        self,
+        group_id: str,
+        *,
+        num_samples: int = 2,
+        num_needed: int = 0,
+        attempt: int = 0,
+        purpose: Purpose = Purpose.TRAIN,
     ) -> None:
         """Open a group and all its samples."""
         opened = GroupOpened(
-            group_id=group_id, prompt_uid="", num_samples=num_samples, num_needed=num_needed
+            group_id=group_id,
+            prompt_uid="",
+            num_samples=num_samples,
+            num_needed=num_needed,
+            purpose=purpose,
         )
         ids = [
             keys.trajectory_id(TrajectoryKey(group_id, sample, attempt))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from turnstream.batching.decisions import RefillWanted
 from turnstream.errors import RunNotFoundError
+from turnstream.records.evals import encode_eval_result
 from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.connection import connect, connect_async
@@ -20,7 +22,7 @@ from turnstream.store.leases import list_lapsed
 from turnstream.store.runs import close_run, create_run
 from turnstream.store.scripts import Script, run_command
 from turnstream.testing import config, sealed, wait_until
-from turnstream.types import GroupOpened, TrajectoryKey
+from turnstream.types import EvalResult, GroupOpened, Spread, TrajectoryKey
 from turnstream_server import cli
 from turnstream_server.bus.groups import grant_refill
 from turnstream_server.bus.leadership import acquire_leadership
@@ -209,3 +211,16 @@ def test_why_of_an_unknown_run_is_a_clear_error(url: str) -> None:
     shown = CliRunner().invoke(cli.app, ["why", "nobody"])
 
     assert isinstance(shown.exception, RunNotFoundError)
+
+
+def test_evals_prints_a_line_for_each_version(url: str) -> None:
+    result = EvalResult(version=7, num_groups=2, num_trajectories=4, reward=Spread(num=4, mean=0.5))
+    with connect(url) as client:
+        create_run(client, "maze", config())
+        client.hset(keys.run_keys("maze").evals, "7", encode_eval_result(result))
+
+    shown = CliRunner().invoke(cli.app, ["evals", "maze"])
+    as_json = CliRunner().invoke(cli.app, ["evals", "maze", "--json"])
+
+    assert re.search(r"7 +│ 2 +│ 4 +│ 0 +│ 0.5 +│ 0 +│", shown.output)
+    assert json.loads(as_json.output)[0]["reward"] == {"num": 4, "mean": 0.5, "std": 0.0}

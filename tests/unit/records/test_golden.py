@@ -35,6 +35,7 @@ from turnstream.types import (
     Event,
     GroupOpened,
     MiniBatch,
+    Purpose,
     RefillGranted,
     RewardPosted,
     RunClosed,
@@ -75,6 +76,9 @@ EVENTS: dict[str, Event] = {
     "run_closed": RunClosed(reason="enough"),
     "group_opened_with_spares": GroupOpened(
         group_id="g0", prompt_uid="gsm8k-17", num_samples=6, num_needed=4
+    ),
+    "eval_opened": GroupOpened(
+        group_id="g0", prompt_uid="gsm8k-17", num_samples=8, purpose=Purpose.EVAL
     ),
     "deadline_fired": DeadlineFired(
         group_id="g0", awaited=TrajectoryKey("g0", 3, 1), num_refills=2

@@ -7,7 +7,8 @@
 -- Arguments: ARGV[1] cursor, "0" at first    ARGV[2] about how many entries to look at
 -- Reply:     {next cursor, "0" at the end; trajectory id; its entry; ...}
 
-local ENDS = {filtered = true, expired = true, surplus = true, incomplete = true, abandoned = true}
+local ENDS = {filtered = true, expired = true, surplus = true, incomplete = true, evaluated = true,
+  abandoned = true}
 
 local function has_ended(entry)
   return ENDS[string.match(entry, '^[^:]*')] or string.sub(entry, 1, 14) == 'dead:discarded'

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from turnstream.types import SealedTrajectory, TrajectoryKey, TrajectoryState
+from turnstream.types import (
+    EvalGroup,
+    EvalResult,
+    SealedTrajectory,
+    TrajectoryKey,
+    TrajectoryState,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +75,22 @@ class GroupCut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupEvaluated:
+    """A group that was opened to evaluate has ended; what of it is still open may stop.
+
+    Attributes:
+        keys: the members that count.
+        result: what they gave; None without any.
+        total: what their version gave so far; None without any, or where that is final already.
+    """
+
+    group_id: str
+    keys: tuple[TrajectoryKey, ...]
+    result: EvalGroup | None
+    total: EvalResult | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RefillWanted:
     """Another attempt of a sample, in place of one that ended or hangs.
 
@@ -102,4 +124,4 @@ class WaitingGroup:
     num_refills: int
 
 
-Decision = MemberDropped | GroupDropped | GroupCut | RefillWanted
+Decision = MemberDropped | GroupDropped | GroupCut | GroupEvaluated | RefillWanted

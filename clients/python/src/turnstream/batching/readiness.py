@@ -30,6 +30,7 @@ from turnstream.batching.decisions import (
     RefillWanted,
     WaitingGroup,
 )
+from turnstream.batching.evals import EvalFold
 from turnstream.batching.filters import has_zero_variance
 from turnstream.batching.lengths import is_compared, is_masked, length_problem
 from turnstream.batching.members import GroupMembers
@@ -73,6 +74,7 @@ class RunFold:
         self._groups: dict[str, GroupMembers] = {}  # open or ready
         self._ready: dict[str, ReadyGroup] = {}
         self._decided: dict[str, set[TrajectoryKey]] = {}
+        self._evals = EvalFold()
         self._closed = False
 
     @property
@@ -131,6 +133,9 @@ class RunFold:
             event_id: of the stream, ascending; becomes `completed_by` of what the event completes.
             event: the next one, or one that was applied before.
         """
+        of_evals = self._evals.apply(event_id, event, self._config)
+        if of_evals is not None:
+            return of_evals
         match event:
             case SealedTrajectory():
                 return self._seal(event_id, event)
@@ -185,12 +190,14 @@ class RunFold:
     @property
     def decided(self) -> tuple[str, ...]:
         """Groups that are kept in mind only to know what comes too late."""
-        return tuple(self._decided)
+        return (*self._decided, *self._evals.decided)
 
     def forget(self, group_ids: Iterable[str]) -> None:
         """Forget decided groups: the store lets nothing come any more that would belong to them."""
-        for group_id in group_ids:
+        names = tuple(group_ids)
+        for group_id in names:
             self._decided.pop(group_id, None)
+        self._evals.forget(names)
 
     def _apply_rare(self, event_id: str, event: Event) -> list[Decision]:
         match event:

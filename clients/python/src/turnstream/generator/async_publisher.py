@@ -26,7 +26,7 @@ from turnstream.store.connection import connect_async
 from turnstream.store.groups import Refill
 from turnstream.store.leases import LapsedTrajectory, list_lapsed_async
 from turnstream.store.rewards import RewardOutcome, reward_command
-from turnstream.types import Group, GroupOpened, Status, TrajectoryKey, Turn, VersionRun
+from turnstream.types import Group, GroupOpened, Purpose, Status, TrajectoryKey, Turn, VersionRun
 
 
 class AsyncPublisher:
@@ -98,9 +98,12 @@ class AsyncPublisher:
         *,
         num_needed: int | None = None,
         prompt_uid: str = "",
+        purpose: Purpose | str = Purpose.TRAIN,
     ) -> AsyncGroupWriter:
         """A group of which this publisher writes every sample. See `Publisher.group`."""
-        group = writers.checked_opening(group_id, num_samples, prompt_uid, num_needed=num_needed)
+        group = writers.checked_opening(
+            group_id, num_samples, prompt_uid, num_needed=num_needed, purpose=purpose
+        )
         return AsyncGroupWriter(self._sender, self._outbox, group)
 
     def trajectory(
@@ -111,10 +114,13 @@ class AsyncPublisher:
         num_samples: int,
         num_needed: int | None = None,
         prompt_uid: str = "",
+        purpose: Purpose | str = Purpose.TRAIN,
         attempt: int = 0,
     ) -> AsyncTrajectoryWriter:
         """One sample of a group that several generators may share. See `Publisher.trajectory`."""
-        group = writers.checked_opening(group_id, num_samples, prompt_uid, num_needed=num_needed)
+        group = writers.checked_opening(
+            group_id, num_samples, prompt_uid, num_needed=num_needed, purpose=purpose
+        )
         key = TrajectoryKey(group_id, sample, attempt)
         return AsyncTrajectoryWriter(self._sender, WriterState(self._outbox, group, key, None))
 
@@ -186,7 +192,9 @@ class AsyncPublisher:
         except TurnstreamError as error:
             return self._failed(error)
         drafted = draft_group(group, extra_columns=declared)
-        opening = writers.checked_opening(group.group_id, len(drafted), group.prompt_uid)
+        opening = writers.checked_opening(
+            group.group_id, len(drafted), group.prompt_uid, purpose=group.purpose
+        )
         receipt = AsyncReceipt(len(drafted), unread_failures=self._unread_failures)
         num_bytes = sum(len(turn.record) for made in drafted for turn in made.turns)
         await self._sender.wait_until(lambda: self._outbox.tally.has_room_for_group(num_bytes))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from turnstream.batching.figures import MAX_METRIC
 from turnstream.errors import InvalidTurnError
 from turnstream.store.keys import encode_name
-from turnstream.types import Group, Status, Trajectory, TrajectoryKey, Turn, VersionRun
+from turnstream.types import Group, Purpose, Status, Trajectory, TrajectoryKey, Turn, VersionRun
 
 MAX_RECORD_BYTES = 64 * 1024 * 1024
 """Of one stored turn: a reader must hold several in memory."""
@@ -120,6 +120,20 @@ def check_group(group_id: str, *, num_samples: int, num_needed: int | None = Non
         _whole_number(num_needed, field="num_needed", least=1)
         if num_needed > num_samples:
             raise InvalidTurnError("num_needed", f"{num_needed} of {num_samples} samples")
+
+
+def checked_purpose(purpose: Purpose | str, *, num_samples: int, num_needed: int | None) -> Purpose:
+    """What a group is sampled for; an evaluation takes no first few, which would flatter it."""
+    try:
+        checked = Purpose(purpose)
+    except ValueError as error:
+        choices = ", ".join(Purpose)
+        raise InvalidTurnError("purpose", f"{purpose!r} is not one of {choices}") from error
+    if checked is Purpose.EVAL and num_needed not in {None, num_samples}:
+        raise InvalidTurnError(
+            "num_needed", f"{num_needed} of {num_samples} samples: an evaluation counts them all"
+        )
+    return checked
 
 
 def checked_group(group: Group) -> list[Trajectory]:

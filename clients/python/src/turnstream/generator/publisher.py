@@ -26,7 +26,7 @@ from turnstream.store.connection import connect
 from turnstream.store.groups import Refill
 from turnstream.store.leases import LapsedTrajectory, list_lapsed
 from turnstream.store.rewards import RewardOutcome, reward_command
-from turnstream.types import Group, GroupOpened, Status, TrajectoryKey, Turn, VersionRun
+from turnstream.types import Group, GroupOpened, Purpose, Status, TrajectoryKey, Turn, VersionRun
 
 
 class Publisher:
@@ -100,6 +100,7 @@ class Publisher:
         *,
         num_needed: int | None = None,
         prompt_uid: str = "",
+        purpose: Purpose | str = Purpose.TRAIN,
     ) -> GroupWriter:
         """A group of which this publisher writes every sample.
 
@@ -109,7 +110,9 @@ class Publisher:
         Raises:
             InvalidTurnError: the name or the number cannot be.
         """
-        group = writers.checked_opening(group_id, num_samples, prompt_uid, num_needed=num_needed)
+        group = writers.checked_opening(
+            group_id, num_samples, prompt_uid, num_needed=num_needed, purpose=purpose
+        )
         return GroupWriter(self._sender, self._outbox, group)
 
     def trajectory(
@@ -120,6 +123,7 @@ class Publisher:
         num_samples: int,
         num_needed: int | None = None,
         prompt_uid: str = "",
+        purpose: Purpose | str = Purpose.TRAIN,
         attempt: int = 0,
     ) -> TrajectoryWriter:
         """One sample of a group that several generators may share.
@@ -132,12 +136,15 @@ class Publisher:
             num_samples: of the group.
             num_needed: members that decide the group, the first that are sealed; None for all.
             prompt_uid: the dataset's name of the prompt.
+            purpose: "eval" never waits for leave and is never trained: `turnstream evals`.
             attempt: another one of a sample that was given up before, below 1,000.
 
         Raises:
             InvalidTurnError: the key cannot be.
         """
-        group = writers.checked_opening(group_id, num_samples, prompt_uid, num_needed=num_needed)
+        group = writers.checked_opening(
+            group_id, num_samples, prompt_uid, num_needed=num_needed, purpose=purpose
+        )
         key = TrajectoryKey(group_id, sample, attempt)
         return TrajectoryWriter(self._sender, WriterState(self._outbox, group, key, None))
 
@@ -230,7 +237,9 @@ class Publisher:
         except TurnstreamError as error:
             return self._failed(error)
         drafted = draft_group(group, extra_columns=declared)
-        opening = writers.checked_opening(group.group_id, len(drafted), group.prompt_uid)
+        opening = writers.checked_opening(
+            group.group_id, len(drafted), group.prompt_uid, purpose=group.purpose
+        )
         receipt = Receipt(self._sender.lock, len(drafted), unread_failures=self._unread_failures)
         num_bytes = sum(len(turn.record) for made in drafted for turn in made.turns)
         self._sender.wait_until(lambda: self._outbox.tally.has_room_for_group(num_bytes))

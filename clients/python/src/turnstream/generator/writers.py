@@ -17,7 +17,7 @@ from turnstream.generator.lanes import Lane
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import Delivery
 from turnstream.generator.takeovers import Taken
-from turnstream.types import GroupOpened, Status, TrajectoryKey, Turn
+from turnstream.types import GroupOpened, Purpose, Status, TrajectoryKey, Turn
 
 MAX_INFLIGHT_BYTES = 64 * 1024 * 1024
 TIMEOUT_S = 300.0
@@ -61,16 +61,23 @@ def new_outbox(
 
 
 def checked_opening(
-    group_id: str, num_samples: int, prompt_uid: str, *, num_needed: int | None = None
+    group_id: str,
+    num_samples: int,
+    prompt_uid: str,
+    *,
+    num_needed: int | None = None,
+    purpose: Purpose | str = Purpose.TRAIN,
 ) -> GroupOpened:
     """The event of a group that begins, checked; `num_needed` None stands for all samples."""
     checks.check_group(group_id, num_samples=num_samples, num_needed=num_needed)
+    purpose = checks.checked_purpose(purpose, num_samples=num_samples, num_needed=num_needed)
     checks.checked_text(prompt_uid, field="prompt_uid")
     return GroupOpened(
         group_id=group_id,
         prompt_uid=prompt_uid,
         num_samples=num_samples,
         num_needed=num_needed or num_samples,
+        purpose=purpose,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from google.protobuf.message import DecodeError
@@ -16,6 +17,7 @@ from turnstream.types import (
     DeadlineFired,
     Event,
     GroupOpened,
+    Purpose,
     RefillGranted,
     RewardPosted,
     RunClosed,
@@ -72,15 +74,17 @@ def key_of_seal(record: bytes) -> TrajectoryKey | None:
 
 
 def _encode_group_opened(event: GroupOpened) -> wire.Event:
-    return wire.Event(
-        group_opened=wire.GroupOpened(
-            group_id=event.group_id,
-            prompt_uid=event.prompt_uid,
-            num_samples=event.num_samples,
-            # The record of a group that needs them all is that of older releases.
-            num_needed=event.num_needed if event.num_needed != event.num_samples else 0,
-        )
+    message = wire.GroupOpened(
+        group_id=event.group_id,
+        prompt_uid=event.prompt_uid,
+        num_samples=event.num_samples,
+        # The record of a group that needs them all is that of older releases.
+        num_needed=event.num_needed if event.num_needed != event.num_samples else 0,
     )
+    if event.purpose is Purpose.EVAL:
+        # An event of its own: a planner that does not know evaluations must not train on them.
+        return wire.Event(eval_opened=message)
+    return wire.Event(group_opened=message)
 
 
 def _decode_group_opened(message: wire.GroupOpened) -> GroupOpened:
@@ -90,6 +94,10 @@ def _decode_group_opened(message: wire.GroupOpened) -> GroupOpened:
         num_samples=message.num_samples,
         num_needed=message.num_needed,
     )
+
+
+def _decode_eval_opened(message: wire.GroupOpened) -> GroupOpened:
+    return replace(_decode_group_opened(message), purpose=Purpose.EVAL)
 
 
 def _encode_sealed(event: SealedTrajectory) -> wire.Event:
@@ -336,4 +344,5 @@ _DECODERS: Final[dict[str, Callable[[Any], Event]]] = {
     "refill_granted": _decode_refill,
     "reward_posted": _decode_reward,
     "batch_due": _decode_due,
+    "eval_opened": _decode_eval_opened,
 }

@@ -20,17 +20,33 @@ from typing import Any, Final, cast, get_args
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.decisions import ReadyGroup
+from turnstream.batching.evals import EvalFold
 from turnstream.batching.members import GroupMembers
 from turnstream.batching.readiness import RunFold
 from turnstream.errors import CorruptRecordError, UnknownFormatError
 from turnstream.records.events import decode_event, encode_event
 from turnstream.records.framing import SNAPSHOT, read_header, write_frame
-from turnstream.types import Event, TrajectoryKey
+from turnstream.types import (
+    EvalResult,
+    Event,
+    Figures,
+    MetricFigures,
+    Spread,
+    TagFigures,
+    TrajectoryKey,
+    ValueFigures,
+)
 
 FORMAT: Final = 0
 """Of the JSON; changes when an older release would misunderstand it."""
 
-_OBJECTS: Final[dict[str, type[Any]]] = {each.__name__: each for each in (GroupMembers, ReadyGroup)}
+_OBJECTS: Final[dict[str, type[Any]]] = {
+    each.__name__: each
+    for each in (
+        *(GroupMembers, ReadyGroup, EvalFold, EvalResult, Spread),
+        *(Figures, MetricFigures, TagFigures, ValueFigures),
+    )
+}
 _EVENTS: Final = get_args(Event)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.scripts import Command, Script
-from turnstream.types import GroupOpened, TrajectoryKey
+from turnstream.types import GroupOpened, Purpose, TrajectoryKey
 
 _OPEN_GROUP = Script("open_group")
 _LIST_REFILLS = Script("list_refills")
@@ -47,10 +47,13 @@ def group_size(group: GroupOpened) -> str:
 
     >>> group_size(GroupOpened(group_id="g", prompt_uid="", num_samples=6, num_needed=4))
     '6/4'
+    >>> group_size(GroupOpened(group_id="g", prompt_uid="", num_samples=6, purpose=Purpose.EVAL))
+    '6:eval'
     """
+    purpose = ":eval" if group.purpose is Purpose.EVAL else ""
     if group.num_needed == group.num_samples:
-        return str(group.num_samples)
-    return f"{group.num_samples}/{group.num_needed}"
+        return f"{group.num_samples}{purpose}"
+    return f"{group.num_samples}/{group.num_needed}{purpose}"
 
 
 def open_refill_command(run: str, writer: str, refill: Refill) -> Command:

@@ -13,7 +13,7 @@ counts     hash    state -> number of trajectories; `accepted`, their sum; and `
                    `discarded` (of the dead), `dead_bytes` (of what `letters` and `damaged` keep)
 groups     hash    group name -> `<num_samples>:<state>`; the state is `open`; then maybe `decided`,
                    where it is ready and takes no more samples; at last `planned`, or why it was
-                   dropped
+                   dropped; of one that is never trained, `evaluating`, then `evaluated`
 members    hash    group name -> `<num_needed>:<highest attempt>:<refills granted>:<prompt_uid>`, of
                    groups that need fewer members than samples, or had further attempts; the
                    prompt_uid is there once a refill was granted
@@ -46,6 +46,8 @@ letters    hash    id of a dead trajectory whose payload is kept -> `<since, ser
 conflicts  hash    num, the writes that were refused because their key has another content; last,
                    last_ms, which was the last one and when; token, see note_conflict.lua
 damaged    stream  events that nobody can read, under their own ids; fields `r` = record, `why`
+evals      hash    version, or `unknown` -> record of what its evaluations gave
+evalgroups stream  evaluated groups, the newest of them; field `r` = record
 snapshot   hash    position, step, record: what the planner knew after the event `position`;
                    before, the position of the snapshot before: the events below it go
 cold       hash    newest step of a file -> its name in the archive folder: compact records that
@@ -55,8 +57,8 @@ doomed     hash    the ledger of a run that is being deleted, until the payload 
 =========  ======  ==========================================================================
 
 A ledger value is `open:<epoch>:<writer>`, `sealed:<epoch>`, `awaiting_reward:<epoch>`,
-`planned:<step>` or `<filtered|expired|surplus|incomplete|abandoned|dead>:<reason>`. Whether a
-planned trajectory is stepped or committed follows from the frontier.
+`planned:<step>` or `<filtered|expired|surplus|incomplete|evaluated|abandoned|dead>:<reason>`.
+Whether a planned trajectory is stepped or committed follows from the frontier.
 
 A released trajectory has no ledger entry any more: a compact record names it. Of a group that is
 over, the entry in `groups` becomes 8 bytes in `over`, the beginning of the SHA-1 of its name, so
@@ -120,6 +122,8 @@ _RUN_TYPES = {
     "deleted": "hash",
     "doomed": "hash",
     "conflicts": "hash",
+    "evals": "hash",
+    "evalgroups": "stream",
 }
 _TRAJECTORY_TYPES = {"turns": "stream", "meta": "hash"}
 _KEY = re.compile(r"ts:\{([^{}/]+)(/[^{}/]+/\d+/\d+)?\}:([a-z]+)")
@@ -151,6 +155,8 @@ class RunKeys(NamedTuple):
     reasons: str
     over: str
     snapshot: str
+    evals: str
+    evalgroups: str
     letters: str
     damaged: str
     conflicts: str

@@ -3,6 +3,7 @@
 Token ids are int32, log-probabilities float32 in nats, masks uint8 with 1 for "trained".
 """
 
+from turnstream.types.evals import EvalGroup, EvalResult, Spread
 from turnstream.types.events import (
     BatchDue,
     DeadlineFired,
@@ -31,6 +32,7 @@ from turnstream.types.rows import (
 from turnstream.types.turns import (
     NO_PARENT,
     Group,
+    Purpose,
     SealedTrajectory,
     Status,
     StoredTurn,
@@ -48,6 +50,8 @@ __all__ = [
     "DeadlineFired",
     "DeclaredColumn",
     "Denominators",
+    "EvalGroup",
+    "EvalResult",
     "Event",
     "Extent",
     "ExtraColumn",
@@ -59,6 +63,7 @@ __all__ = [
     "MiniBatch",
     "MiniBatchInfo",
     "OperationColumns",
+    "Purpose",
     "Ragged",
     "RecoveryToken",
     "RefillGranted",
@@ -68,6 +73,7 @@ __all__ = [
     "SealedTrajectory",
     "Sequence",
     "SequenceColumn",
+    "Spread",
     "Status",
     "StoredTurn",
     "TagFigures",

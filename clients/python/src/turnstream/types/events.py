@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from turnstream.types.turns import SealedTrajectory, TrajectoryKey
+from turnstream.types.turns import Purpose, SealedTrajectory, TrajectoryKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,12 +16,14 @@ class GroupOpened:
         num_samples: trajectories that are sampled.
         num_needed: how many of them decide the group, the first that are sealed and valid; 0, as
             in records of older releases, stands for all of them.
+        purpose: a group that is opened to evaluate is never trained.
     """
 
     group_id: str
     prompt_uid: str
     num_samples: int
     num_needed: int = 0
+    purpose: Purpose = Purpose.TRAIN
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_needed", self.num_needed or self.num_samples)

@@ -30,6 +30,13 @@ class Status(StrEnum):
     ERROR = "error"
 
 
+class Purpose(StrEnum):
+    """What a group is sampled for."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
 class TrajectoryState(StrEnum):
     """Where an accepted trajectory is. Every accepted trajectory is in exactly one of these."""
 
@@ -43,6 +50,7 @@ class TrajectoryState(StrEnum):
     EXPIRED = "expired"
     SURPLUS = "surplus"
     INCOMPLETE = "incomplete"
+    EVALUATED = "evaluated"
     ABANDONED = "abandoned"
     DEAD = "dead"
 
@@ -234,8 +242,13 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """The trajectories of one visit of a prompt, compared with each other."""
+    """The trajectories of one visit of a prompt, compared with each other.
+
+    Attributes:
+        purpose: those of an evaluation are never trained.
+    """
 
     group_id: str
     trajectories: abc.Sequence[Trajectory]
     prompt_uid: str = ""
+    purpose: Purpose = Purpose.TRAIN

@@ -3,13 +3,15 @@
 --
 -- A new group needs capacity, by the rule of batching/capacity.py: (max_staleness + stepped + 1) *
 -- batch_groups groups may ever have been opened, not counting those that were dropped untrained; and
--- max_open_groups, where the run has such a bound, may be open at once. A known group never waits.
+-- max_open_groups, where the run has such a bound, may be open at once. A known group never waits,
+-- and neither does one that is opened to evaluate: it counts nowhere.
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] frontier  hash    read: stepped, closed; changed: live_groups, open_groups,
 --                             opened_groups
 --   KEYS[2] config    hash    read: newest, and that revision's JSON
---   KEYS[3] groups    hash    group name -> "<num_samples>:<state>"; made here with state "open"
+--   KEYS[3] groups    hash    group name -> "<num_samples>:<state>"; made here with state "open", or
+--                             "evaluating"
 --   KEYS[4] ledger    hash    trajectory id -> "open:<epoch>:<writer>"; made here
 --   KEYS[5] counts    hash    changed: accepted, open
 --   KEYS[6] events    stream  added, once per group: field r = the group_opened record
@@ -21,14 +23,16 @@
 --   KEYS[11] refills  zset    removed: attempts that are opened here
 --   KEYS[12] over     hash    read: fingerprints of the groups that are over
 -- Arguments:
---   ARGV[1] group name    ARGV[2] "<num_samples>", or "<num_samples>/<num_needed>"
+--   ARGV[1] group name    ARGV[2] "<num_samples>", or "<num_samples>/<num_needed>",
+--                         and ":eval" behind it where it is opened to evaluate
 --   ARGV[3] writer
 --   ARGV[4] the group_opened record              ARGV[5...] trajectory ids
 -- Reply: per trajectory id, in order: its lease epoch (integer), or why not ("CONFLICT ...")
 -- Errors:
 --   NORUN     no such run
 --   CLOSED    a new group in a closed run
---   CONFLICT  the group was opened with another num_samples or num_needed, or was over
+--   CONFLICT  the group was opened with another num_samples or num_needed, for another purpose, or
+--             was over
 --   WAIT      "WAIT <last wake id> <why>": no capacity; try again when wake has a newer entry
 
 local LEASES, DEADLINES, MEMBERS, REFILLS, OVER = KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
@@ -40,7 +44,8 @@ if not stepped then
 end
 local config = cjson.decode(redis.call('HGET', KEYS[2], redis.call('HGET', KEYS[2], 'newest')))
 
-local samples, needed = string.match(ARGV[2], '^(%d+)/?(%d*)$')
+local samples, needed, purpose = string.match(ARGV[2], '^(%d+)/?(%d*):?(%a*)$')
+local begins = purpose == 'eval' and 'evaluating' or 'open'
 needed = needed == '' and samples or needed
 
 -- Why no group may be opened now; nil where one may.
@@ -79,7 +84,7 @@ local function was_over(name)
 end
 
 local group = redis.call('HGET', KEYS[3], ARGV[1])
-local state = 'open'
+local state = begins
 local members = group and redis.call('HGET', MEMBERS, ARGV[1])
 if group then
   local num_samples
@@ -87,6 +92,10 @@ if group then
   if num_samples ~= samples then
     return redis.error_reply('CONFLICT group ' .. ARGV[1] .. ' was opened with ' .. num_samples
       .. ' samples, not ' .. samples)
+  end
+  if state ~= begins and (state == 'open' or state == 'evaluating') then
+    return redis.error_reply('CONFLICT group ' .. ARGV[1] .. ' is ' .. state .. ', not ' .. begins
+      .. ': a group is for training or for evaluation')
   end
   local num_needed = string.match(members or samples, '^%d+')
   if num_needed ~= needed and state == 'open' then
@@ -100,12 +109,12 @@ else
   if closed ~= '0' then
     return redis.error_reply('CLOSED the run takes no new group')
   end
-  local why_not = shortage()
+  local why_not = begins == 'open' and shortage()
   if why_not then
     local last = redis.call('XREVRANGE', KEYS[7], '+', '-', 'COUNT', 1)[1]
     return redis.error_reply('WAIT ' .. (last and last[1] or '0-0') .. ' ' .. why_not)
   end
-  redis.call('HSET', KEYS[3], ARGV[1], samples .. ':open')
+  redis.call('HSET', KEYS[3], ARGV[1], samples .. ':' .. begins)
   if needed ~= samples then
     members = needed .. ':0:0:'
     redis.call('HSET', MEMBERS, ARGV[1], members)
@@ -116,9 +125,11 @@ else
     local due_ms = time[1] * 1000 + math.floor(time[2] / 1000 + deadline_s * 1000)
     redis.call('ZADD', DEADLINES, string.format('%.0f', due_ms), 'group:' .. ARGV[1])
   end
-  redis.call('HINCRBY', KEYS[1], 'live_groups', 1)
-  redis.call('HINCRBY', KEYS[1], 'open_groups', 1)
-  redis.call('HINCRBY', KEYS[1], 'opened_groups', 1)
+  if begins == 'open' then
+    redis.call('HINCRBY', KEYS[1], 'live_groups', 1)
+    redis.call('HINCRBY', KEYS[1], 'open_groups', 1)
+    redis.call('HINCRBY', KEYS[1], 'opened_groups', 1)
+  end
   redis.call('XADD', KEYS[6], '*', 'r', ARGV[4])
 end
 
@@ -148,7 +159,7 @@ for i = 1, num_ids do
     else
       replies[i] = 'CONFLICT ' .. id .. ' is already ' .. string.match(entry, '^[^:]*')
     end
-  elseif state ~= 'open' then
+  elseif state ~= begins then
     replies[i] = 'CONFLICT group ' .. ARGV[1] .. ' is already ' .. state
   else
     replies[i] = 1

@@ -29,7 +29,7 @@ for i = 1, #ARGV, 3 do
 end
 local entries = redis.call('HMGET', KEYS[1], unpack(ids))
 local after_seal = {sealed = 1, awaiting_reward = 1, planned = 1, filtered = 1, expired = 1,
-  incomplete = 1, dead = 1}
+  incomplete = 1, evaluated = 1, dead = 1}
 local has_epoch = {sealed = 1, awaiting_reward = 1}
 local group_states = {}
 
@@ -39,7 +39,7 @@ local function is_decided(id)
     local entry = redis.call('HGET', KEYS[3], group)
     group_states[group] = entry and string.match(entry, ':(.*)$') or 'over'
   end
-  return group_states[group] ~= 'open'
+  return group_states[group] ~= 'open' and group_states[group] ~= 'evaluating'
 end
 
 local function await_reward(id)

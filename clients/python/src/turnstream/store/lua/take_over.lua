@@ -33,7 +33,7 @@ if not epoch then
 end
 local group = string.match(id, '^[^/]*')
 local num_samples, state = string.match(redis.call('HGET', KEYS[4], group) or '', '^(%d+):(.*)$')
-if state ~= 'open' then
+if state ~= 'open' and state ~= 'evaluating' then
   return redis.error_reply('CONFLICT group ' .. group .. ' is already ' .. (state or 'over'))
 end
 

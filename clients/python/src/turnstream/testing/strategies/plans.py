@@ -50,6 +50,7 @@ from turnstream.types import (
     Denominators,
     Event,
     GroupOpened,
+    Purpose,
     RefillGranted,
     RewardPosted,
     RunClosed,
@@ -104,6 +105,7 @@ def openings(draw: st.DrawFn) -> GroupOpened:
         prompt_uid=draw(st.text(max_size=8)),
         num_samples=num_samples,
         num_needed=draw(st.integers(1, num_samples)),
+        purpose=draw(st.sampled_from(Purpose)),
     )
 
 

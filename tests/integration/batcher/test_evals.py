@@ -1,0 +1,228 @@
+"""Evaluations beside the training, with a real batcher and generators."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from turnstream.errors import ConflictError, EndOfRunError, InvalidTurnError
+from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.store.evals import eval_results
+from turnstream.testing import group, ids, trajectory, turn, wait_until_async
+from turnstream.types import EvalResult, Group, Purpose, TrajectoryState
+from turnstream_server.batcher.upkeep import Upkeep
+from turnstream_server.bus.ledger import LedgerCounts, read_ledger
+from turnstream_server.bus.manifests import read_plan
+from turnstream_server.jobs.evals import evals_json
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+# Opens an evaluation of two, seals one of them, says so, and hangs.
+GENERATOR = """
+import sys
+from turnstream.generator import Publisher
+from turnstream.testing import ids
+
+url, run = sys.argv[1:]
+with Publisher(url, run) as publisher, publisher.group("e", 2, purpose="eval") as visit:
+    for sample in range(2):
+        visit.trajectory(sample).append(ids("ab"), ids("c"), version=4).result(10)
+    visit.trajectory(0).seal(0.5)
+    print("sealed", flush=True)
+    sys.stdin.read()
+"""
+
+
+def evaluation(group_id: str, *rewards: float, version: int = 1) -> Group:
+    members = [
+        trajectory(turn("ab", "CD", version=version), sample=sample, reward=reward)
+        for sample, reward in enumerate(rewards or (1.0, 0.0))
+    ]
+    return replace(group(group_id, *members), purpose=Purpose.EVAL)
+
+
+def counts(house: Any, run: str) -> LedgerCounts:
+    with connect(house.url) as client:
+        found = read_ledger(client, run)
+    found.check()
+    return found
+
+
+def results(house: Any, run: str) -> list[EvalResult]:
+    with connect(house.url) as client:
+        return eval_results(client, run)
+
+
+async def num_evaluated(house: Any, run: str, number: int) -> None:
+    async def are_evaluated() -> bool:
+        return counts(house, run).by_state[TrajectoryState.EVALUATED] == number
+
+    await wait_until_async(are_evaluated, timeout_s=20, describe=f"{number} evaluated")
+
+
+def plans(house: Any, run: str, steps: int) -> list[Any]:
+    with connect(house.url) as client:
+        found = [read_plan(client, run, step) for step in range(1, steps + 1)]
+    return [
+        replace(each.manifest, run="", previous_hash="", last_event_id="")
+        for each in found
+        if each is not None
+    ]
+
+
+async def test_the_same_training_gives_the_same_batches_with_evaluations_in_between(house):
+    training = [group(name) for name in "abcd"]
+    alone, mixed = (house.create_run(batch_groups=2) for _ in range(2))
+    batcher = await house.start_batcher()
+
+    await house.publish(alone, *training)
+    for number, each in enumerate(training):
+        await house.publish(mixed, evaluation(f"e{number}"), each, evaluation(f"f{number}"))
+    pulled = []
+    for run in (alone, mixed):
+        trainer = house.trainer(batcher, run)
+        await trainer.start()
+        pulled.append([each.rows for step in (1, 2) for each in await trainer.get(step)])
+    await num_evaluated(house, mixed, 16)
+
+    assert pulled[0] == pulled[1]
+    assert plans(house, alone, 2) == plans(house, mixed, 2)
+    assert len(plans(house, mixed, 2)) == 2
+    found = counts(house, mixed)
+    assert (found.accepted, found.num_in_batches) == (24, 8)
+
+
+async def test_the_results_of_each_version_are_kept_by_group_and_overall(house):
+    run = house.create_run()
+    await house.start_batcher()
+    await house.publish(
+        run,
+        evaluation("e", 1.0, 0.0, version=3),
+        evaluation("f", 0.5, 0.5, version=3),
+        evaluation("g", 0.25, version=8),
+    )
+    await num_evaluated(house, run, 5)
+
+    third, eighth = results(house, run)
+    shown = json.loads(await asyncio.to_thread(evals_json, house.url, run))
+
+    assert (third.version, third.num_groups, third.num_trajectories) == (3, 2, 4)
+    assert (third.reward.mean, third.best.mean) == (0.5, 0.75)
+    assert [(each.group_id, each.best) for each in third.groups] == [("e", 1.0), ("f", 0.5)]
+    assert (eighth.version, eighth.reward.mean) == (8, 0.25)
+    assert [each["version"] for each in shown] == [3, 8]
+    assert shown[0]["reward"]["mean"] == 0.5
+
+
+async def test_an_evaluation_goes_on_where_training_waits_and_ends_with_the_run(house):
+    run = house.create_run(batch_groups=1, max_staleness=0, max_planned_ahead=0)
+    await house.start_batcher()
+    await house.publish(run, group("a"))
+
+    async with AsyncPublisher(house.url, run) as publisher:
+        await (await publisher.publish(evaluation("e"))).result(10)
+        with pytest.raises(ConflictError, match="evaluat"):
+            async with publisher.trajectory("e", 1, num_samples=2):
+                pass
+        await publisher.close_run()
+        with pytest.raises(EndOfRunError):
+            await (await publisher.publish(evaluation("late"))).result(10)
+    await num_evaluated(house, run, 2)
+
+
+async def test_an_evaluation_of_the_first_few_is_refused_at_the_door(house):
+    run = house.create_run()
+
+    def open_group(**fields: Any) -> None:
+        with Publisher(house.url, run) as publisher:
+            publisher.group("e", 4, **fields)
+
+    with pytest.raises(InvalidTurnError, match="num_needed: 2 of 4 samples"):
+        await asyncio.to_thread(lambda: open_group(num_needed=2, purpose="eval"))
+    with pytest.raises(InvalidTurnError, match="purpose: 'test' is not one of train, eval"):
+        await asyncio.to_thread(lambda: open_group(purpose="test"))
+
+
+def kill_a_generator_that_has_sealed(url: str, run: str) -> None:
+    command = [sys.executable, "-c", GENERATOR, url, run]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "sealed"
+        process.kill()
+
+
+async def test_the_evaluation_of_a_killed_generator_ends_with_its_lease(house):
+    run = house.create_run(lease_s=0.6, takeover_s=0.2)
+    await house.start_batcher()
+    await asyncio.to_thread(kill_a_generator_that_has_sealed, house.url, run)
+
+    await num_evaluated(house, run, 1)
+
+    (result,) = results(house, run)
+    assert (result.version, result.num_trajectories, result.num_lost) == (4, 1, 1)
+    by_state = counts(house, run).by_state
+    assert by_state[TrajectoryState.ABANDONED] == 1
+    await payload_is_gone(house, run, "e/0/0")
+
+
+async def test_a_hanging_member_of_an_evaluation_ends_at_the_deadline(house):
+    run = house.create_run(group_deadline_s=0.3, deadline_policy="refill", max_refills=1)
+    await house.start_batcher()
+    async with AsyncPublisher(house.url, run) as publisher:
+        async with publisher.trajectory("e", 0, num_samples=2, purpose="eval") as episode:
+            await episode.append(ids("ab"), ids("c"), version=2)
+            await episode.seal(1.0)
+        hanging = publisher.trajectory("e", 1, num_samples=2, purpose="eval")
+        await num_evaluated(house, run, 1)
+        with pytest.raises(ConflictError, match="already evaluated"):
+            await hanging.append(ids("ab"), ids("c"))
+
+    (result,) = results(house, run)
+    assert (result.num_trajectories, result.num_lost) == (1, 1)
+
+
+async def payload_is_gone(house: Any, run: str, trajectory_id: str) -> None:
+    async def is_gone() -> bool:
+        with connect(house.url) as client:
+            return not client.exists(keys.trajectory_keys(run, trajectory_id).turns)
+
+    await wait_until_async(is_gone, timeout_s=20, describe="released payload")
+
+
+async def test_results_go_on_over_compaction_snapshots_and_a_successor(house):
+    upkeep = Upkeep(snapshot_events=1, fold_ended=1)
+    run = house.create_run()
+    first = await house.start_batcher(upkeep=upkeep, lease_s=0.6)
+    await house.publish(run, evaluation("e", 1.0, 0.0, version=3))
+    await num_evaluated(house, run, 2)
+    await left_ledger(house, run)
+    await first.stop()
+
+    await house.start_batcher(upkeep=upkeep, lease_s=0.6)
+    await house.publish(run, evaluation("f", 0.5, 0.5, version=3))
+    await num_evaluated(house, run, 4)
+    await left_ledger(house, run)
+
+    (result,) = results(house, run)
+    assert (result.num_groups, result.reward.num, result.reward.mean) == (2, 4, 0.5)
+    assert [each.group_id for each in result.groups] == ["e", "f"]
+    with pytest.raises(ConflictError, match="was over"):
+        await house.publish(run, evaluation("e"))
+
+
+async def left_ledger(house: Any, run: str) -> None:
+    async def is_empty() -> bool:
+        with connect(house.url) as client:
+            names = keys.run_keys(run)
+            return not client.exists(names.ledger) and not client.exists(names.groups)
+
+    await wait_until_async(is_empty, timeout_s=20, describe="an empty ledger")

@@ -1,0 +1,61 @@
+"""Groups that are opened to evaluate, script by script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+
+from turnstream.errors import ConflictError, EndOfRunError
+
+pytestmark = pytest.mark.redis
+
+Drive = Callable[..., Any]
+
+
+def test_an_evaluation_is_admitted_where_training_must_wait_and_counts_nowhere(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client, batch_groups=1, max_staleness=0, max_planned_ahead=0)
+    run.do(run.open_group("full/0/0", group="full"))
+
+    (waits,) = run.do_all([run.open_group("g/0/0")])
+    opened = run.do(run.open_group("e/0/0", group="e", num_samples="2:eval"))
+
+    assert "1 groups are live, 1 are allowed" in str(waits)
+    assert opened == [1]
+    assert client.hget(run.keys.groups, "e") == b"2:evaluating"
+    assert client.hmget(run.keys.frontier, "live_groups", "opened_groups") == [b"1", b"1"]
+    assert run.counts() == {"accepted": 2, "open": 2}
+
+
+def test_an_evaluation_is_not_admitted_into_a_closed_run(client: redis.Redis, drive: Drive) -> None:
+    run = drive(client)
+    run.do(run.close())
+
+    with pytest.raises(EndOfRunError):
+        run.do(run.open_group("e/0/0", group="e", num_samples="2:eval"))
+
+
+@pytest.mark.parametrize("purposes", [("2", "2:eval"), ("2:eval", "2")])
+def test_a_group_cannot_change_its_purpose(
+    client: redis.Redis, drive: Drive, purposes: tuple[str, str]
+) -> None:
+    run = drive(client)
+    first, second = purposes
+    run.do(run.open_group("e/0/0", group="e", num_samples=first))
+
+    with pytest.raises(ConflictError, match="for training or for evaluation"):
+        run.do(run.open_group("e/1/0", group="e", num_samples=second))
+
+
+def test_a_seal_of_an_evaluation_is_posted_and_a_lapsed_writer_replaced(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client)
+    run.do(run.open_group("e/0/0", "e/1/0", group="e", num_samples="2:eval"))
+
+    assert run.do(run.post_sealed("e/0/0", 1, b"seal")) == [b"OK"]
+    assert run.counts() == {"accepted": 2, "open": 1, "sealed": 1}
