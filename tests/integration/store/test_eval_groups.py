@@ -9,6 +9,7 @@ import pytest
 import redis
 
 from turnstream.errors import ConflictError, EndOfRunError
+from turnstream.store.leases import take_over_command
 
 pytestmark = pytest.mark.redis
 
@@ -51,7 +52,7 @@ def test_a_group_cannot_change_its_purpose(
         run.do(run.open_group("e/1/0", group="e", num_samples=second))
 
 
-def test_a_seal_of_an_evaluation_is_posted_and_a_lapsed_writer_replaced(
+def test_a_seal_of_an_evaluation_is_posted_and_what_is_open_may_be_taken_over(
     client: redis.Redis, drive: Drive
 ) -> None:
     run = drive(client)
@@ -59,3 +60,4 @@ def test_a_seal_of_an_evaluation_is_posted_and_a_lapsed_writer_replaced(
 
     assert run.do(run.post_sealed("e/0/0", 1, b"seal")) == [b"OK"]
     assert run.counts() == {"accepted": 2, "open": 1, "sealed": 1}
+    assert run.do(take_over_command(run.name, "e/1/0", writer="w")) == [1, 2]
