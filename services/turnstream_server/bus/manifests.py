@@ -72,6 +72,8 @@ async def write_manifest(
             run_keys.refills,
             run_keys.leases,
             run_keys.wake,
+            run_keys.tasks,
+            run_keys.prompts,
         ),
         leader_epoch,
         manifest.step,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from turnstream.store.tasks import PromptCounts
 from turnstream_server.bus.frontier import Frontier
 
 LOW_PASS_RATE: Final = 0.5
@@ -19,6 +20,7 @@ class ReasonKind(StrEnum):
     RUN_OVER = "run_over"
     NO_PLANNER = "no_planner"
     TRAINER_NOT_STEPPED = "trainer_not_stepped"
+    PROMPTS_EXHAUSTED = "prompts_exhausted"
     OUT_OF_DATA = "out_of_data"
     TOO_FEW_READY = "too_few_ready"
     GENERATOR_GONE = "generator_gone"
@@ -149,6 +151,7 @@ class RunSnapshot:
         untrained: (reason, trajectories) of what ended untrained, the most frequent first.
         newest_version: of the policy; None before the first.
         max_open_groups: groups that may be open at once; 0 means no limit.
+        prompts: where those are that the run was given; None where it was not asked.
     """
 
     run: str
@@ -166,6 +169,7 @@ class RunSnapshot:
     untrained: tuple[tuple[str, int], ...] = ()
     newest_version: int | None = None
     max_open_groups: int = 0
+    prompts: PromptCounts | None = None
 
     @property
     def has_offer(self) -> bool:
@@ -204,7 +208,7 @@ def reasons(snapshot: RunSnapshot) -> tuple[Reason, ...]:
         *_of_pass_rate(snapshot),
     ]
     if snapshot.is_starved:
-        found += [*_of_shortage(snapshot), *_of_refills(snapshot)]
+        found += [*_of_shortage(snapshot), *_of_prompts(snapshot), *_of_refills(snapshot)]
     for group in snapshot.groups:
         found += [
             each
@@ -338,6 +342,17 @@ def _of_shortage(snapshot: RunSnapshot) -> Iterator[Reason]:
         sentence=f"{has}, and no generator has a group open; {policy}",
         facts={**facts, "newest_version": version},
     )
+
+
+def _of_prompts(snapshot: RunSnapshot) -> Iterator[Reason]:
+    prompts = snapshot.prompts
+    if prompts is not None and prompts.is_exhausted and not snapshot.frontier.is_closed:
+        yield Reason(
+            kind=ReasonKind.PROMPTS_EXHAUSTED,
+            sentence=f"all {prompts.num_added} prompts of the run are done, "
+            f"{prompts.num_filtered} of them filtered: add others, or close the run",
+            facts={"prompts": prompts.num_added, "filtered": prompts.num_filtered},
+        )
 
 
 def _of_refills(snapshot: RunSnapshot) -> Iterator[Reason]:

@@ -10,6 +10,7 @@ from typing import Final
 import redis
 
 from turnstream.store import keys
+from turnstream.store.tasks import PromptCounts, read_prompt_counts
 from turnstream.types import GroupOpened, TrajectoryState
 from turnstream_server.bus.frontier import Frontier, read_frontier
 from turnstream_server.bus.ledger import LedgerCounts, read_ledger
@@ -52,12 +53,14 @@ class LedgerStates:
     Attributes:
         counts: the numbers, as of one moment.
         states: those that occur, in the order of a trajectory's life.
+        prompts: where those are that the run was given.
     """
 
     run: str
     frontier: Frontier
     counts: LedgerCounts
     states: tuple[StateFacts, ...]
+    prompts: PromptCounts
 
 
 def read_states(client: redis.Redis, run: str) -> LedgerStates:
@@ -98,6 +101,7 @@ def read_states(client: redis.Redis, run: str) -> LedgerStates:
             for state, count in counts.by_state.items()
             if count
         ),
+        prompts=read_prompt_counts(client, run),
     )
 
 

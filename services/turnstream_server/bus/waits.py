@@ -16,6 +16,7 @@ from turnstream.records.events import decode_event
 from turnstream.store import keys
 from turnstream.store.replies import translating
 from turnstream.store.runs import newest_version, read_config
+from turnstream.store.tasks import read_prompt_counts
 from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.frontier import Frontier, read_frontier
 from turnstream_server.bus.pages import PAGE, entry_ms, hash_fields, server_ms, stream_entries
@@ -115,6 +116,7 @@ def read_snapshot(client: redis.Redis, run: str) -> RunSnapshot:
         max_planned_ahead=config.max_planned_ahead,
         most_live_groups=_most_live_groups(config, frontier),
         max_open_groups=config.max_open_groups,
+        prompts=read_prompt_counts(client, run),
         num_ready=sum(group.is_ready for group in groups.values()),
         num_waiting=len(waiting),
         groups=_oldest(client, run, waiting, leases, now_ms),

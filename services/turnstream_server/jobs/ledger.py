@@ -39,6 +39,8 @@ def print_ledger(url: str, run: str, console: Console) -> None:
     if seen.counts.num_conflicts:
         number, last = seen.counts.num_conflicts, seen.counts.last_conflict
         console.print(f"{number:,} writes with another content were refused, the last: {last}")
+    if seen.prompts.num_added:
+        console.print(f"prompts: {seen.prompts.sentence}")
 
 
 def ledger_json(url: str, run: str) -> str:
@@ -66,6 +68,13 @@ def ledger_json(url: str, run: str) -> str:
                 "reasons": dict(facts.reasons),
             }
             for facts in seen.states
+        },
+        "prompts": {
+            "added": seen.prompts.num_added,
+            "left": seen.prompts.num_left,
+            "given": seen.prompts.num_given,
+            "trained": seen.prompts.num_trained,
+            "filtered": seen.prompts.num_filtered,
         },
     }
     return json.dumps(content, indent=2)

@@ -20,9 +20,10 @@ def public_methods(kind: type) -> dict[str, list[str]]:
 
 def test_these_names_are_public() -> None:
     assert turnstream.generator.__all__ == [
-        *("AsyncGroupWriter", "AsyncPublisher", "AsyncReceipt", "AsyncTrajectoryWriter"),
-        *("GroupWriter", "LapsedTrajectory", "Publisher", "PublisherStatistics", "Receipt"),
-        *("Refill", "RewardOutcome", "TrajectoryWriter", "post_reward", "post_reward_async"),
+        *("AsyncGroupWriter", "AsyncPublisher", "AsyncReceipt", "AsyncTask"),
+        *("AsyncTrajectoryWriter", "GroupWriter", "LapsedTrajectory", "Publisher"),
+        *("PublisherStatistics", "Receipt", "Refill", "RewardOutcome", "Task"),
+        *("TrajectoryWriter", "post_reward", "post_reward_async"),
     ]
 
 
@@ -30,7 +31,8 @@ def test_both_publishers_are_called_alike() -> None:
     assert public_methods(Publisher) == public_methods(AsyncPublisher)
     assert sorted(public_methods(Publisher)) == [
         *("__init__", "close", "close_run", "flush", "flush_to_disk"),
-        *("group", "lapsed", "next_refill", "post_reward", "publish", "refill_trajectory"),
+        *("group", "lapsed", "next_refill", "next_task", "post_reward", "publish"),
+        "refill_trajectory",
         *("statistics", "take_over", "trajectory"),
     ]
 

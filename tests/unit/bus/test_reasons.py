@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from turnstream.store.tasks import PromptCounts
 from turnstream_server.bus.frontier import Frontier
 from turnstream_server.bus.reasons import (
     AwaitedReward,
@@ -129,6 +130,24 @@ def test_a_run_without_an_open_group_is_out_of_data(version: int | None, policy:
     assert found[0].sentence == (
         f"step 3: 1 of 4 groups ready, and no generator has a group open; {policy}"
     )
+
+
+def test_a_run_all_of_whose_prompts_are_done_says_so_until_it_is_closed() -> None:
+    done = PromptCounts(num_added=9, num_left=0, num_given=0, num_trained=7, num_filtered=2)
+    seen = starved(num_waiting=0, prompts=done)
+
+    found = the(ReasonKind.PROMPTS_EXHAUSTED, seen)
+
+    assert found.sentence == (
+        "all 9 prompts of the run are done, 2 of them filtered: add others, or close the run"
+    )
+    for other in (
+        replace(seen, prompts=replace(done, num_left=1)),
+        replace(seen, prompts=replace(done, num_given=1)),
+        replace(seen, prompts=replace(done, num_added=0)),
+        replace(seen, frontier=replace(FRONTIER, is_closed=True)),
+    ):
+        assert ReasonKind.PROMPTS_EXHAUSTED not in kinds(other)
 
 
 def test_open_groups_are_counted_beside_the_ready_ones() -> None:

@@ -24,6 +24,7 @@
         ├── StoreBehindError                the store does not know what the token claims
         ├── ObserverExpiredError            an observer was silent for too long: declare it anew
         ├── ReleasedError                   a step that is no longer retained: names step and floor
+        ├── PromptsExhaustedError           every prompt of the run is done, and no other was added
         └── EndOfRunError                   the run is closed and everything in it was delivered
 
 Constructor arguments equal `args`, so that every error survives pickling to another process.
@@ -179,6 +180,10 @@ class ObserverExpiredError(RejectedError):
 
 class ReleasedError(RejectedError):
     """A step was asked for whose payload is no longer retained. Names it, and the oldest kept."""
+
+
+class PromptsExhaustedError(RejectedError):
+    """Every prompt of the run is done: others may be added, or the run closed."""
 
 
 class EndOfRunError(RejectedError):

@@ -17,6 +17,10 @@
 --   KEYS[9] refills   zset    removed: those of the group
 --   KEYS[10] leases   zset    removed: those of trajectories that were open
 --   KEYS[11] config   hash    read: newest, and that revision's JSON
+--   KEYS[12] tasks    hash    removed: the group, where a prompt of the run was given out as it
+--   KEYS[13] prompts  hash    that prompt is done, where the group was filtered: removed; changed:
+--                             done, filtered
+--   KEYS[14] again    zset    added: the number of that prompt, where the group failed
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] group name
 --   ARGV[3] filtered, expired, incomplete or decided    ARGV[4] reason
@@ -27,6 +31,7 @@
 --   CONFLICT  no such group; or one is dropped that is planned, or was dropped otherwise
 
 local MEMBERS, DEADLINES, REFILLS, LEASES, CONFIG = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
+local TASKS, PROMPTS, AGAIN = KEYS[12], KEYS[13], KEYS[14]
 
 if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
   return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])
@@ -87,6 +92,17 @@ redis.call('ZREM', DEADLINES, 'group:' .. ARGV[2])
 if is_dropped then
   redis.call('HDEL', MEMBERS, ARGV[2])
   redis.call('HINCRBY', KEYS[5], 'live_groups', -1)
+end
+local prompt = is_dropped and redis.call('HGET', TASKS, ARGV[2])
+if prompt then
+  redis.call('HDEL', TASKS, ARGV[2])
+  if ARGV[3] == 'filtered' then
+    redis.call('HDEL', PROMPTS, prompt)
+    redis.call('HINCRBY', PROMPTS, 'done', 1)
+    redis.call('HINCRBY', PROMPTS, 'filtered', 1)
+  else
+    redis.call('ZADD', AGAIN, prompt, prompt)
+  end
 end
 local makes_room = is_dropped
 if state == 'open' then

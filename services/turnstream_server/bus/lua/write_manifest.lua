@@ -20,6 +20,8 @@
 --   KEYS[10] refills  zset    removed: those of the groups
 --   KEYS[11] leases   zset    removed: those of trajectories that were open
 --   KEYS[12] wake     stream  added, so that whoever waits for capacity is told
+--   KEYS[13] tasks    hash    removed: groups as which prompts of the run were given out
+--   KEYS[14] prompts  hash    removed: these prompts, which are done; changed: done
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] step    ARGV[3] manifest hash    ARGV[4] hash before, or ""
 --   ARGV[5] record          ARGV[6...] trajectory ids
@@ -31,6 +33,7 @@
 --             names a trajectory that is not sealed, or whose group is over
 
 local MEMBERS, DEADLINES, REFILLS, LEASES = KEYS[8], KEYS[9], KEYS[10], KEYS[11]
+local TASKS, PROMPTS = KEYS[13], KEYS[14]
 local CHUNK = 1000  -- unpack fails above a few thousand values
 
 local stepped, planned = unpack(redis.call('HMGET', KEYS[2], 'stepped', 'planned'))
@@ -133,6 +136,12 @@ for group, num_samples in pairs(sizes) do
   redis.call('HSET', KEYS[7], group, num_samples .. ':planned')
   redis.call('HDEL', MEMBERS, group)
   redis.call('ZREM', DEADLINES, 'group:' .. group)
+  local prompt = redis.call('HGET', TASKS, group)
+  if prompt then
+    redis.call('HDEL', TASKS, group)
+    redis.call('HDEL', PROMPTS, prompt)
+    redis.call('HINCRBY', PROMPTS, 'done', 1)
+  end
 end
 for state, number in pairs(num_left) do
   if number > 0 then

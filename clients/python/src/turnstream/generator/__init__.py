@@ -8,6 +8,7 @@ from turnstream.generator.async_publisher import (
 from turnstream.generator.publisher import GroupWriter, Publisher, TrajectoryWriter
 from turnstream.generator.receipts import AsyncReceipt, Receipt
 from turnstream.generator.statistics import PublisherStatistics
+from turnstream.generator.tasks import AsyncTask, Task
 from turnstream.store.groups import Refill
 from turnstream.store.leases import LapsedTrajectory
 from turnstream.store.rewards import RewardOutcome, post_reward, post_reward_async
@@ -16,6 +17,7 @@ __all__ = [
     "AsyncGroupWriter",
     "AsyncPublisher",
     "AsyncReceipt",
+    "AsyncTask",
     "AsyncTrajectoryWriter",
     "GroupWriter",
     "LapsedTrajectory",
@@ -24,6 +26,7 @@ __all__ = [
     "Receipt",
     "Refill",
     "RewardOutcome",
+    "Task",
     "TrajectoryWriter",
     "post_reward",
     "post_reward_async",

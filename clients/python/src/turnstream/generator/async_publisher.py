@@ -20,6 +20,7 @@ from turnstream.generator.receipts import AsyncReceipt, Delivery
 from turnstream.generator.refills import take_refill_async
 from turnstream.generator.statistics import PublisherStatistics
 from turnstream.generator.takeovers import take_over_async
+from turnstream.generator.tasks import AsyncTask, take_task_async, task_states
 from turnstream.generator.window import KEEP_S, MAX_KEPT_BYTES
 from turnstream.generator.writers import WriterState
 from turnstream.store.connection import connect_async
@@ -184,6 +185,16 @@ class AsyncPublisher:
         """The writer of an attempt that `next_refill` gave."""
         state = WriterState(self._outbox, refill.group, refill.key, None)
         return AsyncTrajectoryWriter(self._sender, state)
+
+    async def next_task(self, wait_s: float) -> AsyncTask[AsyncTrajectoryWriter]:
+        """Take a refill if there is one, else the next prompt. See `Publisher.next_task`."""
+        outbox = self._outbox
+        self._sender.require_open()
+        taken = await take_task_async(self._client, outbox.run, writer=outbox.writer, wait_s=wait_s)
+        self._sender.require_open()
+        states = task_states(outbox, taken, time.monotonic())
+        self._sender.start()
+        return AsyncTask(taken, [AsyncTrajectoryWriter(self._sender, each) for each in states])
 
     async def publish(self, group: Group) -> AsyncReceipt:
         """Send a whole finished group. See `Publisher.publish`; the receipt can be awaited."""

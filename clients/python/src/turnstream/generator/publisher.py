@@ -20,6 +20,7 @@ from turnstream.generator.refills import take_refill
 from turnstream.generator.sender import Sender
 from turnstream.generator.statistics import PublisherStatistics
 from turnstream.generator.takeovers import take_over
+from turnstream.generator.tasks import Task, take_task, task_states
 from turnstream.generator.window import KEEP_S, MAX_KEPT_BYTES
 from turnstream.generator.writers import WriterState
 from turnstream.store.connection import connect
@@ -221,6 +222,27 @@ class Publisher:
         """The writer of an attempt that `next_refill` gave."""
         state = WriterState(self._outbox, refill.group, refill.key, None)
         return TrajectoryWriter(self._sender, state)
+
+    def next_task(self, wait_s: float) -> Task[TrajectoryWriter]:
+        """Take what the run gives out: a refill if there is one, else the next prompt.
+
+        The trajectories of the task are open and this publisher's, which keeps their leases.
+
+        Args:
+            wait_s: how long to wait for a task, and for leave to start its group.
+
+        Raises:
+            NotReadyError: there was none within `wait_s`, and why.
+            PromptsExhaustedError: every prompt of the run was done by then.
+            EndOfRunError: the run is closed.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        outbox = self._outbox
+        self._sender.require_open()
+        taken = take_task(self._client, outbox.run, writer=outbox.writer, wait_s=wait_s)
+        now_s = time.monotonic()
+        states = self._sender.put(lambda: task_states(outbox, taken, now_s))
+        return Task(taken, [TrajectoryWriter(self._sender, each) for each in states])
 
     def publish(self, group: Group) -> Receipt:
         """Send a whole finished group; its samples must be 0 to n - 1.

@@ -35,6 +35,12 @@ batches    hash    step -> `<trajectories planned up to it>:<manifest hash>`; fr
 observers  hash    name -> `<newest step seen>:<expires_ms>:<expiry in ms>`
 leader     hash    epoch, owner, expires_ms, lease_ms
 config     hash    revision -> JSON of the batching config; `newest` -> the newest revision
+prompts    hash    number, from 1 -> record of a prompt that is not done, see add_prompts.lua;
+                   added, the newest number; next, the newest that was given out; done, how many
+                   are over; filtered, how many of these without a signal
+tasks      hash    group name -> number of its prompt, while the group is not over; `?<place>` ->
+                   the last answer to a request, see next_task.lua
+again      zset    numbers of prompts whose group failed, to be given out again
 leases     zset    id of every open trajectory -> when its writer's lease ends, ms of server time
 sessions   hash    name of every trainer session that ever began -> its epoch
 past       hash    step -> compact record of a batch that is over
@@ -124,6 +130,9 @@ _RUN_TYPES = {
     "conflicts": "hash",
     "evals": "hash",
     "evalgroups": "stream",
+    "prompts": "hash",
+    "tasks": "hash",
+    "again": "zset",
 }
 _TRAJECTORY_TYPES = {"turns": "stream", "meta": "hash"}
 _KEY = re.compile(r"ts:\{([^{}/]+)(/[^{}/]+/\d+/\d+)?\}:([a-z]+)")
@@ -155,6 +164,9 @@ class RunKeys(NamedTuple):
     reasons: str
     over: str
     snapshot: str
+    prompts: str
+    tasks: str
+    again: str
     evals: str
     evalgroups: str
     letters: str

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.resources
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,9 +20,13 @@ from turnstream.store.replies import translate, translating
 Argument = str | bytes | int | memoryview
 """What may be a key or an argument of a script."""
 
+_INCLUDE = re.compile(r"^-- include: (\w+)\.lua$", re.MULTILINE)
+
 
 class Script:
     """A Lua file of a package's `lua` folder.
+
+    A line `-- include: other.lua` stands for what is in that file, but for its first line.
 
     Attributes:
         name: the file name without its suffix.
@@ -32,9 +37,8 @@ class Script:
     __slots__ = ("name", "sha", "source")
 
     def __init__(self, name: str, package: str = "turnstream.store") -> None:
-        path = importlib.resources.files(package) / "lua" / f"{name}.lua"
         self.name = name
-        self.source = path.read_text(encoding="utf-8")
+        self.source = _read(name, package)
         self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
     def __repr__(self) -> str:
@@ -43,6 +47,12 @@ class Script:
     def __call__(self, keys: Sequence[str], *args: Argument) -> Command:
         """The call of this script with these keys and arguments; nothing is sent."""
         return Command(self, tuple(keys), args)
+
+
+def _read(name: str, package: str) -> str:
+    path = importlib.resources.files(package) / "lua" / f"{name}.lua"
+    text = path.read_text(encoding="utf-8")
+    return _INCLUDE.sub(lambda line: _read(line[1], package).partition("\n")[2], text)
 
 
 class Command(NamedTuple):

@@ -1,0 +1,229 @@
+"""Runs that carry their prompts: real generators that die with tasks in their hands, end to end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from turnstream.errors import EndOfRunError
+from turnstream.generator import Publisher
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.store.runs import close_run
+from turnstream.store.tasks import Prompt, PromptCounts, add_prompts, read_prompt_counts
+from turnstream.testing import ids, wait_until_async
+from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.jobs.ledger import ledger_json
+from turnstream_server.jobs.why import reasons_json
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+LEASE_S = 0.6
+UIDS = ("p0", "p1", "p2", "p3", "p4")
+
+# Takes two tasks, writes a turn of each, says so, and holds them until it is killed.
+DOOMED = """
+import sys
+from turnstream.generator import Publisher
+from turnstream.testing import ids
+
+url, run = sys.argv[1:]
+with Publisher(url, run) as publisher:
+    held = [publisher.next_task(30) for _ in range(2)]
+    for task in held:
+        task.trajectories[0].append(ids("ab"), ids("c")).result(10)
+    print(*(task.prompt_uid for task in held), flush=True)
+    sys.stdin.read()
+"""
+
+# Does every task that there is, and says how it was told to stop.
+DILIGENT = """
+import sys
+from turnstream.errors import NotReadyError, PromptsExhaustedError
+from turnstream.generator import Publisher
+from turnstream.testing import ids
+
+url, run = sys.argv[1:]
+with Publisher(url, run) as publisher:
+    while True:
+        try:
+            task = publisher.next_task(1)
+        except NotReadyError:
+            continue
+        except PromptsExhaustedError as error:
+            print(type(error).__name__, flush=True)
+            break
+        with task:
+            for trajectory in task.trajectories:
+                trajectory.append(ids(task.payload.decode()), ids("x"))
+                trajectory.seal(float(trajectory.key.sample))
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a generator process: call it with the program, url and run."""
+    with ExitStack() as stack:
+
+        def run(program: str, *arguments: str) -> subprocess.Popen[str]:
+            process = subprocess.Popen(
+                [sys.executable, "-c", program, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            return process
+
+        yield run
+
+
+async def line_of(process: subprocess.Popen[str]) -> str:
+    """The next line that it prints."""
+    assert process.stdout is not None
+    return (await asyncio.to_thread(process.stdout.readline)).strip()
+
+
+def give(url: str, run: str, *uids: str) -> None:
+    with connect(url) as client:
+        prompts = [Prompt(prompt_uid=uid, payload=uid.encode(), num_samples=2) for uid in uids]
+        add_prompts(client, run, prompts)
+
+
+def counts(url: str, run: str) -> PromptCounts:
+    with connect(url) as client:
+        read_ledger(client, run).check()
+        return read_prompt_counts(client, run)
+
+
+@pytest.mark.parametrize(
+    "policy", [{}, {"deadline_policy": "refill", "max_refills": 4}], ids=["revisit", "refill"]
+)
+async def test_the_tasks_of_a_killed_generator_are_given_out_again_and_trained_once(
+    house: Any, start: Callable[..., Any], policy: dict[str, Any]
+) -> None:
+    run = house.create_run(batch_groups=1, lease_s=LEASE_S, **policy)
+    trainer = house.trainer(await house.start_batcher(), run)
+    give(house.url, run, *UIDS)
+    doomed = start(DOOMED, house.url, run)
+    assert await line_of(doomed) == "p0 p1"
+
+    doomed.kill()
+    doomed.wait()
+    diligent = start(DILIGENT, house.url, run)
+    await trainer.start()
+    trained: Counter[str] = Counter()
+    for step in range(1, len(UIDS) + 1):
+        pulled = await trainer.get(step, wait_s=20)
+        trained.update({uid for each in pulled for uid in each.mini_batch.rows.prompt_uid})
+        assert all(row[:2] in {f"p{number}" for number in range(5)} for row in pulled[0].rows)
+        await trainer.stepped(pulled)
+    said = await line_of(diligent)
+
+    assert trained == Counter(UIDS)
+    assert said == "PromptsExhaustedError"
+    seen = counts(house.url, run)
+    assert (seen.num_trained, seen.num_left, seen.num_given) == (5, 0, 0)
+    with connect(house.url) as client:
+        left: Any = client.hkeys(keys.run_keys(run).prompts)
+        assert [name for name in left if name.isdigit()] == []
+
+
+async def test_a_filtered_prompt_is_done_and_one_that_was_given_up_comes_again(house: Any) -> None:
+    run = house.create_run(batch_groups=1, drop_zero_variance=True)
+    trainer = house.trainer(await house.start_batcher(), run)
+    give(house.url, run, "equal", "lost")
+
+    def work() -> list[str]:
+        names: list[str] = []
+        with Publisher(house.url, run) as publisher:
+            for rewards in ((1.0, 1.0), (), (0.0, 1.0)):
+                with publisher.next_task(20) as task:
+                    names.append(task.group_id)
+                    for trajectory, reward in zip(task.trajectories, rewards, strict=False):
+                        trajectory.append(ids("a"), ids("b"))
+                        trajectory.seal(reward)
+        return names
+
+    names = await asyncio.to_thread(work)
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    assert names == ["equal#1", "lost#1", "lost#2"]
+    assert set(pulled.mini_batch.rows.group_id) == {"lost#2"}
+
+    async def is_done() -> bool:
+        return counts(house.url, run).is_exhausted
+
+    await wait_until_async(is_done, describe="the end of all prompts")
+    seen = counts(house.url, run)
+    assert (seen.num_trained, seen.num_filtered) == (1, 1)
+
+
+async def test_people_see_where_the_prompts_of_a_run_are(house: Any) -> None:
+    run = house.create_run(batch_groups=1, drop_zero_variance=True)
+    await house.start_batcher()
+    give(house.url, run, "a", "b")
+
+    def sample(reward: float) -> None:
+        with Publisher(house.url, run) as publisher, publisher.next_task(20) as task:
+            for trajectory in task.trajectories:
+                trajectory.append(ids("a"), ids("b"))
+                trajectory.seal(reward)
+
+    await asyncio.to_thread(sample, 1.0)
+
+    async def shown() -> dict[str, int]:
+        return json.loads(await asyncio.to_thread(ledger_json, house.url, run))["prompts"]
+
+    async def one_is_filtered() -> bool:
+        return (await shown())["filtered"] == 1
+
+    await wait_until_async(one_is_filtered, describe="a prompt that was filtered")
+    half = await shown()
+    await asyncio.to_thread(sample, 1.0)
+
+    async def is_exhausted() -> bool:
+        found = json.loads(await asyncio.to_thread(reasons_json, house.url, run))["reasons"]
+        return any(reason["kind"] == "prompts_exhausted" for reason in found)
+
+    await wait_until_async(is_exhausted, describe="the reason that all prompts are done")
+    assert half == {"added": 2, "left": 1, "given": 0, "trained": 0, "filtered": 1}
+
+
+async def test_the_last_prompts_of_a_run_make_a_short_batch_when_it_is_closed(house: Any) -> None:
+    run = house.create_run(batch_groups=2)
+    trainer = house.trainer(await house.start_batcher(), run)
+    give(house.url, run, "a", "b", "c")
+
+    def work() -> None:
+        with Publisher(house.url, run) as publisher:
+            for _ in range(3):
+                with publisher.next_task(20) as task:
+                    for trajectory in task.trajectories:
+                        trajectory.append(ids("a"), ids("b"))
+                        trajectory.seal(float(trajectory.key.sample))
+            with connect(house.url) as client:
+                close_run(client, run)
+            with pytest.raises(EndOfRunError):
+                publisher.next_task(20)
+
+    await asyncio.to_thread(work)
+    await trainer.start()
+    sizes: list[int] = []
+    for step in (1, 2):
+        pulled = await trainer.get(step)
+        sizes.append(len({uid for each in pulled for uid in each.mini_batch.rows.group_id}))
+        await trainer.stepped(pulled)
+
+    assert sizes == [2, 1]
+    assert counts(house.url, run).num_trained == 3

@@ -1,0 +1,117 @@
+"""What becomes of a prompt when its group is over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import redis
+
+from turnstream.store.scripts import run_command_async
+from turnstream.store.tasks import (
+    Prompt,
+    PromptCounts,
+    TakenTask,
+    add_prompts,
+    next_task_command,
+    parse_task,
+    read_prompt_counts,
+)
+from turnstream.types import TrajectoryState
+
+pytestmark = pytest.mark.redis
+
+
+def give(client: redis.Redis, run: Any, *uids: str) -> None:
+    prompts = [Prompt(prompt_uid=uid, payload=uid.encode(), num_samples=2) for uid in uids]
+    add_prompts(client, run.name, prompts)
+
+
+async def take(run: Any, request: str) -> str:
+    command = next_task_command(run.name, writer="w", request=request)
+    taken = parse_task(await run_command_async(run.client, command))
+    assert isinstance(taken, TakenTask), taken
+    assert taken.payload.decode() == taken.group.prompt_uid
+    return taken.group.group_id
+
+
+def counts(client: redis.Redis, run: Any) -> tuple[int, int, int, int]:
+    """Left, given out, trained, filtered."""
+    found = read_prompt_counts(client, run.name)
+    return found.num_left, found.num_given, found.num_trained, found.num_filtered
+
+
+def stored(client: redis.Redis, run: Any) -> set[bytes]:
+    """The numbers of the prompts that are kept."""
+    names: Any = client.hkeys(run.keys.prompts)
+    return {name for name in names if name.isdigit()}
+
+
+@pytest.mark.parametrize("state", [TrajectoryState.INCOMPLETE, TrajectoryState.EXPIRED])
+async def test_a_prompt_whose_group_failed_is_given_out_again_before_the_next(
+    client: redis.Redis, run: Any, state: TrajectoryState
+) -> None:
+    give(client, run, "a", "b")
+    first = await take(run, "0001")
+    before = counts(client, run)
+
+    await run.settle(first, state)
+    again = counts(client, run)
+    groups = [await take(run, request) for request in ("0012", "0023")]
+
+    assert (first, groups) == ("a#1", ["a#2", "b#1"])
+    assert (before, again) == ((1, 1, 0, 0), (2, 0, 0, 0))
+    assert counts(client, run) == (0, 2, 0, 0)
+
+
+async def test_a_prompt_is_given_out_again_once_however_often_the_planner_settles(
+    client: redis.Redis, run: Any
+) -> None:
+    give(client, run, "a")
+    group_id = await take(run, "0001")
+
+    for _ in range(2):
+        await run.settle(group_id, TrajectoryState.INCOMPLETE)
+    await take(run, "0012")
+    await run.settle(group_id, TrajectoryState.INCOMPLETE)
+
+    assert counts(client, run) == (0, 1, 0, 0)
+
+
+async def test_a_prompt_whose_group_was_filtered_or_planned_is_done_and_not_kept(
+    client: redis.Redis, run: Any
+) -> None:
+    give(client, run, "a", "b", "c")
+    filtered, planned = await take(run, "0001"), await take(run, "0012")
+    await run.seal(planned, 0)
+    await run.seal(planned, 1)
+
+    await run.settle(filtered, TrajectoryState.FILTERED)
+    await run.plan(planned)
+
+    assert counts(client, run) == (1, 0, 1, 1)
+    assert stored(client, run) == {b"3"}
+    tasks: Any = client.hkeys(run.keys.tasks)
+    assert [name for name in tasks if not name.startswith(b"?")] == []
+
+
+async def test_a_run_all_of_whose_prompts_are_done_says_so(client: redis.Redis, run: Any) -> None:
+    give(client, run, "a")
+    await run.settle(await take(run, "0001"), TrajectoryState.FILTERED)
+
+    found = read_prompt_counts(client, run.name)
+
+    assert found == PromptCounts(
+        num_added=1, num_left=0, num_given=0, num_trained=0, num_filtered=1
+    )
+    assert found.is_exhausted
+    assert not read_prompt_counts(client, "another run").is_exhausted
+
+
+async def test_answers_to_requests_do_not_grow_for_ever(client: redis.Redis, run: Any) -> None:
+    give(client, run, *(f"p{number}" for number in range(20)))
+
+    for number in range(20):
+        await run.settle(await take(run, f"abc{number:04x}"), TrajectoryState.FILTERED)
+
+    assert client.hlen(run.keys.tasks) == 1

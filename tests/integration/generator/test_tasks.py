@@ -1,0 +1,194 @@
+"""Tasks, as generators see them: taken, written, given up, and never lost with a reply."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+
+from turnstream.errors import EndOfRunError, NotReadyError, PromptsExhaustedError
+from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.store.runs import close_run
+from turnstream.store.tasks import Prompt, add_prompts, read_prompt_counts
+from turnstream.testing import wait_until
+from turnstream.types import TrajectoryKey
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.redis
+
+NewRun = Callable[..., str]
+Read = Callable[[redis.Redis, str], Any]
+
+
+def give(client: redis.Redis, run: str, *uids: str, num_samples: int = 2) -> None:
+    prompts = [
+        Prompt(prompt_uid=uid, payload=f"what is {uid}?".encode(), num_samples=num_samples)
+        for uid in uids
+    ]
+    add_prompts(client, run, prompts)
+
+
+def write(trajectory: Any) -> None:
+    trajectory.append([1], [2]).result(10)
+    trajectory.append([1, 2, 3], [4])
+    trajectory.seal(reward=float(trajectory.key.sample))
+
+
+def test_a_task_is_a_prompt_with_a_writer_for_every_sample(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(client)
+    give(client, run, "a")
+
+    with Publisher(server.url, run) as publisher, publisher.next_task(10) as task:
+        for trajectory in task.trajectories:
+            write(trajectory)
+
+    assert (task.prompt_uid, task.payload) == ("a", b"what is a?")
+    assert (task.group_id, task.num_samples, task.num_needed) == ("a#1", 2, 2)
+    assert read(client, run).sealed() == [TrajectoryKey("a#1", 0), TrajectoryKey("a#1", 1)]
+    assert read(client, run).counts() == {"accepted": 2, "sealed": 2}
+
+
+async def test_asyncio_generators_take_tasks_alike(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(client)
+    give(client, run, "a")
+
+    async with AsyncPublisher(server.url, run) as publisher:
+        async with await publisher.next_task(10) as task:
+            for trajectory in task.trajectories:
+                await trajectory.append([1], [2])
+                await trajectory.seal(reward=1.0)
+        with pytest.raises(NotReadyError, match="1 of 1 are given out"):
+            await publisher.next_task(0.05)
+
+    assert task.payload == b"what is a?"
+    assert read(client, run).counts() == {"accepted": 2, "sealed": 2}
+
+
+def test_what_is_left_unsealed_is_given_up(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(client)
+    give(client, run, "a", "b")
+
+    with Publisher(server.url, run) as publisher:
+        with publisher.next_task(10) as task:
+            write(task.trajectories[0])
+        with pytest.raises(RuntimeError), publisher.next_task(10):
+            raise RuntimeError("the environment broke")
+
+    ledger = read(client, run).ledger()
+    assert ledger["a%231/1/0"] == "abandoned:left without a seal"
+    assert ledger["b%231/0/0"] == "abandoned:RuntimeError: the environment broke"
+    assert read(client, run).counts() == {"accepted": 4, "sealed": 1, "abandoned": 3}
+
+
+def test_the_leases_of_a_task_are_kept_from_the_moment_it_is_taken(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(client, lease_s=0.3)
+    give(client, run, "a")
+    ends: set[Any] = set()
+
+    def was_renewed() -> bool:
+        ends.add(client.zscore(read(client, run).keys.leases, "a%231/0/0"))
+        return len(ends) > 3
+
+    with Publisher(server.url, run) as publisher, publisher.next_task(10) as task:
+        wait_until(was_renewed, describe="renewals of a lease that nobody has used yet")
+        for trajectory in task.trajectories:
+            write(trajectory)
+
+    assert read(client, run).counts() == {"accepted": 2, "sealed": 2}
+
+
+def test_a_reply_that_is_lost_neither_loses_nor_doubles_a_task(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    new_run: NewRun,
+    read: Read,
+    proxy_to: Callable[[str], Any],
+) -> None:
+    run, proxy = new_run(client), proxy_to(server.url)
+    give(client, run, "a", "b")
+
+    with Publisher(proxy.url, run) as publisher:
+        with publisher.next_task(10) as first:
+            for trajectory in first.trajectories:
+                write(trajectory)
+        publisher.flush()
+        proxy.lose_next_reply()
+        with publisher.next_task(10) as second:
+            for trajectory in second.trajectories:
+                write(trajectory)
+
+    assert proxy.has_lost
+    assert (first.group_id, second.group_id) == ("a#1", "b#1")
+    assert read(client, run).counts() == {"accepted": 4, "sealed": 4}
+    assert read_prompt_counts(client, run).num_given == 2
+
+
+async def test_of_many_who_wait_each_prompt_goes_to_one(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client)
+
+    async with AsyncPublisher(server.url, run) as one, AsyncPublisher(server.url, run) as other:
+        waiting = [
+            asyncio.ensure_future(each.next_task(1)) for each in (one, other) for _ in range(2)
+        ]
+        await asyncio.to_thread(give, client, run, "a", "b", "c")
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        names = [type(result).__name__ for result in results]
+        tasks = [result for result in results if not isinstance(result, BaseException)]
+        for task in tasks:
+            async with task:
+                pass
+
+    assert sorted(names) == ["AsyncTask", "AsyncTask", "AsyncTask", "NotReadyError"]
+    assert sorted(task.prompt_uid for task in tasks) == ["a", "b", "c"]
+
+
+def test_a_wait_for_a_task_ends_with_the_reason(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(client, batch_groups=1, max_staleness=0, max_planned_ahead=0)
+
+    with Publisher(server.url, run) as publisher:
+        with pytest.raises(NotReadyError, match=r"no task within 0\.05 s: the run was given no"):
+            publisher.next_task(0.05)
+        give(client, run, "a", "b")
+        with publisher.next_task(10):
+            with pytest.raises(NotReadyError, match="1 groups are live, 1 are allowed after"):
+                publisher.next_task(0.05)
+            freeing = threading.Timer(0.05, lambda: read(client, run).frees_capacity(stepped=1))
+            freeing.start()
+            with publisher.next_task(10) as second:
+                pass
+            freeing.join()
+
+    assert second.prompt_uid == "b"
+
+
+def test_a_run_without_prompts_left_and_a_closed_run_say_so_by_type(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(client)
+    give(client, run, "a")
+
+    with Publisher(server.url, run) as publisher:
+        with publisher.next_task(10):
+            pass
+        client.hset(read(client, run).keys.prompts, "done", 1)
+        with pytest.raises(PromptsExhaustedError, match="all 1 prompts of the run are done"):
+            publisher.next_task(0.05)
+        close_run(client, run)
+        with pytest.raises(EndOfRunError):
+            publisher.next_task(10)

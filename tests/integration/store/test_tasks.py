@@ -1,0 +1,255 @@
+"""Prompts that a run carries, given out script by script."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from turnstream.errors import (
+    ConflictError,
+    EndOfRunError,
+    InvalidTurnError,
+    RunNotFoundError,
+)
+from turnstream.records.events import encode_event
+from turnstream.store.tasks import (
+    NoTask,
+    Prompt,
+    TakenTask,
+    add_prompts,
+    next_task_command,
+    parse_task,
+    read_prompt_counts,
+)
+from turnstream.types import GroupOpened, TrajectoryKey
+
+pytestmark = pytest.mark.redis
+
+Drive = Callable[..., Any]
+_requests = itertools.count(0x1000)
+
+
+def prompt(uid: str, payload: bytes = b"", *, num_samples: int = 2, num_needed: int = 0) -> Prompt:
+    return Prompt(prompt_uid=uid, payload=payload, num_samples=num_samples, num_needed=num_needed)
+
+
+def ask(run: Any, writer: str = "w", request: str = "") -> TakenTask | NoTask:
+    request = request or f"{next(_requests):04x}"
+    return parse_task(run.do(next_task_command(run.name, writer=writer, request=request)))
+
+
+def take(run: Any, writer: str = "w", request: str = "") -> TakenTask:
+    found = ask(run, writer, request)
+    assert isinstance(found, TakenTask), found
+    return found
+
+
+def wait(run: Any) -> NoTask:
+    found = ask(run)
+    assert isinstance(found, NoTask), found
+    return found
+
+
+def test_prompts_are_given_out_in_order_as_groups_that_are_open_for_their_writer(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client)
+    add_prompts(client, run.name, [prompt("a", b"first"), prompt("b/1", b"\x00second")])
+
+    first, second = take(run), take(run, "v")
+
+    assert (first.payload, second.payload) == (b"first", b"\x00second")
+    assert first.group == GroupOpened(group_id="a#1", prompt_uid="a", num_samples=2)
+    assert first.epochs == {TrajectoryKey("a#1", sample): 1 for sample in range(2)}
+    assert run.ledger() == {
+        b"a%231/0/0": b"open:1:w",
+        b"a%231/1/0": b"open:1:w",
+        b"b%2F1%231/0/0": b"open:1:v",
+        b"b%2F1%231/1/0": b"open:1:v",
+    }
+    assert client.zcard(run.keys.leases) == 4
+    assert run.counts() == {"accepted": 4, "open": 4}
+
+
+uids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(uid=uids, num_samples=st.integers(1, 9), num_spared=st.integers(0, 8))
+@example(uid="~ä/\n#1", num_samples=200, num_spared=10)
+def test_the_event_of_a_group_is_what_a_publisher_would_write(
+    client: redis.Redis, drive: Drive, uid: str, num_samples: int, num_spared: int
+) -> None:
+    needed = max(1, num_samples - num_spared)
+    run = drive(client)
+    add_prompts(client, run.name, [prompt(uid, num_samples=num_samples, num_needed=needed)])
+
+    taken = take(run)
+
+    opened = GroupOpened(
+        group_id=f"{uid}#1", prompt_uid=uid, num_samples=num_samples, num_needed=needed
+    )
+    assert taken.group == opened
+    assert run.events() == [encode_event(opened)]
+    assert len(taken.epochs) == num_samples
+
+
+def test_prompts_that_are_sent_twice_are_there_once(client: redis.Redis, drive: Drive) -> None:
+    run = drive(client)
+    prompts = [prompt(f"p{number}") for number in range(600)]
+
+    added = [add_prompts(client, run.name, prompts[:300], first=1) for _ in range(2)]
+    added.append(add_prompts(client, run.name, prompts, first=1))
+    added.append(add_prompts(client, run.name, []))
+
+    assert added == [300, 300, 600, 600]
+    assert [take(run).group.prompt_uid for _ in range(3)] == ["p0", "p1", "p2"]
+
+
+def test_other_prompts_of_the_same_numbers_are_refused_whole(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client)
+    add_prompts(client, run.name, [prompt("a"), prompt("b")])
+
+    with pytest.raises(ConflictError, match="prompt 2 is there with another content"):
+        add_prompts(client, run.name, [prompt("a"), prompt("c"), prompt("d")], first=1)
+    with pytest.raises(ConflictError, match="prompt 4 does not follow prompt 2"):
+        add_prompts(client, run.name, [prompt("e")], first=4)
+
+    assert read_prompt_counts(client, run.name).num_added == 2
+
+
+def test_a_request_that_is_sent_twice_gets_the_same_task(client: redis.Redis, drive: Drive) -> None:
+    run = drive(client)
+    add_prompts(client, run.name, [prompt("a", b"x"), prompt("b")])
+
+    first = take(run, request="00f1")
+    again = take(run, request="00f1")
+    other = take(run, request="00f2")
+
+    assert first == again
+    assert other.group.prompt_uid == "b"
+    assert read_prompt_counts(client, run.name).num_given == 2
+
+
+def test_a_group_that_gets_no_leave_costs_no_prompt(client: redis.Redis, drive: Drive) -> None:
+    run = drive(client, batch_groups=1, max_staleness=0, max_planned_ahead=0)
+    add_prompts(client, run.name, [prompt("a"), prompt("b")])
+    take(run)
+
+    refused = wait(run)
+    client.hset(run.keys.frontier, "stepped", 1)
+    taken = take(run)
+
+    assert refused.why == "1 groups are live, 1 are allowed after step 0"
+    assert taken.group.prompt_uid == "b"
+
+
+def test_a_name_that_was_used_is_not_used_again(client: redis.Redis, drive: Drive) -> None:
+    run = drive(client)
+    run.do(run.open_group(group="a%231"))
+    add_prompts(client, run.name, [prompt("a"), prompt("a")])
+
+    assert [take(run).group.group_id for _ in range(2)] == ["a#2", "a#3"]
+
+
+def test_a_refill_comes_before_the_next_prompt_and_has_the_payload_of_its_own(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client)
+    add_prompts(client, run.name, [prompt("a", b"x", num_samples=3, num_needed=2), prompt("b")])
+    take(run)
+    client.hset(run.keys.members, "a%231", "2:0:1:a")
+    client.zadd(run.keys.refills, {"a%231/1/1": 1})
+
+    refill = take(run, "v", request="0aa1")
+    again = take(run, "v", request="0aa1")
+    after = take(run, "v")
+
+    assert refill == again
+    assert refill.epochs == {TrajectoryKey("a#1", 1, 1): 1}
+    assert (refill.payload, refill.group.num_needed) == (b"x", 2)
+    assert after.group.prompt_uid == "b"
+
+
+def test_says_why_there_is_no_task(client: redis.Redis, drive: Drive) -> None:
+    run = drive(client)
+    before = wait(run)
+    add_prompts(client, run.name, [prompt("a"), prompt("b")])
+    take(run)
+    take(run)
+
+    given = wait(run)
+    client.hset(run.keys.prompts, "done", 2)
+    done = wait(run)
+
+    assert before.why == "the run was given no prompt"
+    assert given.why == "no prompt is left: 2 of 2 are given out and not done"
+    assert done.why == "all 2 prompts of the run are done"
+    assert [each.is_exhausted for each in (before, given, done)] == [False, False, True]
+    assert before.wake_id == "0-0" != done.wake_id
+
+
+def test_new_prompts_wake_those_who_wait(client: redis.Redis, drive: Drive) -> None:
+    run = drive(client)
+
+    add_prompts(client, run.name, [prompt("a")])
+
+    assert client.xlen(run.keys.wake) == 1
+
+
+def test_a_closed_run_gives_out_no_prompt_and_takes_none(client: redis.Redis, drive: Drive) -> None:
+    run = drive(client)
+    add_prompts(client, run.name, [prompt("a")])
+    run.do(run.close())
+
+    with pytest.raises(EndOfRunError, match="no new group"):
+        ask(run)
+    with pytest.raises(EndOfRunError, match="no new prompt"):
+        add_prompts(client, run.name, [prompt("b")])
+    assert add_prompts(client, run.name, [prompt("a")], first=1) == 1
+
+
+def test_a_closed_run_whose_groups_may_be_refilled_lets_its_generators_wait(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client, deadline_policy="refill", max_refills=1)
+    add_prompts(client, run.name, [prompt("a")])
+    take(run)
+    run.do(run.close())
+
+    assert wait(run).why == "the run is closed; 1 groups are open, and may be refilled"
+
+
+def test_a_run_that_is_not_there_is_refused(client: redis.Redis, drive: Drive) -> None:
+    run = drive(client)
+    client.delete(run.keys.frontier)
+
+    with pytest.raises(RunNotFoundError):
+        ask(run)
+    with pytest.raises(RunNotFoundError):
+        add_prompts(client, run.name, [prompt("a")])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt_uid": ""}, "prompt_uid: '' is no text, or empty"),
+        ({"prompt_uid": 7}, "prompt_uid: 7 is no text, or empty"),
+        ({"prompt_uid": "x" * 503}, "prompt_uid: a name of 515 characters"),
+        ({"payload": "text"}, "payload: str is not bytes"),
+        ({"num_samples": 0}, "num_samples: 0 is not a whole number from 1"),
+        ({"num_samples": True}, "num_samples: True is not"),
+        ({"num_needed": 3}, "num_needed: 3 of 2 samples"),
+    ],
+)
+def test_a_prompt_that_cannot_be_is_refused_by_field(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidTurnError, match=f"^{message}"):
+        Prompt(**{"prompt_uid": "a", "payload": b"", "num_samples": 2, **fields})
