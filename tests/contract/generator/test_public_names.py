@@ -21,9 +21,10 @@ def public_methods(kind: type) -> dict[str, list[str]]:
 def test_these_names_are_public() -> None:
     assert turnstream.generator.__all__ == [
         *("AsyncGroupWriter", "AsyncPublisher", "AsyncReceipt", "AsyncTask"),
-        *("AsyncTrajectoryWriter", "GroupWriter", "LapsedTrajectory", "Publisher"),
-        *("PublisherStatistics", "Receipt", "Refill", "RewardOutcome", "Task"),
-        *("TrajectoryWriter", "post_reward", "post_reward_async"),
+        *("AsyncTrajectoryWriter", "Credit", "CreditReason", "GroupWriter", "LapsedTrajectory"),
+        *("Prompt", "Publisher", "PublisherStatistics", "Receipt", "Refill", "RewardOutcome"),
+        *("Task", "TrajectoryWriter", "add_prompts", "credit", "credit_async"),
+        *("post_reward", "post_reward_async"),
     ]
 
 

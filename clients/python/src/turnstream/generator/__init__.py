@@ -9,9 +9,11 @@ from turnstream.generator.publisher import GroupWriter, Publisher, TrajectoryWri
 from turnstream.generator.receipts import AsyncReceipt, Receipt
 from turnstream.generator.statistics import PublisherStatistics
 from turnstream.generator.tasks import AsyncTask, Task
+from turnstream.store.credits import Credit, CreditReason, credit, credit_async
 from turnstream.store.groups import Refill
 from turnstream.store.leases import LapsedTrajectory
 from turnstream.store.rewards import RewardOutcome, post_reward, post_reward_async
+from turnstream.store.tasks import Prompt, add_prompts
 
 __all__ = [
     "AsyncGroupWriter",
@@ -19,8 +21,11 @@ __all__ = [
     "AsyncReceipt",
     "AsyncTask",
     "AsyncTrajectoryWriter",
+    "Credit",
+    "CreditReason",
     "GroupWriter",
     "LapsedTrajectory",
+    "Prompt",
     "Publisher",
     "PublisherStatistics",
     "Receipt",
@@ -28,6 +33,9 @@ __all__ = [
     "RewardOutcome",
     "Task",
     "TrajectoryWriter",
+    "add_prompts",
+    "credit",
+    "credit_async",
     "post_reward",
     "post_reward_async",
 ]
