@@ -293,7 +293,7 @@ async def test_a_generator_that_slept_for_two_leases_is_fenced_and_trains_nothin
     for sample in range(2):
         payload = keys.trajectory_keys(run, f"sleeper/{sample}/0")
         # Its turns of before, or nothing once they are released: nothing came later.
-    assert observer.client.xlen(payload.turns) in {0, 2}
+        assert observer.client.xlen(payload.turns) in {0, 2}
 
 
 async def test_living_generators_lose_nothing_while_the_store_stands_still(
