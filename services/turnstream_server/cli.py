@@ -311,7 +311,7 @@ def runs(redis: Redis = None) -> None:
 
 @app.command(rich_help_panel=STORE)
 def show(run: RunArgument, redis: Redis = None) -> None:
-    """Show one run: its frontier, its ledger and its configuration."""
+    """Show how far one run is, and its configuration; `ledger` shows its trajectories."""
     from turnstream_server.jobs.runs import print_run
 
     print_run(_store_url(redis), run, _console())

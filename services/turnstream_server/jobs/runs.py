@@ -58,7 +58,7 @@ def origin_text(origin: Origin | None) -> str:
 
 
 def print_run(url: str, run: str, console: Console) -> None:
-    """Frontier, ledger and configuration of one run.
+    """How far one run is, and its configuration.
 
     Raises:
         RunNotFoundError: no such run.
@@ -87,9 +87,5 @@ def _run_table(seen: RunSummary) -> Table:
     table.add_row("lineage", frontier.lineage)
     table.add_row("origin", origin_text(frontier.origin) or "none")
     table.add_row("closed", "yes" if frontier.is_closed else "no")
-    table.add_section()
-    for state, count in seen.ledger.by_state.items():
-        if count:
-            table.add_row(f"ledger: {state}", f"{count:,}")
-    table.add_row("accepted", f"{seen.ledger.accepted:,}")
+    table.add_row("trajectories", f"{seen.ledger.accepted:,} accepted")
     return table

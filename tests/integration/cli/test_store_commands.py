@@ -77,14 +77,14 @@ def test_delete_asks_for_the_name_again_and_runs_shows_what_was_interrupted(url:
     assert CliRunner().invoke(cli.app, ["runs"]).output == "no runs\n"
 
 
-def test_show_prints_frontier_ledger_and_configuration(url: str) -> None:
+def test_show_prints_how_far_a_run_is_and_its_configuration(url: str) -> None:
     with connect(url) as client:
         create_run(client, "maze", config(batch_groups=6, mini_batch_groups=3))
 
     shown = CliRunner().invoke(cli.app, ["show", "maze"])
 
     assert shown.exit_code == 0
-    for words in ("0 planned", "0 stepped, 0 committed", "accepted", "mini_batch_groups", "none"):
+    for words in ("0 planned", "0 stepped, 0 committed", "0 accepted", "mini_batch_groups", "none"):
         assert words in shown.output
 
 
