@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -183,6 +184,21 @@ def test_a_draft_goes_on_from_stored_turns_as_if_it_had_made_them(
     assert rest == records[num_stored:]
     assert seal(resumed) == seal(whole)
     assert resumed.merged_tokens == whole.merged_tokens
+
+
+def test_a_draft_goes_on_from_a_turn_that_has_no_items_of_the_prompt_it_shares() -> None:
+    declared = (DeclaredColumn(name="images", per="items", dtype="uint8", is_optional=True),)
+    some, none = np.array([7], np.uint8), np.zeros(0, np.uint8)
+    turns = [
+        replace(turn("ab", "C"), extras={"images": some}),
+        replace(turn("a", "D"), extras={"images": none}),
+    ]
+    whole, resumed = [TrajectoryDraft(KEY, extra_columns=declared) for _ in range(2)]
+
+    for record, stored, shape in taken_turns([whole.add(one).record for one in turns], declared):
+        resumed.restore(stored, TurnRecord(record, shape))
+
+    assert seal(resumed) == seal(whole)
 
 
 def test_a_group_is_drafted_in_order_and_its_errors_say_where() -> None:

@@ -188,6 +188,14 @@ class ExtraIndex:
                 pieces[column.name] = piece
         return LinkedTurn(match, pieces)
 
+    def as_stored(self, turn: Turn) -> Turn:
+        """A turn that is stored already: of items that it does not have, it has none.
+
+        One that left them out, and took over those of the shared tokens, has them stored.
+        """
+        none = {c.name: _no_values(c) for c in self._declared if c.per == "items"}
+        return replace(turn, extras={**none, **turn.extras}) if none else turn
+
     def add(self, turn: Turn, linked: LinkedTurn) -> None:
         """Remember the next turn, given what `link` said of it."""
         if not self._declared:

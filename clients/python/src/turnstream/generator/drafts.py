@@ -88,6 +88,7 @@ class TrajectoryDraft:
 
     def restore(self, turn: Turn, stored: TurnRecord) -> None:
         """Remember the next turn as one that is stored already, however that came about."""
+        turn = self._extras.as_stored(turn)
         match = self._index.link(turn.prompt_ids)
         linked = self._extras.link(turn, match)
         self._index.add(match, turn.prompt_ids, turn.response_ids)
