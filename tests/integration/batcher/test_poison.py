@@ -34,7 +34,7 @@ from turnstream_server.bus.ledger import read_ledger
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(300)]
 
-search = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+search = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 POISONED = 1
 """Sample of the group that is poisoned."""
