@@ -14,6 +14,7 @@ from turnstream.store import keys
 from turnstream.store.replies import translate
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.leader import Hook, no_hook
+from turnstream_server.batcher.lookout import Look, no_look
 from turnstream_server.batcher.planner import RunPlanner
 from turnstream_server.batcher.renewal import LeadershipKeeper
 from turnstream_server.batcher.runs import RunView
@@ -37,6 +38,7 @@ class RunRegistry:
         keeper: of the leaderships of this replica.
         upkeep: how the runs that are led here are kept small.
         before_write: see Leader; for fault injection.
+        look: why a batch of a run does not come.
     """
 
     def __init__(
@@ -48,11 +50,13 @@ class RunRegistry:
         keeper: LeadershipKeeper,
         upkeep: Upkeep,
         before_write: Hook = no_hook,
+        look: Look = no_look,
     ) -> None:
         self._client = client
         self._assembler = assembler
         self._tasks = tasks
         self._keeper = keeper
+        self._look = look
         self._upkeep = upkeep
         self._before_write = before_write
         self._entries: dict[str, _Entry] = {}
@@ -114,6 +118,7 @@ class RunRegistry:
             run,
             frontier=frontier,
             on_stepped=lambda step: self._assembler.release(run, through_step=step),
+            look=self._look,
         )
         planner = RunPlanner(
             self._client,

@@ -22,6 +22,7 @@ from turnstream.records.configs import decode_config
 from turnstream.store import keys
 from turnstream.store.replies import translate
 from turnstream.types import TrajectoryState
+from turnstream_server.batcher.lookout import Look, no_look
 from turnstream_server.batcher.shares import PlannedBatch
 from turnstream_server.bus.frontier import Frontier, not_retained, read_frontier_async
 from turnstream_server.bus.ledger import read_ledger_async
@@ -37,6 +38,7 @@ class RunView:
         client: of the store.
         run: name of the run.
         on_stepped: called with the newest stepped batch whenever it may have moved.
+        look: why a batch does not come, for calls that have waited for it.
 
     Attributes:
         frontier: as it was read last.
@@ -51,6 +53,7 @@ class RunView:
         *,
         frontier: Frontier,
         on_stepped: Callable[[int], None],
+        look: Look = no_look,
     ) -> None:
         self.run = run
         self.frontier = frontier
@@ -58,6 +61,7 @@ class RunView:
         self.trouble = ""
         self._client = client
         self._on_stepped = on_stepped
+        self._look = look
         self._changed = asyncio.Event()
         self._num_reads = 0
         self._newest_read = 0
@@ -136,7 +140,7 @@ class RunView:
         Raises:
             BatcherUnavailableError: this replica stops.
             RunNotFoundError: the run is gone.
-            NotReadyError: it was not planned within `wait_s`; says what is missing.
+            NotReadyError: it was not planned within `wait_s`; says what is missing, and why.
             EndOfRunError: there will never be one.
             StoreUnavailableError: the store cannot be reached.
         """
@@ -157,7 +161,8 @@ class RunView:
                 async with asyncio.timeout_at(deadline_s):
                     await changed.wait()
             except TimeoutError:
-                raise NotReadyError(await self._why_not(step)) from None
+                why, reasons = await self._why_not(step), await self._look(self.run)
+                raise NotReadyError(why, reasons) from None
 
     async def batch(self, step: int) -> PlannedBatch:
         """The plan of a step that is planned.

@@ -20,6 +20,7 @@ from turnstream.errors import InvalidConfigError
 from turnstream.store.connection import connect_async
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.leader import Hook, no_hook
+from turnstream_server.batcher.lookout import Lookout
 from turnstream_server.batcher.options import BatcherOptions
 from turnstream_server.batcher.registry import RunRegistry
 from turnstream_server.batcher.renewal import LeadershipKeeper
@@ -95,6 +96,8 @@ async def serving(options: BatcherOptions, *, before_write: Hook = no_hook) -> A
         stack.push_async_callback(assembler.close)
         keeper = LeadershipKeeper(options.redis_url, owner=_owner(), lease_s=options.leader_lease_s)
         stack.push_async_callback(keeper.close)
+        lookout = Lookout(options.redis_url)
+        stack.callback(lookout.close)
         tasks = await stack.enter_async_context(task_group())
         runs = RunRegistry(
             client,
@@ -103,6 +106,7 @@ async def serving(options: BatcherOptions, *, before_write: Hook = no_hook) -> A
             keeper=keeper,
             upkeep=options.upkeep,
             before_write=before_write,
+            look=lookout.reasons,
         )
         stack.push_async_callback(runs.close)
         await runs.find_all()

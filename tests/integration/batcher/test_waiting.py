@@ -4,7 +4,8 @@ import pytest
 
 from turnstream.batching.plan import Manifest
 from turnstream.errors import BatcherUnavailableError, NotReadyError
-from turnstream.testing import group
+from turnstream.generator import Publisher
+from turnstream.testing import group, ids
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -32,6 +33,49 @@ async def test_a_deadline_ends_the_wait_and_says_what_is_missing(house):
         await trainer.get(1, wait_s=0.2)
 
     assert str(caught.value) == "step 1: 1 of 3 groups complete, 0 open"
+
+
+async def test_a_wait_that_ends_has_its_reasons_for_programs_too(house):
+    run = house.create_run(batch_groups=2)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+    with (
+        Publisher(house.url, run, writer="gen-7") as publisher,
+        publisher.trajectory("g0", 0, num_samples=1) as member,
+    ):
+        member.append(ids("ab"), ids("c"))
+        with pytest.raises(NotReadyError) as caught:
+            await trainer.get(1, wait_s=0.2)
+        member.abandon("over")
+
+    first, second = caught.value.reasons
+    assert (first.kind, first.facts["needed"], first.facts["open"]) == ("too_few_ready", 2, 1)
+    assert second.kind == "member_open"
+    assert second.facts["writer"] == "gen-7"
+    assert second.sentence.startswith("group g0 (0 of 1 members) waits for sample 0 of generator")
+
+
+async def test_ranks_that_wait_for_the_same_are_told_of_one_look(house):
+    run = house.create_run()
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+
+    async def wait(wait_s):
+        with pytest.raises(NotReadyError) as caught:
+            await trainer.get(1, wait_s=wait_s)
+        return caught.value.reasons
+
+    with (
+        Publisher(house.url, run) as publisher,
+        publisher.trajectory("g0", 0, num_samples=1) as member,
+    ):
+        member.append(ids("ab"), ids("c"))
+        told = await asyncio.gather(*[wait(0.05 * rank) for rank in range(8)])
+        member.abandon("over")
+
+    left_s = {reason.facts["lease_left_s"] for each in told for reason in each[1:]}
+    assert [len(each) for each in told] == [2] * 8
+    assert len(left_s) == 1
 
 
 async def test_a_replica_that_does_not_plan_says_what_the_ledger_knows(house):

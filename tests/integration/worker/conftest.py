@@ -14,7 +14,13 @@ import grpc
 import pytest
 
 from turnstream import testing
-from turnstream.errors import EndOfRunError, FencedError, NotReadyError, TurnstreamError
+from turnstream.errors import (
+    EndOfRunError,
+    FencedError,
+    NotReadyError,
+    TurnstreamError,
+    WaitReason,
+)
 from turnstream.records.batches import encode_mini_batch
 from turnstream.records.configs import encode_config
 from turnstream.records.statuses import error_to_status
@@ -135,7 +141,9 @@ class FakeBatcher:
                     abort(context, EndOfRunError("the run was closed"))
                 remaining_s = deadline_s - time.monotonic()
                 if remaining_s <= 0 or not context.is_active():
-                    abort(context, NotReadyError(f"group g7 of step {request.step} is open"))
+                    reason = WaitReason("member_open", "sample 3", {"sample": 3})
+                    said = f"group g7 of step {request.step} is open"
+                    abort(context, NotReadyError(said, [reason]))
                 self.changed.wait(remaining_s)
         for mini_batch in self.steps[request.step]:
             yield from self.encode(mini_batch, request)

@@ -17,6 +17,7 @@ from turnstream.errors import (
     RejectedError,
     RunNotFoundError,
     StoreUnavailableError,
+    WaitReason,
 )
 from turnstream.types import RecoveryToken
 from turnstream.worker import BatchStream
@@ -186,11 +187,12 @@ def test_a_failed_stepped_can_be_made_again(batcher: Any) -> None:
 def test_a_wait_ends_by_its_deadline_with_the_batchers_reason(batcher: Any) -> None:
     with open_stream(batcher, timeout_s=0.4) as stream:
         started_s = time.monotonic()
-        with pytest.raises(NotReadyError, match="group g7 of step 1 is open"):
+        with pytest.raises(NotReadyError, match="group g7 of step 1 is open") as caught:
             next(stream)
         waited_s = time.monotonic() - started_s
 
     assert 0.3 < waited_s < 2.0
+    assert caught.value.reasons == (WaitReason("member_open", "sample 3", {"sample": 3}),)
 
 
 def test_iterating_goes_on_after_a_wait_that_ended_without_data(batcher: Any) -> None:

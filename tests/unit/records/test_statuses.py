@@ -11,8 +11,9 @@ import grpc
 import pytest
 
 from turnstream import errors
-from turnstream.errors import TurnstreamError
+from turnstream.errors import NotReadyError, TurnstreamError, WaitReason
 from turnstream.records.statuses import (
+    MAX_DETAILS,
     MAX_TEXT,
     error_to_http_status,
     error_to_status,
@@ -20,7 +21,13 @@ from turnstream.records.statuses import (
     status_to_error,
 )
 
-EXAMPLES = {"str": "für 你", "int": 7, "float | None": 1.5}
+REASON = WaitReason("member_open", "für 你", {"group": "g", "sample": 3, "lease_left_s": 1.5})
+EXAMPLES = {
+    "str": "für 你",
+    "int": 7,
+    "float | None": 1.5,
+    "Iterable[Sequence[Any]]": [REASON, REASON._replace(facts={"writer": None})],
+}
 
 
 def tree(root: type[TurnstreamError]) -> Iterator[type[TurnstreamError]]:
@@ -145,3 +152,16 @@ def test_long_messages_are_shortened_to_what_fits_into_a_header():
 
     assert len(details) < 8_000
     assert len(json.loads(details)["args"][0]) == MAX_TEXT
+
+
+def test_reasons_that_are_too_much_for_a_header_are_left_out_from_the_end():
+    long = WaitReason("member_open", "你" * 300, {f"fact {i}": "你" * 50 for i in range(8)})
+    error = NotReadyError("step 3 is not there", [REASON, *[long] * 7])
+
+    code, details = error_to_status(error)
+    restored = status_to_error(code, details)
+
+    assert len(details) <= MAX_DETAILS
+    assert isinstance(restored, NotReadyError)
+    assert restored.message == error.message
+    assert restored.reasons == (REASON, long)

@@ -32,6 +32,9 @@ Constructor arguments equal `args`, so that every error survives pickling to ano
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
 
 class TurnstreamError(Exception):
     """Base of all errors below."""
@@ -130,8 +133,35 @@ class StoreUnavailableError(UnavailableError):
     """Redis cannot be reached, is loading, or has no memory left."""
 
 
+class WaitReason(NamedTuple):
+    """Why a wait brought nothing.
+
+    Attributes:
+        kind: for programs: "out_of_data", "generator_gone", "out_of_capacity" ..., as in the output
+            of `turnstream why --json`.
+        sentence: for people.
+        facts: what the sentence says, by name: the group, sample and writer, for how many seconds.
+    """
+
+    kind: str
+    sentence: str
+    facts: Mapping[str, str | int | float | None]
+
+
 class NotReadyError(UnavailableError):
-    """The deadline of a wait passed. The message says what was waited for."""
+    """The deadline of a wait passed. The message says what was waited for.
+
+    Attributes:
+        reasons: why it did not come, the most important first; empty where nobody could say.
+    """
+
+    def __init__(self, message: str, reasons: Iterable[Sequence[Any]] = ()) -> None:
+        self.message = message
+        self.reasons = tuple(WaitReason(*reason) for reason in reasons)
+        super().__init__(message, self.reasons)
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class BatcherUnavailableError(UnavailableError):

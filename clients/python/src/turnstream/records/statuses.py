@@ -6,14 +6,24 @@ them, from a proxy or a library, gives the error that tells a caller the same th
 
 from __future__ import annotations
 
+import itertools
 import json
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from turnstream import errors
 from turnstream.errors import TurnstreamError
 
 MAX_TEXT = 1_000
 """Characters of one text argument in the details: gRPC puts them in a header, limited to 8 KB."""
+
+
+MAX_DETAILS = 6_000
+"""Characters of the details, where an argument that is a list can be made shorter for it."""
+
+MAX_PARTS = 8
+"""Of one argument that is a list or has named parts."""
+
+MAX_NAME = 64
 
 
 class _Status(NamedTuple):
@@ -120,12 +130,24 @@ def _status_of(error: TurnstreamError) -> _Status:
 def _details(error: TurnstreamError) -> str:
     kind = next(kind for kind in type(error).__mro__ if kind in _STATUSES)
     arguments = [_short(argument) for argument in error.args]
+    lists = [cast("list[Any]", part) for part in arguments if isinstance(part, list)]
+    while len(text := _dumped(kind, arguments)) > MAX_DETAILS and any(lists):
+        max(lists, key=len).pop()
+    return text
+
+
+def _dumped(kind: type[TurnstreamError], arguments: list[Any]) -> str:
     return json.dumps({"error": kind.__name__, "args": arguments}, default=_short)
 
 
-def _short(argument: object) -> object:
+def _short(argument: Any) -> object:
     if argument is None or isinstance(argument, bool | int | float):
         return argument
+    if isinstance(argument, tuple):
+        return [_short(part) for part in cast("tuple[Any, ...]", argument)[:MAX_PARTS]]
+    if isinstance(argument, dict):
+        parts = itertools.islice(cast("dict[Any, Any]", argument).items(), MAX_PARTS)
+        return {str(name)[:MAX_NAME]: _short(part) for name, part in parts}
     text = str(argument)
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 

@@ -24,6 +24,7 @@ from turnstream.errors import (
     TurnstreamError,
     UnavailableError,
     UnknownFormatError,
+    WaitReason,
 )
 from turnstream.types import MiniBatchInfo
 from turnstream.wire.v1.batches_pb2 import MiniBatchHeader
@@ -60,6 +61,7 @@ class _Progress:
         num_failures: calls in a row that brought nothing, for the back-off.
         num_bad_in_a_row: transfers in a row that came to nothing, by damage or by an inner error.
         waiting_for: why there is no data yet, in the batcher's words; "" when there is.
+        reasons: the same, for programs.
         failure: the last call's failure, where it will be repeated.
     """
 
@@ -74,6 +76,7 @@ class _Progress:
     num_mini_batches: int = 0
     num_bytes: int = 0
     waiting_for: str = ""
+    reasons: tuple[WaitReason, ...] = ()
     failure: TurnstreamError | None = None
 
 
@@ -149,7 +152,7 @@ class Prefetcher:
             return BatcherUnavailableError(f"{waited}: {progress.failure}")
         if not progress.waiting_for:
             return BatcherUnavailableError(f"{waited}: {self._calls.target} has not answered")
-        return NotReadyError(f"{waited}: {progress.waiting_for}")
+        return NotReadyError(f"{waited}: {progress.waiting_for}", progress.reasons)
 
     def _watch(self) -> float:
         """End a call that has gone silent; gives the seconds until the next look."""
@@ -260,7 +263,7 @@ class Prefetcher:
         progress.num_mini_batches += 1
         progress.num_bytes += header.num_bytes
         progress.num_failures = progress.num_bad_in_a_row = 0
-        progress.waiting_for, progress.failure = "", None
+        progress.waiting_for, progress.reasons, progress.failure = "", (), None
         self._queue.put(pulled, num_bytes=header.num_bytes)
 
     def _check_identity(self, info: MiniBatchInfo) -> None:
@@ -289,6 +292,7 @@ class Prefetcher:
         progress = self.progress
         if isinstance(error, NotReadyError):
             progress.waiting_for, progress.failure = str(error), None
+            progress.reasons = error.reasons
             if time.monotonic() - started_s >= self._wait_s / 2:
                 progress.num_failures = 0
                 return
