@@ -106,7 +106,8 @@ class Life:
         plan = (
             *(names.leader, names.frontier, names.batches, names.plan),
             *(names.ledger, names.counts, names.groups, names.members),
-            *(names.deadlines, names.refills, names.leases),
+            *(names.deadlines, names.refills, names.leases, names.wake),
+            *(names.tasks, names.prompts, names.config),
         )
         self._store.run(
             ("HSET", names.ledger, *values),
@@ -114,7 +115,10 @@ class Life:
             ("HINCRBY", names.counts, "accepted", len(ids)),
             ("HINCRBY", names.counts, "sealed", len(ids)),
             self._call(
-                "write_manifest", plan, 1, step, batch.manifest_hash, self._hash_before, "m", *ids
+                "write_manifest",
+                plan,
+                *(1, step, batch.manifest_hash, self._hash_before, "m", 1),
+                *ids,
             ),
             self._call(
                 "stepped", (names.frontier, names.batches, names.wake), 1, step, batch.manifest_hash

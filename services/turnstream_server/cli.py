@@ -17,6 +17,7 @@ import typer
 from turnstream.errors import TurnstreamError
 from turnstream_server import cli_runs
 from turnstream_server.cli_evals import add_evals
+from turnstream_server.cli_life import add_commands
 from turnstream_server.jobs.dead import dead
 
 if TYPE_CHECKING:
@@ -413,6 +414,7 @@ def config() -> None:
 
 
 add_evals(app, store_url=lambda given: _store_url(given), panel=STORE)
+add_commands(app, store_url=lambda given: _store_url(given))
 
 
 def main() -> None:

@@ -35,12 +35,14 @@ from turnstream.batching.staleness import VersionSteps
 from turnstream.errors import ConflictError
 from turnstream.records.snapshots import PlannerSnapshot
 from turnstream.store import keys
-from turnstream.types import BatchDue
+from turnstream.store.revisions import Revisions
+from turnstream.types import BatchDue, ConfigRevised
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.letters import LetterBox
 from turnstream_server.batcher.listener import PAGE_EVENTS, EventEntry, RunListener
 from turnstream_server.batcher.memory import PlannerMemory, event_position
 from turnstream_server.batcher.payload import DamagedPayloadError
+from turnstream_server.batcher.revising import ConfigInForce
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.shares import PlannedBatch
 from turnstream_server.batcher.upkeep import DEFAULT_UPKEEP, Upkeep
@@ -80,6 +82,7 @@ class Leader:
         view: what this replica knows of the run.
         assembler: checks the payload of what is planned.
         epoch: fencing number of the term.
+        revisions: of the config, as the term began.
         upkeep: when to take snapshots.
         before_write: awaited when a plan is checked and not yet written; for fault injection.
     """
@@ -91,8 +94,7 @@ class Leader:
         assembler: Assembler,
         *,
         epoch: int,
-        config_revision: int,
-        config: BatchingConfig,
+        revisions: Revisions,
         upkeep: Upkeep = DEFAULT_UPKEEP,
         before_write: Hook = no_hook,
     ) -> None:
@@ -100,12 +102,11 @@ class Leader:
         self._view = view
         self._assembler = assembler
         self._epoch = epoch
-        self._config_revision = config_revision
-        self._config = config
+        self._in_force = ConfigInForce(client, view, epoch=epoch, known=revisions)
         self._upkeep = upkeep
         self._before_write = before_write
-        self._fold = RunFold(config)
-        self._selector = Selector(config)
+        self._fold = RunFold(self._config)
+        self._selector = Selector(self._config)
         self._last_event_id = "0-0"
         self._listener = RunListener(client, view.run, after_step=0)
         self._letters = LetterBox(client, view.run, epoch=epoch)
@@ -114,6 +115,10 @@ class Leader:
         self._next_row_id = 0
         self._warned: set[str] = set()
         self._memory = PlannerMemory(client, view.run, assembler, epoch=epoch, upkeep=upkeep)
+
+    @property
+    def _config(self) -> BatchingConfig:
+        return self._in_force.config
 
     async def lead(self) -> None:
         """Plan whatever can be planned, for ever.
@@ -159,7 +164,9 @@ class Leader:
         snapshot = await self._memory.read()
         if snapshot is None:
             return
+        self._in_force.restore(snapshot.config_revision, snapshot.revised_at)
         self._fold = snapshot.restore_fold(self._config)
+        self._selector = Selector(self._config)
         self._selector.versions = VersionSteps(snapshot.versions, lineage=snapshot.lineage)
         self._selector.pass_step(snapshot.step)
         self._last_event_id = snapshot.position
@@ -178,6 +185,8 @@ class Leader:
             fold=self._fold.snapshot(),
             versions=self._selector.versions.steps,
             lineage=self._selector.versions.lineage,
+            config_revision=self._in_force.revision,
+            revised_at=self._in_force.since,
         )
 
     async def _still_known(self, decisions: list[Decision]) -> list[Decision]:
@@ -249,8 +258,16 @@ class Leader:
         event = self._letters.read(entry)
         if event is None:
             return []
+        if isinstance(event, ConfigRevised):
+            return self._take_revision(entry.event_id, event)
         decisions = self._fold.apply(entry.event_id, event)
         return [*decisions, *self._selector.apply(entry.event_id, event, self._fold)]
+
+    def _take_revision(self, event_id: str, event: ConfigRevised) -> list[Decision]:
+        if not self._in_force.take(event_id, event):
+            return []
+        self._selector.revise(self._config)
+        return self._fold.revise(event_id, self._config)
 
     async def _carry_out(self, decisions: Iterable[Decision]) -> None:
         """Tell the ledger; all of it may have been told before, by the leader of another term."""
@@ -280,11 +297,20 @@ class Leader:
             logger.info("refill %d of group %s: %s", wanted.number, wanted.key.group_id, wanted.key)
 
     async def _plan_what_is_due(self) -> None:
-        while groups := self._due_groups():
+        while groups := await self._next_groups():
             if self._config.chooses_by_event and self._selector.choice is None:
                 await self._choose()
             elif not await self._plan(groups):
                 await self._take_in(await self._listener.read_events())
+
+    async def _next_groups(self) -> tuple[ReadyGroup, ...]:
+        """The groups of the next batch, by the config of its step."""
+        while 0 < self._view.frontier.next_revision <= self._next_step:
+            revision = await self._in_force.announce(step=self._next_step)
+            while self._in_force.revision < revision:
+                await self._take_in(await self._listener.read_events())
+            await self._view.refresh()
+        return self._due_groups()
 
     async def _choose(self) -> None:
         """Write the event at which the groups of the next batch are chosen, and come to it."""
@@ -308,7 +334,10 @@ class Leader:
         return self._view.frontier.stepped + 1 + self._config.max_planned_ahead
 
     async def _plan(self, groups: tuple[ReadyGroup, ...]) -> bool:
-        """Plan, check and write the next batch; False where some of its payload was damaged."""
+        """Plan, check and write the next batch; False where it must be planned anew.
+
+        Some of its payload was damaged, or the step has got another config meanwhile.
+        """
         stored = await self._assembler.in_thread(lambda: self._make_plan(groups))
         manifest = stored.manifest
         batch = PlannedBatch(manifest=manifest, manifest_hash=stored.hash, config=self._config)
@@ -322,7 +351,8 @@ class Leader:
         self._prepare(batch)
         await self._before_write(manifest)
         reach("plan.before_write")
-        await write_manifest(self._client, self._view.run, stored, leader_epoch=self._epoch)
+        if not await self._write(stored):
+            return False
         reach("plan.after_write")
         self._note_written(stored)
         num_over_age = self._selector.num_over_age(groups, step=manifest.step)
@@ -341,6 +371,17 @@ class Leader:
             },
         )
         self._warn_of(manifest)
+        return True
+
+    async def _write(self, stored: StoredManifest) -> bool:
+        """Write a plan; False where the step has got another config meanwhile."""
+        try:
+            await write_manifest(self._client, self._view.run, stored, leader_epoch=self._epoch)
+        except ConflictError:
+            frontier = await self._view.refresh()
+            if 0 < frontier.next_revision <= stored.manifest.step:
+                return False
+            raise
         return True
 
     def _warn_of(self, manifest: Manifest) -> None:
@@ -365,7 +406,8 @@ class Leader:
             lineage=self._view.frontier.lineage,
             previous_hash=self._previous_hash,
             first_row_id=self._next_row_id,
-            config_revision=self._config_revision,
+            config_revision=self._in_force.revision,
+            revised_at=self._in_force.since,
             chosen_at="" if choice is None else choice.chosen_at,
             masked_versions=() if choice is None else choice.masked_versions,
         )

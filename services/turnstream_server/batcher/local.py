@@ -87,5 +87,11 @@ def _share(
     members = [member for group in groups for member in group.trajectories]
     payload = reader.read(members, run=batch.manifest.run)
     first_row_id = batch.manifest.mini_batches[index].first_row_id
-    rows = assemble_rows(groups, payload, first_row_id=first_row_id)
+    rows = assemble_rows(
+        groups,
+        payload,
+        first_row_id=first_row_id,
+        extra_columns=batch.config.extra_columns,
+        masked_versions=batch.manifest.masked_versions,
+    )
     return encode_share(batch, rows, mini_batch=index, dp_rank=dp_rank, dp_world_size=dp_world_size)

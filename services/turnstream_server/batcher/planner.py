@@ -22,6 +22,7 @@ from turnstream_server.batcher.timekeeper import timekeeper
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.incarnations import BoundStore
 from turnstream_server.bus.leadership import acquire_leadership, release_leadership
+from turnstream_server.bus.revisions import read_revisions_async
 from turnstream_server.bus.trajectories import post_forgotten_seals
 
 logger = logging.getLogger(__name__)
@@ -135,23 +136,29 @@ class RunPlanner:
                     await self._view.refresh()
 
     async def _lead(self, epoch: int) -> None:
-        revision, config = await self._view.newest_config()
         leader = Leader(
             self._client,
             self._view,
             self._assembler,
             epoch=epoch,
-            config_revision=revision,
-            config=config,
+            revisions=await read_revisions_async(self._client, self._view.run),
             upkeep=self._upkeep,
             before_write=self._before_write,
         )
         await leader.lead()
 
     async def _keep_time(self, epoch: int) -> None:
-        _, config = await self._view.newest_config()
-        keeper = timekeeper(self._client, self._view.run, leader_epoch=epoch, config=config)
-        await keeper.keep()
+        """Let time pass, by the config in force."""
+        while True:
+            revision, config = await self._view.newest_config()
+            keeper = timekeeper(
+                self._client,
+                self._view.run,
+                leader_epoch=epoch,
+                config=config,
+                sleep=self._view.wait_for_change,
+            )
+            await keeper.keep(until=lambda old=revision: self._view.led_by_revision > old)
 
     async def _release_old(self, epoch: int) -> None:
         """Let go of what is over, all the time."""

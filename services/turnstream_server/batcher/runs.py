@@ -44,6 +44,7 @@ class RunView:
         frontier: as it was read last.
         explain: why a step is not there yet, in the words of a planner that leads; else None.
         trouble: why planning failed the last time; empty once it went well.
+        led_by_revision: of the config, by which a planner leads here; 0 before the first.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class RunView:
         self.frontier = frontier
         self.explain: Callable[[int], str] | None = None
         self.trouble = ""
+        self.led_by_revision = 0
         self._client = client
         self._on_stepped = on_stepped
         self._look = look
@@ -204,7 +206,7 @@ class RunView:
         return config
 
     async def newest_config(self) -> tuple[int, BatchingConfig]:
-        """The configuration that the next batch is planned with, and its revision.
+        """The configuration in force, which admission, leases and deadlines go by; its revision.
 
         Raises:
             RunNotFoundError: no such run.

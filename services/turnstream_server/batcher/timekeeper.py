@@ -40,6 +40,9 @@ LONGEST_PAUSE_S: Final = 5.0
 """Between two looks at the deadlines, which generators of any release may set."""
 
 
+Sleep = Callable[[float], Awaitable[object]]
+
+
 class Moment(NamedTuple):
     """A reading of the store's clock.
 
@@ -98,6 +101,7 @@ class Timekeeper:
         scripts: each must be fenced by the epoch of the term.
         tolerance_s: see SteadyClock.
         longest_pause_s: the store's clock is read at least so often.
+        sleep: pauses for so many seconds, or less.
     """
 
     def __init__(
@@ -107,14 +111,16 @@ class Timekeeper:
         *,
         tolerance_s: float,
         longest_pause_s: float,
+        sleep: Sleep = asyncio.sleep,
     ) -> None:
         self._client = client
+        self._sleep = sleep
         self._scripts = scripts
         self._clock = SteadyClock(tolerance_s=tolerance_s)
         self._longest_pause_s = longest_pause_s
 
-    async def keep(self) -> None:
-        """Run what is due, for ever.
+    async def keep(self, *, until: Callable[[], bool] = lambda: False) -> None:
+        """Run what is due, until it is to end.
 
         Raises:
             FencedError: another planner leads the run.
@@ -122,13 +128,13 @@ class Timekeeper:
         """
         loop = asyncio.get_running_loop()
         due_s = dict.fromkeys(self._scripts, 0.0)
-        while True:
+        while not until():
             moment = self._clock.read(server_ms=await self._read_clock(), now_s=loop.time())
             for script in self._scripts:
                 if due_s[script] <= loop.time():
                     due_s[script] = await script.run(moment) + loop.time()
             pause_s = min(due_s.values(), default=float("inf")) - loop.time()
-            await asyncio.sleep(max(0.0, min(pause_s, self._longest_pause_s)))
+            await self._sleep(max(0.0, min(pause_s, self._longest_pause_s)))
 
     async def _read_clock(self) -> int:
         try:
@@ -140,7 +146,12 @@ class Timekeeper:
 
 
 def timekeeper(
-    client: redis.asyncio.Redis, run: str, *, leader_epoch: int, config: BatchingConfig
+    client: redis.asyncio.Redis,
+    run: str,
+    *,
+    leader_epoch: int,
+    config: BatchingConfig,
+    sleep: Sleep = asyncio.sleep,
 ) -> Timekeeper:
     """The timekeeper of a run, with every script that a run has."""
     return Timekeeper(
@@ -151,6 +162,7 @@ def timekeeper(
         ],
         tolerance_s=config.lease_s * TOLERANCE_LEASES,
         longest_pause_s=config.lease_s / LOOKS_PER_LEASE,
+        sleep=sleep,
     )
 
 

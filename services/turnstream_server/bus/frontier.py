@@ -66,6 +66,8 @@ class Frontier:
         origin: of a run that was forked from another; else None.
         version_floor: the highest version that the origin has announced; -1: none.
         has_inherited: whether a forked run has the records of all batches before it.
+        next_revision: first step of the next config that is not in force; 0 without one.
+        num_revised_groups: see `revised_groups` in store.keys.
     """
 
     planned: int
@@ -83,6 +85,8 @@ class Frontier:
     origin: Origin | None = None
     version_floor: int = -1
     has_inherited: bool = False
+    next_revision: int = 0
+    num_revised_groups: int = 0
 
 
 def not_retained(step: int, frontier: Frontier) -> ReleasedError:
@@ -134,4 +138,6 @@ def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
         origin=Origin.parse(fields[b"origin"].decode()) if b"origin" in fields else None,
         version_floor=int(fields.get(b"version_floor", -1)),
         has_inherited=b"inherited" in fields,
+        next_revision=int(fields.get(b"next_revision", 0)),
+        num_revised_groups=int(fields.get(b"revised_groups", 0)),
     )

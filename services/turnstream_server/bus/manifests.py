@@ -49,8 +49,8 @@ async def write_manifest(
 
     Raises:
         FencedError: another planner leads the run.
-        ConflictError: the step has another plan or is not the next one, the chain differs, or a
-            trajectory is not sealed: nothing was written.
+        ConflictError: the step has another plan or another config or is not the next one, the
+            chain differs, or a trajectory is not sealed: nothing was written.
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
@@ -74,12 +74,14 @@ async def write_manifest(
             run_keys.wake,
             run_keys.tasks,
             run_keys.prompts,
+            run_keys.config,
         ),
         leader_epoch,
         manifest.step,
         stored.hash,
         manifest.previous_hash,
         stored.record,
+        manifest.config_revision,
         *ids,
     )
     await run_command_async(client, command)

@@ -129,7 +129,10 @@ def read_snapshot(client: redis.Redis, run: str) -> RunSnapshot:
 
 def _most_live_groups(config: BatchingConfig, frontier: Frontier) -> int:
     return most_live_groups(
-        frontier.stepped, batch_groups=config.batch_groups, max_staleness=config.max_staleness
+        frontier.stepped,
+        batch_groups=config.batch_groups,
+        max_staleness=config.max_staleness,
+        num_revised=frontier.num_revised_groups,
     )
 
 

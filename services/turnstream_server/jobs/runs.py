@@ -10,10 +10,12 @@ from rich.table import Table
 
 from turnstream.errors import RunNotFoundError
 from turnstream.store.connection import connect
-from turnstream.store.runs import list_runs, read_config
+from turnstream.store.revisions import read_revisions
+from turnstream.store.runs import list_runs
 from turnstream_server.bus.deletion import deleting_since_ms
 from turnstream_server.bus.frontier import Origin
 from turnstream_server.bus.ledger import RunSummary, run_summary
+from turnstream_server.jobs.life import pending_revisions
 
 
 def print_runs(url: str, console: Console) -> None:
@@ -66,11 +68,15 @@ def print_run(url: str, run: str, console: Console) -> None:
     """
     with connect(url) as client:
         seen = run_summary(client, run)
-        _, config = read_config(client, run)
+        revisions = read_revisions(client, run)
+    config = revisions.config(revisions.in_force)
     console.print(_run_table(seen))
-    settings = Table("setting", "value", title=f"configuration, revision {seen.config_revision}")
+    settings = Table("setting", "value", title=f"configuration, revision {revisions.in_force}")
     for name, value in asdict(config).items():
         settings.add_row(name, str(value))
+    settings.add_section()
+    for which, changes in pending_revisions(revisions):
+        settings.add_row(which, changes)
     console.print(settings)
 
 

@@ -4,12 +4,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from turnstream.store import keys
 from turnstream.store.connection import connect
+from turnstream.store.revisions import read_revisions, revise_config
 from turnstream.testing import group, trajectory, turn, wait_until_async
 from turnstream_server.batcher.leader import PAGE_MANIFESTS
 from turnstream_server.batcher.listener import PAGE_EVENTS
@@ -90,6 +92,28 @@ async def test_the_successor_of_a_killed_planner_writes_the_very_same_plan(house
     (pulled,) = await successor.get(1)
 
     assert pulled.mini_batch.info.manifest_hash == plan
+
+
+async def test_the_successor_of_a_planner_killed_after_a_revision_has_its_plan_by_it(
+    house, start_doomed
+):
+    # Killed when the revision is in force, and no plan is written by it.
+    run = house.create_run(batch_groups=1)
+    doomed = start_doomed(signal.SIGKILL)
+    with connect(house.url) as client:
+        before = read_revisions(client, run).last.config
+        after = replace(before, batch_groups=2, mini_batch_groups=1, estimator="rloo")
+        revise_config(client, run, after, from_step=1)
+    await house.publish(run, *(group(f"g{i}") for i in range(3)))
+    plan = await doomed.plan()
+    assert await asyncio.to_thread(doomed.process.wait, 10) == -signal.SIGKILL
+
+    successor = house.trainer(await house.start_batcher(lease_s=LEASE_S), run)
+    await successor.start()
+    pulled = await successor.get(1)
+
+    assert [each.mini_batch.info.manifest_hash for each in pulled] == [plan, plan]
+    assert pulled[0].mini_batch.info.config_revision == 2
 
 
 @pytest.mark.parametrize(("policy", "version", "chosen"), [("drop", 0, "new"), ("keep", 2, "old")])

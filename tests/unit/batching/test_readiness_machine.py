@@ -22,6 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from turnstream.batching.config import BatchingConfig
 from turnstream.batching.decisions import Decision
 from turnstream.batching.readiness import (
     GroupCut,
@@ -63,7 +64,8 @@ class _Life(RuleBasedStateMachine):
         super().__init__()
         self.config = config()
         self.fold = RunFold(self.config)
-        self.log: list[Event | frozenset[str]] = []  # events, and the groups that a plan took
+        # Events, configs that were revised, and the groups that a plan took.
+        self.log: list[Event | BatchingConfig | frozenset[str]] = []
         self.ledger: dict[TrajectoryKey, str] = {}
         self.deadlines: dict[str, int] = {}
         self.refills: set[TrajectoryKey] = set()
@@ -92,6 +94,7 @@ class _Life(RuleBasedStateMachine):
             group_deadline_s=1,
             reward_deadline_s=1,
         )
+        self.first_config = self.config
         self.fold = RunFold(self.config)
 
     # the store
@@ -247,13 +250,32 @@ class _Life(RuleBasedStateMachine):
         for group in groups:
             self.settle(group.group_id, "planned")
 
+    @rule(
+        surplus=st.sampled_from(["drop", "keep"]),
+        filters=st.booleans(),
+        source=st.sampled_from(["outcome", "sum_of_turns"]),
+        most_open=st.sampled_from([0, 3]),
+    )
+    def revise(self, surplus: Any, filters: bool, source: Any, most_open: int) -> None:
+        self.config = replace(
+            self.config,
+            surplus=surplus,
+            drop_zero_variance=filters,
+            reward_source=source,
+            max_open_groups=most_open,
+        )
+        self.log.append(self.config)
+        self.carry_out(self.fold.revise(f"{len(self.log)}-0", self.config))
+
     @rule()
     def another_planner_takes_over(self) -> None:
-        self.fold = RunFold(self.config)
+        self.fold = RunFold(self.first_config)
         decisions: list[Decision] = []
         for i, entry in enumerate(self.log):
             if isinstance(entry, frozenset):
                 decisions += self.fold.take([g for g in self.fold.ready if g.group_id in entry])
+            elif isinstance(entry, BatchingConfig):
+                decisions += self.fold.revise(f"{i + 1}-0", entry)
             else:
                 decisions += self.fold.apply(f"{i + 1}-0", entry)
         before = dict(self.ledger), dict(self.groups), set(self.refills), dict(self.deadlines)
@@ -307,7 +329,7 @@ class _Life(RuleBasedStateMachine):
         self, times: Callable[[int], int], *, cut: Callable[[RunFold], RunFold] = lambda fold: fold
     ) -> list[Any]:
         """All that successors come to, hearing event i so many times, and handing on after each."""
-        fold = RunFold(self.config)
+        fold = RunFold(self.first_config)
         seen: list[Any] = []
         for i, entry in enumerate(self.log):
             fold = cut(fold)
@@ -315,7 +337,10 @@ class _Life(RuleBasedStateMachine):
                 seen += fold.take([g for g in fold.ready if g.group_id in entry])
                 continue
             for _ in range(times(i)):
-                seen += fold.apply(f"{i + 1}-0", entry)
+                if isinstance(entry, BatchingConfig):
+                    seen += fold.revise(f"{i + 1}-0", entry)
+                else:
+                    seen += fold.apply(f"{i + 1}-0", entry)
         ready = [(g.group_id, g.completed_by, [m.key for m in g.members]) for g in fold.ready]
         assert ready == [
             (g.group_id, g.completed_by, [m.key for m in g.members]) for g in self.fold.ready

@@ -13,7 +13,7 @@ from turnstream_server.jobs.stack import ServiceFailedError
 
 COMMANDS = (
     *("up", "demo", "replay", "batcher", "trainer", "generator", "replayer"),
-    *("runs", "show", "ledger", "why", "batch", "archive", "config", "fork", "delete"),
+    *("runs", "show", "ledger", "why", "batch", "archive", "config", "fork", "delete", "revise"),
 )
 
 

@@ -31,6 +31,7 @@ from turnstream.testing import (
 )
 from turnstream.types import (
     BatchDue,
+    ConfigRevised,
     DeadlineFired,
     Event,
     GroupOpened,
@@ -88,6 +89,7 @@ EVENTS: dict[str, Event] = {
         key=TrajectoryKey("g0", 3), reward=0.5, reward_components={"format": 0.25}
     ),
     "batch_due": BatchDue(step=7),
+    "config_revised": ConfigRevised(revision=2, step=7),
     "trajectory_of_two_versions": sealed(
         "g0",
         turns=[shape(2, 3), shape(1, 2, parent=0, shared=5, trained=1)],

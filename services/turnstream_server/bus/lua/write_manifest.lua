@@ -6,8 +6,8 @@
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] leader    hash    read: epoch
---   KEYS[2] frontier  hash    read and changed: planned, the number of the newest batch;
---                             changed: open_groups
+--   KEYS[2] frontier  hash    read and changed: planned, the number of the newest batch; read:
+--                             next_revision; changed: open_groups
 --   KEYS[3] batches   hash    step -> "<trajectories planned up to it>:<manifest hash>"; added
 --   KEYS[4] plan      stream  added: "<step>-0", field r = record
 --   KEYS[5] ledger    hash    trajectory id: "sealed:<epoch>" becomes "planned:<step>"
@@ -22,21 +22,26 @@
 --   KEYS[12] wake     stream  added, so that whoever waits for capacity is told
 --   KEYS[13] tasks    hash    removed: groups as which prompts of the run were given out
 --   KEYS[14] prompts  hash    removed: these prompts, which are done; changed: done
+--   KEYS[15] config   hash    read: newest
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] step    ARGV[3] manifest hash    ARGV[4] hash before, or ""
---   ARGV[5] record          ARGV[6...] trajectory ids
+--   ARGV[5] record          ARGV[6] revision of the config that it was planned with
+--   ARGV[7...] trajectory ids
 -- Reply: 1, or 0 where this very manifest was written before
 -- Errors:
 --   NORUN     no such run
 --   FENCED    another planner leads
---   CONFLICT  the step has another manifest, is not the next one, does not continue the chain, or
---             names a trajectory that is not sealed, or whose group is over
+--   CONFLICT  the step has another manifest, is not the next one, does not continue the chain, was
+--             planned with a config that is not the one of this step, or names a trajectory that is
+--             not sealed, or whose group is over
 
 local MEMBERS, DEADLINES, REFILLS, LEASES = KEYS[8], KEYS[9], KEYS[10], KEYS[11]
 local TASKS, PROMPTS = KEYS[13], KEYS[14]
+local FIRST = 7  -- trajectory id
 local CHUNK = 1000  -- unpack fails above a few thousand values
 
-local stepped, planned = unpack(redis.call('HMGET', KEYS[2], 'stepped', 'planned'))
+local stepped, planned, revised = unpack(
+  redis.call('HMGET', KEYS[2], 'stepped', 'planned', 'next_revision'))
 if not stepped then
   return redis.error_reply('NORUN no such run')
 end
@@ -71,11 +76,18 @@ if last_hash ~= ARGV[4] then
     .. '", not "' .. ARGV[4] .. '"')
 end
 
+local in_force = redis.call('HGET', KEYS[15], 'newest')
+revised = tonumber(revised or 0)
+if in_force ~= ARGV[6] or (revised > 0 and revised <= step) then
+  return redis.error_reply('CONFLICT step ' .. step .. ' was planned with config revision ' .. ARGV[6]
+    .. ', which is not the one of this step')
+end
+
 -- 1. Nothing is written before every trajectory has been looked at.
 local named = {}
 local sizes = {}  -- group name -> num_samples
 local num_open_groups = 0
-for start = 6, #ARGV, CHUNK do
+for start = FIRST, #ARGV, CHUNK do
   local stop = math.min(start + CHUNK - 1, #ARGV)
   local entries = redis.call('HMGET', KEYS[5], unpack(ARGV, start, stop))
   for i, entry in ipairs(entries) do
@@ -102,7 +114,7 @@ end
 
 -- 2. Write.
 redis.call('XADD', KEYS[4], ARGV[2] .. '-0', 'r', ARGV[5])
-for start = 6, #ARGV, CHUNK do
+for start = FIRST, #ARGV, CHUNK do
   local changes = {}
   for i = start, math.min(start + CHUNK - 1, #ARGV) do
     changes[#changes + 1] = ARGV[i]
@@ -153,7 +165,7 @@ if num_open_groups > 0 then
   redis.call('HINCRBY', KEYS[2], 'open_groups', -num_open_groups)
   redis.call('XADD', KEYS[12], 'MAXLEN', 1, '*', 'w', '')
 end
-local num_trajectories = #ARGV - 5
+local num_trajectories = #ARGV - FIRST + 1
 redis.call('HINCRBY', KEYS[6], 'sealed', -num_trajectories)
 redis.call('HINCRBY', KEYS[6], 'planned', num_trajectories)
 redis.call('HSET', KEYS[3], ARGV[2],

@@ -18,6 +18,7 @@ def capacity(
     num_accepted: int,
     num_running: int,
     max_concurrent: int,
+    num_revised: int = 0,
 ) -> int:
     """Groups that may start now without any of them growing staler than allowed.
 
@@ -36,18 +37,39 @@ def capacity(
             and abandoned ones do not count.
         num_running: groups under way.
         max_concurrent: groups that may be under way at once; 0 means no limit.
+        num_revised: see most_live_groups.
     """
-    allowed = most_live_groups(version_step, batch_groups=batch_groups, max_staleness=max_staleness)
+    allowed = most_live_groups(
+        version_step,
+        batch_groups=batch_groups,
+        max_staleness=max_staleness,
+        num_revised=num_revised,
+    )
     room = allowed - (num_accepted + num_running)
     if max_concurrent:
         room = min(room, max_concurrent - num_running)
     return max(0, room)
 
 
-def most_live_groups(version_step: int, *, batch_groups: int, max_staleness: int) -> int:
+def most_live_groups(
+    version_step: int, *, batch_groups: int, max_staleness: int, num_revised: int = 0
+) -> int:
     """Groups that may be accepted or under way after so many steps.
 
     >>> most_live_groups(3, batch_groups=8, max_staleness=2)
     48
+
+    The rule counts every group since the first step, so that the steps before a revision of
+    `batch_groups` must count as what they were. Where 2 steps of 4 groups came before:
+
+    >>> most_live_groups(3, batch_groups=8, max_staleness=2, num_revised=2 * (4 - 8))
+    40
+
+    Args:
+        version_step: steps trained so far.
+        batch_groups: groups of one step now.
+        max_staleness: steps that a group may lag.
+        num_revised: groups that steps planned before revisions had above `batch_groups`; below
+            0 where they had fewer.
     """
-    return (max_staleness + version_step + 1) * batch_groups
+    return (max_staleness + version_step + 1) * batch_groups + num_revised

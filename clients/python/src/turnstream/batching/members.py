@@ -46,6 +46,11 @@ class GroupMembers:
         return len(self.members) >= self.opened.num_needed
 
     @property
+    def least(self) -> int:
+        """Members that it takes to compare them; one where one is needed."""
+        return min(2, self.opened.num_needed)
+
+    @property
     def ordered(self) -> tuple[SealedTrajectory, ...]:
         """The members in order of their samples."""
         return tuple(member for _, member in sorted(self.members.items()))

@@ -55,6 +55,7 @@ def plan_batch(
     revision: int = 0,
     chosen_at: str = "",
     masked_versions: tuple[int, ...] = (),
+    revised_at: str = "0-0",
 ) -> Manifest:
     """The immutable plan of one batch of these groups, in this order.
 
@@ -80,6 +81,7 @@ def plan_batch(
         revision: 1 where a damaged plan is replaced.
         chosen_at: the BatchDue event that the groups were chosen at, if they were.
         masked_versions: ascending; no token that one of them sampled is trained.
+        revised_at: the event since which the run has `config`.
 
     Raises:
         BatchingError: there is no group.
@@ -108,7 +110,8 @@ def plan_batch(
         previous_hash=previous_hash,
         assembly_version=ASSEMBLY_VERSION,
         config_revision=config_revision,
-        last_event_id=chosen_at or max((g.completed_by for g in ready), key=event_order),
+        last_event_id=chosen_at
+        or max([revised_at, *(g.completed_by for g in ready)], key=event_order),
         groups=groups,
         mini_batches=tuple(_mini_batches(groups, config, first_row_id=first_row_id)),
         masked_versions=masked_versions,

@@ -16,7 +16,7 @@ What has to be done about it is returned as decisions, all of which may be carri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Self
 
@@ -31,10 +31,9 @@ from turnstream.batching.decisions import (
     WaitingGroup,
 )
 from turnstream.batching.evals import EvalFold
-from turnstream.batching.filters import has_zero_variance
-from turnstream.batching.lengths import is_compared, is_masked, length_problem
+from turnstream.batching.judging import problem_of, teaches_nothing
+from turnstream.batching.lengths import is_compared
 from turnstream.batching.members import GroupMembers
-from turnstream.batching.rewards import planned_reward, reward_problem
 from turnstream.types import (
     DeadlineFired,
     Event,
@@ -150,6 +149,20 @@ class RunFold:
             case _:
                 return self._apply_rare(event_id, event)
 
+    def revise(self, event_id: str, config: BatchingConfig) -> list[Decision]:
+        """Judge by another configuration from this event on; what follows from it.
+
+        What is decided stays decided, but for members and groups that it cannot train at all. Where
+        groups that are open are counted from now on, those that are ready count no more.
+        """
+        if config == self._config:
+            return []
+        self._config = config
+        decisions = [e for group in [*self._groups.values()] for e in self._again(event_id, group)]
+        if config.max_open_groups and config.surplus == "drop":
+            decisions += [each for name in self._ready for each in self._cut(self._groups[name])]
+        return decisions
+
     def take(self, groups: Iterable[ReadyGroup]) -> list[Decision]:
         """Forget groups that are in a manifest now: nothing that comes later changes them.
 
@@ -251,7 +264,7 @@ class RunFold:
         if sealed.awaits_reward:
             group.awaiting[key] = sealed
             return []
-        problem = _problem(sealed, self._config)
+        problem = problem_of(sealed, self._config)
         if problem:
             group.lose(key)
             dropped = _incomplete(key, f"sample {key.sample} {problem}")
@@ -379,14 +392,28 @@ class RunFold:
         reason = f"its deadline passed: {_shortage(group)}"
         return [self._drop(group, TrajectoryState.INCOMPLETE, reason)]
 
+    def _again(self, event_id: str, group: GroupMembers) -> list[Decision]:
+        """What a new configuration says of a group and its members."""
+        lost = [(m.key, problem_of(m, self._config)) for m in group.ordered]
+        lost = [(key, problem) for key, problem in lost if problem]
+        for key, _ in lost:
+            del group.members[key.sample]
+            group.lose(key)
+        if lost:
+            dropped = [_incomplete(key, f"sample {key.sample} {problem}") for key, problem in lost]
+            return [*dropped, *self._go_on_without(event_id, group)]
+        is_short = sum(is_compared(m, self._config) for m in group.ordered) < group.least
+        if group.opened.group_id in self._ready and is_short:
+            return self._decide(event_id, group)
+        return []
+
     def _decide(self, event_id: str, group: GroupMembers) -> list[Decision]:
         """Train the group with the members that it has, if these are enough to compare."""
         compared = [member for member in group.ordered if is_compared(member, self._config)]
-        least = min(2, group.opened.num_needed)
-        if len(compared) < least:
-            reason = f"{len(compared)} valid members, and {least} are needed to compare"
+        if len(compared) < group.least:
+            reason = f"{len(compared)} valid members, and {group.least} are needed to compare"
             return [self._drop(group, TrajectoryState.INCOMPLETE, reason)]
-        if self._config.drop_zero_variance and _teaches_nothing(compared, self._config):
+        if self._config.drop_zero_variance and teaches_nothing(compared, self._config):
             return [self._drop(group, TrajectoryState.FILTERED, "all rewards are equal")]
         self._set_ready(event_id, group)
         return self._cut(group) if self._config.surplus == "drop" else []
@@ -425,33 +452,6 @@ class RunFold:
         group_id = group.opened.group_id
         del self._groups[group_id]
         self._decided[group_id] = group.seen
-
-
-def _problem(sealed: SealedTrajectory, config: BatchingConfig) -> str:
-    if not sealed.turns:
-        return "has no turn"
-    return reward_problem(sealed, config) or length_problem(sealed, config)
-
-
-def _teaches_nothing(compared: Sequence[SealedTrajectory], config: BatchingConfig) -> bool:
-    """Whether all rewards are equal, those of masked members that are in the baseline included.
-
-    A group with less than two members that train a token has too few to say so, and is kept.
-    """
-    num_live = sum(_is_live(member, config) for member in compared)
-    if num_live < 2:
-        return False
-    if config.estimator != "gdpo":
-        return has_zero_variance([planned_reward(member, config) for member in compared])
-    return all(
-        has_zero_variance([member.reward_components[name] for member in compared])
-        for name, _ in config.component_weights
-    )
-
-
-def _is_live(member: SealedTrajectory, config: BatchingConfig) -> bool:
-    """Whether it trains a token."""
-    return not is_masked(member, config) and any(turn.num_trained_tokens for turn in member.turns)
 
 
 def _shortage(group: GroupMembers) -> str:

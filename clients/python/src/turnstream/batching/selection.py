@@ -81,6 +81,11 @@ class Selector:
                 pass
         return []
 
+    def revise(self, config: BatchingConfig) -> None:
+        """Choose by another configuration; a choice that was not planned is made again."""
+        self.choice = None
+        self._config = config
+
     def pass_step(self, step: int) -> None:
         """The plan of this step is written."""
         self._last_step = step

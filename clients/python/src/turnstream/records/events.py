@@ -14,6 +14,7 @@ from turnstream.records.keys import decode_key, decode_status, decode_trajectory
 from turnstream.types import (
     NO_PARENT,
     BatchDue,
+    ConfigRevised,
     DeadlineFired,
     Event,
     GroupOpened,
@@ -321,6 +322,14 @@ def _decode_due(message: wire.BatchDue) -> BatchDue:
     return BatchDue(step=message.step)
 
 
+def _encode_revised(event: ConfigRevised) -> wire.Event:
+    return wire.Event(config_revised=wire.ConfigRevised(revision=event.revision, step=event.step))
+
+
+def _decode_revised(message: wire.ConfigRevised) -> ConfigRevised:
+    return ConfigRevised(revision=message.revision, step=message.step)
+
+
 _ENCODERS: Final[dict[type, Callable[[Any], wire.Event]]] = {
     GroupOpened: _encode_group_opened,
     SealedTrajectory: _encode_sealed,
@@ -332,6 +341,7 @@ _ENCODERS: Final[dict[type, Callable[[Any], wire.Event]]] = {
     RefillGranted: _encode_refill,
     RewardPosted: _encode_reward,
     BatchDue: _encode_due,
+    ConfigRevised: _encode_revised,
 }
 _DECODERS: Final[dict[str, Callable[[Any], Event]]] = {
     "group_opened": _decode_group_opened,
@@ -345,4 +355,5 @@ _DECODERS: Final[dict[str, Callable[[Any], Event]]] = {
     "reward_posted": _decode_reward,
     "batch_due": _decode_due,
     "eval_opened": _decode_eval_opened,
+    "config_revised": _decode_revised,
 }

@@ -62,6 +62,8 @@ class PlannerSnapshot:
         fold: what RunFold.snapshot gave.
         versions: after which step each announced version was made.
         lineage: of the last announced version; "" before the first.
+        config_revision: by which it judges.
+        revised_at: the event since which it does.
     """
 
     position: str
@@ -71,6 +73,8 @@ class PlannerSnapshot:
     fold: dict[str, object]
     versions: Mapping[int, int] = field(default_factory=dict[int, int])
     lineage: str = ""
+    config_revision: int = 1
+    revised_at: str = "0-0"
 
     def restore_fold(self, config: BatchingConfig) -> RunFold:
         """The fold as it was.
@@ -99,6 +103,8 @@ def encode_snapshot(snapshot: PlannerSnapshot) -> bytes:
         "fold": {name: _encode(value) for name, value in snapshot.fold.items()},
         "versions": list(snapshot.versions.items()),
         "lineage": snapshot.lineage,
+        "config_revision": snapshot.config_revision,
+        "revised_at": snapshot.revised_at,
     }
     text = json.dumps(content, separators=(",", ":"))
     return write_frame(SNAPSHOT, zlib.compress(text.encode(), 1))
@@ -124,6 +130,8 @@ def decode_snapshot(record: bytes) -> PlannerSnapshot:
             fold={name: _decode(value) for name, value in content["fold"].items()},
             versions=dict(content["versions"]),
             lineage=content["lineage"],
+            config_revision=content.get("config_revision", 1),
+            revised_at=content.get("revised_at", "0-0"),
         )
     except (ValueError, TypeError, LookupError, zlib.error) as error:
         if isinstance(error, UnknownFormatError):

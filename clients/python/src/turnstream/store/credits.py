@@ -22,7 +22,7 @@ from turnstream.store.replies import translating
 from turnstream.store.scripts import Command, Script, run_command, run_command_async
 
 _READ_CONFIG = Script("read_config")
-_FIELDS = ("stepped", "live_groups", "open_groups", "closed")
+_FIELDS = ("stepped", "live_groups", "open_groups", "closed", "revised_groups")
 
 
 class CreditReason(StrEnum):
@@ -79,7 +79,13 @@ async def credit_async(client: redis.asyncio.Redis, run: str) -> Credit:
 
 
 def credit_of(
-    config: BatchingConfig, *, stepped: int, num_live: int, num_open: int, is_closed: bool
+    config: BatchingConfig,
+    *,
+    stepped: int,
+    num_live: int,
+    num_open: int,
+    is_closed: bool,
+    num_revised: int = 0,
 ) -> Credit:
     """What the numbers of a run give.
 
@@ -88,7 +94,10 @@ def credit_of(
     '2 groups may start: 4 of 6 are live after step 1, 1 of 3 are open'
     """
     most = most_live_groups(
-        stepped, batch_groups=config.batch_groups, max_staleness=config.max_staleness
+        stepped,
+        batch_groups=config.batch_groups,
+        max_staleness=config.max_staleness,
+        num_revised=num_revised,
     )
     most_open = config.max_open_groups
     num_groups = capacity(
@@ -98,6 +107,7 @@ def credit_of(
         num_accepted=num_live - num_open,
         num_running=num_open,
         max_concurrent=most_open,
+        num_revised=num_revised,
     )
     reason, sentence = None, f"{num_live} of {most} are live after step {stepped}"
     if most_open:
@@ -130,7 +140,7 @@ def _read_config(run: str) -> Command:
 
 
 def _parse(run: str, config: BatchingConfig, found: Any) -> Credit:
-    stepped, live, opened, closed = found
+    stepped, live, opened, closed, revised = found
     if stepped is None:
         raise RunNotFoundError(f"no run named {run!r}")
     return credit_of(
@@ -139,4 +149,5 @@ def _parse(run: str, config: BatchingConfig, found: Any) -> Credit:
         num_live=int(live),
         num_open=int(opened or 0),
         is_closed=closed == b"1",
+        num_revised=int(revised or 0),
     )

@@ -30,11 +30,17 @@ frontier   hash    stepped, committed, session_epoch, session, dp_world_size, li
                    of which a compact record is left; ends, number of the newest of `ended`;
                    cold, the newest step whose compact record is in a file;
                    of a forked run: origin, `<run>:<step>:<trajectories>:<manifest hash>`;
-                   version_floor, what its versions must be above; inherited, 1 once `past` is whole
+                   version_floor, what its versions must be above; inherited, 1 once `past` is
+                   whole;
+                   next_revision, first step of the next config that is not in force, or 0;
+                   revised_groups, added to the groups that may be live, because the steps before
+                   a revision of batch_groups had others
 batches    hash    step -> `<trajectories planned up to it>:<manifest hash>`; from `released` on
 observers  hash    name -> `<newest step seen>:<expires_ms>:<expiry in ms>`
 leader     hash    epoch, owner, expires_ms, lease_ms
-config     hash    revision -> JSON of the batching config; `newest` -> the newest revision
+config     hash    revision -> JSON of the batching config; `newest` -> the revision in force;
+                   `from:<revision>` -> its first step, and `last` -> the last revision, once
+                   there are several
 prompts    hash    number, from 1 -> record of a prompt that is not done, see add_prompts.lua;
                    added, the newest number; next, the newest that was given out; done, how many
                    are over; filtered, how many of these without a signal

@@ -22,13 +22,14 @@ _CLOSE_RUN = Script("close_run")
 
 
 def create_run(client: redis.Redis, run: str, config: BatchingConfig) -> int:
-    """Create a run, or find it with the same config.
+    """Create a run, or find it with the config that it has, or was created with.
 
     The config that another release stored is the same where it says the same: a setting that it
     did not know has its default.
 
     Returns:
-        The config revision, 1 for a new run.
+        The config revision in force, 1 for a new run: whoever creates a run that was revised since
+        learns it by the number.
 
     Raises:
         ConflictError: the run exists with another config; or, with `retry_after_s`, one of this
@@ -43,7 +44,7 @@ def create_run(client: redis.Redis, run: str, config: BatchingConfig) -> int:
         if error.retry_after_s is not None:
             raise
         revision, stored = read_config(client, run)
-        if stored != config:
+        if config not in (stored, _first_config(client, run)):
             raise
     with translating():
         client.sadd(keys.RUNS, keys.encode_name(run))
@@ -58,7 +59,7 @@ def list_runs(client: redis.Redis) -> list[str]:
 
 
 def read_config(client: redis.Redis, run: str) -> tuple[int, BatchingConfig]:
-    """The newest config of a run, and its revision.
+    """The config of a run that is in force, and its revision.
 
     Raises:
         RunNotFoundError: no such run.
@@ -71,6 +72,12 @@ def read_config(client: redis.Redis, run: str) -> tuple[int, BatchingConfig]:
             raise RunNotFoundError(f"no run named {run!r}")
         text: Any = client.hget(name, revision)
     return int(revision), decode_config(text)
+
+
+def _first_config(client: redis.Redis, run: str) -> BatchingConfig:
+    with translating():
+        text: Any = client.hget(keys.run_keys(run).config, "1")
+    return decode_config(text)
 
 
 def newest_version(client: redis.Redis, run: str) -> VersionAnnounced | None:

@@ -6,6 +6,7 @@ Token ids are int32, log-probabilities float32 in nats, masks uint8 with 1 for "
 from turnstream.types.evals import EvalGroup, EvalResult, Spread
 from turnstream.types.events import (
     BatchDue,
+    ConfigRevised,
     DeadlineFired,
     Event,
     GroupOpened,
@@ -47,6 +48,7 @@ from turnstream.types.turns import (
 __all__ = [
     "NO_PARENT",
     "BatchDue",
+    "ConfigRevised",
     "DeadlineFired",
     "DeclaredColumn",
     "Denominators",

@@ -118,6 +118,19 @@ class BatchDue:
     step: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigRevised:
+    """The run has another configuration from here on: what is decided later is judged by it.
+
+    Attributes:
+        revision: its number.
+        step: the first batch that is planned with it.
+    """
+
+    revision: int
+    step: int
+
+
 Event = (
     GroupOpened
     | SealedTrajectory
@@ -129,4 +142,5 @@ Event = (
     | RefillGranted
     | RewardPosted
     | BatchDue
+    | ConfigRevised
 )

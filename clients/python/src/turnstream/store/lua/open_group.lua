@@ -2,13 +2,14 @@
 -- Registers a group, where it is new, and takes samples of it for one writer, with a lease.
 --
 -- A new group needs capacity, by the rule of batching/capacity.py: (max_staleness + stepped + 1) *
--- batch_groups groups may ever have been opened, not counting those that were dropped untrained; and
--- max_open_groups, where the run has such a bound, may be open at once. A known group never waits,
--- and neither does one that is opened to evaluate: it counts nowhere.
+-- batch_groups groups may ever have been opened, not counting those that were dropped untrained;
+-- revised_groups is added, where steps before had other batch_groups; and max_open_groups, where the
+-- run has such a bound, may be open at once. A known group never waits, and neither does one that is
+-- opened to evaluate: it counts nowhere.
 --
 -- Keys, all in the run's slot:
---   KEYS[1] frontier  hash    read: stepped, closed; changed: live_groups, open_groups,
---                             opened_groups
+--   KEYS[1] frontier  hash    read: stepped, closed, revised_groups; changed: live_groups,
+--                             open_groups, opened_groups
 --   KEYS[2] config    hash    read: newest, and that revision's JSON
 --   KEYS[3] groups    hash    group name -> "<num_samples>:<state>"; made here with state "open", or
 --                             "evaluating"
@@ -37,8 +38,8 @@
 
 local LEASES, DEADLINES, MEMBERS, REFILLS, OVER = KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
 
-local stepped, closed, live, open = unpack(
-  redis.call('HMGET', KEYS[1], 'stepped', 'closed', 'live_groups', 'open_groups'))
+local stepped, closed, live, open, revised = unpack(redis.call('HMGET', KEYS[1],
+  'stepped', 'closed', 'live_groups', 'open_groups', 'revised_groups'))
 if not stepped then
   return redis.error_reply('NORUN no such run')
 end
@@ -50,7 +51,7 @@ needed = needed == '' and samples or needed
 
 -- Why no group may be opened now; nil where one may.
 local function shortage()
-  local most = (config.max_staleness + stepped + 1) * config.batch_groups
+  local most = (config.max_staleness + stepped + 1) * config.batch_groups + (revised or 0)
   if most - live <= 0 then
     return live .. ' groups are live, ' .. most .. ' are allowed after step ' .. stepped
   end

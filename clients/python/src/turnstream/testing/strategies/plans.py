@@ -46,6 +46,7 @@ from turnstream.testing.strategies.values import (
 from turnstream.types import (
     NO_PARENT,
     BatchDue,
+    ConfigRevised,
     DeadlineFired,
     Denominators,
     Event,
@@ -157,6 +158,7 @@ def events() -> st.SearchStrategy[Event]:
             reward_components=numbers_by_name,
         ),
         st.builds(BatchDue, step=st.integers(1, 2**40)),
+        st.builds(ConfigRevised, revision=st.integers(2, 99), step=st.integers(1, 2**40)),
     )
 
 

@@ -218,8 +218,16 @@ class BatchDue(_message.Message):
     step: int
     def __init__(self, step: _Optional[int] = ...) -> None: ...
 
+class ConfigRevised(_message.Message):
+    __slots__ = ("revision", "step")
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    revision: int
+    step: int
+    def __init__(self, revision: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
 class Event(_message.Message):
-    __slots__ = ("group_opened", "trajectory_sealed", "trajectory_abandoned", "trajectory_died", "version_announced", "run_closed", "deadline_fired", "refill_granted", "reward_posted", "batch_due", "eval_opened")
+    __slots__ = ("group_opened", "trajectory_sealed", "trajectory_abandoned", "trajectory_died", "version_announced", "run_closed", "deadline_fired", "refill_granted", "reward_posted", "batch_due", "eval_opened", "config_revised")
     GROUP_OPENED_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORY_SEALED_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORY_ABANDONED_FIELD_NUMBER: _ClassVar[int]
@@ -231,6 +239,7 @@ class Event(_message.Message):
     REWARD_POSTED_FIELD_NUMBER: _ClassVar[int]
     BATCH_DUE_FIELD_NUMBER: _ClassVar[int]
     EVAL_OPENED_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_REVISED_FIELD_NUMBER: _ClassVar[int]
     group_opened: GroupOpened
     trajectory_sealed: TrajectorySealed
     trajectory_abandoned: TrajectoryAbandoned
@@ -242,7 +251,8 @@ class Event(_message.Message):
     reward_posted: RewardPosted
     batch_due: BatchDue
     eval_opened: GroupOpened
-    def __init__(self, group_opened: _Optional[_Union[GroupOpened, _Mapping]] = ..., trajectory_sealed: _Optional[_Union[TrajectorySealed, _Mapping]] = ..., trajectory_abandoned: _Optional[_Union[TrajectoryAbandoned, _Mapping]] = ..., trajectory_died: _Optional[_Union[TrajectoryDied, _Mapping]] = ..., version_announced: _Optional[_Union[VersionAnnounced, _Mapping]] = ..., run_closed: _Optional[_Union[RunClosed, _Mapping]] = ..., deadline_fired: _Optional[_Union[DeadlineFired, _Mapping]] = ..., refill_granted: _Optional[_Union[RefillGranted, _Mapping]] = ..., reward_posted: _Optional[_Union[RewardPosted, _Mapping]] = ..., batch_due: _Optional[_Union[BatchDue, _Mapping]] = ..., eval_opened: _Optional[_Union[GroupOpened, _Mapping]] = ...) -> None: ...
+    config_revised: ConfigRevised
+    def __init__(self, group_opened: _Optional[_Union[GroupOpened, _Mapping]] = ..., trajectory_sealed: _Optional[_Union[TrajectorySealed, _Mapping]] = ..., trajectory_abandoned: _Optional[_Union[TrajectoryAbandoned, _Mapping]] = ..., trajectory_died: _Optional[_Union[TrajectoryDied, _Mapping]] = ..., version_announced: _Optional[_Union[VersionAnnounced, _Mapping]] = ..., run_closed: _Optional[_Union[RunClosed, _Mapping]] = ..., deadline_fired: _Optional[_Union[DeadlineFired, _Mapping]] = ..., refill_granted: _Optional[_Union[RefillGranted, _Mapping]] = ..., reward_posted: _Optional[_Union[RewardPosted, _Mapping]] = ..., batch_due: _Optional[_Union[BatchDue, _Mapping]] = ..., eval_opened: _Optional[_Union[GroupOpened, _Mapping]] = ..., config_revised: _Optional[_Union[ConfigRevised, _Mapping]] = ...) -> None: ...
 
 class SequenceShape(_message.Message):
     __slots__ = ("turns", "prompt_length", "num_tokens", "num_trained_tokens")

@@ -1,0 +1,148 @@
+"""Revisions of a run's config: stored with the step from which on they are in force."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.revising import check_revision
+from turnstream.errors import InvalidConfigError, RunNotFoundError
+from turnstream.records.configs import decode_config, encode_config
+from turnstream.store import keys
+from turnstream.store.replies import translating
+from turnstream.store.scripts import Script, run_command
+
+_REVISE_CONFIG = Script("revise_config")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revision:
+    """A config of a run.
+
+    Attributes:
+        number: from 1.
+        from_step: the first batch that is planned with it, unless a later revision has that step.
+    """
+
+    number: int
+    from_step: int
+    config: BatchingConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revisions:
+    """All configs of a run.
+
+    Attributes:
+        in_force: number of the one that admission, leases and deadlines go by now.
+        stored: in order.
+    """
+
+    in_force: int
+    stored: tuple[Revision, ...]
+
+    @property
+    def last(self) -> Revision:
+        """What was stored last; it may not be in force yet."""
+        return self.stored[-1]
+
+    @property
+    def pending(self) -> tuple[Revision, ...]:
+        """Those that are not in force yet, in order."""
+        return tuple(each for each in self.stored if each.number > self.in_force)
+
+    def due(self, *, step: int) -> Revision | None:
+        """The one that must come into force before this step is planned; None if none must."""
+        due = [each for each in self.pending if each.from_step <= step]
+        return due[-1] if due else None
+
+    def config(self, revision: int) -> BatchingConfig:
+        """The config of this number.
+
+        Raises:
+            RunNotFoundError: there is none.
+        """
+        for each in self.stored:
+            if each.number == revision:
+                return each.config
+        raise RunNotFoundError(f"the run has no config revision {revision}")
+
+
+def revise_config(client: redis.Redis, run: str, config: BatchingConfig, *, from_step: int) -> int:
+    """Let a run go on with another config from a step on that is not planned yet.
+
+    It comes into force when the step before is planned: groups that are decided from then on are
+    judged by it, and admission, leases and deadlines go by it. Steps before stay as they are.
+    Saying the same again changes nothing.
+
+    Returns:
+        The number of the revision.
+
+    Raises:
+        InvalidConfigError: a setting that cannot change, or no step.
+        ConflictError: the step is planned or before that of the last revision, or somebody else
+            revised the config meanwhile; says what holds.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    if from_step < 1:
+        raise InvalidConfigError("from_step", f"{from_step} is no step: steps count from 1")
+    last = read_revisions(client, run).last
+    check_revision(last.config, config)
+    names = keys.run_keys(run)
+    # What another release stored is the same where it says the same.
+    text = stored_config(client, run, last.number) if last.config == config else ""
+    command = _REVISE_CONFIG(
+        (names.frontier, names.config, names.wake),
+        text or encode_config(config),
+        from_step,
+        last.number,
+    )
+    revision: int = run_command(client, command)
+    return revision
+
+
+def read_revisions(client: redis.Redis, run: str) -> Revisions:
+    """All configs of a run.
+
+    Raises:
+        RunNotFoundError: no such run.
+        RecordError: one of them is damaged, or of a newer release.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    with translating():
+        fields: Any = client.hgetall(keys.run_keys(run).config)
+    return parse_revisions(run, fields)
+
+
+def stored_config(client: redis.Redis, run: str, revision: int) -> bytes:
+    """The JSON of one revision, as it is stored."""
+    with translating():
+        text: Any = client.hget(keys.run_keys(run).config, str(revision))
+    return text or b""
+
+
+def parse_revisions(run: str, fields: dict[bytes, bytes]) -> Revisions:
+    """The configs of the fields of a run's `config`.
+
+    Raises:
+        RunNotFoundError: there are none.
+        RecordError: one of them is damaged, or of a newer release.
+    """
+    if b"newest" not in fields:
+        raise RunNotFoundError(f"no run named {run!r}")
+    numbers = sorted(int(name) for name in fields if name.isdigit())
+    return Revisions(
+        in_force=int(fields[b"newest"]),
+        stored=tuple(
+            Revision(
+                number=number,
+                from_step=int(fields.get(b"from:%d" % number, 1)),
+                config=decode_config(fields[b"%d" % number]),
+            )
+            for number in numbers
+        ),
+    )

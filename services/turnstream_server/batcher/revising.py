@@ -1,0 +1,93 @@
+"""Which config a leader goes by: the one that the events of the run have put in force."""
+
+from __future__ import annotations
+
+import logging
+
+import redis.asyncio
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.revising import changed_settings
+from turnstream.store.revisions import Revisions
+from turnstream.types import ConfigRevised
+from turnstream_server.batcher.runs import RunView
+from turnstream_server.bus.revisions import announce_revision, read_revisions_async
+from turnstream_server.failpoints import reach
+
+logger = logging.getLogger(__name__)
+
+
+class ConfigInForce:
+    """The config of one leader's term, from the first revision on, or that of a snapshot.
+
+    Only a leader puts revisions in force, and the one before is fenced: whatever the history tells
+    of was stored before this term began to read it.
+
+    Args:
+        client: of the store.
+        view: what this replica knows of the run.
+        epoch: fencing number of the term.
+        known: the revisions, as the term began.
+
+    Attributes:
+        revision: number of the config in force.
+        since: id of the event that put it in force; "0-0" before the first.
+    """
+
+    def __init__(
+        self, client: redis.asyncio.Redis, view: RunView, *, epoch: int, known: Revisions
+    ) -> None:
+        self.revision = known.stored[0].number
+        self.since = "0-0"
+        self._client = client
+        self._view = view
+        self._epoch = epoch
+        self._known = known
+        self._config = known.stored[0].config
+
+    @property
+    def config(self) -> BatchingConfig:
+        """What is in force."""
+        return self._config
+
+    def restore(self, revision: int, since: str) -> None:
+        """Go on with the config of a snapshot."""
+        self.revision, self.since = revision, since
+        self._view.led_by_revision = revision
+        self._config = self._known.config(revision)
+
+    def take(self, event_id: str, event: ConfigRevised) -> bool:
+        """Take in what the run was told; False where it was in force before."""
+        if event.revision <= self.revision:
+            return False
+        before = self._config
+        self.restore(event.revision, event_id)
+        changes = changed_settings(before, self._config)
+        logger.info(
+            "run %s has config revision %d from step %d on: %s",
+            self._view.run,
+            event.revision,
+            event.step,
+            ", ".join(f"{each.name}={each.after!r}" for each in changes),
+        )
+        return True
+
+    async def announce(self, *, step: int) -> int:
+        """Write the event of what must be in force before `step` is planned; its revision.
+
+        Raises:
+            FencedError: another planner leads the run.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        self._known = await read_revisions_async(self._client, self._view.run)
+        due = self._known.due(step=step)
+        revision = self._known.in_force if due is None else due.number
+        reach("revise.before")
+        await announce_revision(
+            self._client,
+            self._view.run,
+            ConfigRevised(revision=revision, step=step),
+            leader_epoch=self._epoch,
+        )
+        reach("revise.after")
+        return revision

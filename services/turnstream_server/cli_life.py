@@ -1,0 +1,42 @@
+"""Commands of `turnstream` that change the life of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+PANEL = "The life of a run"
+
+Run = Annotated[str, typer.Argument(help="Name of the run.")]
+Redis = Annotated[
+    str | None,
+    typer.Option("--redis", metavar="URL", help="The store; else TURNSTREAM_REDIS_URL."),
+]
+
+
+def add_commands(app: typer.Typer, *, store_url: Callable[[str | None], str]) -> None:
+    """Add them all.
+
+    Args:
+        app: of the command line.
+        store_url: gives the address of the store, from the option `--redis`.
+    """
+
+    @app.command(rich_help_panel=PANEL)
+    def revise(
+        run: Run,
+        settings: Annotated[
+            list[str], typer.Option("--set", metavar="NAME=VALUE", help="A setting and its value.")
+        ],
+        from_step: Annotated[
+            int, typer.Option(min=1, help="The first step that is planned with it.")
+        ],
+        redis: Redis = None,
+    ) -> None:
+        """Change settings of a run from a step on that is not planned yet, and show the changes."""
+        from turnstream_server.jobs.life import revise_run
+
+        for line in revise_run(store_url(redis), run, settings, from_step=from_step):
+            typer.echo(line)

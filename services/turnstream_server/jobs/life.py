@@ -1,0 +1,87 @@
+"""What is changed in the life of a run from the command line, in lines for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.revising import changed_settings
+from turnstream.errors import InvalidConfigError
+from turnstream.records.configs import decode_config, encode_config
+from turnstream.store.connection import connect
+from turnstream.store.revisions import Revisions, read_revisions, revise_config
+
+
+def revise_run(url: str, run: str, settings: Sequence[str], *, from_step: int) -> Iterator[str]:
+    """Revise the last config of a run, and say what changes.
+
+    Args:
+        url: of the store.
+        run: its name.
+        settings: "name=value" each.
+        from_step: the first step that is planned with it.
+
+    Raises:
+        InvalidConfigError: no such setting, one that cannot change, or a config that cannot work.
+        ConflictError: the step is planned, or comes before that of the last revision.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    with connect(url) as client:
+        before = read_revisions(client, run).last
+        after = with_settings(before.config, settings)
+        number = revise_config(client, run, after, from_step=from_step)
+    changes = changed_settings(before.config, after)
+    if not changes:
+        yield f"nothing changes: revision {number} says the same"
+        return
+    yield f"revision {number} of run {run}, from step {from_step} on:"
+    for change in changes:
+        yield f"  {change.name}: {_text(change.before)} -> {_text(change.after)}"
+
+
+def with_settings(config: BatchingConfig, settings: Sequence[str]) -> BatchingConfig:
+    """The config with other values, given as text.
+
+    >>> from turnstream.testing import config
+    >>> with_settings(config(2), ["max_staleness=3", "estimator=rloo"]).estimator
+    'rloo'
+
+    Raises:
+        InvalidConfigError: no such setting, or a value that cannot work.
+    """
+    stored: dict[str, Any] = json.loads(encode_config(config))
+    names = {field.name for field in fields(BatchingConfig)}
+    for setting in settings:
+        name, is_given, text = setting.partition("=")
+        if not is_given:
+            raise InvalidConfigError("--set", f"{setting!r} is not NAME=VALUE")
+        if name not in names:
+            raise InvalidConfigError(name, "is no setting of a run")
+        stored[name] = text if isinstance(stored[name], str) else _value(text)
+    return decode_config(json.dumps(stored))
+
+
+def pending_revisions(revisions: Revisions) -> Iterator[tuple[str, str]]:
+    """(which revision, what it changes) of those that are not in force yet."""
+    before = revisions.config(revisions.in_force)
+    for each in revisions.pending:
+        changes = changed_settings(before, each.config)
+        told = ", ".join(f"{c.name}={_text(c.after)}" for c in changes)
+        yield f"revision {each.number}, from step {each.from_step}", told or "as before"
+        before = each.config
+
+
+def _value(text: str) -> Any:
+    """A value as JSON says it, or the text, which no number is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

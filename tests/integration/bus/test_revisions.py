@@ -1,0 +1,159 @@
+"""A revision comes into force by one event of the leader, and no plan is written past it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from turnstream.errors import ConflictError, FencedError, RejectedError
+from turnstream.store.connection import connect
+from turnstream.store.revisions import read_revisions, revise_config
+from turnstream.types import ConfigRevised
+from turnstream_server.bus.frontier import read_frontier_async
+from turnstream_server.bus.revisions import announce_revision, read_revisions_async
+from turnstream_server.bus.waits import read_snapshot
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.redis
+
+StartRun = Callable[..., Awaitable[Any]]
+
+
+@pytest.fixture
+def revise(server: EmbeddedServer) -> Callable[..., int]:
+    """`revise(run, from_step=..., ...)` stores the last config with other fields."""
+
+    def store(run: Any, *, from_step: int, **changes: Any) -> int:
+        with connect(server.url) as client:
+            changed = dataclasses.replace(read_revisions(client, run.name).last.config, **changes)
+            return revise_config(client, run.name, changed, from_step=from_step)
+
+    return store
+
+
+async def announce(run: Any, revision: int, *, step: int, leader_epoch: int | None = None) -> bool:
+    epoch = run.leader_epoch if leader_epoch is None else leader_epoch
+    revised = ConfigRevised(revision=revision, step=step)
+    return await announce_revision(run.client, run.name, revised, leader_epoch=epoch)
+
+
+async def test_a_revision_comes_into_force_once_and_the_run_is_told(run: Any, revise: Any) -> None:
+    await run.plan_steps(2)
+    revise(run, from_step=3, max_staleness=7)
+
+    first = await announce(run, 2, step=3)
+    before = await run.dump()
+    again = await announce(run, 2, step=3)
+
+    assert (first, again) == (True, False)
+    assert await run.dump() == before
+    assert (await run.events())[-1] == ConfigRevised(revision=2, step=3)
+    assert (await read_revisions_async(run.client, run.name)).in_force == 2
+    assert (await read_frontier_async(run.client, run.name)).next_revision == 0
+
+
+async def test_a_revision_is_not_in_force_before_the_step_before_it_is_planned(
+    run: Any, revise: Any
+) -> None:
+    await run.plan_steps(1)
+    revise(run, from_step=3, max_staleness=7)
+
+    with pytest.raises(ConflictError, match="revision 2 is not due after step 1"):
+        await announce(run, 2, step=3)
+
+    assert (await read_revisions_async(run.client, run.name)).in_force == 1
+
+
+async def test_only_the_leader_puts_a_revision_in_force(run: Any, revise: Any) -> None:
+    revise(run, from_step=1, max_staleness=7)
+
+    with pytest.raises(FencedError):
+        await announce(run, 2, step=1, leader_epoch=run.leader_epoch - 1)
+
+    assert (await read_revisions_async(run.client, run.name)).in_force == 1
+
+
+async def test_the_next_of_several_is_told_when_one_comes_into_force(run: Any, revise: Any) -> None:
+    revise(run, from_step=1, max_staleness=7)
+    revise(run, from_step=4, max_staleness=8)
+
+    await announce(run, 2, step=1)
+
+    assert (await read_frontier_async(run.client, run.name)).next_revision == 4
+
+
+@pytest.mark.parametrize("is_announced", [False, True])
+async def test_a_plan_made_with_another_config_than_that_of_its_step_is_refused(
+    run: Any, revise: Any, is_announced: bool
+) -> None:
+    await run.plan_steps(1)
+    revise(run, from_step=2, max_staleness=7)
+    if is_announced:
+        await announce(run, 2, step=2)
+    before = await run.dump()
+
+    await run.open("late")
+    for sample in range(2):
+        await run.seal("late", sample)
+    with pytest.raises(ConflictError, match="step 2 was planned with config revision 1"):
+        await run.plan("late", config_revision=1)
+    if is_announced:
+        await run.plan("late", config_revision=2)
+
+    assert len((await run.dump())["plan"]) == len(before["plan"]) + is_announced
+
+
+async def test_a_revision_of_a_later_step_keeps_no_plan_from_being_written(
+    run: Any, revise: Any
+) -> None:
+    revise(run, from_step=3, max_staleness=7)
+
+    await run.plan_steps(2)
+
+    assert (await read_frontier_async(run.client, run.name)).planned == 2
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (3, 1)])
+async def test_the_steps_before_count_with_the_groups_that_they_had(
+    async_client: redis.asyncio.Redis,
+    start_run: StartRun,
+    revise: Any,
+    server: EmbeddedServer,
+    before: int,
+    after: int,
+) -> None:
+    # Two batches are trained; from step 3 on they have other numbers of groups. Of these, one step
+    # may be live beyond the next.
+    run = await start_run(async_client, batch_groups=before, max_staleness=1)
+    most = 2 * before + 2 * after
+    await run.plan_steps(1)
+    session = await run.start("s")
+    await run.step(session, 1)
+    await run.plan_steps(1)
+    await run.step(session, 2)
+    revise(run, from_step=3, batch_groups=after, mini_batch_groups=after)
+    await announce(run, 2, step=3)
+
+    for number in range(most - 2):
+        await run.open(f"new{number}")
+    with pytest.raises(RejectedError, match=f"{most} groups are live, {most} are allowed"):
+        await run.open("one too many")
+
+    with connect(server.url) as client:
+        assert read_snapshot(client, run.name).most_live_groups == most
+
+
+async def test_groups_that_are_open_get_the_deadline_that_the_run_had_not(
+    run: Any, revise: Any
+) -> None:
+    await run.open("open")
+    await run.plan_steps(1)
+    revise(run, from_step=2, group_deadline_s=100)
+
+    await announce(run, 2, step=2)
+
+    assert await run.client.zrange(run.keys.deadlines, 0, -1) == [b"group:open"]

@@ -1,0 +1,143 @@
+"""A config that comes into force at a step: stored once, refused where it comes too late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import redis
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.errors import ConflictError, InvalidConfigError, RunNotFoundError
+from turnstream.records.configs import encode_config
+from turnstream.store import keys
+from turnstream.store.revisions import read_revisions, revise_config
+from turnstream.store.runs import create_run, read_config
+from turnstream.store.scripts import Command, Script, run_command
+from turnstream.testing import config
+
+pytestmark = pytest.mark.redis
+
+CONFIG = config(2)
+TIGHT = replace(CONFIG, max_staleness=0, max_planned_ahead=0)
+LOOSE = replace(CONFIG, max_staleness=9)
+
+
+@pytest.fixture
+def run(client: redis.Redis, new_run: Callable[..., str]) -> str:
+    return new_run(client, batch_groups=2)
+
+
+def test_a_revision_is_stored_with_its_step_and_is_not_in_force(
+    client: redis.Redis, run: str
+) -> None:
+    number = revise_config(client, run, LOOSE, from_step=5)
+
+    revisions = read_revisions(client, run)
+    assert number == 2
+    assert [(each.number, each.from_step) for each in revisions.stored] == [(1, 1), (2, 5)]
+    assert revisions.last.config == LOOSE
+    assert (revisions.in_force, revisions.pending) == (1, (revisions.last,))
+    assert read_config(client, run) == (1, CONFIG)
+    assert client.hget(keys.run_keys(run).frontier, "next_revision") == b"5"
+
+
+def test_the_same_revision_again_changes_nothing_even_when_its_step_is_planned(
+    client: redis.Redis, run: str
+) -> None:
+    revise_config(client, run, LOOSE, from_step=5)
+    before = client.hgetall(keys.run_keys(run).config)
+    at_once = revise_config(client, run, LOOSE, from_step=5)
+    client.hset(keys.run_keys(run).frontier, "planned", 7)
+
+    later = revise_config(client, run, LOOSE, from_step=5)
+
+    assert (at_once, later) == (2, 2)
+    assert client.hgetall(keys.run_keys(run).config) == before
+
+
+def test_the_config_that_the_run_has_is_no_revision(client: redis.Redis, run: str) -> None:
+    assert revise_config(client, run, CONFIG, from_step=5) == 1
+    assert len(read_revisions(client, run).stored) == 1
+
+
+def test_a_step_that_is_planned_is_refused_and_the_first_that_is_not_is_named(
+    client: redis.Redis, run: str
+) -> None:
+    client.hset(keys.run_keys(run).frontier, "planned", 7)
+
+    with pytest.raises(ConflictError, match="step 7 is planned; the first that is not is step 8"):
+        revise_config(client, run, LOOSE, from_step=7)
+
+    assert len(read_revisions(client, run).stored) == 1
+    assert revise_config(client, run, LOOSE, from_step=8) == 2
+
+
+def test_a_later_revision_may_replace_one_at_its_step_and_comes_not_before_it(
+    client: redis.Redis, run: str
+) -> None:
+    revise_config(client, run, LOOSE, from_step=5)
+
+    with pytest.raises(ConflictError, match="revision 2 takes effect at step 5"):
+        revise_config(client, run, TIGHT, from_step=4)
+    with pytest.raises(ConflictError, match="revision 2 is this config, from step 5 on"):
+        revise_config(client, run, LOOSE, from_step=6)
+    number = revise_config(client, run, CONFIG, from_step=5)
+
+    revisions = read_revisions(client, run)
+    due = revisions.due(step=5)
+    assert number == 3
+    assert due is not None
+    assert (revisions.due(step=4), due.number) == (None, 3)
+    assert client.hget(keys.run_keys(run).frontier, "next_revision") == b"5"
+
+
+def test_of_two_who_revise_at_once_the_second_is_told(client: redis.Redis, run: str) -> None:
+    names = keys.run_keys(run)
+    revise_config(client, run, LOOSE, from_step=5)
+    command = _command(run, TIGHT, from_step=5, changes=1)
+
+    with pytest.raises(ConflictError, match="revision 2 was stored meanwhile, from step 5 on"):
+        run_command(client, command)
+
+    assert client.hget(names.config, "last") == b"2"
+
+
+def test_what_cannot_change_is_refused_before_anything_is_written(
+    client: redis.Redis, run: str
+) -> None:
+    with pytest.raises(InvalidConfigError, match="aggregation: it cannot be revised"):
+        revise_config(client, run, replace(CONFIG, aggregation="prompt_mean"), from_step=5)
+    with pytest.raises(InvalidConfigError, match="from_step: 0 is no step"):
+        revise_config(client, run, LOOSE, from_step=0)
+
+    assert len(read_revisions(client, run).stored) == 1
+
+
+def test_an_unknown_run_cannot_be_revised(client: redis.Redis) -> None:
+    with pytest.raises(RunNotFoundError):
+        revise_config(client, "nobody", LOOSE, from_step=1)
+
+
+def test_a_run_is_found_with_the_config_it_was_created_with_after_a_revision(
+    client: redis.Redis, run: str
+) -> None:
+    revise_config(client, run, LOOSE, from_step=1)
+    _put_in_force(client, run, 2)
+
+    assert create_run(client, run, CONFIG) == 2
+    assert create_run(client, run, LOOSE) == 2
+    with pytest.raises(ConflictError):
+        create_run(client, run, TIGHT)
+
+
+def _command(run: str, to: BatchingConfig, *, from_step: int, changes: int) -> Command:
+    names = keys.run_keys(run)
+    return Script("revise_config")(
+        (names.frontier, names.config, names.wake), encode_config(to), from_step, changes
+    )
+
+
+def _put_in_force(client: redis.Redis, run: str, revision: int) -> None:
+    client.hset(keys.run_keys(run).config, "newest", revision)

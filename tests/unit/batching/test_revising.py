@@ -1,0 +1,179 @@
+"""What a change of the config is, and what it does to groups that the fold already knows."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.decisions import GroupDropped, MemberDropped, RefillWanted
+from turnstream.batching.readiness import RunFold
+from turnstream.batching.revising import FIXED, changed_settings, check_revision
+from turnstream.batching.selection import Selector
+from turnstream.errors import InvalidConfigError
+from turnstream.testing import config, sealed, shape
+from turnstream.types import (
+    BatchDue,
+    DeclaredColumn,
+    Event,
+    GroupOpened,
+    SealedTrajectory,
+    Status,
+    TrajectoryKey,
+    TrajectoryState,
+)
+
+GDPO = replace(config(), estimator="gdpo", component_weights=(("form", 1.0), ("result", 1.0)))
+
+
+def opened(group_id: str = "g0", num_samples: int = 2) -> GroupOpened:
+    return GroupOpened(group_id=group_id, prompt_uid="", num_samples=num_samples)
+
+
+def of_components(group_id: str, sample: int, *names: str) -> SealedTrajectory:
+    components = {name: float(sample) for name in names}
+    return replace(sealed(group_id, sample=sample), reward_components=components)
+
+
+def fold(*events: Event, of: BatchingConfig) -> RunFold:
+    folded = RunFold(of)
+    for number, event in enumerate(events, start=1):
+        folded.apply(f"{number}-0", event)
+    return folded
+
+
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [
+        ("extra_columns", (DeclaredColumn(name="routes", dtype="uint8", per="token"),)),
+        ("aggregation", "seq_mean_token_mean"),
+        ("row_weights", "per_trajectory"),
+    ],
+)
+def test_a_setting_that_a_change_would_break_is_refused_by_name(name, after) -> None:
+    before = replace(config(), aggregation="seq_mean_token_sum")
+
+    with pytest.raises(InvalidConfigError) as caught:
+        check_revision(before, replace(before, **{name: after}))
+
+    assert caught.value.field == name
+    assert FIXED[name] in str(caught.value)
+
+
+def test_every_fixed_setting_is_one() -> None:
+    assert FIXED.keys() <= {field.name for field in fields(BatchingConfig)}
+
+
+def test_the_settings_that_differ_are_told_with_both_values() -> None:
+    before = replace(config(2), max_staleness=1)
+    after = replace(before, max_staleness=3, estimator="rloo")
+
+    check_revision(before, after)
+
+    assert changed_settings(before, after) == (
+        ("estimator", "grpo", "rloo"),
+        ("max_staleness", 1, 3),
+    )
+    assert changed_settings(before, before) == ()
+
+
+def test_what_is_decided_stays_decided_where_the_new_config_can_train_it() -> None:
+    # All rewards are equal: a group that is decided from now on would be filtered.
+    events = [opened(), *(sealed(sample=s, reward=1.0) for s in (0, 1)), opened("later")]
+    folded = fold(*events, of=config())
+
+    at_once = folded.revise("5-0", replace(config(), drop_zero_variance=True))
+    later = [
+        decision
+        for sample in (0, 1)
+        for decision in folded.apply(f"{6 + sample}-0", sealed("later", sample=sample))
+    ]
+
+    assert at_once == []
+    assert [group.group_id for group in folded.ready] == ["g0"]
+    assert [drop.state for drop in later if isinstance(drop, GroupDropped)] == [
+        TrajectoryState.FILTERED
+    ]
+
+
+def test_a_member_that_the_new_config_cannot_compare_is_dropped_and_a_short_group_with_it() -> None:
+    events: list[Event] = [opened("kept", 3), opened("lost", 2)]
+    events += [of_components("kept", s, "form", "result") for s in (0, 1)]
+    events += [of_components("kept", 2, "form")]
+    events += [of_components("lost", 0, "form"), of_components("lost", 1, "form", "result")]
+    folded = fold(*events, of=config())
+    num_before = folded.num_ready
+
+    decisions = folded.revise("9-0", GDPO)
+
+    assert num_before == 2
+    (kept,) = folded.ready
+    assert (kept.group_id, kept.completed_by) == ("kept", "9-0")
+    assert [member.key.sample for member in kept.members] == [0, 1]
+    members = [each for each in decisions if isinstance(each, MemberDropped)]
+    groups = [each for each in decisions if isinstance(each, GroupDropped)]
+    assert [(each.key.group_id, each.key.sample) for each in members] == [("kept", 2), ("lost", 0)]
+    assert members[0].reason == "sample 2 has no reward component 'result'"
+    assert [(each.group_id, each.state) for each in groups] == [
+        ("lost", TrajectoryState.INCOMPLETE)
+    ]
+
+
+def test_a_member_of_an_open_group_is_judged_too_and_tried_again_where_the_run_refills() -> None:
+    refill = replace(GDPO, deadline_policy="refill", max_refills=1)
+    folded = fold(opened(), of_components("g0", 0, "form"), of=config())
+
+    decisions = folded.revise("3-0", refill)
+
+    assert decisions == [
+        MemberDropped(
+            key=TrajectoryKey("g0", 0),
+            state=TrajectoryState.INCOMPLETE,
+            reason="sample 0 has no reward component 'result'",
+        ),
+        RefillWanted(key=TrajectoryKey("g0", 0, 1), prompt_uid="", number=1),
+    ]
+
+
+def test_a_group_with_too_few_to_compare_by_the_new_config_is_dropped() -> None:
+    cut = replace(sealed(sample=1), status=Status.TRUNCATED)
+    folded = fold(opened(), sealed(sample=0), cut, of=config())
+    num_before = folded.num_ready
+
+    strict = replace(config(), mask_truncated=True, masked_reward="leave_out")
+    (dropped,) = folded.revise("4-0", strict)
+
+    assert isinstance(dropped, GroupDropped)
+    assert (num_before, folded.num_ready) == (1, 0)
+    assert dropped.reason == "1 valid members, and 2 are needed to compare"
+
+
+def test_a_row_above_the_new_limit_of_a_pass_is_not_trained() -> None:
+    long = replace(sealed(sample=1, turns=[shape(20, 20)]))
+    folded = fold(opened(), sealed(sample=0), long, of=config())
+
+    tight = replace(config(), max_tokens_per_micro_batch=16, over_long="refuse")
+    decisions = folded.revise("4-0", tight)
+
+    assert [type(each) for each in decisions] == [MemberDropped, GroupDropped]
+
+
+def test_a_choice_that_is_not_planned_is_made_again_by_the_new_config() -> None:
+    before = replace(config(1), selection="in_order")
+    events = [opened("a"), opened("b"), *(sealed(g, sample=s) for g in "ba" for s in (0, 1))]
+    folded, selector = fold(*events, of=before), Selector(before)
+    selector.apply("7-0", BatchDue(step=1), folded)
+    first = selector.choice
+
+    after = replace(before, batch_groups=2, mini_batch_groups=2)
+    selector.revise(after)
+    folded.revise("8-0", after)
+    undone = selector.choice
+    selector.apply("9-0", BatchDue(step=1), folded)
+
+    assert first is not None
+    assert undone is None
+    assert selector.choice is not None
+    assert [group.group_id for group in first.groups] == ["a"]
+    assert [group.group_id for group in selector.choice.groups] == ["a", "b"]
