@@ -25,6 +25,24 @@ def add_commands(app: typer.Typer, *, store_url: Callable[[str | None], str]) ->
     """
 
     @app.command(rich_help_panel=PANEL)
+    def pause(
+        run: Run,
+        reason: Annotated[str, typer.Option(help="What whoever waits is told.")] = "",
+        redis: Redis = None,
+    ) -> None:
+        """Take no new group and plan no batch; what is open or planned goes on."""
+        from turnstream_server.jobs.life import pause
+
+        typer.echo(pause(store_url(redis), run, reason))
+
+    @app.command(rich_help_panel=PANEL)
+    def resume(run: Run, redis: Redis = None) -> None:
+        """Let a paused run go on."""
+        from turnstream_server.jobs.life import resume
+
+        typer.echo(resume(store_url(redis), run))
+
+    @app.command(rich_help_panel=PANEL)
     def revise(
         run: Run,
         settings: Annotated[

@@ -322,7 +322,8 @@ class Leader:
 
     def _due_groups(self) -> tuple[ReadyGroup, ...]:
         """The groups of the next batch; none while it must wait."""
-        if self._next_step > self._last_allowed_step():
+        is_paused = self._view.frontier.paused is not None
+        if is_paused or self._next_step > self._last_allowed_step():
             return ()
         if self._selector.choice is not None:
             return self._selector.choice.groups
@@ -336,7 +337,8 @@ class Leader:
     async def _plan(self, groups: tuple[ReadyGroup, ...]) -> bool:
         """Plan, check and write the next batch; False where it must be planned anew.
 
-        Some of its payload was damaged, or the step has got another config meanwhile.
+        Some of its payload was damaged, or the step has got another config meanwhile, or the run
+        was paused.
         """
         stored = await self._assembler.in_thread(lambda: self._make_plan(groups))
         manifest = stored.manifest
@@ -374,12 +376,13 @@ class Leader:
         return True
 
     async def _write(self, stored: StoredManifest) -> bool:
-        """Write a plan; False where the step has got another config meanwhile."""
+        """Write a plan; False where the step has got another config, or the run a pause."""
         try:
             await write_manifest(self._client, self._view.run, stored, leader_epoch=self._epoch)
         except ConflictError:
             frontier = await self._view.refresh()
-            if 0 < frontier.next_revision <= stored.manifest.step:
+            is_revised = 0 < frontier.next_revision <= stored.manifest.step
+            if is_revised or frontier.paused is not None:
                 return False
             raise
         return True

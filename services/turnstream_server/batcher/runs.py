@@ -246,6 +246,8 @@ class RunView:
 
     async def _missing(self, step: int) -> str:
         frontier = self.frontier
+        if frontier.paused is not None:
+            return f"step {step}: {frontier.pause}, and no batch is planned until it is resumed"
         if frontier.is_closed and frontier.stepped < frontier.planned < step:
             return f"step {step}: the run is closed; step {frontier.planned} is not stepped yet"
         if self.explain is not None:

@@ -67,6 +67,7 @@ class Frontier:
         version_floor: the highest version that the origin has announced; -1: none.
         has_inherited: whether a forked run has the records of all batches before it.
         next_revision: first step of the next config that is not in force; 0 without one.
+        paused: why the run is paused; None while it is not.
         num_revised_groups: see `revised_groups` in store.keys.
     """
 
@@ -87,6 +88,14 @@ class Frontier:
     has_inherited: bool = False
     next_revision: int = 0
     num_revised_groups: int = 0
+    paused: str | None = None
+
+    @property
+    def pause(self) -> str:
+        """A pause in words; empty where there is none."""
+        if self.paused is None:
+            return ""
+        return f"the run is paused: {self.paused}" if self.paused else "the run is paused"
 
 
 def not_retained(step: int, frontier: Frontier) -> ReleasedError:
@@ -119,6 +128,10 @@ async def read_frontier_async(client: redis.asyncio.Redis, run: str) -> Frontier
     return _parse(run, fields)
 
 
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode()
+
+
 def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
     if not fields:
         raise RunNotFoundError(f"no run named {run!r}")
@@ -139,5 +152,6 @@ def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
         version_floor=int(fields.get(b"version_floor", -1)),
         has_inherited=b"inherited" in fields,
         next_revision=int(fields.get(b"next_revision", 0)),
+        paused=_text(fields.get(b"paused")),
         num_revised_groups=int(fields.get(b"revised_groups", 0)),
     )

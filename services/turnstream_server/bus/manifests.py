@@ -50,7 +50,7 @@ async def write_manifest(
     Raises:
         FencedError: another planner leads the run.
         ConflictError: the step has another plan or another config or is not the next one, the
-            chain differs, or a trajectory is not sealed: nothing was written.
+            chain differs, a trajectory is not sealed, or the run is paused: nothing was written.
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """

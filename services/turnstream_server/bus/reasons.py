@@ -18,6 +18,7 @@ class ReasonKind(StrEnum):
     """What may be the matter. The order is that of their importance."""
 
     RUN_OVER = "run_over"
+    RUN_PAUSED = "run_paused"
     NO_PLANNER = "no_planner"
     TRAINER_NOT_STEPPED = "trainer_not_stepped"
     PROMPTS_EXHAUSTED = "prompts_exhausted"
@@ -252,6 +253,12 @@ def _nothing_wrong(snapshot: RunSnapshot) -> Reason:
 def _of_services(snapshot: RunSnapshot) -> Iterator[Reason]:
     """Planner, trainer, and what generators may open after the trainer's last step."""
     frontier = snapshot.frontier
+    if frontier.paused is not None:
+        yield Reason(
+            kind=ReasonKind.RUN_PAUSED,
+            sentence=f"{frontier.pause}; no group begins, no batch is planned",
+            facts={"reason": frontier.paused},
+        )
     if not snapshot.planner or snapshot.planner_left_s <= 0:
         left_s = snapshot.planner_left_s
         since = f": the lease of {snapshot.planner} ended {-left_s:.0f} s ago"

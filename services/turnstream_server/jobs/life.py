@@ -12,6 +12,7 @@ from turnstream.batching.revising import changed_settings
 from turnstream.errors import InvalidConfigError
 from turnstream.records.configs import decode_config, encode_config
 from turnstream.store.connection import connect
+from turnstream.store.life import pause_run, resume_run
 from turnstream.store.revisions import Revisions, read_revisions, revise_config
 
 
@@ -41,6 +42,30 @@ def revise_run(url: str, run: str, settings: Sequence[str], *, from_step: int) -
     yield f"revision {number} of run {run}, from step {from_step} on:"
     for change in changes:
         yield f"  {change.name}: {_text(change.before)} -> {_text(change.after)}"
+
+
+def pause(url: str, run: str, reason: str) -> str:
+    """Pause a run, and say what became of it.
+
+    Raises:
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    with connect(url) as client:
+        is_new = pause_run(client, run, reason)
+    return f"run {run} is paused" if is_new else f"run {run} was paused before"
+
+
+def resume(url: str, run: str) -> str:
+    """Let a paused run go on, and say what became of it.
+
+    Raises:
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    with connect(url) as client:
+        is_new = resume_run(client, run)
+    return f"run {run} goes on" if is_new else f"run {run} was not paused"
 
 
 def with_settings(config: BatchingConfig, settings: Sequence[str]) -> BatchingConfig:

@@ -93,5 +93,7 @@ def _run_table(seen: RunSummary) -> Table:
     table.add_row("lineage", frontier.lineage)
     table.add_row("origin", origin_text(frontier.origin) or "none")
     table.add_row("closed", "yes" if frontier.is_closed else "no")
+    if frontier.paused is not None:
+        table.add_row("paused", frontier.paused or "yes")
     table.add_row("trajectories", f"{seen.ledger.accepted:,} accepted")
     return table

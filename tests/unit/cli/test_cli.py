@@ -13,7 +13,8 @@ from turnstream_server.jobs.stack import ServiceFailedError
 
 COMMANDS = (
     *("up", "demo", "replay", "batcher", "trainer", "generator", "replayer"),
-    *("runs", "show", "ledger", "why", "batch", "archive", "config", "fork", "delete", "revise"),
+    *("runs", "show", "ledger", "why", "batch", "archive", "config", "fork", "delete"),
+    *("revise", "pause", "resume"),
 )
 
 

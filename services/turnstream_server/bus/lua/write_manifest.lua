@@ -7,7 +7,7 @@
 -- Keys, all in the run's slot:
 --   KEYS[1] leader    hash    read: epoch
 --   KEYS[2] frontier  hash    read and changed: planned, the number of the newest batch; read:
---                             next_revision; changed: open_groups
+--                             next_revision, paused; changed: open_groups
 --   KEYS[3] batches   hash    step -> "<trajectories planned up to it>:<manifest hash>"; added
 --   KEYS[4] plan      stream  added: "<step>-0", field r = record
 --   KEYS[5] ledger    hash    trajectory id: "sealed:<epoch>" becomes "planned:<step>"
@@ -33,15 +33,15 @@
 --   FENCED    another planner leads
 --   CONFLICT  the step has another manifest, is not the next one, does not continue the chain, was
 --             planned with a config that is not the one of this step, or names a trajectory that is
---             not sealed, or whose group is over
+--             not sealed, or whose group is over; or the run is paused
 
 local MEMBERS, DEADLINES, REFILLS, LEASES = KEYS[8], KEYS[9], KEYS[10], KEYS[11]
 local TASKS, PROMPTS = KEYS[13], KEYS[14]
 local FIRST = 7  -- trajectory id
 local CHUNK = 1000  -- unpack fails above a few thousand values
 
-local stepped, planned, revised = unpack(
-  redis.call('HMGET', KEYS[2], 'stepped', 'planned', 'next_revision'))
+local stepped, planned, revised, paused = unpack(
+  redis.call('HMGET', KEYS[2], 'stepped', 'planned', 'next_revision', 'paused'))
 if not stepped then
   return redis.error_reply('NORUN no such run')
 end
@@ -76,6 +76,9 @@ if last_hash ~= ARGV[4] then
     .. '", not "' .. ARGV[4] .. '"')
 end
 
+if paused then
+  return redis.error_reply('CONFLICT the run is paused, and step ' .. step .. ' is not planned')
+end
 local in_force = redis.call('HGET', KEYS[15], 'newest')
 revised = tonumber(revised or 0)
 if in_force ~= ARGV[6] or (revised > 0 and revised <= step) then

@@ -4,11 +4,11 @@
 -- A new group needs capacity, by the rule of batching/capacity.py: (max_staleness + stepped + 1) *
 -- batch_groups groups may ever have been opened, not counting those that were dropped untrained;
 -- revised_groups is added, where steps before had other batch_groups; and max_open_groups, where the
--- run has such a bound, may be open at once. A known group never waits, and neither does one that is
--- opened to evaluate: it counts nowhere.
+-- run has such a bound, may be open at once. A paused run takes none. A known group never waits, and
+-- neither does one that is opened to evaluate, also while the run is paused: it counts nowhere.
 --
 -- Keys, all in the run's slot:
---   KEYS[1] frontier  hash    read: stepped, closed, revised_groups; changed: live_groups,
+--   KEYS[1] frontier  hash    read: stepped, closed, revised_groups, paused; changed: live_groups,
 --                             open_groups, opened_groups
 --   KEYS[2] config    hash    read: newest, and that revision's JSON
 --   KEYS[3] groups    hash    group name -> "<num_samples>:<state>"; made here with state "open", or
@@ -34,12 +34,13 @@
 --   CLOSED    a new group in a closed run
 --   CONFLICT  the group was opened with another num_samples or num_needed, for another purpose, or
 --             was over
---   WAIT      "WAIT <last wake id> <why>": no capacity; try again when wake has a newer entry
+--   WAIT      "WAIT <last wake id> <why>": no capacity, or the run is paused; try again when wake has
+--             a newer entry
 
 local LEASES, DEADLINES, MEMBERS, REFILLS, OVER = KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
 
-local stepped, closed, live, open, revised = unpack(redis.call('HMGET', KEYS[1],
-  'stepped', 'closed', 'live_groups', 'open_groups', 'revised_groups'))
+local stepped, closed, live, open, revised, paused = unpack(redis.call('HMGET', KEYS[1],
+  'stepped', 'closed', 'live_groups', 'open_groups', 'revised_groups', 'paused'))
 if not stepped then
   return redis.error_reply('NORUN no such run')
 end
@@ -49,8 +50,11 @@ local samples, needed, purpose = string.match(ARGV[2], '^(%d+)/?(%d*):?(%a*)$')
 local begins = purpose == 'eval' and 'evaluating' or 'open'
 needed = needed == '' and samples or needed
 
--- Why no group may be opened now; nil where one may.
+-- Why no group may be opened to train now; nil where one may.
 local function shortage()
+  if paused then
+    return 'the run is paused' .. (paused == '' and '' or ': ' .. paused)
+  end
   local most = (config.max_staleness + stepped + 1) * config.batch_groups + (revised or 0)
   if most - live <= 0 then
     return live .. ' groups are live, ' .. most .. ' are allowed after step ' .. stepped

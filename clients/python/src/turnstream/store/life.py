@@ -1,0 +1,44 @@
+"""The life of a run beside its data: paused, and going on."""
+
+from __future__ import annotations
+
+import redis
+
+from turnstream.store import keys
+from turnstream.store.scripts import Command, Script, run_command
+
+_SET_PAUSED = Script("set_paused")
+
+
+def pause_run(client: redis.Redis, run: str, reason: str = "") -> bool:
+    """Take no new group and plan no batch until the run is resumed.
+
+    Groups that are open may be finished, batches that are planned are delivered; leases and
+    deadlines go on. Generators and trainers that wait are told the reason when their time is up.
+
+    Returns:
+        False where it was paused before; the first reason stays.
+
+    Raises:
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    return bool(run_command(client, _set_paused(run, 1, reason)))
+
+
+def resume_run(client: redis.Redis, run: str) -> bool:
+    """Let a paused run go on.
+
+    Returns:
+        False where it was not paused.
+
+    Raises:
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    return bool(run_command(client, _set_paused(run, 0, "")))
+
+
+def _set_paused(run: str, is_paused: int, reason: str) -> Command:
+    names = keys.run_keys(run)
+    return _SET_PAUSED((names.frontier, names.wake), is_paused, reason)

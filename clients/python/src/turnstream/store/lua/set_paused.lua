@@ -1,0 +1,28 @@
+#!lua flags=allow-oom
+-- Pauses a run, or lets it go on. A paused run takes no new group and plans no batch; what is open
+-- may be finished, and what is planned is delivered.
+--
+-- Keys, all in the run's slot:
+--   KEYS[1] frontier  hash    changed: paused, the reason; gone where the run is not paused
+--   KEYS[2] wake      stream  added, so that whoever waits is told
+-- Arguments: ARGV[1] 1 to pause, 0 to go on    ARGV[2] the reason
+-- Reply:     1, or 0 where nothing was to do
+-- Errors:    NORUN  no such run
+
+if redis.call('EXISTS', KEYS[1]) == 0 then
+  return redis.error_reply('NORUN no such run')
+end
+local was_paused = redis.call('HGET', KEYS[1], 'paused')
+if ARGV[1] == '1' then
+  if was_paused then
+    return 0
+  end
+  redis.call('HSET', KEYS[1], 'paused', ARGV[2])
+else
+  if not was_paused then
+    return 0
+  end
+  redis.call('HDEL', KEYS[1], 'paused')
+end
+redis.call('XADD', KEYS[2], 'MAXLEN', 1, '*', 'w', '')
+return 1
