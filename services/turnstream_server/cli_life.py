@@ -25,6 +25,30 @@ def add_commands(app: typer.Typer, *, store_url: Callable[[str | None], str]) ->
     """
 
     @app.command(rich_help_panel=PANEL)
+    def close(
+        run: Run,
+        leftover: Annotated[
+            str | None,
+            typer.Option(
+                help="Of groups that make no whole batch: a short one, carry them, or drop them."
+            ),
+        ] = None,
+        reason: Annotated[str, typer.Option(help="Kept with the run.")] = "",
+        redis: Redis = None,
+    ) -> None:
+        """Take no new group any more, and end when the groups that are open are decided."""
+        from turnstream_server.jobs.life import close
+
+        typer.echo(close(store_url(redis), run, reason, leftover))
+
+    @app.command(rich_help_panel=PANEL)
+    def reopen(run: Run, redis: Redis = None) -> None:
+        """Let a closed run take groups again; what was carried is planned with them."""
+        from turnstream_server.jobs.life import reopen
+
+        typer.echo(reopen(store_url(redis), run))
+
+    @app.command(rich_help_panel=PANEL)
     def pause(
         run: Run,
         reason: Annotated[str, typer.Option(help="What whoever waits is told.")] = "",

@@ -46,6 +46,7 @@ from turnstream_server.batcher.revising import ConfigInForce
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.shares import PlannedBatch
 from turnstream_server.batcher.upkeep import DEFAULT_UPKEEP, Upkeep
+from turnstream_server.bus.endings import finish_run
 from turnstream_server.bus.groups import Settlement, announce_due, grant_refill, settle_groups
 from turnstream_server.bus.manifests import (
     StoredManifest,
@@ -136,15 +137,18 @@ class Leader:
             extra={"epoch": self._epoch},
         )
         self._view.explain = self._explain
+        self._view.undecided = lambda: [group.group_id for group in self._fold.waiting()]
         try:
             while True:
                 await self._plan_what_is_due()
+                await self._finish()
                 # A choice of groups is not part of a snapshot; it stands for a moment only.
                 if self._selector.choice is None and self._memory.is_due(step=self._next_step - 1):
                     await self._memory.save(self._snapshot(), self._fold)
                 await self._listen()
         finally:
             self._view.explain = None
+            self._view.undecided = list
 
     async def _replay(self) -> None:
         """Fold the history in; each plan takes its groups where it was made."""
@@ -303,6 +307,20 @@ class Leader:
             elif not await self._plan(groups):
                 await self._take_in(await self._listener.read_events())
 
+    async def _finish(self) -> None:
+        """Say that nothing more is planned, where that is so."""
+        frontier = self._view.frontier
+        while self._fold.is_finished and not frontier.is_finished and frontier.paused is None:
+            await finish_run(
+                self._client,
+                self._view.run,
+                step=self._next_step - 1,
+                position=self._listener.position,
+                leader_epoch=self._epoch,
+            )
+            await self._take_in(await self._listener.read_events())
+            frontier = await self._view.refresh()
+
     async def _next_groups(self) -> tuple[ReadyGroup, ...]:
         """The groups of the next batch, by the config of its step."""
         while 0 < self._view.frontier.next_revision <= self._next_step:
@@ -327,8 +345,9 @@ class Leader:
             return ()
         if self._selector.choice is not None:
             return self._selector.choice.groups
-        is_final = self._fold.closed and not self._fold.num_open_groups
-        num_groups = num_groups_to_plan(self._fold.num_ready, self._config, is_final=is_final)
+        num_groups = num_groups_to_plan(
+            self._fold.num_ready, self._config, is_final=self._fold.is_final
+        )
         return self._fold.ready[:num_groups] if num_groups else ()
 
     def _last_allowed_step(self) -> int:

@@ -19,6 +19,7 @@ from turnstream_server.batcher.renewal import RENEWALS_PER_LEASE, LeadershipKeep
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.tasks import first_of
 from turnstream_server.batcher.timekeeper import timekeeper
+from turnstream_server.batcher.unheld import unheld_groups
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.incarnations import BoundStore
 from turnstream_server.bus.leadership import acquire_leadership, release_leadership
@@ -156,6 +157,7 @@ class RunPlanner:
                 self._view.run,
                 leader_epoch=epoch,
                 config=config,
+                others=[unheld_groups(self._client, self._view, leader_epoch=epoch, config=config)],
                 sleep=self._view.wait_for_change,
             )
             await keeper.keep(until=lambda old=revision: self._view.led_by_revision > old)

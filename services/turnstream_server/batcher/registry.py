@@ -62,10 +62,9 @@ class RunRegistry:
         self._entries: dict[str, _Entry] = {}
 
     async def find_all(self) -> None:
-        """Take part in every run of the store that is not closed.
+        """Take part in every run of the store that has not come to its end.
 
-        A closed run opens no group, so nothing in it waits for a plan but a trainer, whose first
-        call names the run.
+        After that nothing is planned, and a trainer's first call names the run.
 
         Raises:
             StoreUnavailableError: the store cannot be reached.
@@ -80,7 +79,7 @@ class RunRegistry:
                 frontier = await read_frontier_async(self._client, run)
             except RunNotFoundError:  # of a run that was deleted, the name may be left over
                 continue
-            if not frontier.is_closed and not self._takes_part(run):
+            if not frontier.is_finished and not self._takes_part(run):
                 self._entries[run] = self._begin(run, frontier)
 
     async def find(self, run: str) -> RunView:

@@ -44,6 +44,7 @@ class RunView:
         frontier: as it was read last.
         explain: why a step is not there yet, in the words of a planner that leads; else None.
         trouble: why planning failed the last time; empty once it went well.
+        undecided: groups that a planner that leads here waits for, the oldest first.
         led_by_revision: of the config, by which a planner leads here; 0 before the first.
     """
 
@@ -61,6 +62,7 @@ class RunView:
         self.explain: Callable[[int], str] | None = None
         self.trouble = ""
         self.led_by_revision = 0
+        self.undecided: Callable[[], list[str]] = list
         self._client = client
         self._on_stepped = on_stepped
         self._look = look
@@ -70,7 +72,6 @@ class RunView:
         self._num_offers = 0
         self._batches: OrderedDict[int, PlannedBatch] = OrderedDict()
         self._configs: dict[int, BatchingConfig] = {}
-        self._is_drained = False  # once the groups of a closed run are decided, they stay so
         self._is_closed = False
         self._is_gone = False
 
@@ -157,7 +158,7 @@ class RunView:
             check(self.frontier)
             if step <= self.frontier.planned:
                 return await self.batch(step)
-            if await self._is_over():
+            if self._is_over():
                 raise EndOfRunError(f"run {self.run!r} ended with step {self.frontier.planned}")
             try:
                 async with asyncio.timeout_at(deadline_s):
@@ -228,17 +229,9 @@ class RunView:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _is_over(self) -> bool:
-        """Whether every group that was ever opened is decided, and all batches are stepped."""
-        frontier = self.frontier
-        if not frontier.is_closed or frontier.stepped < frontier.planned:
-            return False
-        if not self._is_drained:
-            groups: list[bytes] = await self._call("HVALS", keys.run_keys(self.run).groups)
-            self._is_drained = not any(group.endswith((b":open", b":decided")) for group in groups)
-            if self._is_drained:  # the last batch may have been planned while this was read
-                frontier = await self.refresh()
-        return self._is_drained and frontier.stepped >= frontier.planned
+    def _is_over(self) -> bool:
+        """Whether nothing more will be planned, and all batches are stepped."""
+        return self.frontier.is_finished and self.frontier.stepped >= self.frontier.planned
 
     async def _why_not(self, step: int) -> str:
         reason = await self._missing(step)

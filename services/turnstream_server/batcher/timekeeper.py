@@ -151,14 +151,16 @@ def timekeeper(
     *,
     leader_epoch: int,
     config: BatchingConfig,
+    others: Sequence[DueScript] = (),
     sleep: Sleep = asyncio.sleep,
 ) -> Timekeeper:
-    """The timekeeper of a run, with every script that a run has."""
+    """The timekeeper of a run, with every script that a run has, and others."""
     return Timekeeper(
         client,
         [
             lapsed_leases(client, run, leader_epoch=leader_epoch, config=config),
             passed_deadlines(client, run, leader_epoch=leader_epoch, config=config),
+            *others,
         ],
         tolerance_s=config.lease_s * TOLERANCE_LEASES,
         longest_pause_s=config.lease_s / LOOKS_PER_LEASE,

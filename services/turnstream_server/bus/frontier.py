@@ -67,6 +67,8 @@ class Frontier:
         version_floor: the highest version that the origin has announced; -1: none.
         has_inherited: whether a forked run has the records of all batches before it.
         next_revision: first step of the next config that is not in force; 0 without one.
+        leftover: see RunClosed; of a run that is closed.
+        is_finished: the run is closed, and no batch follows `planned`.
         paused: why the run is paused; None while it is not.
         num_revised_groups: see `revised_groups` in store.keys.
     """
@@ -89,6 +91,8 @@ class Frontier:
     next_revision: int = 0
     num_revised_groups: int = 0
     paused: str | None = None
+    leftover: str = "short"
+    is_finished: bool = False
 
     @property
     def pause(self) -> str:
@@ -152,6 +156,8 @@ def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
         version_floor=int(fields.get(b"version_floor", -1)),
         has_inherited=b"inherited" in fields,
         next_revision=int(fields.get(b"next_revision", 0)),
+        leftover=(fields.get(b"leftover") or b"short").decode(),
+        is_finished=fields.get(b"finished") == b"1",
         paused=_text(fields.get(b"paused")),
         num_revised_groups=int(fields.get(b"revised_groups", 0)),
     )

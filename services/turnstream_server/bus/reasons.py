@@ -180,7 +180,8 @@ class RunSnapshot:
     @property
     def is_due(self) -> bool:
         """Whether the next batch has all its groups."""
-        is_final = self.frontier.is_closed and not self.num_waiting and self.num_ready > 0
+        ends_short = self.frontier.is_closed and self.frontier.leftover == "short"
+        is_final = ends_short and not self.num_waiting and self.num_ready > 0
         return is_final or self.num_ready >= self.batch_groups
 
     @property
@@ -191,8 +192,9 @@ class RunSnapshot:
     @property
     def is_over(self) -> bool:
         """Whether nothing will ever happen again."""
-        left = self.num_waiting or self.num_ready or self.has_offer
-        return self.frontier.is_closed and not left
+        left = self.num_waiting or self.num_ready
+        is_finished = self.frontier.is_finished or (self.frontier.is_closed and not left)
+        return is_finished and not self.has_offer
 
 
 def reasons(snapshot: RunSnapshot) -> tuple[Reason, ...]:

@@ -44,7 +44,7 @@ DROPPED: Final = ("filtered", "expired", "incomplete", "surplus", "evaluated", "
 """States of the ledger in which a trajectory ends untrained and leaves. Dead ones are kept until
 they are discarded."""
 
-_OVER: Final = (b"planned", b"filtered", b"expired", b"incomplete", b"evaluated")
+_OVER: Final = (b"planned", b"filtered", b"expired", b"incomplete", b"surplus", b"evaluated")
 
 _RAISE = Script("raise_floor", "turnstream_server.bus")
 _RELEASE = Script("release_payload", "turnstream_server.bus")

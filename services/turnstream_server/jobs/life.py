@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.revising import changed_settings
 from turnstream.errors import InvalidConfigError
 from turnstream.records.configs import decode_config, encode_config
 from turnstream.store.connection import connect
-from turnstream.store.life import pause_run, resume_run
+from turnstream.store.life import pause_run, reopen_run, resume_run
 from turnstream.store.revisions import Revisions, read_revisions, revise_config
+from turnstream.store.runs import close_run
+from turnstream.types import Leftover
 
 
 def revise_run(url: str, run: str, settings: Sequence[str], *, from_step: int) -> Iterator[str]:
@@ -42,6 +44,32 @@ def revise_run(url: str, run: str, settings: Sequence[str], *, from_step: int) -
     yield f"revision {number} of run {run}, from step {from_step} on:"
     for change in changes:
         yield f"  {change.name}: {_text(change.before)} -> {_text(change.after)}"
+
+
+def close(url: str, run: str, reason: str, leftover: str | None) -> str:
+    """Close a run, and say what became of it.
+
+    Raises:
+        InvalidConfigError: no such leftover.
+        ConflictError: it was closed with another one.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    with connect(url) as client:
+        is_new = close_run(client, run, reason, leftover=cast("Leftover | None", leftover))
+    return f"run {run} is closed" if is_new else f"run {run} was closed before"
+
+
+def reopen(url: str, run: str) -> str:
+    """Reopen a run, and say what became of it.
+
+    Raises:
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    with connect(url) as client:
+        is_new = reopen_run(client, run)
+    return f"run {run} takes groups again" if is_new else f"run {run} was not closed"
 
 
 def pause(url: str, run: str, reason: str) -> str:

@@ -14,7 +14,7 @@ from turnstream_server.jobs.stack import ServiceFailedError
 COMMANDS = (
     *("up", "demo", "replay", "batcher", "trainer", "generator", "replayer"),
     *("runs", "show", "ledger", "why", "batch", "archive", "config", "fork", "delete"),
-    *("revise", "pause", "resume"),
+    *("revise", "pause", "resume", "close", "reopen"),
 )
 
 

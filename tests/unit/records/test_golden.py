@@ -40,6 +40,8 @@ from turnstream.types import (
     RefillGranted,
     RewardPosted,
     RunClosed,
+    RunFinished,
+    RunReopened,
     StoredTurn,
     TrajectoryAbandoned,
     TrajectoryDied,
@@ -89,6 +91,9 @@ EVENTS: dict[str, Event] = {
         key=TrajectoryKey("g0", 3), reward=0.5, reward_components={"format": 0.25}
     ),
     "batch_due": BatchDue(step=7),
+    "run_closed_with_carry": RunClosed(reason="enough", leftover="carry"),
+    "run_reopened": RunReopened(),
+    "run_finished": RunFinished(step=7),
     "config_revised": ConfigRevised(revision=2, step=7),
     "trajectory_of_two_versions": sealed(
         "g0",

@@ -18,7 +18,8 @@
 --   CONFLICT  the step is not released
 
 local PER_BUCKET = 64
-local OVER = {planned = true, filtered = true, expired = true, incomplete = true}
+local OVER = {planned = true, filtered = true, expired = true, incomplete = true,
+  surplus = true}
 
 if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
   return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])

@@ -21,8 +21,8 @@
 
 local PER_BUCKET = 64
 local MOST_REASONS = 1000  -- generators make some of them up
-local OVER = {planned = true, filtered = true, expired = true, incomplete = true, evaluated = true,
-  over = true}
+local OVER = {planned = true, filtered = true, expired = true, incomplete = true, surplus = true,
+  evaluated = true, over = true}
 local ENDS = {filtered = true, expired = true, surplus = true, incomplete = true, evaluated = true,
   abandoned = true}
 

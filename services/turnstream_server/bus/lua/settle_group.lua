@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Decides a group. Dropped as "filtered", "expired" or "incomplete" it is over, its sealed
+-- Decides a group. Dropped as "filtered", "expired", "incomplete" or "surplus" it is over, its sealed
 -- trajectories with it, and another group may be opened in its place. As "decided" it is ready, and
 -- takes no more samples. Either way nobody waits for what is still open: it becomes surplus.
 --
@@ -23,7 +23,7 @@
 --   KEYS[14] again    zset    added: the number of that prompt, where the group failed
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] group name
---   ARGV[3] filtered, expired, incomplete or decided    ARGV[4] reason
+--   ARGV[3] filtered, expired, incomplete, surplus or decided    ARGV[4] reason
 --   ARGV[5...] ids of the group's sealed trajectories that are dropped
 -- Reply: how many trajectories were ended now, an integer; 0 the second time
 -- Errors:

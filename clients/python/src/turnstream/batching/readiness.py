@@ -38,9 +38,12 @@ from turnstream.types import (
     DeadlineFired,
     Event,
     GroupOpened,
+    Leftover,
     RefillGranted,
     RewardPosted,
     RunClosed,
+    RunFinished,
+    RunReopened,
     SealedTrajectory,
     TrajectoryAbandoned,
     TrajectoryDied,
@@ -75,6 +78,7 @@ class RunFold:
         self._decided: dict[str, set[TrajectoryKey]] = {}
         self._evals = EvalFold()
         self._closed = False
+        self._leftover: Leftover = "short"
 
     @property
     def ready(self) -> tuple[ReadyGroup, ...]:
@@ -95,6 +99,17 @@ class RunFold:
     def closed(self) -> bool:
         """Whether the run was closed: no group will be opened any more."""
         return self._closed
+
+    @property
+    def is_final(self) -> bool:
+        """Whether what is ready makes the last, short batch of a closed run."""
+        return self._closed and self._leftover == "short" and not self.num_open_groups
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run is closed, and no batch follows."""
+        most = 0 if self._leftover == "short" else self._config.batch_groups - 1
+        return self._closed and not self.num_open_groups and self.num_ready <= most
 
     def waiting(self) -> Iterator[WaitingGroup]:
         """The undecided groups, oldest first."""
@@ -220,8 +235,12 @@ class RunFold:
                 return self._miss_deadline(event_id, event)
             case RefillGranted():
                 self._note_refill(event)
-            case RunClosed():
-                self._closed = True
+            case RunClosed(leftover=leftover):
+                self._closed, self._leftover = True, leftover
+            case RunReopened():
+                self._closed = False
+            case RunFinished() if self._closed and self._leftover == "drop":
+                return [self._drop_leftover(group_id) for group_id in [*self._ready]]
             case _:
                 pass
         return []
@@ -447,6 +466,10 @@ class RunFold:
         return GroupDropped(
             group_id=group.opened.group_id, state=state, reason=reason, keys=tuple(sorted(keys))
         )
+
+    def _drop_leftover(self, group_id: str) -> GroupDropped:
+        reason = "left over when the run was closed"
+        return self._drop(self._groups[group_id], TrajectoryState.SURPLUS, reason)
 
     def _forget(self, group: GroupMembers) -> None:
         group_id = group.opened.group_id

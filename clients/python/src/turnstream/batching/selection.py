@@ -108,8 +108,7 @@ class Selector:
         is_expired = _EXPIRED[config.max_age_policy]
         expired = [group for group in fold.ready if is_expired(group, old, config)]
         left_over = fold.take(expired)
-        is_final = fold.closed and not fold.num_open_groups
-        num_groups = num_groups_to_plan(fold.num_ready, config, is_final=is_final)
+        num_groups = num_groups_to_plan(fold.num_ready, config, is_final=fold.is_final)
         if num_groups:
             groups = tuple(sorted(fold.ready, key=_ORDER[config.selection])[:num_groups])
             masked = _sampled(groups) & old if config.max_age_policy == "mask" else set[int]()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, cast, get_args
 
 from google.protobuf.message import DecodeError
 
@@ -18,10 +18,13 @@ from turnstream.types import (
     DeadlineFired,
     Event,
     GroupOpened,
+    Leftover,
     Purpose,
     RefillGranted,
     RewardPosted,
     RunClosed,
+    RunFinished,
+    RunReopened,
     SealedTrajectory,
     TrajectoryAbandoned,
     TrajectoryDied,
@@ -262,11 +265,32 @@ def _decode_announced(message: wire.VersionAnnounced) -> VersionAnnounced:
 
 
 def _encode_closed(event: RunClosed) -> wire.Event:
-    return wire.Event(run_closed=wire.RunClosed(reason=event.reason))
+    # The record of a run that ends with a short batch is that of older releases.
+    leftover = "" if event.leftover == "short" else event.leftover
+    return wire.Event(run_closed=wire.RunClosed(reason=event.reason, leftover=leftover))
 
 
 def _decode_closed(message: wire.RunClosed) -> RunClosed:
-    return RunClosed(reason=message.reason)
+    leftover = message.leftover or "short"
+    if leftover not in get_args(Leftover):
+        raise RecordError(f"a run was closed with leftover={leftover!r}, of a newer release")
+    return RunClosed(reason=message.reason, leftover=cast("Leftover", leftover))
+
+
+def _encode_reopened(_: RunReopened) -> wire.Event:
+    return wire.Event(run_reopened=wire.RunReopened())
+
+
+def _decode_reopened(_: wire.RunReopened) -> RunReopened:
+    return RunReopened()
+
+
+def _encode_finished(event: RunFinished) -> wire.Event:
+    return wire.Event(run_finished=wire.RunFinished(step=event.step))
+
+
+def _decode_finished(message: wire.RunFinished) -> RunFinished:
+    return RunFinished(step=message.step)
 
 
 def _encode_deadline(event: DeadlineFired) -> wire.Event:
@@ -342,6 +366,8 @@ _ENCODERS: Final[dict[type, Callable[[Any], wire.Event]]] = {
     RewardPosted: _encode_reward,
     BatchDue: _encode_due,
     ConfigRevised: _encode_revised,
+    RunReopened: _encode_reopened,
+    RunFinished: _encode_finished,
 }
 _DECODERS: Final[dict[str, Callable[[Any], Event]]] = {
     "group_opened": _decode_group_opened,
@@ -356,4 +382,6 @@ _DECODERS: Final[dict[str, Callable[[Any], Event]]] = {
     "batch_due": _decode_due,
     "eval_opened": _decode_eval_opened,
     "config_revised": _decode_revised,
+    "run_reopened": _decode_reopened,
+    "run_finished": _decode_finished,
 }

@@ -34,7 +34,9 @@ frontier   hash    stepped, committed, session_epoch, session, dp_world_size, li
                    whole;
                    next_revision, first step of the next config that is not in force, or 0;
                    revised_groups, added to the groups that may be live, because the steps before
-                   a revision of batch_groups had others; paused, the reason, while the run is
+                   a revision of batch_groups had others; paused, the reason, while the run is;
+                   leftover, see RunClosed, while it is closed; finished, 1 once nothing more of it
+                   will be planned
 batches    hash    step -> `<trajectories planned up to it>:<manifest hash>`; from `released` on
 observers  hash    name -> `<newest step seen>:<expires_ms>:<expiry in ms>`
 leader     hash    epoch, owner, expires_ms, lease_ms

@@ -1,12 +1,15 @@
-"""The life of a run beside its data: paused, and going on."""
+"""The life of a run beside its data: paused and going on, closed and open again."""
 
 from __future__ import annotations
 
 import redis
 
+from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.scripts import Command, Script, run_command
+from turnstream.types import RunReopened
 
+_REOPEN_RUN = Script("reopen_run")
 _SET_PAUSED = Script("set_paused")
 
 
@@ -37,6 +40,22 @@ def resume_run(client: redis.Redis, run: str) -> bool:
         StoreUnavailableError: the store cannot be reached.
     """
     return bool(run_command(client, _set_paused(run, 0, "")))
+
+
+def reopen_run(client: redis.Redis, run: str) -> bool:
+    """Let a closed run take groups again; what was carried is planned with them.
+
+    Returns:
+        False where it was not closed.
+
+    Raises:
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    record = encode_event(RunReopened())
+    command = _REOPEN_RUN((names.frontier, names.events, names.wake), record)
+    return bool(run_command(client, command))
 
 
 def _set_paused(run: str, is_paused: int, reason: str) -> Command:

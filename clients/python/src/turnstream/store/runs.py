@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, get_args
 
 import redis
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.errors import ConflictError, NotReadyError, RunNotFoundError
+from turnstream.errors import ConflictError, InvalidConfigError, NotReadyError, RunNotFoundError
 from turnstream.records.configs import decode_config, encode_config
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store import keys
 from turnstream.store.connection import MAX_BLOCK_S
 from turnstream.store.replies import translating
 from turnstream.store.scripts import Command, Script, run_command
-from turnstream.types import RunClosed, VersionAnnounced
+from turnstream.types import Leftover, RunClosed, VersionAnnounced
 
 _CREATE_RUN = Script("create_run")
 _CLOSE_RUN = Script("close_run")
@@ -114,18 +114,41 @@ def wait_for_version(
             raise NotReadyError(f"run {run!r}: no version above {above} within {timeout_s:g} s")
 
 
-def close_run(client: redis.Redis, run: str, reason: str = "") -> None:
+def close_run(
+    client: redis.Redis, run: str, reason: str = "", *, leftover: Leftover | None = None
+) -> bool:
     """Take no new group any more; groups that are open may be finished.
 
+    When all are decided and no batch follows, whoever asks for one is told by EndOfRunError.
+
+    Args:
+        client: of the store.
+        run: its name.
+        reason: for people.
+        leftover: what becomes of complete groups that make no whole batch: a last, "short" one;
+            "carry" keeps them for `reopen_run`; "drop" ends them as surplus. None: "short", or
+            whatever a run that is closed was closed with.
+
+    Returns:
+        False where it was closed before.
+
     Raises:
+        ConflictError: it was closed with another leftover.
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
-    run_command(client, close_command(run, reason))
+    return bool(run_command(client, close_command(run, reason, leftover=leftover)))
 
 
-def close_command(run: str, reason: str) -> Command:
-    """The call that closes a run; nothing is sent."""
+def close_command(run: str, reason: str, *, leftover: Leftover | None = None) -> Command:
+    """The call that closes a run; nothing is sent.
+
+    Raises:
+        InvalidConfigError: no such leftover.
+    """
+    if leftover not in (None, *get_args(Leftover)):
+        choices = ", ".join(get_args(Leftover))
+        raise InvalidConfigError("leftover", f"{leftover!r} is not one of {choices}")
     names = keys.run_keys(run)
-    record = encode_event(RunClosed(reason=reason))
-    return _CLOSE_RUN((names.frontier, names.events, names.wake), record)
+    record = encode_event(RunClosed(reason=reason, leftover=leftover or "short"))
+    return _CLOSE_RUN((names.frontier, names.events, names.wake), record, leftover or "")

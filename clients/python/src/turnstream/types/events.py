@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from turnstream.types.turns import Purpose, SealedTrajectory, TrajectoryKey
+
+Leftover = Literal["short", "carry", "drop"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +66,27 @@ class VersionAnnounced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunClosed:
-    """No group will be opened any more; what is complete at the end makes a last, short batch."""
+    """No group will be opened any more, unless the run is reopened.
+
+    Attributes:
+        leftover: what becomes of complete groups that make no whole batch at the end: a last,
+            "short" batch; or they are kept for a run that is reopened, "carry"; or "drop".
+    """
 
     reason: str = ""
+    leftover: Leftover = "short"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReopened:
+    """Groups may be opened again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFinished:
+    """Nothing is planned after this step, unless the run is reopened."""
+
+    step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,4 +164,6 @@ Event = (
     | RewardPosted
     | BatchDue
     | ConfigRevised
+    | RunReopened
+    | RunFinished
 )

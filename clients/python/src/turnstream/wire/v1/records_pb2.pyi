@@ -172,10 +172,22 @@ class VersionAnnounced(_message.Message):
     def __init__(self, version: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[str] = ..., weights_uri: _Optional[str] = ...) -> None: ...
 
 class RunClosed(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "leftover")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    LEFTOVER_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    leftover: str
+    def __init__(self, reason: _Optional[str] = ..., leftover: _Optional[str] = ...) -> None: ...
+
+class RunReopened(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RunFinished(_message.Message):
+    __slots__ = ("step",)
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    def __init__(self, step: _Optional[int] = ...) -> None: ...
 
 class DeadlineFired(_message.Message):
     __slots__ = ("group_id", "awaited", "num_refills")
@@ -227,7 +239,7 @@ class ConfigRevised(_message.Message):
     def __init__(self, revision: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("group_opened", "trajectory_sealed", "trajectory_abandoned", "trajectory_died", "version_announced", "run_closed", "deadline_fired", "refill_granted", "reward_posted", "batch_due", "eval_opened", "config_revised")
+    __slots__ = ("group_opened", "trajectory_sealed", "trajectory_abandoned", "trajectory_died", "version_announced", "run_closed", "deadline_fired", "refill_granted", "reward_posted", "batch_due", "eval_opened", "config_revised", "run_reopened", "run_finished")
     GROUP_OPENED_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORY_SEALED_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORY_ABANDONED_FIELD_NUMBER: _ClassVar[int]
@@ -240,6 +252,8 @@ class Event(_message.Message):
     BATCH_DUE_FIELD_NUMBER: _ClassVar[int]
     EVAL_OPENED_FIELD_NUMBER: _ClassVar[int]
     CONFIG_REVISED_FIELD_NUMBER: _ClassVar[int]
+    RUN_REOPENED_FIELD_NUMBER: _ClassVar[int]
+    RUN_FINISHED_FIELD_NUMBER: _ClassVar[int]
     group_opened: GroupOpened
     trajectory_sealed: TrajectorySealed
     trajectory_abandoned: TrajectoryAbandoned
@@ -252,7 +266,9 @@ class Event(_message.Message):
     batch_due: BatchDue
     eval_opened: GroupOpened
     config_revised: ConfigRevised
-    def __init__(self, group_opened: _Optional[_Union[GroupOpened, _Mapping]] = ..., trajectory_sealed: _Optional[_Union[TrajectorySealed, _Mapping]] = ..., trajectory_abandoned: _Optional[_Union[TrajectoryAbandoned, _Mapping]] = ..., trajectory_died: _Optional[_Union[TrajectoryDied, _Mapping]] = ..., version_announced: _Optional[_Union[VersionAnnounced, _Mapping]] = ..., run_closed: _Optional[_Union[RunClosed, _Mapping]] = ..., deadline_fired: _Optional[_Union[DeadlineFired, _Mapping]] = ..., refill_granted: _Optional[_Union[RefillGranted, _Mapping]] = ..., reward_posted: _Optional[_Union[RewardPosted, _Mapping]] = ..., batch_due: _Optional[_Union[BatchDue, _Mapping]] = ..., eval_opened: _Optional[_Union[GroupOpened, _Mapping]] = ..., config_revised: _Optional[_Union[ConfigRevised, _Mapping]] = ...) -> None: ...
+    run_reopened: RunReopened
+    run_finished: RunFinished
+    def __init__(self, group_opened: _Optional[_Union[GroupOpened, _Mapping]] = ..., trajectory_sealed: _Optional[_Union[TrajectorySealed, _Mapping]] = ..., trajectory_abandoned: _Optional[_Union[TrajectoryAbandoned, _Mapping]] = ..., trajectory_died: _Optional[_Union[TrajectoryDied, _Mapping]] = ..., version_announced: _Optional[_Union[VersionAnnounced, _Mapping]] = ..., run_closed: _Optional[_Union[RunClosed, _Mapping]] = ..., deadline_fired: _Optional[_Union[DeadlineFired, _Mapping]] = ..., refill_granted: _Optional[_Union[RefillGranted, _Mapping]] = ..., reward_posted: _Optional[_Union[RewardPosted, _Mapping]] = ..., batch_due: _Optional[_Union[BatchDue, _Mapping]] = ..., eval_opened: _Optional[_Union[GroupOpened, _Mapping]] = ..., config_revised: _Optional[_Union[ConfigRevised, _Mapping]] = ..., run_reopened: _Optional[_Union[RunReopened, _Mapping]] = ..., run_finished: _Optional[_Union[RunFinished, _Mapping]] = ...) -> None: ...
 
 class SequenceShape(_message.Message):
     __slots__ = ("turns", "prompt_length", "num_tokens", "num_trained_tokens")

@@ -1,0 +1,100 @@
+"""The end of a closed run: groups that nobody holds are decided, and at last all are told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import redis.asyncio
+
+from turnstream.records.events import encode_event
+from turnstream.store import keys
+from turnstream.store.scripts import Script, run_command_async
+from turnstream.types import DeadlineFired, RunFinished
+
+_FINISH = Script("finish_run", "turnstream_server.bus")
+_END_UNHELD = Script("end_unheld", "turnstream_server.bus")
+
+
+async def finish_run(
+    client: redis.asyncio.Redis, run: str, *, step: int, position: str, leader_epoch: int
+) -> bool:
+    """Tell everybody that nothing is planned after `step`.
+
+    Args:
+        client: of the store.
+        run: name of the run.
+        step: the last.
+        position: id of the last event that the leader has folded in.
+        leader_epoch: of the planner.
+
+    Returns:
+        False where the run is not closed, or there are later events.
+
+    Raises:
+        FencedError: another planner leads the run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    command = _FINISH(
+        (names.leader, names.frontier, names.events, names.wake),
+        leader_epoch,
+        position,
+        encode_event(RunFinished(step=step)),
+    )
+    return bool(await run_command_async(client, command))
+
+
+async def find_unheld(
+    client: redis.asyncio.Redis, run: str, group_ids: Sequence[str], *, leader_epoch: int
+) -> dict[str, int]:
+    """Those of the groups that nobody holds, with the refills that were granted to each.
+
+    Raises:
+        FencedError: another planner leads the run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    replies = await _end(client, run, [(each, "", b"") for each in group_ids], leader_epoch)
+    found = zip(group_ids, replies, strict=True)
+    return {group_id: refills for group_id, refills in found if refills >= 0}
+
+
+async def end_unheld(
+    client: redis.asyncio.Redis, run: str, unheld: Mapping[str, int], *, leader_epoch: int
+) -> int:
+    """Fire the deadlines of groups, unless somebody holds them now; how many.
+
+    Raises:
+        FencedError: another planner leads the run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    items = [
+        (each, refills, encode_event(DeadlineFired(group_id=each, num_refills=refills)))
+        for each, refills in unheld.items()
+    ]
+    return (await _end(client, run, items, leader_epoch)).count(-2)
+
+
+async def _end(
+    client: redis.asyncio.Redis,
+    run: str,
+    items: Sequence[tuple[str, int | str, bytes]],
+    leader_epoch: int,
+) -> list[int]:
+    if not items:
+        return []
+    names = keys.run_keys(run)
+    words = [
+        word
+        for group_id, refills, record in items
+        for word in (keys.encode_name(group_id), refills, record)
+    ]
+    command = _END_UNHELD(
+        (
+            *(names.leader, names.frontier, names.groups, names.members),
+            *(names.ledger, names.events, names.deadlines),
+        ),
+        leader_epoch,
+        *words,
+    )
+    replies: list[int] = await run_command_async(client, command)
+    return replies

@@ -1,0 +1,124 @@
+"""What becomes of the groups that are left when a run is closed, and how everybody is told."""
+
+from typing import Any, cast
+
+import pytest
+
+from turnstream.errors import ConflictError, EndOfRunError, InvalidConfigError
+from turnstream.records.events import encode_event
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.store.life import reopen_run
+from turnstream.store.runs import close_run
+from turnstream.store.scripts import Script, run_command
+from turnstream.testing import group, wait_until_async
+from turnstream.types import GroupOpened, TrajectoryState
+from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.bus.past import past_reasons
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+
+@pytest.fixture
+def client(house):
+    with connect(house.url) as client:
+        yield client
+
+
+def names(pulled):
+    return [name for each in pulled for name in dict.fromkeys(each.mini_batch.rows.group_id)]
+
+
+async def trained(house, run, num_groups):
+    """A trainer that took all whole batches of two, of a run that has more groups."""
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+    await house.publish(run, *(group(f"g{i}") for i in range(num_groups)))
+    for step in range(1, num_groups // 2 + 1):
+        await trainer.stepped(await trainer.get(step))
+    return trainer
+
+
+async def test_what_is_dropped_ends_in_the_ledger_with_its_reason(house, client):
+    run = house.create_run(batch_groups=2)
+    trainer = await trained(house, run, 3)
+
+    close_run(client, run, leftover="drop")
+    with pytest.raises(EndOfRunError):
+        await trainer.get(2)
+
+    async def is_settled():
+        return read_ledger(client, run).by_state[TrajectoryState.SURPLUS] == 2
+
+    await wait_until_async(is_settled, describe="the end of what was left")
+    read_ledger(client, run).check()
+    reason = b"surplus:left over when the run was closed"
+    folded = dict(past_reasons(client, run))
+    assert client.hget(keys.run_keys(run).ledger, "g2/0/0") == reason or folded
+
+
+async def test_what_is_carried_is_planned_when_the_run_is_reopened(house, client):
+    run = house.create_run(batch_groups=2)
+    trainer = await trained(house, run, 3)
+
+    close_run(client, run, leftover="carry")
+    with pytest.raises(EndOfRunError):
+        await trainer.get(2)
+    kept = read_ledger(client, run).by_state[TrajectoryState.SEALED]
+    reopen_run(client, run)
+    await house.publish(run, group("late"))
+    second = await trainer.get(2)
+
+    assert kept == 2
+    assert names(second) == ["g2", "late"]
+
+
+async def test_a_successor_comes_to_the_same_end_and_goes_on_from_it(house, client):
+    run = house.create_run(batch_groups=2)
+    await trained(house, run, 3)
+    close_run(client, run, leftover="drop")
+
+    async def is_finished():
+        return read_frontier(client, run).is_finished
+
+    await wait_until_async(is_finished, describe="the end")
+    for replica in house._replicas:
+        await replica.stop()
+    reopen_run(client, run)
+    await house.publish(run, group("a"), group("b"))
+    trainer = house.trainer(await house.start_batcher(), run)
+    trainer.session_epoch = 1
+    second = await trainer.get(2)
+
+    assert names(second) == ["a", "b"]
+
+
+async def test_the_same_leftover_again_changes_nothing_and_another_is_refused(house, client):
+    run = house.create_run(batch_groups=2)
+
+    closed = [close_run(client, run, leftover=each) for each in ("carry", "carry", None)]
+    with pytest.raises(ConflictError, match="the run was closed with leftover=carry, not drop"):
+        close_run(client, run, leftover="drop")
+    with pytest.raises(InvalidConfigError, match="leftover: 'burn' is not one of"):
+        close_run(client, run, leftover=cast("Any", "burn"))
+    reopened = [reopen_run(client, run) for _ in range(2)]
+
+    assert (closed, reopened) == ([True, False, False], [True, False])
+    assert close_run(client, run, leftover="drop")
+
+
+async def test_a_closed_run_ends_by_the_leases_of_generators_that_are_dead(house, client):
+    # One sample was begun by a generator that is dead, the other one never.
+    run = house.create_run(batch_groups=1, lease_s=0.4)
+    opened = encode_event(GroupOpened(group_id="gone", prompt_uid="", num_samples=2))
+    of_open_group = keys.run_keys(run).of_open_group
+    run_command(client, Script("open_group")(of_open_group, "gone", 2, "w", opened, "gone/0/0"))
+    close_run(client, run)
+
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+    with pytest.raises(EndOfRunError):
+        await trainer.get(1)
+
+    assert client.hget(keys.run_keys(run).groups, "gone") in (b"2:incomplete", None)
