@@ -137,7 +137,10 @@ class Leader:
             extra={"epoch": self._epoch},
         )
         self._view.explain = self._explain
-        self._view.undecided = lambda: [group.group_id for group in self._fold.waiting()]
+        self._view.undecided = lambda: [
+            *(group.group_id for group in self._fold.waiting()),
+            *self._fold.evaluating,
+        ]
         try:
             while True:
                 await self._plan_what_is_due()

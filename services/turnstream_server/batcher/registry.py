@@ -19,6 +19,7 @@ from turnstream_server.batcher.planner import RunPlanner
 from turnstream_server.batcher.renewal import LeadershipKeeper
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.upkeep import Upkeep
+from turnstream_server.bus.endings import is_evaluating
 from turnstream_server.bus.frontier import Frontier, read_frontier_async
 
 
@@ -64,7 +65,8 @@ class RunRegistry:
     async def find_all(self) -> None:
         """Take part in every run of the store that has not come to its end.
 
-        After that nothing is planned, and a trainer's first call names the run.
+        After that nothing is planned, and a trainer's first call names the run; but evaluations
+        may outlast it.
 
         Raises:
             StoreUnavailableError: the store cannot be reached.
@@ -79,7 +81,8 @@ class RunRegistry:
                 frontier = await read_frontier_async(self._client, run)
             except RunNotFoundError:  # of a run that was deleted, the name may be left over
                 continue
-            if not frontier.is_finished and not self._takes_part(run):
+            is_over = frontier.is_finished and not await is_evaluating(self._client, run)
+            if not is_over and not self._takes_part(run):
                 self._entries[run] = self._begin(run, frontier)
 
     async def find(self, run: str) -> RunView:

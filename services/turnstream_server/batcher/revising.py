@@ -44,6 +44,7 @@ class ConfigInForce:
         self._epoch = epoch
         self._known = known
         self._config = known.stored[0].config
+        view.led_by_revision = self.revision
 
     @property
     def config(self) -> BatchingConfig:

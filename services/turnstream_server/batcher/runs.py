@@ -44,7 +44,8 @@ class RunView:
         frontier: as it was read last.
         explain: why a step is not there yet, in the words of a planner that leads; else None.
         trouble: why planning failed the last time; empty once it went well.
-        undecided: groups that a planner that leads here waits for, the oldest first.
+        undecided: groups that a planner that leads here has not decided, the oldest first, then
+            evaluations that have not ended.
         led_by_revision: of the config, by which a planner leads here; 0 before the first.
     """
 
@@ -117,7 +118,6 @@ class RunView:
         """The store may have lost what was read of it: numbers may name something else since."""
         self._batches.clear()
         self._configs.clear()
-        self._is_drained = False
 
     def close(self) -> None:
         """Send away whoever waits: this replica stops."""

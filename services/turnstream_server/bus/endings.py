@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import redis.asyncio
+from redis.exceptions import RedisError
 
 from turnstream.records.events import encode_event
 from turnstream.store import keys
+from turnstream.store.replies import translate
 from turnstream.store.scripts import Script, run_command_async
 from turnstream.types import DeadlineFired, RunFinished
 
@@ -42,6 +45,19 @@ async def finish_run(
         encode_event(RunFinished(step=step)),
     )
     return bool(await run_command_async(client, command))
+
+
+async def is_evaluating(client: redis.asyncio.Redis, run: str) -> bool:
+    """Whether an evaluation of the run has not ended: a run ends without waiting for them.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    try:
+        groups: Any = await client.execute_command("HVALS", keys.run_keys(run).groups)
+    except (RedisError, OSError) as error:
+        raise translate(error) from error
+    return any(state.endswith(b":evaluating") for state in groups)
 
 
 async def find_unheld(

@@ -84,7 +84,8 @@ def fork_run(
         run: the origin; nothing of it is changed.
         new_run: name of the new run.
         token: of a committed step of the origin that is still retained.
-        config: of the new run; None takes the origin's newest.
+        config: of the new run; None takes the one that the origin has in force. A revision of the
+            origin that waits for its step is not carried over.
 
     Raises:
         RunNotFoundError: no such origin.

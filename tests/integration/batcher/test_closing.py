@@ -12,7 +12,7 @@ from turnstream.store.life import reopen_run
 from turnstream.store.runs import close_run
 from turnstream.store.scripts import Script, run_command
 from turnstream.testing import group, wait_until_async
-from turnstream.types import GroupOpened, TrajectoryState
+from turnstream.types import GroupOpened, Purpose, TrajectoryState
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.ledger import read_ledger
 from turnstream_server.bus.past import past_reasons
@@ -122,3 +122,65 @@ async def test_a_closed_run_ends_by_the_leases_of_generators_that_are_dead(house
         await trainer.get(1)
 
     assert client.hget(keys.run_keys(run).groups, "gone") in (b"2:incomplete", None)
+
+
+def open_evaluation(house, run, *ids):
+    """An evaluation of two, of which these trajectories were begun."""
+    with connect(house.url) as client:
+        record = encode_event(
+            GroupOpened(group_id="e", prompt_uid="", num_samples=2, purpose=Purpose.EVAL)
+        )
+        of_open_group = keys.run_keys(run).of_open_group
+        run_command(client, Script("open_group")(of_open_group, "e", "2:eval", "w", record, *ids))
+
+
+async def evaluation_ends(client, run):
+    async def is_over():
+        return client.hget(keys.run_keys(run).groups, "e") in (b"2:evaluated", None)
+
+    await wait_until_async(is_over, timeout_s=20, describe="the end of the evaluation")
+
+
+@pytest.mark.parametrize("leftover", ["short", "carry", "drop"])
+async def test_no_end_waits_for_an_evaluation(house, client, leftover):
+    run = house.create_run(batch_groups=2, lease_s=600)
+    open_evaluation(house, run, "e/0/0")
+    await trained(house, run, 2)
+
+    close_run(client, run, leftover=leftover)
+    trainer = house.trainer(await house.start_batcher(), run)
+    trainer.session_epoch = 1
+    with pytest.raises(EndOfRunError):
+        await trainer.get(2)
+
+    assert client.hget(keys.run_keys(run).groups, "e") == b"2:evaluating"
+
+
+async def test_an_evaluation_that_nobody_holds_ends_in_a_closed_run(house, client):
+    # Its generator died; one of its samples was never begun.
+    run = house.create_run(batch_groups=2, lease_s=0.4)
+    open_evaluation(house, run, "e/0/0")
+    await house.start_batcher()
+
+    close_run(client, run)
+
+    await evaluation_ends(client, run)
+
+
+async def test_an_evaluation_that_outlasts_its_run_is_ended_by_a_batcher_of_later(house, client):
+    run = house.create_run(batch_groups=2, lease_s=0.4)
+    first = await house.start_batcher()
+    close_run(client, run)
+
+    async def is_finished():
+        return read_frontier(client, run).is_finished
+
+    await wait_until_async(is_finished, describe="the end")
+    await first.stop()
+    client.hset(keys.run_keys(run).frontier, "closed", 0)  # begun before the run was closed
+    open_evaluation(house, run, "e/0/0")
+    client.hset(keys.run_keys(run).frontier, "closed", 1)
+
+    await house.start_batcher()
+
+    await evaluation_ends(client, run)

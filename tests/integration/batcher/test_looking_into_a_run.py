@@ -1,6 +1,7 @@
 import asyncio
 import json
 import re
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from rich.console import Console
 from turnstream.errors import NotReadyError
 from turnstream.generator import Publisher
 from turnstream.records.figures import shown_figures
-from turnstream.testing import group, trajectory
+from turnstream.testing import group, trajectory, turn
+from turnstream.types import DeclaredColumn, VersionRun
 from turnstream_server.bus.histories import TrajectoryNotFoundError
 from turnstream_server.jobs.batches import (
     batch_json,
@@ -148,6 +150,51 @@ async def test_the_bytes_of_a_batch_are_those_that_its_rank_gets(house, tmp_path
 
     assert [path.name for path in paths] == ["out.arrow", "out-1.arrow"]
     assert [path.read_bytes() for path in paths] == [each.data for each in pulled]
+
+
+async def test_the_bytes_of_a_batch_with_an_extra_column_are_those_of_a_get(house, tmp_path: Path):
+    column = DeclaredColumn(name="teacher", per="response_token", dtype="float32", fill=-1.0)
+    run = house.create_run(batch_groups=1, extra_columns=(column,))
+    trainer = house.trainer(await house.start_batcher(), run)
+    members = [
+        trajectory(replace(turn("ab", "CD"), extras={"teacher": [-0.5, 0.25]}), sample=sample)
+        for sample in range(2)
+    ]
+    await house.publish(run, group("a", *members))
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    (path,) = await asyncio.to_thread(
+        lambda: write_batch(house.url, run, 1, tmp_path / "out.arrow", dp_rank=0, dp_world_size=1)
+    )
+
+    assert list(pulled.mini_batch.rows.extras) == ["teacher"]
+    assert path.read_bytes() == pulled.data
+
+
+async def test_the_bytes_of_a_batch_with_masked_tokens_are_those_of_a_get(house, tmp_path: Path):
+    run = house.create_run(
+        batch_groups=1, max_staleness=0, max_planned_ahead=0, max_age_policy="mask"
+    )
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+    await trainer.announce_version(0, step=0)
+    await house.publish(run, group("a"))
+    await trainer.stepped(await trainer.get(1))
+    await trainer.announce_version(1, step=1)
+    mixed = replace(turn("ab", "CDEF"), version_runs=(VersionRun(0, 1), VersionRun(1, 3)))
+    fresh = turn("ab", "GH", version=1)
+    await house.publish(
+        run, group("b", trajectory(mixed, sample=0), trajectory(fresh, sample=1, reward=0.0))
+    )
+    (pulled,) = await trainer.get(2)
+
+    (path,) = await asyncio.to_thread(
+        lambda: write_batch(house.url, run, 2, tmp_path / "out.arrow", dp_rank=0, dp_world_size=1)
+    )
+
+    assert pulled.rows == ["abcDEF", "abGH"]
+    assert path.read_bytes() == pulled.data
 
 
 LABELLED = (

@@ -211,3 +211,19 @@ async def test_a_lease_that_is_revised_is_the_one_that_ends(house):
             return client.hget(names_.ledger, "gone/0/0") == ended
 
         await wait_until_async(is_given_up, describe="the end of the lease")
+
+
+async def test_a_bound_of_open_groups_that_comes_with_a_revision_counts_none_that_is_ready(house):
+    # Of a batch of three, two groups are complete before the bound, and one may be open.
+    run = house.create_run(batch_groups=3, max_planned_ahead=0)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+    await house.publish(run, group("g0"), group("g1"))
+
+    await revise(house, run, from_step=1, max_open_groups=1)
+    await house.publish(run, group("g2"))
+    (pulled,) = await trainer.get(1)
+
+    assert names(pulled) == ["g0", "g1", "g2"]
+    with connect(house.url) as client:
+        assert read_frontier(client, run).num_open_groups == 0

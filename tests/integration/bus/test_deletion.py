@@ -13,6 +13,8 @@ from turnstream.errors import ConflictError, FencedError, RunNotFoundError
 from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.leases import list_lapsed, take_over_command
+from turnstream.store.life import pause_run, reopen_run, resume_run
+from turnstream.store.revisions import revise_config
 from turnstream.store.runs import close_run, create_run, list_runs, read_config
 from turnstream.store.scripts import Command, Script, run_command, run_commands
 from turnstream.testing import config, sealed
@@ -172,6 +174,11 @@ async def test_planner_trainer_and_readers_are_refused_by_name(
         close_run(client, driver.name)
     with pytest.raises(RunNotFoundError):
         read_config(client, driver.name)
+    for change in (pause_run, resume_run, reopen_run):
+        with pytest.raises(RunNotFoundError):
+            change(client, driver.name)
+    with pytest.raises(RunNotFoundError):
+        revise_config(client, driver.name, config(), from_step=9)
     assert keys_of(client, driver.name).keys() == before.keys()
 
 

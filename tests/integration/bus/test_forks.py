@@ -24,8 +24,15 @@ from turnstream.errors import (
 from turnstream.records.compact import compact_batch, encode_batch
 from turnstream.records.snapshots import decode_snapshot
 from turnstream.store import keys
+from turnstream.store.revisions import read_revisions, revise_config
 from turnstream.store.runs import list_runs, newest_version, read_config
-from turnstream.types import RecoveryToken, TrajectoryKey, TrajectoryState, VersionAnnounced
+from turnstream.types import (
+    ConfigRevised,
+    RecoveryToken,
+    TrajectoryKey,
+    TrajectoryState,
+    VersionAnnounced,
+)
 from turnstream_server.bus.deletion import delete_run
 from turnstream_server.bus.forks import fork_run, token_of_step
 from turnstream_server.bus.frontier import read_frontier
@@ -33,6 +40,7 @@ from turnstream_server.bus.histories import read_history
 from turnstream_server.bus.ledger import read_ledger
 from turnstream_server.bus.past import find_past_step
 from turnstream_server.bus.release import raise_floor
+from turnstream_server.bus.revisions import announce_revision
 from turnstream_server.bus.sessions import start_session
 from turnstream_server.bus.versions import announce_version
 from turnstream_server.embedded import EmbeddedServer
@@ -316,3 +324,30 @@ async def test_a_rollback_in_a_fork_keeps_its_name_in_the_lineage(
 
     base = f"{keys.encode_name(origin.name)}@2"
     assert [session.lineage for session in sessions] == [f"{base}-1", f"{base}-2"]
+
+
+async def test_a_fork_has_the_config_in_force_as_its_first_and_no_revision_that_waits(
+    client: redis.Redis, async_client: redis.asyncio.Redis, origin: Any
+) -> None:
+    first = read_config(client, origin.name)[1]
+    second = replace(first, max_staleness=first.max_staleness + 1, batch_groups=2)
+    planned = max(origin.manifests)
+    revise_config(client, origin.name, second, from_step=planned + 1)
+    await announce_revision(
+        async_client,
+        origin.name,
+        ConfigRevised(revision=2, step=planned + 1),
+        leader_epoch=origin.leader_epoch,
+    )
+    revise_config(client, origin.name, replace(second, max_staleness=9), from_step=planned + 9)
+
+    fork_run(client, origin.name, "fork of a revised run", origin.token(2))
+    again = fork_run(client, origin.name, "fork of a revised run", origin.token(2))
+    number = revise_config(client, "fork of a revised run", first, from_step=3)
+
+    stored = read_revisions(client, "fork of a revised run").stored
+    frontier = read_frontier(client, "fork of a revised run")
+    assert [each.config for each in stored] == [second, first]
+    assert (again.step, number, stored[0].number) == (2, 2, 1)
+    assert (frontier.num_revised_groups, frontier.next_revision) == (0, 3)
+    assert frontier.num_live_groups == 2 * second.batch_groups

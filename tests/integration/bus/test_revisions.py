@@ -12,7 +12,7 @@ import redis.asyncio
 from turnstream.errors import ConflictError, FencedError, RejectedError
 from turnstream.store.connection import connect
 from turnstream.store.revisions import read_revisions, revise_config
-from turnstream.types import ConfigRevised
+from turnstream.types import ConfigRevised, Purpose
 from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.revisions import announce_revision, read_revisions_async
 from turnstream_server.bus.waits import read_snapshot
@@ -151,9 +151,13 @@ async def test_groups_that_are_open_get_the_deadline_that_the_run_had_not(
     run: Any, revise: Any
 ) -> None:
     await run.open("open")
+    await run.open("eval", purpose=Purpose.EVAL)
     await run.plan_steps(1)
     revise(run, from_step=2, group_deadline_s=100)
 
     await announce(run, 2, step=2)
 
-    assert await run.client.zrange(run.keys.deadlines, 0, -1) == [b"group:open"]
+    assert await run.client.zrange(run.keys.deadlines, 0, -1) == [
+        b"group:eval",
+        b"group:open",
+    ]

@@ -11,6 +11,7 @@ import redis
 from turnstream.errors import RunNotFoundError
 from turnstream.store.connection import connect_async
 from turnstream.store.credits import CreditReason, credit, credit_async
+from turnstream.store.life import pause_run, resume_run
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
@@ -81,3 +82,20 @@ async def test_asyncio_programs_are_told_the_same(
     assert found == credit(client, run.name)
     with pytest.raises(RunNotFoundError):
         credit(client, "no such run")
+
+
+@pytest.mark.parametrize(
+    ("reason", "sentence"), [("", "the run is paused"), ("disk", "the run is paused: disk")]
+)
+def test_a_paused_run_gives_none_and_says_why(
+    client: redis.Redis, drive: Drive, reason: str, sentence: str
+) -> None:
+    run = drive(client)
+    pause_run(client, run.name, reason)
+
+    found = credit(client, run.name)
+    resume_run(client, run.name)
+
+    assert (found.num_groups, found.reason) == (0, CreditReason.PAUSED)
+    assert found.sentence == sentence
+    assert credit(client, run.name).reason is None

@@ -10,6 +10,7 @@ import redis
 
 from turnstream.errors import ConflictError, EndOfRunError
 from turnstream.store.leases import take_over_command
+from turnstream.store.life import pause_run
 
 pytestmark = pytest.mark.redis
 
@@ -61,3 +62,16 @@ def test_a_seal_of_an_evaluation_is_posted_and_what_is_open_may_be_taken_over(
     assert run.do(run.post_sealed("e/0/0", 1, b"seal")) == [b"OK"]
     assert run.counts() == {"accepted": 2, "open": 1, "sealed": 1}
     assert run.do(take_over_command(run.name, "e/1/0", writer="w")) == [1, 2]
+
+
+def test_an_evaluation_begins_while_the_training_is_paused(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client)
+    pause_run(client, run.name, "the judge is down")
+
+    (waits,) = run.do_all([run.open_group("g/0/0")])
+    opened = run.do(run.open_group("e/0/0", group="e", num_samples="2:eval"))
+
+    assert "the run is paused: the judge is down" in str(waits)
+    assert opened == [1]

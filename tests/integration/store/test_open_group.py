@@ -147,6 +147,7 @@ class Case:
     stepped: int
     num_open: int
     num_decided: int
+    num_revised: int
 
 
 cases = st.builds(
@@ -157,6 +158,7 @@ cases = st.builds(
     stepped=st.integers(0, 5),
     num_open=st.integers(0, 8),
     num_decided=st.integers(0, 30),
+    num_revised=st.integers(-10, 10),
 )
 
 
@@ -171,6 +173,7 @@ def test_groups_are_admitted_by_the_rule_of_the_pure_function(
         "stepped": case.stepped,
         "live_groups": case.num_open + case.num_decided,
         "open_groups": case.num_open,
+        "revised_groups": case.num_revised,
     }
     client.hset(run.keys.frontier, mapping=numbers)
     expected = capacity(
@@ -180,6 +183,7 @@ def test_groups_are_admitted_by_the_rule_of_the_pure_function(
         num_accepted=case.num_decided,
         num_running=case.num_open,
         max_concurrent=case.max_open_groups,
+        num_revised=case.num_revised,
     )
 
     said = credit(client, run.name)

@@ -18,6 +18,7 @@ from turnstream.errors import (
     RunNotFoundError,
 )
 from turnstream.records.events import encode_event
+from turnstream.store.life import pause_run, resume_run
 from turnstream.store.tasks import (
     NoTask,
     Prompt,
@@ -253,3 +254,30 @@ def test_a_run_that_is_not_there_is_refused(client: redis.Redis, drive: Drive) -
 def test_a_prompt_that_cannot_be_is_refused_by_field(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidTurnError, match=f"^{message}"):
         Prompt(**{"prompt_uid": "a", "payload": b"", "num_samples": 2, **fields})
+
+
+def test_a_paused_run_gives_out_no_prompt_and_says_why(client: redis.Redis, drive: Drive) -> None:
+    run = drive(client)
+    add_prompts(client, run.name, [prompt("a")])
+    pause_run(client, run.name, "the judge is down")
+
+    told = wait(run)
+    resume_run(client, run.name)
+
+    assert (told.why, told.is_exhausted) == ("the run is paused: the judge is down", False)
+    assert take(run).group.group_id == "a#1"
+
+
+def test_a_refill_of_an_open_group_is_given_out_while_the_run_is_paused(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client, deadline_policy="refill", max_refills=1)
+    add_prompts(client, run.name, [prompt("a"), prompt("b")])
+    take(run)
+    client.zadd(run.keys.refills, {"a%231/0/1": 1})
+    pause_run(client, run.name)
+
+    refill = take(run)
+
+    assert list(refill.epochs) == [TrajectoryKey("a#1", 0, 1)]
+    assert wait(run).why == "the run is paused"

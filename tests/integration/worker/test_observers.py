@@ -11,9 +11,16 @@ import pytest
 import redis
 
 from turnstream import testing
-from turnstream.errors import InvalidConfigError, NotReadyError, ObserverExpiredError, RejectedError
+from turnstream.errors import (
+    EndOfRunError,
+    InvalidConfigError,
+    NotReadyError,
+    ObserverExpiredError,
+    RejectedError,
+)
 from turnstream.generator import Publisher
 from turnstream.store import keys
+from turnstream.store.runs import close_run
 from turnstream.worker import BatchStream, ObserverStream, PulledMiniBatch
 from turnstream_server.bus.frontier import read_frontier
 
@@ -115,6 +122,28 @@ def test_the_iteration_of_an_observer_ends_with_the_run(
         steps = [mini_batch.info.step for mini_batch in observer]
 
     assert steps == [1, 2]
+
+
+@pytest.mark.parametrize(("leftover", "steps"), [("short", 2), ("carry", 1), ("drop", 1)])
+def test_an_observer_is_told_the_end_however_the_run_was_closed(
+    start_batcher: Any, server: Any, client: redis.Redis, new_run: NewRun, leftover: Any, steps: int
+) -> None:
+    run = new_run(client, batch_groups=2, max_staleness=100, max_planned_ahead=3)
+    with Publisher(server.url, run) as publisher:
+        for _ in range(3):
+            publisher.publish(testing.group(f"g{next(_numbers)}")).result(10)
+    close_run(client, run, leftover=leftover)
+    target = start_batcher().target
+
+    with BatchStream(target, run) as trainer, ObserverStream(target, run, "o") as observer:
+        for _ in trainer:
+            trainer.stepped()
+        seen = [mini_batch.info.step for mini_batch in observer]
+        with pytest.raises(StopIteration) as told:
+            next(observer)
+
+    assert seen == list(range(1, steps + 1))
+    assert isinstance(told.value.__context__, EndOfRunError)
 
 
 def test_an_observer_that_waits_for_data_is_seen_alive(

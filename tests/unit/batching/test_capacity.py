@@ -72,3 +72,19 @@ def test_edge_case_45_accepted_and_version_are_restored_together() -> None:
     # A trainer that goes back from step 5 to 3 with the 48 groups of then would be let no group.
     assert admit(step=3, running=0, accepted=48) == 0
     assert admit(step=3, running=0, accepted=3 * 8) == 24
+
+
+def test_steps_before_a_revision_count_as_the_groups_that_they_had() -> None:
+    # Two steps of 4 groups are planned and trained, then a step has 8: as if all had had 8, but
+    # for the 8 groups that the two had less.
+    room = capacity(
+        version_step=2,
+        batch_groups=8,
+        max_staleness=0,
+        num_accepted=8,
+        num_running=0,
+        max_concurrent=0,
+        num_revised=2 * (4 - 8),
+    )
+
+    assert room == 8

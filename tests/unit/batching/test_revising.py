@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.decisions import GroupDropped, MemberDropped, RefillWanted
+from turnstream.batching.decisions import GroupCut, GroupDropped, MemberDropped, RefillWanted
 from turnstream.batching.readiness import RunFold
 from turnstream.batching.revising import FIXED, changed_settings, check_revision
 from turnstream.batching.selection import Selector
@@ -177,3 +177,14 @@ def test_a_choice_that_is_not_planned_is_made_again_by_the_new_config() -> None:
     assert selector.choice is not None
     assert [group.group_id for group in first.groups] == ["a"]
     assert [group.group_id for group in selector.choice.groups] == ["a", "b"]
+
+
+def test_groups_that_are_ready_count_as_open_no_more_when_open_groups_are_bounded() -> None:
+    before = replace(config(4), surplus="drop")
+    folded = fold(opened("g0"), sealed("g0", sample=0), sealed("g0", sample=1), of=before)
+
+    told = folded.revise("4-0", replace(before, max_open_groups=1))
+
+    assert [type(each) for each in told] == [GroupCut]
+    assert [each.group_id for each in folded.ready] == ["g0"]
+    assert folded.revise("5-0", replace(before, max_open_groups=1)) == []

@@ -11,8 +11,8 @@
 --   KEYS[3] config     hash    read: the revisions and their first steps, last; changed: newest
 --   KEYS[4] events     stream  added, once per revision: field r = the config_revised record
 --   KEYS[5] wake       stream  added, so that all replicas, and whoever waits for capacity, are told
---   KEYS[6] groups     hash    read: which are open
---   KEYS[7] deadlines  zset    added: those of open groups that have none, where the run had none
+--   KEYS[6] groups     hash    read: which are open, or evaluating
+--   KEYS[7] deadlines  zset    added: those of such groups that have none, where the run had none
 -- Arguments: ARGV[1] leader epoch    ARGV[2] the revision    ARGV[3] the record
 -- Reply:     1, or 0 where it was in force before
 -- Errors:
@@ -40,7 +40,8 @@ local function give_deadlines(deadline_s)
   local due_ms = time[1] * 1000 + math.floor(time[2] / 1000 + deadline_s * 1000)
   local groups = redis.call('HGETALL', KEYS[6])
   for i = 1, #groups, 2 do
-    if string.match(groups[i + 1], ':open$') then
+    local state = string.match(groups[i + 1], '^%d+:(.*)$')
+    if state == 'open' or state == 'evaluating' then
       redis.call('ZADD', KEYS[7], 'NX', string.format('%.0f', due_ms), 'group:' .. groups[i])
     end
   end

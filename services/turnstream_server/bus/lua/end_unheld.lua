@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Says which undecided groups of a closed run nobody holds: no attempt is open or waits for its
--- reward. To those that the caller gives a record for, it fires the deadline.
+-- Says which undecided groups of a closed run, and which evaluations, nobody holds: no attempt is open
+-- or waits for its reward. To those that the caller gives a record for, it fires the deadline.
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] leader    hash    read: epoch
@@ -24,8 +24,8 @@ end
 local is_closed = redis.call('HGET', KEYS[2], 'closed') == '1'
 
 local function refills_of_unheld(group)
-  local num_samples = string.match(redis.call('HGET', KEYS[3], group) or '', '^(%d+):open$')
-  if not (is_closed and num_samples) then
+  local num_samples, state = string.match(redis.call('HGET', KEYS[3], group) or '', '^(%d+):(.*)$')
+  if not is_closed or (state ~= 'open' and state ~= 'evaluating') then
     return -1
   end
   local attempts, refills = string.match(redis.call('HGET', KEYS[4], group) or '',

@@ -125,6 +125,11 @@ class RunFold:
                     num_refills=group.num_asked,
                 )
 
+    @property
+    def evaluating(self) -> tuple[str, ...]:
+        """The evaluations that have not ended, oldest first; no plan waits for them."""
+        return tuple(self._evals.groups)
+
     def still_holds(self, decision: Decision) -> bool:
         """Whether a decision is to be carried out, after all that was heard since.
 

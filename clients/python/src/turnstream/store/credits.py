@@ -22,13 +22,14 @@ from turnstream.store.replies import translating
 from turnstream.store.scripts import Command, Script, run_command, run_command_async
 
 _READ_CONFIG = Script("read_config")
-_FIELDS = ("stepped", "live_groups", "open_groups", "closed", "revised_groups")
+_FIELDS = ("stepped", "live_groups", "open_groups", "closed", "revised_groups", "paused")
 
 
 class CreditReason(StrEnum):
     """Why no group may start now."""
 
     CLOSED = "closed"
+    PAUSED = "paused"
     STALENESS = "staleness"
     OPEN_GROUPS = "open_groups"
 
@@ -86,6 +87,7 @@ def credit_of(
     num_open: int,
     is_closed: bool,
     num_revised: int = 0,
+    paused: str | None = None,
 ) -> Credit:
     """What the numbers of a run give.
 
@@ -109,23 +111,24 @@ def credit_of(
         max_concurrent=most_open,
         num_revised=num_revised,
     )
-    reason, sentence = None, f"{num_live} of {most} are live after step {stepped}"
-    if most_open:
-        sentence += f", {num_open} of {most_open} are open"
-    sentence = f"{num_groups} groups may start: {sentence}"
-    if is_closed:
-        num_groups, reason, sentence = 0, CreditReason.CLOSED, "the run takes no new group"
-    elif num_live >= most:
-        reason = CreditReason.STALENESS
-        sentence = f"{num_live} groups are live, {most} are allowed after step {stepped}"
-    elif num_groups == 0:
-        reason = CreditReason.OPEN_GROUPS
-        sentence = f"{num_open} groups are open, max_open_groups is {most_open}"
+    reason, sentence = _why_none(
+        is_closed=is_closed,
+        paused=paused,
+        live=f"{num_live} groups are live, {most} are allowed after step {stepped}",
+        is_too_far=num_live >= most,
+        open_groups=f"{num_open} groups are open, max_open_groups is {most_open}",
+        has_most_open=num_groups == 0,
+    )
+    if reason is None:
+        sentence = (
+            f"{num_groups} groups may start: {num_live} of {most} are live after step {stepped}"
+        )
+        sentence += f", {num_open} of {most_open} are open" if most_open else ""
     is_bound_by_open = 0 < most_open - num_open < most - num_live or (
         reason is CreditReason.OPEN_GROUPS
     )
     return Credit(
-        num_groups=num_groups,
+        num_groups=0 if reason else num_groups,
         most=most_open if is_bound_by_open else most,
         stepped=stepped,
         num_live=num_live,
@@ -135,12 +138,36 @@ def credit_of(
     )
 
 
+def _why_none(
+    *,
+    is_closed: bool,
+    paused: str | None,
+    live: str,
+    is_too_far: bool,
+    open_groups: str,
+    has_most_open: bool,
+) -> tuple[CreditReason | None, str]:
+    """Why no group may start, and the same for people; None where one may."""
+    if is_closed:
+        return CreditReason.CLOSED, "the run takes no new group"
+    if paused is not None:
+        return (
+            CreditReason.PAUSED,
+            f"the run is paused: {paused}" if paused else "the run is paused",
+        )
+    if is_too_far:
+        return CreditReason.STALENESS, live
+    if has_most_open:
+        return CreditReason.OPEN_GROUPS, open_groups
+    return None, ""
+
+
 def _read_config(run: str) -> Command:
     return _READ_CONFIG((keys.run_keys(run).config,))
 
 
 def _parse(run: str, config: BatchingConfig, found: Any) -> Credit:
-    stepped, live, opened, closed, revised = found
+    stepped, live, opened, closed, revised, paused = found
     if stepped is None:
         raise RunNotFoundError(f"no run named {run!r}")
     return credit_of(
@@ -150,4 +177,5 @@ def _parse(run: str, config: BatchingConfig, found: Any) -> Credit:
         num_open=int(opened or 0),
         is_closed=closed == b"1",
         num_revised=int(revised or 0),
+        paused=None if paused is None else paused.decode(),
     )
