@@ -173,24 +173,27 @@ async def test_the_bytes_of_a_batch_with_an_extra_column_are_those_of_a_get(hous
 
 
 async def test_the_bytes_of_a_batch_with_masked_tokens_are_those_of_a_get(house, tmp_path: Path):
-    run = house.create_run(
-        batch_groups=1, max_staleness=0, max_planned_ahead=0, max_age_policy="mask"
-    )
+    run = house.create_run(batch_groups=1, max_staleness=1, max_age_policy="mask")
     trainer = house.trainer(await house.start_batcher(), run)
     await trainer.start()
     await trainer.announce_version(0, step=0)
-    await house.publish(run, group("a"))
-    await trainer.stepped(await trainer.get(1))
-    await trainer.announce_version(1, step=1)
-    mixed = replace(turn("ab", "CDEF"), version_runs=(VersionRun(0, 1), VersionRun(1, 3)))
-    fresh = turn("ab", "GH", version=1)
+    for step in (1, 2):
+        members = [
+            trajectory(turn("ab", "CD", version=step - 1), sample=sample, reward=float(sample))
+            for sample in range(2)
+        ]
+        await house.publish(run, group(f"a{step}", *members))
+        await trainer.stepped(await trainer.get(step))
+        await trainer.announce_version(step, step=step)
+    mixed = replace(turn("ab", "CDEF"), version_runs=(VersionRun(0, 1), VersionRun(2, 3)))
+    fresh = turn("ab", "GH", version=2)
     await house.publish(
         run, group("b", trajectory(mixed, sample=0), trajectory(fresh, sample=1, reward=0.0))
     )
-    (pulled,) = await trainer.get(2)
+    (pulled,) = await trainer.get(3)
 
     (path,) = await asyncio.to_thread(
-        lambda: write_batch(house.url, run, 2, tmp_path / "out.arrow", dp_rank=0, dp_world_size=1)
+        lambda: write_batch(house.url, run, 3, tmp_path / "out.arrow", dp_rank=0, dp_world_size=1)
     )
 
     assert pulled.rows == ["abcDEF", "abGH"]
