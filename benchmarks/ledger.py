@@ -84,7 +84,7 @@ class Life:
         self._store = store
         self._names = keys.run_keys(RUN)
         server = ("acquire_leader", "start_session", "write_manifest", "stepped", "committed")
-        release = ("raise_floor", "save_snapshot", "fold_batch", "finish_batch")
+        release = ("raise_floor", "save_snapshot", "give_back", "fold_batch", "finish_batch")
         self._scripts = {
             name: Script(name, "turnstream_server.bus") for name in (*server, *release)
         }
@@ -107,10 +107,12 @@ class Life:
             *(names.leader, names.frontier, names.batches, names.plan),
             *(names.ledger, names.counts, names.groups, names.members),
             *(names.deadlines, names.refills, names.leases, names.wake),
-            *(names.tasks, names.prompts, names.config),
+            *(names.tasks, names.prompts, names.config, names.held, names.budget),
         )
         self._store.run(
             ("HSET", names.ledger, *values),
+            ("HSET", names.held, *[word for each in ids for word in (each, "9000")]),
+            ("HINCRBY", names.budget, "stored", 9000 * len(ids)),
             ("HSET", names.groups, *groups),
             ("HINCRBY", names.counts, "accepted", len(ids)),
             ("HINCRBY", names.counts, "sealed", len(ids)),
@@ -154,7 +156,9 @@ class Life:
             )
         )
         ids = batch.ids
+        given_back = (names.ledger, names.held, names.budget, names.wake)
         self._store.run(
+            *(self._call("give_back", given_back, *some) for some in _sliced(ids, FOLD_SLICE)),
             *(
                 self._call("fold_batch", where, 1, batch.step, 0, *some)
                 for some in _sliced(ids, FOLD_SLICE)

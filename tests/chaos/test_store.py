@@ -310,7 +310,9 @@ def test_a_full_server_holds_producers_up_while_consumers_go_on(start_rig: Start
 
 
 def _is_refused(rig: Rig) -> bool:
-    return any(line.facts.get("retries", 0) > 2 for line in rig.history().of("alive"))
+    return any(
+        line.facts["retries"] > 2 or line.facts["waits"] for line in rig.history().of("alive")
+    )
 
 
 def test_an_empty_server_is_noticed_and_nothing_begins_again_at_0(rig: Rig) -> None:

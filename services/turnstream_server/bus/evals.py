@@ -24,6 +24,7 @@ def settle_eval_command(run: str, ended: GroupEvaluated, *, leader_epoch: int) -
         (
             *(names.leader, names.groups, names.ledger, names.counts, names.members),
             *(names.deadlines, names.leases, names.evals, names.evalgroups),
+            *(names.held, names.budget, names.wake),
         ),
         leader_epoch,
         keys.encode_name(ended.group_id),

@@ -119,6 +119,7 @@ def _settle_group(
             *(names.leader, names.groups, names.ledger, names.counts, names.frontier),
             *(names.wake, names.members, names.deadlines, names.refills, names.leases),
             *(names.config, names.tasks, names.prompts, names.again),
+            *(names.held, names.budget),
         ),
         leader_epoch,
         keys.encode_name(group.group_id),

@@ -75,6 +75,8 @@ async def write_manifest(
             run_keys.tasks,
             run_keys.prompts,
             run_keys.config,
+            run_keys.held,
+            run_keys.budget,
         ),
         leader_epoch,
         manifest.step,

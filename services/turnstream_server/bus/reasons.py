@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Final
 
 from turnstream.store.tasks import PromptCounts
+from turnstream_server.bus.budget import ByteBudget
 from turnstream_server.bus.frontier import Frontier
 
 LOW_PASS_RATE: Final = 0.5
@@ -32,6 +33,8 @@ class ReasonKind(StrEnum):
     MEMBER_NOT_BEGUN = "member_not_begun"
     MEMBER_OPEN = "member_open"
     OUT_OF_CAPACITY = "out_of_capacity"
+    OUT_OF_BYTES = "out_of_bytes"
+    BUDGET_TOO_SMALL = "budget_too_small"
     NOTHING_WRONG = "nothing_wrong"
     RUN_CLOSED = "run_closed"
 
@@ -153,6 +156,7 @@ class RunSnapshot:
         newest_version: of the policy; None before the first.
         max_open_groups: groups that may be open at once; 0 means no limit.
         prompts: where those are that the run was given; None where it was not asked.
+        budget: the bytes that are held, and may be.
     """
 
     run: str
@@ -171,6 +175,7 @@ class RunSnapshot:
     newest_version: int | None = None
     max_open_groups: int = 0
     prompts: PromptCounts | None = None
+    budget: ByteBudget | None = None
 
     @property
     def has_offer(self) -> bool:
@@ -210,6 +215,8 @@ def reasons(snapshot: RunSnapshot) -> tuple[Reason, ...]:
         *_of_generators(snapshot),
         *_of_pass_rate(snapshot),
     ]
+    if snapshot.budget is not None and not snapshot.frontier.is_closed:
+        found += _of_budget(snapshot.budget)
     if snapshot.is_starved:
         found += [*_of_shortage(snapshot), *_of_prompts(snapshot), *_of_refills(snapshot)]
     for group in snapshot.groups:
@@ -302,6 +309,23 @@ def _of_capacity(snapshot: RunSnapshot) -> Iterator[Reason]:
             f"max_open_groups is {most_open}",
             facts={"open": num_open, "max_open_groups": most_open},
         )
+
+
+def _of_budget(budget: ByteBudget) -> Iterator[Reason]:
+    """Bytes that are held, where they hold anybody up."""
+    facts: dict[str, Fact] = {
+        "held": budget.held.total,
+        "planned": budget.held.planned,
+        "max_bytes": budget.max_bytes,
+        "server_used": budget.server_used,
+        "server_max": budget.server_max,
+    }
+    for kind, sentence in (
+        (ReasonKind.BUDGET_TOO_SMALL, budget.why_too_small),
+        (ReasonKind.OUT_OF_BYTES, budget.why_full),
+    ):
+        if sentence:
+            yield Reason(kind=kind, sentence=sentence, facts=facts)
 
 
 def _of_generators(snapshot: RunSnapshot) -> Iterator[Reason]:

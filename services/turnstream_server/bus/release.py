@@ -4,7 +4,8 @@ In this order, so that nothing is ever gone that the ledger could offer again. E
 sent twice, and after a crash the next planner goes on wherever this one stopped::
 
     raise_floor        no session can ask for these steps any more
-    release_payload    of every trajectory in them
+    release_payload    of every trajectory in them, and then
+    give_back          the bytes that it held
     fold_batch         its trajectories leave the ledger, its groups leave a fingerprint
     finish_batch       its plan becomes a compact record
 
@@ -48,6 +49,7 @@ _OVER: Final = (b"planned", b"filtered", b"expired", b"incomplete", b"surplus", 
 
 _RAISE = Script("raise_floor", "turnstream_server.bus")
 _RELEASE = Script("release_payload", "turnstream_server.bus")
+_GIVE_BACK = Script("give_back", "turnstream_server.bus")
 _FOLD_BATCH = Script("fold_batch", "turnstream_server.bus")
 _FINISH = Script("finish_batch", "turnstream_server.bus")
 _FIND_ENDED = Script("find_ended", "turnstream_server.bus")
@@ -146,7 +148,7 @@ async def raise_floor(
 async def release_payload(
     client: redis.asyncio.Redis, run: str, trajectory_ids: Sequence[str], *, lease_s: float = 60.0
 ) -> None:
-    """Remove the payload of trajectories that the ledger has given up.
+    """Remove the payload of trajectories that the ledger has given up, and what they held with it.
 
     Args:
         client: of the store.
@@ -157,8 +159,11 @@ async def release_payload(
     Raises:
         StoreUnavailableError: the store cannot be reached.
     """
+    names = keys.run_keys(run)
+    where = (names.ledger, names.held, names.budget, names.wake)
     for some in _sliced(trajectory_ids, SLICE):
         await _run_all(client, [release_command(run, each, lease_s=lease_s) for each in some])
+        await run_command_async(client, _GIVE_BACK(where, *some))
 
 
 def release_command(run: str, trajectory_id: str, *, lease_s: float) -> Command:

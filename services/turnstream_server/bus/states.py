@@ -12,6 +12,7 @@ import redis
 from turnstream.store import keys
 from turnstream.store.tasks import PromptCounts, read_prompt_counts
 from turnstream.types import GroupOpened, TrajectoryState
+from turnstream_server.bus.budget import ByteBudget, parse_held, read_budget
 from turnstream_server.bus.frontier import Frontier, read_frontier
 from turnstream_server.bus.ledger import LedgerCounts, read_ledger
 from turnstream_server.bus.pages import entry_ms, hash_fields, readable_events, server_ms
@@ -38,12 +39,14 @@ class StateFacts:
         oldest_age_s: seconds since the group of the oldest one was opened; None where the ledger
             holds none of them one by one, or no event tells.
         reasons: the most frequent ones with their numbers, at most TOP_REASONS.
+        held_bytes: that they hold in the store, reserved or stored.
     """
 
     state: TrajectoryState
     count: int
     oldest_age_s: float | None
     reasons: tuple[tuple[str, int], ...]
+    held_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,8 @@ class LedgerStates:
         counts: the numbers, as of one moment.
         states: those that occur, in the order of a trajectory's life.
         prompts: where those are that the run was given.
+        budget: what they hold, and may hold. More than the states say is held for samples that are
+            not begun.
     """
 
     run: str
@@ -61,6 +66,7 @@ class LedgerStates:
     counts: LedgerCounts
     states: tuple[StateFacts, ...]
     prompts: PromptCounts
+    budget: ByteBudget
 
 
 def read_states(client: redis.Redis, run: str) -> LedgerStates:
@@ -75,8 +81,11 @@ def read_states(client: redis.Redis, run: str) -> LedgerStates:
     opened_ms = _opened_ms(client, run)
     oldest_ms: dict[TrajectoryState, int] = {}
     reasons: dict[TrajectoryState, Counter[str]] = defaultdict(Counter)
+    held = {name: parse_held(value)[1] for name, value in hash_fields(client, names.held)}
+    held_bytes: Counter[TrajectoryState] = Counter()
     for trajectory_id, value in hash_fields(client, names.ledger):
         state, rest = parse_entry(value, frontier)
+        held_bytes[state] += held.get(trajectory_id, 0)
         born_ms = opened_ms.get(trajectory_id.partition("/")[0])
         if born_ms is not None:
             oldest_ms[state] = min(born_ms, oldest_ms.get(state, born_ms))
@@ -97,11 +106,13 @@ def read_states(client: redis.Redis, run: str) -> LedgerStates:
                 count=count,
                 oldest_age_s=_age_s(oldest_ms.get(state), now_ms),
                 reasons=_most_frequent(reasons[state].items()),
+                held_bytes=held_bytes[state],
             )
             for state, count in counts.by_state.items()
             if count
         ),
         prompts=read_prompt_counts(client, run),
+        budget=read_budget(client, run),
     )
 
 

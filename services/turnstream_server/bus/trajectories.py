@@ -8,12 +8,12 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from turnstream.errors import RecordError
-from turnstream.records.events import decode_event, encode_event
+from turnstream.records.events import encode_event
 from turnstream.store import keys
+from turnstream.store.budget import lease_of_seal
 from turnstream.store.replies import translate
 from turnstream.store.scripts import Script, run_command_async
-from turnstream.types import SealedTrajectory, TrajectoryDied
+from turnstream.types import TrajectoryDied
 
 _MARK_DEAD = Script("mark_dead", "turnstream_server.bus")
 _KEEP_EVENT = Script("keep_event", "turnstream_server.bus")
@@ -112,26 +112,15 @@ async def post_seals_of(client: redis.asyncio.Redis, run: str, ids: Sequence[str
     names = keys.run_keys(run)
     arguments: list[Any] = []
     try:
-        for trajectory_id, holder, seal in await _read_seals(client, run, ids):
-            arguments += (trajectory_id, _lease(*holder, awaits=_awaits(seal)), seal)
+        for trajectory_id, (epoch, writer), seal in await _read_seals(client, run, ids):
+            lease = lease_of_seal(int(epoch), writer.decode(), seal)
+            arguments += (trajectory_id, lease, seal)
     except (RedisError, OSError) as error:
         raise translate(error) from error
     if not arguments:
         return 0
     replies = await run_command_async(client, _POST_SEALED(names.of_post_sealed, *arguments))
     return sum(reply in {b"OK", b"SURPLUS"} for reply in replies)
-
-
-def _lease(epoch: bytes, writer: bytes, *, awaits: bool) -> bytes:
-    return b":".join((epoch, b"awaits" if awaits else b"", writer))
-
-
-def _awaits(seal: bytes) -> bool:
-    try:
-        event = decode_event(seal)
-    except RecordError:
-        return False  # posted as it is, so that the planner sets it aside
-    return isinstance(event, SealedTrajectory) and event.awaits_reward
 
 
 async def _open_trajectories(client: redis.asyncio.Redis, run: str) -> AsyncIterator[list[str]]:

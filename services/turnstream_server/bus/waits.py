@@ -18,6 +18,7 @@ from turnstream.store.replies import translating
 from turnstream.store.runs import newest_version, read_config
 from turnstream.store.tasks import read_prompt_counts
 from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey, TrajectoryState
+from turnstream_server.bus.budget import read_budget
 from turnstream_server.bus.frontier import Frontier, read_frontier
 from turnstream_server.bus.pages import PAGE, entry_ms, hash_fields, server_ms, stream_entries
 from turnstream_server.bus.past import past_reasons
@@ -124,6 +125,7 @@ def read_snapshot(client: redis.Redis, run: str) -> RunSnapshot:
         silent=_silent(groups.values(), leases, now_ms),
         untrained=tuple(untrained.most_common(TOP_REASONS)),
         newest_version=None if version is None else version.version,
+        budget=read_budget(client, run),
     )
 
 

@@ -25,22 +25,34 @@ def print_ledger(url: str, run: str, console: Console) -> None:
         StoreUnavailableError: the store cannot be reached.
     """
     seen = _read_states(url, run)
-    table = Table("state", "trajectories", "oldest", "reasons", title=f"ledger of {run}")
+    table = Table(
+        "state", "trajectories", "oldest", "bytes held", "reasons", title=f"ledger of {run}"
+    )
     for facts in seen.states:
         reasons = "\n".join(f"{count:,} x {reason}" for reason, count in facts.reasons)
-        table.add_row(facts.state, f"{facts.count:,}", _duration(facts.oldest_age_s), reasons)
+        table.add_row(
+            facts.state,
+            f"{facts.count:,}",
+            _duration(facts.oldest_age_s),
+            f"{facts.held_bytes:,}" if facts.held_bytes else "",
+            reasons,
+        )
     table.add_section()
-    table.add_row("accepted", f"{seen.counts.accepted:,}", "", "")
+    budget = seen.budget
+    table.add_row("accepted", f"{seen.counts.accepted:,}", "", f"{budget.held.total:,}", "")
     origin = seen.frontier.origin
     if origin is not None:
         where = f"by {origin.run}, up to step {origin.step}"
-        table.add_row("of these", f"{origin.num_trajectories:,}", "", where)
+        table.add_row("of these", f"{origin.num_trajectories:,}", "", "", where)
     console.print(table)
     if seen.counts.num_conflicts:
         number, last = seen.counts.num_conflicts, seen.counts.last_conflict
         console.print(f"{number:,} writes with another content were refused, the last: {last}")
     if seen.prompts.num_added:
         console.print(f"prompts: {seen.prompts.sentence}")
+    console.print(f"budget of the run: {_limit(budget.max_bytes)}")
+    server = f"{budget.server_used:,} bytes of {_limit(budget.server_max)}"
+    console.print(f"memory of the server: {server}")
 
 
 def ledger_json(url: str, run: str) -> str:
@@ -66,6 +78,7 @@ def ledger_json(url: str, run: str) -> str:
                 "count": facts.count,
                 "oldest_age_s": facts.oldest_age_s,
                 "reasons": dict(facts.reasons),
+                "held_bytes": facts.held_bytes,
             }
             for facts in seen.states
         },
@@ -76,6 +89,7 @@ def ledger_json(url: str, run: str) -> str:
             "trained": seen.prompts.num_trained,
             "filtered": seen.prompts.num_filtered,
         },
+        "budget": asdict(seen.budget),
     }
     return json.dumps(content, indent=2)
 
@@ -136,6 +150,15 @@ def _read_states(url: str, run: str) -> LedgerStates:
         seen = read_states(client, run)
     seen.counts.check()
     return seen
+
+
+def _limit(num_bytes: int) -> str:
+    """A bound, or that there is none.
+
+    >>> _limit(20_000), _limit(0)
+    ('20,000 bytes', 'no limit')
+    """
+    return f"{num_bytes:,} bytes" if num_bytes else "no limit"
 
 
 def _time(ms: int | None) -> str:

@@ -84,6 +84,7 @@ def _usage(publisher: Publisher) -> dict[str, int]:
         "duplicates": statistics.num_duplicates,
         "retries": statistics.num_retries,
         "restarts": statistics.num_restarts,
+        "waits": statistics.num_waits,
     }
 
 

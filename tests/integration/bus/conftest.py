@@ -13,6 +13,7 @@ import redis.asyncio
 from turnstream.batching.readiness import GroupDropped, MemberDropped, RefillWanted
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store import keys
+from turnstream.store.budget import reserve_command, settled_lease
 from turnstream.store.connection import connect_async
 from turnstream.store.groups import group_size
 from turnstream.store.rewards import RewardOutcome, post_reward_async
@@ -98,8 +99,9 @@ class RunDriver:
         num_needed: int = 0,
         attempt: int = 0,
         purpose: Purpose = Purpose.TRAIN,
+        num_begun: int | None = None,
     ) -> None:
-        """Open a group and all its samples."""
+        """Open a group and the first `num_begun` of its samples; None for all."""
         opened = GroupOpened(
             group_id=group_id,
             prompt_uid="",
@@ -109,7 +111,7 @@ class RunDriver:
         )
         ids = [
             keys.trajectory_id(TrajectoryKey(group_id, sample, attempt))
-            for sample in range(num_samples)
+            for sample in range(num_samples if num_begun is None else num_begun)
         ]
         command = Script("open_group")(
             self.keys.of_open_group,
@@ -121,8 +123,20 @@ class RunDriver:
         )
         await run_command_async(self.client, command)
 
+    async def grow(self, group_id: str, sample: int, num_bytes: int) -> int:
+        """Ask room for so many bytes of an open trajectory."""
+        wanted = [(TrajectoryKey(group_id, sample).trajectory_id, 1, num_bytes)]
+        (granted,) = await run_command_async(self.client, reserve_command(self.name, wanted))
+        return granted
+
     async def seal(
-        self, group_id: str, sample: int, *, attempt: int = 0, awaits_reward: bool = False
+        self,
+        group_id: str,
+        sample: int,
+        *,
+        attempt: int = 0,
+        awaits_reward: bool = False,
+        num_bytes: int = 100,
     ) -> list[bytes]:
         """Post the seal of an open trajectory."""
         trajectory = dataclasses.replace(
@@ -131,7 +145,7 @@ class RunDriver:
         command = Script("post_sealed")(
             self.keys.of_post_sealed,
             keys.trajectory_id(trajectory.key),
-            "1:awaits" if awaits_reward else 1,
+            settled_lease(1, awaits_reward=awaits_reward, num_bytes=num_bytes),
             encode_event(trajectory),
         )
         return await run_command_async(self.client, command)

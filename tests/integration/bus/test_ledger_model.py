@@ -1,6 +1,7 @@
 """A random life of a run, compared with a model of a few dictionaries after every act.
 
-The laws: the states add up to what was accepted, a call that is sent twice acts once, a rollback
+The laws: the states add up to what was accepted, the bytes that the run holds are those of what is
+not released, a call that is sent twice acts once, a rollback
 moves batches back from committed and stepped to planned, and nobody whose epoch is over changes
 anything.
 """
@@ -30,10 +31,12 @@ from turnstream.errors import ConflictError, FencedError
 from turnstream.store.connection import connect_async
 from turnstream.testing import trajectory_plan
 from turnstream.types import RecoveryToken, TrajectoryKey, TrajectoryState
+from turnstream_server.bus.budget import parse_held, read_held_async
 from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.leadership import acquire_leadership, release_leadership
 from turnstream_server.bus.leases import give_up_lapsed
 from turnstream_server.bus.ledger import read_ledger_async
+from turnstream_server.bus.release import release_payload
 from turnstream_server.bus.sessions import acknowledge_committed, acknowledge_stepped
 from turnstream_server.embedded import EmbeddedServer
 
@@ -64,6 +67,8 @@ class _Life(RuleBasedStateMachine):
         self.trajectories: dict[tuple[str, int], TrajectoryState] = {}
         self.groups: dict[str, str] = {}
         self.batches: list[list[tuple[str, int]]] = []
+        self.not_begun: set[tuple[str, int]] = set()
+        self.released: set[tuple[str, int]] = set()
         self.stepped = self.committed = self.num_sessions = self.num_leaders = 0
         self.session: Any = None
         self.lineages: set[str] = set()
@@ -110,16 +115,28 @@ class _Life(RuleBasedStateMachine):
 
     @rule(num_samples=st.integers(1, 3))
     def open_group(self, num_samples: int) -> None:
+        self.open_part(num_samples, num_samples)
+
+    @rule(num_samples=st.integers(1, 3), num_begun=st.integers(0, 3))
+    def open_part(self, num_samples: int, num_begun: int) -> None:
         group_id = f"g {len(self.groups)}"
-        self.twice(lambda: self.run.open(group_id, num_samples=num_samples))
+        num_begun = min(num_begun, num_samples)
+        self.twice(lambda: self.run.open(group_id, num_samples=num_samples, num_begun=num_begun))
         self.groups[group_id] = OPEN
-        self.trajectories |= {(group_id, sample): OPEN for sample in range(num_samples)}
+        self.trajectories |= {(group_id, sample): OPEN for sample in range(num_begun)}
+        self.not_begun |= {(group_id, sample) for sample in range(num_begun, num_samples)}
 
     @precondition(lambda self: self.has(OPEN))
-    @rule(number=some)
-    def seal(self, number: int) -> None:
+    @rule(number=some, num_bytes=st.sampled_from([1, 50_000, 100_000]))
+    def grow(self, number: int, num_bytes: int) -> None:
         key = self.pick(number, OPEN)
-        self.twice(lambda: self.run.seal(*key))
+        assert self.twice(lambda: self.run.grow(*key, num_bytes)) >= num_bytes
+
+    @precondition(lambda self: self.has(OPEN))
+    @rule(number=some, num_bytes=st.integers(0, 200_000))
+    def seal(self, number: int, num_bytes: int) -> None:
+        key = self.pick(number, OPEN)
+        self.twice(lambda: self.run.seal(*key, num_bytes=num_bytes))
         self.trajectories[key] = SEALED if self.groups[key[0]] == OPEN else SURPLUS
 
     @precondition(lambda self: self.has(OPEN))
@@ -190,6 +207,7 @@ class _Life(RuleBasedStateMachine):
         self.leave_open_ones_out(group_id)
 
     def leave_open_ones_out(self, group_id: str) -> None:
+        self.not_begun = {key for key in self.not_begun if key[0] != group_id}
         for key, state in self.trajectories.items():
             if key[0] == group_id and state in {OPEN, AWAITING}:
                 self.trajectories[key] = SURPLUS
@@ -200,6 +218,22 @@ class _Life(RuleBasedStateMachine):
         group_id, sample = self.pick(number, SEALED)
         self.twice(lambda: self.run.settle(group_id, SURPLUS, sample))
         self.trajectories[group_id, sample] = SURPLUS
+
+    @precondition(lambda self: self.has(FILTERED, INCOMPLETE, SURPLUS, ABANDONED))
+    @rule(number=some)
+    def release_what_ended(self, number: int) -> None:
+        key = self.pick(number, FILTERED, INCOMPLETE, SURPLUS, ABANDONED)
+        name = TrajectoryKey(*key).trajectory_id
+        self.twice(lambda: release_payload(self.client, self.run.name, [name]))
+        self.released.add(key)
+
+    @precondition(lambda self: self.committed)
+    @rule()
+    def release_what_is_committed(self) -> None:
+        released = [key for keys in self.batches[: self.committed] for key in keys]
+        names = [TrajectoryKey(*key).trajectory_id for key in released]
+        self.twice(lambda: release_payload(self.client, self.run.name, names))
+        self.released |= set(released)
 
     @precondition(lambda self: self.has(SEALED))
     @rule(numbers=st.lists(some, min_size=1, max_size=4))
@@ -342,6 +376,24 @@ class _Life(RuleBasedStateMachine):
         assert {name.decode() for name in leased} == {key.trajectory_id for key in open_ids}
 
     @invariant()
+    def what_is_held_is_what_is_not_released_and_its_sums_are_kept(self) -> None:
+        entries = self.loop.run(self.awaited(lambda: self.client.hgetall(self.run.keys.held)))
+        kept = self.loop.run(read_held_async(self.client, self.run.name))
+        held = {name.decode(): parse_held(value) for name, value in entries.items()}
+
+        keys = (self.trajectories.keys() | self.not_begun) - self.released
+        assert held.keys() == {TrajectoryKey(*key).trajectory_id for key in keys}
+        sums: Counter[str] = Counter()
+        for key in keys:
+            is_reserved, num_bytes = held[TrajectoryKey(*key).trajectory_id]
+            is_planned = self.trajectories.get(key) == PLANNED
+            part = "reserved" if is_reserved else "planned" if is_planned else "stored"
+            sums[part] += num_bytes
+        assert +sums == +Counter(
+            {"reserved": kept.reserved, "stored": kept.stored, "planned": kept.planned}
+        )
+
+    @invariant()
     def the_frontier_is_that_of_the_model(self) -> None:
         found = self.loop.run(read_frontier_async(self.client, self.run.name))
 
@@ -360,7 +412,7 @@ class _Life(RuleBasedStateMachine):
         return sum(entry.endswith(b":open") for entry in groups)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_the_ledger_follows_the_model_through_a_random_life(
     server: EmbeddedServer, start_run: Callable[[Any], Any]
 ) -> None:

@@ -23,6 +23,6 @@ def test_a_finished_trajectory_costs_at_most_sixteen_bytes(group_size: int) -> N
     sys.modules[spec.name] = benchmark
     spec.loader.exec_module(benchmark)
 
-    weight = benchmark.weigh(group_size=group_size, trajectories=120_000)
+    weight = benchmark.weigh(group_size=group_size, trajectories=200_000)
 
     assert weight.memory_usage <= benchmark.LIMIT_BYTES

@@ -300,21 +300,23 @@ async def test_a_full_server_holds_writes_up_until_there_is_memory(
     run = new_run(own_client)
     long = trajectory(turn("a" * 20_000, "B"))
 
-    async def publish_all(publisher: AsyncPublisher) -> None:
-        receipts = [await publisher.publish(group(f"g{number}", long)) for number in range(20)]
-        await asyncio.gather(*[receipt.result(10) for receipt in receipts])
+    async def write(writer: AsyncTrajectoryWriter) -> None:
+        (only,) = long.turns
+        await writer.append(only.prompt_ids, only.response_ids, logprobs=only.logprobs)
+        await writer.seal(1.0)
 
     async with AsyncPublisher(own_server.url, run, max_inflight_bytes=200_000) as publisher:
         await publisher.publish(group("before", long))
         await publisher.flush()
-        used: Any = own_client.info("memory")
-        own_client.config_set("maxmemory", used["used_memory"] + 300_000)
-        generator = asyncio.create_task(publish_all(publisher))
-        await until(lambda: publisher.statistics().num_retries > 3, "a full server")
-        is_blocked = not generator.done()
-        inflight_bytes = publisher.statistics().inflight_bytes
-        own_client.config_set("maxmemory", 0)
-        await generator
+        async with publisher.group("open", 20) as opened:
+            used: Any = own_client.info("memory")
+            own_client.config_set("maxmemory", used["used_memory"] + 300_000)
+            ends = [asyncio.create_task(write(opened.trajectory(n))) for n in range(20)]
+            await until(lambda: publisher.statistics().num_retries > 3, "a full server")
+            is_blocked = not all(end.done() for end in ends)
+            inflight_bytes = publisher.statistics().inflight_bytes
+            own_client.config_set("maxmemory", 0)
+            await asyncio.gather(*ends)
 
     assert is_blocked
     assert 0 < inflight_bytes <= 200_000

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import redis
 
 from turnstream.generator import Publisher
+from turnstream.generator.publisher import TrajectoryWriter
 from turnstream.store.connection import connect
 from turnstream.testing import group, ids, trajectory, turn, wait_until
+from turnstream.types import Trajectory
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
@@ -80,17 +83,26 @@ def test_a_full_store_takes_the_seals_of_what_it_has_and_later_the_rest(
 
     with Publisher(forcing_server.url, run) as publisher:
         publisher.publish(group("before", long)).result(10)
-        used: Any = forcing_client.info("memory")
-        forcing_client.config_set("maxmemory", used["used_memory"] + 300_000)
-        receipts = [publisher.publish(group(f"g{number}", long)) for number in range(20)]
-        wait_until(lambda: publisher.statistics().num_retries > 50, describe="a full server")
-        when_full = read(forcing_client, run).counts()
-        forcing_client.config_set("maxmemory", 0)
-        for receipt in receipts:
-            receipt.result(10)
+        with publisher.group("open", 20) as opened, ThreadPoolExecutor(20) as generators:
+            used: Any = forcing_client.info("memory")
+            forcing_client.config_set("maxmemory", used["used_memory"] + 300_000)
+            ends = [
+                generators.submit(write, opened.trajectory(sample), long) for sample in range(20)
+            ]
+            wait_until(lambda: publisher.statistics().num_retries > 50, describe="a full server")
+            when_full = read(forcing_client, run).counts()
+            forcing_client.config_set("maxmemory", 0)
+            for end in ends:
+                end.result(20)
 
     assert 0 < when_full["sealed"] < 21
     assert read(forcing_client, run).counts() == {"accepted": 21, "sealed": 21}
+
+
+def write(writer: TrajectoryWriter, whole: Trajectory) -> None:
+    (only,) = whole.turns
+    writer.append(only.prompt_ids, only.response_ids, logprobs=only.logprobs)
+    writer.seal(1.0)
 
 
 def test_a_store_that_is_killed_between_writes_ends_up_with_every_turn_once(

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from turnstream.errors import NotReadyError, RejectedError, StoreUnavailableErro
 from turnstream.generator import Publisher
 from turnstream.generator.publisher import TrajectoryWriter
 from turnstream.testing import group, ids, trajectory, turn, wait_until
-from turnstream.types import TrajectoryKey
+from turnstream.types import Trajectory, TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
@@ -119,25 +119,28 @@ def test_a_full_server_holds_writes_up_until_there_is_memory(
 
     with Publisher(own_server.url, run, max_inflight_bytes=200_000) as publisher:
         publisher.publish(group("before", long)).result(10)
-        own_client.config_set("maxmemory", used_memory(own_client) + 300_000)
-        receipts: list[Any] = []
-        generator = threading.Thread(
-            target=lambda: receipts.extend(
-                publisher.publish(group(f"g{number}", long)) for number in range(20)
-            )
-        )
-        generator.start()
-        wait_until(lambda: publisher.statistics().num_retries > 3, describe="a full server")
-        is_blocked = generator.is_alive()
-        inflight_bytes = publisher.statistics().inflight_bytes
-        own_client.config_set("maxmemory", 0)
-        generator.join(20)
-        for receipt in receipts:
-            receipt.result(10)
+        with publisher.group("open", 20) as opened:
+            writers = [opened.trajectory(sample) for sample in range(20)]
+            own_client.config_set("maxmemory", used_memory(own_client) + 300_000)
+            generator = threading.Thread(target=lambda: write_all(writers, long))
+            generator.start()
+            wait_until(lambda: publisher.statistics().num_retries > 3, describe="a full server")
+            is_blocked = generator.is_alive()
+            inflight_bytes = publisher.statistics().inflight_bytes
+            own_client.config_set("maxmemory", 0)
+            generator.join(20)
 
     assert is_blocked
     assert 0 < inflight_bytes <= 200_000
     assert read(own_client, run).counts() == {"accepted": 21, "sealed": 21}
+
+
+def write_all(writers: Sequence[TrajectoryWriter], whole: Trajectory) -> None:
+    (only,) = whole.turns
+    for writer in writers:
+        writer.append(only.prompt_ids, only.response_ids, logprobs=only.logprobs)
+    for writer in writers:
+        writer.seal(1.0)
 
 
 def used_memory(client: redis.Redis) -> int:

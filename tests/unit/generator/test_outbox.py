@@ -21,12 +21,20 @@ from turnstream.errors import (
     RunNotFoundError,
     StoreUnavailableError,
 )
-from turnstream.generator.calls import SCRIPTS, HeartbeatCall, NoteCall, Round
+from turnstream.generator.calls import (
+    SCRIPTS,
+    Call,
+    HeartbeatCall,
+    NoteCall,
+    ReserveCall,
+    Round,
+)
 from turnstream.generator.drafts import TrajectoryDraft
 from turnstream.generator.heartbeats import Heartbeats
 from turnstream.generator.lanes import Lane
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import Delivery
+from turnstream.store.budget import FIRST_BYTES
 from turnstream.store.keys import TrajectoryKeys
 from turnstream.testing import turn
 from turnstream.types import GroupOpened, Status, TrajectoryKey
@@ -93,14 +101,14 @@ class Desk:
         return self.outbox.next_round(self.now_s)
 
     def answer(self, *answers: Any) -> Round:
-        """Take a round and answer its calls; heartbeats and notes left over are answered well."""
+        """Take a round and answer its calls; what is left over beside them is answered well."""
         sent = self.take()
         assert sent is not None
         loads = [b"sha"] * (sent.num_replies - len(sent.calls))
         beats = [
-            [60_000, *[b"OK"] * len(call.lanes)] if isinstance(call, HeartbeatCall) else 1
+            _well(call)
             for call in sent.calls[len(answers) :]
-            if isinstance(call, HeartbeatCall | NoteCall)
+            if isinstance(call, HeartbeatCall | NoteCall | ReserveCall)
         ]
         self.outbox.answered(sent, replies=[*loads, *answers, *beats], now_s=self.now_s)
         return sent
@@ -115,6 +123,13 @@ class Desk:
     def wait_out(self) -> None:
         """Let the pause pass."""
         self.now_s += self.outbox.pause_s(self.now_s) or 0.0
+
+
+def _well(call: Call) -> Any:
+    """What the store says to a call that is none of a trajectory's own."""
+    if isinstance(call, HeartbeatCall):
+        return [60_000, *[b"OK"] * len(call.lanes)]
+    return call.sizes if isinstance(call, ReserveCall) else 1
 
 
 def said(sent: Round) -> list[str]:
@@ -686,7 +701,7 @@ def test_a_trajectory_that_ends_is_judged_by_its_end_alone() -> None:
 
 def test_an_adopted_trajectory_goes_on_behind_its_stored_turns() -> None:
     desk = Desk()
-    lane = desk.outbox.adopt(KEYS[0], epoch=4, num_turns=2, now_s=desk.now_s)
+    lane = desk.outbox.adopt(KEYS[0], epoch=4, num_turns=2, num_bytes=0, now_s=desk.now_s)
     desk.append(lane)
 
     sent = desk.answer(1)
@@ -708,3 +723,63 @@ def test_more_leases_than_one_call_takes_travel_in_several() -> None:
 
     assert [len(call.lanes) for call in calls] == [256, 256, 88]
     assert [lane for call in calls for lane in call.lanes] == lanes
+
+
+def reserved(sent: Round) -> list[tuple[str, int]]:
+    """(trajectory id, bytes) of every reservation that a round asks for."""
+    args = [c.args for c in sent.commands if c.script.name == "reserve"]
+    return [(str(each[i]), int(each[i + 2])) for each in args for i in range(0, len(each), 3)]
+
+
+def test_room_is_asked_for_in_blocks_when_a_trajectory_outgrows_what_it_has() -> None:
+    desk = Desk()
+    (lane,) = desk.opened()
+    rounds = []
+
+    for _ in range(12):
+        desk.append(lane, response="B" * 1_000)
+        rounds.append(desk.answer(1))
+
+    size = lane.num_bytes // 12
+    asked = [(number, *reserved(sent)[0]) for number, sent in enumerate(rounds) if reserved(sent)]
+    first, second = FIRST_BYTES // size, (2 * (FIRST_BYTES // size + 1) * size) // size
+    assert [number for number, _, _ in asked] == [first, second]
+    assert [name for _, name, _ in asked] == ["g/0/0", "g/0/0"]
+    assert asked[0][2] == pytest.approx(2 * (first + 1) * size, abs=8_000)
+
+
+def test_room_is_asked_for_again_after_a_lost_connection() -> None:
+    desk = Desk()
+    (lane,) = desk.opened()
+    desk.append(lane, response="B" * 5_000)
+
+    lost = desk.lose()
+    desk.wait_out()
+    again = desk.take()
+
+    assert again is not None
+    assert reserved(again) == reserved(lost) != []
+
+
+def test_what_is_sent_whole_asks_for_exactly_its_size() -> None:
+    desk = Desk()
+    (lane,) = desk.asked()
+    desk.append(lane, response="B" * 5_000)
+    desk.seal(lane)
+    desk.answer([1])
+
+    sent = desk.answer(2)
+
+    assert reserved(sent) == [("g/0/0", lane.num_bytes)]
+
+
+def test_the_seal_says_how_many_bytes_are_stored() -> None:
+    desk = Desk()
+    (lane,) = desk.opened()
+    desk.append(lane)
+    desk.seal(lane)
+    desk.answer(2)
+
+    posted = desk.answer([b"OK"])
+
+    assert posted.commands[0].args[1] == f"1/{lane.num_bytes + len(lane.seal_record)}"

@@ -15,6 +15,9 @@
 --   KEYS[7] leases      zset    removed: those of trajectories that were open
 --   KEYS[8] evals       hash    set: version -> record; the lowest version goes where there are too many
 --   KEYS[9] evalgroups  stream  added: field r = the record of the group; the oldest go
+--   KEYS[10] held       hash    removed: samples that were never begun
+--   KEYS[11] budget     hash    changed: reserved
+--   KEYS[12] wake       stream  added, where that made room
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] group name
 --   ARGV[3] reason of those that count    ARGV[4] reason of those that do not
@@ -27,6 +30,7 @@
 --   CONFLICT  no such group, or not one to evaluate
 
 local MEMBERS, DEADLINES, LEASES, EVALS, EVALGROUPS = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
+local HELD, BUDGET, WAKE = KEYS[10], KEYS[11], KEYS[12]
 local MOST_VERSIONS = 1000
 local MOST_GROUPS = 10000
 
@@ -54,6 +58,17 @@ local function settle(id, from, into, reason)
   num_ended = num_ended + 1
 end
 
+local given_back = 0
+
+local function give_back(id)
+  local bytes = string.match(redis.call('HGET', HELD, id) or '', '^r(%d+)$')
+  if bytes then
+    redis.call('HDEL', HELD, id)
+    redis.call('HINCRBY', BUDGET, 'reserved', '-' .. bytes)
+    given_back = given_back + bytes
+  end
+end
+
 local function state_of(id)
   return string.match(redis.call('HGET', KEYS[3], id) or '', '^[^:]*')
 end
@@ -71,6 +86,8 @@ for sample = 0, num_samples - 1 do
     local from = state_of(id)
     if from == 'open' or from == 'awaiting_reward' then
       settle(id, from, 'surplus', ARGV[4])
+    elseif from == '' then
+      give_back(id)
     end
   end
 end
@@ -82,6 +99,9 @@ end
 redis.call('HSET', KEYS[2], ARGV[2], num_samples .. ':evaluated')
 redis.call('HDEL', MEMBERS, ARGV[2])
 redis.call('ZREM', DEADLINES, 'group:' .. ARGV[2])
+if given_back > 0 then
+  redis.call('XADD', WAKE, 'MAXLEN', 1, '*', 'w', '')
+end
 
 local function drop_lowest_version()
   local lowest

@@ -21,6 +21,8 @@
 --   KEYS[13] prompts  hash    that prompt is done, where the group was filtered: removed; changed:
 --                             done, filtered
 --   KEYS[14] again    zset    added: the number of that prompt, where the group failed
+--   KEYS[15] held     hash    removed: samples that were never begun
+--   KEYS[16] budget   hash    changed: reserved
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] group name
 --   ARGV[3] filtered, expired, incomplete, surplus or decided    ARGV[4] reason
@@ -31,7 +33,7 @@
 --   CONFLICT  no such group; or one is dropped that is planned, or was dropped otherwise
 
 local MEMBERS, DEADLINES, REFILLS, LEASES, CONFIG = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
-local TASKS, PROMPTS, AGAIN = KEYS[12], KEYS[13], KEYS[14]
+local TASKS, PROMPTS, AGAIN, HELD, BUDGET = KEYS[12], KEYS[13], KEYS[14], KEYS[15], KEYS[16]
 
 if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
   return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])
@@ -57,6 +59,17 @@ local function settle(id, from, into)
   num_ended = num_ended + 1
 end
 
+local gives_back = false
+
+local function give_back(id)
+  local bytes = string.match(redis.call('HGET', HELD, id) or '', '^r(%d+)$')
+  if bytes then
+    redis.call('HDEL', HELD, id)
+    redis.call('HINCRBY', BUDGET, 'reserved', '-' .. bytes)
+    gives_back = true
+  end
+end
+
 local function state_of(id)
   return string.match(redis.call('HGET', KEYS[3], id) or '', '^[^:]*')
 end
@@ -76,6 +89,8 @@ for sample = 0, num_samples - 1 do
       settle(id, from, 'surplus')
     elseif from == 'awaiting_reward' then
       settle(id, from, is_dropped and ARGV[3] or 'surplus')
+    elseif from == '' then
+      give_back(id)
     end
     if attempt > 0 then
       redis.call('ZREM', REFILLS, id)
@@ -104,7 +119,7 @@ if prompt then
     redis.call('ZADD', AGAIN, prompt, prompt)
   end
 end
-local makes_room = is_dropped
+local makes_room = is_dropped or gives_back
 if state == 'open' then
   redis.call('HINCRBY', KEYS[5], 'open_groups', -1)
   local config = cjson.decode(redis.call('HGET', CONFIG, redis.call('HGET', CONFIG, 'newest')))

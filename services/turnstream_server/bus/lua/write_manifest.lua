@@ -7,7 +7,7 @@
 -- Keys, all in the run's slot:
 --   KEYS[1] leader    hash    read: epoch
 --   KEYS[2] frontier  hash    read and changed: planned, the number of the newest batch; read:
---                             next_revision, paused; changed: open_groups
+--                             next_revision, paused; changed: open_groups, planned_groups
 --   KEYS[3] batches   hash    step -> "<trajectories planned up to it>:<manifest hash>"; added
 --   KEYS[4] plan      stream  added: "<step>-0", field r = record
 --   KEYS[5] ledger    hash    trajectory id: "sealed:<epoch>" becomes "planned:<step>"
@@ -23,6 +23,8 @@
 --   KEYS[13] tasks    hash    removed: groups as which prompts of the run were given out
 --   KEYS[14] prompts  hash    removed: these prompts, which are done; changed: done
 --   KEYS[15] config   hash    read: newest
+--   KEYS[16] held     hash    read; removed: samples that were never begun
+--   KEYS[17] budget   hash    changed: reserved, stored, planned
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] step    ARGV[3] manifest hash    ARGV[4] hash before, or ""
 --   ARGV[5] record          ARGV[6] revision of the config that it was planned with
@@ -36,7 +38,7 @@
 --             not sealed, or whose group is over; or the run is paused
 
 local MEMBERS, DEADLINES, REFILLS, LEASES = KEYS[8], KEYS[9], KEYS[10], KEYS[11]
-local TASKS, PROMPTS = KEYS[13], KEYS[14]
+local TASKS, PROMPTS, HELD, BUDGET = KEYS[13], KEYS[14], KEYS[16], KEYS[17]
 local FIRST = 7  -- trajectory id
 local CHUNK = 1000  -- unpack fails above a few thousand values
 
@@ -117,15 +119,33 @@ end
 
 -- 2. Write.
 redis.call('XADD', KEYS[4], ARGV[2] .. '-0', 'r', ARGV[5])
+local num_bytes = 0
 for start = FIRST, #ARGV, CHUNK do
+  local stop = math.min(start + CHUNK - 1, #ARGV)
   local changes = {}
-  for i = start, math.min(start + CHUNK - 1, #ARGV) do
+  for i = start, stop do
     changes[#changes + 1] = ARGV[i]
     changes[#changes + 1] = 'planned:' .. ARGV[2]
+  end
+  for _, bytes in ipairs(redis.call('HMGET', HELD, unpack(ARGV, start, stop))) do
+    num_bytes = num_bytes + (tonumber(bytes or 0) or 0)
   end
   redis.call('HSET', KEYS[5], unpack(changes))
 end
 local num_left = {open = 0, awaiting_reward = 0}
+
+local gives_back = false
+
+local function give_back(id)
+  local bytes = string.match(redis.call('HGET', HELD, id) or '', '^r(%d+)$')
+  if bytes then
+    redis.call('HDEL', HELD, id)
+    redis.call('HINCRBY', BUDGET, 'reserved', '-' .. bytes)
+    gives_back = true
+  end
+end
+
+local num_groups = 0
 
 local function leave_out(id)
   local state = string.match(redis.call('HGET', KEYS[5], id) or '', '^[^:]*')
@@ -134,10 +154,13 @@ local function leave_out(id)
     redis.call('HSET', KEYS[5], id, 'surplus:its group was planned without it')
     redis.call('ZREM', DEADLINES, 'reward:' .. id)
     redis.call('ZREM', LEASES, id)
+  elseif state == '' then
+    give_back(id)
   end
 end
 
 for group, num_samples in pairs(sizes) do
+  num_groups = num_groups + 1
   local attempts = string.match(redis.call('HGET', MEMBERS, group) or '', '^%d+:(%d+)') or 0
   for sample = 0, num_samples - 1 do
     for attempt = 0, tonumber(attempts) do
@@ -166,6 +189,8 @@ for state, number in pairs(num_left) do
 end
 if num_open_groups > 0 then
   redis.call('HINCRBY', KEYS[2], 'open_groups', -num_open_groups)
+end
+if num_open_groups > 0 or gives_back then
   redis.call('XADD', KEYS[12], 'MAXLEN', 1, '*', 'w', '')
 end
 local num_trajectories = #ARGV - FIRST + 1
@@ -174,4 +199,9 @@ redis.call('HINCRBY', KEYS[6], 'planned', num_trajectories)
 redis.call('HSET', KEYS[3], ARGV[2],
   string.format('%.0f:%s', total + num_trajectories, ARGV[3]))
 redis.call('HSET', KEYS[2], 'planned', ARGV[2])
+redis.call('HINCRBY', KEYS[2], 'planned_groups', num_groups)
+if num_bytes > 0 then
+  redis.call('HINCRBY', BUDGET, 'stored', string.format('%.0f', -num_bytes))
+  redis.call('HINCRBY', BUDGET, 'planned', string.format('%.0f', num_bytes))
+end
 return 1

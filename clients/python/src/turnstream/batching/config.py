@@ -49,6 +49,9 @@ UNPLANNABLE_ESTIMATORS = {
 }
 """Estimators that the plan of a batch, which reads no token, cannot compute; and what can."""
 
+LEAST_GROUP_BYTES = 4096
+"""What `max_bytes` counts for a group of one trajectory of no length at all."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchingConfig:
@@ -121,6 +124,9 @@ class BatchingConfig:
             is older is released.
         max_dead_bytes: payload that is kept of trajectories set aside as damaged; beyond it the
             oldest are discarded.
+        max_bytes: that trajectories may hold in the store, reserved or stored, until they are
+            released, by our own count and 4,096 for each; new groups wait above it, unless the
+            trainer waits for them. 0 means no limit but the memory of the server.
     """
 
     batch_groups: int
@@ -163,6 +169,7 @@ class BatchingConfig:
     surplus: Surplus = "drop"
     retain_checkpoints: int = 2
     max_dead_bytes: int = 256 * 1024 * 1024
+    max_bytes: int = 0
 
     def __post_init__(self) -> None:
         """Check every field and their combinations.
@@ -235,6 +242,12 @@ class BatchingConfig:
             raise InvalidConfigError(
                 "mini_batch_groups",
                 f"{self.mini_batch_groups} does not divide batch_groups={self.batch_groups}",
+            )
+        if 0 < self.max_bytes < self.batch_groups * LEAST_GROUP_BYTES:
+            raise InvalidConfigError(
+                "max_bytes",
+                f"{self.max_bytes} never holds the {self.batch_groups} groups of a step, each of "
+                f"{LEAST_GROUP_BYTES} bytes at least",
             )
         if self.max_staleness == 0 and self.max_planned_ahead > 0:
             raise InvalidConfigError(
@@ -355,6 +368,7 @@ _LEAST = {
     "max_refills": 0,
     "retain_checkpoints": 1,
     "max_dead_bytes": 0,
+    "max_bytes": 0,
 }
 _LONGEST_S = 30 * 86_400.0  # what is longer is a mistake in the unit
 _LEAST_S = {

@@ -14,8 +14,9 @@ from turnstream.errors import NotReadyError, StoreUnavailableError
 from turnstream.generator.calls import Round
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import AsyncReceipt
+from turnstream.generator.sender import ASK_AGAIN_S
 from turnstream.store import keys
-from turnstream.store.connection import MAX_BLOCK_S, AsyncLink, connect_async
+from turnstream.store.connection import AsyncLink, connect_async
 from turnstream.types import DeclaredColumn
 
 _LISTEN_AGAIN_S = 0.5
@@ -147,13 +148,11 @@ class AsyncSender:
         try:
             while (wake_id := self._outbox.wake_id) is not None:
                 try:
-                    block_ms = int(MAX_BLOCK_S * 1000)
-                    has_moved = await client.xread({self._wake_key: wake_id}, block=block_ms)
+                    block_ms = int(ASK_AGAIN_S * 1000)
+                    await client.xread({self._wake_key: wake_id}, block=block_ms)
                 except (RedisError, OSError):
                     await asyncio.sleep(_LISTEN_AGAIN_S)
-                    has_moved = True  # or so we must assume
-                if has_moved:
-                    self._outbox.woken()
-                    self._work.set()
+                self._outbox.woken()  # whether it has moved or not
+                self._work.set()
         finally:
             await client.aclose()

@@ -13,6 +13,7 @@ from turnstream.generator.lanes import Admission, Lane, RewardPost
 from turnstream.generator.receipts import Delivery
 from turnstream.records.events import encode_event
 from turnstream.store import keys
+from turnstream.store.budget import RESERVE, reserve_command, settled_lease
 from turnstream.store.groups import group_size
 from turnstream.store.leases import heartbeat_command, take_over_command
 from turnstream.store.replies import error_text
@@ -35,6 +36,7 @@ SCRIPTS = (
     close_command("r", "").script,
     _READ_CONFIG,
     _NOTE_CONFLICT,
+    RESERVE,
     heartbeat_command("r", ()).script,
     take_over_command("r", "", writer="").script,
     POST_REWARD,
@@ -96,6 +98,13 @@ class NoteCall(NamedTuple):
     token: str
 
 
+class ReserveCall(NamedTuple):
+    """Top up what is reserved for open trajectories to so many bytes of each."""
+
+    lanes: Sequence[Lane]
+    sizes: Sequence[int]
+
+
 class HeartbeatCall(NamedTuple):
     """Renew the leases of open trajectories."""
 
@@ -121,6 +130,7 @@ Call = (
     | AbandonCall
     | CloseCall
     | ConfigCall
+    | ReserveCall
     | HeartbeatCall
     | TakeOverCall
     | RewardCall
@@ -195,8 +205,8 @@ class Round(NamedTuple):
 
     @property
     def is_heartbeat(self) -> bool:
-        """Whether it does nothing but keep leases."""
-        return all(isinstance(call, HeartbeatCall) for call in self.calls)
+        """Whether it does nothing but keep leases and room."""
+        return all(isinstance(call, HeartbeatCall | ReserveCall) for call in self.calls)
 
     @property
     def _num_first(self) -> int:
@@ -241,6 +251,12 @@ class CommandMaker:
                 return _READ_CONFIG(self._config_keys)
             case NoteCall():
                 return _NOTE_CONFLICT((keys.run_keys(self._run).conflicts,), *call)
+            case ReserveCall(lanes, sizes):
+                wanted = [
+                    (lane.trajectory_id, lane.epoch, size)
+                    for lane, size in zip(lanes, sizes, strict=True)
+                ]
+                return reserve_command(self._run, wanted, writer=self._writer)
             case HeartbeatCall(lanes):
                 held = [(lane.trajectory_id, lane.epoch) for lane in lanes]
                 return heartbeat_command(self._run, held, writer=self._writer)
@@ -268,7 +284,12 @@ class CommandMaker:
     def _seals(self, lanes: Sequence[Lane]) -> Command:
         arguments: list[Argument] = []
         for lane in lanes:
-            lease = f"{lane.epoch}:{'awaits' if lane.awaits_reward else ''}:{self._writer}"
+            lease = settled_lease(
+                lane.epoch,
+                self._writer,
+                awaits_reward=lane.awaits_reward,
+                num_bytes=lane.num_bytes + len(lane.seal_record),
+            )
             arguments += (lane.trajectory_id, lease, lane.seal_record)
         return _POST_SEALED(self._seals_keys, *arguments)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from turnstream.errors import TurnstreamError
 from turnstream.generator.drafts import SealMaker, TurnRecord
 from turnstream.generator.receipts import Delivery
+from turnstream.store.budget import FIRST_BYTES
 from turnstream.store.keys import TrajectoryKeys
 from turnstream.store.scripts import Command
 from turnstream.types import GroupOpened, TrajectoryKey
@@ -41,6 +42,8 @@ class Lane:
         is_placed: the store has made the place of its payload.
         num_acknowledged: turns acknowledged: the index of `pending[0]`.
         is_queued: stands in the outbox's queue of lanes with something to send.
+        num_bytes: of all its turn records so far.
+        reserved_bytes: up to which the store holds room for them.
         end: told when the lane has ended, once.
         has_ended: it has; it goes through all of this again where the store may have forgotten it.
         held_epoch: the epoch that it had before.
@@ -60,6 +63,8 @@ class Lane:
     merged_tokens: int = 0
     abandon_reason: str | None = None
     is_queued: bool = False
+    num_bytes: int = 0
+    reserved_bytes: int = FIRST_BYTES
     error: TurnstreamError | None = None
     has_ended: bool = False
     held_epoch: int = 0
@@ -76,6 +81,7 @@ class Lane:
 
     def rewind(self, turns: Sequence[TurnRecord]) -> None:
         """Its last acknowledged turns are sent again, before those that wait."""
+        self.reserved_bytes = FIRST_BYTES
         self.pending.extendleft([PendingTurn(turn, None, True) for turn in reversed(turns)])
         self.num_acknowledged -= len(turns)
 

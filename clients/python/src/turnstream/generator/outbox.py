@@ -12,6 +12,7 @@ takes, first to last::
                  moves, so that it holds up nothing else
     payload      per lane one call with the turns that wait, and the seal if it ends there
     rewards      for trajectories of whichever generator
+    reservations of lanes that have outgrown what the store holds room for
     heartbeats   of all open lanes, where they are due; whatever fails of them is asked again
 
 What was acknowledged is kept until it is proven to be on disk (`window.py`). A new connection is
@@ -51,6 +52,7 @@ from turnstream.generator.calls import (
     HeartbeatCall,
     NoteCall,
     PayloadCall,
+    ReserveCall,
     RewardCall,
     Round,
     SealsCall,
@@ -61,6 +63,7 @@ from turnstream.generator.heartbeats import Heartbeats
 from turnstream.generator.lanes import Admission, Lane, PendingTurn, RewardPost
 from turnstream.generator.queues import Queues
 from turnstream.generator.receipts import Delivery
+from turnstream.generator.reservations import Reservations
 from turnstream.generator.rewinds import Reposts, has_survived, rewind, why_refused
 from turnstream.generator.statistics import PublisherStatistics
 from turnstream.generator.tally import Tally
@@ -124,6 +127,7 @@ class Outbox:
         self._incarnation: bytes | None = None
         self._sent_s = 0.0
         self.losses: list[TurnstreamError] = []
+        self._reservations = Reservations()
         self._unended: dict[Lane, None] = {}
         self._round: Round | None = None
         self._scripts_known = False
@@ -150,10 +154,14 @@ class Outbox:
         )
         return lanes
 
-    def adopt(self, key: TrajectoryKey, *, epoch: int, num_turns: int, now_s: float) -> Lane:
+    def adopt(
+        self, key: TrajectoryKey, *, epoch: int, num_turns: int, num_bytes: int, now_s: float
+    ) -> Lane:
         """Go on with a trajectory that was taken over with this epoch, behind its stored turns."""
         lane = self._new_lane(key)
         lane.epoch, lane.is_placed, lane.num_acknowledged = epoch, True, num_turns
+        lane.num_bytes = num_bytes
+        self._reservations.grew(lane)
         self._heartbeats.opened(lane, now_s=now_s)
         self._window.keep(TakenOver(lane), now_s=now_s)
         return lane
@@ -167,6 +175,8 @@ class Outbox:
         _raise_error(lane)
         lane.pending.append(PendingTurn(turn, receipt))
         self.tally.accepted(lane, len(turn.record))
+        lane.num_bytes += len(turn.record)
+        self._reservations.grew(lane)
         self._queues.add_payload(lane)
 
     def seal(
@@ -253,7 +263,7 @@ class Outbox:
             return self._look()  # whatever else is sent must find what was acknowledged before
         heartbeats = self._heartbeats.due(now_s)
         self._queues.rewards.extend(self._reposts.due(now_s))
-        calls = [*self._queues.take(), *heartbeats]
+        calls = [*self._queues.take(), *self._reservations.due(), *heartbeats]
         if not calls:
             return self._look() if self._window.pause_s(now_s) == 0 else None
         if heartbeats:
@@ -353,6 +363,7 @@ class Outbox:
         for lane in rewound.closed:
             self._heartbeats.ended(lane)
         for lane in rewound.open:
+            self._reservations.grew(lane)
             self._advance(lane)
         self._heartbeats.failed()
 
@@ -396,6 +407,7 @@ class Outbox:
         """Calls that must be repeated."""
         self.tally.add("num_retries", len(calls))
         self._queues.put_back(calls)
+        self._reservations.failed(calls)
         if any(isinstance(call, HeartbeatCall) for call in calls):
             self._heartbeats.failed()
 
@@ -420,6 +432,8 @@ class Outbox:
                 self._rewarded(post, answer.decode(), now_s)
             case ConfigCall(receipt):
                 self._learn(answer, receipt)
+            case ReserveCall(lanes):
+                self._reservations.answered(lanes, answer)
             case HeartbeatCall(lanes):
                 self._renewed(lanes, answer)
 
@@ -439,6 +453,8 @@ class Outbox:
                 receipt.settle(None, error)
             case NoteCall():
                 _logger.warning("run %s: a conflict is not counted: %s", self.run, error)
+            case ReserveCall():
+                _logger.warning("run %s: no room can be reserved: %s", self.run, error)
             case HeartbeatCall(lanes):
                 self._refuse_heartbeat(lanes, error)
 
@@ -556,6 +572,7 @@ class Outbox:
         self.tally.accepted(lane, -num_bytes)
         lane.epoch = epoch
         self._heartbeats.opened(lane, now_s=now_s)
+        self._reservations.grew(lane)
         self.tally.accepted(lane, num_bytes)
         self._advance(lane)
 
@@ -631,6 +648,7 @@ class Outbox:
         lane.error = error
         self._unended.pop(lane, None)
         self._heartbeats.ended(lane)
+        self._reservations.ended(lane)
         while lane.pending:
             turn, receipt, is_again = lane.pending.popleft()
             if not is_again:

@@ -16,6 +16,7 @@ from turnstream.generator.calls import (
     HeartbeatCall,
     NoteCall,
     PayloadCall,
+    ReserveCall,
     RewardCall,
     SealsCall,
     TakeOverCall,
@@ -95,8 +96,8 @@ class Queues:
                     self.admissions.appendleft(admission)
                 case AbandonCall(lane):
                     self.abandons.appendleft(lane)
-                case HeartbeatCall():
-                    pass  # it is due again, see Heartbeats
+                case HeartbeatCall() | ReserveCall():
+                    pass  # they are due again, see Heartbeats and Reservations
                 case _:
                     self._queue_of(call).appendleft(call)
 

@@ -15,11 +15,14 @@ from turnstream.generator.calls import Round
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import Receipt
 from turnstream.store import keys
-from turnstream.store.connection import MAX_BLOCK_S, Link, connect
+from turnstream.store.connection import Link, connect
 from turnstream.types import DeclaredColumn
 
 _Result = TypeVar("_Result")
 _LISTEN_AGAIN_S = 0.5
+ASK_AGAIN_S = 5.0
+"""A group that waits asks again after so long, even if its run's wake stream says nothing: it may
+wait for memory of the server, of which another run has given some back."""
 _JOIN_TIMEOUT_S = 5.0
 
 _logger = logging.getLogger(__name__)
@@ -156,16 +159,14 @@ class Sender:
         """Wait on the run's wake stream whenever groups were told to wait."""
         while (wake_id := self._next_wake_id()) is not None:
             try:
-                block_ms = int(MAX_BLOCK_S * 1000)
-                has_moved = self._wake_client.xread({self._wake_key: wake_id}, block=block_ms)
+                block_ms = int(ASK_AGAIN_S * 1000)
+                self._wake_client.xread({self._wake_key: wake_id}, block=block_ms)
             except (RedisError, OSError):
                 with self.lock:
                     self._refused.wait_for(lambda: self._is_closed, _LISTEN_AGAIN_S)
-                has_moved = True  # or so we must assume
-            if has_moved:
-                with self.lock:
-                    self._outbox.woken()
-                    self._work.notify()
+            with self.lock:  # whether it has moved or not
+                self._outbox.woken()
+                self._work.notify()
 
     def _next_wake_id(self) -> str | None:
         with self.lock:

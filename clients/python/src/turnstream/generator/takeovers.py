@@ -14,13 +14,13 @@ import redis.asyncio
 from turnstream.batching.extras import whole_extras
 from turnstream.batching.merge import turn_prompts
 from turnstream.errors import ConflictError
-from turnstream.records.events import decode_event
 from turnstream.records.turns import decode_turn
 from turnstream.store import keys
+from turnstream.store.budget import lease_of_seal
 from turnstream.store.leases import take_over_command
 from turnstream.store.replies import refusal, translating
 from turnstream.store.scripts import Command, Script, run_command, run_command_async
-from turnstream.types import DeclaredColumn, SealedTrajectory, TrajectoryKey, Turn, TurnShape
+from turnstream.types import DeclaredColumn, TrajectoryKey, Turn, TurnShape
 
 _APPEND = Script("append")
 _POST_SEALED = Script("post_sealed")
@@ -123,10 +123,8 @@ def _fence(run: str, name: str, *, lease: str) -> Command:
 
 
 def _post(run: str, name: str, *, lease: tuple[int, str], seal: bytes) -> Command:
-    event = decode_event(seal)
-    awaits = isinstance(event, SealedTrajectory) and event.awaits_reward
     epoch, writer = lease
-    words = f"{epoch}:{'awaits' if awaits else ''}:{writer}"
+    words = lease_of_seal(epoch, writer, seal)
     return _POST_SEALED(keys.run_keys(run).of_post_sealed, name, words, seal)
 
 

@@ -139,7 +139,13 @@ class WriterState:
     def taken_over(cls, outbox: Outbox, key: TrajectoryKey, taken: Taken, now_s: float) -> Self:
         """The state of a trajectory that another writer began; it has a lane."""
         group = GroupOpened(group_id=key.group_id, prompt_uid="", num_samples=taken.num_samples)
-        lane = outbox.adopt(key, epoch=taken.epoch, num_turns=len(taken.turns), now_s=now_s)
+        lane = outbox.adopt(
+            key,
+            epoch=taken.epoch,
+            num_turns=len(taken.turns),
+            num_bytes=sum(len(each.record) for each in taken.turns),
+            now_s=now_s,
+        )
         state = cls(outbox, group, key, lane)
         for record, turn, shape in taken.turns:
             state.draft.restore(turn, TurnRecord(record, shape))

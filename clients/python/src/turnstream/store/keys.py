@@ -29,6 +29,7 @@ frontier   hash    stepped, committed, session_epoch, session, dp_world_size, li
                    released, the newest step whose payload may be gone; folded, the newest step
                    of which a compact record is left; ends, number of the newest of `ended`;
                    cold, the newest step whose compact record is in a file;
+                   planned_groups, the number of groups in batches;
                    of a forked run: origin, `<run>:<step>:<trajectories>:<manifest hash>`;
                    version_floor, what its versions must be above; inherited, 1 once `past` is
                    whole;
@@ -54,6 +55,11 @@ sessions   hash    name of every trainer session that ever began -> its epoch
 past       hash    step -> compact record of a batch that is over
 ended      hash    number -> compact record of trajectories that ended untrained
 reasons    hash    `<state>:<reason>` -> how many of those in `ended`
+held       hash    trajectory id -> bytes that its payload takes, `r<bytes>` while they are only
+                   reserved for it; from its group's opening until its payload is released
+budget     hash    reserved, stored, planned: the sums of `held` of what is not sealed, what is
+                   sealed, and what is in a batch; estimate, the usual bytes of a trajectory, and
+                   settled, over how many at most that is a mean
 over       hash    bucket -> fingerprints of the groups that are over; `n` -> how many, see below
 letters    hash    id of a dead trajectory whose payload is kept -> `<since, server ms>:<bytes>:<id
                    of the trajectory that it was replayed as, or nothing>`
@@ -141,6 +147,8 @@ _RUN_TYPES = {
     "prompts": "hash",
     "tasks": "hash",
     "again": "zset",
+    "held": "hash",
+    "budget": "hash",
 }
 _TRAJECTORY_TYPES = {"turns": "stream", "meta": "hash"}
 _KEY = re.compile(r"ts:\{([^{}/]+)(/[^{}/]+/\d+/\d+)?\}:([a-z]+)")
@@ -172,6 +180,8 @@ class RunKeys(NamedTuple):
     reasons: str
     over: str
     snapshot: str
+    held: str
+    budget: str
     prompts: str
     tasks: str
     again: str
@@ -196,6 +206,7 @@ class RunKeys(NamedTuple):
         return (
             *(self.frontier, self.config, self.groups, self.ledger, self.counts, self.events),
             *(self.wake, self.leases, self.deadlines, self.members, self.refills, self.over),
+            *(self.held, self.budget),
         )
 
     @property
@@ -203,7 +214,7 @@ class RunKeys(NamedTuple):
         """The keys of the script post_sealed."""
         return (
             *(self.ledger, self.counts, self.groups, self.events),
-            *(self.leases, self.deadlines, self.config),
+            *(self.leases, self.deadlines, self.config, self.held, self.budget),
         )
 
 

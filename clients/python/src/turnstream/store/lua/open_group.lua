@@ -4,12 +4,19 @@
 -- A new group needs capacity, by the rule of batching/capacity.py: (max_staleness + stepped + 1) *
 -- batch_groups groups may ever have been opened, not counting those that were dropped untrained;
 -- revised_groups is added, where steps before had other batch_groups; and max_open_groups, where the
--- run has such a bound, may be open at once. A paused run takes none. A known group never waits, and
--- neither does one that is opened to evaluate, also while the run is paused: it counts nowhere.
+-- run has such a bound, may be open at once. A paused run takes none. A known group never waits. One
+-- that is opened to evaluate needs no capacity, also while the run is paused: it counts among no
+-- groups.
+--
+-- Any new group needs room, for its samples at the size that those of the run usually have: in the
+-- run's budget, and in the server's memory less a reserve for whatever goes on while it is full. For
+-- a trainer that has nothing to do and waits for this very group there is room in any budget, and in
+-- half of the reserve; it never waits for an evaluation. The room is reserved here for all samples at
+-- once, and topped up in reserve.lua.
 --
 -- Keys, all in the run's slot:
---   KEYS[1] frontier  hash    read: stepped, closed, revised_groups, paused; changed: live_groups,
---                             open_groups, opened_groups
+--   KEYS[1] frontier  hash    read: stepped, closed, revised_groups, paused, planned, planned_groups,
+--                             released; changed: live_groups, open_groups, opened_groups
 --   KEYS[2] config    hash    read: newest, and that revision's JSON
 --   KEYS[3] groups    hash    group name -> "<num_samples>:<state>"; made here with state "open", or
 --                             "evaluating"
@@ -23,6 +30,8 @@
 --                             num_samples and 0
 --   KEYS[11] refills  zset    removed: attempts that are opened here
 --   KEYS[12] over     hash    read: fingerprints of the groups that are over
+--   KEYS[13] held     hash    trajectory id -> "r<bytes>"; made here, for samples not begun, too
+--   KEYS[14] budget   hash    read: stored, planned, estimate; changed: reserved
 -- Arguments:
 --   ARGV[1] group name    ARGV[2] "<num_samples>", or "<num_samples>/<num_needed>",
 --                         and ":eval" behind it where it is opened to evaluate
@@ -34,10 +43,14 @@
 --   CLOSED    a new group in a closed run
 --   CONFLICT  the group was opened with another num_samples or num_needed, for another purpose, or
 --             was over
---   WAIT      "WAIT <last wake id> <why>": no capacity, or the run is paused; try again when wake has
---             a newer entry
+--   WAIT      "WAIT <last wake id> <why>": no capacity, no room, or the run is paused; try again when
+--             wake has a newer entry
 
 local LEASES, DEADLINES, MEMBERS, REFILLS, OVER = KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
+local HELD, BUDGET = KEYS[13], KEYS[14]
+local FIRST_ESTIMATE = 65536  -- bytes of a trajectory, before any is sealed
+local LEAST_ESTIMATE = 16384  -- up to here a writer need not ask for more, see store/budget.py
+local RESERVE = 0.2           -- of the server's memory
 
 local stepped, closed, live, open, revised, paused = unpack(redis.call('HMGET', KEYS[1],
   'stepped', 'closed', 'live_groups', 'open_groups', 'revised_groups', 'paused'))
@@ -88,6 +101,58 @@ local function was_over(name)
   return start ~= nil
 end
 
+local function estimate()
+  local usual = tonumber(redis.call('HGET', BUDGET, 'estimate') or FIRST_ESTIMATE)
+  return math.max(LEAST_ESTIMATE, usual)
+end
+
+-- Of the server: the bytes in use and the most it takes, 0 for any; 0, 0 where it does not say.
+local function server_memory()
+  local info = redis.pcall('INFO', 'memory')
+  if type(info) ~= 'string' then
+    return 0, 0
+  end
+  return tonumber(string.match(info, 'used_memory:(%d+)') or 0),
+    tonumber(string.match(info, '\nmaxmemory:(%d+)') or 0)
+end
+
+local function why_no_room(num_samples)
+  local step, groups, released = unpack(
+    redis.call('HMGET', KEYS[1], 'planned', 'planned_groups', 'released'))
+  step = tonumber(step or 0)
+  local starves = begins == 'open' and step <= tonumber(stepped)
+    and live - (groups or 0) < config.batch_groups
+  local reserved, stored, planned = unpack(
+    redis.call('HMGET', BUDGET, 'reserved', 'stored', 'planned'))
+  reserved, stored, planned = tonumber(reserved or 0), tonumber(stored or 0), tonumber(planned or 0)
+  local held = reserved + stored + planned
+  local needed = num_samples * estimate()
+  local by = string.format('%.0f by open trajectories, %.0f by sealed ones, %.0f by the steps %.0f '
+    .. 'to %.0f; this group needs %.0f', reserved, stored, planned, (released or 0) + 1, step, needed)
+  local most = config.max_bytes or 0
+  if most > 0 and held + needed > most and not starves then
+    return string.format('%.0f of max_bytes=%.0f are held: %s; room comes as steps are committed '
+      .. 'and fall behind the retained checkpoints', held, most, by)
+  end
+  local used, memory = server_memory()
+  local usable = memory * (1 - (starves and RESERVE / 2 or RESERVE))
+  if memory > 0 and used + reserved + needed > usable then
+    return string.format('the server uses %.0f of its %.0f bytes, of which it keeps %.0f for what '
+      .. 'goes on; this run holds %.0f: %s; room comes as steps of any run are released', used,
+      memory, memory - usable, held, by)
+  end
+  return nil
+end
+
+-- A further attempt is of a known group, which never waits.
+local function reserve_more(id)
+  if redis.call('HEXISTS', HELD, id) == 0 then
+    local bytes = string.format('%.0f', estimate())
+    redis.call('HSET', HELD, id, 'r' .. bytes)
+    redis.call('HINCRBY', BUDGET, 'reserved', bytes)
+  end
+end
+
 local group = redis.call('HGET', KEYS[3], ARGV[1])
 local state = begins
 local members = group and redis.call('HGET', MEMBERS, ARGV[1])
@@ -114,11 +179,16 @@ else
   if closed ~= '0' then
     return redis.error_reply('CLOSED the run takes no new group')
   end
-  local why_not = begins == 'open' and shortage()
+  local why_not = begins == 'open' and shortage() or why_no_room(samples)
   if why_not then
     local last = redis.call('XREVRANGE', KEYS[7], '+', '-', 'COUNT', 1)[1]
     return redis.error_reply('WAIT ' .. (last and last[1] or '0-0') .. ' ' .. why_not)
   end
+  local bytes = estimate()
+  for sample = 0, samples - 1 do
+    redis.call('HSET', HELD, ARGV[1] .. '/' .. sample .. '/0', string.format('r%.0f', bytes))
+  end
+  redis.call('HINCRBY', BUDGET, 'reserved', string.format('%.0f', samples * bytes))
   redis.call('HSET', KEYS[3], ARGV[1], samples .. ':' .. begins)
   if needed ~= samples then
     members = needed .. ':0:0:'
@@ -168,6 +238,7 @@ for i = 1, num_ids do
     replies[i] = 'CONFLICT group ' .. ARGV[1] .. ' is already ' .. state
   else
     replies[i] = 1
+    reserve_more(id)
     opened[#opened + 1] = id
     opened[#opened + 1] = 'open:1:' .. ARGV[3]
     leases[#leases + 1] = lease_end

@@ -15,13 +15,20 @@
 --   KEYS[6] deadlines zset  added per trajectory that awaits its reward, where the run has such a
 --                           deadline
 --   KEYS[7] config  hash    read, where a trajectory awaits its reward
--- Arguments: ARGV[1...] three per trajectory: its id; "<lease epoch>:<awaits>:<writer>", where
---            <awaits> is "awaits" where the reward is posted later, else empty, and ":<writer>" may
---            be missing, then the epoch alone is compared; the trajectory_sealed record
+--   KEYS[8] held    hash    trajectory id: "r<bytes>", what was reserved, becomes "<bytes>"
+--   KEYS[9] budget  hash    changed: reserved, stored; estimate, a running mean over the last `settled`
+--                           trajectories or so
+-- Arguments: ARGV[1...] three per trajectory: its id; "<lease epoch>:<awaits>/<bytes>:<writer>", where
+--            <awaits> is "awaits" where the reward is posted later, else empty, and <bytes> are those
+--            of its records in the store. "/<bytes>" may be missing, then it goes on holding what was
+--            reserved; ":<writer>" may be missing, then the epoch alone is compared; and so may
+--            ":<awaits>" where both are. The trajectory_sealed record
 -- Reply: per trajectory, in order: "OK", "DUPLICATE" (it had been posted), "SURPLUS" (its group was
 --        decided without it), or why not ("FENCED ...")
 
-local LEASES, DEADLINES, CONFIG = KEYS[5], KEYS[6], KEYS[7]
+local LEASES, DEADLINES, CONFIG, HELD, BUDGET = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
+local OVERHEAD = 4096  -- of keys, ledger entry, lease and events of a trajectory
+local MEAN_OVER = 16
 
 local ids = {}
 for i = 1, #ARGV, 3 do
@@ -52,17 +59,39 @@ local function await_reward(id)
   end
 end
 
+local usual, settled = unpack(redis.call('HMGET', BUDGET, 'estimate', 'settled'))
+usual, settled = tonumber(usual or 0), tonumber(settled or 0)
+local reserved, stored = 0, 0
+
+-- From now on a trajectory holds what it takes, where its writer says so.
+local function settle(id, size)
+  local held = tonumber(string.match(redis.call('HGET', HELD, id) or '', '^r(%d+)$'))
+  if not held then
+    return  -- of a run that did not count
+  end
+  local bytes = held
+  if size ~= '' then
+    bytes = size + OVERHEAD
+    settled = math.min(settled + 1, MEAN_OVER)
+    usual = usual + (bytes - usual) / settled
+  end
+  redis.call('HSET', HELD, id, string.format('%.0f', bytes))
+  reserved, stored = reserved + held, stored + bytes
+end
+
 local replies = {}
 local changes = {}
 local num = {sealed = 0, awaiting_reward = 0, surplus = 0}
 for i, id in ipairs(ids) do
   local entry = entries[i] or ''
-  local epoch, awaits, writer = string.match(ARGV[3 * i - 1], '^(%d+):?([^:]*)(.*)$')
+  local epoch, awaits, size, writer = string.match(
+    ARGV[3 * i - 1], '^(%d+):?(%a*)/?(%d*)(.*)$')
   local state, rest = string.match(entry, '^([^:]*):(.*)$')
   if state == 'open' and (rest == epoch .. writer
       or writer == '' and string.match(rest, '^%d+') == epoch) then
     changes[#changes + 1] = id
     redis.call('ZREM', LEASES, id)
+    settle(id, size)
     if is_decided(id) then
       changes[#changes + 1] = 'surplus:its group was decided before it was sealed'
       num.surplus = num.surplus + 1
@@ -95,5 +124,10 @@ if #changes > 0 then
       redis.call('HINCRBY', KEYS[2], state, number)
     end
   end
+end
+if reserved > 0 then
+  redis.call('HINCRBY', BUDGET, 'reserved', string.format('%.0f', -reserved))
+  redis.call('HINCRBY', BUDGET, 'stored', string.format('%.0f', stored))
+  redis.call('HSET', BUDGET, 'estimate', string.format('%.0f', usual), 'settled', settled)
 end
 return replies

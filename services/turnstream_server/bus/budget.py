@@ -1,0 +1,148 @@
+"""The bytes that a run holds in the store, against its budget and the memory of the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import redis
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from turnstream.store import keys
+from turnstream.store.replies import translate
+from turnstream.store.runs import read_config
+from turnstream_server.bus.frontier import read_frontier
+
+RESERVE: Final = 0.2
+"""The share of the server's memory that takes no new group; see open_group.lua."""
+
+FIRST_ESTIMATE: Final = 65_536
+"""Bytes of a trajectory, before any is sealed; see open_group.lua."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldBytes:
+    """What is held for the trajectories of a run, as of one moment.
+
+    Attributes:
+        reserved: for those that are not sealed: open, not begun, or ended and not released yet.
+        stored: by those that are sealed and in no batch.
+        planned: by the batches that are not released.
+        estimate: what a trajectory usually takes.
+    """
+
+    reserved: int
+    stored: int
+    planned: int
+    estimate: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.reserved + self.stored + self.planned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteBudget:
+    """What a run holds, and what it may hold.
+
+    Attributes:
+        max_bytes: of the run; 0 for no limit.
+        server_used: bytes that the server uses.
+        server_max: bytes that it may use; 0 for no limit.
+        num_kept_steps: planned steps whose payload is kept.
+    """
+
+    held: HeldBytes
+    max_bytes: int
+    server_used: int
+    server_max: int
+    num_kept_steps: int
+
+    @property
+    def why_full(self) -> str:
+        """Why no group of the usual size may begin now; empty if one may."""
+        held = self.held
+        by = (
+            f"{held.reserved:,} by open trajectories, {held.stored:,} by sealed ones, "
+            f"{held.planned:,} by the {self.num_kept_steps} steps that are kept"
+        )
+        if 0 < self.max_bytes < held.total + held.estimate:
+            return (
+                f"generators wait for bytes: {held.total:,} of max_bytes={self.max_bytes:,} are "
+                f"held, {by}; steps make room as they are committed and fall behind the retained "
+                "checkpoints"
+            )
+        if 0 < (1 - RESERVE) * self.server_max < self.server_used + held.reserved + held.estimate:
+            return (
+                f"generators wait for memory of the server: it uses {self.server_used:,} of "
+                f"{self.server_max:,} bytes; this run holds {held.total:,}, {by}"
+            )
+        return ""
+
+    @property
+    def why_too_small(self) -> str:
+        """Why the budget cannot be kept; empty if it can, as far as that is known."""
+        if not 0 < self.max_bytes < self.held.planned:
+            return ""
+        return (
+            f"max_bytes={self.max_bytes:,} is less than the {self.num_kept_steps} steps take that "
+            f"are kept, {self.held.planned:,}: the run goes on above it, step by step; raise it, "
+            "or commit more often"
+        )
+
+
+def read_budget(client: redis.Redis, run: str) -> ByteBudget:
+    """What a run holds and may hold; its parts are read one after the other.
+
+    Raises:
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    _, config = read_config(client, run)
+    frontier = read_frontier(client, run)
+    try:
+        fields: Any = client.execute_command("HGETALL", keys.run_keys(run).budget)
+        memory: Any = client.info("memory")
+    except (RedisError, OSError) as error:
+        raise translate(error) from error
+    return ByteBudget(
+        held=_parse(fields),
+        max_bytes=config.max_bytes,
+        server_used=int(memory.get("used_memory", 0)),
+        server_max=int(memory.get("maxmemory", 0)),
+        num_kept_steps=frontier.planned - frontier.released,
+    )
+
+
+async def read_held_async(client: redis.asyncio.Redis, run: str) -> HeldBytes:
+    """The sums that the scripts keep.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    try:
+        fields: Any = await client.execute_command("HGETALL", keys.run_keys(run).budget)
+    except (RedisError, OSError) as error:
+        raise translate(error) from error
+    return _parse(fields)
+
+
+def parse_held(value: bytes) -> tuple[bool, int]:
+    """Whether the bytes of a trajectory are only reserved, and how many they are.
+
+    >>> parse_held(b"r65536"), parse_held(b"9000")
+    ((True, 65536), (False, 9000))
+    """
+    return value.startswith(b"r"), int(value.removeprefix(b"r"))
+
+
+def _parse(fields: dict[bytes, bytes]) -> HeldBytes:
+    numbers = {name.decode(): int(value) for name, value in fields.items()}
+    return HeldBytes(
+        reserved=numbers.get("reserved", 0),
+        stored=numbers.get("stored", 0),
+        planned=numbers.get("planned", 0),
+        estimate=numbers.get("estimate", FIRST_ESTIMATE),
+    )

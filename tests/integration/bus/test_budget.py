@@ -1,0 +1,173 @@
+"""A budget holds producers up and never the run: whatever it is, steps go on being trained."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from turnstream.errors import RejectedError
+from turnstream.store.connection import connect_async
+from turnstream.types import TrajectoryKey, TrajectoryState
+from turnstream_server.bus.budget import ByteBudget, read_budget, read_held_async
+from turnstream_server.bus.release import raise_floor, release_payload
+from turnstream_server.bus.sessions import acknowledge_committed
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = [pytest.mark.redis, pytest.mark.slow]
+
+NUM_STEPS = 6
+OVERHEAD = 4096
+
+
+class _Life:
+    """A run whose generators begin whatever they get leave for, and whose trainer trains it.
+
+    Attributes:
+        most_held: the most bytes that were ever held when a group had got leave.
+        step_bytes: what the payload of each step takes.
+    """
+
+    def __init__(self, run: Any, *, batch_groups: int, sizes: list[int], pass_rate: int) -> None:
+        self.run = run
+        self.batch_groups = batch_groups
+        self.sizes = sizes
+        self.pass_rate = pass_rate
+        self.num_opened = 0
+        self.ready: list[str] = []
+        self.most_held = 0
+        self.step_bytes: list[int] = []
+        self.groups_of: list[list[str]] = []
+
+    async def generate(self) -> None:
+        """Begin groups until one must wait; then end them all, most of them well."""
+        begun: list[str] = []
+        while len(begun) + len(self.ready) < 4 * self.batch_groups:
+            group_id = f"g{self.num_opened}"
+            try:
+                await self.run.open(group_id)
+            except RejectedError:
+                break
+            self.num_opened += 1
+            begun.append(group_id)
+            held = await read_held_async(self.run.client, self.run.name)
+            self.most_held = max(self.most_held, held.total)
+        for group_id in begun:
+            size = self.size(group_id)
+            for sample in range(2):
+                assert await self.run.grow(group_id, sample, size) >= size
+                await self.run.seal(group_id, sample, num_bytes=size)
+            if int(group_id[1:]) % self.pass_rate == 0:
+                self.ready.append(group_id)
+            else:
+                await self.run.settle(group_id, TrajectoryState.FILTERED, 0, 1)
+                await release_payload(self.run.client, self.run.name, ids([group_id]))
+
+    def size(self, group_id: str) -> int:
+        return self.sizes[int(group_id[1:]) % len(self.sizes)]
+
+    async def train(self, session: Any, *, step: int, is_committed: bool) -> None:
+        """The next step is planned, trained, perhaps committed, and what is behind it released."""
+        some, self.ready = self.ready[: self.batch_groups], self.ready[self.batch_groups :]
+        await self.run.plan(*some)
+        self.groups_of.append(some)
+        self.step_bytes.append(sum(2 * (self.size(each) + OVERHEAD) for each in some))
+        token = await self.run.step(session, step)
+        if is_committed:
+            client, name = self.run.client, self.run.name
+            await acknowledge_committed(
+                client, name, session_epoch=session.session_epoch, token=token
+            )
+            floor = await raise_floor(client, name, leader_epoch=self.run.leader_epoch)
+            for groups in self.groups_of[:floor]:
+                await release_payload(client, name, ids(groups))
+
+
+def ids(groups: list[str]) -> list[str]:
+    return [TrajectoryKey(group, sample).trajectory_id for group in groups for sample in range(2)]
+
+
+@pytest.mark.timeout(300)
+@given(
+    batch_groups=st.integers(1, 3),
+    max_bytes=st.sampled_from([3 * OVERHEAD, 150_000, 500_000, 2_000_000]),
+    sizes=st.lists(st.sampled_from([10, 20_000, 150_000]), min_size=1, max_size=3),
+    commit_every=st.integers(1, 3),
+    pass_rate=st.integers(1, 2),
+)
+@settings(
+    max_examples=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+def test_with_any_budget_a_run_goes_on_for_ever(
+    server: EmbeddedServer,
+    start_run: Callable[..., Any],
+    batch_groups: int,
+    max_bytes: int,
+    sizes: list[int],
+    commit_every: int,
+    pass_rate: int,
+) -> None:
+    async def live() -> _Life:
+        async with connect_async(server.url) as client:
+            run = await start_run(
+                client,
+                batch_groups=batch_groups,
+                max_bytes=max_bytes,
+                retain_checkpoints=1,
+            )
+            life = _Life(run, batch_groups=batch_groups, sizes=sizes, pass_rate=pass_rate)
+            session = await run.start("s")
+            for step in range(1, NUM_STEPS + 1):
+                num_rounds = 0
+                while len(life.ready) < batch_groups:
+                    await life.generate()
+                    num_rounds += 1
+                    assert num_rounds <= 2 * batch_groups * pass_rate, "no group gets leave"
+                await life.train(session, step=step, is_committed=step % commit_every == 0)
+            return life
+
+    life = asyncio.run(live())
+
+    # What is above the budget is what the trainer waits for, beside the steps that must be kept.
+    most_kept = sum(sorted(life.step_bytes)[-commit_every - 1 :])
+    next_step = batch_groups * 2 * (65_536 + max(sizes) + OVERHEAD)
+    assert life.most_held <= max(max_bytes, most_kept + next_step)
+
+
+async def test_a_budget_that_the_kept_steps_exceed_is_said_to_be_too_small(
+    client: redis.Redis, run: Any
+) -> None:
+    await run.open("g")
+    for sample in range(2):
+        await run.seal("g", sample, num_bytes=1_000_000)
+    await run.plan("g")
+
+    seen = read_budget(client, run.name)
+
+    said = ByteBudget(
+        held=seen.held, max_bytes=10_000, server_used=0, server_max=0, num_kept_steps=1
+    )
+    assert seen.held.planned == 2 * (1_000_000 + OVERHEAD)
+    assert "max_bytes=10,000 is less than the 1 steps take that are kept" in said.why_too_small
+    assert "2,008,192 of max_bytes=10,000 are held" in said.why_full
+    assert (seen.why_too_small, seen.why_full) == ("", "")
+
+
+async def test_bytes_that_are_given_back_wake_whoever_waits(run: Any) -> None:
+    await run.open("g")
+    await run.abandon("g", 0)
+    before = await run.last_wake_up()
+
+    await release_payload(run.client, run.name, ["g/0/0"])
+    woken = await run.last_wake_up()
+    await release_payload(run.client, run.name, ["g/0/0"])
+
+    assert woken != before
+    assert await run.last_wake_up() == woken

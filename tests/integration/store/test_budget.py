@@ -1,0 +1,186 @@
+"""Bytes are reserved when a group is opened, and a group waits where there is no room for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from turnstream.errors import RejectedError
+from turnstream.store.budget import FIRST_BYTES, reserve_command, settled_lease
+from turnstream.store.scripts import run_command
+from turnstream_server.bus.budget import FIRST_ESTIMATE, read_budget
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.redis
+
+Drive = Callable[..., Any]
+OVERHEAD = 4096
+LEAST = FIRST_BYTES + OVERHEAD
+
+
+def seal(run: Any, trajectory_id: str, num_bytes: int) -> None:
+    lease = settled_lease(1, awaits_reward=False, num_bytes=num_bytes)
+    assert run.do(run.post_sealed(trajectory_id, lease, b"seal")) == [b"OK"]
+
+
+def grow(run: Any, trajectory_id: str, num_bytes: int, *, epoch: int = 1) -> int:
+    wanted = [(trajectory_id, epoch, num_bytes)]
+    return run_command(run.client, reserve_command(run.name, wanted))[0]
+
+
+def held(run: Any) -> tuple[int, int, int]:
+    bytes_held = read_budget(run.client, run.name).held
+    return bytes_held.reserved, bytes_held.stored, bytes_held.planned
+
+
+def test_every_sample_of_a_group_holds_bytes_from_the_opening_on(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client)
+
+    run.do(run.open_group("g/0/0", num_samples=3))
+    run.do(run.open_group("g/1/0", num_samples=3))
+
+    assert held(run) == (3 * FIRST_ESTIMATE, 0, 0)
+
+
+def test_a_further_attempt_holds_its_own_and_never_waits(client: redis.Redis, drive: Drive) -> None:
+    run = drive(client, batch_groups=1, max_bytes=2 * FIRST_ESTIMATE)
+    run.do(run.open_group("g/0/0", "g/1/0"))
+    run.do(run.abandon("g/0/0"))
+
+    run.do(run.open_group("g/0/1"))
+
+    assert held(run) == (3 * FIRST_ESTIMATE, 0, 0)
+
+
+def test_a_sealed_trajectory_holds_what_it_takes_and_four_kilobytes(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client)
+    run.do(run.open_group("g/0/0", "g/1/0"))
+
+    seal(run, "g/0/0", 100_000)
+
+    assert held(run) == (FIRST_ESTIMATE, 100_000 + OVERHEAD, 0)
+
+
+def test_the_estimate_is_learned_from_what_is_sealed(client: redis.Redis, drive: Drive) -> None:
+    run = drive(client, max_staleness=1000)
+    run.do(run.open_group("a/0/0", "a/1/0", group="a"))
+    seal(run, "a/0/0", 100_000)
+    seal(run, "a/1/0", 300_000)
+
+    run.do(run.open_group("b/0/0", group="b", num_samples=1))
+
+    assert held(run)[0] == 200_000 + OVERHEAD
+
+
+def test_small_trajectories_reserve_what_a_writer_takes_for_granted(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client, max_staleness=1000)
+    run.do(run.open_group("a/0/0", group="a", num_samples=1))
+    seal(run, "a/0/0", 10)
+
+    run.do(run.open_group("b/0/0", group="b", num_samples=1))
+
+    assert held(run)[0] == LEAST
+
+
+def test_an_open_trajectory_grows_and_is_never_refused(client: redis.Redis, drive: Drive) -> None:
+    run = drive(client, batch_groups=1, max_bytes=FIRST_ESTIMATE)
+    run.do(run.open_group("g/0/0", num_samples=1))
+
+    granted = [grow(run, "g/0/0", size) for size in (1_000_000, 1_000_000, 500_000)]
+
+    assert granted == [1_000_000, 1_000_000, 1_000_000]
+    assert held(run) == (1_000_000 + OVERHEAD, 0, 0)
+
+
+def test_only_the_writer_of_an_open_trajectory_grows_it(client: redis.Redis, drive: Drive) -> None:
+    run = drive(client)
+    run.do(run.open_group("g/0/0", "g/1/0"))
+    seal(run, "g/1/0", 1)
+    before = held(run)
+
+    answers = [grow(run, "g/0/0", 10**6, epoch=2), grow(run, "g/1/0", 10**6), grow(run, "x", 1)]
+
+    assert answers == [0, 0, 0]
+    assert held(run) == before
+
+
+def test_a_group_waits_above_the_budget_and_is_told_who_holds_what(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client, batch_groups=1, max_staleness=1000, max_bytes=3 * FIRST_ESTIMATE)
+    run.do(run.open_group("a/0/0", "a/1/0", group="a"))
+    seal(run, "a/0/0", 60_000)
+
+    with pytest.raises(RejectedError) as told:
+        run.do(run.open_group(group="b"))
+
+    assert told.value.retry_after_s is not None
+    assert (
+        f"129632 of max_bytes={3 * FIRST_ESTIMATE} are held: 65536 by open trajectories, "
+        "64096 by sealed ones, 0 by the steps 1 to 0; this group needs 128192; room comes as steps "
+        "are committed" in str(told.value)
+    )
+    assert client.hget(run.keys.groups, "b") is None
+
+
+def test_a_trainer_that_has_nothing_to_do_gets_the_groups_of_its_next_step(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client, batch_groups=2, max_staleness=1000, max_bytes=2 * 4096)
+
+    run.do(run.open_group(group="a"))
+    run.do(run.open_group(group="b"))
+
+    with pytest.raises(RejectedError, match="max_bytes=8192"):
+        run.do(run.open_group(group="c"))
+    client.hset(run.keys.frontier, mapping={"planned": 1, "planned_groups": 2})
+    with pytest.raises(RejectedError, match="max_bytes=8192"):
+        run.do(run.open_group(group="c"))
+    client.hset(run.keys.frontier, "stepped", 1)
+    run.do(run.open_group(group="c"))
+
+
+@pytest.fixture
+def full_server() -> Iterator[EmbeddedServer]:
+    """A server with 50 MB of memory."""
+    with EmbeddedServer(max_memory_bytes=50_000_000) as server:
+        yield server
+
+
+def test_a_group_waits_while_the_servers_memory_is_nearly_full(
+    full_server: EmbeddedServer, drive: Drive
+) -> None:
+    with redis.Redis.from_url(full_server.url) as client:
+        run = drive(client, batch_groups=1, max_staleness=1000)
+        run.do(run.open_group(group="a", num_samples=1))
+        for number in range(40):
+            client.set(f"other {number}", b"x" * 1_000_000)
+
+        with pytest.raises(RejectedError, match="its 50000000 bytes, of which it keeps 10000000"):
+            run.do(run.open_group(group="b", num_samples=1))
+        client.hset(run.keys.frontier, mapping={"planned": 1, "planned_groups": 1, "stepped": 1})
+        run.do(run.open_group(group="b", num_samples=1))
+        client.delete(*[f"other {number}" for number in range(38)])
+        run.do(run.open_group(group="c", num_samples=1))
+
+
+def test_what_open_trajectories_may_still_write_counts_as_used(
+    full_server: EmbeddedServer, drive: Drive
+) -> None:
+    with redis.Redis.from_url(full_server.url) as client:
+        run = drive(client, batch_groups=1, max_staleness=1000)
+        run.do(run.open_group("a/0/0", group="a", num_samples=1))
+
+        grow(run, "a/0/0", 39_000_000)
+
+        with pytest.raises(RejectedError, match="the server uses"):
+            run.do(run.open_group(group="b", num_samples=1))
