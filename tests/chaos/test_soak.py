@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.soak import soak
+from harness.soak import MAX_STORE_BYTES, soak
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -19,4 +19,5 @@ def test_a_run_survives_random_faults(tmp_path: Path) -> None:
     num_injected = sum(survival.num_injected for survival in report.faults.values())
     num_survived = sum(len(survival.recoveries_s) for survival in report.faults.values())
     assert num_survived == num_injected > 5
+    assert 0 < report.most_store_bytes < MAX_STORE_BYTES
     assert report.counts.keys() <= {"accepted", "committed", "abandoned", "surplus", "incomplete"}

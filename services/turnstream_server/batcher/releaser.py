@@ -31,10 +31,11 @@ from turnstream_server.bus.release import (
     finish_batch,
     fold_batch,
     fold_ended,
+    give_back,
     groups_that_are_over,
     raise_floor,
     read_release_state,
-    release_payload,
+    remove_payload,
 )
 
 logger = logging.getLogger(__name__)
@@ -189,7 +190,9 @@ class Releaser:
     async def _release_payload(self, trajectory_ids: list[str]) -> None:
         _, config = await self._view.newest_config()
         await self._upkeep.before("release_payload")
-        await release_payload(self._client, self._run, trajectory_ids, lease_s=config.lease_s)
+        await remove_payload(self._client, self._run, trajectory_ids, lease_s=config.lease_s)
+        await self._upkeep.before("give_back")
+        await give_back(self._client, self._run, trajectory_ids)
 
     async def _fold_batch(self, stored: StoredManifest) -> None:
         manifest = stored.manifest

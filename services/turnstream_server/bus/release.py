@@ -4,8 +4,8 @@ In this order, so that nothing is ever gone that the ledger could offer again. E
 sent twice, and after a crash the next planner goes on wherever this one stopped::
 
     raise_floor        no session can ask for these steps any more
-    release_payload    of every trajectory in them, and then
-    give_back          the bytes that it held
+    remove_payload     of every trajectory in them
+    give_back          what it held: others may begin
     fold_batch         its trajectories leave the ledger, its groups leave a fingerprint
     finish_batch       its plan becomes a compact record
 
@@ -148,7 +148,7 @@ async def raise_floor(
 async def release_payload(
     client: redis.asyncio.Redis, run: str, trajectory_ids: Sequence[str], *, lease_s: float = 60.0
 ) -> None:
-    """Remove the payload of trajectories that the ledger has given up, and what they held with it.
+    """Remove the payload of trajectories that the ledger has given up, and give back what it held.
 
     Args:
         client: of the store.
@@ -159,17 +159,41 @@ async def release_payload(
     Raises:
         StoreUnavailableError: the store cannot be reached.
     """
-    names = keys.run_keys(run)
-    where = (names.ledger, names.held, names.budget, names.wake)
+    await remove_payload(client, run, trajectory_ids, lease_s=lease_s)
+    await give_back(client, run, trajectory_ids)
+
+
+async def remove_payload(
+    client: redis.asyncio.Redis, run: str, trajectory_ids: Sequence[str], *, lease_s: float
+) -> None:
+    """Remove payload, which goes on being counted until `give_back`."""
     for some in _sliced(trajectory_ids, SLICE):
         await _run_all(client, [release_command(run, each, lease_s=lease_s) for each in some])
-        await run_command_async(client, _GIVE_BACK(where, *some))
+
+
+async def give_back(client: redis.asyncio.Redis, run: str, trajectory_ids: Sequence[str]) -> None:
+    """Take trajectories whose payload is removed out of what the run holds; once.
+
+    Until then they must be in the ledger.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    for some in _sliced(trajectory_ids, FOLD_SLICE):
+        await run_command_async(client, give_back_command(run, some))
 
 
 def release_command(run: str, trajectory_id: str, *, lease_s: float) -> Command:
     """The call that removes the payload of one trajectory; nothing is sent."""
     tombstone_ms = round(max(SHORTEST_TOMBSTONE_S, TOMBSTONE_LEASES * lease_s) * 1_000)
     return _RELEASE(keys.trajectory_keys(run, trajectory_id), tombstone_ms)
+
+
+def give_back_command(run: str, trajectory_ids: Sequence[str]) -> Command:
+    """The call that takes them out of what the run holds, of a few at a time; nothing is sent."""
+    names = keys.run_keys(run)
+    where = (names.ledger, names.held, names.budget, names.wake)
+    return _GIVE_BACK(where, *trajectory_ids)
 
 
 async def fold_batch(

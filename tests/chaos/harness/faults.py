@@ -225,7 +225,7 @@ def fill_the_stores_memory(stack: Stack) -> None:
     memory: Any = stack.rig.client.info("memory")
     stack.rig.client.config_set("maxmemory", memory["used_memory"])
     stack.pause(2.0)
-    stack.rig.client.config_set("maxmemory", 0)
+    stack.rig.client.config_set("maxmemory", memory["maxmemory"])
 
 
 def move_the_clock(stack: Stack) -> None:

@@ -7,6 +7,7 @@ checker has the last word. The seed is printed first: the same one draws the sam
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import secrets
@@ -15,7 +16,9 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import redis
 from rich.console import Console
 from rich.table import Table
 
@@ -30,6 +33,9 @@ RECOVERY_S = 90.0
 """By when a step must be taken after a fault."""
 
 CONFIG = config(max_staleness=8)
+
+MAX_STORE_BYTES = 1 << 30
+"""Memory of the store: every step is kept, for half an hour."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,6 +62,14 @@ class Report:
     num_sessions: int = 0
     num_acknowledged: int = 0
     counts: dict[str, int] = field(default_factory=dict[str, int])
+    most_store_bytes: int = 0
+
+    def look(self, client: redis.Redis) -> None:
+        """I8: the store's memory is below its cap, whenever it can be asked."""
+        with contextlib.suppress(redis.RedisError, OSError):
+            memory: Any = client.info("memory")
+            self.most_store_bytes = max(self.most_store_bytes, memory["used_memory"])
+        assert self.most_store_bytes < MAX_STORE_BYTES
 
     def as_json(self) -> str:
         """For a file."""
@@ -75,6 +89,7 @@ class Report:
             "trainer_sessions": self.num_sessions,
             "acknowledged_trajectories": self.num_acknowledged,
             "ledger": self.counts,
+            "most_store_bytes": self.most_store_bytes,
             "faults": faults,
         }
         return json.dumps(facts, indent=2) + "\n"
@@ -115,7 +130,12 @@ def soak(folder: Path, *, seconds: float, every_s: float, seed: int) -> Report:
     machine = Machine(folder)
     report = Report(seed=seed, seconds=seconds, faults={f.__name__: Survival() for f in FAULTS})
     with (
-        EmbeddedServer(folder / "store", binary=machine.binary, durability="fsync") as server,
+        EmbeddedServer(
+            folder / "store",
+            binary=machine.binary,
+            durability="fsync",
+            max_memory_bytes=MAX_STORE_BYTES,
+        ) as server,
         Rig(folder, server, config=CONFIG) as rig,
         Proxy(server.url) as store,
         Proxy(rig.address()) as door,
@@ -132,7 +152,7 @@ def soak(folder: Path, *, seconds: float, every_s: float, seed: int) -> Report:
 def _inject(stack: Stack, report: Report, *, seconds: float, every_s: float) -> None:
     deadline_s = time.monotonic() + seconds
     steps = StepCounter(stack.rig.folder / "history")
-    _await_step(stack, steps, after="the start")
+    _await_step(stack, steps, report, after="the start")
     bag: list[int] = []
     while time.monotonic() < deadline_s:
         bag = bag or stack.rng.sample(range(len(FAULTS)), len(FAULTS))
@@ -141,16 +161,17 @@ def _inject(stack: Stack, report: Report, *, seconds: float, every_s: float) -> 
         survival.num_injected += 1
         fault(stack)
         began_s = time.monotonic()
-        _await_step(stack, steps, after=fault.__name__)
+        _await_step(stack, steps, report, after=fault.__name__)
         survival.recoveries_s.append(time.monotonic() - began_s)
         stack.pause(max(0.0, stack.rng.uniform(0.5, 1.5) * every_s - survival.recoveries_s[-1]))
 
 
-def _await_step(stack: Stack, steps: StepCounter, *, after: str) -> None:
+def _await_step(stack: Stack, steps: StepCounter, report: Report, *, after: str) -> None:
     before = steps.count()
 
     def is_taken() -> bool:
         stack.mend()
+        report.look(stack.rig.client)
         return steps.count() > before
 
     stack.rig.wait(is_taken, f"a step after {after}", timeout_s=RECOVERY_S)
@@ -169,6 +190,7 @@ def _finish(stack: Stack, report: Report) -> None:
     report.num_sessions = len(history.sessions)
     report.num_acknowledged = len(history.acknowledged)
     report.counts = rig.counts()
+    report.look(rig.client)
 
 
 class StepCounter:

@@ -15,6 +15,7 @@ from turnstream.store.connection import connect
 from turnstream.testing import group, trajectory, wait_until_async
 from turnstream.types import TrajectoryState
 from turnstream_server.batcher.upkeep import Upkeep
+from turnstream_server.bus.budget import parse_held, read_budget
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.ledger import read_ledger
 from turnstream_server.jobs.batches import batch_json, write_batch
@@ -26,7 +27,7 @@ EQUAL = (trajectory(sample=0), trajectory(sample=1))
 SMALL = Upkeep(snapshot_events=1, snapshot_steps=1, fold_ended=2)
 HISTORY_FACTS = ("state", "reason", "step", "payload_is_kept")
 ACTS = (
-    *("raise_floor", "release_payload", "fold_batch", "finish_batch"),
+    *("raise_floor", "release_payload", "give_back", "fold_batch", "finish_batch"),
     *("fold_ended", "save_snapshot", "trim_events"),
 )
 ONCE = {"fold_ended", "save_snapshot", "trim_events"}
@@ -64,6 +65,17 @@ def payload_ids(url: str, run: str) -> set[str]:
     with connect(url) as client:
         found: Any = client.keys(start.replace("*", "?") + "/*:turns")
     return {name.decode().partition("/")[2].partition("}")[0] for name in found}
+
+
+def held_ids(url: str, run: str) -> set[str]:
+    """Trajectories for which the run holds bytes, as many as its sums say."""
+    with connect(url) as client:
+        entries: Any = client.hgetall(keys.run_keys(run).held)
+        sums = read_budget(client, run).held
+    reserved = sum(size for is_open, size in map(parse_held, entries.values()) if is_open)
+    stored = sum(size for is_open, size in map(parse_held, entries.values()) if not is_open)
+    assert (sums.reserved, sums.stored + sums.planned) == (reserved, stored)
+    return {name.decode() for name in entries}
 
 
 def is_settled(url: str, run: str, *, folded: int, filtered: int) -> bool:
@@ -291,6 +303,7 @@ async def test_the_release_goes_on_wherever_a_leader_was_killed(house, start_doo
         frontier = read_frontier(client, run)
     retained = {f"g{i}/{sample}/0" for i in range(frontier.released + 1, 5) for sample in (0, 1)}
     lost = retained - payload_ids(house.url, run)
+    not_counted = payload_ids(house.url, run) - held_ids(house.url, run)
     trainer = house.trainer(await house.start_batcher(lease_s=0.6, upkeep=SMALL), run)
     await trainer.start("s3", token=str(tokens[frontier.committed]) if frontier.committed else "")
     rest = range(frontier.committed + 1, 7)
@@ -298,6 +311,8 @@ async def test_the_release_goes_on_wherever_a_leader_was_killed(house, start_doo
     await settled(house, run, folded=5, filtered=12)
 
     assert status == -signal.SIGKILL
+    assert not_counted == set()
+    assert held_ids(house.url, run) == payload_ids(house.url, run)
     assert lost == set()
     assert payload_ids(house.url, run) == {"g6/0/0", "g6/1/0"}
 

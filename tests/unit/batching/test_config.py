@@ -103,6 +103,8 @@ def test_refuses_component_weights_that_do_not_go_with_the_estimator(
         ("lease_s", True),
         ("lease_s", "60"),
         ("lease_s", 60_000_000),
+        ("max_bytes", -1),
+        ("max_bytes", 4 * 4096 - 1),
         ("takeover_s", -0.1),
         ("takeover_s", None),
     ],

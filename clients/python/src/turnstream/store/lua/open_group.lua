@@ -12,7 +12,7 @@
 -- run's budget, and in the server's memory less a reserve for whatever goes on while it is full. For
 -- a trainer that has nothing to do and waits for this very group there is room in any budget, and in
 -- half of the reserve; it never waits for an evaluation. The room is reserved here for all samples at
--- once, and topped up in reserve.lua.
+-- once, and topped up in reserve.lua. Why that cannot deadlock: docs/decisions/0018-byte-budgets.md.
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] frontier  hash    read: stepped, closed, revised_groups, paused, planned, planned_groups,

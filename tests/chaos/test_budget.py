@@ -1,0 +1,71 @@
+"""A trainer that is too slow for its generators: they wait, within the budget; nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+
+from harness.rig import Rig, config
+from turnstream_server.bus.budget import read_budget
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+StartRig = Callable[..., Rig]
+MAX_BYTES = 400_000  # some nine steps of this run
+
+
+def test_producers_of_a_slow_trainer_wait_within_the_budget_and_all_is_trained(
+    start_rig: StartRig,
+) -> None:
+    rig = start_rig(config=config(max_staleness=1000, retain_checkpoints=1, max_bytes=MAX_BYTES))
+    rig.start_batcher()
+    for number in range(2):
+        rig.start_generator(f"w{number}", groups=60)
+    looks: list[int] = []
+
+    def look() -> None:
+        looks.append(read_budget(rig.client, rig.run).held.total)
+
+    rig.wait(lambda: look() or num_waits(rig) > 0, "producers that wait", timeout_s=60)
+    (slow,) = rig.start_ranks(1, checkpoint_every=1, update_s=0.1)
+    rig.wait(lambda: look() or rig.count("committed") >= 5, "a trainer that goes on", timeout_s=60)
+    slow.kill()
+    rig.drain(timeout_s=30)
+
+    assert MAX_BYTES / 2 < max(looks) <= MAX_BYTES
+    assert rig.counts() == {"accepted": 240, "committed": 240}
+
+
+def test_a_small_server_holds_producers_up_before_it_is_full(start_rig: StartRig) -> None:
+    rig = start_rig(config=config(max_staleness=1000, retain_checkpoints=1))
+    rig.start_batcher()
+    limit = used_memory(rig.client) + 1_500_000
+    rig.client.config_set("maxmemory", limit)
+    for number in range(2):
+        rig.start_generator(f"w{number}", groups=100)
+    looks: list[int] = []
+
+    def look() -> None:
+        looks.append(used_memory(rig.client))
+
+    rig.wait(lambda: look() or num_waits(rig) > 0, "producers that wait", timeout_s=60)
+    (rank,) = rig.start_ranks(1, checkpoint_every=1)
+    rig.wait(lambda: look() or rig.count("committed") >= 10, "ten commits", timeout_s=90)
+    rank.kill()
+    rig.drain(timeout_s=30)
+
+    assert max(looks) < limit
+    assert rig.counts() == {"accepted": 400, "committed": 400}
+
+
+def num_waits(rig: Rig) -> int:
+    """How often a generator was told to wait."""
+    return sum(line.facts["waits"] for line in rig.history().of("alive"))
+
+
+def used_memory(client: redis.Redis) -> int:
+    memory: Any = client.info("memory")
+    return memory["used_memory"]
