@@ -171,3 +171,16 @@ async def test_bytes_that_are_given_back_wake_whoever_waits(run: Any) -> None:
 
     assert woken != before
     assert await run.last_wake_up() == woken
+
+
+async def test_samples_that_were_never_begun_are_given_back_with_their_group(run: Any) -> None:
+    for group_id in ("planned", "dropped"):
+        await run.open(group_id, num_samples=3, num_begun=2)
+        for sample in range(2):
+            await run.seal(group_id, sample)
+
+    await run.plan("planned")
+    await run.settle("dropped", TrajectoryState.FILTERED, 0, 1)
+
+    held = await read_held_async(run.client, run.name)
+    assert held.reserved == 0
