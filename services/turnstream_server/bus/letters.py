@@ -17,7 +17,7 @@ from turnstream.store.runs import read_config
 from turnstream.store.scripts import Command, Script, run_command
 from turnstream.types import SealedTrajectory
 from turnstream_server.bus.pages import entry_ms, hash_fields, stream_entries
-from turnstream_server.bus.release import release_command
+from turnstream_server.bus.release import give_back_command, release_command
 
 OVER: Final = "over"
 """State of a group that has left a fingerprint and no more."""
@@ -182,6 +182,8 @@ def open_event(client: redis.Redis, run: str, event_id: str) -> DamagedEvent:
 def discard_letter(client: redis.Redis, run: str, trajectory_id: str) -> bool:
     """End a dead letter: its payload goes, its entry in the ledger and its reason stay.
 
+    The bytes that it held are given back.
+
     Returns:
         False where it was discarded before.
 
@@ -193,6 +195,7 @@ def discard_letter(client: redis.Redis, run: str, trajectory_id: str) -> bool:
     is_new = bool(run_command(client, discard_letter_command(run, trajectory_id)))
     # Also the second time: whoever did it first may have died before this.
     run_command(client, release_command(run, trajectory_id, lease_s=config.lease_s))
+    run_command(client, give_back_command(run, [trajectory_id]))
     return is_new
 
 

@@ -145,7 +145,7 @@ class RunDriver:
         command = Script("post_sealed")(
             self.keys.of_post_sealed,
             keys.trajectory_id(trajectory.key),
-            settled_lease(1, awaits_reward=awaits_reward, num_bytes=num_bytes),
+            settled_lease(1, "", awaits_reward=awaits_reward, num_bytes=num_bytes),
             encode_event(trajectory),
         )
         return await run_command_async(self.client, command)

@@ -11,9 +11,10 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from turnstream.batching.decisions import GroupEvaluated
 from turnstream.errors import RejectedError
 from turnstream.store.connection import connect_async
-from turnstream.types import TrajectoryKey, TrajectoryState
+from turnstream.types import Purpose, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.budget import ByteBudget, read_budget, read_held_async
 from turnstream_server.bus.release import raise_floor, release_payload
 from turnstream_server.bus.sessions import acknowledge_committed
@@ -184,3 +185,20 @@ async def test_samples_that_were_never_begun_are_given_back_with_their_group(run
 
     held = await read_held_async(run.client, run.name)
     assert held.reserved == 0
+
+
+async def test_an_evaluation_holds_bytes_until_its_payload_is_released(run: Any) -> None:
+    await run.open("e", num_samples=3, num_begun=2, purpose=Purpose.EVAL)
+    await run.seal("e", 0, num_bytes=1_000)
+    before = await run.last_wake_up()
+
+    await run.carry_out(
+        GroupEvaluated(group_id="e", keys=(TrajectoryKey("e", 0),), result=None, total=None)
+    )
+    ended = await read_held_async(run.client, run.name)
+    woken = await run.last_wake_up()
+    await release_payload(run.client, run.name, ["e/0/0", "e/1/0"])
+
+    assert (ended.reserved, ended.stored) == (65_536, 1_000 + OVERHEAD)
+    assert woken != before
+    assert (await read_held_async(run.client, run.name)).total == 0

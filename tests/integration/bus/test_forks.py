@@ -33,6 +33,7 @@ from turnstream.types import (
     TrajectoryState,
     VersionAnnounced,
 )
+from turnstream_server.bus.budget import read_budget
 from turnstream_server.bus.deletion import delete_run
 from turnstream_server.bus.forks import fork_run, token_of_step
 from turnstream_server.bus.frontier import read_frontier
@@ -282,6 +283,19 @@ async def test_a_fork_has_room_for_as_many_groups_as_a_run_that_trained_its_hist
 
     await fork.open("g1")  # a name that the origin had
     with pytest.raises(RejectedError, match="groups are live"):
+        await fork.open("g2")
+
+
+async def test_a_fork_holds_no_bytes_and_its_trainer_waits_for_no_room(
+    client: redis.Redis, async_client: redis.asyncio.Redis, origin: Any
+) -> None:
+    config = replace(read_config(client, origin.name)[1], max_bytes=4096)
+    fork_run(client, origin.name, "fork bytes", origin.token(2), config=config)
+    fork = type(origin)(async_client, "fork bytes", 0)
+
+    assert read_budget(client, "fork bytes").held.total == 0
+    await fork.open("g1")
+    with pytest.raises(RejectedError, match="max_bytes=4096"):
         await fork.open("g2")
 
 

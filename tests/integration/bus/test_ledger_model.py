@@ -1,9 +1,8 @@
 """A random life of a run, compared with a model of a few dictionaries after every act.
 
 The laws: the states add up to what was accepted, the bytes that the run holds are those of what is
-not released, a call that is sent twice acts once, a rollback
-moves batches back from committed and stepped to planned, and nobody whose epoch is over changes
-anything.
+not released, a call that is sent twice acts once, a rollback moves batches back from committed and
+stepped to planned, and nobody whose epoch is over changes anything.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from turnstream.batching.decisions import GroupCut
 from turnstream.batching.plan import GroupPlan
 from turnstream.errors import ConflictError, FencedError
 from turnstream.store.connection import connect_async
+from turnstream.store.scripts import run_command_async
 from turnstream.testing import trajectory_plan
 from turnstream.types import RecoveryToken, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.budget import parse_held, read_held_async
@@ -36,6 +36,7 @@ from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.leadership import acquire_leadership, release_leadership
 from turnstream_server.bus.leases import give_up_lapsed
 from turnstream_server.bus.ledger import read_ledger_async
+from turnstream_server.bus.letters import discard_letter_command
 from turnstream_server.bus.release import release_payload
 from turnstream_server.bus.sessions import acknowledge_committed, acknowledge_stepped
 from turnstream_server.embedded import EmbeddedServer
@@ -224,6 +225,16 @@ class _Life(RuleBasedStateMachine):
     def release_what_ended(self, number: int) -> None:
         key = self.pick(number, FILTERED, INCOMPLETE, SURPLUS, ABANDONED)
         name = TrajectoryKey(*key).trajectory_id
+        self.twice(lambda: release_payload(self.client, self.run.name, [name]))
+        self.released.add(key)
+
+    @precondition(lambda self: self.has(DEAD))
+    @rule(number=some)
+    def discard(self, number: int) -> None:
+        key = self.pick(number, DEAD)
+        name = TrajectoryKey(*key).trajectory_id
+        letter = discard_letter_command(self.run.name, name)
+        self.twice(lambda: run_command_async(self.client, letter))
         self.twice(lambda: release_payload(self.client, self.run.name, [name]))
         self.released.add(key)
 

@@ -28,6 +28,7 @@ from turnstream.types import (
     TrajectoryKey,
     TrajectoryState,
 )
+from turnstream_server.bus.budget import read_budget
 from turnstream_server.bus.discards import discard_oldest
 from turnstream_server.bus.fixes import raw_bytes, raw_records, read_fix, to_json
 from turnstream_server.bus.histories import read_history
@@ -362,6 +363,8 @@ async def test_what_is_discarded_keeps_its_reason_and_nothing_else(office, tmp_p
     await office.bury("g/1/0")
     fixed = office.mend("g/1/0", tmp_path)
 
+    held = read_budget(office.client, office.run).held.stored
+
     assert discard_letter(office.client, office.run, "g/1/0")
     assert not discard_letter(office.client, office.run, "g/1/0")
 
@@ -369,6 +372,7 @@ async def test_what_is_discarded_keeps_its_reason_and_nothing_else(office, tmp_p
     assert history.state is TrajectoryState.DEAD
     assert history.reason == "discarded: its bytes are damaged"
     assert not history.payload_is_kept
+    assert 0 == read_budget(office.client, office.run).held.stored < held
     found = read_letters(office.client, office.run)
     assert (found.letters, found.num_discarded, found.num_bytes) == ((), 1, 0)
     with pytest.raises(LetterNotFoundError):

@@ -22,13 +22,17 @@ LEAST = FIRST_BYTES + OVERHEAD
 
 
 def seal(run: Any, trajectory_id: str, num_bytes: int) -> None:
-    lease = settled_lease(1, awaits_reward=False, num_bytes=num_bytes)
+    lease = settled_lease(1, "", awaits_reward=False, num_bytes=num_bytes)
     assert run.do(run.post_sealed(trajectory_id, lease, b"seal")) == [b"OK"]
 
 
-def grow(run: Any, trajectory_id: str, num_bytes: int, *, epoch: int = 1) -> int:
+def settled(writer: str) -> str:
+    return settled_lease(1, writer, awaits_reward=False, num_bytes=900)
+
+
+def grow(run: Any, trajectory_id: str, num_bytes: int, *, epoch: int = 1, writer: str = "") -> int:
     wanted = [(trajectory_id, epoch, num_bytes)]
-    return run_command(run.client, reserve_command(run.name, wanted))[0]
+    return run_command(run.client, reserve_command(run.name, wanted, writer=writer))[0]
 
 
 def held(run: Any) -> tuple[int, int, int]:
@@ -130,6 +134,67 @@ def test_a_group_waits_above_the_budget_and_is_told_who_holds_what(
         "are committed" in str(told.value)
     )
     assert client.hget(run.keys.groups, "b") is None
+
+
+def test_an_evaluation_waits_for_bytes_also_where_the_trainer_has_nothing_to_do(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client, batch_groups=1, max_bytes=3 * FIRST_ESTIMATE)
+    run.do(run.open_group("e/0/0", group="e", num_samples="2:eval"))
+    assert held(run) == (2 * FIRST_ESTIMATE, 0, 0)
+
+    with pytest.raises(RejectedError, match="131072 of max_bytes=196608 are held"):
+        run.do(run.open_group("f/0/0", group="f", num_samples="2:eval"))
+    run.do(run.open_group("e/1/0", group="e", num_samples="2:eval"))
+    run.do(run.open_group("g/0/0", group="g"))
+
+
+@pytest.mark.parametrize(
+    ("lease", "becomes", "stored"),
+    [
+        ("1", "sealed:1", FIRST_ESTIMATE),
+        ("1:awaits", "awaiting_reward:1", FIRST_ESTIMATE),
+        ("1::w", "sealed:1", FIRST_ESTIMATE),
+        ("1:awaits:w", "awaiting_reward:1", FIRST_ESTIMATE),
+        ("1:/900:w", "sealed:1", 900 + OVERHEAD),
+        ("1:awaits/900:w", "awaiting_reward:1", 900 + OVERHEAD),
+        ("1:/900", "sealed:1", 900 + OVERHEAD),
+        ("1/900", "sealed:1", 900 + OVERHEAD),
+    ],
+)
+def test_a_seal_names_its_lease_with_what_it_knows(
+    client: redis.Redis, drive: Drive, lease: str, becomes: str, stored: int
+) -> None:
+    run = drive(client)
+    run.do(run.open_group("g/0/0", num_samples=1))
+
+    assert run.do(run.post_sealed("g/0/0", lease, b"seal")) == [b"OK"]
+
+    assert client.hget(run.keys.ledger, "g/0/0") == becomes.encode()
+    assert held(run) == (0, stored, 0)
+
+
+@pytest.mark.parametrize("writer", ["a/7", "a:awaits/7", "/7", "7", "a:b"])
+def test_whatever_a_writer_is_called_its_seal_counts_and_no_other(
+    client: redis.Redis, drive: Drive, writer: str
+) -> None:
+    run = drive(client)
+    run.do(run.open_group("g/0/0", num_samples=1, writer=writer))
+
+    other = run.do(run.post_sealed("g/0/0", settled("a"), b"seal"))
+    own = run.do(run.post_sealed("g/0/0", settled(writer), b"seal"))
+
+    assert other[0].startswith(b"FENCED g/0/0 is open:1:")
+    assert own == [b"OK"]
+
+
+def test_only_the_writer_of_the_same_name_gets_room(client: redis.Redis, drive: Drive) -> None:
+    run = drive(client)
+    run.do(run.open_group("g/0/0", writer="w"))
+
+    answers = [grow(run, "g/0/0", 10**5, writer=writer) for writer in ("x", "w")]
+
+    assert answers == [0, 10**5]
 
 
 def test_a_trainer_that_has_nothing_to_do_gets_the_groups_of_its_next_step(

@@ -243,6 +243,18 @@ GUARDS = (
         "fire_deadlines: a refill moved it",
         script("and num_refills(ARGV[i]) == ARGV[i + 1] then", "then"),
     ),
+    Guard(
+        "settle_group: bytes of what was never begun",
+        script("    elseif from == '' then\n      give_back(id)\n", ""),
+    ),
+    Guard(
+        "give_back: bytes of a batch",
+        script("if string.sub(entries[i] or '', 1, 8) == 'planned:' then", "if false then"),
+    ),
+    Guard(
+        "open_group: whom the trainer waits for",
+        script("local starves = begins == 'open' and", "local starves = false and"),
+    ),
     # the trainer
     Guard(
         "stepped: the epoch of the session",

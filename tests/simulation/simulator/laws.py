@@ -22,6 +22,8 @@ from turnstream.store import keys
 
 _UNFINISHED = ("open", "sealed", "awaiting_reward")
 _GIVEN_UP = re.compile(r"abandoned:the lease of (.*) ended")
+_HOLDING = (b"open:", b"sealed:", b"awaiting_reward:")
+_TAKING = (b":open", b":evaluating")
 _DROPPED = ("filtered", "expired", "incomplete")
 
 Violations = Iterator[str]
@@ -113,6 +115,7 @@ class Laws:
             yield f"I1: {counts.get('planned', 0)} are counted as planned, {total} are in plans"
         yield from self._leases_hold()
         yield from self._groups_are_counted()
+        yield from self._bytes_add_up()
 
     def _leases_hold(self) -> Violations:
         leases: Any = self._values.get(self._names["leases"])
@@ -120,6 +123,24 @@ class Laws:
         ledger = self._hash("ledger").items()
         if held != (opened := {name for name, entry in ledger if entry.startswith(b"open:")}):
             yield f"what is open has a lease, and nothing else has: {held ^ opened}"
+
+    def _bytes_add_up(self) -> Violations:
+        """What is held is held for what may still write, or has payload; the sums are of that."""
+        ledger, groups, held = (self._hash(name) for name in ("ledger", "groups", "held"))
+        sums = Counter[str]()
+        for name, size in held.items():
+            entry = ledger.get(name)
+            if entry is None and not groups.get(name.partition(b"/")[0], b"").endswith(_TAKING):
+                yield f"bytes are held for {name!r}, which is over"
+            part = "planned" if entry is not None and entry.startswith(b"planned:") else "stored"
+            sums["reserved" if size.startswith(b"r") else part] += int(size.removeprefix(b"r"))
+        budget = {name.decode(): int(number) for name, number in self._hash("budget").items()}
+        found = {part: budget.get(part, 0) for part in ("reserved", "stored", "planned")}
+        if found != {part: sums[part] for part in found}:
+            yield f"the bytes held are {dict(sums)}, the sums say {found}"
+        for name, entry in ledger.items():
+            if entry.startswith(_HOLDING) and name not in held:
+                yield f"{name!r} is {entry!r} and holds no bytes"
 
     def _groups_are_counted(self) -> Violations:
         frontier, groups = self._hash("frontier"), self._hash("groups")

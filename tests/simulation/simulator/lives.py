@@ -268,4 +268,5 @@ def _config(rng: random.Random) -> BatchingConfig:
         refill_fallback=rng.choice(("drop", "train_short")) if policy == "refill" else "drop",
         surplus=rng.choice(("drop", "keep")),
         retain_checkpoints=rng.choice((1, 2)),
+        max_bytes=rng.choice((0, 0, batch_groups * 4096, 500_000)),
     )

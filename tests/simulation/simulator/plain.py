@@ -73,6 +73,13 @@ def _config(store: Store, words: Words) -> Any:
     return [b"appendfsync", store.appends_only]
 
 
+def _info(store: Store, words: Words) -> bytes:
+    """A server without `maxmemory`, which need not count what it uses."""
+    if [word.upper() for word in words[1:]] != [b"MEMORY"]:
+        raise NotSimulatedError(b" ".join(words).decode())
+    return b"# Memory\r\nused_memory:0\r\nmaxmemory:0\r\n"
+
+
 # strings
 
 
@@ -239,6 +246,7 @@ PLAIN: dict[bytes, Command] = {
     b"PERSIST": _persist,
     b"SCRIPT": _script,
     b"CONFIG": _config,
+    b"INFO": _info,
     b"GET": _get,
     b"SET": _set,
     b"INCR": _increment,

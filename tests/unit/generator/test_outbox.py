@@ -761,6 +761,24 @@ def test_room_is_asked_for_again_after_a_lost_connection() -> None:
     assert reserved(again) == reserved(lost) != []
 
 
+def test_room_is_asked_for_again_where_the_store_may_have_forgotten_it() -> None:
+    desk = Desk(keep_s=5.0)
+    (lane,) = desk.opened()
+    desk.append(lane, response="B" * 5_000)
+    asked = desk.answer(1)
+    desk.append(lane)
+
+    desk.lose()
+    desk.wait_out()
+    desk.answer()
+    desk.answer([1])
+    again = desk.take()
+
+    assert again is not None
+    assert [name for name, _ in reserved(again)] == ["g/0/0"]
+    assert reserved(again) >= reserved(asked)
+
+
 def test_what_is_sent_whole_asks_for_exactly_its_size() -> None:
     desk = Desk()
     (lane,) = desk.asked()
@@ -782,4 +800,4 @@ def test_the_seal_says_how_many_bytes_are_stored() -> None:
 
     posted = desk.answer([b"OK"])
 
-    assert posted.commands[0].args[1] == f"1/{lane.num_bytes + len(lane.seal_record)}"
+    assert posted.commands[0].args[1] == f"1:/{lane.num_bytes + len(lane.seal_record)}:w"

@@ -24,5 +24,5 @@ end
 redis.call('HDEL', KEYS[2], ARGV[1])
 redis.call('HSET', KEYS[1], ARGV[1], 'dead:discarded' .. ARGV[2] .. ': ' .. string.sub(entry, 6))
 redis.call('HINCRBY', KEYS[3], 'discarded', 1)
-redis.call('HINCRBY', KEYS[3], 'dead_bytes', -tonumber(string.match(letter, '^%d+:(%d+)')))
+redis.call('HINCRBY', KEYS[3], 'dead_bytes', 0 - string.match(letter, '^%d+:(%d+)'))
 return 1

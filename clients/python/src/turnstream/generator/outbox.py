@@ -422,20 +422,28 @@ class Outbox:
             case AbandonCall(lane):
                 self.tally.add("num_abandoned", not lane.has_ended)
                 self._end_well(lane, now_s)
-            case CloseCall(reason, receipt):
-                receipt.settle(None)
-                self._window.keep(CloseCall(reason, Delivery()), now_s=now_s)
             case TakeOverCall(lane):
                 self._window.keep(TakenOver(lane), now_s=now_s)
                 self._opened(lane, answer[0], now_s)
-            case RewardCall(post):
-                self._rewarded(post, answer.decode(), now_s)
-            case ConfigCall(receipt):
-                self._learn(answer, receipt)
             case ReserveCall(lanes):
                 self._reservations.answered(lanes, answer)
             case HeartbeatCall(lanes):
                 self._renewed(lanes, answer)
+            case _:
+                self._accept_of_run(call, answer, now_s)
+
+    def _accept_of_run(self, call: Call, answer: Any, now_s: float) -> None:
+        """The same of what belongs to no trajectory of this writer."""
+        match call:
+            case CloseCall(reason, receipt):
+                receipt.settle(None)
+                self._window.keep(CloseCall(reason, Delivery()), now_s=now_s)
+            case RewardCall(post):
+                self._rewarded(post, answer.decode(), now_s)
+            case ConfigCall(receipt):
+                self._learn(answer, receipt)
+            case _:
+                pass  # nobody waits to hear that a note was taken
 
     def _refuse(self, call: Call, text: str, now_s: float) -> None:
         error = refusal(text)

@@ -137,7 +137,7 @@ class Publisher:
             num_samples: of the group.
             num_needed: members that decide the group, the first that are sealed; None for all.
             prompt_uid: the dataset's name of the prompt.
-            purpose: "eval" never waits for leave and is never trained: `turnstream evals`.
+            purpose: "eval" waits for bytes alone and is never trained: `turnstream evals`.
             attempt: another one of a sample that was given up before, below 1,000.
 
         Raises:

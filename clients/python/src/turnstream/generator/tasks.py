@@ -131,7 +131,7 @@ def task_states(outbox: Outbox, taken: TakenTask, now_s: float) -> list[WriterSt
     """The trajectories of a task as ones that are open here: their leases are kept from now on."""
     states: list[WriterState] = []
     for key, epoch in taken.epochs.items():
-        lane = outbox.adopt(key, epoch=epoch, num_turns=0, now_s=now_s)
+        lane = outbox.adopt(key, epoch=epoch, num_turns=0, num_bytes=0, now_s=now_s)
         lane.is_placed = False
         states.append(WriterState(outbox, taken.group, key, lane))
     return states

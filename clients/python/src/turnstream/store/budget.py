@@ -51,8 +51,15 @@ def settled_lease(epoch: int, writer: str, *, awaits_reward: bool, num_bytes: in
 
     >>> settled_lease(2, "gpu7", awaits_reward=True, num_bytes=500)
     '2:awaits/500:gpu7'
+
+    Args:
+        epoch: of the lease.
+        writer: who holds it; empty where the epoch alone is to be compared.
+        awaits_reward: its reward is posted later.
+        num_bytes: of its records, the seal among them.
     """
-    return f"{epoch}:{'awaits' if awaits_reward else ''}/{num_bytes}:{writer}"
+    words = f"{epoch}:{'awaits' if awaits_reward else ''}/{num_bytes}"
+    return f"{words}:{writer}" if writer else words
 
 
 def lease_of_seal(epoch: int, writer: str, seal: bytes) -> str:

@@ -36,7 +36,7 @@ class CreditReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credit:
-    """How many groups may start now.
+    """How many groups may start now, as far as capacity goes: they also need room for their bytes.
 
     Attributes:
         num_groups: so many.
