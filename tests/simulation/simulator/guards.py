@@ -110,7 +110,7 @@ GUARDS = (
     ),
     Guard(
         "append: the first call of another writer",
-        script("if holder == epoch and is_first_call and writer ~= opener then", "if false then"),
+        script("if holder == epoch and is_first_call and writer ~= caller then", "if false then"),
     ),
     # the ledger
     Guard("open_group: capacity", script("if most - live <= 0 then", "if false then")),
@@ -125,21 +125,22 @@ GUARDS = (
     Guard(
         "open_group: a group that is decided",
         script(
-            "  elseif state ~= 'open' then\n    replies[i] = 'CONFLICT group '",
+            "  elseif state ~= begins then\n    replies[i] = 'CONFLICT group '",
             "  elseif false then\n    replies[i] = 'CONFLICT group '",
         ),
     ),
     Guard(
         "post_sealed: the epoch of the lease",
         script(
-            "if state == 'open' and string.match(rest, '^%d+') == epoch then",
-            "if state == 'open' then",
+            "if state == 'open' and (rest == epoch .. writer\n",
+            "if state == 'open' and (true\n",
         ),
     ),
     Guard(
         "post_sealed: a seal counts once",
         script(
-            "if state == 'open' and string.match(rest, '^%d+') == epoch then",
+            "if state == 'open' and (rest == epoch .. writer\n"
+            "      or writer == '' and string.match(rest, '^%d+') == epoch) then",
             "if state and string.match(rest, '^%d+') == epoch then",
         ),
     ),
@@ -149,13 +150,15 @@ GUARDS = (
     ),
     Guard(
         "abandon: the epoch of the lease",
-        script("if string.match(rest, '^%d+') ~= ARGV[2] then", "if false then"),
+        script(
+            "if string.match(rest, '^%d+') ~= ARGV[2] and rest ~= ARGV[2] then", "if false then"
+        ),
     ),
     Guard(
         "abandon: what is sealed",
         script(
-            "if state ~= 'open' then\n  return redis.error_reply('CONFLICT ' .. ARGV[1] .. ' is already ' .. state)\nend\nif string.match(rest, '^%d+') ~= ARGV[2] then",
-            "if string.match(rest, '^%d+') ~= ARGV[2] then",
+            "if state ~= 'open' then\n  return redis.error_reply('CONFLICT ' .. ARGV[1] .. ' is already ' .. state)\nend\nif string.match(rest, '^%d+') ~= ARGV[2] and rest ~= ARGV[2] then",
+            "if string.match(rest, '^%d+') ~= ARGV[2] and rest ~= ARGV[2] then",
         ),
     ),
     Guard(
@@ -250,10 +253,6 @@ GUARDS = (
     Guard(
         "give_back: bytes of a batch",
         script("if string.sub(entries[i] or '', 1, 8) == 'planned:' then", "if false then"),
-    ),
-    Guard(
-        "open_group: whom the trainer waits for",
-        script("local starves = begins == 'open' and", "local starves = false and"),
     ),
     # the trainer
     Guard(

@@ -59,6 +59,10 @@ def _persist(store: Store, words: Words) -> int:
     return int(store.expires.pop(words[1], None) is not None)
 
 
+def _ping(store: Store, words: Words) -> Status:
+    return Status(b"PONG")
+
+
 def _script(store: Store, words: Words) -> Any:
     if words[1].upper() != b"LOAD":
         raise NotSimulatedError(f"SCRIPT {words[1].decode()}")
@@ -74,10 +78,14 @@ def _config(store: Store, words: Words) -> Any:
 
 
 def _info(store: Store, words: Words) -> bytes:
-    """A server without `maxmemory`, which need not count what it uses."""
-    if [word.upper() for word in words[1:]] != [b"MEMORY"]:
-        raise NotSimulatedError(b" ".join(words).decode())
-    return b"# Memory\r\nused_memory:0\r\nmaxmemory:0\r\n"
+    """A server without `maxmemory`, which need not count what it uses; and which start of it."""
+    match [word.upper() for word in words[1:]]:
+        case [b"MEMORY"]:
+            return b"# Memory\r\nused_memory:0\r\nmaxmemory:0\r\n"
+        case [b"SERVER"]:
+            return b"# Server\r\nrun_id:start%d\r\n" % store.num_starts
+        case _:
+            raise NotSimulatedError(b" ".join(words).decode())
 
 
 # strings
@@ -244,6 +252,7 @@ PLAIN: dict[bytes, Command] = {
     b"TTL": _left,
     b"PTTL": _left,
     b"PERSIST": _persist,
+    b"PING": _ping,
     b"SCRIPT": _script,
     b"CONFIG": _config,
     b"INFO": _info,

@@ -28,6 +28,7 @@ class Store:
     Attributes:
         now_ms: its clock.
         is_full: whether it is above `maxmemory`: scripts without allow-oom are refused.
+        num_starts: how often it was started.
         num_added: entries that were ever added to streams.
         appended: told of every entry that is added to a stream: its key, id and fields.
     """
@@ -41,6 +42,7 @@ class Store:
         self.expires: dict[bytes, float] = {}
         self._next_expiry_ms = math.inf
         self.known_scripts: set[bytes] = set()
+        self.num_starts = 1
         self.scripts = _SCRIPTS
         self.appends_only = b"everysec"
 
@@ -71,6 +73,7 @@ class Store:
     def forget_scripts(self) -> None:
         """As after a restart."""
         self.known_scripts.clear()
+        self.num_starts += 1
 
     def save(self) -> Any:
         """What a disk would hold now, for `load`."""
