@@ -242,7 +242,7 @@ class CommandMaker:
                 return self._rare(call)
 
     def _rare(
-        self, call: CloseCall | ConfigCall | NoteCall | HeartbeatCall | TakeOverCall
+        self, call: CloseCall | ConfigCall | NoteCall | ReserveCall | HeartbeatCall | TakeOverCall
     ) -> Command:
         match call:
             case CloseCall(reason, _):
