@@ -28,7 +28,7 @@ class Store:
     Attributes:
         now_ms: its clock.
         is_full: whether it is above `maxmemory`: scripts without allow-oom are refused.
-        num_starts: how often it was started.
+        num_starts: how often it was started with what a disk held.
         num_added: entries that were ever added to streams.
         appended: told of every entry that is added to a stream: its key, id and fields.
     """
@@ -73,7 +73,6 @@ class Store:
     def forget_scripts(self) -> None:
         """As after a restart."""
         self.known_scripts.clear()
-        self.num_starts += 1
 
     def save(self) -> Any:
         """What a disk would hold now, for `load`."""
@@ -81,6 +80,7 @@ class Store:
 
     def load(self, saved: Any) -> None:
         """Start with what the disk holds."""
+        self.num_starts += 1
         self.values, self.expires = copy.deepcopy(saved)
         self._next_expiry_ms = 0.0
         self.forget_scripts()
