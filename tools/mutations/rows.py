@@ -167,9 +167,9 @@ ROWS = (
     ),
     Mutation(
         "the last living member of a group is trained alone",
-        "readiness.py",
-        "least = min(2, group.opened.num_needed)",
-        "least = 1",
+        "members.py",
+        "return min(2, self.opened.num_needed)",
+        "return 1",
         ("test_readiness",),
     ),
     Mutation(
@@ -182,8 +182,8 @@ ROWS = (
     Mutation(
         "groups without signal are dropped unasked",
         "readiness.py",
-        "if self._config.drop_zero_variance and _teaches",
-        "if _teaches",
+        "if self._config.drop_zero_variance and teaches",
+        "if teaches",
         ("test_readiness",),
     ),
     Mutation(
@@ -345,8 +345,8 @@ ROWS = (
     Mutation(
         "event ids are compared as text",
         "planning.py",
-        "max((g.completed_by for g in ready), key=event_order)",
-        "max(g.completed_by for g in ready)",
+        "max([revised_at, *(g.completed_by for g in ready)], key=event_order)",
+        "max([revised_at, *(g.completed_by for g in ready)])",
         ("test_planning",),
     ),
     Mutation(
