@@ -12,6 +12,7 @@ import redis
 
 from turnstream.errors import NotReadyError, StoreBehindError
 from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.store import keys
 from turnstream.store.rewards import RewardOutcome
 from turnstream.testing import group, ids, wait_until
 from turnstream.types import TrajectoryKey
@@ -115,6 +116,28 @@ def test_a_restart_that_lost_nothing_changes_nothing(
     after = read(own_client, run).events()
     assert after[: len(before)] == before
     assert len(after) == 2 * len(before)
+    assert (statistics.num_restarts, statistics.num_lost) == (1, 0)
+
+
+def test_what_left_the_ledger_before_its_group_is_not_taken_for_lost(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+) -> None:
+    # A trajectory that no plan took is folded away while its planned group is still there. A
+    # publisher that sent both again after a restart said that the store had lost it.
+    run = new_run(own_client)
+    names = keys.run_keys(run)
+
+    with Publisher(own_server.url, run) as publisher:
+        publisher.publish(group("g")).result(10)
+        own_client.hset(names.groups, "g", "2:planned")
+        own_client.hset(names.ledger, "g/0/0", "planned:1")
+        own_client.hdel(names.ledger, "g/1/0")
+        own_server.kill()
+        own_server.restart()
+        publisher.publish(group("h")).result(10)
+        publisher.flush()
+        statistics = publisher.statistics()
+
     assert (statistics.num_restarts, statistics.num_lost) == (1, 0)
 
 

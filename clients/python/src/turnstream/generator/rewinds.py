@@ -13,6 +13,7 @@ from turnstream.generator.queues import Queues
 from turnstream.generator.receipts import Delivery
 from turnstream.generator.tally import Tally
 from turnstream.generator.window import Acknowledged, Ended, KeptTurn, TakenOver
+from turnstream.store import keys
 from turnstream.store.replies import refusal
 
 REPOST_EVERY_S: Final = 0.5
@@ -89,8 +90,16 @@ def why_refused(lane: Lane, text: str) -> TurnstreamError:
 
 
 def has_survived(lane: Lane, text: str) -> bool:
-    """Whether a refusal says that the store has all of a lane that had ended, and is beyond it."""
-    is_beyond = (f"CONFLICT {lane.trajectory_id} is already ", "FENCED the trajectory is over")
+    """Whether a refusal says that the store has all of a lane that had ended, and is beyond it.
+
+    A trajectory may have left the ledger before its group.
+    """
+    group = keys.encode_name(lane.key.group_id)
+    is_beyond = (
+        f"CONFLICT {lane.trajectory_id} is already ",
+        f"CONFLICT group {group} is already ",
+        "FENCED the trajectory is over",
+    )
     return lane.has_ended and (
         text.startswith(is_beyond) or text.endswith(" was over: a name is used once")
     )
