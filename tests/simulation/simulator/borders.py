@@ -10,14 +10,15 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 from unittest.mock import patch
 
 from simulator.clients import AsyncClient, AsyncLinkInMemory, LinkInMemory, SyncClient
 from simulator.loops import ProcessLoop
 from simulator.world import Process
 from turnstream.generator import async_publisher, async_sender, writers
-from turnstream_server.batcher import payload, planner, renewal
+from turnstream_server.batcher import payload, renewal
+from turnstream_server.bus import incarnations
 
 
 def running_process() -> Process:
@@ -43,21 +44,6 @@ class _Complaints(logging.Handler):
             process.world.blame(f"{process.name} logs: {text}")
 
 
-class _BoundInMemory:
-    """A client of the planner's, which says which start of the store it knows."""
-
-    def __init__(self, url: str) -> None:
-        process = running_process()
-        self.client = AsyncClient(process)
-        self.run_id = f"start{process.world.store.num_starts}"
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.client.aclose()
-
-
 @contextlib.contextmanager
 def inside() -> Iterator[None]:
     """Within, whatever connects is connected to the world of the process that runs."""
@@ -80,7 +66,7 @@ def inside() -> Iterator[None]:
     with (
         patch.multiple(async_sender, AsyncLink=link, connect_async=client, time=clock),
         patch.multiple(async_publisher, connect_async=client, time=clock),
-        patch.multiple(planner, BoundStore=_BoundInMemory),
+        patch.multiple(incarnations, connect_async=client),
         patch.multiple(renewal, connect=thread_client, time=clock),
         patch.multiple(payload, Link=thread_link),
         patch.multiple(writers, random=chance),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, Self
 
 import redis
@@ -52,36 +53,89 @@ def _parsed(name: bytes, reply: Any, options: dict[str, Any]) -> Any:
 
 
 class AsyncClient(redis.asyncio.Redis):
-    """A client in one process; every call is an event of its world."""
+    """A client in one process; every call is an event of its world.
 
-    def __init__(self, process: Process) -> None:  # connects to nothing
+    It has one connection, which is made anew after it was lost; by chance the client sends then
+    again by itself what was not answered.
+    """
+
+    def __init__(self, process: Process) -> None:  # connects when it is first used
         self._process = process
+        self._start = 0  # of the store, to which the connection leads
+        self.connection_pool: Any = SimpleNamespace(connection_kwargs={})
 
     def __del__(self, *_: Any) -> None:
         """There is no connection to close."""
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         words = words_of(args)
-        (reply,) = await send(self._process, [words])
+        (reply,) = await self.exchange([words])
         if isinstance(reply, StoreError):
             raise error_of(reply)
         return _parsed(words[0], reply, options)
+
+    async def exchange(
+        self, commands: Sequence[Sequence[bytes]], *, is_whole: bool = False
+    ) -> list[Any]:
+        """Send commands and wait for their replies."""
+        process = self._process
+        while True:
+            try:
+                await self._connect()
+                return await send(process, commands, start=self._start, is_whole=is_whole)
+            except RedisConnectionError:
+                self._start = 0
+                if process.is_dead or process.world.rng.random() < 0.5:
+                    raise
+
+    async def _connect(self) -> None:
+        start = self._process.world.store.num_starts
+        if self._start == start:
+            return
+        meet = self.connection_pool.connection_kwargs.get("redis_connect_func")
+        if meet is not None:
+            await meet(_NewConnection(self._process, start))
+        self._start = start
 
     async def script_load(self, script: Any) -> Any:
         return await self.execute_command("SCRIPT", "LOAD", script)
 
     def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> Any:
-        return AsyncPipeline(self._process, is_whole=transaction)
+        return AsyncPipeline(self, is_whole=transaction)
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         """There is no connection to close."""
 
 
+class _NewConnection:
+    """What `redis_connect_func` is given."""
+
+    def __init__(self, process: Process, start: int) -> None:
+        self._process = process
+        self._start = start
+        self._sent: list[bytes] = []
+
+    async def on_connect(self) -> None:
+        """Nothing: there is no socket to set up."""
+
+    async def send_command(self, *args: Any, check_health: bool) -> None:
+        """Send a command."""
+        self._sent = words_of(args)
+
+    async def read_response(self) -> Any:
+        """The reply to it."""
+        (reply,) = await send(self._process, [self._sent], start=self._start)
+        return reply
+
+    async def disconnect(self) -> None:
+        """There is no socket to close."""
+
+
 class AsyncPipeline:
     """Commands that are sent together."""
 
-    def __init__(self, process: Process, *, is_whole: bool) -> None:
-        self._process = process
+    def __init__(self, client: AsyncClient, *, is_whole: bool) -> None:
+        self._client = client
         self._is_whole = is_whole
         self._commands: list[tuple[list[bytes], dict[str, Any]]] = []
 
@@ -95,7 +149,7 @@ class AsyncPipeline:
         if not self._commands:
             return []
         commands = [words for words, _ in self._commands]
-        raw = await send(self._process, commands, is_whole=self._is_whole)
+        raw = await self._client.exchange(commands, is_whole=self._is_whole)
         replies: list[Any] = []
         for (words, options), reply in zip(self._commands, raw, strict=True):
             if isinstance(reply, StoreError):
@@ -111,12 +165,13 @@ async def send(
     process: Process,
     commands: Sequence[Sequence[bytes]],
     *,
+    start: int,
     is_whole: bool = False,
     may_repeat: bool = True,
 ) -> list[Any]:
     """Send commands and wait for their replies."""
     answered: asyncio.Future[list[Any]] = process.loop.create_future()
-    process.world.send(Request(process, commands, answered, is_whole, may_repeat))
+    process.world.send(Request(process, commands, answered, start, is_whole, may_repeat))
     return await answered
 
 
@@ -179,6 +234,7 @@ class AsyncLinkInMemory:
 
     def __init__(self, process: Process) -> None:
         self._process = process
+        self._start = 0  # of the store, to which the connection leads; 0 where there is none
 
     async def exchange(self, data: bytes, num_replies: int) -> list[Any]:
         """Send packed commands; their replies, errors among them."""
@@ -187,7 +243,9 @@ class AsyncLinkInMemory:
         if first is not None:
             commands = [*commands[:first], *commands[first + 1 : -1]]
         is_whole = first is not None
-        raw = await send(self._process, commands, is_whole=is_whole, may_repeat=False)
+        start, self._start = self._start or self._process.world.store.num_starts, 0
+        raw = await send(self._process, commands, start=start, is_whole=is_whole, may_repeat=False)
+        self._start = start
         replies = [error_of(each) if isinstance(each, StoreError) else each for each in raw]
         if first is None:
             return replies

@@ -91,6 +91,12 @@ def _never_heard(self: RunFold, event_id: str, event: Any) -> list[Any]:
     return self._late(event.key) if group is None else self._place(event_id, group, event)
 
 
+_IS_OPEN = (
+    "if state == 'open' and (rest == epoch .. writer\n"
+    "      or writer == '' and string.match(rest, '^%d+') == epoch) then"
+)
+_IS_ANOTHERS = "if string.match(rest, '^%d+') ~= ARGV[2] and rest ~= ARGV[2] then"
+
 GUARDS = (
     # the payload of a trajectory
     Guard(
@@ -131,18 +137,11 @@ GUARDS = (
     ),
     Guard(
         "post_sealed: the epoch of the lease",
-        script(
-            "if state == 'open' and (rest == epoch .. writer\n",
-            "if state == 'open' and (true\n",
-        ),
+        script(_IS_OPEN, "if state == 'open' then"),
     ),
     Guard(
         "post_sealed: a seal counts once",
-        script(
-            "if state == 'open' and (rest == epoch .. writer\n"
-            "      or writer == '' and string.match(rest, '^%d+') == epoch) then",
-            "if state and string.match(rest, '^%d+') == epoch then",
-        ),
+        script(_IS_OPEN, "if state and string.match(rest, '^%d+') == epoch then"),
     ),
     Guard(
         "post_sealed: a group that is decided",
@@ -150,15 +149,14 @@ GUARDS = (
     ),
     Guard(
         "abandon: the epoch of the lease",
-        script(
-            "if string.match(rest, '^%d+') ~= ARGV[2] and rest ~= ARGV[2] then", "if false then"
-        ),
+        script(_IS_ANOTHERS, "if false then"),
     ),
     Guard(
         "abandon: what is sealed",
         script(
-            "if state ~= 'open' then\n  return redis.error_reply('CONFLICT ' .. ARGV[1] .. ' is already ' .. state)\nend\nif string.match(rest, '^%d+') ~= ARGV[2] and rest ~= ARGV[2] then",
-            "if string.match(rest, '^%d+') ~= ARGV[2] and rest ~= ARGV[2] then",
+            "if state ~= 'open' then\n  return redis.error_reply('CONFLICT ' .. ARGV[1] .. ' is already ' .. state)\nend\n"
+            + _IS_ANOTHERS,
+            "if string.match(rest, '^%d+') ~= string.match(ARGV[2], '^%d+') then",
         ),
     ),
     Guard(

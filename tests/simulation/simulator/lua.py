@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +24,8 @@ Carry = Callable[[bytes, Sequence[bytes]], Any]
 _FLAGS = re.compile(rb"#!lua(?: +flags=([a-z,-]+))?[^\n]*")
 
 _SETUP = rb"""
-local carry, is_error, sha1hex, decode, encode, log = ...
+local carry, sha1hex, decode, encode, log, band, bor, bxor, bnot, lshift, rshift = ...
+bit = {band = band, bor = bor, bxor = bxor, bnot = bnot, lshift = lshift, rshift = rshift}
 redis = {}
 function redis.error_reply(text)
   return {err = text}
@@ -49,6 +51,7 @@ cjson = {decode = decode, encode = encode, null = setmetatable({}, {__tostring =
 local function refusing(library)
   return {__index = function(_, name) error(library .. name .. ' is not simulated') end}
 end
+setmetatable(bit, refusing('bit.'))
 setmetatable(redis, refusing('redis.'))
 setmetatable(cjson, refusing('cjson.'))
 local loadstring, setfenv, pcall, type = loadstring, setfenv, pcall, type
@@ -135,7 +138,7 @@ class Scripts:
         self._raw_compile = load
         setup = load(_SETUP, b"=setup")
         self._compile, self._run, self._pack, end, self._null = setup(
-            self._carry, None, _sha1hex, self._decode, self._encode, _ignore
+            self._carry, _sha1hex, self._decode, self._encode, _ignore, *_BIT_OPERATIONS
         )
         self._type = lupa.lua_type
         end()
@@ -257,6 +260,23 @@ def _nothing(name: bytes, words: Sequence[bytes]) -> Any:
 
 def _sha1hex(text: bytes) -> bytes:
     return hashlib.sha1(text, usedforsecurity=False).hexdigest().encode()
+
+
+def _of_32_bits(operation: Callable[..., int]) -> Callable[..., int]:
+    """An operation of the library `bit`: its numbers are of 32 bits, its result has a sign."""
+
+    def operate(*numbers: float) -> int:
+        result = operation(*[int(number) & 0xFFFFFFFF for number in numbers]) & 0xFFFFFFFF
+        return result - (1 << 32) if result >= 1 << 31 else result
+
+    return operate
+
+
+_BIT_OPERATIONS = [
+    *map(_of_32_bits, (operator.and_, operator.or_, operator.xor, operator.invert)),
+    _of_32_bits(lambda number, by: number << (by & 31)),
+    _of_32_bits(lambda number, by: number >> (by & 31)),
+]
 
 
 def _ignore(*_: Any) -> None:

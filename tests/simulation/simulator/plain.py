@@ -59,10 +59,6 @@ def _persist(store: Store, words: Words) -> int:
     return int(store.expires.pop(words[1], None) is not None)
 
 
-def _ping(store: Store, words: Words) -> Status:
-    return Status(b"PONG")
-
-
 def _script(store: Store, words: Words) -> Any:
     if words[1].upper() != b"LOAD":
         raise NotSimulatedError(f"SCRIPT {words[1].decode()}")
@@ -71,21 +67,26 @@ def _script(store: Store, words: Words) -> Any:
     return sha
 
 
-def _config(store: Store, words: Words) -> Any:
-    if [word.upper() for word in words[1:]] != [b"GET", b"APPENDFSYNC"]:
-        raise NotSimulatedError(b" ".join(words).decode())
-    return [b"appendfsync", store.appends_only]
-
-
 def _info(store: Store, words: Words) -> bytes:
     """A server without `maxmemory`, which need not count what it uses; and which start of it."""
     match [word.upper() for word in words[1:]]:
         case [b"MEMORY"]:
             return b"# Memory\r\nused_memory:0\r\nmaxmemory:0\r\n"
         case [b"SERVER"]:
-            return b"# Server\r\nrun_id:start%d\r\n" % store.num_starts
+            return b"# Server\r\nrun_id:%040x\r\n" % store.num_starts
         case _:
             raise NotSimulatedError(b" ".join(words).decode())
+
+
+def _ping(store: Store, words: Words) -> Status:
+    refuse_options(words, 1)
+    return Status(b"PONG")
+
+
+def _config(store: Store, words: Words) -> Any:
+    if [word.upper() for word in words[1:]] != [b"GET", b"APPENDFSYNC"]:
+        raise NotSimulatedError(b" ".join(words).decode())
+    return [b"appendfsync", store.appends_only]
 
 
 # strings
@@ -252,10 +253,10 @@ PLAIN: dict[bytes, Command] = {
     b"TTL": _left,
     b"PTTL": _left,
     b"PERSIST": _persist,
-    b"PING": _ping,
     b"SCRIPT": _script,
     b"CONFIG": _config,
     b"INFO": _info,
+    b"PING": _ping,
     b"GET": _get,
     b"SET": _set,
     b"INCR": _increment,

@@ -148,6 +148,8 @@ async def _train(
 ) -> None:
     world, history = process.world, life.history
     manifest = batch.manifest
+    if history.session_epoch != session.session_epoch:
+        raise FencedError(f"session {session.session_epoch} sleeps while another begins")
     _payload_is_there(process, life, manifest)
     before = history.ever_trained.setdefault(manifest.step, batch.manifest_hash)
     if before != batch.manifest_hash:

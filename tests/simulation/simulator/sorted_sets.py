@@ -64,9 +64,9 @@ def _zrange(store: Store, words: Words) -> list[bytes]:
     options = [word.upper() for word in words[4:]]
     if options not in ([], [b"WITHSCORES"]):
         raise NotSimulatedError(b" ".join(words).decode())
+    first, last = integer(words[2]), integer(words[3])
     zset = store.get(words[1], ZSet)
     order = [] if zset is None else zset.order
-    first, last = integer(words[2]), integer(words[3])
     first = max(0, first + len(order)) if first < 0 else first
     last = last + len(order) if last < 0 else last
     return _listed(order[first : last + 1], bool(options))
@@ -80,8 +80,10 @@ def _bound(word: bytes) -> tuple[float, bool]:
         raise StoreError("ERR min or max is not a float") from None
 
 
-def _within(zset: ZSet | None, low: bytes, high: bytes) -> list[tuple[float, bytes]]:
-    (least, is_above), (most, is_below) = _bound(low), _bound(high)
+def _within(store: Store, words: Words) -> list[tuple[float, bytes]]:
+    """The members between the bounds that a command names behind its key."""
+    (least, is_above), (most, is_below) = _bound(words[2]), _bound(words[3])
+    zset = store.get(words[1], ZSet)
     if zset is None:
         return []
     return [
@@ -93,7 +95,7 @@ def _within(zset: ZSet | None, low: bytes, high: bytes) -> list[tuple[float, byt
 
 
 def _zrangebyscore(store: Store, words: Words) -> list[bytes]:
-    pairs = _within(store.get(words[1], ZSet), words[2], words[3])
+    pairs = _within(store, words)
     at = 4
     with_scores = False
     while at < len(words):
@@ -110,12 +112,12 @@ def _zrangebyscore(store: Store, words: Words) -> list[bytes]:
 
 
 def _zcount(store: Store, words: Words) -> int:
-    return len(_within(store.get(words[1], ZSet), words[2], words[3]))
+    return len(_within(store, words))
 
 
 def _zremrangebyscore(store: Store, words: Words) -> int:
+    gone = _within(store, words)
     zset = store.get(words[1], ZSet)
-    gone = _within(zset, words[2], words[3])
     for _, member in gone:
         zset.remove(member)
     if gone:

@@ -28,7 +28,7 @@ class Store:
     Attributes:
         now_ms: its clock.
         is_full: whether it is above `maxmemory`: scripts without allow-oom are refused.
-        num_starts: how often it was started with what a disk held.
+        num_starts: how often it was started; its `run_id`.
         num_added: entries that were ever added to streams.
         appended: told of every entry that is added to a stream: its key, id and fields.
     """
@@ -36,13 +36,13 @@ class Store:
     def __init__(self) -> None:
         self.now_ms = 0.0
         self.num_added = 0
+        self.num_starts = 1
         self.is_full = False
         self.appended: Callable[[bytes, EntryId, list[bytes]], None] | None = None
         self.values: dict[bytes, Value] = {}
         self.expires: dict[bytes, float] = {}
         self._next_expiry_ms = math.inf
         self.known_scripts: set[bytes] = set()
-        self.num_starts = 1
         self.scripts = _SCRIPTS
         self.appends_only = b"everysec"
 
@@ -70,8 +70,9 @@ class Store:
         except IndexError:
             raise StoreError("ERR wrong number of arguments") from None
 
-    def forget_scripts(self) -> None:
-        """As after a restart."""
+    def start_anew(self) -> None:
+        """Stop and start with what is here: another start, which knows no script."""
+        self.num_starts += 1
         self.known_scripts.clear()
 
     def save(self) -> Any:
@@ -79,11 +80,13 @@ class Store:
         return copy.deepcopy((self.values, self.expires))
 
     def load(self, saved: Any) -> None:
-        """Start with what the disk holds."""
-        self.num_starts += 1
-        self.values, self.expires = copy.deepcopy(saved)
+        """Stop and start with what the disk held; whoever looks at `values` sees that."""
+        values, expires = copy.deepcopy(saved)
+        self.values.clear()
+        self.values.update(values)
+        self.expires = expires
         self._next_expiry_ms = 0.0
-        self.forget_scripts()
+        self.start_anew()
 
     def get(self, key: bytes, kind: type[Any]) -> Any:
         """The value of a key, None where there is none.

@@ -39,10 +39,11 @@ def _next_id(stream: Stream, word: bytes, *, now_ms: float) -> EntryId:
 
 
 def _xadd(store: Store, words: Words) -> bytes:
-    at, most = 2, None
+    at, most, is_about = 2, None, False
     if words[2].upper() == b"MAXLEN":
-        most = int(words[3])
-        at = 4
+        is_about = words[3] == b"~"
+        at = 5 if is_about else 4
+        most = int(words[at - 1])
     if words[at].upper() in {b"MINID", b"NOMKSTREAM", b"=", b"~", b"LIMIT"}:
         raise NotSimulatedError(b" ".join(words).decode(errors="replace"))
     existing = store.get(words[1], Stream)
@@ -55,6 +56,8 @@ def _xadd(store: Store, words: Words) -> bytes:
     store.num_added += 1
     stream.add(entry_id, fields)
     if most is not None and len(stream) > most:
+        if is_about:
+            raise NotSimulatedError("which entries a server trims that need not be exact")
         stream.trim(len(stream) - most)
     if store.appended is not None:
         store.appended(words[1], entry_id, fields)
@@ -146,8 +149,8 @@ def _xread(store: Store, words: Words) -> Any:
     names = words[at + 1 : at + 1 + (len(words) - at - 1) // 2]
     found: list[Any] = []
     for name, position in zip(names, words[at + 1 + len(names) :], strict=True):
-        after = _after(_entry_id(position, seq=0))
         stream = store.get(name, Stream)
+        after = _after(_entry_id(position, seq=0))
         entries = [] if stream is None else _entries(stream, stream.between(after, LAST_ID)[:count])
         if entries:
             found.append([name, entries])

@@ -67,6 +67,7 @@ class Request:
     """Commands of a process that are on their way to the store.
 
     Attributes:
+        start: of the store, to which their connection leads.
         is_whole: carried out as one, as MULTI and EXEC.
         may_repeat: whether the client sends it again by itself.
     """
@@ -74,6 +75,7 @@ class Request:
     process: Process
     commands: Sequence[Sequence[bytes]]
     answered: asyncio.Future[list[Any]]
+    start: int
     is_whole: bool = False
     may_repeat: bool = True
 
@@ -154,6 +156,8 @@ class World:
         """A process calls the store."""
         if request.process.is_dead:
             request.answered.set_exception(RedisConnectionError("the process is dead"))
+        elif request.start != self.store.num_starts:
+            request.answered.set_exception(RedisConnectionError("the server closed it"))
         else:
             self._requests.append(request)
 
@@ -366,7 +370,7 @@ class World:
     def _restart_store(self) -> None:
         self.note("restart")
         self.lose_connections()
-        self.store.forget_scripts()
+        self.store.start_anew()
 
     def _fill_store(self) -> None:
         self.note("fill")
