@@ -64,6 +64,19 @@ async def test_an_evaluation_ends_with_its_result_and_what_is_open_is_surplus(
     assert result.groups == (ended().result,)
 
 
+async def test_what_was_rewarded_after_the_deadline_of_its_evaluation_is_surplus(run: Any) -> None:
+    # A reward that came between the deadline and the end left its trajectory sealed for ever.
+    await run.open("e", num_samples=2, purpose=Purpose.EVAL)
+    await run.seal("e", 0)
+    await run.seal("e", 1)
+
+    await settle(run, ended())
+
+    entry = await run.client.hget(run.keys.ledger, "e/1/0")
+    assert entry == b"surplus:its evaluation ended without it"
+    (await read_ledger_async(run.client, run.name)).check()
+
+
 async def test_ending_an_evaluation_again_changes_nothing(run: Any) -> None:
     await run.open("e", purpose=Purpose.EVAL)
     await run.seal("e", 0)

@@ -7,8 +7,8 @@
 --   KEYS[2] groups      hash    group name -> "<num_samples>:evaluating"; becomes "...:evaluated". One
 --                               that is gone is over
 --   KEYS[3] ledger      hash    trajectory id: "sealed:<epoch>" and "awaiting_reward:<epoch>" of those
---                               that count become "evaluated:<reason>"; "open:..." and the other
---                               "awaiting_reward:..." become "surplus:<reason>"
+--                               that count become "evaluated:<reason>"; "open:..." and the others
+--                               become "surplus:<reason>"
 --   KEYS[4] counts      hash    changed: open, sealed, awaiting_reward, surplus, evaluated
 --   KEYS[5] members     hash    read: "<num_needed>:<highest attempt>:..."; removed with the group
 --   KEYS[6] deadlines   zset    removed: those of the group and of its trajectories
@@ -84,7 +84,8 @@ for sample = 0, num_samples - 1 do
   for attempt = 0, tonumber(attempts) do
     local id = ARGV[2] .. '/' .. sample .. '/' .. attempt
     local from = state_of(id)
-    if from == 'open' or from == 'awaiting_reward' then
+    -- Sealed and not counted: its reward came after the deadline.
+    if from == 'open' or from == 'awaiting_reward' or from == 'sealed' then
       settle(id, from, 'surplus', ARGV[4])
     elseif from == '' then
       give_back(id)
