@@ -14,6 +14,7 @@ from turnstream.errors import NotReadyError, StoreBehindError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store import keys
 from turnstream.store.rewards import RewardOutcome
+from turnstream.store.tasks import Prompt, add_prompts
 from turnstream.testing import group, ids, wait_until
 from turnstream.types import TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
@@ -117,6 +118,53 @@ def test_a_restart_that_lost_nothing_changes_nothing(
     assert after[: len(before)] == before
     assert len(after) == 2 * len(before)
     assert (statistics.num_restarts, statistics.num_lost) == (1, 0)
+
+
+def test_a_task_that_the_store_forgot_is_opened_again_with_all_that_was_written(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    # A task was sent again as a take-over of what the store had forgotten, and refused: what was
+    # acknowledged of it was lost.
+    run = new_run(own_client)
+    add_prompts(own_client, run, [Prompt(prompt_uid="p", payload=b"", num_samples=2)])
+
+    with Publisher(own_server.url, run) as publisher:
+        past = Past(own_server)
+        with publisher.next_task(10) as task:
+            for episode in task.trajectories:
+                episode.append(ids("ab"), ids("c")).result(10)
+                episode.seal(1.0)
+        publisher.flush()
+        past.come_back()
+        publisher.publish(group("h")).result(10)
+        publisher.flush()
+        statistics = publisher.statistics()
+
+    assert read(own_client, run).counts() == {"accepted": 4, "sealed": 4}
+    assert statistics.num_lost == 0
+
+
+def test_what_survived_one_restart_is_sent_again_after_the_next(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    # A store that was started anew and had everything was not sent it again when the start after
+    # that one had lost it.
+    run = new_run(own_client)
+
+    with Publisher(own_server.url, run, keep_s=60.0) as publisher:
+        past = Past(own_server)
+        publisher.publish(group("g")).result(10)
+        own_server.kill()
+        own_server.restart()
+        publisher.publish(group("h")).result(10)
+        publisher.flush()
+        past.come_back()
+        publisher.publish(group("i")).result(10)
+        publisher.flush()
+        statistics = publisher.statistics()
+
+    assert read(own_client, run).counts() == {"accepted": 6, "sealed": 6}
+    assert (statistics.num_restarts, statistics.num_lost) == (2, 0)
 
 
 def test_what_left_the_ledger_before_its_group_is_not_taken_for_lost(

@@ -28,7 +28,7 @@ Not thread-safe: the owner holds a lock.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from redis.exceptions import NoScriptError, ResponseError
@@ -165,6 +165,19 @@ class Outbox:
         self._heartbeats.opened(lane, now_s=now_s)
         self._window.keep(TakenOver(lane), now_s=now_s)
         return lane
+
+    def adopt_opened(
+        self, group: GroupOpened, epochs: Mapping[TrajectoryKey, int], *, now_s: float
+    ) -> list[Lane]:
+        """Write the trajectories of a task, which the store has opened with these epochs."""
+        lanes = [self._new_lane(key) for key in epochs]
+        for lane in lanes:
+            lane.epoch = epochs[lane.key]
+            self._reservations.grew(lane)
+            self._heartbeats.opened(lane, now_s=now_s)
+        opening = Admission(group, encode_event(group), lanes, Delivery())
+        self._window.keep(opening, now_s=now_s)
+        return lanes
 
     def append(self, lane: Lane, turn: TurnRecord, receipt: Delivery | None = None) -> None:
         """Send a turn behind the others of its trajectory.
@@ -483,7 +496,7 @@ class Outbox:
 
     def _refuse_lane(self, lane: Lane, text: str, now_s: float) -> None:
         if has_survived(lane, text):
-            self._end_well(lane, now_s)
+            self._survived(lane, now_s)
         else:
             error = why_refused(lane, text)
             self._note(lane, error)
@@ -563,7 +576,7 @@ class Outbox:
                 continue
             text = answer.decode()
             if has_survived(lane, text):
-                self._end_well(lane, now_s)
+                self._survived(lane, now_s)
             elif lane.held_epoch and lane.seal is not None and " is already " in text:
                 lane.epoch = lane.held_epoch  # its seal had been posted, and the answer was lost
                 lane.seal_record = lane.seal(lane.epoch)
@@ -651,6 +664,14 @@ class Outbox:
         self._window.keep(Ended(lane), now_s=now_s)
         self._end(lane)
         lane.has_ended = True
+
+    def _survived(self, lane: Lane, now_s: float) -> None:
+        """The store has all of a lane that had ended; the next start of it may not."""
+        for pending in lane.pending:
+            self._window.keep(KeptTurn(lane, pending.turn), now_s=now_s)
+        lane.num_acknowledged += len(lane.pending)
+        lane.epoch = lane.epoch or lane.held_epoch
+        self._end_well(lane, now_s)
 
     def _end(self, lane: Lane, error: TurnstreamError | None = None) -> None:
         lane.error = error

@@ -92,8 +92,11 @@ def why_refused(lane: Lane, text: str) -> TurnstreamError:
 def has_survived(lane: Lane, text: str) -> bool:
     """Whether a refusal says that the store has all of a lane that had ended, and is beyond it.
 
-    A trajectory may have left the ledger before its group.
+    A trajectory may have left the ledger before its group. One that was sealed and is abandoned now
+    was open when the store came back, and its lease ended before it was sealed again.
     """
+    if lane.abandon_reason is None and text.endswith(" is already abandoned"):
+        return False
     group = keys.encode_name(lane.key.group_id)
     is_beyond = (
         f"CONFLICT {lane.trajectory_id} is already ",

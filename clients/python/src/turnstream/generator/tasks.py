@@ -129,12 +129,8 @@ async def take_task_async(
 
 def task_states(outbox: Outbox, taken: TakenTask, now_s: float) -> list[WriterState]:
     """The trajectories of a task as ones that are open here: their leases are kept from now on."""
-    states: list[WriterState] = []
-    for key, epoch in taken.epochs.items():
-        lane = outbox.adopt(key, epoch=epoch, num_turns=0, num_bytes=0, now_s=now_s)
-        lane.is_placed = False
-        states.append(WriterState(outbox, taken.group, key, lane))
-    return states
+    lanes = outbox.adopt_opened(taken.group, taken.epochs, now_s=now_s)
+    return [WriterState(outbox, taken.group, lane.key, lane) for lane in lanes]
 
 
 def _none_came(run: str, found: NoTask, wait_s: float) -> TurnstreamError:
