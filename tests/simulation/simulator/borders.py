@@ -16,7 +16,7 @@ from unittest.mock import patch
 from simulator.clients import AsyncClient, AsyncLinkInMemory, LinkInMemory, SyncClient
 from simulator.loops import ProcessLoop
 from simulator.world import Process
-from turnstream.generator import async_publisher, async_sender, writers
+from turnstream.generator import async_publisher, async_sender, tasks, writers
 from turnstream_server.batcher import payload, renewal
 from turnstream_server.bus import incarnations
 
@@ -36,6 +36,10 @@ class _Complaints(logging.Handler):
         if not isinstance(loop, ProcessLoop):
             return  # of a life that failed, when its remains are swept up
         process = loop.process
+        if "and the store lost it" in record.getMessage() and "cut" in process.world.counts:
+            text = record.getMessage().partition(": ")[2]
+            process.world.lost(text.partition(" ")[0], text)
+            return
         has_slept = record.getMessage().startswith("the event loop stands still")
         if not process.is_dead and not has_slept:
             text = record.getMessage()
@@ -49,6 +53,11 @@ def inside() -> Iterator[None]:
     """Within, whatever connects is connected to the world of the process that runs."""
     clock = SimpleNamespace(monotonic=lambda: running_process().world.now_s)
     chance = SimpleNamespace(random=lambda: running_process().world.rng.random())
+
+    def request(num_bytes: int) -> str:
+        """A few places for many requests, so that they take each other's."""
+        rng = running_process().world.rng
+        return f"{rng.randrange(3):03x}{rng.getrandbits(52):013x}"
 
     def client(url: str, **_: Any) -> AsyncClient:
         return AsyncClient(running_process())
@@ -69,6 +78,7 @@ def inside() -> Iterator[None]:
         patch.multiple(incarnations, connect_async=client),
         patch.multiple(renewal, connect=thread_client, time=clock),
         patch.multiple(payload, Link=thread_link),
+        patch.multiple(tasks, secrets=SimpleNamespace(token_hex=request)),
         patch.multiple(writers, random=chance),
         _listening_to_the_log(),
     ):

@@ -12,6 +12,7 @@ from simulator.world import Process
 from turnstream.errors import (
     EndOfRunError,
     NotReadyError,
+    PromptsExhaustedError,
     RejectedError,
     TurnstreamError,
     UnavailableError,
@@ -32,18 +33,28 @@ async def generator(process: Process, life: Life) -> None:
         URL, life.run, writer=process.name, timeout_s=20.0, admission_timeout_s=30.0
     )
     rng = process.world.rng
-    workers = [_work(process, life, publisher) for _ in range(rng.choice((1, 2, 3)))]
+    is_given_tasks = bool(life.num_prompts) and rng.random() < 0.8
+    workers = [
+        _work(process, life, publisher, is_given_tasks) for _ in range(rng.choice((1, 2, 3)))
+    ]
     await asyncio.gather(*workers)
 
 
-async def _work(process: Process, life: Life, publisher: AsyncPublisher) -> None:
+async def _work(
+    process: Process, life: Life, publisher: AsyncPublisher, is_given_tasks: bool
+) -> None:
     rng = process.world.rng
     while not life.is_ended:
         acts = _ACTS if not life.is_closing else _LAST_ACTS
         act = rng.choice(acts)
+        if act is _refill and is_given_tasks:  # one writer takes refills in one way
+            act = _task
         try:
             await act(process, life, publisher)
-        except (RejectedError, UnavailableError, NotReadyError, EndOfRunError) as error:
+        except (
+            *(RejectedError, UnavailableError, NotReadyError),
+            *(EndOfRunError, PromptsExhaustedError),
+        ) as error:
             life.history.refused(error)
         await asyncio.sleep(rng.random() * 0.4)
 
@@ -56,6 +67,31 @@ async def _whole_group(process: Process, life: Life, publisher: AsyncPublisher) 
         for sample in range(num_samples):
             if process.world.rng.random() < 0.9:
                 await _tolerantly(process, life, group.trajectory(sample))
+
+
+async def _evaluation(process: Process, life: Life, publisher: AsyncPublisher) -> None:
+    rng = process.world.rng
+    if life.num_evals >= life.max_evals:
+        return
+    life.num_evals += 1
+    num_samples = rng.choice((1, 2, 3))
+    async with publisher.group(f"e{life.num_evals}", num_samples, purpose="eval") as group:
+        for sample in range(num_samples):
+            if rng.random() < 0.9:
+                await _tolerantly(process, life, group.trajectory(sample))
+
+
+async def _task(process: Process, life: Life, publisher: AsyncPublisher) -> None:
+    """Whatever the run gives: a refill, or one of its prompts."""
+    task = await publisher.next_task(0.3)
+    if any(trajectory.key in process.begun for trajectory in task.trajectories):
+        if "cut" not in process.world.counts:
+            process.world.blame(f"{process.name} is given the task {task.group_id} twice")
+        return  # the store forgot that it has it, and is told again what was written of it
+    async with task:
+        for trajectory in task.trajectories:
+            process.begun.add(trajectory.key)
+            await _tolerantly(process, life, trajectory)
 
 
 async def _tolerantly(process: Process, life: Life, writer: AsyncTrajectoryWriter) -> None:
@@ -162,20 +198,23 @@ async def _post_reward(process: Process, life: Life, publisher: AsyncPublisher) 
     rng, awaiting = process.world.rng, life.history.awaiting
     if awaiting:
         key = rng.choice(awaiting)
-        await publisher.post_reward(key, rng.choice(REWARDS))
+        _, reward = life.history.rewarded.get(key, (0.0, rng.choice(REWARDS)))
+        await publisher.post_reward(key, reward)
+        life.history.rewarded[key] = process.world.now_s, reward
         if key in awaiting:
             awaiting.remove(key)
 
 
 _ACTS = (
     *(_whole_group, _whole_group, _shared_group, _shared_group),
-    *(_refill, _take_over, _take_over, _post_reward),
+    *(_refill, _refill, _take_over, _take_over, _post_reward, _evaluation),
 )
 _LAST_ACTS = (_refill, _take_over, _post_reward, _join_any)
 
 
 async def _episode(process: Process, life: Life, writer: AsyncTrajectoryWriter) -> None:
     rng = process.world.rng
+    life.history.writers.setdefault(keys.trajectory_id(writer.key), set()).add(process.name)
     tokens = [
         token for turn in writer.turns[-1:] for token in (*turn.prompt_ids, *turn.response_ids)
     ]
@@ -203,7 +242,8 @@ async def _seal(life: Life, writer: AsyncTrajectoryWriter, rng: random.Random) -
     name = keys.trajectory_id(key)
     crcs = tuple(writer._state.draft._crcs)
     history.said.setdefault(name, set()).add(crcs)
-    awaits = rng.random() < 0.2
+    is_eval = key.group_id.startswith("e") and not life.config.reward_deadline_s
+    awaits = rng.random() < 0.2 and not is_eval  # no run waits for its evaluations
     if awaits:
         history.awaiting.append(TrajectoryKey(*key))
     await writer.seal(None if awaits else rng.choice(REWARDS), awaits_reward=awaits)

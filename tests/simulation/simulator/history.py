@@ -24,12 +24,17 @@ class History:
     Attributes:
         said: trajectory id -> the CRCs of the turns of every seal that was tried.
         acknowledged: trajectories of which a writer was told that the run knows their seal.
+        writers: trajectory id -> the processes that wrote to it, or asked to.
+        lost: what publishers said that the store had lost, by trajectory id.
         awaiting: trajectories that were sealed without their reward, which nobody has posted.
+        rewarded: trajectory -> when a reward was acknowledged, and which.
         trained: step -> manifest hash, of the history that survives.
         checkpoints: tokens of the history that survives, oldest first; what a trainer starts from.
         on_disk: all that were ever saved.
         groups: name, samples and needed members of those that several generators write.
         ever_trained: the same as `trained`, of all histories.
+        planned: step -> manifest hash, as the store has it.
+        all_trained: every step and manifest hash that was ever trained.
         releasable: the newest step that may be released.
         intended: step -> plans that were checked, and maybe not written.
         refusals: errors that callers were told, by type.
@@ -38,23 +43,28 @@ class History:
 
     said: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)
     acknowledged: set[str] = field(default_factory=set)
+    writers: dict[str, set[str]] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
     awaiting: list[TrajectoryKey] = field(default_factory=list)
+    rewarded: dict[TrajectoryKey, tuple[float, float]] = field(default_factory=dict)
     groups: list[tuple[str, int, int]] = field(default_factory=list)
     trained: dict[int, str] = field(default_factory=dict)
     on_disk: list[RecoveryToken] = field(default_factory=list)
     ever_trained: dict[int, str] = field(default_factory=dict)
+    planned: dict[int, str] = field(default_factory=dict)
+    all_trained: set[tuple[int, str]] = field(default_factory=set)
     checkpoints: list[RecoveryToken] = field(default_factory=list)
     intended: dict[int, list[Manifest]] = field(default_factory=dict)
     releasable: int = 0
     num_sessions: int = 0
-    session_epoch: int = 0
+    session: str = ""
     newest_version: int = 0
     refusals: dict[str, int] = field(default_factory=dict)
     mixed: list[str] = field(default_factory=list)
 
-    def begun(self, session: TrainerSession, token: RecoveryToken | None) -> None:
+    def begun(self, name: str, session: TrainerSession, token: RecoveryToken | None) -> None:
         """A session has begun: what was saved after its token is given up."""
-        self.session_epoch = session.session_epoch
+        self.session = name
         kept = [each for each in self.checkpoints if each.step < session.next_step - 1]
         self.checkpoints = [*kept, *([token] if token is not None and token.step else [])]
 
@@ -64,6 +74,16 @@ class History:
         self.on_disk.append(token)
         if len(self.checkpoints) >= retained:
             self.releasable = max(self.releasable, self.checkpoints[-retained].step)
+
+    def went_back(self, synced_s: float) -> None:
+        """The store came back as it was at a time."""
+        self.intended.clear()
+        for trained in (self.trained, self.ever_trained):
+            for step in [step for step, own in trained.items() if self.planned.get(step) != own]:
+                del trained[step]
+        for key, (posted_s, _) in self.rewarded.items():
+            if posted_s > synced_s and key not in self.awaiting:
+                self.awaiting.append(key)  # whoever posted it may be gone
 
     def refused(self, error: Exception) -> None:
         """Count an error that a caller was told."""

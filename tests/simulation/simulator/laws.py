@@ -19,6 +19,7 @@ from turnstream.records.compact import decode_ends
 from turnstream.records.events import decode_event
 from turnstream.records.manifests import decode_manifest, manifest_hash
 from turnstream.store import keys
+from turnstream.types import GroupOpened, Purpose
 
 _UNFINISHED = ("open", "sealed", "awaiting_reward")
 _GIVEN_UP = re.compile(r"abandoned:the lease of (.*) ended")
@@ -48,7 +49,13 @@ class Laws:
         self._step_of: dict[str, int] = {}
         self._new_steps: list[int] = []
         self._lows: Counter[str] = Counter()
+        self._evals: set[str] = set()
+        self._opened: set[str] = set()
+        self._synced: tuple[Any, ...] = ()
         world.store.appended = self._note_entry
+        world.synced = self._note_synced
+        world.went_back = self._go_back
+        world.lost = life.history.lost.__setitem__
 
     def check_step(self) -> None:
         """After every step of the world."""
@@ -70,18 +77,45 @@ class Laws:
         self._blame_all(self._history_repeats())
 
     def _writers_stay_apart(self) -> Violations:
-        """Whoever lost a trajectory is told so, before it meets what others wrote."""
+        """Whoever lost a trajectory is told so, before it meets what others wrote.
+
+        Where the store lost an opening, another may have written the same trajectory since.
+        """
+        if "cut" in self._world.counts:
+            return
         for text in self._life.history.mixed:
             yield f"a caller was told: {text}"
+
+    def _note_synced(self) -> None:
+        self._synced = (
+            *(len(self.events), dict(self.manifests), dict(self._step_of)),
+            *(Counter(self._lows), set(self._evals), set(self._opened)),
+        )
+
+    def _go_back(self, synced_s: float) -> None:
+        """The store lost what came after; so do we."""
+        num_events, self.manifests, self._step_of, self._lows, self._evals, self._opened = (
+            self._synced
+        )
+        del self.events[num_events:]
+        planned = {step: own_hash for step, (_, own_hash) in self.manifests.items()}
+        self._life.history.planned = planned
+        self._life.history.went_back(synced_s)
 
     def _note_entry(self, key: bytes, entry_id: EntryId, fields: Sequence[bytes]) -> None:
         if key == self._names["events"]:
             self.events.append((bytes(entry_id).decode(), fields[1]))
+            event = decode_event(fields[1])
+            if isinstance(event, GroupOpened):
+                self._opened.add(event.group_id)
+                if event.purpose is Purpose.EVAL:
+                    self._evals.add(event.group_id)
         elif key == self._names["plan"]:
             manifest = decode_manifest(fields[1])
             if manifest.step in self.manifests:
                 self._world.blame(f"step {manifest.step} is planned twice")
             self.manifests[manifest.step] = manifest, manifest_hash(fields[1])
+            self._life.history.planned[manifest.step] = manifest_hash(fields[1])
             self._new_steps.append(manifest.step)
 
     def _blame_all(self, violations: Violations) -> None:
@@ -145,14 +179,41 @@ class Laws:
     def _groups_are_counted(self) -> Violations:
         frontier, groups = self._hash("frontier"), self._hash("groups")
         over = int(self._hash("over").get(b"n", 0))
-        if int(frontier[b"opened_groups"]) != len(groups) + over:
-            yield f"{frontier[b'opened_groups']!r} groups were opened: {len(groups)} and {over}"
+        opened = int(frontier[b"opened_groups"]) + len(self._evals)
+        if opened != len(groups) + over:
+            yield f"{opened} groups were opened: {len(groups)} and {over}"
+        num_open = sum([entry.endswith(b":open") for entry in groups.values()])
+        if num_open != int(frontier.get(b"open_groups", 0)):
+            yield f"{frontier.get(b'open_groups')!r} groups are counted as open, {num_open} are"
+        if num_open > (self._life.config.max_open_groups or math.inf):
+            yield f"{num_open} groups are open, {self._life.config.max_open_groups} may be"
+        yield from self._prompts_are_counted(groups)
         live = int(frontier[b"live_groups"])
         # A rollback lowers the limit, and ends no group that was let in before it.
         most_stepped = max(int(frontier[b"stepped"]), *self._life.history.ever_trained, 0)
         limit = self._limit(most_stepped)
         if not 0 <= live <= limit:
             yield f"{live} groups are live, {limit} are allowed"
+
+    def _prompts_are_counted(self, groups: dict[bytes, bytes]) -> Violations:
+        """Each prompt is left, given out as a group that may be trained, or done."""
+        prompts = self._hash("prompts")
+        again: Any = self._values.get(self._names["again"])
+        waiting: set[bytes] = set() if again is None else set(again.scores)
+        tasks = {n: number for n, number in self._hash("tasks").items() if n[:1] != b"?"}
+        added, last, done = (int(prompts.get(n, 0)) for n in (b"added", b"next", b"done"))
+        if len(tasks) != last - len(waiting) - done or len({*tasks.values()}) != len(tasks):
+            yield f"{last} prompts were given out, {done} done, {waiting} wait, but tasks: {tasks}"
+        if len([n for n in prompts if n.isdigit()]) != added - done:
+            yield f"{added} prompts were added, {done} are done, {[*prompts]} are there"
+        for name, number in tasks.items():
+            if number in waiting or not groups.get(name, b"").endswith((b":open", b":decided")):
+                yield f"prompt {number!r} is given out as {name!r}: {groups.get(name)!r}"
+
+    @property
+    def are_evals_open(self) -> bool:
+        """Whether an evaluation goes on: no run waits for it."""
+        return any(entry.endswith(b":evaluating") for entry in self._hash("groups").values())
 
     def _limit(self, stepped: int) -> int:
         config = self._life.config
@@ -189,6 +250,8 @@ class Laws:
             yield f"step {manifest.step} begins with row {manifest.mini_batches[0].first_row_id}"
         for group in manifest.groups:
             yield from self._group_holds(manifest, group)
+            if group.group_id in self._evals:
+                yield f"step {manifest.step} trains the evaluation {group.group_id}"
         yield from _mini_batches_hold(manifest)
         yield from self._was_intended(manifest)
 
@@ -235,18 +298,47 @@ class Laws:
             given_up = _GIVEN_UP.fullmatch(state)
             if given_up and self._world.must_keep_leases(given_up[1]):
                 yield f"{name} is {state}, who lives"
-        for name in self._life.history.acknowledged:
-            state = states.get(name, "nowhere")
-            if state.partition(":")[0] not in {"planned", *_DROPPED, "surplus"}:
-                yield f"P1: {name} was acknowledged as sealed, and is {state}"
+        yield from self._nothing_vanished(states)
         for group, entry in self._hash("groups").items():
-            if entry.endswith((b":open", b":decided")):
+            if entry.endswith((b":open", b":decided", b":evaluating")):
                 yield f"P5: group {group!r} is {entry!r} at the end"
         yield from self._trained_once()
         yield from self._nothing_came_back(states)
 
+    def _nothing_vanished(self, states: dict[str, str]) -> Violations:
+        """What was acknowledged as sealed has a state at the end of the run.
+
+        Where the power was cut, this is promised for publishers that live.
+        """
+        history, world = self._life.history, self._world
+        for name in sorted({*history.acknowledged, *[n for n in history.lost if "/" in n]}):
+            if "cut" in world.counts and history.writers.get(name, set()) & world.died:
+                continue
+            state = states.get(name, "nowhere")
+            group_id = keys.parse_trajectory_id(name).group_id
+            ends = {"evaluated"} if group_id in self._evals else {"planned", *_DROPPED}
+            if name in history.lost and _GIVEN_UP.fullmatch(state):
+                continue  # it was open when the store came back, and its writer slept: it was told
+            if state == "nowhere" and "cut" in world.counts and self._is_decided(group_id):
+                continue  # it was lost, and when it was sent again its group had gone on without it
+            if name in history.acknowledged and state.partition(":")[0] not in {*ends, "surplus"}:
+                yield f"P1: {name} was acknowledged as sealed, and is {state}"
+            is_given_again = group_id.startswith("p") and len(history.writers[name]) > 1
+            if name in history.lost and not is_given_again:
+                yield f"P1: {history.lost[name]}: all of its writers live, and it is {state}"
+
+    def _is_decided(self, group_id: str) -> bool:
+        """Whether a group has ended, or is gone from the store, which had let it begin."""
+        entry = self._hash("groups").get(keys.encode_name(group_id).encode(), b":over")
+        return group_id in self._opened and not entry.endswith((b":open", b":evaluating"))
+
     def _nothing_came_back(self, states: dict[str, str]) -> Violations:
-        """What left the ledger has no payload any more, whoever still wrote to it."""
+        """What left the ledger has no payload any more, whoever still wrote to it.
+
+        A clock that is set forward ends the tombstones that refuse who was late.
+        """
+        if "jump" in self._world.counts:
+            return
         ledger = self._hash("ledger")
         for name, state in states.items():
             turns = keys.trajectory_keys(self._life.run, name).turns.encode()

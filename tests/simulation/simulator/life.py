@@ -23,6 +23,8 @@ class Life:
         is_ended: a trainer came to the end of the run.
         num_begun: groups that generators have begun.
         max_groups: how many they may.
+        num_evals, max_evals: the same of evaluations.
+        num_prompts: that the run carries.
     """
 
     run: str
@@ -34,6 +36,9 @@ class Life:
     is_closing: bool = False
     is_ended: bool = False
     num_begun: int = 0
+    num_evals: int = 0
+    max_evals: int = 0
+    num_prompts: int = 0
     token_ids: int = 0
 
     def tokens(self, number: int) -> list[int]:

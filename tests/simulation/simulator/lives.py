@@ -20,11 +20,14 @@ from simulator.world import Process, World
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import InvalidConfigError
 from turnstream.store.runs import create_run
+from turnstream.store.tasks import Prompt, add_prompts
 from turnstream_server.batcher.upkeep import Upkeep
 
 RUN = "life"
 _MAX_STEPS = 60_000
 _CALM_S = 600.0
+_FINDING_OUT_S = 25.0
+"""Longer than a generator sleeps, and then takes to find out that the store lost something."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +102,8 @@ class _Supervisor:
         world = self.world
         if slot.process is not None and slot.process.is_dead and slot.start_at_s < 0:
             slot.start_at_s = world.now_s + world.rng.random() * 2
-        if world.now_s < slot.start_at_s or self.life.is_ended:
+        is_needed = not self.life.is_ended or slot.name.startswith("batcher")
+        if world.now_s < slot.start_at_s or not is_needed:
             return
         slot.num_starts += 1
         main, life = slot.main, self.life
@@ -114,6 +118,8 @@ def live(seed: int) -> Verdict:
     life = _life(rng)
     world.store.appends_only = rng.choice((b"everysec", b"everysec", b"always"))
     create_run(SyncRun(world), RUN, life.config)  # type: ignore[arg-type]
+    prompts = [_prompt(rng, number) for number in range(life.num_prompts)]
+    add_prompts(SyncRun(world), RUN, prompts, first=1)  # type: ignore[arg-type]
     laws = Laws(world, life)
     slots = [_Slot("batcher-a", services.batcher), _Slot("batcher-b", services.batcher)]
     slots += [
@@ -133,10 +139,17 @@ def live(seed: int) -> Verdict:
     world.run_until(lambda: world.now_s >= storm_s, max_steps=_MAX_STEPS, until_s=storm_s)
     world.calm_down()
     life.is_closing = True
+    if "cut" in world.counts:  # a run that is closed takes no group again that was lost
+        storm_s += _FINDING_OUT_S
+        world.run_until(lambda: False, max_steps=_MAX_STEPS, until_s=storm_s)
     world.start("closer", lambda process: generators.closer(process, life))
     has_ended = world.run_until(
-        lambda: life.is_ended, max_steps=_MAX_STEPS, until_s=storm_s + _CALM_S
+        lambda: life.is_ended and not laws.are_evals_open,
+        max_steps=_MAX_STEPS,
+        until_s=storm_s + _CALM_S,
     )
+    if has_ended and life.num_evals:  # what comes late to an evaluation is settled a moment later
+        world.run_until(lambda: False, max_steps=_MAX_STEPS, until_s=world.now_s + 3.0)
     if not world.problems:
         if has_ended:
             laws.check_end()
@@ -210,6 +223,16 @@ def _shown(world: World) -> str:
     return repr(shown)
 
 
+def _prompt(rng: random.Random, number: int) -> Prompt:
+    num_samples = rng.choice((1, 2, 3))
+    return Prompt(
+        prompt_uid=f"p{number}",
+        payload=b"of %d" % number,
+        num_samples=num_samples,
+        num_needed=rng.randint(0, num_samples),
+    )
+
+
 def _weather(rng: random.Random) -> Weather:
     """Some faults are frequent, others do not occur."""
 
@@ -224,6 +247,7 @@ def _weather(rng: random.Random) -> Weather:
         jump=often(0.001),
         restart=often(0.003),
         fill=often(0.001),
+        cut=often(0.002),
     )
 
 
@@ -244,6 +268,8 @@ def _life(rng: random.Random) -> Life:
         ),
         leader_lease_s=rng.choice((1.0, 2.0)),
         max_groups=rng.choice((3, 6, 12)),
+        max_evals=rng.choice((0, 2, 5)),
+        num_prompts=rng.choice((0, 0, 4, 8)),
     )
 
 
@@ -255,6 +281,7 @@ def _config(rng: random.Random) -> BatchingConfig:
         mini_batch_groups=rng.choice((1, batch_groups)),
         estimator="rloo",
         max_staleness=rng.choice((0, 1, 2)),
+        max_open_groups=rng.choice((0, 0, 2, 4)),
         max_planned_ahead=rng.choice((0, 1)),
         max_age_policy=rng.choice(("keep", "keep", "drop", "mask")),
         selection=rng.choice(("ready_first", "ready_first", "in_order", "oldest_weights")),

@@ -273,7 +273,10 @@ def _of_32_bits(operation: Callable[..., int]) -> Callable[..., int]:
 
 
 _BIT_OPERATIONS = [
-    *map(_of_32_bits, (operator.and_, operator.or_, operator.xor, operator.invert)),
+    _of_32_bits(operator.and_),
+    _of_32_bits(operator.or_),
+    _of_32_bits(operator.xor),
+    _of_32_bits(lambda number: ~number),
     _of_32_bits(lambda number, by: number << (by & 31)),
     _of_32_bits(lambda number, by: number >> (by & 31)),
 ]

@@ -17,16 +17,19 @@ from turnstream.errors import (
     FencedError,
     NotReadyError,
     ReleasedError,
+    StoreBehindError,
     UnavailableError,
 )
 from turnstream.store import keys
 from turnstream.types import RecoveryToken, VersionAnnounced
+from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.planner import RunPlanner
 from turnstream_server.batcher.renewal import RENEWALS_PER_LEASE, LeadershipKeeper
 from turnstream_server.batcher.runs import RunView
+from turnstream_server.batcher.servicer import _check_caller, _check_chain
 from turnstream_server.batcher.shares import PlannedBatch
-from turnstream_server.bus.frontier import Frontier, read_frontier_async
+from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.sessions import (
     TrainerSession,
     acknowledge_committed,
@@ -34,6 +37,12 @@ from turnstream_server.bus.sessions import (
     start_session,
 )
 from turnstream_server.bus.versions import announce_version
+
+_MOST_WAITS = 40
+"""In a row, after a power cut. Where the store lost the acknowledgement of a step and still has its
+plan, nothing tells the session; somebody looks at a run that stands still, and starts it again."""
+
+_FROM_THE_START = RecoveryToken(lineage="main", step=0, chain_hash="")
 
 # batchers
 
@@ -80,39 +89,60 @@ async def trainer(process: Process, life: Life) -> None:
     history.num_sessions += 1
     client = AsyncClient(process)
     name = f"{process.name}-{history.num_sessions}"
-    session = await _begin(client, life, name, world.rng)
-    if session is None:
+    begun = await _begin(client, life, name, world.rng)
+    if begun is None:
         return
-    history.trained = {s: h for s, h in history.ever_trained.items() if s < session.next_step}
+    session, dp_world_size = begun
+    history.trained = {
+        step: own_hash
+        for step, own_hash in history.planned.items()
+        if step < session.next_step and (step, own_hash) in history.all_trained
+    }
     frontier = await patiently(lambda: read_frontier_async(client, life.run))
     view = RunView(client, life.run, frontier=frontier, on_stepped=_ignore)
-    step = session.next_step
+    asked = wire.GetRequest(
+        step=session.next_step,
+        session=name,
+        session_epoch=session.session_epoch,
+        dp_world_size=dp_world_size,
+    )
+    num_waits = 0
     try:
         while True:
             try:
-                batch = await view.wait_for_batch(step, check=_checker(session), wait_s=0.3)
+                batch = await _get(view, asked)
             except (NotReadyError, UnavailableError):
+                num_waits += 1
+                if "cut" in world.counts and num_waits > _MOST_WAITS:
+                    return
                 await asyncio.sleep(0.1 + 0.4 * world.rng.random())
                 continue
-            await _train(process, life, client, session, batch)
-            step += 1
+            await _train(process, life, client, (name, session), batch)
+            num_waits = 0
+            asked.step += 1
+            asked.previous_hash = batch.manifest_hash
     except EndOfRunError:
         life.is_ended = True
     except FencedError as error:
         history.refused(error)
+    except (StoreBehindError, ConflictError) as error:
+        if "cut" not in world.counts:
+            raise
+        history.refused(error)
 
 
-def _checker(session: TrainerSession) -> Any:
-    def check(frontier: Frontier) -> None:
-        if frontier.session_epoch != session.session_epoch:
-            raise FencedError(f"session {session.session_epoch} is over")
-
-    return check
+async def _get(view: RunView, asked: wire.GetRequest) -> PlannedBatch:
+    """What the servicer does before it sends a batch."""
+    batch = await view.wait_for_batch(
+        asked.step, check=lambda frontier: _check_caller(asked, frontier), wait_s=0.3
+    )
+    _check_chain(asked, batch)
+    return batch
 
 
 async def _begin(
     client: AsyncClient, life: Life, name: str, rng: random.Random
-) -> TrainerSession | None:
+) -> tuple[TrainerSession, int] | None:
     """Begin a session after the newest checkpoint, or sometimes after one before it."""
     history = life.history
     tokens: list[RecoveryToken | None] = [None, *history.checkpoints]
@@ -122,7 +152,7 @@ async def _begin(
     dp_world_size = rng.choice((2, 3, 4))
     # Of what is on disk, the newest that the store takes: a session that sleeps may have begun
     # after one that was given up here.
-    others = [tokens[-1], *reversed(history.on_disk), None]
+    others = [tokens[-1], *reversed(history.on_disk), None, _FROM_THE_START]
     while True:
         try:
             session = await start_session(
@@ -130,7 +160,7 @@ async def _begin(
             )
         except UnavailableError:
             await asyncio.sleep(0.1)
-        except (ReleasedError, ConflictError) as error:
+        except (ReleasedError, ConflictError, StoreBehindError) as error:
             history.refused(error)
             if not others:
                 raise
@@ -139,19 +169,31 @@ async def _begin(
             history.refused(error)
             return None
         else:
-            history.begun(session, token)
-            return session
+            history.begun(name, session, token)
+            return session, dp_world_size
+
+
+def _require_present(life: Life, name: str) -> None:
+    """A session that sleeps finds out when it wakes up, or soon after."""
+    if life.history.session != name:
+        raise FencedError(f"session {name} sleeps while another begins")
 
 
 async def _train(
-    process: Process, life: Life, client: AsyncClient, session: TrainerSession, batch: PlannedBatch
+    process: Process,
+    life: Life,
+    client: AsyncClient,
+    who: tuple[str, TrainerSession],
+    batch: PlannedBatch,
 ) -> None:
     world, history = process.world, life.history
-    manifest = batch.manifest
-    if history.session_epoch != session.session_epoch:
-        raise FencedError(f"session {session.session_epoch} sleeps while another begins")
+    manifest, (name, session) = batch.manifest, who
+    _require_present(life, name)
     _payload_is_there(process, life, manifest)
     before = history.ever_trained.setdefault(manifest.step, batch.manifest_hash)
+    history.all_trained.add((manifest.step, batch.manifest_hash))
+    if "cut" in world.counts:  # the step may have been lost while the batch was on its way
+        before = history.ever_trained[manifest.step] = batch.manifest_hash
     if before != batch.manifest_hash:
         world.blame(f"step {manifest.step} was {before}, and comes as {batch.manifest_hash}")
     await asyncio.sleep(world.rng.random() * 0.3)
@@ -162,19 +204,18 @@ async def _train(
             session_epoch=session.session_epoch,
             step=manifest.step,
             manifest_hash=batch.manifest_hash,
+            session=name,
         )
     )
-    if history.session_epoch != session.session_epoch:
-        raise FencedError(f"session {session.session_epoch} sleeps while another begins")
+    _require_present(life, name)
     history.trained[manifest.step] = batch.manifest_hash
     await _announce(life, client, session, manifest.step)
-    if history.session_epoch != session.session_epoch:
-        raise FencedError(f"session {session.session_epoch} sleeps while another begins")
+    _require_present(life, name)
     if world.rng.random() < 0.6 or life.is_closing:
         history.saved(token, retained=life.config.retain_checkpoints)  # whoever is told of it
         await patiently(
             lambda: acknowledge_committed(
-                client, life.run, session_epoch=session.session_epoch, token=token
+                client, life.run, session_epoch=session.session_epoch, token=token, session=name
             )
         )
 

@@ -17,6 +17,8 @@ class Weather:
         jump: the clock of the store is set forward or back.
         restart: every connection is lost, and the store forgets the scripts.
         fill: the store is full for a while.
+        cut: the power fails, and the store comes back without its last moments, unless it syncs
+            before it answers.
     """
 
     crash: float = 0.0
@@ -26,6 +28,7 @@ class Weather:
     jump: float = 0.0
     restart: float = 0.0
     fill: float = 0.0
+    cut: float = 0.0
     longest_sleep_s: float = 8.0
 
 

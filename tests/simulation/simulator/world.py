@@ -23,6 +23,7 @@ from simulator.weather import CALM, Weather
 EPOCH_MS = 1_700_000_000_000
 _MAX_STEP_S = 0.002
 _IDLE_S = 0.05
+_LONGEST_UNSYNCED_S = 2.5
 
 
 class Process:
@@ -99,6 +100,10 @@ class World:
     Attributes:
         problems: what must not have happened.
         counts: of the faults that did.
+        synced: called when the disk has all of the store.
+        went_back: called when the store came back as it was when that was so, with the time of it.
+        lost: called when a publisher says that the store lost what it had acknowledged.
+        died: names of processes that were killed.
     """
 
     rng: random.Random
@@ -110,7 +115,10 @@ class World:
     problems: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     after_step: Callable[[], None] | None = None
+    synced: Callable[[], None] = lambda: None
+    went_back: Callable[[float], None] = lambda _: None
     processes: list[Process] = field(default_factory=list)
+    lost: Callable[[str, str], None] = lambda _, __: None
     may_crash: Callable[[Process], bool] = lambda _: True
 
     def __post_init__(self) -> None:
@@ -119,6 +127,9 @@ class World:
         self._blocked: list[BlockedRead] = []
         self._timers = Timers()
         self._full_until_s = 0.0
+        self._on_disk: Any = None
+        self._synced_s = self._cut_at_s = 0.0
+        self.died: set[str] = set()
         self._num_seen = 0
         self._set_clock()
 
@@ -130,7 +141,7 @@ class World:
 
     def must_keep_leases(self, name: str) -> bool:
         """Whether a process of this name lives, and nothing kept it from renewing its leases."""
-        if self.counts.keys() & {"lose", "jump", "restart", "fill"}:
+        if self.counts.keys() & {"lose", "jump", "restart", "fill", "cut"}:
             return False
         return any(each.name == name and not each.asleep_until_s for each in self.processes)
 
@@ -334,6 +345,8 @@ class World:
 
     def _let_go_wrong(self) -> None:
         weather, rng = self.weather, self.rng
+        if self._on_disk is not None and self.now_s >= self._cut_at_s:
+            self._cut_power()
         chance = rng.random()
         for fault, happen in (
             (weather.crash, self._crash_one),
@@ -341,6 +354,7 @@ class World:
             (weather.jump, self._set_clock_wrong),
             (weather.restart, self._restart_store),
             (weather.fill, self._fill_store),
+            (weather.cut, self._sync_for_the_last_time),
         ):
             if chance < fault:
                 happen()
@@ -353,7 +367,9 @@ class World:
         living = [each for each in self.processes if not each.is_over and self.may_crash(each)]
         if living:
             self.note("crash")
-            self.kill(self.rng.choice(living))
+            process = self.rng.choice(living)
+            self.died.add(process.name)
+            self.kill(process)
 
     def _put_one_to_sleep(self) -> None:
         if self.processes:
@@ -372,6 +388,21 @@ class World:
         self.lose_connections()
         self.store.start_anew()
 
+    def _sync_for_the_last_time(self) -> None:
+        """What is written from now on is lost a moment later."""
+        if self._on_disk is None and self.store.appends_only == b"everysec":
+            self._on_disk = self.store.save()
+            self._synced_s = self.now_s
+            self._cut_at_s = self.now_s + self.rng.random() * _LONGEST_UNSYNCED_S
+            self.synced()
+
+    def _cut_power(self) -> None:
+        self.note("cut")
+        self.lose_connections()
+        self.store.load(self._on_disk)
+        self._on_disk = None
+        self.went_back(self._synced_s)
+
     def _fill_store(self) -> None:
         self.note("fill")
         self.store.is_full = True
@@ -381,6 +412,7 @@ class World:
         """From now on nothing goes wrong."""
         self.weather = CALM
         self.store.is_full = False
+        self._on_disk = None
 
 
 class _Alarm:
