@@ -628,7 +628,7 @@ class Outbox:
     def _expire(self, now_s: float) -> None:
         """Turn away the groups that have waited for leave long enough."""
         since_s = self._queues.waiting_since_s
-        while since_s is not None and now_s - since_s >= self._admission_timeout_s:
+        while since_s is not None and since_s + self._admission_timeout_s <= now_s:
             admission = self._queues.waiting.popleft()
             message = f"no leave to start within {self._admission_timeout_s:g} s"
             error = NotReadyError(
