@@ -105,7 +105,13 @@ class RunView:
         self._set_frontier(dataclasses.replace(self.frontier, planned=batch.manifest.step))
 
     async def wait_for_change(self, wait_s: float) -> bool:
-        """Wait until the frontier is read again; False after `wait_s` without it."""
+        """Wait until the frontier is read again; False after `wait_s` without it.
+
+        Once this replica stops, or the run is gone, nothing changes any more.
+        """
+        if self._is_closed or self._is_gone:
+            await asyncio.sleep(max(0.0, wait_s))
+            return False
         changed = self._changed
         try:
             async with asyncio.timeout(max(0.0, wait_s)):

@@ -94,3 +94,15 @@ async def test_of_two_reads_the_one_that_began_later_counts(view, slow, client):
 def _batch(run: str, *, step: int) -> PlannedBatch:
     manifest = dataclasses.replace(testing.manifest(run=run), step=step)
     return PlannedBatch(manifest=manifest, manifest_hash="ab", config=testing.config())
+
+
+@pytest.mark.parametrize("ends", ["close", "lose"])
+async def test_whoever_waits_for_changes_of_a_view_that_ended_does_not_spin(view, ends):
+    # The timekeeper asked the store again and again while its replica stopped, which took seconds.
+    getattr(view, ends)()
+
+    started_s = asyncio.get_running_loop().time()
+    has_changed = await view.wait_for_change(0.2)
+
+    assert not has_changed
+    assert asyncio.get_running_loop().time() - started_s > 0.15
