@@ -13,10 +13,12 @@ import redis
 from turnstream.errors import NotReadyError, StoreBehindError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store import keys
+from turnstream.store.connection import connect_async
 from turnstream.store.rewards import RewardOutcome
 from turnstream.store.tasks import Prompt, add_prompts
 from turnstream.testing import group, ids, wait_until
 from turnstream.types import TrajectoryKey
+from turnstream_server.bus.release import release_payload
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
@@ -187,6 +189,53 @@ def test_what_left_the_ledger_before_its_group_is_not_taken_for_lost(
         statistics = publisher.statistics()
 
     assert (statistics.num_restarts, statistics.num_lost) == (1, 0)
+
+
+async def test_what_was_taken_over_and_is_over_is_not_taken_for_lost(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+) -> None:
+    # After a restart a trajectory is taken over again. Where it had left the ledger meanwhile, its
+    # publisher said that the store had lost it.
+    run = new_run(own_client)
+    names = keys.run_keys(run)
+
+    with Publisher(own_server.url, run, writer="w", keep_s=60.0) as publisher:
+        _leave_open(own_server, run)
+        publisher.take_over("g", 0).seal(1.0)
+        async with connect_async(own_server.url) as client:
+            await release_payload(client, run, ["g/0/0"])
+        own_client.hdel(names.ledger, "g/0/0")
+        own_client.hdel(names.groups, "g")
+        for number in range(2):
+            own_server.kill()
+            own_server.restart()
+            publisher.publish(group(f"h{number}")).result(10)
+        publisher.flush()
+        statistics = publisher.statistics()
+
+    assert (statistics.num_restarts, statistics.num_lost) == (2, 0)
+
+
+def test_a_take_over_whose_opening_is_gone_for_good_is_told_by_the_next_flush(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(own_client)
+
+    with Publisher(own_server.url, run, writer="w", keep_s=60.0) as publisher:
+        past = Past(own_server)
+        _leave_open(own_server, run)
+        publisher.take_over("g", 0).seal(1.0)
+        past.come_back()
+        publisher.publish(group("h")).result(10)
+
+        with pytest.raises(StoreBehindError, match="g/0/0 was acknowledged, and the store lost it"):
+            publisher.flush()
+
+
+def _leave_open(server: EmbeddedServer, run: str) -> None:
+    """One turn of g/0/0, which the same generator may go on with at once."""
+    with Publisher(server.url, run, writer="w") as publisher:
+        publisher.trajectory("g", 0, num_samples=1).append(ids("ab"), ids("c")).result(10)
 
 
 def test_a_lost_connection_to_the_same_store_sends_nothing_again(

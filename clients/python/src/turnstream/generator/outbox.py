@@ -64,7 +64,7 @@ from turnstream.generator.lanes import Admission, Lane, PendingTurn, RewardPost
 from turnstream.generator.queues import Queues
 from turnstream.generator.receipts import Delivery
 from turnstream.generator.reservations import Reservations
-from turnstream.generator.rewinds import Reposts, has_survived, rewind, why_refused
+from turnstream.generator.rewinds import Reposts, has_survived, may_be_over, rewind, why_refused
 from turnstream.generator.statistics import PublisherStatistics
 from turnstream.generator.tally import Tally
 from turnstream.generator.window import (
@@ -497,6 +497,9 @@ class Outbox:
     def _refuse_lane(self, lane: Lane, text: str, now_s: float) -> None:
         if has_survived(lane, text):
             self._survived(lane, now_s)
+        elif may_be_over(lane, text):
+            lane.epoch, lane.is_placed = lane.held_epoch, True  # its payload's tombstone knows
+            self._advance(lane)
         else:
             error = why_refused(lane, text)
             self._note(lane, error)

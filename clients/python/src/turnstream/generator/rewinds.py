@@ -108,6 +108,17 @@ def has_survived(lane: Lane, text: str) -> bool:
     )
 
 
+def may_be_over(lane: Lane, text: str) -> bool:
+    """Whether a refusal leaves open if the store has lost a lane that was sealed, or is beyond it.
+
+    The ledger has forgotten what is over as well as what was never opened. The payload of what is
+    over is gone too, but its tombstone stands for longer than anything is kept here.
+    """
+    is_asked_first = lane.epoch == 0 and lane.held_epoch > 0
+    is_sealed = lane.has_ended and lane.seal is not None
+    return is_asked_first and is_sealed and text.endswith(" was never opened, or is over")
+
+
 class Reposts:
     """Rewards that are posted again before the trajectory is there again: they ask until it is.
 
