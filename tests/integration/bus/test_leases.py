@@ -18,6 +18,7 @@ from turnstream.testing import sealed
 from turnstream.types import TrajectoryAbandoned, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.leases import give_up_lapsed
 from turnstream_server.bus.ledger import read_ledger_async
+from turnstream_server.bus.release import release_payload
 
 pytestmark = pytest.mark.redis
 
@@ -149,6 +150,20 @@ async def test_a_writer_of_what_was_given_up_is_refused_at_its_next_turn(run: An
     assert answer.startswith(b"FENCED a/0/0 is abandoned:")
     with pytest.raises(ConflictError, match="already abandoned"):
         await run_command_async(run.client, take_over_command(run.name, "a/0/0", writer="second"))
+
+
+async def test_the_tombstone_of_what_was_given_up_says_so(run: Any) -> None:
+    await run.open("a")
+    await append(run, "a/0/0", b"turn")
+    await lapse(run, "a/0/0")
+    await give_up(run)
+
+    await release_payload(run.client, run.name, ["a/0/0", "a/1/0"])
+
+    with pytest.raises(FencedError, match="given up, and its payload released"):
+        await append(run, "a/0/0", b"turn")
+    with pytest.raises(FencedError, match="is over, and its payload released"):
+        await append(run, "a/1/0", b"turn")
 
 
 async def test_a_seal_that_was_stored_counts_where_its_writer_died_before_the_event(

@@ -779,6 +779,37 @@ def test_room_is_asked_for_again_where_the_store_may_have_forgotten_it() -> None
     assert reserved(again) >= reserved(asked)
 
 
+@pytest.mark.parametrize(
+    ("tombstone", "num_lost"),
+    [
+        ("the trajectory is over, and its payload released", 0),
+        ("the trajectory was given up, and its payload released", 1),
+        ("the trajectory was never opened, or is released", 0),
+    ],
+)
+def test_of_a_group_that_is_over_the_payload_says_what_was_given_up(
+    tombstone: str, num_lost: int
+) -> None:
+    # A store lost a seal, and gave the trajectory up while its generator slept. When that sent it
+    # again, the group was over, which was taken for the end of all that had been sealed.
+    desk = Desk(keep_s=5.0)
+    (lane,) = desk.opened()
+    desk.append(lane)
+    desk.seal(lane)
+    desk.answer(2)
+    desk.answer([b"OK"])
+    desk.outbox.close_run("", Delivery())
+
+    desk.lose()
+    desk.wait_out()
+    desk.answer()
+    opening = desk.answer(ResponseError("CONFLICT group g was over: a name is used once"), b"OK")
+    sent = desk.answer(ResponseError(f"FENCED {tombstone}"))
+
+    assert (said(opening)[0], said(sent)) == ("open_group", ["append"])
+    assert len(desk.outbox.take_losses()) == num_lost
+
+
 def test_what_is_sent_whole_asks_for_exactly_its_size() -> None:
     desk = Desk()
     (lane,) = desk.asked()

@@ -64,7 +64,14 @@ from turnstream.generator.lanes import Admission, Lane, PendingTurn, RewardPost
 from turnstream.generator.queues import Queues
 from turnstream.generator.receipts import Delivery
 from turnstream.generator.reservations import Reservations
-from turnstream.generator.rewinds import Reposts, has_survived, may_be_over, rewind, why_refused
+from turnstream.generator.rewinds import (
+    Reposts,
+    has_survived,
+    is_left_to_payload,
+    leave_to_payload,
+    rewind,
+    why_refused,
+)
 from turnstream.generator.statistics import PublisherStatistics
 from turnstream.generator.tally import Tally
 from turnstream.generator.window import (
@@ -495,11 +502,11 @@ class Outbox:
         admission.opened.settle(None, refusal(text))
 
     def _refuse_lane(self, lane: Lane, text: str, now_s: float) -> None:
-        if has_survived(lane, text):
-            self._survived(lane, now_s)
-        elif may_be_over(lane, text):
-            lane.epoch, lane.is_placed = lane.held_epoch, True  # its payload's tombstone knows
+        if is_left_to_payload(lane, text):
+            leave_to_payload(lane, text)
             self._advance(lane)
+        elif has_survived(lane, text):
+            self._survived(lane, now_s)
         else:
             error = why_refused(lane, text)
             self._note(lane, error)

@@ -17,6 +17,7 @@ from turnstream.store import keys
 from turnstream.store.replies import refusal
 
 REPOST_EVERY_S: Final = 0.5
+_IS_OVER: Final = " was over: a name is used once"
 
 
 class Rewound(NamedTuple):
@@ -103,20 +104,27 @@ def has_survived(lane: Lane, text: str) -> bool:
         f"CONFLICT group {group} is already ",
         "FENCED the trajectory is over",
     )
-    return lane.has_ended and (
-        text.startswith(is_beyond) or text.endswith(" was over: a name is used once")
-    )
+    if lane.is_group_over:
+        is_beyond = (*is_beyond, "FENCED the trajectory was never opened")  # no tombstone any more
+    return lane.has_ended and (text.startswith(is_beyond) or text.endswith(_IS_OVER))
 
 
-def may_be_over(lane: Lane, text: str) -> bool:
-    """Whether a refusal leaves open if the store has lost a lane that was sealed, or is beyond it.
+def is_left_to_payload(lane: Lane, text: str) -> bool:
+    """Whether a refusal leaves open if the store has lost a lane that was sealed.
 
-    The ledger has forgotten what is over as well as what was never opened. The payload of what is
-    over is gone too, but its tombstone stands for longer than anything is kept here.
+    The ledger and the groups have forgotten what is over. The payload is gone too, but its
+    tombstone stands for longer than anything is kept here, and says whether it was given up.
     """
     is_asked_first = lane.epoch == 0 and lane.held_epoch > 0
     is_sealed = lane.has_ended and lane.seal is not None
-    return is_asked_first and is_sealed and text.endswith(" was never opened, or is over")
+    is_forgotten = text.endswith((_IS_OVER, " was never opened, or is over"))
+    return is_asked_first and is_sealed and is_forgotten
+
+
+def leave_to_payload(lane: Lane, text: str) -> None:
+    """Go on with the epoch it had: the payload, or its tombstone, answers."""
+    lane.epoch, lane.is_placed = lane.held_epoch, True
+    lane.is_group_over = text.endswith(_IS_OVER)
 
 
 class Reposts:

@@ -44,6 +44,9 @@
 local epoch, kind, caller = string.match(ARGV[1], '^(%d+)([:/]?)(.*)$')
 local holder, writer, turns, sealed, bytes, released = unpack(
   redis.call('HMGET', KEYS[2], 'epoch', 'writer', 'turns', 'sealed', 'bytes', 'released'))
+if released == 'given up' then
+  return redis.error_reply('FENCED the trajectory was given up, and its payload released')
+end
 if released then
   return redis.error_reply('FENCED the trajectory is over, and its payload released')
 end
