@@ -232,6 +232,31 @@ def test_a_take_over_whose_opening_is_gone_for_good_is_told_by_the_next_flush(
             publisher.flush()
 
 
+def test_a_take_over_that_survived_one_restart_is_made_again_after_the_next(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    # A store that had the end of what was taken over was not asked for it again when the start
+    # after that one had lost the take-over: what was acknowledged was lost.
+    run = new_run(own_client)
+    _leave_open(own_server, run)
+    own_client.zadd(keys.run_keys(run).leases, {"g/0/0": 1})
+    past = Past(own_server)
+
+    with Publisher(own_server.url, run, writer="x", keep_s=60.0) as publisher:
+        publisher.take_over("g", 0).seal(1.0)
+        own_server.kill()
+        own_server.restart()
+        publisher.publish(group("h")).result(10)
+        publisher.flush()
+        past.come_back()
+        publisher.publish(group("i")).result(10)
+        publisher.flush()
+        statistics = publisher.statistics()
+
+    assert read(own_client, run).counts() == {"accepted": 5, "sealed": 5}
+    assert (statistics.num_restarts, statistics.num_lost) == (2, 0)
+
+
 def _leave_open(server: EmbeddedServer, run: str) -> None:
     """One turn of g/0/0, which the same generator may go on with at once."""
     with Publisher(server.url, run, writer="w") as publisher:

@@ -89,6 +89,7 @@ from turnstream.store.replies import error_text, is_passing, refusal, translate,
 from turnstream.types import DeclaredColumn, GroupOpened, TrajectoryKey
 
 _logger = logging.getLogger(__name__)
+_NO_ROOM = "no room can be reserved"
 
 
 class Outbox:
@@ -468,8 +469,11 @@ class Outbox:
     def _refuse(self, call: Call, text: str, now_s: float) -> None:
         error = refusal(text)
         match call:
-            case PayloadCall(lane) | AbandonCall(lane) | TakeOverCall(lane):
+            case PayloadCall(lane) | AbandonCall(lane):
                 self._refuse_lane(lane, text, now_s)
+            case TakeOverCall(lane):
+                self._refuse_lane(lane, text, now_s)
+                self._window.keep(TakenOver(lane), now_s=now_s)
             case RewardCall(post):
                 self._refuse_reward(post, error, now_s)
             case SealsCall(lanes):
@@ -477,14 +481,13 @@ class Outbox:
                     self._fail(lane, error)
             case AdmissionCall(admission):
                 self._refuse_admission(admission, text, now_s)
-            case CloseCall(_, receipt) | ConfigCall(receipt):
-                receipt.settle(None, error)
-            case NoteCall():
-                _logger.warning("run %s: a conflict is not counted: %s", self.run, error)
-            case ReserveCall():
-                _logger.warning("run %s: no room can be reserved: %s", self.run, error)
             case HeartbeatCall(lanes):
                 self._refuse_heartbeat(lanes, error)
+            case CloseCall(_, receipt) | ConfigCall(receipt):
+                receipt.settle(None, error)
+            case _:
+                what = "a conflict is not counted" if isinstance(call, NoteCall) else _NO_ROOM
+                _logger.warning("run %s: %s: %s", self.run, what, error)
 
     def _refuse_heartbeat(self, lanes: Sequence[Lane], error: TurnstreamError) -> None:
         _logger.warning("run %s: leases cannot be renewed: %s", self.run, error)
