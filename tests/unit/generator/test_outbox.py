@@ -810,6 +810,30 @@ def test_of_a_group_that_is_over_the_payload_says_what_was_given_up(
     assert len(desk.outbox.take_losses()) == num_lost
 
 
+def test_a_group_that_was_over_is_asked_for_first_after_every_restart() -> None:
+    # After the second restart only the payload was asked. A tombstone that had ended meanwhile was
+    # taken for a loss.
+    desk = Desk(keep_s=5.0)
+    (lane,) = desk.opened()
+    desk.append(lane)
+    desk.seal(lane)
+    desk.answer(2)
+    desk.answer([b"OK"])
+    asked: list[list[str]] = []
+
+    for num_closings in (1, 2):
+        desk.outbox.close_run("", Delivery())
+        desk.lose()
+        desk.wait_out()
+        desk.answer()
+        over = ResponseError("CONFLICT group g was over: a name is used once")
+        asked.append(said(desk.answer(over, *[b"OK"] * num_closings)))
+        desk.answer(ResponseError("FENCED the trajectory was never opened, or is released"))
+
+    assert [each[0] for each in asked] == ["open_group", "open_group"]
+    assert desk.outbox.take_losses() == []
+
+
 def test_what_is_sent_whole_asks_for_exactly_its_size() -> None:
     desk = Desk()
     (lane,) = desk.asked()

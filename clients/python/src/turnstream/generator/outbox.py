@@ -502,6 +502,8 @@ class Outbox:
             return
         for lane in admission.lanes:
             self._refuse_lane(lane, text, now_s)
+        if any(lane.error is None for lane in admission.lanes):
+            self._window.keep(admission, now_s=now_s)
         admission.opened.settle(None, refusal(text))
 
     def _refuse_lane(self, lane: Lane, text: str, now_s: float) -> None:
