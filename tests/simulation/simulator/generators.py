@@ -63,6 +63,7 @@ async def _whole_group(process: Process, life: Life, publisher: AsyncPublisher) 
     if life.num_begun >= life.max_groups:
         return
     name, num_samples, num_needed = _new_group(process, life)
+    process.begun.update(TrajectoryKey(name, sample) for sample in range(num_samples))
     async with publisher.group(name, num_samples, num_needed=num_needed) as group:
         for sample in range(num_samples):
             if process.world.rng.random() < 0.9:
@@ -74,8 +75,9 @@ async def _evaluation(process: Process, life: Life, publisher: AsyncPublisher) -
     if life.num_evals >= life.max_evals:
         return
     life.num_evals += 1
-    num_samples = rng.choice((1, 2, 3))
-    async with publisher.group(f"e{life.num_evals}", num_samples, purpose="eval") as group:
+    name, num_samples = f"e{life.num_evals}", rng.choice((1, 2, 3))
+    process.begun.update(TrajectoryKey(name, sample) for sample in range(num_samples))
+    async with publisher.group(name, num_samples, purpose="eval") as group:
         for sample in range(num_samples):
             if rng.random() < 0.9:
                 await _tolerantly(process, life, group.trajectory(sample))
@@ -88,9 +90,9 @@ async def _task(process: Process, life: Life, publisher: AsyncPublisher) -> None
         if "cut" not in process.world.counts:
             process.world.blame(f"{process.name} is given the task {task.group_id} twice")
         return  # the store forgot that it has it, and is told again what was written of it
+    process.begun.update(trajectory.key for trajectory in task.trajectories)
     async with task:
         for trajectory in task.trajectories:
-            process.begun.add(trajectory.key)
             await _tolerantly(process, life, trajectory)
 
 

@@ -23,6 +23,7 @@ from turnstream.types import GroupOpened, Purpose
 
 _UNFINISHED = ("open", "sealed", "awaiting_reward")
 _GIVEN_UP = re.compile(r"abandoned:the lease of (.*) ended")
+_NO_LEAVE = "the run takes no new group"
 _HOLDING = (b"open:", b"sealed:", b"awaiting_reward:")
 _TAKING = (b":open", b":evaluating")
 _DROPPED = ("filtered", "expired", "incomplete")
@@ -317,8 +318,8 @@ class Laws:
             state = states.get(name, "nowhere")
             group_id = keys.parse_trajectory_id(name).group_id
             ends = {"evaluated"} if group_id in self._evals else {"planned", *_DROPPED}
-            if name in history.lost and _GIVEN_UP.fullmatch(state):
-                continue  # it was open when the store came back, and its writer slept: it was told
+            if name in history.lost and self._is_named_well(name, state):
+                continue
             if state == "nowhere" and "cut" in world.counts and self._is_decided(group_id):
                 continue  # it was lost, and when it was sent again its group had gone on without it
             if name in history.acknowledged and state.partition(":")[0] not in {*ends, "surplus"}:
@@ -326,6 +327,18 @@ class Laws:
             is_given_again = group_id.startswith("p") and len(history.writers[name]) > 1
             if name in history.lost and not is_given_again:
                 yield f"P1: {history.lost[name]}: all of its writers live, and it is {state}"
+
+    def _is_named_well(self, name: str, state: str) -> bool:
+        """Whether a living publisher may be told that the store lost this, and that it stays so.
+
+        When the store came back, another generator was faster to hold it, or it was given up while
+        its own slept, or its group got no leave to begin again.
+        """
+        if "cut" not in self._world.counts:
+            return False
+        has_another = state != "nowhere" and len(self._life.history.writers[name]) > 1
+        has_no_leave = state == "nowhere" and self._life.history.lost[name].endswith(_NO_LEAVE)
+        return bool(_GIVEN_UP.fullmatch(state)) or has_another or has_no_leave
 
     def _is_decided(self, group_id: str) -> bool:
         """Whether a group has ended, or is gone from the store, which had let it begin."""

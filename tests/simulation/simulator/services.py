@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 from typing import Any
 
@@ -89,7 +88,7 @@ async def trainer(process: Process, life: Life) -> None:
     history.num_sessions += 1
     client = AsyncClient(process)
     name = f"{process.name}-{history.num_sessions}"
-    begun = await _begin(client, life, name, world.rng)
+    begun = await _begin(client, life, name, process)
     if begun is None:
         return
     session, dp_world_size = begun
@@ -141,10 +140,10 @@ async def _get(view: RunView, asked: wire.GetRequest) -> PlannedBatch:
 
 
 async def _begin(
-    client: AsyncClient, life: Life, name: str, rng: random.Random
+    client: AsyncClient, life: Life, name: str, process: Process
 ) -> tuple[TrainerSession, int] | None:
     """Begin a session after the newest checkpoint, or sometimes after one before it."""
-    history = life.history
+    history, rng = life.history, process.world.rng
     tokens: list[RecoveryToken | None] = [None, *history.checkpoints]
     token = tokens[-1]
     if rng.random() < 0.2:
@@ -169,8 +168,16 @@ async def _begin(
             history.refused(error)
             return None
         else:
+            if not _is_present(process, life, name):
+                return None
             history.begun(name, session, token)
             return session, dp_world_size
+
+
+def _is_present(process: Process, life: Life, name: str) -> bool:
+    """Whether the store names this session: it may have slept while another began after it."""
+    frontier: Any = process.world.store.values[keys.run_keys(life.run).frontier.encode()]
+    return frontier[b"session"] == name.encode()
 
 
 def _require_present(life: Life, name: str) -> None:

@@ -30,7 +30,8 @@ class Process:
     """Something that can be killed: a loop and what runs in it.
 
     Attributes:
-        begun: what it has begun and will not begin again.
+        begun: what it has begun and will not begin again, nor take over: after a jump of the
+            clock its own trajectories may look lapsed.
     """
 
     def __init__(self, world: World, name: str, main: Main) -> None:
