@@ -93,7 +93,7 @@ class RunPlanner:
 
     async def _follow_then_lead_in(self, store: BoundStore) -> None:
         self._client = store.client
-        await self._meet(store)
+        await first_of(self._meet(store))
         epoch = await first_of(self._follow())
         try:
             await first_of(

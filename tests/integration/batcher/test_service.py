@@ -1,3 +1,4 @@
+import asyncio
 import signal
 import subprocess
 import sys
@@ -69,3 +70,18 @@ async def test_an_address_that_is_taken_is_refused_by_name(house):
 def test_a_store_that_does_not_answer_ends_the_start():
     with pytest.raises(StoreUnavailableError):
         run_batcher(BatcherOptions(redis_url="redis://127.0.0.1:1/0"))
+
+
+async def test_a_replica_that_stops_while_it_meets_its_runs_stops_at_once(house):
+    # Below Python 3.12 the Redis client forgets a cancellation that comes just when it is done: a
+    # planner that was told to end while it greeted the store went on for ever.
+    for _ in range(20):
+        house.create_run()
+
+    async def serve_for(seconds: float) -> None:
+        async with serving(BatcherOptions(redis_url=house.url)):
+            await asyncio.sleep(seconds)
+
+    async with asyncio.timeout(60):
+        for attempt in range(20):
+            await serve_for(attempt / 500)
