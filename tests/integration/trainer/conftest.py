@@ -30,8 +30,8 @@ def batcher(server: EmbeddedServer) -> Iterator[str]:
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
-    assert is_up.wait(20)
+    assert is_up.wait(60)
     yield addresses[0]
     loop.call_soon_threadsafe(may_end.set)
-    thread.join(20)
+    thread.join(60)
     loop.close()
