@@ -217,7 +217,7 @@ def _replay(rig: Rig, proxied: Proxy, *, copies: int) -> None:
                 pass
 
     senders = [
-        threading.Thread(target=send, args=(data,))
+        threading.Thread(target=send, args=(data,), daemon=True)
         for data in proxied.requests.recorded
         for _ in range(copies)
     ]

@@ -42,9 +42,9 @@ from turnstream_server.embedded import EmbeddedServer
 _numbers = itertools.count(1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def server() -> Iterator[EmbeddedServer]:
-    """The embedded server of all tests that do not harm it."""
+    """A server for each test: a replica meets every run that its store has."""
     with EmbeddedServer() as server:
         yield server
 

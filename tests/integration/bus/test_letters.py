@@ -243,7 +243,8 @@ async def test_replays_at_the_same_time_seal_a_letter_once(office, tmp_path):
             failures.append(error)
 
     threads = [
-        threading.Thread(target=replay, args=(name,)) for name in (None, "x", "y", None, "x", "y")
+        threading.Thread(target=replay, args=(name,), daemon=True)
+        for name in (None, "x", "y", None, "x", "y")
     ]
     for thread in threads:
         thread.start()

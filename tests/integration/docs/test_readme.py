@@ -53,7 +53,7 @@ def test_the_main_path_of_the_readme_runs(
         exec(create, names)
         exec(generate, names)
         _finish_the_group(own_server.url)
-        worker = threading.Thread(target=exec, args=(train, names))
+        worker = threading.Thread(target=exec, args=(train, names), daemon=True)
         worker.start()
         worker.join(45)
 

@@ -89,7 +89,7 @@ def test_entering_a_group_blocks_until_there_is_leave(
 
     with Publisher(server.url, run) as publisher:
         publisher.publish(group("a")).result(10)
-        generator = threading.Thread(target=generate)
+        generator = threading.Thread(target=generate, daemon=True)
         generator.start()
         is_waiting(publisher)
         was_entered = entered.is_set()

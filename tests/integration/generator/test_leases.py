@@ -155,7 +155,7 @@ def test_a_lease_is_kept_while_the_caller_is_blocked_by_a_full_queue(
         episode.append(ids("ab"), ids("c")).result(10)
         big = [group(name, trajectory(turn("x" * 240, "Y"))) for name in ("b", "c")]
         publisher.publish(big[0])
-        blocked = threading.Thread(target=publisher.publish, args=(big[1],))
+        blocked = threading.Thread(target=publisher.publish, args=(big[1],), daemon=True)
         blocked.start()
         renewals(client, run, 6)
 

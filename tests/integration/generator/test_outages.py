@@ -29,7 +29,7 @@ def test_a_server_that_is_killed_mid_stream_ends_up_with_every_turn_once(
     with Publisher(own_server.url, run) as publisher:
         episodes = [publisher.trajectory("g", sample, num_samples=4) for sample in range(4)]
         half_way = threading.Barrier(len(episodes) + 1)
-        players = [threading.Thread(target=play, args=(e, half_way)) for e in episodes]
+        players = [threading.Thread(target=play, args=(e, half_way), daemon=True) for e in episodes]
         for player in players:
             player.start()
         half_way.wait(10)
@@ -122,7 +122,7 @@ def test_a_full_server_holds_writes_up_until_there_is_memory(
         with publisher.group("open", 20) as opened:
             writers = [opened.trajectory(sample) for sample in range(20)]
             own_client.config_set("maxmemory", used_memory(own_client) + 300_000)
-            generator = threading.Thread(target=lambda: write_all(writers, long))
+            generator = threading.Thread(target=lambda: write_all(writers, long), daemon=True)
             generator.start()
             wait_until(lambda: publisher.statistics().num_retries > 3, describe="a full server")
             is_blocked = generator.is_alive()

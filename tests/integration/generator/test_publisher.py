@@ -177,7 +177,9 @@ def test_parallel_agents_share_one_numbering(
         publisher.trajectory("g", 0, num_samples=1) as episode,
     ):
         agents = [
-            threading.Thread(target=lambda p=p: [episode.append(ids(p), ids("z")) for _ in "12345"])
+            threading.Thread(
+                target=lambda p=p: [episode.append(ids(p), ids("z")) for _ in "12345"], daemon=True
+            )
             for p in prompts
         ]
         for agent in agents:

@@ -107,7 +107,8 @@ def test_waiting_for_a_version_ends_when_a_higher_one_is_announced(
     waiter = threading.Thread(
         target=lambda: found.append(
             wait_for_version(connect(server.url), run, above=3, timeout_s=20)
-        )
+        ),
+        daemon=True,
     )
 
     waiter.start()

@@ -15,6 +15,13 @@ from turnstream_server.embedded import EmbeddedServer
 
 
 @pytest.fixture
+def server() -> Iterator[EmbeddedServer]:
+    """A server for each test: a batcher meets every run that its store has."""
+    with EmbeddedServer() as server:
+        yield server
+
+
+@pytest.fixture
 def batcher(server: EmbeddedServer) -> Iterator[str]:
     """The address of a batcher that runs in a thread of its own, for the length of a test."""
     torch.set_num_threads(1)
@@ -28,10 +35,13 @@ def batcher(server: EmbeddedServer) -> Iterator[str]:
             is_up.set()
             await may_end.wait()
 
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
     thread.start()
-    assert is_up.wait(60)
-    yield addresses[0]
-    loop.call_soon_threadsafe(may_end.set)
-    thread.join(60)
+    try:
+        assert is_up.wait(20)
+        yield addresses[0]
+    finally:
+        loop.call_soon_threadsafe(may_end.set)
+        thread.join(20)
+    assert not thread.is_alive()
     loop.close()

@@ -267,7 +267,9 @@ class RealBatcher:
     def start(self) -> None:
         """Serve, at the same address as before if there was one."""
         is_ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(is_ready)))
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve(is_ready)), daemon=True
+        )
         self._thread.start()
         assert is_ready.wait(10)
 

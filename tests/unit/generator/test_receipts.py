@@ -38,7 +38,7 @@ def test_a_receipt_raises_the_first_error_and_names_them_all() -> None:
 def test_whoever_waits_is_woken() -> None:
     lock = threading.Lock()
     receipt = Receipt(lock)
-    waiters = [threading.Thread(target=receipt.result, args=(10,)) for _ in range(3)]
+    waiters = [threading.Thread(target=receipt.result, args=(10,), daemon=True) for _ in range(3)]
     for waiter in waiters:
         waiter.start()
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import get_args
+from typing import Any, get_args
 
 from hypothesis import strategies as st
 
 from turnstream.batching.config import (
+    LEAST_GROUP_BYTES,
     Aggregation,
     BatchingConfig,
     DeadlinePolicy,
@@ -179,7 +180,6 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
     )
     max_staleness = draw(st.integers(0, 4))
     merge = draw(st.booleans())
-    policy = draw(st.sampled_from(get_args(DeadlinePolicy)))
     limit = draw(st.integers(0, 100_000))
     cost = draw(st.sampled_from(get_args(CostModel)))
     overlong_length = draw(st.integers(0, 9))
@@ -191,8 +191,9 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
         weights_of_rows.append("per_trajectory")
     if aggregation == "seq_mean_token_mean":
         weights_of_rows.append("rollout_mean")
+    batch_groups = mini_batch_groups * draw(st.integers(1, 8))
     return BatchingConfig(
-        batch_groups=mini_batch_groups * draw(st.integers(1, 8)),
+        batch_groups=batch_groups,
         mini_batch_groups=mini_batch_groups,
         estimator=estimator,
         reward_source=draw(st.sampled_from(sources)),
@@ -222,16 +223,25 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
         passes_multiple_of=draw(st.integers(1, 4)),
         rows_multiple_of=draw(st.integers(1, 4)),
         extra_columns=draw(declared_columns(merge=merge)),
-        lease_s=draw(st.floats(0.3, 3600)),
-        takeover_s=draw(st.floats(0, 3600)),
-        group_deadline_s=draw(st.floats(0.001, 1e6)),
-        reward_deadline_s=draw(st.just(0.0) | st.floats(0.001, 1e6)),
-        deadline_policy=policy,
-        max_refills=draw(st.integers(1, 9)) if policy == "refill" else 0,
-        refill_fallback=draw(st.sampled_from(get_args(RefillFallback))),
-        surplus=draw(st.sampled_from(get_args(Surplus))),
-        retain_checkpoints=draw(st.integers(1, 9)),
+        **_times_and_bounds(draw, batch_groups),
     )
+
+
+def _times_and_bounds(draw: st.DrawFn, batch_groups: int) -> dict[str, Any]:
+    policy = draw(st.sampled_from(get_args(DeadlinePolicy)))
+    return {
+        "lease_s": draw(st.floats(0.3, 3600)),
+        "takeover_s": draw(st.floats(0, 3600)),
+        "group_deadline_s": draw(st.floats(0.001, 1e6)),
+        "reward_deadline_s": draw(st.just(0.0) | st.floats(0.001, 1e6)),
+        "deadline_policy": policy,
+        "max_refills": draw(st.integers(1, 9)) if policy == "refill" else 0,
+        "refill_fallback": draw(st.sampled_from(get_args(RefillFallback))),
+        "surplus": draw(st.sampled_from(get_args(Surplus))),
+        "retain_checkpoints": draw(st.integers(1, 9)),
+        "max_dead_bytes": draw(st.integers(0, 2**40)),
+        "max_bytes": draw(st.just(0) | st.integers(batch_groups * LEAST_GROUP_BYTES, 2**40)),
+    }
 
 
 @st.composite
