@@ -290,6 +290,13 @@ class RealBatcher:
 
 
 @pytest.fixture
+def server() -> Iterator[EmbeddedServer]:
+    """A server for each test: a batcher meets every run that its store has."""
+    with EmbeddedServer() as server:
+        yield server
+
+
+@pytest.fixture
 def start_batcher(server: EmbeddedServer) -> Iterator[Callable[[], RealBatcher]]:
     """Starts a replica that ends with the test."""
     started: list[RealBatcher] = []
