@@ -13,7 +13,7 @@ import redis
 from turnstream.errors import NotReadyError, StoreBehindError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store import keys
-from turnstream.store.connection import connect_async
+from turnstream.store.connection import connect, connect_async
 from turnstream.store.rewards import RewardOutcome
 from turnstream.store.tasks import Prompt, add_prompts
 from turnstream.testing import group, ids, wait_until
@@ -32,6 +32,8 @@ class Past:
     """The append-only file of a server as it was at some moment."""
 
     def __init__(self, server: EmbeddedServer) -> None:
+        with connect(server.url) as client:
+            wait_until(lambda: _is_written(client), describe="the write to the file")
         (self._path,) = server.data_dir.glob("appendonlydir/*.incr.aof")
         self._server = server
         self._num_bytes = self._path.stat().st_size
@@ -42,6 +44,12 @@ class Past:
         with self._path.open("r+b") as file:
             file.truncate(self._num_bytes)
         self._server.restart()
+
+
+def _is_written(client: redis.Redis) -> bool:
+    """Whether a busy disk keeps nothing back that was acknowledged."""
+    persistence: Any = client.info("persistence")
+    return not persistence["aof_buffer_length"]
 
 
 def test_what_the_store_forgot_is_sent_again_from_the_opening_to_the_seal(
