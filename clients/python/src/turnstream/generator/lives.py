@@ -1,0 +1,295 @@
+"""How trajectories fare on their way: opened, stored, ended, failed or lost. No I/O, no clock.
+
+Owns what all trajectories of a publisher share: the queues, leases, room, and what is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from turnstream.errors import ConflictError, StoreBehindError, TurnstreamError
+from turnstream.generator.calls import NoteCall, PayloadCall
+from turnstream.generator.drafts import SealMaker, TurnRecord
+from turnstream.generator.heartbeats import Heartbeats
+from turnstream.generator.lanes import Lane, PendingTurn
+from turnstream.generator.queues import Queues
+from turnstream.generator.receipts import Delivery
+from turnstream.generator.reservations import Reservations
+from turnstream.generator.rewinds import (
+    has_survived,
+    is_left_to_payload,
+    leave_to_payload,
+    rewind,
+    why_refused,
+)
+from turnstream.generator.tally import Tally
+from turnstream.generator.window import Ended, KeptTurn, TakenOver, Window
+from turnstream.store import keys
+from turnstream.store.replies import refusal
+from turnstream.types import TrajectoryKey
+
+_logger = logging.getLogger(__name__)
+
+
+class Lives:
+    """The trajectories of one publisher, from their first write to their end.
+
+    Args:
+        run: name of the run.
+        tally: counts them.
+        window: keeps what the store has acknowledged.
+        nonce: tells the notes of this publisher from those of another of the same writer.
+
+    Attributes:
+        losses: what an earlier start of the store had acknowledged, and this one has not.
+        unended: those that the run does not know to be over.
+    """
+
+    def __init__(self, run: str, *, tally: Tally, window: Window, nonce: float) -> None:
+        self.run = run
+        self.tally = tally
+        self.window = window
+        self.queues = Queues()
+        self.heartbeats = Heartbeats()
+        self.reservations = Reservations()
+        self.losses: list[TurnstreamError] = []
+        self.unended: dict[Lane, None] = {}
+        self._nonce = nonce
+        self._num_conflicts = 0
+
+    def begin(self, key: TrajectoryKey) -> Lane:
+        """A lane that is not open."""
+        name = keys.trajectory_id(key)
+        lane = Lane(key, name, keys.trajectory_keys(self.run, name))
+        self.unended[lane] = None
+        return lane
+
+    def adopt(
+        self, key: TrajectoryKey, *, epoch: int, num_turns: int, num_bytes: int, now_s: float
+    ) -> Lane:
+        """Go on with a trajectory that was taken over with this epoch, behind its stored turns."""
+        lane = self.begin(key)
+        lane.epoch, lane.is_placed, lane.num_acknowledged = epoch, True, num_turns
+        lane.num_bytes = num_bytes
+        self._hold(lane, now_s)
+        self.window.keep(TakenOver(lane), now_s=now_s)
+        return lane
+
+    def begin_opened(self, epochs: Mapping[TrajectoryKey, int], *, now_s: float) -> list[Lane]:
+        """Lanes that the store has opened with these epochs."""
+        lanes = [self.begin(key) for key in epochs]
+        for lane in lanes:
+            lane.epoch = epochs[lane.key]
+            self._hold(lane, now_s)
+        return lanes
+
+    def append(self, lane: Lane, turn: TurnRecord, receipt: Delivery | None) -> None:
+        """Put a turn behind the others of its trajectory.
+
+        Raises:
+            TurnstreamError: the trajectory has failed before.
+        """
+        _raise_error(lane)
+        lane.pending.append(PendingTurn(turn, receipt))
+        self.tally.accepted(lane, len(turn.record))
+        lane.num_bytes += len(turn.record)
+        self.reservations.grew(lane)
+        self.queues.add_payload(lane)
+
+    def seal(
+        self,
+        lane: Lane,
+        seal: SealMaker,
+        *,
+        merged_tokens: int,
+        end: Delivery,
+        awaits_reward: bool,
+    ) -> None:
+        """Put the seal behind the last turn; `end` is told when the run knows.
+
+        Raises:
+            TurnstreamError: the trajectory has failed before.
+        """
+        _raise_error(lane)
+        lane.seal, lane.merged_tokens, lane.end = seal, merged_tokens, end
+        lane.awaits_reward = awaits_reward
+        self.queues.add_payload(lane)
+
+    def opened(self, lane: Lane, epoch: int, now_s: float) -> None:
+        """The store has opened it, with this epoch: its turns may go."""
+        num_bytes = lane.num_pending_bytes
+        self.tally.accepted(lane, -num_bytes)
+        lane.epoch = epoch
+        self._hold(lane, now_s)
+        self.tally.accepted(lane, num_bytes)
+        self.advance(lane)
+
+    def not_opened(self, lane: Lane, text: str, now_s: float) -> TurnstreamError | None:
+        """The store has not opened it; the error, where that is not because it is beyond that."""
+        if has_survived(lane, text):
+            self.survived(lane, now_s)
+        elif lane.held_epoch and lane.seal is not None and " is already " in text:
+            lane.epoch = lane.held_epoch  # its seal had been posted, and the answer was lost
+            lane.seal_record = lane.seal(lane.epoch)
+            self.queues.seals.append(lane)
+        else:
+            error = refusal(text)
+            self.fail(lane, error)
+            return error
+        return None
+
+    def stored(self, call: PayloadCall, *, num_new: int, now_s: float) -> None:
+        """The store has the payload of a call."""
+        lane = call.lane
+        lane.is_placed = True
+        for _ in range(call.num_turns):
+            turn, receipt, is_again = lane.pending.popleft()
+            self.window.keep(KeptTurn(lane, turn), now_s=now_s)
+            if is_again:
+                self.tally.add("num_resent")
+            else:
+                self.tally.acknowledged(lane, turn)
+            if receipt is not None:
+                receipt.settle(lane.key)
+        lane.num_acknowledged += call.num_turns
+        self.tally.add("num_duplicates", call.num_turns + call.seals - num_new)
+        if call.seals:
+            self.window.keep(Ended(lane), now_s=now_s)
+            self.queues.seals.append(lane)
+        else:
+            self.advance(lane)
+
+    def advance(self, lane: Lane) -> None:
+        """Queue a lane for what it waits with, now that something before is done."""
+        if lane.pending or lane.seal is not None:
+            self.queues.add_payload(lane)
+        elif lane.abandon_reason is not None:
+            self.queues.abandons.append(lane)
+
+    def posted(self, lanes: Sequence[Lane], answers: Sequence[bytes], now_s: float) -> None:
+        """The run was told of the seals of these."""
+        for lane, answer in zip(lanes, answers, strict=True):
+            text = answer.decode()
+            if text in ("OK", "DUPLICATE", "SURPLUS"):
+                if not lane.has_ended:
+                    self.tally.add("num_trajectories")
+                    self.tally.add("merged_tokens", lane.merged_tokens)
+                self.end_well(lane, now_s)
+            else:
+                self.fail(lane, refusal(text))
+
+    def renewed(self, lanes: Sequence[Lane], answers: Sequence[Any]) -> None:
+        """Each lane's lease was renewed, or is lost.
+
+        A lane that ends is not judged by this: what ends it may have been done before.
+        """
+        lease_ms, *states = answers
+        self.heartbeats.answered(lease_s=lease_ms / 1000)
+        for lane, state in zip(lanes, states, strict=True):
+            if state != b"OK" and not lane.is_ending:
+                self.fail(lane, refusal(state.decode()))
+
+    def refuse(self, lane: Lane, text: str, now_s: float) -> None:
+        """The store refused something of a lane."""
+        if is_left_to_payload(lane, text):
+            leave_to_payload(lane, text)
+            self.advance(lane)
+        elif has_survived(lane, text):
+            self.survived(lane, now_s)
+        else:
+            error = why_refused(lane, text)
+            self._note(lane, error)
+            self.fail(lane, error)
+
+    def rewind(self) -> None:
+        """Another start of the store answers: what is kept goes before everything that waits."""
+        rewound = rewind(self.window.take(), queues=self.queues, tally=self.tally)
+        self.tally.add("num_restarts")
+        _logger.warning(
+            "run %s: the store was started anew and may have lost writes: those of %d trajectories "
+            "are sent again",
+            self.run,
+            len(rewound.closed) + len(rewound.open),
+        )
+        for lane in (*rewound.closed, *rewound.open):
+            self.unended[lane] = None
+        for lane in rewound.closed:
+            self.heartbeats.ended(lane)
+        for lane in rewound.open:
+            self.reservations.grew(lane)
+            self.advance(lane)
+        self.heartbeats.failed()
+
+    def fail(self, lane: Lane, error: TurnstreamError) -> None:
+        """It goes no further."""
+        _logger.warning("run %s: trajectory %s failed: %s", self.run, lane.trajectory_id, error)
+        self.end(lane, error)
+
+    def end_well(self, lane: Lane, now_s: float) -> None:
+        """The run knows how a lane ended; of the draft nothing is needed but the seal."""
+        if lane.seal is not None:
+            record = lane.seal_record
+            lane.seal = lambda _epoch: record
+        self.window.keep(Ended(lane), now_s=now_s)
+        self.end(lane)
+        lane.has_ended = True
+
+    def survived(self, lane: Lane, now_s: float) -> None:
+        """The store has all of a lane that had ended; the next start of it may not."""
+        for pending in lane.pending:
+            self.window.keep(KeptTurn(lane, pending.turn), now_s=now_s)
+        lane.num_acknowledged += len(lane.pending)
+        lane.epoch = lane.epoch or lane.held_epoch
+        self.end_well(lane, now_s)
+
+    def end(self, lane: Lane, error: TurnstreamError | None = None) -> None:
+        """It is over, or has failed: whoever waits for any of it is told."""
+        lane.error = error
+        self.unended.pop(lane, None)
+        self.heartbeats.ended(lane)
+        self.reservations.ended(lane)
+        while lane.pending:
+            turn, receipt, is_again = lane.pending.popleft()
+            if not is_again:
+                self.tally.accepted(lane, -len(turn.record))
+            if receipt is not None:
+                receipt.settle(lane.key, error)
+        if lane.end is not None:
+            lane.end.settle(lane.key, error)
+            lane.end = None
+        if error is not None and lane.has_ended and lane.abandon_reason is None:
+            self.lose(lane.trajectory_id, error)
+
+    def lose(self, what: str, reason: TurnstreamError) -> None:
+        """Something that was acknowledged is gone for good."""
+        error = reason
+        if not isinstance(reason, StoreBehindError):
+            error = StoreBehindError(f"{what} was acknowledged, and the store lost it: {reason}")
+        _logger.error("run %s: %s", self.run, error)
+        self.tally.add("num_lost")
+        self.losses.append(error)
+
+    def give_up(self, error: TurnstreamError) -> None:
+        """Fail whatever has something that is not acknowledged."""
+        for lane in list(self.unended):
+            if lane.pending or lane.end is not None or lane.epoch == 0 or lane.has_ended:
+                self.end(lane, error)
+
+    def _hold(self, lane: Lane, now_s: float) -> None:
+        """A lane has a lease from now on."""
+        self.reservations.grew(lane)
+        self.heartbeats.opened(lane, now_s=now_s)
+
+    def _note(self, lane: Lane, error: TurnstreamError) -> None:
+        """Let the run count what was refused because its key has another content."""
+        if isinstance(error, ConflictError):
+            self._num_conflicts += 1
+            token = f"{self._nonce}:{self._num_conflicts}"
+            self.queues.notes.append(NoteCall(lane.trajectory_id, str(error), token))
+
+
+def _raise_error(lane: Lane) -> None:
+    if lane.error is not None:
+        raise lane.error
