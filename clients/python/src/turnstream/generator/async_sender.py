@@ -7,18 +7,20 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from redis.exceptions import RedisError
 
 from turnstream.errors import NotReadyError, StoreUnavailableError
 from turnstream.generator.calls import Round
 from turnstream.generator.outbox import Outbox
-from turnstream.generator.receipts import AsyncReceipt
+from turnstream.generator.receipts import AsyncReceipt, Delivery
 from turnstream.generator.sender import ASK_AGAIN_S
 from turnstream.store import keys
 from turnstream.store.connection import AsyncLink, connect_async
 from turnstream.types import DeclaredColumn
 
+_Result = TypeVar("_Result")
 _LISTEN_AGAIN_S = 0.5
 
 _logger = logging.getLogger(__name__)
@@ -37,12 +39,20 @@ class AsyncSender:
         self._listener: asyncio.Task[None] | None = None
         self._is_closed = False
 
-    def start(self) -> None:
-        """Something was put into the outbox: send it."""
+    def put(self, write: Callable[[], _Result]) -> _Result:
+        """Do something to the outbox, and send what comes of it."""
         self.require_open()
+        result = write()
         if self._sender is None:
             self._sender = asyncio.create_task(self._send_rounds(), name="turnstream-sender")
         self._work.set()
+        return result
+
+    def receipt(
+        self, num_parts: int = 1, *, unread_failures: list[Delivery] | None = None
+    ) -> AsyncReceipt:
+        """A receipt that can be awaited."""
+        return AsyncReceipt(num_parts, unread_failures=unread_failures)
 
     def require_open(self) -> None:
         """Refuse writes after `close`."""
@@ -52,10 +62,8 @@ class AsyncSender:
     async def learn_columns(self) -> tuple[DeclaredColumn, ...]:
         """The extra columns of the run, which is asked for them once."""
         while (columns := self._outbox.extra_columns) is None:
-            receipt = AsyncReceipt()
-            self.require_open()
-            self._outbox.learn_columns(receipt)
-            self.start()
+            receipt = self.receipt()
+            self.put(lambda receipt=receipt: self._outbox.learn_columns(receipt))
             await receipt
         return columns
 

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 from turnstream.errors import NotReadyError, StoreUnavailableError
 from turnstream.generator.calls import Round
 from turnstream.generator.outbox import Outbox
-from turnstream.generator.receipts import Receipt
+from turnstream.generator.receipts import Delivery, Receipt
 from turnstream.store import keys
 from turnstream.store.connection import Link, connect
 from turnstream.types import DeclaredColumn
@@ -56,10 +56,16 @@ class Sender:
             self._work.notify()
         return result
 
+    def receipt(
+        self, num_parts: int = 1, *, unread_failures: list[Delivery] | None = None
+    ) -> Receipt:
+        """A receipt that a thread can wait for."""
+        return Receipt(self.lock, num_parts, unread_failures=unread_failures)
+
     def learn_columns(self) -> tuple[DeclaredColumn, ...]:
         """The extra columns of the run, which is asked for them once."""
         while (columns := self._outbox.extra_columns) is None:
-            receipt = Receipt(self.lock)
+            receipt = self.receipt()
             self.put(lambda receipt=receipt: self._outbox.learn_columns(receipt))
             receipt.result()
         return columns

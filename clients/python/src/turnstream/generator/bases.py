@@ -1,0 +1,300 @@
+"""What the two publishers and their writers have in common: everything but the waiting."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from turnstream.errors import RejectedError
+from turnstream.generator import writers
+from turnstream.generator.drafts import DraftedTrajectory, draft_group
+from turnstream.generator.lanes import Lane, RewardPost
+from turnstream.generator.outbox import Outbox
+from turnstream.generator.receipts import Delivery
+from turnstream.generator.takeovers import Taken
+from turnstream.generator.tasks import task_states
+from turnstream.generator.window import KEEP_S, MAX_KEPT_BYTES
+from turnstream.generator.writers import WriterState
+from turnstream.store.groups import Refill
+from turnstream.store.rewards import reward_command
+from turnstream.store.tasks import TakenTask
+from turnstream.types import (
+    DeclaredColumn,
+    Group,
+    GroupOpened,
+    Purpose,
+    TrajectoryKey,
+    Turn,
+)
+
+_Result = TypeVar("_Result")
+_Receipt = TypeVar("_Receipt", bound=Delivery)
+_Receipt_co = TypeVar("_Receipt_co", bound=Delivery, covariant=True)
+
+
+class Carrier(Protocol[_Receipt_co]):
+    """What carries an outbox to the store, by a thread or by a task."""
+
+    def put(self, write: Callable[[], _Result]) -> _Result:
+        """Do something to the outbox, and send what comes of it."""
+        ...
+
+    def receipt(
+        self, num_parts: int = 1, *, unread_failures: list[Delivery] | None = None
+    ) -> _Receipt_co:
+        """A receipt that can be waited for."""
+        ...
+
+    def require_open(self) -> None:
+        """Refuse writes after `close`."""
+        ...
+
+
+_Carrier = TypeVar("_Carrier", bound=Carrier[Any])
+
+
+class TrajectoryWriterBase(Generic[_Carrier]):
+    """A trajectory being written."""
+
+    def __init__(self, sender: _Carrier, state: WriterState) -> None:
+        self._sender = sender
+        self._state = state
+
+    @property
+    def key(self) -> TrajectoryKey:
+        """The name of the trajectory in its run."""
+        return self._state.key
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns that were stored when it was taken over, whole; empty if it was not."""
+        return self._state.turns
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was sealed or abandoned."""
+        return self._state.has_ended
+
+
+class _Abandoned(Protocol):
+    """A trajectory writer, for threads or for asyncio."""
+
+    @property
+    def has_ended(self) -> bool: ...
+
+    def abandon(self, reason: str) -> object: ...
+
+
+_Writer = TypeVar("_Writer", bound=_Abandoned)
+
+
+class GroupWriterBase(ABC, Generic[_Carrier, _Writer]):
+    """A group being written, with a writer per sample."""
+
+    _entered_by: ClassVar[str]
+
+    def __init__(self, sender: _Carrier, outbox: Outbox, group: GroupOpened) -> None:
+        self._sender = sender
+        self._outbox = outbox
+        self._group = group
+        self._lanes: list[Lane] = []
+        self._writers: dict[int, _Writer] = {}
+
+    def trajectory(self, sample: int) -> _Writer:
+        """The writer of one sample, open already; the same writer for the same sample.
+
+        Raises:
+            InvalidTurnError: the group has no such sample.
+            RejectedError: the group was not entered.
+        """
+        writer = self._writers.get(sample)
+        if writer is None:
+            group_id = self._group.group_id
+            if not self._lanes:
+                raise RejectedError(f"group {group_id!r} is not open: use it in {self._entered_by}")
+            state = WriterState(self._outbox, self._group, TrajectoryKey(group_id, sample), None)
+            state.lane = self._lanes[sample]
+            writer = self._writers[sample] = self._writer(state)
+        return writer
+
+    @abstractmethod
+    def _writer(self, state: WriterState) -> _Writer: ...
+
+    def _ask(self, opened: Delivery) -> None:
+        """Ask leave for all its samples at once."""
+        group = self._group
+        members = [TrajectoryKey(group.group_id, sample) for sample in range(group.num_samples)]
+        self._lanes = self._sender.put(lambda: self._outbox.admit(group, members, opened=opened))
+
+    def _give_up(self, error: BaseException | None) -> None:
+        """Abandon whatever was not sealed."""
+        for sample in range(len(self._lanes)):
+            is_started = sample in self._writers
+            writer = self.trajectory(sample)
+            if not writer.has_ended:
+                reason = writers.NOT_STARTED if error is None and not is_started else ""
+                writer.abandon(reason or writers.reason_of(error))
+
+
+_GroupWriter = TypeVar("_GroupWriter")
+
+
+class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
+    """Sends the trajectories of one generator to a run. Its arguments: see Publisher."""
+
+    def __init__(
+        self,
+        url: str,
+        run: str,
+        *,
+        writer: str | None = None,
+        max_inflight_bytes: int = writers.MAX_INFLIGHT_BYTES,
+        timeout_s: float = writers.TIMEOUT_S,
+        admission_timeout_s: float = writers.ADMISSION_TIMEOUT_S,
+        keep_s: float = KEEP_S,
+        max_kept_bytes: int = MAX_KEPT_BYTES,
+    ) -> None:
+        self._outbox = writers.new_outbox(
+            run,
+            writer=writer,
+            max_inflight_bytes=max_inflight_bytes,
+            timeout_s=timeout_s,
+            admission_timeout_s=admission_timeout_s,
+            keep_s=keep_s,
+            max_kept_bytes=max_kept_bytes,
+        )
+        self._sender = self._connect(url)
+        self._unread_failures: list[Delivery] = []
+        self._tried_refills: dict[TrajectoryKey, object] = {}
+
+    def group(
+        self,
+        group_id: str,
+        num_samples: int,
+        *,
+        num_needed: int | None = None,
+        prompt_uid: str = "",
+        purpose: Purpose | str = Purpose.TRAIN,
+    ) -> _GroupWriter:
+        """A group of which this publisher writes every sample.
+
+        Entering it waits for leave to start and opens all its samples at once. Leaving it abandons
+        the samples that were never started, so that the group can end.
+
+        Raises:
+            InvalidTurnError: the name or the number cannot be.
+        """
+        group = writers.checked_opening(
+            group_id, num_samples, prompt_uid, num_needed=num_needed, purpose=purpose
+        )
+        return self._group_writer(group)
+
+    def trajectory(
+        self,
+        group_id: str,
+        sample: int,
+        *,
+        num_samples: int,
+        num_needed: int | None = None,
+        prompt_uid: str = "",
+        purpose: Purpose | str = Purpose.TRAIN,
+        attempt: int = 0,
+    ) -> _Writer:
+        """One sample of a group that several generators may share.
+
+        Entering it waits for leave, where the group is new.
+
+        Args:
+            group_id: the same for all samples that are compared with each other.
+            sample: from 0 to `num_samples` - 1.
+            num_samples: of the group.
+            num_needed: members that decide the group, the first that are sealed; None for all.
+            prompt_uid: the dataset's name of the prompt.
+            purpose: "eval" waits for bytes alone and is never trained: `turnstream evals`.
+            attempt: another one of a sample that was given up before, below 1,000.
+
+        Raises:
+            InvalidTurnError: the key cannot be.
+        """
+        group = writers.checked_opening(
+            group_id, num_samples, prompt_uid, num_needed=num_needed, purpose=purpose
+        )
+        key = TrajectoryKey(group_id, sample, attempt)
+        return self._writer(WriterState(self._outbox, group, key, None))
+
+    def refill_trajectory(self, refill: Refill) -> _Writer:
+        """The writer of an attempt that `next_refill` gave."""
+        return self._writer(WriterState(self._outbox, refill.group, refill.key, None))
+
+    @abstractmethod
+    def _connect(self, url: str) -> _Carrier:
+        """Make what carries the outbox, and a client for calls that wait for their answer."""
+
+    @abstractmethod
+    def _group_writer(self, group: GroupOpened) -> _GroupWriter: ...
+
+    @abstractmethod
+    def _writer(self, state: WriterState) -> _Writer: ...
+
+    def _reward(
+        self,
+        key: TrajectoryKey,
+        reward: float | None,
+        reward_components: Mapping[str, float] | None,
+    ) -> tuple[RewardPost, _Receipt]:
+        """A reward on its way; it knows its outcome when the receipt is done."""
+        command = reward_command(self._outbox.run, key, reward, reward_components)
+        receipt = self._sender.receipt()
+        post = RewardPost(command, receipt)
+        self._sender.put(lambda: self._outbox.post_reward(post))
+        return post, receipt
+
+    def _taken_over(self, key: TrajectoryKey, taken: Taken) -> _Writer:
+        """The writer of a trajectory that is this publisher's from now on."""
+        now_s = time.monotonic()
+        state = self._sender.put(lambda: WriterState.taken_over(self._outbox, key, taken, now_s))
+        return self._writer(state)
+
+    def _writers_of(self, taken: TakenTask) -> list[_Writer]:
+        """The writers of a task, whose leases are kept from now on."""
+        now_s = time.monotonic()
+        states = self._sender.put(lambda: task_states(self._outbox, taken, now_s))
+        return [self._writer(state) for state in states]
+
+    def _drafted(
+        self, group: Group, declared: Sequence[DeclaredColumn]
+    ) -> tuple[GroupOpened, list[DraftedTrajectory]]:
+        """A finished group, checked, as it is sent."""
+        drafted = draft_group(group, extra_columns=declared)
+        opening = writers.checked_opening(
+            group.group_id, len(drafted), group.prompt_uid, purpose=group.purpose
+        )
+        return opening, drafted
+
+    def _has_room(self, drafted: Sequence[DraftedTrajectory]) -> Callable[[], bool]:
+        """Whether a finished group may be accepted now."""
+        num_bytes = sum(len(turn.record) for made in drafted for turn in made.turns)
+        return lambda: self._outbox.tally.has_room_for_group(num_bytes)
+
+    def _sent(self, opening: GroupOpened, drafted: list[DraftedTrajectory]) -> _Receipt:
+        """The receipt of a finished group, which is on its way."""
+        receipt = self._sender.receipt(len(drafted), unread_failures=self._unread_failures)
+        self._sender.put(
+            lambda: writers.send_group(self._outbox, group=opening, drafted=drafted, end=receipt)
+        )
+        return receipt
+
+    def _failed(self, error: Exception) -> _Receipt:
+        """The receipt of a group that could not be checked, since the run did not answer."""
+        self._sender.require_open()
+        receipt = self._sender.receipt(unread_failures=self._unread_failures)
+        receipt.settle(None, error)
+        return receipt
+
+    def _closing(self, reason: str) -> _Receipt:
+        """The receipt of a request to close the run to new groups."""
+        receipt = self._sender.receipt()
+        self._sender.put(lambda: self._outbox.close_run(reason, receipt))
+        return receipt

@@ -1,0 +1,271 @@
+"""A trajectory being written, for threads and for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from turnstream.generator import writers
+from turnstream.generator.async_sender import AsyncSender
+from turnstream.generator.bases import TrajectoryWriterBase
+from turnstream.generator.checks import checked_turn
+from turnstream.generator.extras import with_checked_extras
+from turnstream.generator.lanes import Lane
+from turnstream.generator.receipts import AsyncReceipt, Receipt
+from turnstream.generator.sender import Sender
+from turnstream.generator.writers import WriterState
+from turnstream.types import Status, VersionRun
+
+
+class TrajectoryWriter(TrajectoryWriterBase[Sender]):
+    """A trajectory being written; a context manager. Made by `Publisher` and `GroupWriter`.
+
+    Leaving it by an exception, or without `seal`, abandons the trajectory. Several threads may
+    append: the turns are numbered here.
+    """
+
+    def __init__(self, sender: Sender, state: WriterState) -> None:
+        super().__init__(sender, state)
+        self._order = threading.Lock()
+
+    def __enter__(self) -> Self:
+        with self._order:
+            self._opened_lane()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not self.has_ended:
+            self.abandon(writers.reason_of(error))
+
+    def append(
+        self,
+        prompt_ids: Any,
+        response_ids: Any,
+        *,
+        logprobs: Any = None,
+        loss_mask: Any = None,
+        rewards: Any = None,
+        version: int | None = None,
+        version_runs: Sequence[VersionRun] = (),
+        extras: Mapping[str, Any] | None = None,
+        allow_empty: bool = False,
+    ) -> Receipt:
+        """Send one turn, and return before the store has answered.
+
+        Args:
+            prompt_ids: every token that the model saw, those of earlier turns included; what an
+                earlier turn holds is found and not sent again.
+            response_ids: the sampled tokens.
+            logprobs: one per response token, in nats, under the sampling policy.
+            loss_mask: one per response token, 1 where it is trained; None trains all.
+            rewards: one per response token; None for none.
+            version: of the weights that sampled the response.
+            version_runs: where several versions sampled it.
+            extras: values of the columns that the run declares, by name, each said of the whole
+                turn, as `prompt_ids` is: see `turnstream.types.extras`.
+            allow_empty: accept a response without tokens.
+
+        Raises:
+            InvalidTurnError: names field, value and position; nothing was accepted.
+            RejectedError: the trajectory has ended.
+            TurnstreamError: an earlier write of this trajectory failed, and why.
+        """
+        turn = checked_turn(
+            prompt_ids,
+            response_ids,
+            logprobs=logprobs,
+            loss_mask=loss_mask,
+            rewards=rewards,
+            version=version,
+            version_runs=version_runs,
+            allow_empty=allow_empty,
+        )
+        turn = with_checked_extras(turn, extras, self._sender.learn_columns())
+        receipt = self._sender.receipt()
+        with self._order:
+            lane = self._opened_lane()
+            # Room first: whatever the draft has counted must be sent.
+            self._sender.wait_until(lambda: self._state.has_room(turn))
+            made = self._state.draft.add(turn)
+            self._sender.put(lambda: self._state.append(lane, made, receipt))
+        return receipt
+
+    def seal(
+        self,
+        reward: float | None = None,
+        *,
+        reward_components: Mapping[str, float] | None = None,
+        status: Status | str = Status.COMPLETED,
+        sampling: Mapping[str, float] | None = None,
+        tags: Mapping[str, str] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        awaits_reward: bool = False,
+    ) -> None:
+        """End the trajectory and wait until the run knows of it.
+
+        Args:
+            reward: of the whole episode; None where the turns or the components carry it.
+            reward_components: named rewards.
+            status: how the episode ended.
+            sampling: parameters such as temperature.
+            tags: labels, at most 64; each batch counts the trajectories of every value.
+            metrics: finite numbers, at most 64; each batch has their means and extremes.
+            awaits_reward: the reward, or some of its components, will be posted by `post_reward`,
+                by any process. The group waits for it.
+
+        Raises:
+            InvalidTurnError: a value is wrong, or there is no turn; the trajectory is still open.
+            TurnstreamError: a write of this trajectory failed, and why.
+        """
+        end = self._sender.receipt()
+        with self._order:
+            lane = self._opened_lane()
+            self._sender.put(
+                lambda: self._state.seal(
+                    lane,
+                    end,
+                    reward=reward,
+                    reward_components=reward_components,
+                    status=status,
+                    sampling=sampling,
+                    tags=tags,
+                    metrics=metrics,
+                    awaits_reward=awaits_reward,
+                )
+            )
+        end.result()
+
+    def abandon(self, reason: str) -> Receipt:
+        """Give the trajectory up: none of it is trained. Returns before the store has answered.
+
+        Raises:
+            RejectedError: the trajectory has ended.
+        """
+        with self._order:
+            return self._abandon(reason)
+
+    def _opened_lane(self) -> Lane:
+        self._state.require_open()
+        if self._state.lane is None:
+            opened = self._sender.receipt()
+            self._state.lane = self._sender.put(lambda: self._state.ask_leave(opened))
+            try:
+                opened.result()
+            except BaseException as error:
+                self._abandon(writers.reason_of(error))
+                raise
+        return self._state.lane
+
+    def _abandon(self, reason: str) -> Receipt:
+        end = self._sender.receipt()
+        self._sender.put(lambda: self._state.abandon(reason, end))
+        return end
+
+
+class AsyncTrajectoryWriter(TrajectoryWriterBase[AsyncSender]):
+    """A trajectory being written; made by `AsyncPublisher` and `AsyncGroupWriter`.
+
+    Leaving it by an exception, or without `seal`, abandons the trajectory. Several tasks may
+    append: the turns are numbered here.
+    """
+
+    def __init__(self, sender: AsyncSender, state: WriterState) -> None:
+        super().__init__(sender, state)
+        self._order = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        async with self._order:
+            await self._opened_lane()
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not self.has_ended:
+            self.abandon(writers.reason_of(error))
+
+    async def append(
+        self,
+        prompt_ids: Any,
+        response_ids: Any,
+        *,
+        logprobs: Any = None,
+        loss_mask: Any = None,
+        rewards: Any = None,
+        version: int | None = None,
+        version_runs: Sequence[VersionRun] = (),
+        extras: Mapping[str, Any] | None = None,
+        allow_empty: bool = False,
+    ) -> AsyncReceipt:
+        """Send one turn; return before the store has answered. See `TrajectoryWriter.append`."""
+        turn = checked_turn(
+            prompt_ids,
+            response_ids,
+            logprobs=logprobs,
+            loss_mask=loss_mask,
+            rewards=rewards,
+            version=version,
+            version_runs=version_runs,
+            allow_empty=allow_empty,
+        )
+        turn = with_checked_extras(turn, extras, await self._sender.learn_columns())
+        receipt = self._sender.receipt()
+        async with self._order:
+            lane = await self._opened_lane()
+            # Room first: whatever the draft has counted must be sent.
+            await self._sender.wait_until(lambda: self._state.has_room(turn))
+            self._state.require_open()
+            self._sender.put(lambda: self._state.append(lane, self._state.draft.add(turn), receipt))
+        return receipt
+
+    async def seal(
+        self,
+        reward: float | None = None,
+        *,
+        reward_components: Mapping[str, float] | None = None,
+        status: Status | str = Status.COMPLETED,
+        sampling: Mapping[str, float] | None = None,
+        tags: Mapping[str, str] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        awaits_reward: bool = False,
+    ) -> None:
+        """End the trajectory and wait until the run knows of it. See `TrajectoryWriter.seal`."""
+        end = self._sender.receipt()
+        async with self._order:
+            lane = await self._opened_lane()
+            self._sender.put(
+                lambda: self._state.seal(
+                    lane,
+                    end,
+                    reward=reward,
+                    reward_components=reward_components,
+                    status=status,
+                    sampling=sampling,
+                    tags=tags,
+                    metrics=metrics,
+                    awaits_reward=awaits_reward,
+                )
+            )
+        await end
+
+    def abandon(self, reason: str) -> AsyncReceipt:
+        """Give the trajectory up: none of it is trained. Returns before the store has answered.
+
+        Raises:
+            RejectedError: the trajectory has ended.
+        """
+        end = self._sender.receipt()
+        self._sender.put(lambda: self._state.abandon(reason, end))
+        return end
+
+    async def _opened_lane(self) -> Lane:
+        self._state.require_open()
+        if self._state.lane is None:
+            opened = self._sender.receipt()
+            self._state.lane = self._sender.put(lambda: self._state.ask_leave(opened))
+            try:
+                await opened
+            except BaseException as error:
+                self.abandon(writers.reason_of(error))
+                raise
+        return self._state.lane
