@@ -1,0 +1,101 @@
+"""Groups that ask for leave, without a store: rounds are taken, and answered by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from redis.exceptions import (
+    ResponseError,
+)
+
+from turnstream.errors import (
+    NotReadyError,
+)
+from turnstream.generator.receipts import Delivery
+
+NewDesk = Callable[..., Any]
+
+
+def test_turns_wait_until_their_trajectory_is_open(new_desk: NewDesk) -> None:
+    desk = new_desk()
+    (lane,) = desk.asked()
+    desk.append(lane)
+
+    first, second = desk.answer([1]), desk.answer(1)
+
+    assert desk.said(first) == ["open_group"]
+    assert desk.said(second) == ["append"]
+    assert second.commands[0].args[0] == "1:w"
+    assert desk.outbox.is_idle
+
+
+def test_a_group_that_must_wait_stands_aside_until_it_is_woken(new_desk: NewDesk) -> None:
+    desk = new_desk()
+    (lane,) = desk.opened()
+    opened = Delivery()
+    desk.asked(opened=opened)
+
+    desk.answer(ResponseError("WAIT 7-0 no capacity"))
+    desk.append(lane)
+    payload = desk.answer(1)
+    wake_id, nothing_to_send = desk.outbox.wake_id, desk.take() is None
+    desk.outbox.woken()
+    again = desk.answer([1])
+
+    assert (wake_id, nothing_to_send) == ("7-0", True)
+    assert (desk.said(payload), desk.said(again)) == (["append"], ["open_group"])
+    assert opened.is_done
+    assert desk.outbox.wake_id is None
+    assert desk.outbox.tally.statistics().num_waits == 1
+
+
+def test_the_oldest_wake_id_is_listened_from(new_desk: NewDesk) -> None:
+    desk = new_desk()
+    for wake_id in ("7-0", "9-0"):
+        desk.asked()
+        desk.answer(ResponseError(f"WAIT {wake_id} no capacity"))
+
+    assert desk.outbox.wake_id == "7-0"
+
+
+def test_a_wait_for_leave_ends_by_its_deadline(new_desk: NewDesk) -> None:
+    desk = new_desk(admission_timeout_s=60.0)
+    opened = Delivery()
+    desk.asked(opened=opened)
+    desk.answer(ResponseError("WAIT 7-0 the planner sleeps"))
+
+    desk.wait_out()
+    desk.take()
+
+    assert desk.now_s == pytest.approx(160.0)
+    with pytest.raises(NotReadyError, match="group g: no leave to start within 60 s: the planner"):
+        opened.raise_error()
+
+
+def test_a_group_given_up_while_it_waits_is_not_asked_for_again(new_desk: NewDesk) -> None:
+    desk = new_desk()
+    lanes = desk.asked(2)
+    desk.answer(ResponseError("WAIT 7-0 no capacity"))
+    ends = [Delivery(), Delivery()]
+
+    for lane, end in zip(lanes, ends, strict=True):
+        desk.outbox.abandon(lane, "bored", end=end)
+
+    assert [end.is_done for end in ends] == [True, True]
+    assert desk.outbox.is_idle
+
+
+def test_a_group_given_up_while_it_asks_is_abandoned_once_it_is_open(new_desk: NewDesk) -> None:
+    desk = new_desk()
+    (lane,) = desk.asked()
+    asking = desk.take()
+    assert asking is not None
+    desk.outbox.abandon(lane, "bored", end=Delivery())
+
+    loads = [b"sha"] * (asking.num_replies - 1)
+    desk.outbox.answered(asking, replies=[*loads, [1]], now_s=desk.now_s)
+
+    assert desk.said(desk.answer(1)) == ["abandon"]
+    assert desk.outbox.is_idle

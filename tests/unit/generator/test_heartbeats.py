@@ -1,0 +1,161 @@
+"""Leases of open trajectories, without a store: renewed, lost, and judged by their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from redis.exceptions import (
+    ResponseError,
+)
+
+from turnstream.errors import (
+    FencedError,
+    RunNotFoundError,
+)
+from turnstream.generator.heartbeats import Heartbeats
+from turnstream.generator.lanes import Lane
+from turnstream.store.keys import TrajectoryKeys
+from turnstream.types import TrajectoryKey
+
+NewDesk = Callable[..., Any]
+
+
+def test_leases_are_renewed_every_third_of_the_length_that_the_store_names(
+    new_desk: NewDesk,
+) -> None:
+    desk = new_desk()
+    lanes = desk.opened(2)
+
+    sent: list[tuple[float, Any]] = []
+    for _ in range(3):
+        desk.wait_out()
+        (beat,) = desk.answer([30_000, b"OK", b"OK"]).commands
+        sent.append((round(desk.now_s - 100.0, 3), (beat.script.name, *beat.args)))
+
+    both = ("heartbeat", "g/0/0", "1:w", "g/1/0", "1:w")
+    assert sent == [(0.1, both), (10.1, both), (20.1, both)]
+    assert [lane.error for lane in lanes] == [None, None]
+
+
+def test_a_publisher_with_nothing_open_sends_no_heartbeat(new_desk: NewDesk) -> None:
+    desk = new_desk()
+    (lane,) = desk.opened()
+    desk.append(lane)
+    desk.seal(lane)
+    desk.answer(2)
+    desk.answer([b"OK"])
+
+    desk.now_s += 1000
+
+    assert desk.take() is None
+    assert desk.outbox.pause_s(desk.now_s) is None
+
+
+def test_a_heartbeat_on_its_way_holds_up_no_flush(new_desk: NewDesk) -> None:
+    desk = new_desk()
+    desk.opened()
+    desk.wait_out()
+
+    beat = desk.take()
+
+    assert beat is not None
+    assert desk.outbox.is_idle
+
+
+def test_a_heartbeat_that_was_lost_is_sent_again_when_the_store_may_be_asked(
+    new_desk: NewDesk,
+) -> None:
+    desk = new_desk()
+    desk.opened()
+    desk.wait_out()
+
+    desk.lose()
+    was_paused = desk.take() is None
+    desk.wait_out()
+    again = desk.answer([30_000, b"OK"])
+
+    assert was_paused
+    assert desk.said(again) == ["heartbeat"]
+    assert desk.take() is None
+
+
+def test_a_lost_trajectory_raises_who_has_it_and_disturbs_no_other(new_desk: NewDesk) -> None:
+    desk = new_desk()
+    one, other = desk.opened(2)
+    desk.wait_out()
+    waiting = desk.append(one)
+
+    desk.answer(1, [30_000, b"FENCED g/0/0 was taken over by x with epoch 2", b"OK"])
+
+    assert not waiting.errors  # the store took it before it was asked
+    for write in (lambda: desk.append(one), lambda: desk.seal(one)):
+        with pytest.raises(FencedError, match="g/0/0 was taken over by x with epoch 2"):
+            write()
+    assert not desk.append(other).errors
+    assert desk.outbox.num_open == 1
+
+
+def test_trajectories_of_a_run_that_is_gone_are_lost_by_their_heartbeat(new_desk: NewDesk) -> None:
+    # A generator that plays on for hours must not write into another run of the same name.
+    desk = new_desk()
+    one, ending = desk.opened(2)
+    desk.append(ending)
+    desk.seal(ending)
+    desk.wait_out()
+
+    desk.answer(2, ResponseError("NORUN no such run"))
+
+    with pytest.raises(RunNotFoundError):
+        desk.append(one)
+    assert ending.error is None  # its seal is on its way, and is answered by itself
+    assert desk.outbox.num_open == 1
+
+
+def test_a_trajectory_that_a_turn_found_lost_is_not_lost_again_by_the_heartbeat(
+    new_desk: NewDesk,
+) -> None:
+    desk = new_desk()
+    (lane,) = desk.opened()
+    desk.wait_out()
+    waiting = desk.append(lane)
+
+    desk.answer(
+        ResponseError("FENCED epoch 2 writes, not 1"), [30_000, b"FENCED g/0/0 is abandoned: why"]
+    )
+
+    with pytest.raises(FencedError, match="epoch 2 writes"):
+        waiting.raise_error()
+    with pytest.raises(FencedError, match="epoch 2 writes"):
+        desk.append(lane)
+
+
+def test_a_trajectory_that_ends_is_judged_by_its_end_alone(new_desk: NewDesk) -> None:
+    # The planner found the seal and posted it, before this publisher could: to the heartbeat, the
+    # trajectory is not open any more.
+    desk = new_desk()
+    (lane,) = desk.opened()
+    desk.append(lane)
+    end = desk.seal(lane)
+    desk.now_s += 1.0
+
+    desk.answer(2, [30_000, b"FENCED g/0/0 is sealed: 1"])
+    was_done = end.is_done
+    desk.answer([b"DUPLICATE"])
+
+    assert (was_done, end.is_done) == (False, True)
+    assert not end.errors
+
+
+def test_more_leases_than_one_call_takes_travel_in_several() -> None:
+    beats = Heartbeats()
+    key = TrajectoryKey("g", 0)
+    lanes = [Lane(key, f"{n}", TrajectoryKeys("t", "m"), epoch=1) for n in range(600)]
+    for lane in lanes:
+        beats.opened(lane, now_s=0.0)
+
+    calls = beats.due(1.0)
+
+    assert [len(call.lanes) for call in calls] == [256, 256, 88]
+    assert [lane for call in calls for lane in call.lanes] == lanes

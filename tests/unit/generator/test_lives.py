@@ -1,0 +1,190 @@
+"""Trajectories from their first write to their end, without a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from redis.exceptions import (
+    ResponseError,
+)
+
+from turnstream.errors import (
+    ConflictError,
+)
+from turnstream.generator.receipts import Delivery
+from turnstream.types import TrajectoryKey
+
+NewDesk = Callable[..., Any]
+KEYS = [TrajectoryKey("g", sample) for sample in range(3)]
+
+
+def test_turns_that_wait_travel_in_one_call_with_the_seal(new_desk: NewDesk) -> None:
+    desk = new_desk()
+    (lane,) = desk.opened()
+    receipts = [desk.append(lane), desk.append(lane)]
+    end = desk.seal(lane)
+
+    stored = desk.answer(3)
+    was_done = end.is_done
+    posted = desk.answer([b"OK"])
+
+    assert (desk.said(stored), desk.records(stored)) == (["append"], [3])
+    assert [receipt.is_done for receipt in receipts] == [True, True]
+    assert not was_done
+    assert desk.said(posted) == ["post_sealed"]
+    assert end.is_done
+
+
+def test_only_the_first_call_of_a_trajectory_makes_its_place(new_desk: NewDesk) -> None:
+    desk = new_desk()
+    (lane,) = desk.opened()
+
+    leases = []
+    for _ in range(3):
+        desk.append(lane)
+        leases.append(desk.answer(1).commands[0].args[:2])
+
+    assert leases == [("1:w", 0), ("1/w", 1), ("1/w", 2)]
+
+
+def test_seals_of_several_trajectories_travel_in_one_call(new_desk: NewDesk) -> None:
+    desk = new_desk()
+    lanes = desk.opened(3)
+    for lane in lanes:
+        desk.append(lane)
+        desk.seal(lane)
+    desk.answer(2, 2, 2)
+
+    posted = desk.answer([b"OK", b"DUPLICATE", b"SURPLUS"])
+
+    assert desk.said(posted) == ["post_sealed"]
+    assert desk.outbox.tally.statistics().num_trajectories == 3
+
+
+def test_a_seal_is_posted_only_after_its_payload_was_acknowledged(new_desk: NewDesk) -> None:
+    desk = new_desk()
+    (lane,) = desk.opened()
+    desk.append(lane)
+    desk.seal(lane)
+
+    desk.lose()
+    desk.wait_out()
+
+    assert desk.said(desk.answer(2)) == ["append"]
+    assert desk.said(desk.answer([b"OK"])) == ["post_sealed"]
+
+
+def test_a_conflict_is_told_to_the_run_and_a_lost_answer_does_not_make_it_two(
+    new_desk: NewDesk,
+) -> None:
+    desk = new_desk()
+    (lane,) = desk.opened()
+    desk.append(lane)
+
+    desk.answer(ResponseError("CONFLICT turn 0 has another content"))
+    told = desk.take()
+    assert told is not None
+    desk.outbox.lost(told, error=ConnectionError("gone"), now_s=desk.now_s)
+    desk.wait_out()
+    again = desk.answer(1)
+
+    assert told.commands[0].args[:2] == ("g/0/0", "turn 0 has another content")
+    assert again.commands == told.commands
+    assert desk.take() is None
+
+
+def test_a_refusal_stops_one_trajectory_and_no_other(new_desk: NewDesk) -> None:
+    desk = new_desk()
+    one, other = desk.opened(2)
+    receipts = [desk.append(one), desk.append(one), desk.append(other)]
+
+    desk.answer(ResponseError("CONFLICT turn 0 has another content"), 1)
+
+    assert [list(receipt.errors.values()) != [] for receipt in receipts] == [True, True, False]
+    with pytest.raises(ConflictError):
+        desk.append(one)
+    assert not desk.append(other).is_done
+
+
+def test_an_abandon_follows_the_turns_that_were_accepted(new_desk: NewDesk) -> None:
+    desk = new_desk()
+    (lane,) = desk.opened()
+    receipt = desk.append(lane)
+    end = Delivery()
+    desk.outbox.abandon(lane, "bored", end=end)
+
+    sent = [desk.said(desk.answer(1)), desk.said(desk.answer(1))]
+
+    assert sent == [["append"], ["abandon"]]
+    assert receipt.is_done
+    assert end.is_done
+
+
+def test_an_adopted_trajectory_goes_on_behind_its_stored_turns(new_desk: NewDesk) -> None:
+    desk = new_desk()
+    lane = desk.outbox.adopt(KEYS[0], epoch=4, num_turns=2, num_bytes=0, now_s=desk.now_s)
+    desk.append(lane)
+
+    sent = desk.answer(1)
+    desk.wait_out()
+    beat = desk.answer()
+
+    assert sent.commands[0].args[:3] == ("4/w", 2, 0)
+    assert beat.commands[0].args == ("g/0/0", "4:w")
+
+
+@pytest.mark.parametrize(
+    ("tombstone", "num_lost"),
+    [
+        ("the trajectory is over, and its payload released", 0),
+        ("the trajectory was given up, and its payload released", 1),
+        ("the trajectory was never opened, or is released", 0),
+    ],
+)
+def test_of_a_group_that_is_over_the_payload_says_what_was_given_up(
+    new_desk: NewDesk, tombstone: str, num_lost: int
+) -> None:
+    # A store lost a seal, and gave the trajectory up while its generator slept. When that sent it
+    # again, the group was over, which was taken for the end of all that had been sealed.
+    desk = new_desk(keep_s=5.0)
+    (lane,) = desk.opened()
+    desk.append(lane)
+    desk.seal(lane)
+    desk.answer(2)
+    desk.answer([b"OK"])
+    desk.outbox.close_run("", Delivery())
+
+    desk.lose()
+    desk.wait_out()
+    desk.answer()
+    opening = desk.answer(ResponseError("CONFLICT group g was over: a name is used once"), b"OK")
+    sent = desk.answer(ResponseError(f"FENCED {tombstone}"))
+
+    assert (desk.said(opening)[0], desk.said(sent)) == ("open_group", ["append"])
+    assert len(desk.outbox.take_losses()) == num_lost
+
+
+def test_a_group_that_was_over_is_asked_for_first_after_every_restart(new_desk: NewDesk) -> None:
+    # After the second restart only the payload was asked. A tombstone that had ended meanwhile was
+    # taken for a loss.
+    desk = new_desk(keep_s=5.0)
+    (lane,) = desk.opened()
+    desk.append(lane)
+    desk.seal(lane)
+    desk.answer(2)
+    desk.answer([b"OK"])
+    asked: list[list[str]] = []
+
+    for num_closings in (1, 2):
+        desk.outbox.close_run("", Delivery())
+        desk.lose()
+        desk.wait_out()
+        desk.answer()
+        over = ResponseError("CONFLICT group g was over: a name is used once")
+        asked.append(desk.said(desk.answer(over, *[b"OK"] * num_closings)))
+        desk.answer(ResponseError("FENCED the trajectory was never opened, or is released"))
+
+    assert [each[0] for each in asked] == ["open_group", "open_group"]
+    assert desk.outbox.take_losses() == []
