@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Final
 
+from turnstream.errors import WaitKind
 from turnstream.store.tasks import PromptCounts
 from turnstream_server.bus.budget import ByteBudget
 from turnstream_server.bus.frontier import Frontier
@@ -15,29 +15,7 @@ LOW_PASS_RATE: Final = 0.5
 """Of the decided groups; below it, most of what generators do is for nothing."""
 
 
-class ReasonKind(StrEnum):
-    """What may be the matter. The order is that of their importance."""
-
-    RUN_OVER = "run_over"
-    RUN_PAUSED = "run_paused"
-    NO_PLANNER = "no_planner"
-    TRAINER_NOT_STEPPED = "trainer_not_stepped"
-    PROMPTS_EXHAUSTED = "prompts_exhausted"
-    OUT_OF_DATA = "out_of_data"
-    TOO_FEW_READY = "too_few_ready"
-    GENERATOR_GONE = "generator_gone"
-    MEMBER_LAPSED = "member_lapsed"
-    PASS_RATE_LOW = "pass_rate_low"  # noqa: S105 - a share of groups, no password
-    REWARD_AWAITED = "reward_awaited"
-    REFILL_OPEN = "refill_open"
-    MEMBER_NOT_BEGUN = "member_not_begun"
-    MEMBER_OPEN = "member_open"
-    OUT_OF_CAPACITY = "out_of_capacity"
-    OUT_OF_BYTES = "out_of_bytes"
-    BUDGET_TOO_SMALL = "budget_too_small"
-    NOTHING_WRONG = "nothing_wrong"
-    RUN_CLOSED = "run_closed"
-
+ReasonKind = WaitKind
 
 Fact = str | int | float | None
 

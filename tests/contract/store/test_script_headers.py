@@ -24,7 +24,13 @@ def test_the_scripts_of_generators_are_these() -> None:
         *("abandon.lua", "add_prompts.lua", "append.lua", "close_run.lua", "create_run.lua"),
         *("heartbeat.lua", "list_lapsed.lua", "list_refills.lua", "next_task.lua"),
         *("note_conflict.lua", "open_group.lua"),
-        *("post_reward.lua", "post_sealed.lua", "read_config.lua", "reopen_run.lua"),
+        *(
+            "post_reward.lua",
+            "post_sealed.lua",
+            "read_config.lua",
+            "read_waits.lua",
+            "reopen_run.lua",
+        ),
         *("reserve.lua", "revise_config.lua", "set_paused.lua", "take_over.lua"),
     ] == NAMES
 

@@ -33,6 +33,7 @@ Constructor arguments equal `args`, so that every error survives pickling to ano
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 
@@ -133,12 +134,45 @@ class StoreUnavailableError(UnavailableError):
     """Redis cannot be reached, is loading, or has no memory left."""
 
 
+class WaitKind(StrEnum):
+    """What a wait may hang on: first what is waited for, then what holds it, by importance."""
+
+    NO_LEAVE = "no_leave"
+    NO_TASK = "no_task"
+    NO_REFILL = "no_refill"
+    NO_VERSION = "no_version"
+    NO_ROOM = "no_room"
+    NOT_ACKNOWLEDGED = "not_acknowledged"
+    NOT_ON_DISK = "not_on_disk"
+    STORE_AWAY = "store_away"
+    STORE_SILENT = "store_silent"
+    RUN_OVER = "run_over"
+    RUN_PAUSED = "run_paused"
+    NO_PLANNER = "no_planner"
+    TRAINER_NOT_STEPPED = "trainer_not_stepped"
+    PROMPTS_EXHAUSTED = "prompts_exhausted"
+    OUT_OF_DATA = "out_of_data"
+    TOO_FEW_READY = "too_few_ready"
+    GENERATOR_GONE = "generator_gone"
+    MEMBER_LAPSED = "member_lapsed"
+    PASS_RATE_LOW = "pass_rate_low"  # noqa: S105 - a share of groups, no password
+    REWARD_AWAITED = "reward_awaited"
+    REFILL_OPEN = "refill_open"
+    MEMBER_NOT_BEGUN = "member_not_begun"
+    MEMBER_OPEN = "member_open"
+    OUT_OF_CAPACITY = "out_of_capacity"
+    OUT_OF_BYTES = "out_of_bytes"
+    BUDGET_TOO_SMALL = "budget_too_small"
+    NOTHING_WRONG = "nothing_wrong"
+    RUN_CLOSED = "run_closed"
+
+
 class WaitReason(NamedTuple):
     """Why a wait brought nothing.
 
     Attributes:
-        kind: for programs: "out_of_data", "generator_gone", "out_of_capacity" ..., as in the output
-            of `turnstream why --json`.
+        kind: for programs: a WaitKind, as in the output of `turnstream why --json`; a newer
+            release may send others.
         sentence: for people.
         facts: what the sentence says, by name: the group, sample and writer, for how many seconds.
     """

@@ -15,6 +15,8 @@ from turnstream.store import keys
 from turnstream.store.connection import MAX_BLOCK_S
 from turnstream.store.replies import translating
 from turnstream.store.scripts import Command, Script, run_command
+from turnstream.store.wait_reasons import no_version
+from turnstream.store.waits import read_waits
 from turnstream.types import Leftover, RunClosed, VersionAnnounced
 
 _CREATE_RUN = Script("create_run")
@@ -97,7 +99,7 @@ def wait_for_version(
     """The newest version, once it is higher than `above`.
 
     Raises:
-        NotReadyError: no such version was announced within `timeout_s`.
+        NotReadyError: no such version was announced within `timeout_s`, and why.
         StoreUnavailableError: the store cannot be reached.
     """
     # The entry of version v has the id <v + 1>-0: whatever is above lies behind this id.
@@ -111,7 +113,9 @@ def wait_for_version(
         if newest is not None:
             return newest
         if time.monotonic() >= deadline_s:
-            raise NotReadyError(f"run {run!r}: no version above {above} within {timeout_s:g} s")
+            reasons = no_version(above, read_waits(client, run), waited_s=timeout_s)
+            message = f"run {run!r}: no version above {above} within {timeout_s:g} s"
+            raise NotReadyError(message, reasons)
 
 
 def close_run(

@@ -1,0 +1,82 @@
+#!lua flags=no-writes
+-- Reads what a generator's wait may hang on, in one moment. Bounded reads, asked for when a wait is
+-- about to end without data.
+--
+-- Keys, all in the run's slot, all read:
+--   KEYS[1] frontier  hash    the fields named below
+--   KEYS[2] config    hash    newest, and that revision's JSON
+--   KEYS[3] leader    hash    owner, expires_ms
+--   KEYS[4] budget    hash    reserved, stored, planned, estimate
+--   KEYS[5] prompts   hash    added, next, done
+--   KEYS[6] again     zset    how many
+--   KEYS[7] leases    zset    trajectory id -> end of its lease
+--   KEYS[8] ledger    hash    trajectory id -> "open:<epoch>:<writer>"
+--   KEYS[9] refills   zset    how many
+--   KEYS[10] versions stream  its last id
+--   KEYS[11] counts   hash    the states named below
+--   KEYS[12] deadlines zset   of groups whose members are listed
+-- Arguments: ARGV[1] how many leases at most    ARGV[2] of how many of these the group's deadline
+-- Reply: {server time in ms;
+--         stepped, planned, planned_groups, released, live_groups, open_groups, opened_groups,
+--         revised_groups, session_epoch, closed, paused of the frontier, as an array;
+--         the config's JSON;
+--         {owner, expires_ms};  {reserved, stored, planned, estimate};
+--         {added, next, done, how many are to be given out again};
+--         how many refills nobody has taken;
+--         last id of versions, or false;
+--         {filtered, expired, abandoned, incomplete, dead};
+--         {bytes the server uses, the most it may, 0 for any};
+--         how many leases there are;
+--         four per lease, those first that end first: trajectory id, end in ms, ledger entry or
+--         false, ms when the group's deadline fires or false}
+-- Errors:
+--   NORUN     no such run
+
+local frontier = redis.call('HMGET', KEYS[1], 'stepped', 'planned', 'planned_groups', 'released',
+  'live_groups', 'open_groups', 'opened_groups', 'revised_groups', 'session_epoch', 'closed',
+  'paused')
+if not frontier[1] then
+  return redis.error_reply('NORUN no such run')
+end
+
+local function server_memory()
+  local info = redis.pcall('INFO', 'memory')
+  if type(info) ~= 'string' then
+    return {0, 0}
+  end
+  return {string.match(info, 'used_memory:(%d+)') or 0,
+    string.match(info, '\nmaxmemory:(%d+)') or 0}
+end
+
+local function members()
+  local ends = redis.call('ZRANGE', KEYS[7], 0, ARGV[1] - 1, 'WITHSCORES')
+  local found = {}
+  for i = 1, #ends, 2 do
+    local at = #found
+    found[at + 1] = ends[i]
+    found[at + 2] = ends[i + 1]
+    found[at + 3] = redis.call('HGET', KEYS[8], ends[i])
+    found[at + 4] = (i - 1) / 2 < tonumber(ARGV[2])
+      and redis.call('ZSCORE', KEYS[12], 'group:' .. string.match(ends[i], '^[^/]*'))
+  end
+  return found
+end
+
+local time = redis.call('TIME')
+local prompts = redis.call('HMGET', KEYS[5], 'added', 'next', 'done')
+prompts[4] = redis.call('ZCARD', KEYS[6])
+local last = redis.call('XREVRANGE', KEYS[10], '+', '-', 'COUNT', 1)[1]
+return {
+  string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000)),
+  frontier,
+  redis.call('HGET', KEYS[2], redis.call('HGET', KEYS[2], 'newest')),
+  redis.call('HMGET', KEYS[3], 'owner', 'expires_ms'),
+  redis.call('HMGET', KEYS[4], 'reserved', 'stored', 'planned', 'estimate'),
+  prompts,
+  redis.call('ZCARD', KEYS[9]),
+  last and last[1] or false,
+  redis.call('HMGET', KEYS[11], 'filtered', 'expired', 'abandoned', 'incomplete', 'dead'),
+  server_memory(),
+  redis.call('ZCARD', KEYS[7]),
+  members(),
+}
