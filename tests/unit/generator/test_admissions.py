@@ -6,13 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from redis.exceptions import (
-    ResponseError,
-)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
 
-from turnstream.errors import (
-    NotReadyError,
-)
+from turnstream.errors import NotReadyError, WaitKind
 from turnstream.generator.receipts import Delivery
 
 NewDesk = Callable[..., Any]
@@ -67,11 +64,65 @@ def test_a_wait_for_leave_ends_by_its_deadline(new_desk: NewDesk) -> None:
     desk.answer(ResponseError("WAIT 7-0 the planner sleeps"))
 
     desk.wait_out()
+    asked_s, asked = desk.now_s, desk.answer(ResponseError("ERR no answer to that"))
+    desk.wait_out()
     desk.take()
 
+    assert (asked_s, desk.said(asked)) == (pytest.approx(159.0), ["read_waits"])
     assert desk.now_s == pytest.approx(160.0)
     with pytest.raises(NotReadyError, match="group g: no leave to start within 60 s: the planner"):
         opened.raise_error()
+
+
+def test_a_wait_for_leave_ends_by_its_deadline_while_the_store_is_away(new_desk: NewDesk) -> None:
+    desk = new_desk(admission_timeout_s=60.0, timeout_s=600.0)
+    opened = Delivery()
+    desk.asked(opened=opened)
+    desk.answer(ResponseError("WAIT 7-0 the planner sleeps"))
+
+    while not opened.is_done:
+        desk.wait_out()
+        if (sent := desk.take()) is not None:
+            desk.outbox.lost(sent, error=RedisConnectionError("gone"), now_s=desk.now_s)
+
+    assert desk.now_s == pytest.approx(160.0)
+    (error,) = opened.errors.values()
+    assert isinstance(error, NotReadyError)
+    assert [reason.kind for reason in error.reasons] == [WaitKind.NO_LEAVE]
+    assert error.reasons[0].facts == {"group": "g", "samples": 3, "waited_s": pytest.approx(60.0)}
+
+
+def test_one_answer_will_do_for_groups_that_are_turned_away_one_after_the_other(
+    new_desk: NewDesk,
+) -> None:
+    desk = new_desk(admission_timeout_s=60.0)
+    asked_s = []
+    for _ in range(4):
+        desk.asked()
+        desk.answer(ResponseError("WAIT 7-0 no capacity"))
+        desk.now_s += 2.0
+
+    while desk.outbox.pause_s(desk.now_s) is not None:
+        desk.wait_out()
+        sent = desk.take()
+        if sent is not None:
+            asked_s.append(desk.now_s)
+            desk.outbox.answered(sent, replies=[ResponseError("ERR no")], now_s=desk.now_s)
+
+    assert asked_s == pytest.approx([159.0, 165.0])
+    assert desk.now_s == pytest.approx(166.0)
+
+
+def test_a_group_that_is_given_leave_never_asks_why_it_waits(new_desk: NewDesk) -> None:
+    desk = new_desk(admission_timeout_s=60.0)
+    desk.asked()
+    refused = desk.answer(ResponseError("WAIT 7-0 no capacity"))
+    desk.now_s += 50.0
+
+    desk.outbox.woken()
+    admitted = desk.answer([1])
+
+    assert [desk.said(each) for each in (refused, admitted)] == [["open_group"], ["open_group"]]
 
 
 def test_a_group_given_up_while_it_waits_is_not_asked_for_again(new_desk: NewDesk) -> None:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-from turnstream.errors import NotReadyError, TurnstreamError
+from turnstream.errors import NotReadyError, TurnstreamError, WaitReason
+from turnstream.generator.calls import WaitsCall
 from turnstream.generator.lanes import Admission, Lane
 from turnstream.generator.lives import Lives
 from turnstream.generator.receipts import Delivery
+from turnstream.generator.waits import MAX_NAMED
 from turnstream.records.events import encode_event
 from turnstream.store.replies import refusal, wake_id
+from turnstream.store.wait_reasons import no_leave, reasons_of
+from turnstream.store.waits import WaitFacts
 from turnstream.types import GroupOpened, TrajectoryKey
+
+ASKS_BEFORE_S: Final = 1.0
+"""So long before a wait for leave ends, the store is asked why: its answer must be here by then."""
+
+ASKS_EVERY_S: Final = 5.0
+"""Many groups may wait for the same: one answer will do for so long."""
 
 
 class Admissions:
@@ -23,6 +33,9 @@ class Admissions:
 
     Attributes:
         wake_id: not None: groups wait until the run's wake stream is beyond this id.
+
+    A moment before a wait ends without leave, the store is asked what that hangs on, for all that
+    wait. Where a wait is shorter than that moment, it is asked with the group.
     """
 
     def __init__(self, lives: Lives, *, timeout_s: float) -> None:
@@ -30,6 +43,8 @@ class Admissions:
         self._lives = lives
         self._queues = lives.queues
         self._timeout_s = timeout_s
+        self._waits: WaitFacts | None = None
+        self._asked_s: float | None = None
 
     def ask(
         self, group: GroupOpened, members: Iterable[TrajectoryKey], opened: Delivery
@@ -83,16 +98,36 @@ class Admissions:
         """Turn away the groups that have waited for leave long enough."""
         while self.pause_s(now_s) == 0:
             admission = self._queues.waiting.popleft()
-            message = f"no leave to start within {self._timeout_s:g} s"
-            self._reject(
-                admission,
-                NotReadyError(f"group {admission.group.group_id}: {message}: {admission.reason}"),
-            )
+            head = f"group {admission.group.group_id}: no leave to start"
+            message = f"{head} within {self._timeout_s:g} s: {admission.reason}"
+            self._reject(admission, NotReadyError(message, self._why(admission, now_s)))
 
     def pause_s(self, now_s: float) -> float | None:
-        """Seconds until one has waited for long enough; None while none waits."""
-        since_s = self._queues.waiting_since_s
-        return None if since_s is None else max(0.0, since_s + self._timeout_s - now_s)
+        """Seconds until one has waited long enough; None if none waits."""
+        return None if (end_s := self._first_end_s) is None else max(0.0, end_s - now_s)
+
+    def asks_in_s(self, now_s: float) -> float | None:
+        """Seconds until the store is asked; None while what it said last will do."""
+        return None if (at_s := self._asks_at_s) is None else max(0.0, at_s - now_s)
+
+    def due(self, now_s: float) -> list[WaitsCall]:
+        """The call to send now, behind those of groups: what a wait that may end soon hangs on."""
+        may_end_soon = self._timeout_s < ASKS_BEFORE_S and len(self._queues.admissions) > 0
+        return [WaitsCall()] if may_end_soon or self.asks_in_s(now_s) == 0 else []
+
+    def told(self, waits: WaitFacts | None, now_s: float) -> None:
+        """What the waits hang on; None where the store could not say."""
+        self._waits, self._asked_s = waits, now_s
+
+    def why_waiting(self, now_s: float, delivery: Delivery | None = None) -> list[WaitReason]:
+        """Why groups wait for leave: those that were told to, with members of this delivery."""
+        waiting = [
+            admission
+            for admission in (*self._queues.waiting, *self._queues.admissions)
+            if admission.since_s is not None and _concerns(admission, delivery)
+        ]
+        found = [self._no_leave(each, now_s) for each in waiting[:MAX_NAMED]]
+        return [*found, *self._reasons(waiting[0], now_s)] if found else []
 
     def withdraw_given_up(self) -> None:
         """Ask no longer for groups of which every member was given up."""
@@ -100,6 +135,37 @@ class Admissions:
             for lane in admission.lanes:
                 self._lives.end(lane)
             admission.opened.settle(None)
+
+    @property
+    def _first_end_s(self) -> float | None:
+        """When the first of those that wait has waited long enough."""
+        since_s = self._queues.waiting_since_s
+        return None if since_s is None else since_s + self._timeout_s
+
+    @property
+    def _asks_at_s(self) -> float | None:
+        """When the store is asked next."""
+        since_s, end_s = self._queues.waiting_since_s, self._first_end_s
+        if since_s is None or end_s is None:
+            return None
+        at_s = end_s - ASKS_BEFORE_S
+        if self._asked_s is not None and self._asked_s >= since_s:
+            at_s = max(at_s, self._asked_s + ASKS_EVERY_S)
+        return at_s if at_s < end_s else None
+
+    def _reasons(self, admission: Admission, now_s: float) -> list[WaitReason]:
+        """What the store has said of the wait of a group, where that was a moment ago."""
+        since_s, asked_s = admission.since_s, self._asked_s
+        if since_s is None or asked_s is None or not since_s <= asked_s >= now_s - ASKS_EVERY_S:
+            return []
+        return reasons_of(self._waits, group=admission.group)
+
+    def _no_leave(self, admission: Admission, now_s: float) -> WaitReason:
+        waited_s = now_s - (admission.since_s or now_s)
+        return no_leave(admission.group, admission.reason, waited_s=waited_s)
+
+    def _why(self, admission: Admission, now_s: float) -> list[WaitReason]:
+        return [self._no_leave(admission, now_s), *self._reasons(admission, now_s)]
 
     def _stand_aside(
         self, admission: Admission, reason: str, newest_wake_id: str, now_s: float
@@ -116,3 +182,13 @@ class Admissions:
         for lane in admission.lanes:
             self._lives.fail(lane, error)
         admission.opened.settle(None, error)
+
+
+def _concerns(admission: Admission, delivery: Delivery | None) -> bool:
+    """Whether a delivery waits for this group."""
+    if delivery is None or admission.opened is delivery:
+        return True
+    return any(
+        lane.end is delivery or any(each.receipt is delivery for each in lane.pending)
+        for lane in admission.lanes
+    )

@@ -21,6 +21,7 @@ from turnstream.generator.calls import (
     RewardCall,
     SealsCall,
     TakeOverCall,
+    WaitsCall,
 )
 from turnstream.generator.lanes import Lane, RewardPost
 from turnstream.generator.lives import Lives
@@ -29,6 +30,7 @@ from turnstream.generator.rewinds import Reposts
 from turnstream.generator.window import TakenOver
 from turnstream.records.configs import decode_config
 from turnstream.store.replies import refusal
+from turnstream.store.waits import parse_waits
 from turnstream.types import DeclaredColumn
 
 _logger = logging.getLogger(__name__)
@@ -70,6 +72,8 @@ class Answers:
                 lives.reservations.answered(lanes, answer)
             case HeartbeatCall(lanes):
                 lives.renewed(lanes, answer)
+            case WaitsCall():
+                self._told(answer, now_s)
             case _:
                 self._accept_of_run(call, answer, now_s)
 
@@ -91,6 +95,8 @@ class Answers:
                 self._admissions.refused(admission, text, now_s)
             case HeartbeatCall(lanes):
                 self._refuse_heartbeat(lanes, error)
+            case WaitsCall():
+                self._admissions.told(None, now_s)
             case CloseCall(_, receipt) | ConfigCall(receipt):
                 receipt.settle(None, error)
             case _:
@@ -115,6 +121,14 @@ class Answers:
         if isinstance(error, RunNotFoundError):
             for lane in [lane for lane in lanes if not lane.is_ending]:
                 self._lives.fail(lane, error)
+
+    def _told(self, answer: Any, now_s: float) -> None:
+        """What a wait hangs on; a config of a newer release must not hide that it ends."""
+        try:
+            waits = parse_waits(self._run, answer)
+        except TurnstreamError:
+            waits = None
+        self._admissions.told(waits, now_s)
 
     def _learn(self, config: bytes, receipt: Delivery) -> None:
         try:

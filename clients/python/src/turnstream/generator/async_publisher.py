@@ -116,7 +116,7 @@ class AsyncPublisher(
         except TurnstreamError as error:
             return self._failed(error)
         opening, drafted = self._drafted(group, declared)
-        await self._sender.wait_until(self._has_room(drafted))
+        await self._sender.wait_until(self._has_room(drafted), timeout_s=self._room_timeout_s)
         return self._sent(opening, drafted)
 
     async def flush(self, timeout_s: float | None = None) -> None:

@@ -38,6 +38,7 @@ class AsyncSender:
         self._sender: asyncio.Task[None] | None = None
         self._listener: asyncio.Task[None] | None = None
         self._is_closed = False
+        self._why = lambda delivery: outbox.why_waiting(time.monotonic(), delivery)
 
     def put(self, write: Callable[[], _Result]) -> _Result:
         """Do something to the outbox, and send what comes of it."""
@@ -52,7 +53,7 @@ class AsyncSender:
         self, num_parts: int = 1, *, unread_failures: list[Delivery] | None = None
     ) -> AsyncReceipt:
         """A receipt that can be awaited."""
-        return AsyncReceipt(num_parts, unread_failures=unread_failures)
+        return AsyncReceipt(num_parts, unread_failures=unread_failures, why=self._why)
 
     def require_open(self) -> None:
         """Refuse writes after `close`."""
@@ -67,30 +68,40 @@ class AsyncSender:
             await receipt
         return columns
 
-    async def wait_until(self, has_room: Callable[[], bool]) -> None:
-        """Wait until more may be accepted."""
-        while not has_room():
-            self.require_open()
-            await self._progress.wait()
+    async def wait_until(self, has_room: Callable[[], bool], *, timeout_s: float) -> None:
+        """Wait until more may be accepted.
+
+        Raises:
+            NotReadyError: there was no room within `timeout_s`, and why.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not has_room():
+                    self.require_open()
+                    await self._progress.wait()
+        except TimeoutError as error:
+            message = f"no room for more writes within {timeout_s:g} s"
+            raise NotReadyError(message, self._outbox.why_no_room(time.monotonic())) from error
 
     async def flush(self, timeout_s: float | None) -> None:
         """Wait until everything accepted is acknowledged or has failed.
 
         Raises:
-            NotReadyError: that was not so within `timeout_s`.
+            NotReadyError: that was not so within `timeout_s`, and why.
         """
         try:
             async with asyncio.timeout(timeout_s):
                 while not self._outbox.is_idle:
                     await self._progress.wait()
         except TimeoutError as error:
-            raise NotReadyError(f"writes are still on their way after {timeout_s:g} s") from error
+            message = f"writes are still on their way after {timeout_s:g} s"
+            raise NotReadyError(message, self._outbox.why_waiting(time.monotonic())) from error
 
     async def flush_to_disk(self, timeout_s: float | None) -> None:
         """Wait until all that is so, and the store has had the time to sync it.
 
         Raises:
-            NotReadyError: that was not so within `timeout_s`.
+            NotReadyError: that was not so within `timeout_s`, and why.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -98,7 +109,8 @@ class AsyncSender:
                     self.require_open()
                     await self._progress.wait()
         except TimeoutError as error:
-            raise NotReadyError(f"writes may not be on disk after {timeout_s:g} s") from error
+            message = f"writes may not be on disk after {timeout_s:g} s"
+            raise NotReadyError(message, self._outbox.why_not_on_disk(time.monotonic())) from error
 
     async def close(self) -> None:
         """Give up what is not acknowledged, stop the tasks, disconnect. Safe to repeat."""

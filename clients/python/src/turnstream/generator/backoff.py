@@ -44,6 +44,11 @@ class Backoff:
         self._paused_until_s = 0.0
 
     @property
+    def since_s(self) -> float | None:
+        """When the outage began; None while there is none."""
+        return self._since_s
+
+    @property
     def is_failing(self) -> bool:
         """Whether the last try failed."""
         return self._since_s is not None

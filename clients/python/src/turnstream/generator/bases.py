@@ -273,6 +273,11 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         )
         return opening, drafted
 
+    @property
+    def _room_timeout_s(self) -> float:
+        """How long a finished group may wait for room: by then all before it has ended."""
+        return self._outbox.timeout_s + self._outbox.admission_timeout_s
+
     def _has_room(self, drafted: Sequence[DraftedTrajectory]) -> Callable[[], bool]:
         """Whether a finished group may be accepted now."""
         num_bytes = sum(len(turn.record) for made in drafted for turn in made.turns)

@@ -20,6 +20,7 @@ from turnstream.store.replies import error_text
 from turnstream.store.rewards import POST_REWARD
 from turnstream.store.runs import close_command
 from turnstream.store.scripts import Argument, Command, Script, pack
+from turnstream.store.waits import READ_WAITS, waits_command
 from turnstream.types import TrajectoryAbandoned
 
 _OPEN_GROUP = Script("open_group")
@@ -40,6 +41,7 @@ SCRIPTS = (
     heartbeat_command("r", ()).script,
     take_over_command("r", "", writer="").script,
     POST_REWARD,
+    READ_WAITS,
 )
 """Everything that a round may call."""
 
@@ -90,6 +92,10 @@ class ConfigCall(NamedTuple):
     receipt: Delivery
 
 
+class WaitsCall(NamedTuple):
+    """Ask what the groups that wait for leave may hang on."""
+
+
 class NoteCall(NamedTuple):
     """Tell the run of a write that was refused for its content."""
 
@@ -135,6 +141,7 @@ Call = (
     | TakeOverCall
     | RewardCall
     | NoteCall
+    | WaitsCall
 )
 
 
@@ -205,8 +212,8 @@ class Round(NamedTuple):
 
     @property
     def is_heartbeat(self) -> bool:
-        """Whether it does nothing but keep leases and room."""
-        return all(isinstance(call, HeartbeatCall | ReserveCall) for call in self.calls)
+        """Whether it does nothing but keep leases and room, and ask."""
+        return all(isinstance(each, HeartbeatCall | ReserveCall | WaitsCall) for each in self.calls)
 
     @property
     def _num_first(self) -> int:
@@ -242,7 +249,14 @@ class CommandMaker:
                 return self._rare(call)
 
     def _rare(
-        self, call: CloseCall | ConfigCall | NoteCall | ReserveCall | HeartbeatCall | TakeOverCall
+        self,
+        call: CloseCall
+        | ConfigCall
+        | NoteCall
+        | ReserveCall
+        | HeartbeatCall
+        | TakeOverCall
+        | WaitsCall,
     ) -> Command:
         match call:
             case CloseCall(reason, _):
@@ -262,6 +276,8 @@ class CommandMaker:
                 return heartbeat_command(self._run, held, writer=self._writer)
             case TakeOverCall(lane):
                 return take_over_command(self._run, lane.trajectory_id, writer=self._writer)
+            case WaitsCall():
+                return waits_command(self._run)
 
     def _admission(self, admission: Admission) -> Command:
         return _OPEN_GROUP(

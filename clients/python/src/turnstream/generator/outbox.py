@@ -14,6 +14,7 @@ takes, first to last::
     rewards      for trajectories of whichever generator
     reservations of lanes that have outgrown what the store holds room for
     heartbeats   of all open lanes, where they are due; whatever fails of them is asked again
+    waits        what the groups hang on that are about to be turned away
 
 What an answer means is told call by call (`answers.py`): to the groups that ask for leave
 (`admissions.py`), and to the trajectories (`lives.py`).
@@ -36,7 +37,7 @@ from typing import Any
 
 from redis.exceptions import NoScriptError, ResponseError
 
-from turnstream.errors import StoreUnavailableError, TurnstreamError
+from turnstream.errors import StoreUnavailableError, TurnstreamError, WaitReason
 from turnstream.generator.admissions import Admissions
 from turnstream.generator.answers import Answers
 from turnstream.generator.backoff import Backoff
@@ -56,6 +57,7 @@ from turnstream.generator.receipts import Delivery
 from turnstream.generator.rewinds import Reposts
 from turnstream.generator.statistics import PublisherStatistics
 from turnstream.generator.tally import Tally
+from turnstream.generator.waits import not_on_disk, of_store, of_writes
 from turnstream.generator.window import KEEP_S, MAX_KEPT_BYTES, Window
 from turnstream.store.replies import error_text, is_passing, translate
 from turnstream.types import DeclaredColumn, GroupOpened, TrajectoryKey
@@ -99,10 +101,13 @@ class Outbox:
         self._admissions = Admissions(self._lives, timeout_s=admission_timeout_s)
         self._reposts = Reposts(timeout_s)
         self._answers = Answers(self._lives, self._admissions, self._reposts)
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        self.admission_timeout_s = admission_timeout_s
         self._backoff = Backoff(timeout_s, jitter=jitter)
         self._incarnation: bytes | None = None
         self._sent_s = 0.0
+        self._answered_s: float | None = None
+        self._trouble = ""
         self._round: Round | None = None
         self._scripts_known = False
         self._syncs_each_write = False
@@ -218,6 +223,31 @@ class Outbox:
             max_kept_bytes=window.max_bytes,
         )
 
+    def why_waiting(self, now_s: float, delivery: Delivery | None = None) -> list[WaitReason]:
+        """Why not all is acknowledged; of one delivery where it is given. Looks at every write."""
+        silent_s = None if self._answered_s is None else now_s - self._answered_s
+        return [
+            *of_writes(self._lives.unended, delivery, silent_s=silent_s),
+            *of_store(
+                self._trouble,
+                away_since_s=self._backoff.since_s,
+                num_calls=len(self._round.calls) if self._round else None,
+                sent_s=self._sent_s,
+                now_s=now_s,
+            ),
+            *self._admissions.why_waiting(now_s, delivery),
+        ]
+
+    def why_no_room(self, now_s: float) -> list[WaitReason]:
+        """Why nothing more may be accepted."""
+        return [self.tally.why_no_room(), *self.why_waiting(now_s)]
+
+    def why_not_on_disk(self, now_s: float) -> list[WaitReason]:
+        """Why something that was acknowledged may still be lost."""
+        left_s = self._window.pause_s(now_s)
+        found = [] if left_s is None else [not_on_disk(left_s=left_s, keep_s=self._window.keep_s)]
+        return [*found, *self.why_waiting(now_s)]
+
     @property
     def num_open(self) -> int:
         """Trajectories that hold a lease, which ends some time after nobody renews it."""
@@ -233,7 +263,8 @@ class Outbox:
             return self._look()  # whatever else is sent must find what was acknowledged before
         heartbeats = self._lives.heartbeats.due(now_s)
         self._queues.rewards.extend(self._reposts.due(now_s))
-        calls = [*self._queues.take(), *self._lives.reservations.due(), *heartbeats]
+        asks = self._admissions.due(now_s)
+        calls = [*self._queues.take(), *self._lives.reservations.due(), *heartbeats, *asks]
         if not calls:
             return self._look() if self._window.pause_s(now_s) == 0 else None
         if heartbeats:
@@ -254,17 +285,20 @@ class Outbox:
 
     def pause_s(self, now_s: float) -> float | None:
         """Seconds after which `next_round` may give something that it does not give now."""
-        pause_s = self._backoff.pause_s(now_s)
-        if pause_s > 0:
-            return pause_s
-        parts = (self._lives.heartbeats, self._window, self._reposts, self._admissions)
-        pauses_s = [each_s for part in parts if (each_s := part.pause_s(now_s)) is not None]
-        return min(pauses_s, default=None)
+        pauses_s = [self._admissions.pause_s(now_s), self._backoff.pause_s(now_s) or None]
+        if pauses_s[-1] is None:
+            parts = (self._lives.heartbeats, self._window, self._reposts)
+            pauses_s += [
+                *[part.pause_s(now_s) for part in parts],
+                self._admissions.asks_in_s(now_s),
+            ]
+        return min([pause_s for pause_s in pauses_s if pause_s is not None], default=None)
 
     def answered(self, sent: Round, *, replies: Sequence[Any], now_s: float) -> None:
         """The store answered the round; `replies` holds values and ResponseErrors."""
         if not self._ends(sent):
             return
+        self._answered_s = now_s
         back: list[Call] = []
         trouble = "" if sent.calls else sent.trouble(replies)
         is_new, self._scripts_known = not self._scripts_known, not is_passing(trouble)
@@ -354,9 +388,10 @@ class Outbox:
             self._lives.heartbeats.failed()
 
     def _back_off(self, reason: str, now_s: float) -> None:
+        self._trouble = reason
         if not self._backoff.is_failing:
             _logger.warning("run %s: the store takes no writes: %s", self.run, reason)
         if self._backoff.failed(now_s):
-            message = f"the store took no writes for {self._timeout_s:g} s: {reason}"
+            message = f"the store took no writes for {self.timeout_s:g} s: {reason}"
             _logger.error("run %s: %s", self.run, message)
             self.fail_all(StoreUnavailableError(message))

@@ -165,7 +165,7 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
         except TurnstreamError as error:
             return self._failed(error)
         opening, drafted = self._drafted(group, declared)
-        self._sender.wait_until(self._has_room(drafted))
+        self._sender.wait_until(self._has_room(drafted), timeout_s=self._room_timeout_s)
         return self._sent(opening, drafted)
 
     def flush(self, timeout_s: float | None = None) -> None:

@@ -20,6 +20,7 @@ from turnstream.generator.calls import (
     RewardCall,
     SealsCall,
     TakeOverCall,
+    WaitsCall,
 )
 from turnstream.generator.lanes import Admission, Lane
 
@@ -96,8 +97,8 @@ class Queues:
                     self.admissions.appendleft(admission)
                 case AbandonCall(lane):
                     self.abandons.appendleft(lane)
-                case HeartbeatCall() | ReserveCall():
-                    pass  # they are due again, see Heartbeats and Reservations
+                case HeartbeatCall() | ReserveCall() | WaitsCall():
+                    pass  # they are due again, see Heartbeats, Reservations and Admissions
                 case _:
                     self._queue_of(call).appendleft(call)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
-from turnstream.errors import NotReadyError, TurnstreamError
+from turnstream.errors import NotReadyError, TurnstreamError, WaitReason
 from turnstream.types import TrajectoryKey
 
 
@@ -60,10 +60,18 @@ class Delivery:
         """Told once, when the last part was settled."""
 
 
+Why = Callable[[Delivery], Sequence[WaitReason]]
+"""Says what a delivery waits for."""
+
+
+def _unknown(_: Delivery) -> Sequence[WaitReason]:
+    return ()
+
+
 class Receipt(Delivery):
     """Stands for writes that were accepted here and are on their way to the store."""
 
-    __slots__ = ("_event", "_lock")
+    __slots__ = ("_event", "_lock", "_why")
 
     def __init__(
         self,
@@ -71,23 +79,28 @@ class Receipt(Delivery):
         num_parts: int = 1,
         *,
         unread_failures: list[Delivery] | None = None,
+        why: Why = _unknown,
     ) -> None:
         super().__init__(num_parts, unread_failures=unread_failures)
-        self._lock = lock  # the outbox settles under this lock
+        self._lock = lock  # the outbox settles under this lock, and is asked under it
+        self._why = why
         self._event: threading.Event | None = None
 
     def result(self, timeout_s: float | None = None) -> None:
         """Wait until the store has acknowledged all of it.
 
         Raises:
-            NotReadyError: it was not done within `timeout_s`; it goes on being sent.
+            NotReadyError: it was not done within `timeout_s`, and why; it goes on being sent.
             TurnstreamError: the first error; `errors` has all of them.
         """
         with self._lock:
             if not self.is_done and self._event is None:
                 self._event = threading.Event()
         if not self.is_done and self._event is not None and not self._event.wait(timeout_s):
-            raise NotReadyError(f"the store has not acknowledged it within {timeout_s:g} s")
+            with self._lock:
+                reasons = self._why(self)
+            message = f"the store has not acknowledged it within {timeout_s:g} s"
+            raise NotReadyError(message, reasons)
         self.raise_error()
 
     def _wake_waiters(self) -> None:
@@ -98,12 +111,17 @@ class Receipt(Delivery):
 class AsyncReceipt(Delivery):
     """The same as Receipt, to be awaited in the event loop of its publisher."""
 
-    __slots__ = ("_event",)
+    __slots__ = ("_event", "_why")
 
     def __init__(
-        self, num_parts: int = 1, *, unread_failures: list[Delivery] | None = None
+        self,
+        num_parts: int = 1,
+        *,
+        unread_failures: list[Delivery] | None = None,
+        why: Why = _unknown,
     ) -> None:
         super().__init__(num_parts, unread_failures=unread_failures)
+        self._why = why
         self._event: asyncio.Event | None = None
 
     def __await__(self) -> Generator[Any, None, None]:
@@ -113,7 +131,7 @@ class AsyncReceipt(Delivery):
         """Wait until the store has acknowledged all of it.
 
         Raises:
-            NotReadyError: it was not done within `timeout_s`; it goes on being sent.
+            NotReadyError: it was not done within `timeout_s`, and why; it goes on being sent.
             TurnstreamError: the first error; `errors` has all of them.
         """
         if not self.is_done:
@@ -122,9 +140,8 @@ class AsyncReceipt(Delivery):
                 async with asyncio.timeout(timeout_s):
                     await self._event.wait()
             except TimeoutError as error:
-                raise NotReadyError(
-                    f"the store has not acknowledged it within {timeout_s:g} s"
-                ) from error
+                message = f"the store has not acknowledged it within {timeout_s:g} s"
+                raise NotReadyError(message, self._why(self)) from error
         self.raise_error()
 
     def _wake_waiters(self) -> None:

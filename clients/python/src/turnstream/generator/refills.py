@@ -22,6 +22,8 @@ from turnstream.store.groups import (
 )
 from turnstream.store.replies import translating
 from turnstream.store.scripts import run_command, run_command_async
+from turnstream.store.wait_reasons import no_refill
+from turnstream.store.waits import WaitFacts, read_waits, read_waits_async
 from turnstream.types import TrajectoryKey
 
 _MAX_LISTED = 32
@@ -63,7 +65,7 @@ def take_refill(
                     return refill
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
-            raise _none_came(run, timeout_s)
+            raise _none_came(run, timeout_s, read_waits(client, run))
         if not untried:
             with translating():
                 client.xread({keys.run_keys(run).wake: wake_id}, block=_block_ms(left_s))
@@ -92,7 +94,7 @@ async def take_refill_async(
                     return refill
         left_s = deadline_s - loop.time()
         if left_s <= 0:
-            raise _none_came(run, timeout_s)
+            raise _none_came(run, timeout_s, await read_waits_async(client, run))
         if not untried:
             with translating():
                 await client.xread({keys.run_keys(run).wake: wake_id}, block=_block_ms(left_s))
@@ -128,5 +130,6 @@ def _block_ms(left_s: float) -> int:
     return max(1, int(min(MAX_BLOCK_S, left_s) * 1000))
 
 
-def _none_came(run: str, timeout_s: float) -> NotReadyError:
-    return NotReadyError(f"run {run!r}: no sample was to be tried again within {timeout_s:g} s")
+def _none_came(run: str, timeout_s: float, waits: WaitFacts | None) -> NotReadyError:
+    message = f"run {run!r}: no sample was to be tried again within {timeout_s:g} s"
+    return NotReadyError(message, no_refill(waits, waited_s=timeout_s))

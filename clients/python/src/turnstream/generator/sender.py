@@ -46,6 +46,7 @@ class Sender:
         self._sender: threading.Thread | None = None
         self._listener: threading.Thread | None = None
         self._is_closed = False
+        self._why = lambda delivery: outbox.why_waiting(time.monotonic(), delivery)
 
     def put(self, write: Callable[[], _Result]) -> _Result:
         """Do something to the outbox, and send what comes of it."""
@@ -60,7 +61,7 @@ class Sender:
         self, num_parts: int = 1, *, unread_failures: list[Delivery] | None = None
     ) -> Receipt:
         """A receipt that a thread can wait for."""
-        return Receipt(self.lock, num_parts, unread_failures=unread_failures)
+        return Receipt(self.lock, num_parts, unread_failures=unread_failures, why=self._why)
 
     def learn_columns(self) -> tuple[DeclaredColumn, ...]:
         """The extra columns of the run, which is asked for them once."""
@@ -75,28 +76,35 @@ class Sender:
         with self.lock:
             self._require_open()
 
-    def wait_until(self, has_room: Callable[[], bool]) -> None:
-        """Wait until more may be accepted."""
+    def wait_until(self, has_room: Callable[[], bool], *, timeout_s: float) -> None:
+        """Wait until more may be accepted.
+
+        Raises:
+            NotReadyError: there was no room within `timeout_s`, and why.
+        """
         with self.lock:
-            while not has_room():
+            self._progress.wait_for(lambda: self._is_closed or has_room(), timeout_s)
+            if not has_room():
                 self._require_open()
-                self._progress.wait()
+                message = f"no room for more writes within {timeout_s:g} s"
+                raise NotReadyError(message, self._outbox.why_no_room(time.monotonic()))
 
     def flush(self, timeout_s: float | None) -> None:
         """Wait until everything accepted is acknowledged or has failed.
 
         Raises:
-            NotReadyError: that was not so within `timeout_s`.
+            NotReadyError: that was not so within `timeout_s`, and why.
         """
         with self.lock:
             if not self._progress.wait_for(lambda: self._outbox.is_idle, timeout_s):
-                raise NotReadyError(f"writes are still on their way after {timeout_s:g} s")
+                message = f"writes are still on their way after {timeout_s:g} s"
+                raise NotReadyError(message, self._outbox.why_waiting(time.monotonic()))
 
     def flush_to_disk(self, timeout_s: float | None) -> None:
         """Wait until all that is so, and the store has had the time to sync it.
 
         Raises:
-            NotReadyError: that was not so within `timeout_s`.
+            NotReadyError: that was not so within `timeout_s`, and why.
         """
         with self.lock:
             has_ended = self._progress.wait_for(
@@ -104,7 +112,8 @@ class Sender:
             )
             self._require_open()
             if not has_ended:
-                raise NotReadyError(f"writes may not be on disk after {timeout_s:g} s")
+                message = f"writes may not be on disk after {timeout_s:g} s"
+                raise NotReadyError(message, self._outbox.why_not_on_disk(time.monotonic()))
 
     def close(self) -> None:
         """Give up what is not acknowledged, stop the threads, disconnect. Safe to repeat."""

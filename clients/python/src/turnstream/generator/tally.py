@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
+from turnstream.errors import WaitReason
 from turnstream.generator.drafts import TurnRecord
 from turnstream.generator.lanes import Lane
 from turnstream.generator.statistics import PublisherStatistics
+from turnstream.generator.waits import no_room
 
 
 class Tally:
@@ -35,6 +37,14 @@ class Tally:
         """Whether a whole group may be added; anything fits while nothing is on its way."""
         held_bytes = self._inflight_bytes + self._held_bytes
         return held_bytes == 0 or held_bytes + num_bytes <= self._max_inflight_bytes
+
+    def why_no_room(self) -> WaitReason:
+        """What is on its way, where it leaves no room."""
+        return no_room(
+            inflight_bytes=self._inflight_bytes,
+            held_bytes=self._held_bytes,
+            max_inflight_bytes=self._max_inflight_bytes,
+        )
 
     def add(self, name: str, number: int = 1) -> None:
         """Count something by its name in PublisherStatistics."""

@@ -20,6 +20,8 @@ from turnstream.store.connection import MAX_BLOCK_S
 from turnstream.store.replies import translating
 from turnstream.store.scripts import run_command, run_command_async
 from turnstream.store.tasks import NoTask, TakenTask, next_task_command, parse_task
+from turnstream.store.wait_reasons import no_task
+from turnstream.store.waits import WaitFacts, read_waits, read_waits_async
 
 
 class _Writer(Protocol):
@@ -102,7 +104,8 @@ def take_task(client: redis.Redis, run: str, *, writer: str, wait_s: float) -> T
             continue  # it came late, and was given up meanwhile
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
-            raise _none_came(run, found, wait_s)
+            waits = None if found.is_exhausted else read_waits(client, run)
+            raise _none_came(run, found, wait_s, waits)
         with translating():
             client.xread({keys.run_keys(run).wake: found.wake_id}, block=_block_ms(left_s))
 
@@ -122,7 +125,8 @@ async def take_task_async(
             continue  # it came late, and was given up meanwhile
         left_s = deadline_s - loop.time()
         if left_s <= 0:
-            raise _none_came(run, found, wait_s)
+            waits = None if found.is_exhausted else await read_waits_async(client, run)
+            raise _none_came(run, found, wait_s, waits)
         with translating():
             await client.xread({keys.run_keys(run).wake: found.wake_id}, block=_block_ms(left_s))
 
@@ -133,10 +137,11 @@ def task_states(outbox: Outbox, taken: TakenTask, now_s: float) -> list[WriterSt
     return [WriterState(outbox, taken.group, lane.key, lane) for lane in lanes]
 
 
-def _none_came(run: str, found: NoTask, wait_s: float) -> TurnstreamError:
+def _none_came(run: str, found: NoTask, wait_s: float, waits: WaitFacts | None) -> TurnstreamError:
     if found.is_exhausted:
         return PromptsExhaustedError(f"run {run!r}: {found.why}")
-    return NotReadyError(f"run {run!r}: no task within {wait_s:g} s: {found.why}")
+    reasons = no_task(found.why, waits, waited_s=wait_s)
+    return NotReadyError(f"run {run!r}: no task within {wait_s:g} s: {found.why}", reasons)
 
 
 def _block_ms(left_s: float) -> int:

@@ -87,7 +87,9 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
         with self._order:
             lane = self._opened_lane()
             # Room first: whatever the draft has counted must be sent.
-            self._sender.wait_until(lambda: self._state.has_room(turn))
+            self._sender.wait_until(
+                lambda: self._state.has_room(turn), timeout_s=self._state.room_timeout_s
+            )
             made = self._state.draft.add(turn)
             self._sender.put(lambda: self._state.append(lane, made, receipt))
         return receipt
@@ -213,7 +215,9 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[AsyncSender]):
         async with self._order:
             lane = await self._opened_lane()
             # Room first: whatever the draft has counted must be sent.
-            await self._sender.wait_until(lambda: self._state.has_room(turn))
+            await self._sender.wait_until(
+                lambda: self._state.has_room(turn), timeout_s=self._state.room_timeout_s
+            )
             self._state.require_open()
             self._sender.put(lambda: self._state.append(lane, self._state.draft.add(turn), receipt))
         return receipt

@@ -161,6 +161,11 @@ class WriterState:
         if self.has_ended:
             raise RejectedError(f"trajectory {self.key} is sealed or abandoned")
 
+    @property
+    def room_timeout_s(self) -> float:
+        """How long a turn may wait for room."""
+        return self._outbox.timeout_s
+
     def has_room(self, turn: Turn) -> bool:
         """Whether this turn may be accepted now; it may prove smaller when it is encoded."""
         num_tokens = len(turn.prompt_ids) + 2 * len(turn.response_ids)

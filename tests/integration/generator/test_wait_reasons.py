@@ -1,0 +1,346 @@
+"""Every wait of a generator that ends without data says by type what holds it, and since when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+
+from turnstream.errors import NotReadyError, WaitKind
+from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.store import keys
+from turnstream.store.runs import wait_for_version
+from turnstream.store.tasks import Prompt, add_prompts
+from turnstream.testing import group, ids, wait_until
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.redis
+
+NewRun = Callable[..., str]
+Read = Callable[[redis.Redis, str], Any]
+ONE_GROUP = {"batch_groups": 1, "max_staleness": 0, "max_planned_ahead": 0}
+
+
+def kinds(error: NotReadyError) -> list[str]:
+    """What an error says, for programs."""
+    return [reason.kind for reason in error.reasons]
+
+
+def facts(error: NotReadyError, kind: WaitKind) -> dict[str, Any]:
+    """The facts of the first reason of a kind."""
+    return dict(next(reason.facts for reason in error.reasons if reason.kind == kind))
+
+
+def lapse(client: redis.Redis, run: str, trajectory: str, *, ago_s: float) -> None:
+    """What the clock does to the lease of a generator that is dead."""
+    seconds, _ = client.time()
+    client.zadd(keys.run_keys(run).leases, {trajectory: (seconds - ago_s) * 1000})
+
+
+def plan(client: redis.Redis, run: str, *, step: int, num_groups: int) -> None:
+    """What the planner writes of a step that is planned."""
+    where = keys.run_keys(run).frontier
+    client.hset(where, mapping={"planned": step, "planned_groups": num_groups, "open_groups": 0})
+
+
+def test_a_wait_for_leave_says_which_generator_is_gone_and_since_when(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client, **ONE_GROUP)
+    with Publisher(server.url, run, writer="dead") as dead:
+        dead.trajectory("a", 0, num_samples=2).append(ids("ab"), ids("c")).result(10)
+    lapse(client, run, "a/0/0", ago_s=40)
+
+    with (
+        Publisher(server.url, run, admission_timeout_s=0.1) as publisher,
+        pytest.raises(NotReadyError) as caught,
+        publisher.group("b", 2),
+    ):
+        pass
+
+    assert kinds(caught.value) == [
+        *(WaitKind.NO_LEAVE, WaitKind.NO_PLANNER, WaitKind.TOO_FEW_READY, WaitKind.GENERATOR_GONE),
+        *(WaitKind.MEMBER_LAPSED, WaitKind.OUT_OF_CAPACITY),
+    ]
+    waited = facts(caught.value, WaitKind.NO_LEAVE)
+    assert (waited["group"], waited["samples"], 0.1 <= waited["waited_s"] < 10) == ("b", 2, True)
+    gone = facts(caught.value, WaitKind.GENERATOR_GONE)
+    assert (gone["writer"], gone["open"], 39 < gone["silent_s"] < 60) == ("dead", 1, True)
+    held = facts(caught.value, WaitKind.MEMBER_LAPSED)
+    assert (held["group"], held["sample"], held["writer"]) == ("a", 0, "dead")
+    capacity = facts(caught.value, WaitKind.OUT_OF_CAPACITY)
+    assert capacity == {"live": 1, "most": 1, "stepped": 0}
+
+
+async def test_the_asynchronous_publisher_is_told_the_same(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client, **ONE_GROUP)
+
+    async with (
+        AsyncPublisher(server.url, run, writer="slow") as slow,
+        slow.trajectory("a", 0, num_samples=2) as writer,
+        AsyncPublisher(server.url, run, admission_timeout_s=0.1) as publisher,
+    ):
+        with pytest.raises(NotReadyError) as entered:
+            await publisher.group("b", 2).__aenter__()
+        receipt = await publisher.publish(group("c"))
+        with pytest.raises(NotReadyError) as published:
+            await receipt
+        writer.abandon("over")
+
+    expected = [
+        *(WaitKind.NO_LEAVE, WaitKind.NO_PLANNER, WaitKind.TOO_FEW_READY, WaitKind.MEMBER_OPEN),
+        WaitKind.OUT_OF_CAPACITY,
+    ]
+    assert kinds(entered.value) == kinds(published.value) == expected
+    held = facts(published.value, WaitKind.MEMBER_OPEN)
+    assert (held["group"], held["writer"], held["lease_left_s"] > 0) == ("a", "slow", True)
+
+
+def test_a_wait_for_leave_says_that_the_trainer_has_not_stepped(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client, **ONE_GROUP)
+
+    with Publisher(server.url, run, admission_timeout_s=0.1) as publisher:
+        publisher.publish(group("a")).result(10)
+        plan(client, run, step=1, num_groups=1)
+        with pytest.raises(NotReadyError) as caught:
+            publisher.publish(group("b")).result(10)
+
+    trainer = facts(caught.value, WaitKind.TRAINER_NOT_STEPPED)
+    assert trainer == {"awaited": 1, "planned": 1, "session_epoch": 0}
+    assert WaitKind.TOO_FEW_READY not in kinds(caught.value)
+
+
+def test_a_wait_for_leave_says_that_the_run_is_paused_and_why(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client)
+    client.hset(keys.run_keys(run).frontier, "paused", "the judge is down")
+
+    with (
+        Publisher(server.url, run, admission_timeout_s=0.05) as publisher,
+        pytest.raises(NotReadyError, match="the run is paused: the judge is down") as caught,
+    ):
+        publisher.publish(group("a")).result(10)
+
+    assert facts(caught.value, WaitKind.RUN_PAUSED) == {"reason": "the judge is down"}
+
+
+def test_a_wait_for_leave_says_who_holds_the_bytes(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client, batch_groups=1, max_staleness=3, max_bytes=200_000)
+
+    with Publisher(server.url, run, admission_timeout_s=0.05) as publisher:
+        publisher.publish(group("a")).result(10)
+        plan(client, run, step=1, num_groups=1)
+        where = keys.run_keys(run).budget
+        client.hset(where, mapping={"planned": 150_000, "stored": 0, "estimate": 20_000})
+        with pytest.raises(NotReadyError) as caught, publisher.group("b", 4):
+            pass
+
+    held = facts(caught.value, WaitKind.OUT_OF_BYTES)
+    assert held["planned"] == 150_000
+    assert held["needed"] == 80_000
+    assert held["max_bytes"] == 200_000
+
+
+def test_a_wait_for_leave_says_that_most_groups_are_dropped(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client, **{**ONE_GROUP, "batch_groups": 2})
+    names = keys.run_keys(run)
+    client.hset(names.frontier, mapping={"opened_groups": 9, "live_groups": 2, "open_groups": 1})
+    client.hset(names.counts, mapping={"filtered": 12, "expired": 2})
+
+    with (
+        Publisher(server.url, run, admission_timeout_s=0.05) as publisher,
+        pytest.raises(NotReadyError) as caught,
+    ):
+        publisher.publish(group("b")).result(10)
+
+    rate = facts(caught.value, WaitKind.PASS_RATE_LOW)
+    assert rate == {"dropped": 7, "decided": 8, "filtered": 12, "expired": 2}
+
+
+def test_a_wait_for_a_task_says_who_holds_the_prompts(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client)
+    add_prompts(client, run, [Prompt(prompt_uid="p", payload=b"", num_samples=1)])
+
+    with (
+        Publisher(server.url, run, writer="slow") as slow,
+        Publisher(server.url, run) as publisher,
+        slow.next_task(10),
+        pytest.raises(NotReadyError, match="no prompt is left") as caught,
+    ):
+        publisher.next_task(0.01)
+
+    wanted = facts(caught.value, WaitKind.NO_TASK)
+    assert wanted == {"waited_s": 0.01, "prompts": 1, "left": 0, "given": 1}
+    held = facts(caught.value, WaitKind.MEMBER_OPEN)
+    assert (held["group"], held["writer"]) == ("p#1", "slow")
+
+
+async def test_both_kinds_of_waits_for_a_refill_say_what_the_run_grants(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client)
+
+    with Publisher(server.url, run) as publisher, pytest.raises(NotReadyError) as blocked:
+        await asyncio.to_thread(publisher.next_refill, 0.01)
+    async with AsyncPublisher(server.url, run) as other:
+        with pytest.raises(NotReadyError) as awaited:
+            await other.next_refill(0.01)
+        with pytest.raises(NotReadyError) as no_task:
+            await other.next_task(0.01)
+
+    first = blocked.value.reasons[0]
+    assert first.kind == WaitKind.NO_REFILL
+    assert first.sentence == "the run grants none: its deadline_policy is 'drop'"
+    assert first.facts["granted"] == 0
+    assert awaited.value.reasons[0] == first
+    assert kinds(no_task.value)[0] == WaitKind.NO_TASK
+
+
+def test_a_wait_for_a_version_says_which_one_is_newest_and_who_trains(
+    client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client)
+    plan(client, run, step=1, num_groups=1)
+    client.hset(keys.run_keys(run).frontier, "session_epoch", 3)
+
+    with pytest.raises(NotReadyError) as caught:
+        wait_for_version(client, run, above=3, timeout_s=0.01)
+
+    wanted = facts(caught.value, WaitKind.NO_VERSION)
+    assert wanted == {"waited_s": 0.01, "above": 3, "newest_version": None, "stepped": 0}
+    assert facts(caught.value, WaitKind.TRAINER_NOT_STEPPED)["session_epoch"] == 3
+
+
+def test_a_wait_that_ends_in_a_run_that_is_gone_hides_no_error(
+    client: redis.Redis, new_run: NewRun
+) -> None:
+    new_run(client)
+
+    with pytest.raises(NotReadyError, match="no version above 0") as caught:
+        wait_for_version(client, "nobody", above=0, timeout_s=0.01)
+
+    assert caught.value.reasons == ()
+
+
+def test_a_receipt_says_which_turn_waits_and_how_long_the_store_has_been_away(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(own_client)
+
+    with Publisher(own_server.url, run) as publisher:
+        writer = publisher.trajectory("g", 0, num_samples=1)
+        writer.append(ids("a"), ids("b")).result(10)
+        own_server.kill()
+        late = writer.append(ids("abc"), ids("d"))
+        wait_until(lambda: publisher.statistics().num_retries > 0, describe="a failed try")
+        with pytest.raises(NotReadyError) as waited:
+            late.result(0.05)
+        with pytest.raises(NotReadyError) as flushed:
+            publisher.flush(0.05)
+        own_server.restart()
+        late.result(10)
+        writer.abandon("over")
+
+    turn = facts(waited.value, WaitKind.NOT_ACKNOWLEDGED)
+    assert (turn["group"], turn["sample"], turn["turn"], turn["turns_waiting"]) == ("g", 0, 1, 1)
+    assert turn["silent_s"] > 0
+    away = facts(waited.value, WaitKind.STORE_AWAY)
+    assert away["since_s"] > 0
+    assert "the store cannot be reached" in away["why"]
+    assert kinds(flushed.value)[:2] == [WaitKind.NOT_ACKNOWLEDGED, WaitKind.STORE_AWAY]
+
+
+async def test_an_awaited_receipt_says_that_its_group_waits_for_leave(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client, **ONE_GROUP)
+
+    async with AsyncPublisher(server.url, run, admission_timeout_s=2) as publisher:
+        await (await publisher.publish(group("a")))
+        receipt = await publisher.publish(group("b"))
+        await asyncio.to_thread(
+            wait_until, lambda: publisher.statistics().num_waits > 0, describe="a group that waits"
+        )
+        with pytest.raises(NotReadyError) as waited:
+            await receipt.result(0.05)
+        with pytest.raises(NotReadyError) as flushed:
+            await publisher.flush(0.05)
+        client.hset(keys.run_keys(run).frontier, "stepped", 1)
+        client.xadd(keys.run_keys(run).wake, {"w": ""})
+        await receipt
+
+    for error in (waited.value, flushed.value):
+        assert facts(error, WaitKind.NOT_ACKNOWLEDGED)["group"] == "b"
+        assert facts(error, WaitKind.NO_LEAVE)["group"] == "b"
+
+
+def test_a_wait_for_the_disk_says_when_it_may_end(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client)
+
+    with Publisher(server.url, run, keep_s=30) as publisher:
+        publisher.publish(group("a")).result(10)
+        with pytest.raises(NotReadyError) as caught:
+            publisher.flush_to_disk(0.05)
+
+    proof = facts(caught.value, WaitKind.NOT_ON_DISK)
+    assert proof["keep_s"] == 30
+    assert 0 < proof["left_s"] <= 30
+
+
+def test_a_wait_for_room_ends_by_the_timeout_and_says_what_takes_it(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(own_client)
+
+    with Publisher(own_server.url, run, max_inflight_bytes=1, timeout_s=0.1) as publisher:
+        writer = publisher.trajectory("g", 0, num_samples=1)
+        writer.append(ids("a"), ids("b")).result(10)
+        own_client.client_pause(20_000, all=False)  # the store is up, and answers no write
+        stuck = writer.append(ids("abc"), ids("d"))
+        with pytest.raises(NotReadyError, match=r"no room for more writes within 0\.1 s") as caught:
+            writer.append(ids("abcde"), ids("f"))
+        own_client.client_unpause()
+        stuck.result(10)
+        writer.append(ids("abcde"), ids("f")).result(10)
+        writer.abandon("over")
+
+    room = facts(caught.value, WaitKind.NO_ROOM)
+    assert (room["inflight_bytes"] > 1, room["max_inflight_bytes"]) == (True, 1)
+    assert facts(caught.value, WaitKind.NOT_ACKNOWLEDGED)["turn"] == 1
+    assert facts(caught.value, WaitKind.STORE_SILENT)["since_s"] > 0
+
+
+async def test_a_finished_group_waits_for_room_no_longer_than_those_before_it(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(own_client)
+
+    async with AsyncPublisher(
+        own_server.url, run, max_inflight_bytes=1, timeout_s=0.1, admission_timeout_s=0.1
+    ) as publisher:
+        await (await publisher.publish(group("a")))
+        own_client.client_pause(20_000, all=False)
+        stuck = await publisher.publish(group("b"))
+        with pytest.raises(NotReadyError, match=r"no room for more writes within 0\.2 s") as caught:
+            await publisher.publish(group("c"))
+        own_client.client_unpause()
+        await stuck
+
+    assert facts(caught.value, WaitKind.NO_ROOM)["held_bytes"] > 0
+    assert facts(caught.value, WaitKind.NOT_ACKNOWLEDGED)["group"] == "b"
