@@ -16,7 +16,7 @@ from unittest.mock import patch
 from simulator.clients import AsyncClient, AsyncLinkInMemory, LinkInMemory, SyncClient
 from simulator.loops import ProcessLoop
 from simulator.world import Process
-from turnstream.generator import async_publisher, async_sender, tasks, writers
+from turnstream.generator import async_publisher, async_sender, bases, tasks, writers
 from turnstream_server.batcher import payload, renewal
 from turnstream_server.bus import incarnations
 
@@ -74,7 +74,8 @@ def inside() -> Iterator[None]:
 
     with (
         patch.multiple(async_sender, AsyncLink=link, connect_async=client, time=clock),
-        patch.multiple(async_publisher, connect_async=client, time=clock),
+        patch.multiple(async_publisher, connect_async=client),
+        patch.multiple(bases, time=clock),
         patch.multiple(incarnations, connect_async=client),
         patch.multiple(renewal, connect=thread_client, time=clock),
         patch.multiple(payload, Link=thread_link),
