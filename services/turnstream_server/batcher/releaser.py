@@ -214,6 +214,8 @@ class Releaser:
 
     async def _plan(self, step: int) -> StoredManifest:
         stored = await read_manifest(self._client, self._run, step)
+        if stored is None and step <= (await read_release_state(self._client, self._run)).folded:
+            raise FencedError(f"another planner has folded step {step} of run {self._run!r}")
         if stored is None:
             raise ConflictError(f"step {step} of run {self._run!r} is not folded, and has no plan")
         return stored

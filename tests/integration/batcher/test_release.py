@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 
 from turnstream.errors import NotReadyError, ReleasedError
-from turnstream.records.compact import decode_batch
+from turnstream.records.compact import compact_batch, decode_batch, encode_batch
 from turnstream.store import keys
-from turnstream.store.connection import connect
+from turnstream.store.connection import connect, connect_async
 from turnstream.testing import group, trajectory, wait_until_async
 from turnstream.types import TrajectoryState
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.budget import parse_held, read_budget
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.bus.manifests import read_manifest
+from turnstream_server.bus.release import finish_batch, fold_batch
 from turnstream_server.jobs.batches import batch_json, write_batch
 from turnstream_server.jobs.ledger import history_json, ledger_json
 
@@ -123,6 +125,40 @@ async def test_what_checkpoints_can_no_longer_ask_for_is_released(house):
         *("g1", "g2", "g3")
     ]
     assert counts.by_state[TrajectoryState.COMMITTED] == 8
+
+
+async def test_a_leader_that_slept_while_another_folded_is_told_so_and_nothing_fails(house, caplog):
+    # It read that step 2 was not folded, slept, and logged that a plan was missing which its
+    # successor had replaced by the compact record.
+    run, committed = house.create_run(batch_groups=1), asyncio.Event()
+    client = connect_async(house.url)
+
+    async def fold_as_another(step: int) -> None:
+        stored = await read_manifest(client, run, step)
+        assert stored is not None
+        record = encode_batch(compact_batch(stored.manifest, manifest_hash=stored.hash))
+        await fold_batch(client, run, stored.manifest, leader_epoch=1)
+        await finish_batch(client, run, step=step, record=record, leader_epoch=1)
+
+    async def sleep(act: str) -> None:
+        if act == "raise_floor":
+            await committed.wait()
+        if act == "fold_batch" and not await client.hexists(keys.run_keys(run).past, "1"):
+            await fold_as_another(1)
+            await fold_as_another(2)
+
+    upkeep = Upkeep(snapshot_events=1, snapshot_steps=1, fold_ended=2, before=sleep)
+    trainer = house.trainer(await house.start_batcher(upkeep=upkeep), run)
+    await house.publish(run, *(group(f"g{i}") for i in range(1, 6)))
+    await trainer.start()
+    await train(trainer, steps=range(1, 5), commits=range(1, 5))
+    await _whole_snapshot(house, run)
+    committed.set()
+    await settled(house, run, folded=3)
+    await client.aclose()
+
+    assert "another planner has folded step 2" in caplog.text
+    assert "is not folded, and has no plan" not in caplog.text
 
 
 async def test_a_released_step_is_refused_with_its_number_and_the_oldest_kept(house):
