@@ -51,8 +51,11 @@ def test_a_wait_for_leave_says_which_generator_is_gone_and_since_when(
 ) -> None:
     run = new_run(client, **ONE_GROUP)
     with Publisher(server.url, run, writer="dead") as dead:
-        dead.trajectory("a", 0, num_samples=2).append(ids("ab"), ids("c")).result(10)
-    lapse(client, run, "a/0/0", ago_s=40)
+        for sample in (0, 1):
+            member = dead.trajectory("a", sample, num_samples=2)
+            member.append(ids("ab"), ids("c")).result(10)
+    lapse(client, run, "a/0/0", ago_s=60)
+    lapse(client, run, "a/1/0", ago_s=40)
 
     with (
         Publisher(server.url, run, admission_timeout_s=0.1) as publisher,
@@ -63,14 +66,15 @@ def test_a_wait_for_leave_says_which_generator_is_gone_and_since_when(
 
     assert kinds(caught.value) == [
         *(WaitKind.NO_LEAVE, WaitKind.NO_PLANNER, WaitKind.TOO_FEW_READY, WaitKind.GENERATOR_GONE),
-        *(WaitKind.MEMBER_LAPSED, WaitKind.OUT_OF_CAPACITY),
+        *(WaitKind.MEMBER_LAPSED, WaitKind.MEMBER_LAPSED, WaitKind.OUT_OF_CAPACITY),
     ]
     waited = facts(caught.value, WaitKind.NO_LEAVE)
     assert (waited["group"], waited["samples"], 0.1 <= waited["waited_s"] < 10) == ("b", 2, True)
     gone = facts(caught.value, WaitKind.GENERATOR_GONE)
-    assert (gone["writer"], gone["open"], 39 < gone["silent_s"] < 60) == ("dead", 1, True)
+    assert (gone["writer"], gone["open"], 39 < gone["silent_s"] < 59) == ("dead", 2, True)
     held = facts(caught.value, WaitKind.MEMBER_LAPSED)
     assert (held["group"], held["sample"], held["writer"]) == ("a", 0, "dead")
+    assert held["lease_left_s"] < -59
     capacity = facts(caught.value, WaitKind.OUT_OF_CAPACITY)
     assert capacity == {"live": 1, "most": 1, "stepped": 0}
 

@@ -9,10 +9,30 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
+from turnstream.batching.config import BatchingConfig
 from turnstream.errors import NotReadyError, WaitKind
 from turnstream.generator.receipts import Delivery
+from turnstream.records.configs import encode_config
 
 NewDesk = Callable[..., Any]
+
+
+def waits_reply() -> list[Any]:
+    """What the store says of a run that is paused, and in which nothing else holds anybody."""
+    config = encode_config(BatchingConfig(batch_groups=4, mini_batch_groups=4))
+    numbers = [b"0", None, None, None, b"4", b"0", b"4", None, None]
+    members: list[Any] = []
+    return [
+        *(b"100000", [*numbers, b"0", b"why"], config, [b"batcher", b"105000"]),
+        *([None] * 4, [None, None, None, 0], 0, None, [None] * 5, [0, 0], 0, members),
+    ]
+
+
+def kinds(opened: Delivery) -> list[str]:
+    """The reasons with which a wait for leave ended, for programs."""
+    (error,) = opened.errors.values()
+    assert isinstance(error, NotReadyError)
+    return [reason.kind for reason in error.reasons]
 
 
 def test_turns_wait_until_their_trajectory_is_open(new_desk: NewDesk) -> None:
@@ -111,6 +131,38 @@ def test_one_answer_will_do_for_groups_that_are_turned_away_one_after_the_other(
 
     assert asked_s == pytest.approx([159.0, 165.0])
     assert desk.now_s == pytest.approx(166.0)
+
+
+def test_a_wait_that_is_short_is_asked_about_with_its_group(new_desk: NewDesk) -> None:
+    desk = new_desk(admission_timeout_s=0.5)
+    opened = Delivery()
+    desk.asked(opened=opened)
+
+    sent = desk.answer(ResponseError("WAIT 7-0 no capacity"), waits_reply())
+    desk.wait_out()
+    desk.take()
+
+    assert desk.said(sent) == ["open_group", "read_waits"]
+    assert kinds(opened) == [WaitKind.NO_LEAVE, WaitKind.RUN_PAUSED]
+
+
+def test_what_the_store_said_before_a_wait_began_is_not_said_of_it(new_desk: NewDesk) -> None:
+    desk = new_desk(admission_timeout_s=60.0)
+    opened, later = Delivery(), Delivery()
+    desk.asked(opened=opened)
+    desk.answer(ResponseError("WAIT 7-0 no capacity"))
+    desk.wait_out()
+    desk.answer(waits_reply())
+    desk.now_s += 0.5
+    desk.asked(opened=later)
+    desk.answer(ResponseError("WAIT 7-0 no capacity"))
+
+    said = [
+        [reason.kind for reason in desk.outbox.why_waiting(desk.now_s + 0.1, delivery)]
+        for delivery in (opened, later)
+    ]
+
+    assert said == [[WaitKind.NO_LEAVE, WaitKind.RUN_PAUSED], [WaitKind.NO_LEAVE]]
 
 
 def test_a_group_that_is_given_leave_never_asks_why_it_waits(new_desk: NewDesk) -> None:
