@@ -17,7 +17,7 @@ from simulator.lives import lives
 from simulator.lua import Scripts
 from turnstream.batching.readiness import RunFold
 from turnstream.batching.selection import Selector
-from turnstream_server.batcher import leader, releaser
+from turnstream_server.batcher import releaser, settling
 from turnstream_server.batcher.leader import Leader
 
 MAX_SEEDS = 100
@@ -310,7 +310,7 @@ GUARDS = (
     Guard("leader: plans take their groups in the replay", method(Leader, "_pass", lambda *_: [])),
     Guard(
         "leader: a group that is gone was settled",
-        lambda: patch.object(leader, "groups_that_are_gone", _nothing),
+        lambda: patch.object(settling, "groups_that_are_gone", _nothing),
     ),
     Guard(
         "releaser: a group that may get members",
