@@ -216,7 +216,7 @@ class Leader:
     def _apply(self, entry: EventEntry) -> list[Decision]:
         """Fold an event in; gives what it decides. One that cannot be read is passed over."""
         self._last_event_id = entry.event_id
-        event = self._letters.read(entry)
+        event = self._letters.read(entry) or self._in_force.told_at(entry.event_id)
         if event is None:
             return []
         if isinstance(event, ConfigRevised):
@@ -258,9 +258,7 @@ class Leader:
     async def _next_groups(self) -> tuple[ReadyGroup, ...]:
         """The groups of the next batch, by the config of its step."""
         while 0 < self._view.frontier.next_revision <= self._chain.next_step:
-            revision = await self._in_force.announce(step=self._chain.next_step)
-            while self._in_force.revision < revision:
-                await self._take_in(await self._listener.read_events())
+            await self._come_to(await self._in_force.announce(step=self._chain.next_step))
             await self._view.refresh()
         return self._due_groups()
 
@@ -272,6 +270,10 @@ class Leader:
             BatchDue(step=self._chain.next_step),
             leader_epoch=self._epoch,
         )
+        await self._come_to(event_id)
+
+    async def _come_to(self, event_id: str) -> None:
+        """Take in all events up to one that is written, whatever can be read of it."""
         while event_position(self._last_event_id) < event_position(event_id):
             await self._take_in(await self._listener.read_events())
 

@@ -57,6 +57,17 @@ class ConfigInForce:
         self._view.led_by_revision = revision
         self._config = self._known.config(revision)
 
+    def told_at(self, event_id: str) -> ConfigRevised | None:
+        """What an event says that cannot be read any more; None where it revised no config.
+
+        The store has the id of the event beside the config, so that a damaged record neither undoes
+        the revision nor moves it.
+        """
+        revision = self._known.put_in_force_by(event_id)
+        if revision is None:
+            return None
+        return ConfigRevised(revision=revision.number, step=revision.from_step)
+
     def take(self, event_id: str, event: ConfigRevised) -> bool:
         """Take in what the run was told; False where it was in force before."""
         if event.revision <= self.revision:
@@ -73,8 +84,8 @@ class ConfigInForce:
         )
         return True
 
-    async def announce(self, *, step: int) -> int:
-        """Write the event of what must be in force before `step` is planned; its revision.
+    async def announce(self, *, step: int) -> str:
+        """Write the event of what must be in force before `step` is planned; its id.
 
         Raises:
             FencedError: another planner leads the run.
@@ -91,4 +102,5 @@ class ConfigInForce:
             leader_epoch=self._epoch,
         )
         reach("revise.after")
-        return revision
+        self._known = await read_revisions_async(self._client, self._view.run)
+        return self._known.revision(revision).announced_at

@@ -2,17 +2,18 @@
 
 import asyncio
 import dataclasses
+from typing import Any
 
 import pytest
 
 from turnstream.generator import Publisher
-from turnstream.records.events import encode_event
+from turnstream.records.events import decode_event, encode_event
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.revisions import read_revisions, revise_config
 from turnstream.store.scripts import Script, run_command
 from turnstream.testing import group, wait_until_async
-from turnstream.types import GroupOpened
+from turnstream.types import ConfigRevised, GroupOpened
 from turnstream_server.batcher.local import assemble_locally
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.frontier import read_frontier
@@ -133,6 +134,47 @@ async def test_a_successor_plans_on_by_the_revised_config(house, upkeep):
 
     assert [info(each).config_revision for each in pulled] == [1, 2, 2]
     assert [names(each) for each in pulled] == [["g0"], ["g1", "g2"], ["g3", "g4"]]
+
+
+async def test_a_revision_whose_event_is_damaged_stays_where_it_was(house):
+    # The leader that had put it in force went on; its successor planned by the config before, which
+    # the store refused for ever.
+    run = house.create_run(batch_groups=1, max_planned_ahead=5)
+    first = await house.start_batcher()
+    await revise(house, run, from_step=2, **REVISED)
+    await house.publish(run, *(group(f"g{i}") for i in range(4)))
+    await planned(house, run, 2)
+    await first.stop()
+    event_id = damage_revision(house, run)
+
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g4"))
+    await trainer.start()
+    pulled = [(await trainer.get(step))[0] for step in (1, 2, 3)]
+
+    assert [info(each).config_revision for each in pulled] == [1, 2, 2]
+    assert [names(each) for each in pulled] == [["g0"], ["g1", "g2"], ["g3", "g4"]]
+    with connect(house.url) as client:
+        kept: Any = client.xrange(keys.run_keys(run).damaged)
+    assert [each for each, _ in kept] == [event_id]
+
+
+def damage_revision(house, run):
+    """Two wrong bytes in the event that put the revision in force; its id."""
+    events = keys.run_keys(run).events
+    with connect(house.url) as client:
+        entries: Any = client.xrange(events)
+        (damaged,) = [
+            event_id
+            for event_id, fields in entries
+            if isinstance(decode_event(fields[b"r"]), ConfigRevised)
+        ]
+        client.delete(events)
+        for event_id, fields in entries:
+            if event_id == damaged:
+                fields[b"r"] = fields[b"r"][:8] + bytes(2) + fields[b"r"][10:]
+            client.xadd(events, fields, id=event_id)
+    return damaged
 
 
 async def test_a_plan_that_was_made_before_the_revision_of_its_step_is_made_again(house):

@@ -8,7 +8,8 @@
 --   KEYS[1] leader     hash    read: epoch
 --   KEYS[2] frontier   hash    read: planned; changed: next_revision; revised_groups, so that the
 --                              groups of the steps before still count as what they were
---   KEYS[3] config     hash    read: the revisions and their first steps, last; changed: newest
+--   KEYS[3] config     hash    read: the revisions and their first steps, last; changed: newest;
+--                              added: "at:<revision>" -> the id of the event
 --   KEYS[4] events     stream  added, once per revision: field r = the config_revised record
 --   KEYS[5] wake       stream  added, so that all replicas, and whoever waits for capacity, are told
 --   KEYS[6] groups     hash    read: which are open, or evaluating
@@ -59,8 +60,8 @@ if revision > newest then
   if (before.group_deadline_s or 0) == 0 and (after.group_deadline_s or 0) > 0 then
     give_deadlines(after.group_deadline_s)
   end
-  redis.call('HSET', KEYS[3], 'newest', revision)
-  redis.call('XADD', KEYS[4], '*', 'r', ARGV[3])
+  local id = redis.call('XADD', KEYS[4], '*', 'r', ARGV[3])
+  redis.call('HSET', KEYS[3], 'newest', revision, 'at:' .. revision, id)
   redis.call('XADD', KEYS[5], 'MAXLEN', 1, '*', 'w', '')
   newest = revision
   was_written = 1

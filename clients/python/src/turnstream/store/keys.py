@@ -42,7 +42,8 @@ batches    hash    step -> `<trajectories planned up to it>:<manifest hash>`; fr
 observers  hash    name -> `<newest step seen>:<expires_ms>:<expiry in ms>`
 leader     hash    epoch, owner, expires_ms, lease_ms
 config     hash    revision -> JSON of the batching config; `newest` -> the revision in force;
-                   `from:<revision>` -> its first step, and `last` -> the last revision, once
+                   `from:<revision>` -> its first step, `at:<revision>` -> id of the event that
+                   put it in force, and `last` -> the last revision, once
                    there are several
 prompts    hash    number, from 1 -> record of a prompt that is not done, see add_prompts.lua;
                    added, the newest number; next, the newest that was given out; done, how many

@@ -25,11 +25,13 @@ class Revision:
     Attributes:
         number: from 1.
         from_step: the first batch that is planned with it, unless a later revision has that step.
+        announced_at: id of the event that put it in force; "0-0" of the first, and before that.
     """
 
     number: int
     from_step: int
     config: BatchingConfig
+    announced_at: str = "0-0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +61,29 @@ class Revisions:
         due = [each for each in self.pending if each.from_step <= step]
         return due[-1] if due else None
 
-    def config(self, revision: int) -> BatchingConfig:
-        """The config of this number.
+    def revision(self, number: int) -> Revision:
+        """The one of this number.
 
         Raises:
             RunNotFoundError: there is none.
         """
         for each in self.stored:
-            if each.number == revision:
-                return each.config
-        raise RunNotFoundError(f"the run has no config revision {revision}")
+            if each.number == number:
+                return each
+        raise RunNotFoundError(f"the run has no config revision {number}")
+
+    def config(self, number: int) -> BatchingConfig:
+        """The config of this number.
+
+        Raises:
+            RunNotFoundError: there is none.
+        """
+        return self.revision(number).config
+
+    def put_in_force_by(self, event_id: str) -> Revision | None:
+        """The one that this event announced; None where it says something else."""
+        found = [each for each in self.stored if each.announced_at == event_id]
+        return found[0] if found else None
 
 
 def revise_config(client: redis.Redis, run: str, config: BatchingConfig, *, from_step: int) -> int:
@@ -142,6 +157,7 @@ def parse_revisions(run: str, fields: dict[bytes, bytes]) -> Revisions:
                 number=number,
                 from_step=int(fields.get(b"from:%d" % number, 1)),
                 config=decode_config(fields[b"%d" % number]),
+                announced_at=fields.get(b"at:%d" % number, b"0-0").decode(),
             )
             for number in numbers
         ),
