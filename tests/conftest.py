@@ -20,6 +20,7 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.runs import create_run
+from turnstream.testing import wait_until
 from turnstream_server.embedded import EmbeddedServer, EmbeddedServerError, find_binary
 
 # Examples differ from run to run at a desk, where a new failure is welcome, and never on CI.
@@ -75,6 +76,36 @@ def own_client(own_server: EmbeddedServer) -> Iterator[redis.Redis]:
     """A client of `own_server`."""
     with connect(own_server.url) as client:
         yield client
+
+
+class Past:
+    """The append-only file of a server as it was at some moment."""
+
+    def __init__(self, server: EmbeddedServer) -> None:
+        with connect(server.url) as client:
+            wait_until(lambda: _is_written(client), describe="the write to the file")
+        (self._path,) = server.data_dir.glob("appendonlydir/*.incr.aof")
+        self._server = server
+        self._num_bytes = self._path.stat().st_size
+
+    def come_back(self) -> None:
+        """The server is killed, and started with what the file had then."""
+        self._server.kill()
+        with self._path.open("r+b") as file:
+            file.truncate(self._num_bytes)
+        self._server.restart()
+
+
+def _is_written(client: redis.Redis) -> bool:
+    """Whether a busy disk keeps nothing back that was acknowledged."""
+    persistence: Any = client.info("persistence")
+    return not persistence["aof_buffer_length"]
+
+
+@pytest.fixture
+def past_of() -> Callable[[EmbeddedServer], Past]:
+    """`past_of(server)` gives what the server has now, to come back to, as after a power cut."""
+    return Past
 
 
 @pytest.fixture

@@ -73,6 +73,7 @@ class RunView:
         self._num_offers = 0
         self._batches: OrderedDict[int, PlannedBatch] = OrderedDict()
         self._configs: dict[int, BatchingConfig] = {}
+        self._num_forgotten = 0
         self._is_closed = False
         self._is_gone = False
 
@@ -124,6 +125,7 @@ class RunView:
         """The store may have lost what was read of it: numbers may name something else since."""
         self._batches.clear()
         self._configs.clear()
+        self._num_forgotten += 1
 
     def close(self) -> None:
         """Send away whoever waits: this replica stops."""
@@ -149,11 +151,13 @@ class RunView:
         Raises:
             BatcherUnavailableError: this replica stops.
             RunNotFoundError: the run is gone.
-            NotReadyError: it was not planned within `wait_s`; says what is missing, and why.
+            NotReadyError: it was not planned within `wait_s`; says what is missing, and why. Or
+                the store was started anew, and may wait for what its trainer had said.
             EndOfRunError: there will never be one.
             StoreUnavailableError: the store cannot be reached.
         """
         deadline_s = asyncio.get_running_loop().time() + wait_s
+        num_forgotten = self._num_forgotten
         await self.refresh()  # an old session must not be served from what was true a moment ago
         while True:
             if self._is_closed:
@@ -166,6 +170,8 @@ class RunView:
                 return await self.batch(step)
             if self._is_over():
                 raise EndOfRunError(f"run {self.run!r} ended with step {self.frontier.planned}")
+            if self._num_forgotten > num_forgotten:
+                raise NotReadyError(f"step {step}: the store was started anew")
             try:
                 async with asyncio.timeout_at(deadline_s):
                     await changed.wait()

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from turnstream.store import keys
 from turnstream.store.connection import connect, connect_async
 from turnstream.testing import group, wait_until_async
 from turnstream_server.batcher.renewal import MAX_STALL_LEASES, LeadershipKeeper
+from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.leadership import acquire_leadership, release_leadership
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
@@ -180,3 +182,36 @@ async def test_a_store_that_is_away_for_a_moment_costs_no_leadership(house_at, o
             await keeper.close()
 
     assert was_held
+
+
+async def test_a_leader_whose_epoch_was_given_again_writes_nothing(
+    house_at, own_server, past_of, caplog
+):
+    # The store forgets who led in a power cut, and gives the same epoch to another, while the plan
+    # of the first is checked and not yet written.
+    house = house_at(own_server.url)
+    run = house.create_run(batch_groups=1)
+    await house.publish(run, group("g0"))
+    past = past_of(own_server)
+    is_checked, may_write = asyncio.Event(), asyncio.Event()
+
+    async def wait(_manifest):
+        is_checked.set()
+        await may_write.wait()
+
+    await house.start_batcher(before_write=wait, lease_s=60)
+    await is_checked.wait()
+    async with connect_async(own_server.url) as client:
+        epoch: Any = await client.hget(keys.run_keys(run).leader, "epoch")
+        await asyncio.to_thread(past.come_back)
+        other = await acquire_leadership(client, run, owner="other", lease_s=60)
+        may_write.set()
+
+        async def is_over() -> bool:
+            return f"no longer leading run {run}" in caplog.text
+
+        await wait_until_async(is_over, describe="the end of the term")
+        planned = (await read_frontier_async(client, run)).planned
+
+    assert int(epoch) == other.epoch
+    assert planned == 0

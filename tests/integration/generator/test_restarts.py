@@ -13,7 +13,7 @@ import redis
 from turnstream.errors import NotReadyError, StoreBehindError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store import keys
-from turnstream.store.connection import connect, connect_async
+from turnstream.store.connection import connect_async
 from turnstream.store.rewards import RewardOutcome
 from turnstream.store.tasks import Prompt, add_prompts
 from turnstream.testing import group, ids, wait_until
@@ -25,41 +25,22 @@ pytestmark = pytest.mark.redis
 
 NewRun = Callable[..., str]
 Read = Callable[[redis.Redis, str], Any]
+PastOf = Callable[[EmbeddedServer], Any]
 KEY = TrajectoryKey("g", 0)
 
 
-class Past:
-    """The append-only file of a server as it was at some moment."""
-
-    def __init__(self, server: EmbeddedServer) -> None:
-        with connect(server.url) as client:
-            wait_until(lambda: _is_written(client), describe="the write to the file")
-        (self._path,) = server.data_dir.glob("appendonlydir/*.incr.aof")
-        self._server = server
-        self._num_bytes = self._path.stat().st_size
-
-    def come_back(self) -> None:
-        """The server is killed, and started with what the file had then."""
-        self._server.kill()
-        with self._path.open("r+b") as file:
-            file.truncate(self._num_bytes)
-        self._server.restart()
-
-
-def _is_written(client: redis.Redis) -> bool:
-    """Whether a busy disk keeps nothing back that was acknowledged."""
-    persistence: Any = client.info("persistence")
-    return not persistence["aof_buffer_length"]
-
-
 def test_what_the_store_forgot_is_sent_again_from_the_opening_to_the_seal(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
+    own_server: EmbeddedServer,
+    own_client: redis.Redis,
+    new_run: NewRun,
+    read: Read,
+    past_of: PastOf,
 ) -> None:
     run = new_run(own_client)
 
     with Publisher(own_server.url, run) as publisher:
         publisher.publish(group("kept")).result(10)
-        past = Past(own_server)
+        past = past_of(own_server)
         publisher.publish(group("lost")).result(10)
         half = publisher.trajectory("half", 0, num_samples=1)
         half.append(ids("ab"), ids("c")).result(10)
@@ -79,12 +60,16 @@ def test_what_the_store_forgot_is_sent_again_from_the_opening_to_the_seal(
 
 
 async def test_an_asynchronous_publisher_sends_again_what_the_store_forgot(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
+    own_server: EmbeddedServer,
+    own_client: redis.Redis,
+    new_run: NewRun,
+    read: Read,
+    past_of: PastOf,
 ) -> None:
     run = new_run(own_client)
 
     async with AsyncPublisher(own_server.url, run, keep_s=1.0) as publisher:
-        past = Past(own_server)
+        past = past_of(own_server)
         await (await publisher.publish(group("lost"))).result(10)
         past.come_back()
         await publisher.flush_to_disk(20)
@@ -95,12 +80,16 @@ async def test_an_asynchronous_publisher_sends_again_what_the_store_forgot(
 
 
 def test_a_publisher_with_nothing_to_send_finds_out_by_itself(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
+    own_server: EmbeddedServer,
+    own_client: redis.Redis,
+    new_run: NewRun,
+    read: Read,
+    past_of: PastOf,
 ) -> None:
     run = new_run(own_client)
 
     with Publisher(own_server.url, run, keep_s=1.0) as publisher:
-        past = Past(own_server)
+        past = past_of(own_server)
         publisher.publish(group("lost")).result(10)
         past.come_back()
         wait_until(
@@ -131,7 +120,11 @@ def test_a_restart_that_lost_nothing_changes_nothing(
 
 
 def test_a_task_that_the_store_forgot_is_opened_again_with_all_that_was_written(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
+    own_server: EmbeddedServer,
+    own_client: redis.Redis,
+    new_run: NewRun,
+    read: Read,
+    past_of: PastOf,
 ) -> None:
     # A task was sent again as a take-over of what the store had forgotten, and refused: what was
     # acknowledged of it was lost.
@@ -139,7 +132,7 @@ def test_a_task_that_the_store_forgot_is_opened_again_with_all_that_was_written(
     add_prompts(own_client, run, [Prompt(prompt_uid="p", payload=b"", num_samples=2)])
 
     with Publisher(own_server.url, run) as publisher:
-        past = Past(own_server)
+        past = past_of(own_server)
         with publisher.next_task(10) as task:
             for episode in task.trajectories:
                 episode.append(ids("ab"), ids("c")).result(10)
@@ -155,23 +148,20 @@ def test_a_task_that_the_store_forgot_is_opened_again_with_all_that_was_written(
 
 
 def test_what_survived_one_restart_is_sent_again_after_the_next(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
+    own_server: EmbeddedServer,
+    own_client: redis.Redis,
+    new_run: NewRun,
+    read: Read,
+    past_of: PastOf,
 ) -> None:
     # A store that was started anew and had everything was not sent it again when the start after
     # that one had lost it.
     run = new_run(own_client)
 
     with Publisher(own_server.url, run, keep_s=60.0) as publisher:
-        past = Past(own_server)
+        past = past_of(own_server)
         publisher.publish(group("g")).result(10)
-        own_server.kill()
-        own_server.restart()
-        publisher.publish(group("h")).result(10)
-        publisher.flush()
-        past.come_back()
-        publisher.publish(group("i")).result(10)
-        publisher.flush()
-        statistics = publisher.statistics()
+        statistics = _restart_then_lose(publisher, own_server, past)
 
     assert read(own_client, run).counts() == {"accepted": 6, "sealed": 6}
     assert (statistics.num_restarts, statistics.num_lost) == (2, 0)
@@ -225,12 +215,12 @@ async def test_what_was_taken_over_and_is_over_is_not_taken_for_lost(
 
 
 def test_a_take_over_whose_opening_is_gone_for_good_is_told_by_the_next_flush(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, past_of: PastOf
 ) -> None:
     run = new_run(own_client)
 
     with Publisher(own_server.url, run, writer="w", keep_s=60.0) as publisher:
-        past = Past(own_server)
+        past = past_of(own_server)
         _leave_open(own_server, run)
         publisher.take_over("g", 0).seal(1.0)
         past.come_back()
@@ -241,28 +231,37 @@ def test_a_take_over_whose_opening_is_gone_for_good_is_told_by_the_next_flush(
 
 
 def test_a_take_over_that_survived_one_restart_is_made_again_after_the_next(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
+    own_server: EmbeddedServer,
+    own_client: redis.Redis,
+    new_run: NewRun,
+    read: Read,
+    past_of: PastOf,
 ) -> None:
     # A store that had the end of what was taken over was not asked for it again when the start
     # after that one had lost the take-over: what was acknowledged was lost.
     run = new_run(own_client)
     _leave_open(own_server, run)
     own_client.zadd(keys.run_keys(run).leases, {"g/0/0": 1})
-    past = Past(own_server)
+    past = past_of(own_server)
 
     with Publisher(own_server.url, run, writer="x", keep_s=60.0) as publisher:
         publisher.take_over("g", 0).seal(1.0)
-        own_server.kill()
-        own_server.restart()
-        publisher.publish(group("h")).result(10)
-        publisher.flush()
-        past.come_back()
-        publisher.publish(group("i")).result(10)
-        publisher.flush()
-        statistics = publisher.statistics()
+        statistics = _restart_then_lose(publisher, own_server, past)
 
     assert read(own_client, run).counts() == {"accepted": 5, "sealed": 5}
     assert (statistics.num_restarts, statistics.num_lost) == (2, 0)
+
+
+def _restart_then_lose(publisher: Publisher, server: EmbeddedServer, past: Any) -> Any:
+    """The server is started anew with all that it has, then with what it had before; statistics."""
+    server.kill()
+    server.restart()
+    publisher.publish(group("h")).result(10)
+    publisher.flush()
+    past.come_back()
+    publisher.publish(group("i")).result(10)
+    publisher.flush()
+    return publisher.statistics()
 
 
 def _leave_open(server: EmbeddedServer, run: str) -> None:
@@ -291,7 +290,11 @@ def test_a_lost_connection_to_the_same_store_sends_nothing_again(
 
 
 def test_a_reward_that_the_store_forgot_is_posted_again(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
+    own_server: EmbeddedServer,
+    own_client: redis.Redis,
+    new_run: NewRun,
+    read: Read,
+    past_of: PastOf,
 ) -> None:
     run = new_run(own_client)
 
@@ -299,7 +302,7 @@ def test_a_reward_that_the_store_forgot_is_posted_again(
         Publisher(own_server.url, run, keep_s=60.0) as writer,
         Publisher(own_server.url, run, keep_s=0.5) as judge,
     ):
-        past = Past(own_server)
+        past = past_of(own_server)
         episode = writer.trajectory("g", 0, num_samples=1)
         episode.append(ids("ab"), ids("c"))
         episode.seal(awaits_reward=True)
@@ -317,14 +320,14 @@ def test_a_reward_that_the_store_forgot_is_posted_again(
 
 
 def test_a_trajectory_whose_older_turns_are_gone_is_told_which(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, past_of: PastOf
 ) -> None:
     run = new_run(own_client)
 
     with Publisher(own_server.url, run, keep_s=1.0) as publisher:
         episode = publisher.trajectory("g", 0, num_samples=1)
         episode.append(ids("ab"), ids("c")).result(10)
-        past = Past(own_server)
+        past = past_of(own_server)
         episode.append(ids("abc"), ids("d")).result(10)
         episode.append(ids("abcd"), ids("e")).result(10)
         publisher.flush_to_disk(20)

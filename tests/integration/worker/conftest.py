@@ -41,6 +41,7 @@ class FakeBatcher:
         faults: one for every coming Get, in order; None lets that Get pass.
         refusals: errors for the coming acknowledgements, in order.
         calls: what was called, such as ("Get", 1), in order.
+        waits_s: for how long each Get would wait.
     """
 
     def __init__(self) -> None:
@@ -48,6 +49,7 @@ class FakeBatcher:
         self.faults: list[Fault | None] = []
         self.refusals: list[TurnstreamError | None] = []
         self.calls: list[tuple[Any, ...]] = []
+        self.waits_s: list[float] = []
         self.is_closed = False
         self.chunk_bytes = 300
         self.needs_stepped = True
@@ -120,6 +122,7 @@ class FakeBatcher:
     def get(self, request: wire.GetRequest, context: Any) -> Iterator[bytes]:
         """A step, once it is there and its turn has come, with the next fault."""
         self.calls.append(("Get", request.step))
+        self.waits_s.append(request.wait_s)
         _check_epoch(request, context)
         with self.changed:
             fault = self.faults.pop(0) if self.faults else None

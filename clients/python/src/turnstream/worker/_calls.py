@@ -164,8 +164,11 @@ class BatcherCalls:
         request = wire.ObservedRequest(run=self.share.run, observer=self.share.observer, step=step)
         self._repeat(self._observed, request)
 
-    def stepped(self, step: int, *, manifest_hash: str) -> str:
-        """Acknowledge a step; gives the recovery token as text."""
+    def stepped(self, step: int, *, manifest_hash: str, timeout_s: float | None = None) -> str:
+        """Acknowledge a step; gives the recovery token as text.
+
+        The longest wait is `timeout_s`, or that of the connection.
+        """
         request = wire.SteppedRequest(
             run=self.share.run,
             step=step,
@@ -173,7 +176,7 @@ class BatcherCalls:
             manifest_hash=manifest_hash,
             session=self._session,
         )
-        return self._repeat(self._stepped, request).recovery_token
+        return self._repeat(self._stepped, request, timeout_s=timeout_s).recovery_token
 
     def committed(self, recovery_token: str) -> None:
         """Say that the checkpoint with this token is on disk."""
@@ -214,9 +217,11 @@ class BatcherCalls:
             response_deserializer=reply.FromString,  # pyright: ignore[reportAttributeAccessIssue] - protobuf's
         )
 
-    def _repeat(self, call: Callable[..., Reply], request: object) -> Reply:
+    def _repeat(
+        self, call: Callable[..., Reply], request: object, *, timeout_s: float | None = None
+    ) -> Reply:
         """Call until it is answered or refused; the last error is raised after `timeout_s`."""
-        deadline_s = time.monotonic() + self._timeout_s
+        deadline_s = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         num_failures = 0
         while True:
             remaining_s = deadline_s - time.monotonic()

@@ -28,6 +28,7 @@ from turnstream.errors import (
 )
 from turnstream.types import MiniBatchInfo
 from turnstream.wire.v1.batches_pb2 import MiniBatchHeader
+from turnstream.worker._acknowledged import AcknowledgedSteps
 from turnstream.worker._calls import (
     BatcherCalls,
     backoff_s,
@@ -40,6 +41,12 @@ from turnstream.worker.mini_batch import PulledMiniBatch
 
 LONG_POLL_S = 30.0
 """Longest single wait on the batcher; shorter than the idle limits of common load balancers."""
+
+FIRST_WAIT_S = 1.0
+"""Of the first Get after one that failed."""
+
+SAY_AGAIN_S = 5.0
+"""For which the pulling may wait until steps are said again."""
 
 STALL_GRACE_S = 10.0
 """A batcher that is silent for this long beyond the wait it was asked for is taken for gone."""
@@ -95,6 +102,7 @@ class Prefetcher:
         max_bytes: int,
         timeout_s: float,
         row_weights: RowWeights,
+        steps: AcknowledgedSteps,
     ) -> None:
         """Start pulling.
 
@@ -104,12 +112,14 @@ class Prefetcher:
             max_bytes: bound of the queue.
             timeout_s: after which `take` gives up.
             row_weights: of the run; rows that weigh otherwise are refused.
+            steps: said again where no batch comes: the store may have forgotten them.
         """
         self.progress = _Progress(first_step)
         self.max_bytes = max_bytes
         self._calls = calls
         self._timeout_s = timeout_s
         self._row_weights: RowWeights = row_weights
+        self._steps = steps
         # Some answers before the deadline of `take`, so that it can give the reason.
         self._wait_s = min(LONG_POLL_S, timeout_s / 4)
         self._queue: ByteQueue[PulledMiniBatch] = ByteQueue(max_bytes=max_bytes)
@@ -196,7 +206,7 @@ class Prefetcher:
         progress = self.progress
         messages = self._timed(
             self._calls.get(
-                progress.step, wait_s=self._wait_s, previous_hash=progress.previous_hash
+                progress.step, wait_s=self._next_wait_s(), previous_hash=progress.previous_hash
             )
         )
         try:
@@ -209,6 +219,10 @@ class Prefetcher:
                     pass
             self._queue.release(self._num_reserved)
             self._num_reserved = 0
+
+    def _next_wait_s(self) -> float:
+        """Little after a failure: a store that was away may have forgotten what was stepped."""
+        return self._wait_s if self.progress.failure is None else min(FIRST_WAIT_S, self._wait_s)
 
     def _timed(self, messages: Iterator[bytes]) -> Iterator[bytes]:
         """The same messages; between them `_watch` sees since when the next one is due."""
@@ -291,9 +305,11 @@ class Prefetcher:
         """
         progress = self.progress
         if isinstance(error, NotReadyError):
+            has_waited = time.monotonic() - started_s >= self._wait_s / 2
             progress.waiting_for, progress.failure = str(error), None
             progress.reasons = error.reasons
-            if time.monotonic() - started_s >= self._wait_s / 2:
+            self._say_steps_again()
+            if has_waited:
                 progress.num_failures = 0
                 return
         else:
@@ -309,6 +325,21 @@ class Prefetcher:
                 extra={"step": progress.step, "delay_s": delay_s, "error": str(error)},
             )
         self._closed.wait(delay_s)
+
+    def _say_steps_again(self) -> None:
+        """Without a batch, the store may wait for a step that it has forgotten.
+
+        Raises:
+            TurnstreamError: the store cannot go on behind these steps.
+        """
+        try:
+            self._steps.say_again(timeout_s=SAY_AGAIN_S)
+        except UnavailableError:  # the next Get hears of it too
+            pass
+        except RejectedError as refusal:
+            if self._closed.is_set():
+                raise ClosedError from refusal
+            raise
 
     def _retry_delay_s(self, error: TurnstreamError) -> float | None:
         """Seconds to wait before the next attempt; None where there is no use in any."""

@@ -11,6 +11,7 @@ from typing import Self
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import EndOfRunError, InvalidConfigError, RejectedError
 from turnstream.types import MiniBatchInfo
+from turnstream.worker._acknowledged import AcknowledgedSteps
 from turnstream.worker._calls import BatcherCalls
 from turnstream.worker._prefetch import Prefetcher
 from turnstream.worker._queue import ClosedError
@@ -70,6 +71,7 @@ class MiniBatches:
         self.config = config
         self.lineage = lineage
         self._calls = calls
+        self._steps = AcknowledgedSteps(calls)
         self._last_acknowledged = first_step - 1
         self._finished: MiniBatchInfo | None = None
         self._wait_s = 0.0
@@ -79,6 +81,7 @@ class MiniBatches:
             max_bytes=max_prefetch_bytes,
             timeout_s=timeout_s,
             row_weights=config.row_weights,
+            steps=self._steps,
         )
         # A stream that is dropped without `close` must not leave its thread behind.
         self._close = weakref.finalize(self, self._prefetcher.close)

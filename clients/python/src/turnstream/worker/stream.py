@@ -111,9 +111,11 @@ class BatchStream(MiniBatches):
         Raises:
             RejectedError: this is not dp_rank 0, or no finished batch waits to be acknowledged.
             FencedError: a newer trainer session took over.
+            StoreBehindError, ConflictError: the store lost this step or one before it, and has no
+                such batch, or another one.
         """
         info = self._finished_batch("stepped")
-        token = self._calls.stepped(info.step, manifest_hash=info.manifest_hash)
+        token = self._steps.say(info.step, manifest_hash=info.manifest_hash)
         self._acknowledged(info)
         return RecoveryToken.parse(token)
 
@@ -125,7 +127,7 @@ class BatchStream(MiniBatches):
             FencedError: a newer trainer session took over.
         """
         self._require_rank_0("committed")
-        self._calls.committed(str(token))
+        self._steps.insist(lambda: self._calls.committed(str(token)))
 
     def announce_version(
         self, version: int, *, step: int | None = None, weights_uri: str = ""

@@ -1,0 +1,175 @@
+"""A store that forgot what a trainer had stepped: it is told again, and the trainer goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import redis
+
+from turnstream import testing
+from turnstream.errors import ConflictError, StoreBehindError, StoreUnavailableError
+from turnstream.generator import Publisher
+from turnstream.store.runs import create_run
+from turnstream.testing import group, wait_until
+from turnstream.worker import BatchStream
+from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = [pytest.mark.grpc, pytest.mark.redis]
+
+RUN = "run"
+
+PastOf = Callable[[EmbeddedServer], Any]
+
+
+def pulled(batcher: Any, num_steps: int) -> BatchStream:
+    """A stream of which so many steps are pulled and stepped, and one more is pulled."""
+    batcher.needs_stepped = False
+    for step in range(1, num_steps + 2):
+        batcher.add_step(step, "abC")
+    stream = BatchStream(batcher.target, RUN, timeout_s=60.0)
+    for _ in range(num_steps):
+        next(stream)
+        stream.stepped()
+    next(stream)
+    batcher.calls.clear()
+    return stream
+
+
+def steps_said(batcher: Any) -> list[int]:
+    return [call[1] for call in batcher.calls if call[0] == "Stepped"]
+
+
+@pytest.mark.parametrize(
+    ("num_forgotten", "said"), [(1, [4, 3, 2, 3, 4]), (2, [4, 3, 2, 1, 2, 3, 4])]
+)
+def test_a_step_that_does_not_follow_is_said_behind_those_that_were_forgotten(
+    batcher: Any, num_forgotten: int, said: list[int]
+) -> None:
+    with pulled(batcher, 3) as stream:
+        batcher.refusals = [ConflictError("it does not follow")] * (1 + num_forgotten)
+
+        assert stream.stepped().step == 4
+
+    assert steps_said(batcher) == said
+
+
+def test_a_checkpoint_whose_step_was_forgotten_is_committed_behind_it(batcher: Any) -> None:
+    with pulled(batcher, 3) as stream:
+        batcher.refusals = [ConflictError("step 3 is not stepped")]
+
+        stream.committed("main:3:cccccccc")
+
+    assert [call[0] for call in batcher.calls if call[0] != "Get"] == [
+        *("Committed", "Stepped", "Committed")
+    ]
+
+
+def test_a_conflict_that_has_another_reason_is_told(batcher: Any) -> None:
+    with pulled(batcher, 2) as stream:
+        batcher.refusals = [ConflictError(f"conflict {number}") for number in range(10)]
+
+        with pytest.raises(ConflictError):
+            stream.stepped()
+
+
+def test_a_wait_without_a_batch_says_the_newest_step_again(batcher: Any) -> None:
+    batcher.add_step(1, "abC")
+    batcher.add_step(2, "abD")
+
+    with BatchStream(batcher.target, RUN, timeout_s=2.0) as stream:
+        next(stream)
+        stream.stepped()
+        next(stream)
+        stream.stepped()
+        with batcher.changed:
+            batcher.stepped = 0  # forgotten
+        batcher.add_step(3, "abE")
+
+        assert next(stream).info.step == 3
+
+
+def test_a_step_that_the_store_has_lost_is_told_to_a_trainer_that_waits(batcher: Any) -> None:
+    batcher.add_step(1, "abC")
+
+    with BatchStream(batcher.target, RUN, timeout_s=2.0) as stream:
+        next(stream)
+        stream.stepped()
+        batcher.refusals = [StoreBehindError("the newest batch of this store is 0")]
+
+        with pytest.raises(StoreBehindError):
+            next(stream)
+
+
+def test_the_first_wait_after_a_failure_is_short(batcher: Any, abort_with: Any) -> None:
+    # Whoever failed may have forgotten a step, and waits for it until the wait is over.
+    def failing(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        abort_with(context, StoreUnavailableError("loading"))
+        yield b""
+
+    batcher.faults = [failing]
+
+    with BatchStream(batcher.target, RUN, timeout_s=60.0):
+        wait_until(lambda: len(batcher.waits_s) == 3, describe="three calls")
+
+    assert batcher.waits_s == [15.0, 1.0, 15.0]
+
+
+# ------------------------------------------------------------------- the batcher itself
+
+
+def test_a_trainer_that_waits_goes_on_when_the_store_comes_back_without_its_step(
+    server: EmbeddedServer, client: redis.Redis, start_batcher: Any, past_of: PastOf
+) -> None:
+    new_run(client, max_planned_ahead=0)
+    target = start_batcher().target
+    publish(server, "g0")
+
+    with BatchStream(target, RUN) as stream:
+        first = next(stream)
+        past = past_of(server)
+        token = stream.stepped()
+        past.come_back()
+        publish(server, "g1")
+        second = next(stream)
+        again = stream.stepped()
+
+    assert [first.info.step, second.info.step] == [1, 2]
+    assert (token.step, again.step) == (1, 2)
+    assert read_frontier(client, RUN).stepped == 2
+
+
+def test_a_trainer_that_has_more_goes_on_when_the_store_comes_back_without_its_step(
+    server: EmbeddedServer, client: redis.Redis, start_batcher: Any, past_of: PastOf
+) -> None:
+    new_run(client, max_planned_ahead=1)
+    target = start_batcher().target
+    publish(server, "g0", "g1")
+
+    with BatchStream(target, RUN) as stream:
+        next(stream)
+        wait_until(lambda: stream.statistics().queued_mini_batches, describe="step 2")
+        past = past_of(server)
+        stream.stepped()
+        next(stream)
+        past.come_back()
+        token = stream.stepped()
+        stream.committed(token)
+
+    frontier = read_frontier(client, RUN)
+    assert (token.step, frontier.stepped, frontier.committed) == (2, 2, 2)
+
+
+def new_run(client: redis.Redis, *, max_planned_ahead: int) -> None:
+    config = testing.config(batch_groups=1)
+    changes: dict[str, Any] = {"max_staleness": 100, "max_planned_ahead": max_planned_ahead}
+    create_run(client, RUN, replace(config, **changes))
+
+
+def publish(server: EmbeddedServer, *names: str) -> None:
+    with Publisher(server.url, RUN) as publisher:
+        for name in names:
+            publisher.publish(group(name)).result(10)
