@@ -13,7 +13,7 @@ from turnstream.store.connection import MAX_BLOCK_S
 from turnstream.store.replies import translate
 
 PAGE_EVENTS: Final = 400
-"""Events of one reply: to fold them in takes 5 ms, for which the event loop stands still."""
+"""Events of one reply, which costs as much as fifty of them."""
 
 
 class EventEntry(NamedTuple):

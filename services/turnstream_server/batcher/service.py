@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import secrets
@@ -22,6 +21,7 @@ from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.leader import Hook, no_hook
 from turnstream_server.batcher.lookout import Lookout
 from turnstream_server.batcher.options import BatcherOptions
+from turnstream_server.batcher.process import tune_process
 from turnstream_server.batcher.registry import RunRegistry
 from turnstream_server.batcher.renewal import LeadershipKeeper
 from turnstream_server.batcher.servicer import BatchesServicer, handlers
@@ -60,22 +60,11 @@ async def _serve_until_signal(options: BatcherOptions) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with serving(options) as address:
-        _calm_the_collector()
+        tune_process()
         if options.address_file is not None:
             _write_whole(options.address_file, address)
         await stop.wait()
         logger.info("batcher at %s stops", address)
-
-
-def _calm_the_collector() -> None:
-    """Spare the garbage collector what it would do in vain."""
-    # What is loaded by now stays. To look through it again at every full collection would stop
-    # the event loop for 30 ms each time.
-    gc.collect()
-    gc.freeze()
-    # A trajectory is some forty objects from its event to its plan, none of them in a cycle: at
-    # the usual 700 the collector runs for every 20 trajectories, and finds nothing.
-    gc.set_threshold(20_000, 10, 10)
 
 
 @contextlib.asynccontextmanager

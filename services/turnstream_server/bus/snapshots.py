@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Final
 
 import redis.asyncio
@@ -51,7 +52,7 @@ async def read_snapshot(client: redis.asyncio.Redis, run: str) -> PlannerSnapsho
         record: Any = await client.execute_command("HGET", keys.run_keys(run).snapshot, "record")
     except (RedisError, OSError) as error:
         raise translate(error) from error
-    return None if record is None else decode_snapshot(record)
+    return None if record is None else await asyncio.to_thread(decode_snapshot, record)
 
 
 async def trim_events(client: redis.asyncio.Redis, run: str, *, leader_epoch: int) -> int:
