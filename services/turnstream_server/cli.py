@@ -10,20 +10,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from turnstream.errors import TurnstreamError
-from turnstream_server import cli_runs
-from turnstream_server.cli_evals import add_evals
-from turnstream_server.cli_life import add_commands
-from turnstream_server.jobs.dead import dead
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from turnstream_server.settings import Settings
+from turnstream_server import cli_life, cli_runs, cli_store
+from turnstream_server.cli_options import Redis, console, environment
 
 app = typer.Typer(
     name="turnstream",
@@ -36,14 +29,7 @@ app = typer.Typer(
 
 JOBS = "Jobs: everything together, on the embedded server"
 SERVICES = "Services, one process each"
-STORE = "A look into a store"
 
-Redis = Annotated[
-    str | None,
-    typer.Option("--redis", metavar="URL", help="The store; else TURNSTREAM_REDIS_URL."),
-]
-RunArgument = Annotated[str, typer.Argument(help="Name of the run.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Run = Annotated[str, typer.Option("--run", help="Name of the run; it must exist.")]
 Json = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write the summary here.")
@@ -90,7 +76,7 @@ def demo(
         num_generators=generators,
     )
     with _interruptible():
-        raise typer.Exit(run_demo(_settings(), options, _console()))
+        raise typer.Exit(run_demo(environment(), options, console()))
 
 
 @app.command(rich_help_panel=JOBS)
@@ -137,7 +123,7 @@ def replay(
         seed=seed,
     )
     with _interruptible():
-        raise typer.Exit(run_replay_job(_settings(), options, _console()))
+        raise typer.Exit(run_replay_job(environment(), options, console()))
 
 
 @app.command(rich_help_panel=JOBS)
@@ -151,7 +137,7 @@ def up(
     from turnstream_server.jobs.up import run_up
 
     with _interruptible():
-        run_up(_settings(), folder=data_dir, num_batchers=batchers, console=_console())
+        run_up(environment(), folder=data_dir, num_batchers=batchers, console=console())
 
 
 @app.command(rich_help_panel=SERVICES)
@@ -168,7 +154,7 @@ def batcher(
     """Plan, assemble and serve the batches of every run in the store."""
     from turnstream_server import bootstrap
 
-    settings = _settings()
+    settings = environment()
     bootstrap.start_batcher(
         settings,
         redis_url=bootstrap.store_url(settings, redis),
@@ -219,7 +205,7 @@ def trainer(
         timeout_s=timeout_s,
         dump_folder=dump,
     )
-    raise typer.Exit(bootstrap.start_trainer(_settings(), config))
+    raise typer.Exit(bootstrap.start_trainer(environment(), config))
 
 
 @app.command(rich_help_panel=SERVICES)
@@ -244,7 +230,7 @@ def generator(
     from turnstream_server.generators.environments.guessing import GuessingGame
     from turnstream_server.generators.live import LiveGeneratorConfig
 
-    settings = _settings()
+    settings = environment()
     config = LiveGeneratorConfig(
         redis_url=bootstrap.store_url(settings, redis),
         run=run,
@@ -284,7 +270,7 @@ def replayer(
     from turnstream_server.generators.replay import ReplayConfig
     from turnstream_server.models.spec import read_policy_source
 
-    settings = _settings()
+    settings = environment()
     config = ReplayConfig(
         redis_url=bootstrap.store_url(settings, redis),
         run=run,
@@ -302,119 +288,9 @@ def replayer(
         bootstrap.start_replay(settings, config)
 
 
-@app.command(rich_help_panel=STORE)
-def runs(redis: Redis = None) -> None:
-    """List the runs of a store."""
-    from turnstream_server.jobs.runs import print_runs
-
-    print_runs(_store_url(redis), _console())
-
-
-@app.command(rich_help_panel=STORE)
-def show(run: RunArgument, redis: Redis = None) -> None:
-    """Show how far one run is, and its configuration; `ledger` shows its trajectories."""
-    from turnstream_server.jobs.runs import print_run
-
-    print_run(_store_url(redis), run, _console())
-
-
-@app.command(rich_help_panel=STORE)
-def ledger(
-    run: RunArgument,
-    trajectory: Annotated[
-        str | None, typer.Argument(help="<group>/<sample>/<attempt>: the life of this one.")
-    ] = None,
-    redis: Redis = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show where the trajectories of a run are and why, or what became of one of them."""
-    from turnstream_server.jobs import ledger as jobs
-
-    url = _store_url(redis)
-    if trajectory is None and as_json:
-        print(jobs.ledger_json(url, run))
-    elif trajectory is None:
-        jobs.print_ledger(url, run, _console())
-    elif as_json:
-        print(jobs.history_json(url, run, trajectory, folder=_settings().archive_dir))
-    else:
-        folder = _settings().archive_dir
-        jobs.print_history(url, run, trajectory, _console(), folder=folder)
-
-
-app.command(rich_help_panel=STORE)(dead)
-
-
-@app.command(rich_help_panel=STORE)
-def why(run: RunArgument, redis: Redis = None, as_json: AsJson = False) -> None:
-    """Say why nobody gets data of a run: who waits for whom, the most important reason first."""
-    from turnstream_server.jobs import why as jobs
-
-    url = _store_url(redis)
-    if as_json:
-        print(jobs.reasons_json(url, run))
-    else:
-        jobs.print_reasons(url, run, _console())
-
-
-@app.command(rich_help_panel=STORE)
-def batch(
-    run: RunArgument,
-    step: Annotated[int, typer.Argument(min=1, help="Number of the batch.")],
-    diff: Annotated[
-        int | None, typer.Option(min=1, metavar="STEP", help="Compare with this batch.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Receives the exact bytes of its mini-batches, as Arrow.")
-    ] = None,
-    dp_rank: Annotated[int, typer.Option(min=0, help="Whose bytes.")] = 0,
-    dp_world_size: Annotated[int, typer.Option(min=1, help="Of so many ranks.")] = 1,
-    redis: Redis = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show what one batch of a run is made of, write its bytes, or compare it with another."""
-    from turnstream_server.jobs import batches as jobs
-
-    url, folder = _store_url(redis), _settings().archive_dir
-    if out is not None:
-        ranks = {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
-        for path in jobs.write_batch(url, run, step, out, **ranks):
-            print(path)
-    elif diff is not None and as_json:
-        print(jobs.difference_json(url, run, step, diff, folder=folder))
-    elif diff is not None:
-        jobs.print_difference(url, run, step, diff, _console(), folder=folder)
-    elif as_json:
-        print(jobs.batch_json(url, run, step, folder=folder))
-    else:
-        jobs.print_batch(url, run, step, _console(), folder=folder)
-
-
-@app.command(rich_help_panel=STORE)
-def archive(
-    run: RunArgument,
-    folder: Annotated[Path, typer.Option("--to", help="Receives a Parquet file for every step.")],
-    redis: Redis = None,
-) -> None:
-    """Write every step that is committed and still retained as Parquet."""
-    from turnstream_server.jobs.archives import archive_run
-
-    for path in archive_run(_store_url(redis), run, folder):
-        print(path)
-
-
+app.add_typer(cli_store.app)
 app.add_typer(cli_runs.app)
-
-
-@app.command(rich_help_panel=STORE)
-def config() -> None:
-    """Print the settings of this environment, one variable a line."""
-    for name, value in _settings().printable().items():
-        print(f"{name}={value}")
-
-
-add_evals(app, store_url=lambda given: _store_url(given), panel=STORE)
-add_commands(app, store_url=lambda given: _store_url(given))
+app.add_typer(cli_life.app)
 
 
 def main() -> None:
@@ -424,29 +300,6 @@ def main() -> None:
     except (TurnstreamError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
-
-
-def _settings() -> Settings:
-    """The settings of the environment.
-
-    Raises:
-        InvalidConfigError: names the variable and what is wrong with it.
-    """
-    from turnstream_server.settings import read_settings
-
-    return read_settings()
-
-
-def _store_url(given: str | None) -> str:
-    from turnstream_server import bootstrap
-
-    return bootstrap.store_url(_settings(), given)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console()
 
 
 @contextmanager

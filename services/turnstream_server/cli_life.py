@@ -2,83 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
+from turnstream_server.cli_options import Redis, RunArgument, store_url
+
+app = typer.Typer()
+
 PANEL = "The life of a run"
 
-Run = Annotated[str, typer.Argument(help="Name of the run.")]
-Redis = Annotated[
-    str | None,
-    typer.Option("--redis", metavar="URL", help="The store; else TURNSTREAM_REDIS_URL."),
-]
+
+@app.command(rich_help_panel=PANEL)
+def close(
+    run: RunArgument,
+    leftover: Annotated[
+        str | None,
+        typer.Option(
+            help="Of groups that make no whole batch: a short one, carry them, or drop them."
+        ),
+    ] = None,
+    reason: Annotated[str, typer.Option(help="Kept with the run.")] = "",
+    redis: Redis = None,
+) -> None:
+    """Take no new group any more, and end when the groups that are open are decided."""
+    from turnstream_server.jobs.life import close
+
+    typer.echo(close(store_url(redis), run, reason, leftover))
 
 
-def add_commands(app: typer.Typer, *, store_url: Callable[[str | None], str]) -> None:
-    """Add them all.
+@app.command(rich_help_panel=PANEL)
+def reopen(run: RunArgument, redis: Redis = None) -> None:
+    """Let a closed run take groups again; what was carried is planned with them."""
+    from turnstream_server.jobs.life import reopen
 
-    Args:
-        app: of the command line.
-        store_url: gives the address of the store, from the option `--redis`.
-    """
+    typer.echo(reopen(store_url(redis), run))
 
-    @app.command(rich_help_panel=PANEL)
-    def close(
-        run: Run,
-        leftover: Annotated[
-            str | None,
-            typer.Option(
-                help="Of groups that make no whole batch: a short one, carry them, or drop them."
-            ),
-        ] = None,
-        reason: Annotated[str, typer.Option(help="Kept with the run.")] = "",
-        redis: Redis = None,
-    ) -> None:
-        """Take no new group any more, and end when the groups that are open are decided."""
-        from turnstream_server.jobs.life import close
 
-        typer.echo(close(store_url(redis), run, reason, leftover))
+@app.command(rich_help_panel=PANEL)
+def pause(
+    run: RunArgument,
+    reason: Annotated[str, typer.Option(help="What whoever waits is told.")] = "",
+    redis: Redis = None,
+) -> None:
+    """Take no new group and plan no batch; what is open or planned goes on."""
+    from turnstream_server.jobs.life import pause
 
-    @app.command(rich_help_panel=PANEL)
-    def reopen(run: Run, redis: Redis = None) -> None:
-        """Let a closed run take groups again; what was carried is planned with them."""
-        from turnstream_server.jobs.life import reopen
+    typer.echo(pause(store_url(redis), run, reason))
 
-        typer.echo(reopen(store_url(redis), run))
 
-    @app.command(rich_help_panel=PANEL)
-    def pause(
-        run: Run,
-        reason: Annotated[str, typer.Option(help="What whoever waits is told.")] = "",
-        redis: Redis = None,
-    ) -> None:
-        """Take no new group and plan no batch; what is open or planned goes on."""
-        from turnstream_server.jobs.life import pause
+@app.command(rich_help_panel=PANEL)
+def resume(run: RunArgument, redis: Redis = None) -> None:
+    """Let a paused run go on."""
+    from turnstream_server.jobs.life import resume
 
-        typer.echo(pause(store_url(redis), run, reason))
+    typer.echo(resume(store_url(redis), run))
 
-    @app.command(rich_help_panel=PANEL)
-    def resume(run: Run, redis: Redis = None) -> None:
-        """Let a paused run go on."""
-        from turnstream_server.jobs.life import resume
 
-        typer.echo(resume(store_url(redis), run))
+@app.command(rich_help_panel=PANEL)
+def revise(
+    run: RunArgument,
+    settings: Annotated[
+        list[str], typer.Option("--set", metavar="NAME=VALUE", help="A setting and its value.")
+    ],
+    from_step: Annotated[int, typer.Option(min=1, help="The first step that is planned with it.")],
+    redis: Redis = None,
+) -> None:
+    """Change settings of a run from a step on that is not planned yet, and show the changes."""
+    from turnstream_server.jobs.life import revise_run
 
-    @app.command(rich_help_panel=PANEL)
-    def revise(
-        run: Run,
-        settings: Annotated[
-            list[str], typer.Option("--set", metavar="NAME=VALUE", help="A setting and its value.")
-        ],
-        from_step: Annotated[
-            int, typer.Option(min=1, help="The first step that is planned with it.")
-        ],
-        redis: Redis = None,
-    ) -> None:
-        """Change settings of a run from a step on that is not planned yet, and show the changes."""
-        from turnstream_server.jobs.life import revise_run
-
-        for line in revise_run(store_url(redis), run, settings, from_step=from_step):
-            typer.echo(line)
+    for line in revise_run(store_url(redis), run, settings, from_step=from_step):
+        typer.echo(line)

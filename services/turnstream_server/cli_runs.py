@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from turnstream.errors import InvalidConfigError
+from turnstream_server.cli_options import Redis, RunArgument
 
 if TYPE_CHECKING:
     from turnstream.types import RecoveryToken
@@ -16,16 +17,11 @@ app = typer.Typer()
 
 _PANEL = "The life of a run"
 
-_Redis = Annotated[
-    str | None,
-    typer.Option("--redis", metavar="URL", help="The store; else TURNSTREAM_REDIS_URL."),
-]
-
 
 @app.command(rich_help_panel=_PANEL)
 def delete(
-    run: Annotated[str, typer.Argument(help="Name of the run.")],
-    redis: _Redis = None,
+    run: RunArgument,
+    redis: Redis = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for the name again.")] = False,
 ) -> None:
     """Remove everything that the store holds of a run; to be repeated where it was interrupted."""
@@ -55,7 +51,7 @@ def fork(
     config_file: Annotated[
         Path | None, typer.Option("--config", help="Configuration as JSON; else the run's own.")
     ] = None,
-    redis: _Redis = None,
+    redis: Redis = None,
 ) -> None:
     """Make a run that goes on from a checkpoint of another one, which goes on too."""
     from turnstream.records.configs import decode_config
