@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from turnstream.errors import WaitKind
-from turnstream.store.tasks import PromptCounts
 from turnstream_server.bus.budget import ByteBudget
-from turnstream_server.bus.frontier import Frontier
+from turnstream_server.bus.moments import RunSnapshot, WaitingGroup
 
 LOW_PASS_RATE: Final = 0.5
 """Of the decided groups; below it, most of what generators do is for nothing."""
@@ -32,152 +31,6 @@ class Reason:
     kind: ReasonKind
     sentence: str
     facts: Mapping[str, Fact]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenMember:
-    """A trajectory that is not sealed.
-
-    Attributes:
-        writer: who holds it.
-        lease_left_s: of its lease; 0 or below where it has lapsed, by so much.
-    """
-
-    sample: int
-    attempt: int
-    writer: str
-    lease_left_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AwaitedReward:
-    """A sealed trajectory whose reward was not posted.
-
-    Attributes:
-        since_s: seconds since it was sealed; None where no event tells.
-        deadline_left_s: until the run goes on without it; None without a deadline.
-    """
-
-    sample: int
-    attempt: int
-    since_s: float | None
-    deadline_left_s: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WaitingGroup:
-    """A group that is not decided; of its members a bounded number is named.
-
-    Attributes:
-        age_s: seconds since it was opened; None where no event tells, so it is an old one.
-        num_sealed: samples with a member that is sealed, and rewarded.
-        deadline_left_s: until its deadline fires; None without one.
-        open_members: those that are being written.
-        awaited: those that wait for their reward.
-        not_begun: samples that no generator has taken.
-    """
-
-    group_id: str
-    age_s: float | None
-    num_sealed: int
-    num_needed: int
-    deadline_left_s: float | None = None
-    open_members: tuple[OpenMember, ...] = ()
-    awaited: tuple[AwaitedReward, ...] = ()
-    not_begun: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenRefill:
-    """An attempt that was granted, and that nobody has begun.
-
-    Attributes:
-        since_s: seconds since it was granted.
-    """
-
-    group_id: str
-    sample: int
-    attempt: int
-    since_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SilentWriter:
-    """A generator all of whose open trajectories have lapsed.
-
-    Attributes:
-        num_open: trajectories that it holds.
-        silent_s: seconds since the last of its leases ended.
-    """
-
-    writer: str
-    num_open: int
-    silent_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSnapshot:
-    """What the reasons follow from.
-
-    Attributes:
-        planner: name of the batcher that planned last; empty if none ever did, or it has left.
-        planner_left_s: of its lease; 0 or below where it has ended.
-        batch_groups: groups of one step.
-        max_planned_ahead: batches planned beyond the last stepped one.
-        most_live_groups: groups that may be live after the last step.
-        num_ready: groups that can be planned.
-        num_waiting: groups that are not decided.
-        groups: the oldest of these, a bounded number.
-        refills: the oldest that nobody has taken, a bounded number.
-        silent: generators that are gone, those with most trajectories first.
-        untrained: (reason, trajectories) of what ended untrained, the most frequent first.
-        newest_version: of the policy; None before the first.
-        max_open_groups: groups that may be open at once; 0 means no limit.
-        prompts: where those are that the run was given; None where it was not asked.
-        budget: the bytes that are held, and may be.
-    """
-
-    run: str
-    frontier: Frontier
-    planner: str
-    planner_left_s: float
-    batch_groups: int
-    max_planned_ahead: int
-    most_live_groups: int
-    num_ready: int
-    num_waiting: int
-    groups: tuple[WaitingGroup, ...] = ()
-    refills: tuple[OpenRefill, ...] = ()
-    silent: tuple[SilentWriter, ...] = ()
-    untrained: tuple[tuple[str, int], ...] = ()
-    newest_version: int | None = None
-    max_open_groups: int = 0
-    prompts: PromptCounts | None = None
-    budget: ByteBudget | None = None
-
-    @property
-    def has_offer(self) -> bool:
-        """Whether a batch is planned that the trainer has not stepped."""
-        return self.frontier.planned > self.frontier.stepped
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the next batch has all its groups."""
-        ends_short = self.frontier.is_closed and self.frontier.leftover == "short"
-        is_final = ends_short and not self.num_waiting and self.num_ready > 0
-        return is_final or self.num_ready >= self.batch_groups
-
-    @property
-    def is_starved(self) -> bool:
-        """Whether the trainer waits for groups."""
-        return not (self.has_offer or self.is_due)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing will ever happen again."""
-        left = self.num_waiting or self.num_ready
-        is_finished = self.frontier.is_finished or (self.frontier.is_closed and not left)
-        return is_finished and not self.has_offer
 
 
 def reasons(snapshot: RunSnapshot) -> tuple[Reason, ...]:
@@ -385,42 +238,39 @@ def _of_group(group: WaitingGroup) -> Iterator[Reason]:
     """What one group waits for, member by member."""
     head = f"group {group.group_id} ({group.num_sealed} of {group.num_needed} members)"
     until = _until(group.deadline_left_s)
-    facts: dict[str, Fact] = {"group": group.group_id, "age_s": group.age_s}
+
+    def waits_for(kind: ReasonKind, sample: int, what: str, **facts: Fact) -> Reason:
+        known: dict[str, Fact] = {"group": group.group_id, "age_s": group.age_s, "sample": sample}
+        return Reason(kind=kind, sentence=f"{head} waits for {what}", facts={**known, **facts})
+
     for member in group.open_members:
         left_s = member.lease_left_s
         lease = f"lease renewed, {left_s:.0f} s left"
         if left_s <= 0:
             lease = f"lease lapsed {-left_s:.0f} s ago"
-        yield Reason(
-            kind=ReasonKind.MEMBER_OPEN if left_s > 0 else ReasonKind.MEMBER_LAPSED,
-            sentence=f"{head} waits for sample {member.sample} of generator {member.writer}"
-            f"{_for(group.age_s)}: {lease}{until}",
-            facts={
-                **facts,
-                "sample": member.sample,
-                "attempt": member.attempt,
-                "writer": member.writer,
-                "lease_left_s": left_s,
-            },
+        yield waits_for(
+            ReasonKind.MEMBER_OPEN if left_s > 0 else ReasonKind.MEMBER_LAPSED,
+            member.sample,
+            f"sample {member.sample} of generator {member.writer}{_for(group.age_s)}: "
+            f"{lease}{until}",
+            attempt=member.attempt,
+            writer=member.writer,
+            lease_left_s=left_s,
         )
     for each in group.awaited:
-        yield Reason(
-            kind=ReasonKind.REWARD_AWAITED,
-            sentence=f"{head} waits for the reward of sample {each.sample}, which is sealed"
-            f"{_for(each.since_s)}{_until(each.deadline_left_s)}",
-            facts={
-                **facts,
-                "sample": each.sample,
-                "attempt": each.attempt,
-                "since_s": each.since_s,
-            },
+        yield waits_for(
+            ReasonKind.REWARD_AWAITED,
+            each.sample,
+            f"the reward of sample {each.sample}, which is sealed{_for(each.since_s)}"
+            f"{_until(each.deadline_left_s)}",
+            attempt=each.attempt,
+            since_s=each.since_s,
         )
     for sample in group.not_begun:
-        yield Reason(
-            kind=ReasonKind.MEMBER_NOT_BEGUN,
-            sentence=f"{head} waits for sample {sample}{_for(group.age_s)}: no generator has begun "
-            f"it{until}",
-            facts={**facts, "sample": sample},
+        yield waits_for(
+            ReasonKind.MEMBER_NOT_BEGUN,
+            sample,
+            f"sample {sample}{_for(group.age_s)}: no generator has begun it{until}",
         )
 
 

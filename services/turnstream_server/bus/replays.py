@@ -14,7 +14,6 @@ that it may be done again after a crash anywhere, or by two at once::
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,11 +23,9 @@ import redis
 
 from turnstream.errors import ConflictError, CorruptRecordError
 from turnstream.generator import Publisher, TrajectoryWriter
-from turnstream.generator.checks import ATTEMPT_LIMIT
 from turnstream.generator.drafts import draft_group
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.store.replies import translating
 from turnstream.store.runs import read_config
 from turnstream.store.scripts import Script, run_command
 from turnstream.types import (
@@ -39,19 +36,16 @@ from turnstream.types import (
     TrajectoryKey,
     TrajectoryState,
 )
+from turnstream_server.bus.addresses import LEFT_OUT, Replay, address_letters, groups_of
 from turnstream_server.bus.fixes import from_records
 from turnstream_server.bus.histories import TrajectoryNotFoundError, read_history
-from turnstream_server.bus.letters import OVER, LetterContent, open_letter
-from turnstream_server.bus.pages import readable_events
+from turnstream_server.bus.letters import LetterContent, open_letter
 from turnstream_server.failpoints import reach
 
 LEAVE_S: Final = 30.0
 """Longest wait of a replay for leave to start a group."""
 
 _CLAIM = Script("claim_replay", "turnstream_server.bus")
-_LEFT_OUT: Final = frozenset(
-    {TrajectoryState.ABANDONED, TrajectoryState.SURPLUS, TrajectoryState.INCOMPLETE}
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,18 +63,6 @@ class Replayed:
     trajectory_id: str
     state: TrajectoryState
     reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Replay:
-    content: LetterContent
-    episode: Trajectory
-    key: TrajectoryKey
-    lost: str
-
-    @property
-    def letter_id(self) -> str:
-        return self.content.letter.trajectory_id
 
 
 def replay_letters(
@@ -112,15 +94,18 @@ def replay_letters(
     """
     with connect(url) as client:
         opened = {name: open_letter(client, run, name) for name in letters}
-        if len(_done(client, run, opened, as_group=as_group)) < len(opened):
+        done = _done(client, run, opened, as_group=as_group)
+        if len(done) < len(opened):
             _, config = read_config(client, run)
             episodes = {
                 name: _episode(opened[name], fixed, sample=sample, declared=config.extra_columns)
                 for sample, (name, fixed) in enumerate(letters.items())
             }
             writer = _writer(episodes, config.extra_columns)
-            replays = _addressed(client, run, opened, episodes, as_group=as_group, writer=writer)
-            groups = _groups(client, run, replays, as_group=as_group, num_letters=len(letters))
+            replays = address_letters(
+                client, run, opened, episodes, done=done, as_group=as_group, writer=writer
+            )
+            groups = groups_of(client, run, replays, as_group=as_group, num_letters=len(letters))
             with Publisher(url, run, writer=writer, admission_timeout_s=leave_s) as publisher:
                 _write(client, run, publisher, replays, groups=groups, writer=writer)
         again = {name: open_letter(client, run, name) for name in letters}
@@ -162,7 +147,7 @@ def _done(
             continue
         key = keys.parse_trajectory_id(before)
         found = _outcome(client, run, name, key)
-        if found.state is TrajectoryState.OPEN or found.state in _LEFT_OUT:
+        if found.state is TrajectoryState.OPEN or found.state in LEFT_OUT:
             continue
         own = keys.parse_trajectory_id(name).group_id
         if key.group_id != (as_group or own):
@@ -208,118 +193,11 @@ def _writer(episodes: Mapping[str, Trajectory], declared: Sequence[DeclaredColum
     return f"replay-{digest.hexdigest()[:16]}"
 
 
-def _addressed(
-    client: redis.Redis,
-    run: str,
-    opened: Mapping[str, LetterContent],
-    episodes: Mapping[str, Trajectory],
-    *,
-    as_group: str | None,
-    writer: str,
-) -> list[_Replay]:
-    """What each letter becomes that was not replayed before."""
-    done = _done(client, run, opened, as_group=as_group)
-    replays: list[_Replay] = []
-    for sample, (name, content) in enumerate(opened.items()):
-        if name in done:
-            continue
-        key = keys.parse_trajectory_id(name)
-        if as_group is None:
-            _check_group(content)
-            key = _free_attempt(client, run, key, writer=writer, first=key.attempt + 1)
-        else:
-            first = TrajectoryKey(as_group, sample)
-            key = _free_attempt(client, run, first, writer=writer, first=0)
-        lost = _lost(client, run, content.letter.replayed_as)
-        replays.append(_Replay(content=content, episode=episodes[name], key=key, lost=lost))
-    return replays
-
-
-def _check_group(content: LetterContent) -> None:
-    state = content.letter.group_state
-    if state != "open":
-        name = content.letter.trajectory_id
-        what = "over" if state == OVER else state
-        raise ConflictError(
-            f"the group of {name} is already {what}, decided without it: name a new group to train "
-            "it in"
-        )
-
-
-def _free_attempt(
-    client: redis.Redis, run: str, key: TrajectoryKey, *, writer: str, first: int
-) -> TrajectoryKey:
-    """The first attempt of a sample that nobody has begun, or this writer."""
-    ledger = keys.run_keys(run).ledger
-    for attempt in itertools.islice(itertools.count(first), ATTEMPT_LIMIT - first):
-        candidate = key._replace(attempt=attempt)
-        with translating():
-            entry: Any = client.hget(ledger, keys.trajectory_id(candidate))
-        if entry is None or _is_open_for(entry, writer):
-            return candidate
-    raise ConflictError(f"{key} has no attempt left of {ATTEMPT_LIMIT}")
-
-
-def _is_open_for(entry: bytes, writer: str) -> bool:
-    state, _, rest = entry.decode().partition(":")
-    return state == "open" and rest.partition(":")[2] == writer
-
-
-def _lost(client: redis.Redis, run: str, before: str) -> str:
-    """The name itself, where this earlier replay was left out, and only compact records say so."""
-    if not before:
-        return ""
-    try:
-        state = read_history(client, run, before).state
-    except TrajectoryNotFoundError:
-        return ""
-    return before if state in _LEFT_OUT else ""
-
-
-def _groups(
-    client: redis.Redis,
-    run: str,
-    replays: Sequence[_Replay],
-    *,
-    as_group: str | None,
-    num_letters: int,
-) -> dict[str, GroupOpened]:
-    """By letter, the group that it goes into."""
-    if as_group is not None:
-        own = replays[0].content.letter.trajectory_id
-        prompt_uid = _prompt_uid(client, run, keys.parse_trajectory_id(own).group_id)
-        opened = GroupOpened(group_id=as_group, prompt_uid=prompt_uid, num_samples=num_letters)
-        return dict.fromkeys((each.letter_id for each in replays), opened)
-    return {each.letter_id: _stored_group(client, run, each.key.group_id) for each in replays}
-
-
-def _stored_group(client: redis.Redis, run: str, group_id: str) -> GroupOpened:
-    names, name = keys.run_keys(run), keys.encode_name(group_id)
-    with translating():
-        entry: Any = client.hget(names.groups, name)
-        members: Any = client.hget(names.members, name)
-    if entry is None:
-        raise ConflictError(f"group {group_id!r} is over")
-    num_samples = int(entry.partition(b":")[0])
-    num_needed = int((members or b"0").partition(b":")[0])
-    return GroupOpened(
-        group_id=group_id, prompt_uid="", num_samples=num_samples, num_needed=num_needed
-    )
-
-
-def _prompt_uid(client: redis.Redis, run: str, group_id: str) -> str:
-    """Of a group, as far as events are kept."""
-    for _, event in readable_events(client, keys.run_keys(run).events):
-        if isinstance(event, GroupOpened) and event.group_id == group_id:
-            return event.prompt_uid
-    return ""
-
-
 def _write(
     client: redis.Redis,
     run: str,
     publisher: Publisher,
-    replays: Sequence[_Replay],
+    replays: Sequence[Replay],
     *,
     groups: Mapping[str, GroupOpened],
     writer: str,
@@ -342,7 +220,7 @@ def _write(
 
 
 def _trajectory_writer(
-    publisher: Publisher, replay: _Replay, group: GroupOpened
+    publisher: Publisher, replay: Replay, group: GroupOpened
 ) -> TrajectoryWriter:
     return publisher.trajectory(
         group.group_id,
@@ -354,7 +232,7 @@ def _trajectory_writer(
     )
 
 
-def _claim(client: redis.Redis, run: str, replays: Sequence[_Replay], *, writer: str) -> None:
+def _claim(client: redis.Redis, run: str, replays: Sequence[Replay], *, writer: str) -> None:
     names = keys.run_keys(run)
     arguments: list[str] = [writer]
     for each in replays:

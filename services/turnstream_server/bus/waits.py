@@ -20,9 +20,7 @@ from turnstream.store.tasks import read_prompt_counts
 from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.budget import read_budget
 from turnstream_server.bus.frontier import Frontier, read_frontier
-from turnstream_server.bus.pages import PAGE, entry_ms, hash_fields, server_ms, stream_entries
-from turnstream_server.bus.past import past_reasons
-from turnstream_server.bus.reasons import (
+from turnstream_server.bus.moments import (
     AwaitedReward,
     OpenMember,
     OpenRefill,
@@ -30,6 +28,8 @@ from turnstream_server.bus.reasons import (
     SilentWriter,
     WaitingGroup,
 )
+from turnstream_server.bus.pages import PAGE, entry_ms, hash_fields, server_ms, stream_entries
+from turnstream_server.bus.past import past_reasons
 from turnstream_server.bus.states import STATES_WITH_REASON, TOP_REASONS, parse_entry
 
 MAX_GROUPS: Final = 8

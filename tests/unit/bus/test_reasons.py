@@ -8,17 +8,15 @@ import pytest
 from turnstream.store.tasks import PromptCounts
 from turnstream_server.bus.budget import ByteBudget, HeldBytes
 from turnstream_server.bus.frontier import Frontier
-from turnstream_server.bus.reasons import (
+from turnstream_server.bus.moments import (
     AwaitedReward,
     OpenMember,
     OpenRefill,
-    Reason,
-    ReasonKind,
     RunSnapshot,
     SilentWriter,
     WaitingGroup,
-    reasons,
 )
+from turnstream_server.bus.reasons import Reason, ReasonKind, reasons
 
 FRONTIER = Frontier(
     planned=2,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 from turnstream.errors import CorruptRecordError
 from turnstream.records.figures import figures_of_plain, plain_figures
 from turnstream.records.framing import EVALUATION, read_header, write_frame
 from turnstream.types import EvalGroup, EvalResult, Spread
+
+_Decoded = TypeVar("_Decoded", EvalGroup, EvalResult)
 
 
 def encode_eval_group(group: EvalGroup) -> bytes:
@@ -34,19 +36,15 @@ def decode_eval_group(record: bytes) -> EvalGroup:
         CorruptRecordError: the bytes are damaged or are no group.
         UnknownFormatError: a newer major version.
     """
-    values = _read(record)
-    try:
-        return EvalGroup(
+    return _decoded(
+        record,
+        lambda values: EvalGroup(
             group_id=values["group_id"],
             prompt_uid=values["prompt_uid"],
-            version=values["version"],
-            num_trajectories=values["num_trajectories"],
-            num_lost=values["num_lost"],
-            reward=_spread(values["reward"]),
             best=values["best"],
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptRecordError(f"no group of an evaluation: {error!r}") from error
+            **_shared(values),
+        ),
+    )
 
 
 def encode_eval_result(result: EvalResult) -> bytes:
@@ -71,23 +69,37 @@ def decode_eval_result(record: bytes) -> EvalResult:
         CorruptRecordError: the bytes are damaged or are no result.
         UnknownFormatError: a newer major version.
     """
-    values = _read(record)
-    try:
-        return EvalResult(
-            version=values["version"],
+    return _decoded(
+        record,
+        lambda values: EvalResult(
             num_groups=values["num_groups"],
-            num_trajectories=values["num_trajectories"],
-            num_lost=values["num_lost"],
-            reward=_spread(values["reward"]),
             best=_spread(values["best"]),
             figures=figures_of_plain(values["figures"]),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptRecordError(f"no result of an evaluation: {error!r}") from error
+            **_shared(values),
+        ),
+    )
 
 
 def _write(values: Mapping[str, Any]) -> bytes:
     return write_frame(EVALUATION, json.dumps(values, separators=(",", ":")).encode())
+
+
+def _decoded(record: bytes, make: Callable[[dict[str, Any]], _Decoded]) -> _Decoded:
+    values = _read(record)
+    try:
+        return make(values)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptRecordError(f"not what an evaluation gave: {error!r}") from error
+
+
+def _shared(values: dict[str, Any]) -> dict[str, Any]:
+    """What is said of a group and of a whole version."""
+    return {
+        "version": values["version"],
+        "num_trajectories": values["num_trajectories"],
+        "num_lost": values["num_lost"],
+        "reward": _spread(values["reward"]),
+    }
 
 
 def _read(record: bytes) -> dict[str, Any]:
