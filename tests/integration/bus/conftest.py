@@ -10,7 +10,9 @@ import pytest
 import redis
 import redis.asyncio
 
+from turnstream.batching.plan import GroupPlan
 from turnstream.batching.readiness import GroupDropped, MemberDropped, RefillWanted
+from turnstream.records.compact import CompactEnds, compact_batch, encode_batch, encode_ends
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store import keys
 from turnstream.store.budget import reserve_command, settled_lease
@@ -18,7 +20,7 @@ from turnstream.store.connection import connect_async
 from turnstream.store.groups import group_size
 from turnstream.store.rewards import RewardOutcome, post_reward_async
 from turnstream.store.scripts import Script, run_command_async
-from turnstream.testing import manifest, sealed
+from turnstream.testing import manifest, sealed, trajectory_plan
 from turnstream.types import (
     Event,
     GroupOpened,
@@ -30,15 +32,26 @@ from turnstream.types import (
     TrajectoryState,
 )
 from turnstream_server.bus.deadlines import fire_deadlines
+from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.groups import Settlement, grant_refill, settle_groups
 from turnstream_server.bus.leadership import acquire_leadership
+from turnstream_server.bus.leases import give_up_lapsed
+from turnstream_server.bus.ledger import read_ledger_async
 from turnstream_server.bus.manifests import StoredManifest, write_manifest
+from turnstream_server.bus.release import (
+    finish_batch,
+    fold_batch,
+    fold_ended,
+    raise_floor,
+    release_payload,
+)
 from turnstream_server.bus.sessions import (
     TrainerSession,
     acknowledge_committed,
     acknowledge_stepped,
     start_session,
 )
+from turnstream_server.bus.snapshots import save_snapshot
 from turnstream_server.bus.trajectories import mark_dead
 from turnstream_server.embedded import EmbeddedServer
 
@@ -72,6 +85,16 @@ async def run(
 ) -> RunDriver:
     """A new run."""
     return await start_run(async_client)
+
+
+@pytest.fixture
+async def released(run: RunDriver) -> RunDriver:
+    """A run of four steps, committed at 1, 2 and 3, of which step 1 and 2 are released."""
+    await run.plan_steps(4)
+    session = await run.start("s")
+    await run.commit(session, 1, 2, 3)
+    assert await run.raise_floor() == 2
+    return run
 
 
 class RunDriver:
@@ -231,6 +254,22 @@ class RunDriver:
         self.manifests[step] = stored
         return stored
 
+    async def plan_members(self, *members: tuple[str, int], step: int) -> StoredManifest:
+        """Plan a step from these samples of groups."""
+        groups = tuple(
+            GroupPlan(
+                group_id=group_id,
+                prompt_uid="",
+                trajectories=tuple(
+                    trajectory_plan(group_id, sample=sample)
+                    for group, sample in members
+                    if group == group_id
+                ),
+            )
+            for group_id in dict.fromkeys(group for group, _ in members)
+        )
+        return await self.plan(groups=groups, step=step)
+
     async def plan_steps(self, num_steps: int) -> None:
         """Plan steps of one new group each."""
         for _ in range(num_steps):
@@ -245,9 +284,7 @@ class RunDriver:
         for step in range(1, max(steps) + 1):
             token = await self.step(session, step)
             if step in steps:
-                await acknowledge_committed(
-                    self.client, self.name, session_epoch=session.session_epoch, token=token
-                )
+                await self.commit_token(session, token)
 
     def token(self, step: int) -> RecoveryToken:
         """The token of a planned step."""
@@ -259,15 +296,79 @@ class RunDriver:
             self.client, self.name, session=session, dp_world_size=1, token=token
         )
 
-    async def step(self, session: TrainerSession, step: int) -> RecoveryToken:
-        """Acknowledge a step."""
+    async def step(
+        self, session: TrainerSession, step: int, *, manifest_hash: str = ""
+    ) -> RecoveryToken:
+        """Acknowledge a step, of its own manifest where no other is named."""
         return await acknowledge_stepped(
             self.client,
             self.name,
             session_epoch=session.session_epoch,
             step=step,
-            manifest_hash=self.manifests[step].hash,
+            manifest_hash=manifest_hash or self.manifests[step].hash,
         )
+
+    async def commit_token(self, session: TrainerSession, token: RecoveryToken) -> None:
+        """Acknowledge a checkpoint."""
+        await acknowledge_committed(
+            self.client, self.name, session_epoch=session.session_epoch, token=token
+        )
+
+    async def frontier(self) -> tuple[int, int, int]:
+        """The newest step that is planned, stepped, committed."""
+        found = await read_frontier_async(self.client, self.name)
+        return found.planned, found.stepped, found.committed
+
+    async def trained(self) -> tuple[int, int, int]:
+        """How many trajectories are planned, stepped, committed; all states must add up."""
+        counts = await read_ledger_async(self.client, self.name)
+        counts.check()
+        return (
+            counts.by_state[TrajectoryState.PLANNED],
+            counts.by_state[TrajectoryState.STEPPED],
+            counts.by_state[TrajectoryState.COMMITTED],
+        )
+
+    async def raise_floor(self, **arguments: Any) -> int:
+        """Give up the steps that nobody can ask for."""
+        return await raise_floor(
+            self.client, self.name, **{"leader_epoch": self.leader_epoch, **arguments}
+        )
+
+    async def give_up(self) -> None:
+        """Give up what lapsed in the first millisecond of all time: what a test let lapse."""
+        await give_up_lapsed(self.client, self.name, until_ms=1, leader_epoch=self.leader_epoch)
+
+    async def release(self, *members: tuple[str, int]) -> None:
+        """Remove the payload of these samples of groups, and give back what it held."""
+        ids = [TrajectoryKey(*member).trajectory_id for member in members]
+        await release_payload(self.client, self.name, ids)
+
+    async def fold(self, step: int) -> None:
+        """Everything that a leader does with a released step."""
+        where, stored, epoch = (self.client, self.name), self.manifests[step], self.leader_epoch
+        record = encode_batch(compact_batch(stored.manifest, manifest_hash=stored.hash))
+        await save_snapshot(*where, position="0-0", step=step, record=b"", leader_epoch=epoch)
+        await fold_batch(*where, stored.manifest, leader_epoch=epoch)
+        await finish_batch(*where, step=step, record=record, leader_epoch=epoch)
+
+    async def fold_ends(self, *ids: str, number: int = 1, leader_epoch: int | None = None) -> bool:
+        """Leave a compact record of trajectories that ended untrained."""
+        ended = CompactEnds(
+            trajectories=tuple(map(keys.parse_trajectory_id, ids)), ends=("x",) * len(ids)
+        )
+        return await fold_ended(
+            self.client,
+            self.name,
+            ids,
+            number=number,
+            record=encode_ends(ended),
+            leader_epoch=self.leader_epoch if leader_epoch is None else leader_epoch,
+        )
+
+    async def hash_of(self, name: str) -> dict[bytes, bytes]:
+        """What is in a hash of the run."""
+        return await self.client.execute_command("HGETALL", getattr(self.keys, name))
 
     async def events(self) -> list[Event]:
         """Every event of the run, in order."""

@@ -25,20 +25,15 @@ from hypothesis.stateful import (
 )
 
 from turnstream.batching.decisions import GroupCut
-from turnstream.batching.plan import GroupPlan
 from turnstream.errors import ConflictError, FencedError
 from turnstream.store.connection import connect_async
 from turnstream.store.scripts import run_command_async
-from turnstream.testing import trajectory_plan
 from turnstream.types import RecoveryToken, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.budget import parse_held, read_held_async
 from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.leadership import acquire_leadership, release_leadership
-from turnstream_server.bus.leases import give_up_lapsed
 from turnstream_server.bus.ledger import read_ledger_async
 from turnstream_server.bus.letters import discard_letter_command
-from turnstream_server.bus.release import release_payload
-from turnstream_server.bus.sessions import acknowledge_committed, acknowledge_stepped
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
@@ -46,12 +41,8 @@ pytestmark = [pytest.mark.redis, pytest.mark.slow]
 OPEN, SEALED, PLANNED = TrajectoryState.OPEN, TrajectoryState.SEALED, TrajectoryState.PLANNED
 STEPPED, COMMITTED = TrajectoryState.STEPPED, TrajectoryState.COMMITTED
 FILTERED, INCOMPLETE = TrajectoryState.FILTERED, TrajectoryState.INCOMPLETE
-SURPLUS, ABANDONED, DEAD = (
-    TrajectoryState.SURPLUS,
-    TrajectoryState.ABANDONED,
-    TrajectoryState.DEAD,
-)
-AWAITING = TrajectoryState.AWAITING_REWARD
+SURPLUS, ABANDONED = TrajectoryState.SURPLUS, TrajectoryState.ABANDONED
+AWAITING, DEAD = TrajectoryState.AWAITING_REWARD, TrajectoryState.DEAD
 DECIDED = "decided"
 some = st.integers(0, 10**6)
 """Picks one of however many there are."""
@@ -168,11 +159,7 @@ class _Life(RuleBasedStateMachine):
         key = self.pick(number, OPEN)
         name = TrajectoryKey(*key).trajectory_id
         self.loop.run(self.awaited(lambda: self.client.zadd(self.run.keys.leases, {name: 1})))
-        self.twice(
-            lambda: give_up_lapsed(
-                self.client, self.run.name, until_ms=1, leader_epoch=self.run.leader_epoch
-            )
-        )
+        self.twice(self.run.give_up)
         self.trajectories[key] = ABANDONED
 
     # the planner
@@ -224,26 +211,23 @@ class _Life(RuleBasedStateMachine):
     @rule(number=some)
     def release_what_ended(self, number: int) -> None:
         key = self.pick(number, FILTERED, INCOMPLETE, SURPLUS, ABANDONED)
-        name = TrajectoryKey(*key).trajectory_id
-        self.twice(lambda: release_payload(self.client, self.run.name, [name]))
+        self.twice(lambda: self.run.release(key))
         self.released.add(key)
 
     @precondition(lambda self: self.has(DEAD))
     @rule(number=some)
     def discard(self, number: int) -> None:
         key = self.pick(number, DEAD)
-        name = TrajectoryKey(*key).trajectory_id
-        letter = discard_letter_command(self.run.name, name)
+        letter = discard_letter_command(self.run.name, TrajectoryKey(*key).trajectory_id)
         self.twice(lambda: run_command_async(self.client, letter))
-        self.twice(lambda: release_payload(self.client, self.run.name, [name]))
+        self.twice(lambda: self.run.release(key))
         self.released.add(key)
 
     @precondition(lambda self: self.committed)
     @rule()
     def release_what_is_committed(self) -> None:
         released = [key for keys in self.batches[: self.committed] for key in keys]
-        names = [TrajectoryKey(*key).trajectory_id for key in released]
-        self.twice(lambda: release_payload(self.client, self.run.name, names))
+        self.twice(lambda: self.run.release(*released))
         self.released |= set(released)
 
     @precondition(lambda self: self.has(SEALED))
@@ -266,19 +250,7 @@ class _Life(RuleBasedStateMachine):
         self.refused(self.planning(keys, step=len(self.batches) + 1), ConflictError)
 
     def planning(self, keys: list[tuple[str, int]], *, step: int) -> Callable[[], Any]:
-        groups = tuple(
-            GroupPlan(
-                group_id=group_id,
-                prompt_uid="",
-                trajectories=tuple(
-                    trajectory_plan(group_id, sample=sample)
-                    for group, sample in keys
-                    if group == group_id
-                ),
-            )
-            for group_id in dict.fromkeys(group for group, _ in keys)
-        )
-        return lambda: self.run.plan(groups=groups, step=step)
+        return lambda: self.run.plan_members(*keys, step=step)
 
     @rule(number=some)
     def another_planner_takes_over(self, number: int) -> None:
@@ -334,28 +306,14 @@ class _Life(RuleBasedStateMachine):
     def step_with_another_manifest(self, number: int) -> None:
         step = min(self.stepped, len(self.batches) - 1) + 1
         self.refused(
-            lambda: acknowledge_stepped(
-                self.client,
-                self.run.name,
-                session_epoch=self.session.session_epoch,
-                step=step,
-                manifest_hash=f"{number}",
-            ),
-            ConflictError,
+            lambda: self.run.step(self.session, step, manifest_hash=f"{number}"), ConflictError
         )
 
     @precondition(lambda self: self.session)
     @rule(number=some)
     def commit(self, number: int) -> None:
         step = number % (self.stepped + 1)
-        self.twice(
-            lambda: acknowledge_committed(
-                self.client,
-                self.run.name,
-                session_epoch=self.session.session_epoch,
-                token=self.token(step),
-            )
-        )
+        self.twice(lambda: self.run.commit_token(self.session, self.token(step)))
         self.committed = max(self.committed, step)
 
     # the laws
@@ -409,11 +367,8 @@ class _Life(RuleBasedStateMachine):
         found = self.loop.run(read_frontier_async(self.client, self.run.name))
 
         dropped = sum(state in {FILTERED, INCOMPLETE} for state in self.groups.values())
-        assert (found.planned, found.stepped, found.committed) == (
-            len(self.batches),
-            self.stepped,
-            self.committed,
-        )
+        progress = (found.planned, found.stepped, found.committed)
+        assert progress == (len(self.batches), self.stepped, self.committed)
         assert found.num_opened_groups == len(self.groups)
         assert found.num_live_groups == len(self.groups) - dropped
         assert found.num_open_groups == self.num_open_in_the_store()

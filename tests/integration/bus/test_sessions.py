@@ -1,26 +1,14 @@
+"""Trainer sessions: who begins one, and after which checkpoint."""
+
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import redis.asyncio
 
-from turnstream.errors import (
-    ConflictError,
-    FencedError,
-    InvalidConfigError,
-    RunNotFoundError,
-    StoreBehindError,
-)
-from turnstream.types import RecoveryToken, TrajectoryState, VersionAnnounced
-from turnstream_server.bus.frontier import read_frontier_async
-from turnstream_server.bus.ledger import read_ledger_async
-from turnstream_server.bus.sessions import (
-    acknowledge_committed,
-    acknowledge_stepped,
-    start_session,
-)
-from turnstream_server.bus.versions import announce_version
+from turnstream.errors import ConflictError, FencedError, InvalidConfigError, StoreBehindError
+from turnstream.types import RecoveryToken
+from turnstream_server.bus.sessions import start_session
 
 pytestmark = pytest.mark.redis
 
@@ -29,143 +17,6 @@ BEGINNING = RecoveryToken(lineage="main", step=0, chain_hash="")
 
 def token_of(step: int, chain_hash: str) -> RecoveryToken:
     return RecoveryToken(lineage="main", step=step, chain_hash=chain_hash)
-
-
-async def commit(run: Any, session: Any, token: RecoveryToken) -> None:
-    await acknowledge_committed(
-        run.client, run.name, session_epoch=session.session_epoch, token=token
-    )
-
-
-async def frontier(run: Any) -> tuple[int, int, int]:
-    found = await read_frontier_async(run.client, run.name)
-    return found.planned, found.stepped, found.committed
-
-
-async def trained(run: Any) -> tuple[int, int, int]:
-    counts = await read_ledger_async(run.client, run.name)
-    counts.check()
-    return (
-        counts.by_state[TrajectoryState.PLANNED],
-        counts.by_state[TrajectoryState.STEPPED],
-        counts.by_state[TrajectoryState.COMMITTED],
-    )
-
-
-# --------------------------------------------------------------------------------------
-# acknowledgements
-
-
-async def test_a_batch_is_stepped_and_then_committed(run: Any) -> None:
-    await run.plan_steps(3)
-    session = await run.start("s")
-
-    assert await trained(run) == (6, 0, 0)
-    first = await run.step(session, 1)
-    await run.step(session, 2)
-    assert await trained(run) == (2, 4, 0)
-    await commit(run, session, first)
-    assert await trained(run) == (2, 2, 2)
-
-    assert first == RecoveryToken(lineage="main", step=1, chain_hash=run.manifests[1].hash)
-
-
-async def test_acknowledging_again_changes_nothing_and_gives_the_same_token(run: Any) -> None:
-    await run.plan_steps(2)
-    session = await run.start("s")
-    first = await run.step(session, 1)
-    second = await run.step(session, 2)
-    await commit(run, session, second)
-    before = await run.dump()
-
-    assert await run.step(session, 1) == first
-    assert await run.step(session, 2) == second
-    await commit(run, session, second)
-    await commit(run, session, first)
-    await commit(run, session, BEGINNING)
-
-    assert await run.dump() == before
-
-
-async def test_a_step_wakes_up_whoever_waits_for_capacity(run: Any) -> None:
-    await run.plan_steps(1)
-    session = await run.start("s")
-    before = await run.last_wake_up()
-
-    await run.step(session, 1)
-
-    assert await run.last_wake_up() != before
-
-
-async def test_a_step_cannot_be_left_out(run: Any) -> None:
-    await run.plan_steps(2)
-    session = await run.start("s")
-
-    with pytest.raises(ConflictError, match="step 2 does not follow step 0"):
-        await run.step(session, 2)
-
-    assert await frontier(run) == (2, 0, 0)
-
-
-async def test_a_step_that_was_trained_from_another_manifest_is_refused(run: Any) -> None:
-    await run.plan_steps(1)
-    session = await run.start("s")
-
-    with pytest.raises(ConflictError, match="step 1 has the manifest"):
-        await acknowledge_stepped(
-            run.client,
-            run.name,
-            session_epoch=session.session_epoch,
-            step=1,
-            manifest_hash="0" * 64,
-        )
-
-    assert await frontier(run) == (1, 0, 0)
-
-
-async def test_what_was_not_stepped_cannot_be_committed(run: Any) -> None:
-    await run.plan_steps(2)
-    session = await run.start("s")
-    await run.step(session, 1)
-
-    with pytest.raises(ConflictError, match="step 2 is not stepped"):
-        await commit(run, session, token_of(2, run.manifests[2].hash))
-    with pytest.raises(ConflictError, match="step 1 has the manifest"):
-        await commit(run, session, token_of(1, run.manifests[2].hash))
-
-    assert await frontier(run) == (2, 1, 0)
-
-
-async def test_a_session_that_was_replaced_can_acknowledge_nothing(run: Any) -> None:
-    await run.plan_steps(2)
-    old = await run.start("old")
-    token = await run.step(old, 1)
-    await run.start("new")
-    before = await run.dump()
-
-    with pytest.raises(FencedError):
-        await run.step(old, 1)
-    with pytest.raises(FencedError):
-        await commit(run, old, token)
-
-    assert await run.dump() == before
-
-
-async def test_a_run_that_does_not_exist_has_no_session(async_client: redis.asyncio.Redis) -> None:
-    with pytest.raises(RunNotFoundError):
-        await start_session(async_client, "none", session="s", dp_world_size=1, token=None)
-    with pytest.raises(RunNotFoundError):
-        await acknowledge_stepped(async_client, "none", session_epoch=1, step=1, manifest_hash="")
-    with pytest.raises(RunNotFoundError):
-        await acknowledge_committed(async_client, "none", session_epoch=1, token=BEGINNING)
-    with pytest.raises(RunNotFoundError):
-        await read_frontier_async(async_client, "none")
-
-    assert await async_client.exists("ts:{none}:frontier") == 0
-
-
-# --------------------------------------------------------------------------------------
-# starts
 
 
 async def test_all_ranks_that_start_the_same_session_get_the_same_epoch(run: Any) -> None:
@@ -205,7 +56,7 @@ async def test_a_session_name_cannot_be_used_for_a_second_start(run: Any) -> Non
     with pytest.raises(ConflictError, match="a session name of its own"):
         await run.start("trainer")
 
-    assert await frontier(run) == (1, 1, 0)
+    assert await run.frontier() == (1, 1, 0)
 
 
 async def test_a_session_that_was_replaced_cannot_begin_again(run: Any) -> None:
@@ -224,7 +75,7 @@ async def test_what_was_stepped_and_not_committed_comes_back_after_a_restart(run
     await run.plan_steps(3)
     session = await run.start("first")
     token = await run.step(session, 1)
-    await commit(run, session, token)
+    await run.commit_token(session, token)
     await run.step(session, 2)
 
     again = await run.start("second", token)
@@ -232,8 +83,8 @@ async def test_what_was_stepped_and_not_committed_comes_back_after_a_restart(run
     assert (again.next_step, again.session_epoch, again.lineage) == (2, 2, "main-1")
     assert list(again.returning_steps) == [2]
     assert not again.is_rollback
-    assert await frontier(run) == (3, 1, 1)
-    assert await trained(run) == (4, 0, 2)
+    assert await run.frontier() == (3, 1, 1)
+    assert await run.trained() == (4, 0, 2)
 
 
 async def test_a_restart_without_a_token_begins_again_while_nothing_is_committed(run: Any) -> None:
@@ -244,13 +95,13 @@ async def test_a_restart_without_a_token_begins_again_while_nothing_is_committed
     again = await run.start("second")
 
     assert (again.next_step, again.lineage) == (1, "main-1")
-    assert await trained(run) == (4, 0, 0)
+    assert await run.trained() == (4, 0, 0)
 
 
 async def test_a_restart_without_a_token_is_refused_when_batches_are_committed(run: Any) -> None:
     await run.plan_steps(1)
     session = await run.start("first")
-    await commit(run, session, await run.step(session, 1))
+    await run.commit_token(session, await run.step(session, 1))
 
     with pytest.raises(ConflictError, match="present the recovery token"):
         await run.start("second")
@@ -262,21 +113,21 @@ async def test_the_token_of_step_0_goes_back_to_the_start(run: Any) -> None:
     await run.plan_steps(2)
     session = await run.start("first")
     await run.step(session, 1)
-    await commit(run, session, await run.step(session, 2))
+    await run.commit_token(session, await run.step(session, 2))
 
     again = await run.start("second", BEGINNING)
 
     assert again.is_rollback
     assert list(again.returning_steps) == [1, 2]
-    assert await frontier(run) == (2, 0, 0)
-    assert await trained(run) == (4, 0, 0)
+    assert await run.frontier() == (2, 0, 0)
+    assert await run.trained() == (4, 0, 0)
 
 
 async def test_an_older_token_is_a_rollback_and_the_same_plan_comes_back(run: Any) -> None:
     await run.plan_steps(3)
     session = await run.start("first")
     tokens = [await run.step(session, step) for step in (1, 2, 3)]
-    await commit(run, session, tokens[2])
+    await run.commit_token(session, tokens[2])
 
     again = await run.start("second", tokens[0])
     token = await run.step(again, 2)
@@ -284,7 +135,7 @@ async def test_an_older_token_is_a_rollback_and_the_same_plan_comes_back(run: An
     assert again.is_rollback
     assert (again.previous_stepped, again.previous_committed) == (3, 3)
     assert token == RecoveryToken(lineage="main-1", step=2, chain_hash=tokens[1].chain_hash)
-    assert await frontier(run) == (3, 2, 1)
+    assert await run.frontier() == (3, 2, 1)
 
 
 async def test_every_rollback_names_a_new_lineage(run: Any) -> None:
@@ -317,7 +168,7 @@ async def test_a_token_is_proof_of_a_checkpoint_that_nobody_could_report(run: An
 
     await run.start("second", token)
 
-    assert await frontier(run) == (2, 1, 1)
+    assert await run.frontier() == (2, 1, 1)
 
 
 async def test_the_checkpoint_of_an_abandoned_lineage_can_be_continued(run: Any) -> None:
@@ -329,7 +180,7 @@ async def test_the_checkpoint_of_an_abandoned_lineage_can_be_continued(run: Any)
     again = await run.start("third", tokens[2])
 
     assert (again.next_step, again.lineage) == (4, "main-2")
-    assert await trained(run) == (0, 0, 6)
+    assert await run.trained() == (0, 0, 6)
 
 
 async def test_a_store_that_lacks_the_batch_of_the_token_is_behind(run: Any) -> None:
@@ -349,7 +200,7 @@ async def test_a_store_whose_chain_differs_from_the_token_is_behind(run: Any, st
     with pytest.raises(StoreBehindError, match="this store has"):
         await run.start("s", token_of(step, "0" * 64))
 
-    assert await frontier(run) == (2, 0, 0)
+    assert await run.frontier() == (2, 0, 0)
 
 
 async def test_a_start_wakes_up_the_calls_of_the_session_before(run: Any) -> None:
@@ -371,40 +222,3 @@ async def test_a_start_with_a_senseless_argument_names_it(
 
     with pytest.raises(InvalidConfigError, match=f"^{field}: "):
         await start_session(run.client, run.name, **arguments)
-
-
-async def test_a_session_that_the_store_lost_is_fenced_though_another_has_its_epoch(
-    run: Any,
-) -> None:
-    # A power cut took the start of "lost" away; "second" was given the same epoch since.
-    await run.plan_steps(1)
-    second = await run.start("second")
-    one = {"session_epoch": second.session_epoch}
-    token = token_of(1, run.manifests[1].hash)
-    step = {"step": 1, "manifest_hash": run.manifests[1].hash}
-
-    with pytest.raises(FencedError, match='"lost" is over or was lost, "second" has its epoch'):
-        await acknowledge_stepped(run.client, run.name, **one, **step, session="lost")
-    await acknowledge_stepped(run.client, run.name, **one, **step, session="second")
-    with pytest.raises(FencedError, match='"lost" is over or was lost'):
-        await acknowledge_committed(run.client, run.name, **one, token=token, session="lost")
-    announced = VersionAnnounced(version=1, step=1, lineage="main", weights_uri="")
-    with pytest.raises(FencedError, match='"lost" is over or was lost'):
-        await announce_version(run.client, run.name, announced, **one, session="lost")
-    await acknowledge_committed(run.client, run.name, **one, token=token, session="second")
-
-    assert await frontier(run) == (1, 1, 1)
-
-
-async def test_a_step_whose_batch_the_store_lost_is_told_to_whoever_trained_it(run: Any) -> None:
-    await run.plan_steps(1)
-    session = await run.start("s")
-
-    with pytest.raises(StoreBehindError, match=r"step 2 was trained .* store is 1"):
-        await acknowledge_stepped(
-            run.client,
-            run.name,
-            session_epoch=session.session_epoch,
-            step=2,
-            manifest_hash="0" * 64,
-        )

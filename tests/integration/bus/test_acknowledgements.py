@@ -1,0 +1,171 @@
+"""What a trainer session acknowledges: steps and checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from turnstream.errors import ConflictError, FencedError, RunNotFoundError, StoreBehindError
+from turnstream.types import RecoveryToken, VersionAnnounced
+from turnstream_server.bus.frontier import read_frontier_async
+from turnstream_server.bus.sessions import (
+    acknowledge_committed,
+    acknowledge_stepped,
+    start_session,
+)
+from turnstream_server.bus.versions import announce_version
+
+pytestmark = pytest.mark.redis
+
+BEGINNING = RecoveryToken(lineage="main", step=0, chain_hash="")
+
+
+def token_of(step: int, chain_hash: str) -> RecoveryToken:
+    return RecoveryToken(lineage="main", step=step, chain_hash=chain_hash)
+
+
+async def test_a_batch_is_stepped_and_then_committed(run: Any) -> None:
+    await run.plan_steps(3)
+    session = await run.start("s")
+
+    assert await run.trained() == (6, 0, 0)
+    first = await run.step(session, 1)
+    await run.step(session, 2)
+    assert await run.trained() == (2, 4, 0)
+    await run.commit_token(session, first)
+    assert await run.trained() == (2, 2, 2)
+
+    assert first == RecoveryToken(lineage="main", step=1, chain_hash=run.manifests[1].hash)
+
+
+async def test_acknowledging_again_changes_nothing_and_gives_the_same_token(run: Any) -> None:
+    await run.plan_steps(2)
+    session = await run.start("s")
+    first = await run.step(session, 1)
+    second = await run.step(session, 2)
+    await run.commit_token(session, second)
+    before = await run.dump()
+
+    assert await run.step(session, 1) == first
+    assert await run.step(session, 2) == second
+    await run.commit_token(session, second)
+    await run.commit_token(session, first)
+    await run.commit_token(session, BEGINNING)
+
+    assert await run.dump() == before
+
+
+async def test_a_step_wakes_up_whoever_waits_for_capacity(run: Any) -> None:
+    await run.plan_steps(1)
+    session = await run.start("s")
+    before = await run.last_wake_up()
+
+    await run.step(session, 1)
+
+    assert await run.last_wake_up() != before
+
+
+async def test_a_step_cannot_be_left_out(run: Any) -> None:
+    await run.plan_steps(2)
+    session = await run.start("s")
+
+    with pytest.raises(ConflictError, match="step 2 does not follow step 0"):
+        await run.step(session, 2)
+
+    assert await run.frontier() == (2, 0, 0)
+
+
+async def test_a_step_that_was_trained_from_another_manifest_is_refused(run: Any) -> None:
+    await run.plan_steps(1)
+    session = await run.start("s")
+
+    with pytest.raises(ConflictError, match="step 1 has the manifest"):
+        await acknowledge_stepped(
+            run.client,
+            run.name,
+            session_epoch=session.session_epoch,
+            step=1,
+            manifest_hash="0" * 64,
+        )
+
+    assert await run.frontier() == (1, 0, 0)
+
+
+async def test_what_was_not_stepped_cannot_be_committed(run: Any) -> None:
+    await run.plan_steps(2)
+    session = await run.start("s")
+    await run.step(session, 1)
+
+    with pytest.raises(ConflictError, match="step 2 is not stepped"):
+        await run.commit_token(session, token_of(2, run.manifests[2].hash))
+    with pytest.raises(ConflictError, match="step 1 has the manifest"):
+        await run.commit_token(session, token_of(1, run.manifests[2].hash))
+
+    assert await run.frontier() == (2, 1, 0)
+
+
+async def test_a_session_that_was_replaced_can_acknowledge_nothing(run: Any) -> None:
+    await run.plan_steps(2)
+    old = await run.start("old")
+    token = await run.step(old, 1)
+    await run.start("new")
+    before = await run.dump()
+
+    with pytest.raises(FencedError):
+        await run.step(old, 1)
+    with pytest.raises(FencedError):
+        await run.commit_token(old, token)
+
+    assert await run.dump() == before
+
+
+async def test_a_run_that_does_not_exist_has_no_session(async_client: redis.asyncio.Redis) -> None:
+    with pytest.raises(RunNotFoundError):
+        await start_session(async_client, "none", session="s", dp_world_size=1, token=None)
+    with pytest.raises(RunNotFoundError):
+        await acknowledge_stepped(async_client, "none", session_epoch=1, step=1, manifest_hash="")
+    with pytest.raises(RunNotFoundError):
+        await acknowledge_committed(async_client, "none", session_epoch=1, token=BEGINNING)
+    with pytest.raises(RunNotFoundError):
+        await read_frontier_async(async_client, "none")
+
+    assert await async_client.exists("ts:{none}:frontier") == 0
+
+
+async def test_a_session_that_the_store_lost_is_fenced_though_another_has_its_epoch(
+    run: Any,
+) -> None:
+    # A power cut took the start of "lost" away; "second" was given the same epoch since.
+    await run.plan_steps(1)
+    second = await run.start("second")
+    one = {"session_epoch": second.session_epoch}
+    token = token_of(1, run.manifests[1].hash)
+    step = {"step": 1, "manifest_hash": run.manifests[1].hash}
+
+    with pytest.raises(FencedError, match='"lost" is over or was lost, "second" has its epoch'):
+        await acknowledge_stepped(run.client, run.name, **one, **step, session="lost")
+    await acknowledge_stepped(run.client, run.name, **one, **step, session="second")
+    with pytest.raises(FencedError, match='"lost" is over or was lost'):
+        await acknowledge_committed(run.client, run.name, **one, token=token, session="lost")
+    announced = VersionAnnounced(version=1, step=1, lineage="main", weights_uri="")
+    with pytest.raises(FencedError, match='"lost" is over or was lost'):
+        await announce_version(run.client, run.name, announced, **one, session="lost")
+    await acknowledge_committed(run.client, run.name, **one, token=token, session="second")
+
+    assert await run.frontier() == (1, 1, 1)
+
+
+async def test_a_step_whose_batch_the_store_lost_is_told_to_whoever_trained_it(run: Any) -> None:
+    await run.plan_steps(1)
+    session = await run.start("s")
+
+    with pytest.raises(StoreBehindError, match=r"step 2 was trained .* store is 1"):
+        await acknowledge_stepped(
+            run.client,
+            run.name,
+            session_epoch=session.session_epoch,
+            step=2,
+            manifest_hash="0" * 64,
+        )

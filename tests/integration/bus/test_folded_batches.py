@@ -1,0 +1,181 @@
+"""What a batch that is over leaves behind: a compact record, and names that are used once."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+
+from turnstream.errors import ConflictError, FencedError
+from turnstream.records.compact import decode_batch
+from turnstream.store import keys
+from turnstream.store.scripts import Script, run_command_async
+from turnstream.types import TrajectoryKey, TrajectoryState
+from turnstream_server.bus.frontier import read_frontier_async
+from turnstream_server.bus.ledger import read_ledger_async
+from turnstream_server.bus.release import finish_batch, fold_batch
+from turnstream_server.bus.snapshots import save_snapshot, trim_events
+
+pytestmark = pytest.mark.redis
+
+
+async def test_a_folded_batch_leaves_its_names_and_a_fingerprint_of_each_group(
+    released: Any,
+) -> None:
+    await released.fold(1)
+
+    ledger, groups, past = [await released.hash_of(name) for name in ("ledger", "groups", "past")]
+    assert not any(name.startswith(b"g1") for name in (*ledger, *groups))
+    batch = decode_batch(past[b"1"])
+    assert (batch.manifest_hash, batch.step) == (released.manifests[1].hash, 1)
+    assert batch.trajectories == (TrajectoryKey("g1", 0), TrajectoryKey("g1", 1))
+    assert await released.hash_of("over") == {b"n": b"1", b"0": hashlib.sha1(b"g1").digest()[:8]}
+    assert await released.client.xlen(released.keys.plan) == 3
+    (await read_ledger_async(released.client, released.name)).check()
+
+
+async def test_folding_again_changes_nothing(released: Any) -> None:
+    await released.fold(1)
+    before = await released.dump()
+
+    await released.fold(1)
+
+    assert await released.dump() == before
+
+
+async def test_the_states_add_up_after_every_act_of_the_release(released: Any) -> None:
+    async def check() -> None:
+        counts = await read_ledger_async(released.client, released.name)
+        counts.check()
+        assert counts.by_state[TrajectoryState.COMMITTED] == 6
+
+    for step in (1, 2):
+        plan = released.manifests[step].manifest
+        await fold_batch(released.client, released.name, plan, leader_epoch=released.leader_epoch)
+        await check()
+        await released.fold(step)
+        await check()
+
+
+async def test_a_batch_that_is_not_released_cannot_be_folded(released: Any) -> None:
+    before = await released.dump()
+    plan = released.manifests[3].manifest
+
+    with pytest.raises(ConflictError, match="step 3 is not released; step 2 is"):
+        await fold_batch(released.client, released.name, plan, leader_epoch=released.leader_epoch)
+
+    assert await released.dump() == before
+
+
+@pytest.mark.parametrize(
+    ("step", "snapshot_step", "why"),
+    [
+        (2, 9, "step 2 is not next"),
+        (1, 0, "step 1 is not in the snapshot"),
+    ],
+)
+async def test_a_plan_that_is_still_needed_cannot_be_replaced(
+    released: Any, step: int, snapshot_step: int, why: str
+) -> None:
+    epoch = released.leader_epoch
+    where = (released.client, released.name)
+    await save_snapshot(*where, position="0-0", step=snapshot_step, record=b"", leader_epoch=epoch)
+    before = await released.dump()
+
+    with pytest.raises(ConflictError, match=why):
+        await finish_batch(*where, step=step, record=b"", leader_epoch=epoch)
+
+    assert await released.dump() == before
+
+
+async def test_a_released_step_beyond_the_floor_cannot_be_replaced(released: Any) -> None:
+    for step in (1, 2):
+        await released.fold(step)
+
+    with pytest.raises(ConflictError, match="step 3 is not next: step 2 is folded, step 2 is rel"):
+        await fold_after_snapshot(released, 3)
+
+
+async def fold_after_snapshot(run: Any, step: int) -> None:
+    where = (run.client, run.name)
+    epoch = run.leader_epoch
+    await save_snapshot(*where, position="0-0", step=step, record=b"", leader_epoch=epoch)
+    await finish_batch(*where, step=step, record=b"", leader_epoch=epoch)
+
+
+async def test_a_planner_goes_on_after_the_last_batch_when_all_before_are_folded(
+    released: Any,
+) -> None:
+    for step in (1, 2):
+        await released.fold(step)
+
+    await released.plan_steps(1)
+
+    assert (await read_frontier_async(released.client, released.name)).planned == 5
+    (await read_ledger_async(released.client, released.name)).check()
+
+
+@pytest.mark.parametrize("act", ["fold_batch", "finish", "ends", "snapshot", "trim"])
+async def test_a_planner_whose_term_is_over_releases_nothing(released: Any, act: str) -> None:
+    before = await released.dump()
+    where, old = (released.client, released.name), {"leader_epoch": released.leader_epoch - 1}
+    acts = {
+        "fold_batch": lambda: fold_batch(*where, released.manifests[1].manifest, **old),
+        "finish": lambda: finish_batch(*where, step=1, record=b"", **old),
+        "ends": lambda: released.fold_ends("g1/0/0", **old),
+        "snapshot": lambda: save_snapshot(*where, position="9-0", step=9, record=b"", **old),
+        "trim": lambda: trim_events(*where, **old),
+    }
+
+    with pytest.raises(FencedError):
+        await acts[act]()
+
+    assert await released.dump() == before
+
+
+# a name is used once
+
+
+async def test_a_group_that_is_over_cannot_be_opened_again(released: Any) -> None:
+    await released.fold(1)
+    before = await released.dump()
+
+    with pytest.raises(ConflictError, match="group g1 was over"):
+        await released.open("g1")
+
+    assert await released.dump() == before
+
+
+@pytest.mark.timeout(120)
+async def test_no_name_of_ten_thousand_is_forgotten_and_no_other_refused(run: Any) -> None:
+    # Enough for the buckets to split many times over, on both sides of a power of two.
+    names = [f"visit {number}" for number in range(10_000)]
+    await run.plan_steps(3)
+    await run.commit(await run.start("s"), 1, 2, 3)
+    await run.raise_floor()
+    where = (run.keys.leader, run.keys.frontier, run.keys.ledger, run.keys.groups, run.keys.over)
+    for start in range(0, len(names), 250):
+        some = [keys.encode_name(name) for name in names[start : start + 250]]
+        await run.client.hset(run.keys.groups, mapping=dict.fromkeys(some, "1:planned"))
+        command = Script("fold_batch", "turnstream_server.bus")(
+            where, run.leader_epoch, 1, len(some), *some
+        )
+        await run_command_async(run.client, command)
+
+    refused = 0
+    for name in names[::7]:
+        with pytest.raises(ConflictError, match="was over"):
+            await run.open(name)
+        refused += 1
+    for number in range(100):
+        await run.open(f"visit {10_000 + number}")
+
+    over = await run.hash_of("over")
+    packed = b"".join(value for bucket, value in over.items() if bucket != b"n")
+    fingerprints = {packed[start : start + 8] for start in range(0, len(packed), 8)}
+    expected = {hashlib.sha1(keys.encode_name(name).encode()).digest()[:8] for name in names}
+    assert (over[b"n"], fingerprints) == (b"10000", expected)
+    assert len(packed) == 80_000
+    assert max(len(value) for value in over.values()) < 8 * 64 * 3
+    assert refused == len(names[::7])

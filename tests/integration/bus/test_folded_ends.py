@@ -1,0 +1,185 @@
+"""What trajectories that ended untrained leave behind: names, and counts of their reasons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from turnstream.batching.decisions import GroupCut
+from turnstream.errors import ConflictError
+from turnstream.types import TrajectoryState
+from turnstream_server.bus.ledger import read_ledger_async
+from turnstream_server.bus.release import find_ended, groups_that_are_over
+
+pytestmark = pytest.mark.redis
+
+
+async def ended_group(run: Any, group_id: str, state: TrajectoryState) -> None:
+    await run.open(group_id)
+    await run.seal(group_id, 0)
+    await run.seal(group_id, 1)
+    await run.settle(group_id, state, 0, 1)
+
+
+async def test_what_ended_untrained_is_found_with_its_reason_and_the_dead_is_not(run: Any) -> None:
+    await ended_group(run, "a", TrajectoryState.FILTERED)
+    await run.open("b", num_samples=4)
+    await run.abandon("b", 0)
+    await run.seal("b", 1)
+    await run.seal("b", 2)
+    await run.kill("b", 2)
+
+    cursor, found = await find_ended(run.client, run.name, cursor="0", num_entries=500)
+
+    assert cursor == "0"
+    assert found == {
+        "a/0/0": "filtered:why",
+        "a/1/0": "filtered:why",
+        "b/0/0": "abandoned:crashed",
+    }
+
+
+async def test_folded_ends_leave_counts_of_their_reasons_and_fingerprints(run: Any) -> None:
+    await ended_group(run, "a", TrajectoryState.FILTERED)
+    await ended_group(run, "b", TrajectoryState.INCOMPLETE)
+
+    done = await run.fold_ends("a/0/0", "a/1/0", "b/0/0")
+
+    assert done
+    assert await run.hash_of("reasons") == {b"filtered:why": b"2", b"incomplete:why": b"1"}
+    assert await run.hash_of("ledger") == {b"b/1/0": b"incomplete:why"}
+    assert await run.hash_of("groups") == {}
+    assert (await run.hash_of("over"))[b"n"] == b"2"
+    (await read_ledger_async(run.client, run.name)).check()
+    with pytest.raises(ConflictError, match="was over"):
+        await run.open("a")
+
+
+async def test_folding_ends_again_changes_nothing(run: Any) -> None:
+    await ended_group(run, "a", TrajectoryState.FILTERED)
+    await run.fold_ends("a/0/0", "a/1/0")
+    before = await run.dump()
+
+    assert not await run.fold_ends("a/0/0", "a/1/0")
+
+    assert await run.dump() == before
+
+
+async def test_an_end_in_a_group_that_may_still_change_stays_in_the_ledger(run: Any) -> None:
+    # Its entry is what keeps the same attempt from being opened once more.
+    await run.open("a")
+    await run.abandon("a", 0)
+    before = await run.dump()
+
+    assert await groups_that_are_over(run.client, run.name, ["a"]) == set()
+    with pytest.raises(ConflictError, match="group a of a/0/0 is open"):
+        await run.fold_ends("a/0/0")
+
+    assert await run.dump() == before
+
+
+@pytest.mark.parametrize(("what", "state"), [("a/0/0", "sealed:1"), ("x/0/0", "unknown")])
+async def test_only_what_has_ended_can_be_folded(run: Any, what: str, state: str) -> None:
+    await ended_group(run, "b", TrajectoryState.FILTERED)
+    await run.open("a")
+    await run.seal("a", 0)
+    before = await run.dump()
+
+    with pytest.raises(ConflictError, match=f"{what} is {state}, not at its end"):
+        await run.fold_ends("b/0/0", what)
+
+    assert await run.dump() == before
+
+
+async def test_records_of_ends_are_numbered_without_a_gap(run: Any) -> None:
+    await ended_group(run, "a", TrajectoryState.FILTERED)
+
+    with pytest.raises(ConflictError, match="record 2 does not follow 0"):
+        await run.fold_ends("a/0/0", number=2)
+
+
+async def test_the_seal_of_a_member_that_is_open_after_its_group_is_gone_is_surplus(
+    run: Any,
+) -> None:
+    await run.open("a")
+    await run.seal("a", 0)
+    await run.settle("a", TrajectoryState.INCOMPLETE, 0)
+    await run.fold_ends("a/0/0")
+
+    assert await run.seal("a", 1) == [b"SURPLUS"]
+
+    (await read_ledger_async(run.client, run.name)).check()
+
+
+async def test_surplus_of_a_group_that_is_gone_can_still_be_settled(released: Any) -> None:
+    await released.open("late", num_samples=3)
+    for sample in range(3):
+        await released.seal("late", sample)
+    await released.plan("late")
+    await released.client.hdel(released.keys.groups, "late")
+
+    await released.settle("late", TrajectoryState.SURPLUS, 2)
+
+    assert (await released.hash_of("ledger"))[b"late/2/0"] == b"surplus:why"
+
+
+async def test_what_is_folded_leaves_no_reward_member_deadline_refill_or_lease(
+    async_client: Any, start_run: Any
+) -> None:
+    run = await start_run(
+        async_client,
+        group_deadline_s=3600,
+        reward_deadline_s=1800,
+        deadline_policy="refill",
+        max_refills=2,
+        retain_checkpoints=1,
+    )
+    await run.open("a", num_samples=5, num_needed=2)
+    await run.seal("a", 0, awaits_reward=True)
+    await run.post_reward("a", 0, 1.0)
+    await run.seal("a", 1)
+    await run.seal("a", 2, awaits_reward=True)
+    await run.grant("a", 3)
+    await run.plan("a")
+    assert await run.post_reward("a", 2, 1.0) == "LATE"
+    await run.commit(await run.start("s"), 1)
+    assert await run.raise_floor() == 1
+
+    await run.fold_ends(*(f"a/{sample}/0" for sample in (2, 3, 4)))
+    await run.fold(1)
+
+    left = ("ledger", "groups", "rewards", "members", "deadlines", "refills", "leases")
+    assert {
+        name: await run.client.exists(getattr(run.keys, name)) for name in left
+    } == dict.fromkeys(left, 0)
+    (await read_ledger_async(run.client, run.name)).check()
+
+
+async def test_nothing_is_told_of_a_group_that_is_gone(run: Any) -> None:
+    await ended_group(run, "a", TrajectoryState.FILTERED)
+    await run.fold_ends("a/0/0", "a/1/0")
+    before = await run.dump()
+
+    await run.carry_out(GroupCut(group_id="a", reason="enough"))
+    with pytest.raises(ConflictError, match="group a is unknown, or over"):
+        await run.settle("a", TrajectoryState.FILTERED, 0, 1)
+    with pytest.raises(ConflictError, match="group a is unknown, or over"):
+        await run.grant("a", 0)
+    with pytest.raises(ConflictError, match="a/0/0 was never opened, or is over"):
+        await run.post_reward("a", 0, 1.0)
+
+    assert await run.dump() == before
+
+
+async def test_a_group_that_is_gone_is_not_planned(run: Any) -> None:
+    await run.open("a")
+    await run.seal("a", 0)
+    await run.seal("a", 1)
+    await run.client.hdel(run.keys.groups, "a")
+    before = await run.dump()
+
+    with pytest.raises(ConflictError, match="group a of a/0/0 is over"):
+        await run.plan("a")
+
+    assert await run.dump() == before
