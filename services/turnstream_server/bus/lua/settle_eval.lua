@@ -58,16 +58,7 @@ local function settle(id, from, into, reason)
   num_ended = num_ended + 1
 end
 
-local given_back = 0
-
-local function give_back(id)
-  local bytes = string.match(redis.call('HGET', HELD, id) or '', '^r(%d+)$')
-  if bytes then
-    redis.call('HDEL', HELD, id)
-    redis.call('HINCRBY', BUDGET, 'reserved', '-' .. bytes)
-    given_back = given_back + bytes
-  end
-end
+-- include: give_back_unbegun.lua
 
 local function state_of(id)
   return string.match(redis.call('HGET', KEYS[3], id) or '', '^[^:]*')

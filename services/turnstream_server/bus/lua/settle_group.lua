@@ -59,16 +59,7 @@ local function settle(id, from, into)
   num_ended = num_ended + 1
 end
 
-local gives_back = false
-
-local function give_back(id)
-  local bytes = string.match(redis.call('HGET', HELD, id) or '', '^r(%d+)$')
-  if bytes then
-    redis.call('HDEL', HELD, id)
-    redis.call('HINCRBY', BUDGET, 'reserved', '-' .. bytes)
-    gives_back = true
-  end
-end
+-- include: give_back_unbegun.lua
 
 local function state_of(id)
   return string.match(redis.call('HGET', KEYS[3], id) or '', '^[^:]*')
@@ -119,7 +110,7 @@ if prompt then
     redis.call('ZADD', AGAIN, prompt, prompt)
   end
 end
-local makes_room = is_dropped or gives_back
+local makes_room = is_dropped or given_back > 0
 if state == 'open' then
   redis.call('HINCRBY', KEYS[5], 'open_groups', -1)
   local config = cjson.decode(redis.call('HGET', CONFIG, redis.call('HGET', CONFIG, 'newest')))

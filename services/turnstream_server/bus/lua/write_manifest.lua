@@ -134,16 +134,7 @@ for start = FIRST, #ARGV, CHUNK do
 end
 local num_left = {open = 0, awaiting_reward = 0}
 
-local gives_back = false
-
-local function give_back(id)
-  local bytes = string.match(redis.call('HGET', HELD, id) or '', '^r(%d+)$')
-  if bytes then
-    redis.call('HDEL', HELD, id)
-    redis.call('HINCRBY', BUDGET, 'reserved', '-' .. bytes)
-    gives_back = true
-  end
-end
+-- include: give_back_unbegun.lua
 
 local num_groups = 0
 
@@ -190,7 +181,7 @@ end
 if num_open_groups > 0 then
   redis.call('HINCRBY', KEYS[2], 'open_groups', -num_open_groups)
 end
-if num_open_groups > 0 or gives_back then
+if num_open_groups > 0 or given_back > 0 then
   redis.call('XADD', KEYS[12], 'MAXLEN', 1, '*', 'w', '')
 end
 local num_trajectories = #ARGV - FIRST + 1
