@@ -261,6 +261,21 @@ def parse_trajectory_id(text: str) -> TrajectoryKey:
     return TrajectoryKey(decode_name(group), int(sample), int(attempt))
 
 
+def run_of(key: str) -> str:
+    """The (plain) name of the run that a key is of.
+
+    >>> run_of("ts:{a%2Fb}:ledger"), run_of("ts:{a/g/0/0}:meta")
+    ('a/b', 'a')
+
+    Raises:
+        ValueError: it is the key of no run.
+    """
+    match = _KEY.fullmatch(key)
+    if match is None:
+        raise ValueError(f"{key!r} is the key of no run")
+    return decode_name(match[1])
+
+
 def declared_type(key: str) -> str | None:
     """The Redis type that a key of this name must have; None if no such key is declared.
 

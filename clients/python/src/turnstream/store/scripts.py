@@ -5,16 +5,19 @@ Every script is idempotent: a call whose reply was lost is sent again as it was.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.resources
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import redis
 import redis.asyncio
 from redis.exceptions import NoScriptError, RedisError
 
+from turnstream.errors import RunNotFoundError
+from turnstream.store.keys import run_of
 from turnstream.store.replies import translate, translating
 
 Argument = str | bytes | int | memoryview
@@ -91,7 +94,7 @@ def run_command(client: redis.Redis, command: Command) -> Any:
     Raises:
         TurnstreamError: what the refusal, or the failing connection, stands for.
     """
-    with translating():
+    with _translating(command):
         try:
             return client.execute_command(*command.words)
         except NoScriptError:
@@ -115,12 +118,12 @@ def run_commands(client: redis.Redis, commands: Sequence[Command]) -> list[Any]:
             for source in _sources(commands[start:]):
                 client.script_load(source)
             replies[start:] = _send(client, commands[start:])
-    return [_translated(reply) for reply in replies]
+    return [_translated(*each) for each in zip(replies, commands, strict=True)]
 
 
 async def run_command_async(client: redis.asyncio.Redis, command: Command) -> Any:
     """The same as `run_command`, for asyncio."""
-    with translating():
+    with _translating(command):
         try:
             return await client.execute_command(*command.words)
         except NoScriptError:
@@ -137,7 +140,7 @@ async def run_commands_async(client: redis.asyncio.Redis, commands: Sequence[Com
             for source in _sources(commands[start:]):
                 await client.script_load(source)
             replies[start:] = await _send_async(client, commands[start:])
-    return [_translated(reply) for reply in replies]
+    return [_translated(*each) for each in zip(replies, commands, strict=True)]
 
 
 def _send(client: redis.Redis, commands: Sequence[Command]) -> list[Any]:
@@ -170,5 +173,22 @@ def _sources(commands: Sequence[Command]) -> set[str]:
     return {command.script.source for command in commands}
 
 
-def _translated(reply: Any) -> Any:
-    return translate(reply) if isinstance(reply, (RedisError, OSError)) else reply
+@contextlib.contextmanager
+def _translating(command: Command) -> Iterator[None]:
+    try:
+        with translating():
+            yield
+    except RunNotFoundError as error:
+        raise _unknown_run(command) from error
+
+
+def _translated(reply: Any, command: Command) -> Any:
+    if not isinstance(reply, (RedisError, OSError)):
+        return reply
+    error = translate(reply)
+    return _unknown_run(command) if isinstance(error, RunNotFoundError) else error
+
+
+def _unknown_run(command: Command) -> RunNotFoundError:
+    """Scripts do not know the name of their run: it is in their keys."""
+    return RunNotFoundError(f"no run named {run_of(command.keys[0])!r}")

@@ -1,0 +1,257 @@
+"""close, reopen, pause, resume and revise, as they are typed: what they say, do and refuse."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import redis
+
+from turnstream.store import keys
+from turnstream.store.revisions import read_revisions
+from turnstream_server import cli
+from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.redis
+
+
+class Told(NamedTuple):
+    """What a command said, and its status."""
+
+    status: int
+    out: str
+    err: str
+
+
+class Shell:
+    """Types commands in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch = monkeypatch
+        self._capsys = capsys
+
+    def __call__(self, *words: str) -> Told:
+        """Type one."""
+        self._monkeypatch.setattr(sys, "argv", ["turnstream", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        seen = self._capsys.readouterr()
+        return Told(int(ended.value.code or 0), seen.out, seen.err)
+
+
+@pytest.fixture
+def turnstream(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Shell:
+    """Types commands for the store of the tests."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TURNSTREAM_REDIS_URL", server.url)
+    return Shell(monkeypatch, capsys)
+
+
+@pytest.fixture
+def run(client: redis.Redis, new_run: Callable[..., str]) -> str:
+    """The name of a new run."""
+    return new_run(client, batch_groups=4, max_staleness=1)
+
+
+def content(client: redis.Redis, run: str) -> dict[str, object]:
+    """All that is stored of it."""
+    return {name: client.dump(name) for name in keys.run_keys(run)}
+
+
+# what they do
+
+
+def test_close_ends_a_run_once_and_keeps_what_becomes_of_the_rest(
+    client: redis.Redis, run: str, turnstream: Shell
+) -> None:
+    first = turnstream("close", run, "--leftover", "carry", "--reason", "enough")
+    again = turnstream("close", run)
+
+    assert first == Told(0, f"run {run} is closed\n", "")
+    assert again == Told(0, f"run {run} was closed before\n", "")
+    assert (read_frontier(client, run).is_closed, read_frontier(client, run).leftover) == (
+        True,
+        "carry",
+    )
+
+
+def test_reopen_lets_a_closed_run_go_on_once(
+    client: redis.Redis, run: str, turnstream: Shell
+) -> None:
+    turnstream("close", run)
+
+    first, again = turnstream("reopen", run), turnstream("reopen", run)
+
+    assert first == Told(0, f"run {run} takes groups again\n", "")
+    assert again == Told(0, f"run {run} was not closed\n", "")
+    assert not read_frontier(client, run).is_closed
+
+
+def test_pause_and_resume_keep_the_first_reason_and_say_what_was_to_do(
+    client: redis.Redis, run: str, turnstream: Shell
+) -> None:
+    not_paused = turnstream("resume", run)
+    paused = turnstream("pause", run, "--reason", "the disk is full")
+    again = turnstream("pause", run, "--reason", "another")
+    reason = read_frontier(client, run).paused
+    resumed = turnstream("resume", run)
+
+    assert not_paused == Told(0, f"run {run} was not paused\n", "")
+    assert paused == Told(0, f"run {run} is paused\n", "")
+    assert again == Told(0, f"run {run} was paused before\n", "")
+    assert resumed == Told(0, f"run {run} goes on\n", "")
+    assert (reason, read_frontier(client, run).paused) == ("the disk is full", None)
+
+
+def test_why_says_as_json_that_a_run_is_paused_and_the_reason(
+    client: redis.Redis, run: str, turnstream: Shell
+) -> None:
+    turnstream("pause", run, "--reason", "the disk is full")
+
+    told = turnstream("why", run, "--json")
+
+    first = json.loads(told.out)["reasons"][0]
+    assert (first["kind"], first["facts"]) == ("run_paused", {"reason": "the disk is full"})
+
+
+def test_revise_shows_each_change_and_show_what_is_to_come(
+    client: redis.Redis, run: str, turnstream: Shell
+) -> None:
+    words = ("--set", "max_staleness=3", "--set", "estimator=rloo", "--from-step", "2")
+
+    told = turnstream("revise", run, *words)
+    again = turnstream("revise", run, *words)
+    shown = turnstream("show", run)
+
+    assert told.status == 0
+    assert told.out.splitlines() == [
+        f"revision 2 of run {run}, from step 2 on:",
+        "  estimator: grpo -> rloo",
+        "  max_staleness: 1 -> 3",
+    ]
+    assert again == Told(0, "nothing changes: revision 2 says the same\n", "")
+    assert "revision 2, from step 2" in shown.out
+    assert "estimator=rloo, max_staleness=3" in shown.out
+    last = read_revisions(client, run).last
+    assert (last.from_step, last.config.max_staleness, last.config.estimator) == (2, 3, "rloo")
+
+
+# what they refuse
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--set", "max_stale=3"), "max_stale: is no setting of a run"),
+        (("--set", "max_staleness"), "--set: 'max_staleness' is not NAME=VALUE"),
+        (("--set", "max_staleness=-1"), "max_staleness: -1 is not a whole number of at least 0"),
+        (
+            ("--set", "max_staleness=many"),
+            "max_staleness: 'many' is not a whole number of at least 0",
+        ),
+        (("--set", "estimator=best"), "estimator: 'best' is not one of"),
+        (("--set", "drop_zero_variance=1"), "drop_zero_variance: 1 is no bool"),
+        (("--set", "aggregation=sum"), "aggregation: "),
+    ],
+)
+def test_revise_names_the_setting_that_is_wrong_and_its_value(
+    client: redis.Redis, run: str, turnstream: Shell, words: tuple[str, ...], message: str
+) -> None:
+    before = content(client, run)
+
+    told = turnstream("revise", run, *words, "--from-step", "2")
+
+    assert (told.status, told.out) == (1, "")
+    assert told.err.startswith(f"error: {message}")
+    assert len(told.err.splitlines()) == 1
+    assert content(client, run) == before
+
+
+def test_revise_of_a_step_that_is_planned_says_which_is_not(
+    client: redis.Redis, run: str, turnstream: Shell
+) -> None:
+    client.hset(keys.run_keys(run).frontier, "planned", 4)
+    before = content(client, run)
+
+    told = turnstream("revise", run, "--set", "max_staleness=3", "--from-step", "4")
+
+    assert told == Told(1, "", "error: step 4 is planned; the first that is not is step 5\n")
+    assert content(client, run) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--set", "max_staleness=3", "--from-step", "0"), "--from-step"),
+        (("--set", "max_staleness=3", "--from-step", "soon"), "--from-step"),
+        (("--set", "max_staleness=3"), "--from-step"),
+        (("--from-step", "2"), "--set"),
+    ],
+)
+def test_revise_without_a_step_or_a_setting_is_wrong_usage(
+    client: redis.Redis, run: str, turnstream: Shell, words: tuple[str, ...], named: str
+) -> None:
+    told = turnstream("revise", run, *words)
+
+    assert (told.status, told.out) == (2, "")
+    assert named in told.err
+    assert read_revisions(client, run).last.number == 1
+
+
+def test_close_refuses_another_leftover_than_there_is_or_was(
+    client: redis.Redis, run: str, turnstream: Shell
+) -> None:
+    unknown = turnstream("close", run, "--leftover", "keep")
+    is_open = not read_frontier(client, run).is_closed
+    turnstream("close", run, "--leftover", "drop")
+    other = turnstream("close", run, "--leftover", "carry")
+
+    assert unknown == Told(1, "", "error: leftover: 'keep' is not one of short, carry, drop\n")
+    assert is_open
+    assert other == Told(1, "", "error: the run was closed with leftover=drop, not carry\n")
+    assert read_frontier(client, run).leftover == "drop"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(("close",), ("reopen",), ("pause",), ("resume",), ("show",), ("ledger",), ("why",)),
+        ("revise", "--set", "max_staleness=3", "--from-step", "2"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_run_that_does_not_exist_is_named(
+    client: redis.Redis, turnstream: Shell, words: tuple[str, ...]
+) -> None:
+    told = turnstream(words[0], "mace", *words[1:])
+
+    assert told == Told(1, "", "error: no run named 'mace'\n")
+    assert client.exists(*keys.run_keys("mace")) == 0
+
+
+@pytest.mark.parametrize("command", ["close", "reopen", "pause", "resume", "revise"])
+def test_without_a_run_it_is_wrong_usage(turnstream: Shell, command: str) -> None:
+    told = turnstream(command)
+
+    assert (told.status, told.out) == (2, "")
+    assert "Missing argument 'run'" in told.err.replace("RUN", "run")
+
+
+def test_a_store_that_is_away_is_one_line_of_another_process() -> None:
+    command = [sys.executable, "-m", "turnstream_server.cli", "pause", "maze"]
+
+    done = subprocess.run(
+        [*command, "--redis", "redis://127.0.0.1:1/0"], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: the store cannot be reached")
+    assert len(done.stderr.splitlines()) == 1
