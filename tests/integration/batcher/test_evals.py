@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -38,6 +39,23 @@ with Publisher(url, run) as publisher, publisher.group("e", 2, purpose="eval") a
     visit.trajectory(0).seal(0.5)
     print("sealed", flush=True)
     sys.stdin.read()
+"""
+
+# A batcher that is killed where its failpoint is.
+DOOMED = """
+import asyncio, sys
+from turnstream_server import failpoints
+from turnstream_server.batcher.options import BatcherOptions
+from turnstream_server.batcher.service import serving
+
+url, failpoint = sys.argv[1:]
+failpoints.arm(failpoint)
+
+async def main():
+    async with serving(BatcherOptions(redis_url=url, leader_lease_s=0.6)):
+        await asyncio.Event().wait()
+
+asyncio.run(main())
 """
 
 
@@ -120,6 +138,25 @@ async def test_the_results_of_each_version_are_kept_by_group_and_overall(house):
     assert (eighth.version, eighth.reward.mean) == (8, 0.25)
     assert [each["version"] for each in shown] == [3, 8]
     assert shown[0]["reward"]["mean"] == 0.5
+
+
+@pytest.mark.parametrize("place", ["settle.before", "settle.after"])
+async def test_an_evaluation_ends_once_though_its_planner_is_killed_at_its_end(house, place):
+    run = house.create_run()
+    await house.publish(run, evaluation("e", 1.0, 0.0, version=3))
+
+    command = [sys.executable, "-c", DOOMED, house.url, place]
+    killed = await asyncio.to_thread(subprocess.run, command, timeout=20, check=False)
+    known = results(house, run)
+    await house.start_batcher(lease_s=0.6)
+    await house.publish(run, evaluation("f", 0.5, version=3))
+    await num_evaluated(house, run, 3)
+
+    assert killed.returncode == -signal.SIGKILL
+    assert [each.num_groups for each in known] == ([1] if place == "settle.after" else [])
+    (found,) = results(house, run)
+    assert (found.num_groups, found.num_trajectories, found.reward.mean) == (2, 3, 0.5)
+    assert [each.group_id for each in found.groups] == ["e", "f"]
 
 
 async def test_an_evaluation_goes_on_where_training_waits_and_ends_with_the_run(house):
