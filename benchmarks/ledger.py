@@ -23,7 +23,7 @@ from turnstream.store.connection import Link, connect
 from turnstream.store.runs import create_run
 from turnstream.store.scripts import Command, Script, pack
 from turnstream.types import TrajectoryKey
-from turnstream_server.bus.release import FOLD_SLICE
+from turnstream_server.bus.release import FOLD_SLICE, GROUP_SLICE
 from turnstream_server.embedded import EmbeddedServer
 
 RUN = "ledger"
@@ -138,10 +138,7 @@ class Life:
 
     def _fold(self, batch: Planned) -> None:
         names = self._names
-        where = (
-            *(names.leader, names.frontier, names.ledger),
-            *(names.groups, names.over, names.rewards),
-        )
+        where = names.of_fold_batch
         finish = (
             *(names.leader, names.frontier, names.batches),
             *(names.plan, names.past, names.snapshot),
@@ -165,7 +162,7 @@ class Life:
             ),
             *(
                 self._call("fold_batch", where, 1, batch.step, len(some), *some)
-                for some in _sliced(batch.groups, FOLD_SLICE)
+                for some in _sliced(batch.groups, GROUP_SLICE)
             ),
             self._call("finish_batch", finish, 1, batch.step, record),
         )

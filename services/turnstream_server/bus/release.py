@@ -41,6 +41,9 @@ SLICE: Final = 64
 FOLD_SLICE: Final = 256
 """Trajectories of one call: half a millisecond of the server."""
 
+GROUP_SLICE: Final = 128
+"""Groups of one call: a millisecond of the server, for each has a bucket of its own in `over`."""
+
 DROPPED: Final = ("filtered", "expired", "incomplete", "surplus", "evaluated", "abandoned")
 """States of the ledger in which a trajectory ends untrained and leaves. Dead ones are kept until
 they are discarded."""
@@ -206,17 +209,13 @@ async def fold_batch(
         ConflictError: the step is not released.
         StoreUnavailableError: the store cannot be reached.
     """
-    names = keys.run_keys(run)
-    where = (
-        *(names.leader, names.frontier, names.ledger),
-        *(names.groups, names.over, names.rewards),
-    )
+    where = keys.run_keys(run).of_fold_batch
     groups = [keys.encode_name(group.group_id) for group in manifest.groups]
     ids = [keys.trajectory_id(each.key) for group in manifest.groups for each in group.trajectories]
     start = (leader_epoch, manifest.step)
     for some in _sliced(ids, FOLD_SLICE):
         await run_command_async(client, _FOLD_BATCH(where, *start, 0, *some))
-    for some in _sliced(groups, FOLD_SLICE):
+    for some in _sliced(groups, GROUP_SLICE):
         await run_command_async(client, _FOLD_BATCH(where, *start, len(some), *some))
 
 
@@ -299,7 +298,7 @@ async def fold_ended(
     names = keys.run_keys(run)
     where = (
         *(names.leader, names.frontier, names.ledger, names.groups),
-        *(names.over, names.ended, names.reasons, names.rewards),
+        *(names.over, names.ended, names.reasons, names.rewards, names.rewarded),
     )
     command = _FOLD_ENDED(where, leader_epoch, number, record, *trajectory_ids)
     return bool(await run_command_async(client, command))

@@ -48,6 +48,9 @@ def print_ledger(url: str, run: str, console: Console) -> None:
     if seen.counts.num_conflicts:
         number, last = seen.counts.num_conflicts, seen.counts.last_conflict
         console.print(f"{number:,} writes with another content were refused, the last: {last}")
+    if seen.counts.num_late_rewards:
+        number = seen.counts.num_late_rewards
+        console.print(f"{number:,} rewards came after their groups were decided")
     if seen.prompts.num_added:
         console.print(f"prompts: {seen.prompts.sentence}")
     console.print(f"budget of the run: {_limit(budget.max_bytes)}")
@@ -69,6 +72,7 @@ def ledger_json(url: str, run: str) -> str:
         "accepted": seen.counts.accepted,
         "conflicts": seen.counts.num_conflicts,
         "last_conflict": seen.counts.last_conflict,
+        "late_rewards": seen.counts.num_late_rewards,
         "planned": seen.frontier.planned,
         "stepped": seen.frontier.stepped,
         "committed": seen.frontier.committed,

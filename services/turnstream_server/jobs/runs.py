@@ -95,5 +95,4 @@ def _run_table(seen: RunSummary) -> Table:
     table.add_row("closed", "yes" if frontier.is_closed else "no")
     if frontier.paused is not None:
         table.add_row("paused", frontier.paused or "yes")
-    table.add_row("trajectories", f"{seen.ledger.accepted:,} accepted")
     return table

@@ -8,7 +8,10 @@ import re
 import pytest
 
 LUA = importlib.resources.files("turnstream.store") / "lua"
-NAMES = sorted(path.name for path in LUA.iterdir())
+SERVER_LUA = importlib.resources.files("turnstream_server.bus") / "lua"
+PARTS = ("remember_rewards.lua", "was_over.lua")
+"""What several scripts include; no script by itself."""
+NAMES = sorted({path.name for path in LUA.iterdir()} - {*PARTS})
 
 
 def split(name: str) -> tuple[str, str]:
@@ -33,6 +36,29 @@ def test_the_scripts_of_generators_are_these() -> None:
         ),
         *("reserve.lua", "revise_config.lua", "set_paused.lua", "take_over.lua"),
     ] == NAMES
+
+
+def includers(part: str) -> list[str]:
+    """The scripts that include a part, of both packages."""
+    files = [*LUA.iterdir(), *SERVER_LUA.iterdir()]
+    line = re.compile(rf"^-- include: (?:[\w.]+/)?{re.escape(part)}$", re.MULTILINE)
+    return sorted(file.name.removesuffix(".lua") for file in files if line.search(file.read_text()))
+
+
+def test_a_part_names_the_scripts_that_include_it() -> None:
+    headers = {
+        file.name: re.search(r"^-- Part of ([^:]+):", file.read_text(), re.MULTILINE)
+        for file in [*LUA.iterdir(), *SERVER_LUA.iterdir()]
+    }
+
+    named = {
+        name: sorted(re.findall(r"\w+(?=,| and |$)", found[1]))
+        for name, found in headers.items()
+        if found is not None
+    }
+
+    assert named.keys() > {*PARTS}
+    assert named == {name: includers(name) for name in named}
 
 
 @pytest.mark.parametrize("name", NAMES)

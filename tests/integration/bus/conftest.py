@@ -368,7 +368,8 @@ class RunDriver:
 
     async def hash_of(self, name: str) -> dict[bytes, bytes]:
         """What is in a hash of the run."""
-        return await self.client.execute_command("HGETALL", getattr(self.keys, name))
+        found: Any = await self.client.execute_command("HGETALL", getattr(self.keys, name))
+        return found
 
     async def events(self) -> list[Event]:
         """Every event of the run, in order."""
@@ -385,7 +386,7 @@ class RunDriver:
         content: dict[str, Any] = {}
         for name in hashes:
             content[name] = await self.client.execute_command("HGETALL", getattr(self.keys, name))
-        for name in ("deadlines", "refills"):
+        for name in ("deadlines", "refills", "rewarded"):
             key = getattr(self.keys, name)
             content[name] = await self.client.execute_command("ZRANGE", key, 0, -1)
         for name in ("events", "plan", "versions", "wake"):

@@ -154,12 +154,11 @@ async def test_no_name_of_ten_thousand_is_forgotten_and_no_other_refused(run: An
     await run.plan_steps(3)
     await run.commit(await run.start("s"), 1, 2, 3)
     await run.raise_floor()
-    where = (run.keys.leader, run.keys.frontier, run.keys.ledger, run.keys.groups, run.keys.over)
     for start in range(0, len(names), 250):
         some = [keys.encode_name(name) for name in names[start : start + 250]]
         await run.client.hset(run.keys.groups, mapping=dict.fromkeys(some, "1:planned"))
         command = Script("fold_batch", "turnstream_server.bus")(
-            where, run.leader_epoch, 1, len(some), *some
+            run.keys.of_fold_batch, run.leader_epoch, 1, len(some), *some
         )
         await run_command_async(run.client, command)
 

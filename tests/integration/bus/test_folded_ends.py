@@ -56,6 +56,19 @@ async def test_folded_ends_leave_counts_of_their_reasons_and_fingerprints(run: A
         await run.open("a")
 
 
+async def test_a_group_whose_surplus_is_folded_stays_until_its_batch_goes(run: Any) -> None:
+    await run.open("a", num_samples=3, num_needed=2)
+    for sample in range(3):
+        await run.seal("a", sample)
+    await run.plan("a")
+    await run.settle("a", TrajectoryState.SURPLUS, 2)
+
+    await run.fold_ends("a/2/0")
+
+    assert await run.hash_of("groups") == {b"a": b"3:planned"}
+    assert await run.hash_of("over") == {}
+
+
 async def test_folding_ends_again_changes_nothing(run: Any) -> None:
     await ended_group(run, "a", TrajectoryState.FILTERED)
     await run.fold_ends("a/0/0", "a/1/0")
@@ -124,7 +137,7 @@ async def test_surplus_of_a_group_that_is_gone_can_still_be_settled(released: An
     assert (await released.hash_of("ledger"))[b"late/2/0"] == b"surplus:why"
 
 
-async def test_what_is_folded_leaves_no_reward_member_deadline_refill_or_lease(
+async def test_what_is_folded_leaves_no_member_deadline_refill_or_lease(
     async_client: Any, start_run: Any
 ) -> None:
     run = await start_run(
@@ -149,7 +162,7 @@ async def test_what_is_folded_leaves_no_reward_member_deadline_refill_or_lease(
     await run.fold_ends(*(f"a/{sample}/0" for sample in (2, 3, 4)))
     await run.fold(1)
 
-    left = ("ledger", "groups", "rewards", "members", "deadlines", "refills", "leases")
+    left = ("ledger", "groups", "members", "deadlines", "refills", "leases")
     assert {
         name: await run.client.exists(getattr(run.keys, name)) for name in left
     } == dict.fromkeys(left, 0)
@@ -166,8 +179,6 @@ async def test_nothing_is_told_of_a_group_that_is_gone(run: Any) -> None:
         await run.settle("a", TrajectoryState.FILTERED, 0, 1)
     with pytest.raises(ConflictError, match="group a is unknown, or over"):
         await run.grant("a", 0)
-    with pytest.raises(ConflictError, match="a/0/0 was never opened, or is over"):
-        await run.post_reward("a", 0, 1.0)
 
     assert await run.dump() == before
 

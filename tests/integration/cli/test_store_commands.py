@@ -4,10 +4,8 @@ import asyncio
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import redis
 from typer.testing import CliRunner
 
@@ -19,6 +17,7 @@ from turnstream.store import keys
 from turnstream.store.connection import connect, connect_async
 from turnstream.store.groups import group_size
 from turnstream.store.leases import list_lapsed
+from turnstream.store.rewards import post_reward
 from turnstream.store.runs import close_run, create_run
 from turnstream.store.scripts import Script, run_command
 from turnstream.testing import config, sealed, wait_until
@@ -26,16 +25,6 @@ from turnstream.types import EvalResult, GroupOpened, Spread, TrajectoryKey
 from turnstream_server import cli
 from turnstream_server.bus.groups import grant_refill
 from turnstream_server.bus.leadership import acquire_leadership
-from turnstream_server.embedded import EmbeddedServer
-
-
-@pytest.fixture
-def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a store, also in the environment."""
-    monkeypatch.setenv("COLUMNS", "100")
-    with EmbeddedServer() as server:
-        monkeypatch.setenv("TURNSTREAM_REDIS_URL", server.url)
-        yield server.url
 
 
 def test_runs_lists_every_run_of_the_store(url: str) -> None:
@@ -84,8 +73,9 @@ def test_show_prints_how_far_a_run_is_and_its_configuration(url: str) -> None:
     shown = CliRunner().invoke(cli.app, ["show", "maze"])
 
     assert shown.exit_code == 0
-    for words in ("0 planned", "0 stepped, 0 committed", "0 accepted", "mini_batch_groups", "none"):
+    for words in ("0 planned", "0 stepped, 0 committed", "mini_batch_groups", "none"):
         assert words in shown.output
+    assert "accepted" not in shown.output  # that is for `ledger` to say
 
 
 def test_show_of_an_unknown_run_is_a_clear_error(url: str) -> None:
@@ -132,6 +122,21 @@ def reasons_of(run: str) -> list[dict[str, Any]]:
     shown = CliRunner().invoke(cli.app, ["why", run, "--json"])
     assert shown.exit_code == 0
     return json.loads(shown.output)["reasons"]
+
+
+def test_ledger_counts_the_rewards_that_came_too_late(url: str) -> None:
+    with connect(url) as client:
+        create_run(client, "maze", config())
+        before = CliRunner().invoke(cli.app, ["ledger", "maze"])
+        client.hset(keys.run_keys("maze").groups, "g", "2:filtered")
+        post_reward(client, "maze", TrajectoryKey("g", 0), 1.0)
+
+    shown = CliRunner().invoke(cli.app, ["ledger", "maze"])
+    told = CliRunner().invoke(cli.app, ["ledger", "maze", "--json"])
+
+    assert "rewards came" not in before.output
+    assert "1 rewards came after their groups were decided" in shown.output
+    assert json.loads(told.output)["late_rewards"] == 1
 
 
 def test_why_names_whom_everybody_waits_for(url: str) -> None:

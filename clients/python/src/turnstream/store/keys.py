@@ -21,6 +21,7 @@ deadlines  zset    `group:<group name>` and `reward:<trajectory id>`, by when th
 refills    zset    ids of granted attempts that nobody has opened, by when they were granted
 rewards    hash    trajectory id -> CRC of the reward that was posted for it, `late:<CRC>` where its
                    group was decided before
+rewarded   zset    ids in `rewards` that are not in the ledger, by when, server ms: the newest 4,096
 frontier   hash    stepped, committed, session_epoch, session, dp_world_size, lineage,
                    live_groups, open_groups, opened_groups, closed (0 or 1); planned, the newest
                    batch, and session_token, what the session began with, are added when there is
@@ -132,6 +133,7 @@ _RUN_TYPES = {
     "deadlines": "zset",
     "refills": "zset",
     "rewards": "hash",
+    "rewarded": "zset",
     "past": "hash",
     "ended": "hash",
     "reasons": "hash",
@@ -176,6 +178,7 @@ class RunKeys(NamedTuple):
     deadlines: str
     refills: str
     rewards: str
+    rewarded: str
     past: str
     ended: str
     reasons: str
@@ -216,6 +219,22 @@ class RunKeys(NamedTuple):
         return (
             *(self.ledger, self.counts, self.groups, self.events),
             *(self.leases, self.deadlines, self.config, self.held, self.budget),
+        )
+
+    @property
+    def of_post_reward(self) -> tuple[str, ...]:
+        """The keys of the script post_reward."""
+        return (
+            *(self.ledger, self.counts, self.rewards, self.deadlines, self.events),
+            *(self.conflicts, self.frontier, self.groups, self.over, self.rewarded),
+        )
+
+    @property
+    def of_fold_batch(self) -> tuple[str, ...]:
+        """The keys of the script fold_batch."""
+        return (
+            *(self.leader, self.frontier, self.ledger, self.groups),
+            *(self.over, self.rewards, self.rewarded),
         )
 
 

@@ -45,12 +45,15 @@ def post_reward(
         reward_components: named rewards; they join those of the seal, and replace their namesakes.
 
     Returns:
-        LATE where its group was decided before: that is counted and changes nothing.
+        LATE where its group was decided before: that is counted and changes nothing. A DUPLICATE
+        is known while the ledger has the trajectory, and for the last few thousand that left it;
+        of older ones every reward is LATE.
 
     Raises:
         InvalidTurnError: there is no reward, or it is not finite.
-        ConflictError: another reward was posted; or the trajectory is not sealed yet, or was
-            sealed with its reward.
+        ConflictError: another reward was posted; or the trajectory was never opened, is not sealed
+            yet, or was sealed with its reward.
+        RunNotFoundError: no such run, or it was deleted.
         StoreUnavailableError: the store cannot be reached.
     """
     command = reward_command(run, key, reward, reward_components)
@@ -85,12 +88,8 @@ def reward_command(
         raise InvalidTurnError("reward", "there is none, and no component")
     outcome = None if reward is None else _finite(reward, field="reward")
     record = encode_event(RewardPosted(key=key, reward=outcome, reward_components=components))
-    names = keys.run_keys(run)
     return POST_REWARD(
-        (
-            *(names.ledger, names.counts, names.rewards, names.deadlines, names.events),
-            names.conflicts,
-        ),
+        keys.run_keys(run).of_post_reward,
         keys.trajectory_id(key),
         record[-4:].hex(),
         record,

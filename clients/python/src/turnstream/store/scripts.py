@@ -23,13 +23,14 @@ from turnstream.store.replies import translate, translating
 Argument = str | bytes | int | memoryview
 """What may be a key or an argument of a script."""
 
-_INCLUDE = re.compile(r"^-- include: (\w+)\.lua$", re.MULTILINE)
+_INCLUDE = re.compile(r"^-- include: (?:([\w.]+)/)?(\w+)\.lua$", re.MULTILINE)
 
 
 class Script:
     """A Lua file of a package's `lua` folder.
 
-    A line `-- include: other.lua` stands for what is in that file, but for its first line.
+    A line `-- include: other.lua`, or `-- include: package/other.lua` where another package has it,
+    stands for what is in that file, but for its first line.
 
     Attributes:
         name: the file name without its suffix.
@@ -55,7 +56,7 @@ class Script:
 def _read(name: str, package: str) -> str:
     path = importlib.resources.files(package) / "lua" / f"{name}.lua"
     text = path.read_text(encoding="utf-8")
-    return _INCLUDE.sub(lambda line: _read(line[1], package).partition("\n")[2], text)
+    return _INCLUDE.sub(lambda line: _read(line[2], line[1] or package).partition("\n")[2], text)
 
 
 class Command(NamedTuple):

@@ -78,29 +78,7 @@ local function shortage()
   end
 end
 
-local function was_over(name)
-  local num_buckets = math.max(1, math.floor((redis.call('HGET', OVER, 'n') or 0) / 64))
-  local level = 1
-  while level * 2 <= num_buckets do
-    level = level * 2
-  end
-  local hex = string.sub(redis.sha1hex(name), 1, 16)
-  local hash = tonumber(string.sub(hex, 1, 7), 16)
-  local bucket = hash % (level * 2)
-  if bucket >= num_buckets then
-    bucket = hash % level
-  end
-  local packed = redis.call('HGET', OVER, bucket) or ''
-  local fingerprint = string.gsub(hex, '..', function(byte)
-    return string.char(tonumber(byte, 16))
-  end)
-  local start = string.find(packed, fingerprint, 1, true)
-  while start and start % 8 ~= 1 do  -- across two fingerprints
-    start = string.find(packed, fingerprint, start + 1, true)
-  end
-  return start ~= nil
-end
-
+-- include: was_over.lua
 local function estimate()
   local usual = tonumber(redis.call('HGET', BUDGET, 'estimate') or FIRST_ESTIMATE)
   return math.max(LEAST_ESTIMATE, usual)

@@ -10,20 +10,27 @@
 --   KEYS[4] deadlines  zset    removed: "reward:<trajectory id>"
 --   KEYS[5] events     stream  added, once: field r = the reward_posted record, t = the id
 --   KEYS[6] conflicts  hash    num, last, last_ms: changed where another reward was posted
+--   KEYS[7] frontier   hash    read: whether there is such a run
+--   KEYS[8] groups     hash    read, where the ledger does not have the trajectory
+--   KEYS[9] over       hash    read then: fingerprints of the groups that are over
+--   KEYS[10] rewarded  zset    added then: the trajectory id; the oldest go, with their rewards
 -- Arguments: ARGV[1] trajectory id    ARGV[2] CRC of the record    ARGV[3] the record
 -- Reply: "OK", "DUPLICATE" (the same was posted before), or "LATE": its group was decided before,
---        which is counted and changes nothing
+--        which is counted and changes nothing. Of a trajectory that left the ledger long ago nobody
+--        knows any more what was posted: that is LATE too
 -- Errors:
+--   NORUN     no such run
 --   CONFLICT  another reward was posted; or the trajectory is not sealed, or was sealed with its
---             reward; or the ledger does not have it, or no more
+--             reward; or it was never opened
 
-local CONFLICTS = KEYS[6]
+local CONFLICTS, FRONTIER, GROUPS, OVER = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
+local REWARDS, REWARDED = KEYS[3], KEYS[10]
+local MAY_CHANGE = {open = true, decided = true, evaluating = true}
 
-local entry = redis.call('HGET', KEYS[1], ARGV[1])
-if not entry then
-  return redis.error_reply('CONFLICT ' .. ARGV[1] .. ' was never opened, or is over')
+if redis.call('EXISTS', FRONTIER) == 0 then
+  return redis.error_reply('NORUN no such run')
 end
-local known = redis.call('HGET', KEYS[3], ARGV[1])
+local known = redis.call('HGET', REWARDS, ARGV[1])
 if known then
   if known == ARGV[2] then
     return 'DUPLICATE'
@@ -36,6 +43,34 @@ if known then
     'last_ms', string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000)))
   return redis.error_reply('CONFLICT another reward was posted for ' .. ARGV[1])
 end
+
+-- include: was_over.lua
+
+-- include: remember_rewards.lua
+
+local function is_group_over()
+  local group = string.match(ARGV[1], '^[^/]*')
+  local entry = redis.call('HGET', GROUPS, group)
+  if entry then
+    return not MAY_CHANGE[string.match(entry, ':(.*)$')]
+  end
+  return was_over(group)
+end
+
+local function note_late()
+  redis.call('HSET', REWARDS, ARGV[1], 'late:' .. ARGV[2])
+  redis.call('HINCRBY', KEYS[2], 'late_rewards', 1)
+end
+
+local entry = redis.call('HGET', KEYS[1], ARGV[1])
+if not entry then
+  if not is_group_over() then
+    return redis.error_reply('CONFLICT ' .. ARGV[1] .. ' was never opened')
+  end
+  note_late()
+  remember_rewards({ARGV[1]})
+  return 'LATE'
+end
 local state, rest = string.match(entry, '^([^:]*):(.*)$')
 if state == 'open' then
   return redis.error_reply('CONFLICT ' .. ARGV[1] .. ' is open: its reward comes after its seal')
@@ -44,14 +79,13 @@ if state == 'sealed' then
   return redis.error_reply('CONFLICT ' .. ARGV[1] .. ' was sealed with its reward')
 end
 if state ~= 'awaiting_reward' then
-  redis.call('HSET', KEYS[3], ARGV[1], 'late:' .. ARGV[2])
-  redis.call('HINCRBY', KEYS[2], 'late_rewards', 1)
+  note_late()
   return 'LATE'
 end
 redis.call('HSET', KEYS[1], ARGV[1], 'sealed:' .. rest)
 redis.call('HINCRBY', KEYS[2], 'awaiting_reward', -1)
 redis.call('HINCRBY', KEYS[2], 'sealed', 1)
-redis.call('HSET', KEYS[3], ARGV[1], ARGV[2])
+redis.call('HSET', REWARDS, ARGV[1], ARGV[2])
 redis.call('ZREM', KEYS[4], 'reward:' .. ARGV[1])
 redis.call('XADD', KEYS[5], '*', 'r', ARGV[3], 't', ARGV[1])
 return 'OK'

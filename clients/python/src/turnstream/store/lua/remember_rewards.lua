@@ -1,0 +1,39 @@
+#!lua flags=allow-oom
+-- Part of post_reward, fold_batch and fold_ended: rewards of trajectories that are not in the ledger
+-- stay known for a while, for whoever posts once more because a reply was lost.
+--
+-- Needs REWARDS   a key, hash  read; removed: the oldest of those that are only remembered
+--       REWARDED  a key, zset  added: trajectory ids, by when they were remembered; the oldest go
+-- Gives remember_rewards(ids), of at most a thousand or so ids that are in REWARDS, and
+--       forget_rewards(ids), of as many that leave the ledger, rewarded or not.
+
+local MOST_REWARDED = 4096
+
+local function remember_rewards(ids)
+  local time = redis.call('TIME')
+  local now_ms = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
+  local members = {}
+  for _, id in ipairs(ids) do
+    members[#members + 1] = now_ms
+    members[#members + 1] = id
+  end
+  redis.call('ZADD', REWARDED, unpack(members))
+  local surplus = redis.call('ZCARD', REWARDED) - MOST_REWARDED
+  if surplus > 0 then
+    local oldest = redis.call('ZRANGE', REWARDED, 0, surplus - 1)
+    redis.call('ZREM', REWARDED, unpack(oldest))
+    redis.call('HDEL', REWARDS, unpack(oldest))
+  end
+end
+
+local function forget_rewards(ids)
+  local rewarded = {}
+  for i, known in ipairs(redis.call('HMGET', REWARDS, unpack(ids))) do
+    if known then
+      rewarded[#rewarded + 1] = ids[i]
+    end
+  end
+  if #rewarded > 0 then
+    remember_rewards(rewarded)
+  end
+end

@@ -1,0 +1,178 @@
+"""Rewards that are posted after the seal, by whoever knows them, however late."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+
+from turnstream.errors import ConflictError, RunNotFoundError
+from turnstream.store import keys
+from turnstream.store.rewards import RewardOutcome
+from turnstream.types import RewardPosted, TrajectoryKey, TrajectoryState
+from turnstream_server.bus.deletion import delete_run
+from turnstream_server.bus.ledger import read_ledger_async
+
+pytestmark = pytest.mark.redis
+
+POSTED, DUPLICATE, LATE = RewardOutcome.POSTED, RewardOutcome.DUPLICATE, RewardOutcome.LATE
+STAGES = ("sealed", "planned", "committed", "released", "folded")
+NUM_REMEMBERED = 4096
+"""Rewards of trajectories that are not in the ledger: those of remember_rewards.lua."""
+
+# Posts the same reward twice, and says what it was answered.
+JUDGE = """
+import sys
+from turnstream.store.connection import connect
+from turnstream.store.rewards import post_reward
+from turnstream.types import TrajectoryKey
+
+url, run = sys.argv[1:]
+with connect(url) as client:
+    print(*(post_reward(client, run, TrajectoryKey("a", 0), 0.5) for _ in range(2)))
+"""
+
+
+async def live_until(run: Any, stage: str) -> None:
+    """Sample 0 of group "a" is rewarded, sample 2 awaits its reward; then both go this far."""
+    await run.open("a", num_samples=3, num_needed=2)
+    await run.seal("a", 0, awaits_reward=True)
+    await run.seal("a", 1)
+    await run.seal("a", 2, awaits_reward=True)
+    assert await run.post_reward("a", 0, 0.5) is POSTED
+    if stage == "sealed":
+        await run.settle("a", TrajectoryState.SURPLUS, 2)
+        return
+    await run.plan("a")
+    if stage == "planned":
+        return
+    await run.commit(await run.start("s"), 1)
+    if stage == "committed":
+        return
+    assert await run.raise_floor() == 1
+    await run.release(("a", 0), ("a", 1), ("a", 2))
+    if stage == "folded":
+        await run.fold_ends("a/2/0")
+        await run.fold(1)
+        assert await run.client.exists(run.keys.ledger, run.keys.groups) == 0
+
+
+async def num_late(run: Any) -> int:
+    counts = await read_ledger_async(run.client, run.name)
+    counts.check()
+    return counts.num_late_rewards
+
+
+@pytest.fixture
+async def short(async_client: redis.asyncio.Redis, start_run: Any) -> Any:
+    """A run that keeps one checkpoint, so that a step is released as soon as it is committed."""
+    return await start_run(async_client, retain_checkpoints=1)
+
+
+async def test_a_reward_may_come_from_a_process_that_has_written_nothing(
+    server: Any, run: Any
+) -> None:
+    await run.open("a")
+    await run.seal("a", 0, awaits_reward=True)
+
+    command = [sys.executable, "-c", JUDGE, server.url, run.name]
+    told = await asyncio.to_thread(subprocess.check_output, command, text=True)
+
+    assert told.split() == ["OK", "DUPLICATE"]
+    assert await run.client.hget(run.keys.ledger, "a/0/0") == b"sealed:1"
+    assert (await run.events())[-1] == RewardPosted(key=TrajectoryKey("a", 0), reward=0.5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_reward_that_counted_stays_a_duplicate_however_late_it_comes_again(
+    short: Any, stage: str
+) -> None:
+    await live_until(short, stage)
+    before = await short.dump()
+
+    assert await short.post_reward("a", 0, 0.5) is DUPLICATE
+
+    assert await short.dump() == before
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_another_reward_than_the_one_that_counted_is_refused_however_late(
+    short: Any, stage: str
+) -> None:
+    await live_until(short, stage)
+    before = await short.dump()
+
+    with pytest.raises(ConflictError, match="another reward was posted for a/0/0"):
+        await short.post_reward("a", 0, 0.25)
+
+    assert await short.dump() == before
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_reward_that_its_group_did_not_wait_for_is_late_and_counted_once(
+    short: Any, stage: str
+) -> None:
+    await live_until(short, stage)
+    num_events = len(await short.events())
+
+    outcomes = [await short.post_reward("a", 2, 1.0) for _ in range(2)]
+
+    assert outcomes == [LATE, LATE]
+    assert await num_late(short) == 1
+    assert len(await short.events()) == num_events
+    with pytest.raises(ConflictError, match="another reward was posted for a/2/0"):
+        await short.post_reward("a", 2, 0.0)
+
+
+async def test_a_late_reward_stays_known_when_its_trajectory_leaves_the_ledger(short: Any) -> None:
+    await live_until(short, "planned")
+    await short.post_reward("a", 2, 1.0)
+    await short.fold_ends("a/2/0")
+
+    assert await short.post_reward("a", 2, 1.0) is LATE
+
+    assert await num_late(short) == 1
+
+
+async def test_a_reward_of_a_trajectory_that_never_was_is_refused_by_name(short: Any) -> None:
+    await live_until(short, "folded")
+    await short.open("b")
+    before = await short.dump()
+
+    for group_id, sample in (("A", 0), ("b", 7)):
+        with pytest.raises(ConflictError, match=f"{group_id}/{sample}/0 was never opened"):
+            await short.post_reward(group_id, sample, 1.0)
+
+    assert await short.dump() == before
+
+
+async def test_only_the_newest_rewards_of_what_left_the_ledger_are_remembered(short: Any) -> None:
+    await live_until(short, "folded")
+    others = [f"x{number}/0/0" for number in range(NUM_REMEMBERED)]
+    await short.client.hset(short.keys.rewards, mapping=dict.fromkeys(others, "crc"))
+    await short.client.zadd(short.keys.rewarded, {**dict.fromkeys(others, 1), "a/0/0": 0})
+
+    await short.post_reward("a", 1, 1.0)
+
+    assert await short.client.zcard(short.keys.rewarded) == NUM_REMEMBERED
+    assert await short.client.hlen(short.keys.rewards) == NUM_REMEMBERED
+    assert await short.post_reward("a", 0, 0.5) is LATE  # nobody knows any more that it counted
+
+
+@pytest.mark.parametrize("stage", ["sealed", "folded"])
+async def test_a_reward_for_a_deleted_run_is_refused_by_its_name_and_leaves_nothing(
+    client: redis.Redis, short: Any, stage: str
+) -> None:
+    await live_until(short, stage)
+    delete_run(client, short.name)
+
+    with pytest.raises(RunNotFoundError, match=f"no run named '{short.name}'"):
+        await short.post_reward("a", 0, 0.5)
+
+    names = keys.run_keys(short.name)
+    assert client.exists(names.rewards, names.rewarded, names.counts, names.conflicts) == 0
