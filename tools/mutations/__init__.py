@@ -3,7 +3,9 @@
 from mutations.columns import COLUMNS
 from mutations.layouts import LAYOUTS
 from mutations.losses import LOSSES
+from mutations.merging import MERGING
 from mutations.mutation import Mutation
+from mutations.readiness import READINESS
 from mutations.rows import ROWS
 from mutations.scores import SCORES
 from mutations.shapes import SHAPES
@@ -11,4 +13,14 @@ from mutations.sizes import SIZES
 
 __all__ = ["MUTATIONS", "Mutation"]
 
-MUTATIONS = (*ROWS, *COLUMNS, *LAYOUTS, *SHAPES, *SIZES, *SCORES, *LOSSES)
+MUTATIONS = (
+    *MERGING,
+    *READINESS,
+    *ROWS,
+    *COLUMNS,
+    *LAYOUTS,
+    *SHAPES,
+    *SIZES,
+    *SCORES,
+    *LOSSES,
+)

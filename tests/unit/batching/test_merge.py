@@ -1,26 +1,18 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from turnstream.batching.columns import RowPieces, shared_pieces, stored_row, token_columns
 from turnstream.batching.merge import (
     merge_trajectories,
     merge_turns,
     plan_sequences,
     split_sequences,
-    store_turns,
-    turn_prompts,
 )
 from turnstream.batching.plan import SequenceShape
-from turnstream.errors import BatchingError, InvalidTurnError
-from turnstream.testing import assert_same, ids, shape, spell, turn
-from turnstream.testing.strategies import trees
-from turnstream.types import Sequence, StoredTurn, Turn, VersionRun
+from turnstream.errors import InvalidTurnError
+from turnstream.testing import shape, spell, turn
+from turnstream.types import Sequence, Turn, VersionRun
 
 FIRST = turn("ab", "CD", logprobs=[-0.1, -0.2], rewards=[0, 0])
 
@@ -218,206 +210,6 @@ def test_refuses_an_array_of_another_length_than_its_response(field: str) -> Non
         merge_turns([short])
 
 
-def test_a_turn_that_names_more_tokens_than_its_parent_has_is_refused() -> None:
-    stored = store_turns([turn("ab", "CD"), turn("abcde", "F")])
-    broken = [stored[0], replace(stored[1], shared_tokens=9)]
-
-    with pytest.raises(InvalidTurnError, match="shared_tokens: 9 tokens of turn 0, which has 4"):
-        shared_pieces(broken, 1)
-
-
-def test_a_turn_that_follows_a_later_one_is_refused() -> None:
-    stored = store_turns([turn("ab", "CD"), turn("abcde", "F")])
-    broken = [stored[0], replace(stored[1], parent_turn=1)]
-
-    with pytest.raises(InvalidTurnError, match="parent_turn: turn 1 follows turn 1"):
-        shared_pieces(broken, 1)
-
-
-def test_more_tokens_than_int32_offsets_count_are_refused() -> None:
-    one = turn("a", "B")
-    wide = RowPieces(2**31 - 1, [one.prompt_ids, one.response_ids], [one], [0], [(0, 1)])
-
-    with pytest.raises(BatchingError, match="2147483648 tokens in one mini-batch"):
-        token_columns([wide])
-
-
-# --------------------------------------------------------------------------------------
-# laws
-
-
-def slow_merge(turns: tuple[Turn, ...]) -> list[tuple[list[int], list[list[float]]]]:
-    """Rows by lists: for each, its turns, and (token, mask, logprob, reward, version) per token."""
-    contexts: list[list[int]] = []
-    rows: list[tuple[list[int], list[list[float]]]] = []
-    for index, own in enumerate(turns):
-        prompt = own.prompt_ids.tolist()
-        # The longest beginning that an earlier turn holds; of several, one that ends there.
-        best = (0, False, 0)
-        for earlier, context in enumerate(contexts):
-            length = 0
-            for a, b in zip(context, prompt, strict=False):
-                if a != b:
-                    break
-                length += 1
-            best = max(best, (length, length == len(context), -earlier))
-        length, is_whole, parent = best[0], best[1], -best[2]
-        row = next((r for r in rows if length and is_whole and r[0][-1] == parent), None)
-        response = own.response_ids.tolist()
-        if row is None:
-            row = ([], [[token, 0, 0, 0, -1] for token in prompt])
-            rows.append(row)
-        else:
-            row[1].extend([token, 0, 0, 0, -1] for token in prompt[length:])
-        versions = [run.version for run in own.version_runs for _ in range(run.num_tokens)]
-        for t, token in enumerate(response):
-            trained = 1 if own.loss_mask is None else int(own.loss_mask[t])
-            logprob = own.logprobs[t] if own.logprobs is not None else (np.nan if trained else 0)
-            reward = 0 if own.rewards is None else own.rewards[t]
-            version = versions[t] if versions else None
-            row[1].append([token, trained, logprob, reward, -1 if version is None else version])
-        row[0].append(index)
-        contexts.append([*prompt, *response])
-    return rows
-
-
-def as_lists(rows: list[Sequence]) -> list[tuple[list[int], list[list[float]]]]:
-    result: list[tuple[list[int], list[list[float]]]] = []
-    for row in rows:
-        pad = [0.0] * row.prompt_length
-        num_tokens = len(row.loss_mask)
-        logprobs = (
-            [np.nan if m else 0 for m in row.loss_mask] if row.logprobs is None else row.logprobs
-        )
-        versions = [
-            -1 if run.version is None else run.version
-            for run in row.version_runs
-            for _ in range(run.num_tokens)
-        ]
-        assert len(versions) == num_tokens
-        columns = [
-            row.input_ids.tolist(),
-            [*pad, *row.loss_mask],
-            [*pad, *logprobs],
-            [*pad, *row.rewards],
-            [*([-1] * row.prompt_length), *versions],
-        ]
-        result.append((list(row.turns), [list(token) for token in zip(*columns, strict=True)]))
-    return result
-
-
-@given(trees(max_turns=6))
-def test_agrees_with_merging_lists_token_by_token(turns: tuple[Turn, ...]) -> None:
-    rows = merge_turns(turns)
-
-    expected = slow_merge(turns)
-    found = as_lists(rows)
-    assert [own for own, _ in found] == [own for own, _ in expected]
-    for (_, tokens), (_, expected_tokens) in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(np.array(tokens), np.array(expected_tokens))
-
-
-@given(trees(max_turns=6))
-def test_every_array_of_a_row_has_its_promised_type(turns: tuple[Turn, ...]) -> None:
-    for row in merge_turns(turns):
-        assert (row.input_ids.dtype, row.loss_mask.dtype, row.rewards.dtype) == (
-            np.int32,
-            np.uint8,
-            np.float32,
-        )
-        assert row.logprobs is None or row.logprobs.dtype == np.float32
-
-
-@given(trees(max_turns=6))
-def test_every_sampled_token_is_trained_exactly_once(turns: tuple[Turn, ...]) -> None:
-    rows = merge_turns(turns)
-
-    spans = sorted(
-        (index, row.loss_mask[begin:end].tolist())
-        for row in rows
-        for index, (begin, end) in zip(row.turns, row.turn_spans, strict=True)
-    )
-    masks = [
-        [1] * len(own.response_ids) if own.loss_mask is None else own.loss_mask.tolist()
-        for own in turns
-    ]
-    assert spans == list(enumerate(masks))
-    assert sum(int(row.loss_mask.sum()) for row in rows) == sum(map(sum, masks))
-
-
-@given(trees(max_turns=6))
-def test_tokens_in_are_tokens_out(turns: tuple[Turn, ...]) -> None:
-    """A row holds all of its last turn's context: what merging saves is said again by no row."""
-    rows = merge_turns(turns)
-
-    contexts = [len(own.prompt_ids) + len(own.response_ids) for own in turns]
-    assert [len(row.input_ids) for row in rows] == [contexts[row.turns[-1]] for row in rows]
-    assert sorted(index for row in rows for index in row.turns) == list(range(len(turns)))
-    responses = sum(len(own.response_ids) for own in turns)
-    assert sum(end - begin for row in rows for begin, end in row.turn_spans) == responses
-
-
-@given(trees(max_turns=6))
-def test_merging_then_splitting_is_the_identity(turns: tuple[Turn, ...]) -> None:
-    rows = merge_turns(turns)
-
-    split = split_sequences(rows)
-
-    row_has_logprobs = {index: row.logprobs is not None for row in rows for index in row.turns}
-    expected = [plain(own, in_row_with_logprobs=row_has_logprobs[i]) for i, own in enumerate(turns)]
-    assert_same([plain(own, in_row_with_logprobs=False) for own in split], expected)
-
-
-def plain(own: Turn, *, in_row_with_logprobs: bool) -> Turn:
-    """A turn with everything spelled out that None stands for."""
-    num_tokens = len(own.response_ids)
-    loss_mask = np.ones(num_tokens, np.uint8) if own.loss_mask is None else own.loss_mask
-    logprobs = own.logprobs
-    if logprobs is None and in_row_with_logprobs and not loss_mask.any():
-        logprobs = np.zeros(num_tokens, np.float32)
-    runs: list[VersionRun] = []
-    for run in own.version_runs:
-        if runs and runs[-1].version == run.version:
-            runs[-1] = VersionRun(run.version, runs[-1].num_tokens + run.num_tokens)
-        else:
-            runs.append(run)
-    return Turn(
-        prompt_ids=own.prompt_ids,
-        response_ids=own.response_ids,
-        logprobs=logprobs,
-        loss_mask=loss_mask,
-        rewards=np.zeros(num_tokens, np.float32) if own.rewards is None else own.rewards,
-        version_runs=tuple(runs) if any(run.version is not None for run in runs) else (),
-    )
-
-
-@given(trees(max_turns=6))
-def test_storing_then_restoring_prompts_is_the_identity(turns: tuple[Turn, ...]) -> None:
-    stored = store_turns(turns)
-
-    assert_same(turn_prompts(stored), [own.prompt_ids for own in turns])
-
-
-@given(trees(max_turns=6))
-def test_lengths_alone_give_the_rows_that_the_tokens_give(turns: tuple[Turn, ...]) -> None:
-    planned = plan_sequences([own.shape for own in store_turns(turns)], merge=True)
-
-    rows = merge_turns(turns)
-    assert planned == tuple(
-        SequenceShape(row.turns, row.prompt_length, len(row.input_ids), int(row.loss_mask.sum()))
-        for row in rows
-    )
-
-
-@given(trees(max_turns=6))
-def test_a_stored_turn_holds_no_token_that_an_earlier_one_holds(turns: tuple[Turn, ...]) -> None:
-    stored = store_turns(turns)
-
-    sent = sum(len(own.token_ids) for own in stored)
-    full = sum(len(own.prompt_ids) + len(own.response_ids) for own in turns)
-    assert sent == full - sum(own.shared_tokens for own in stored)
-
-
 def test_merging_many_trajectories_at_once_gives_the_rows_of_each() -> None:
     first, other = [turn("ab", "CD"), turn("abcde", "F"), turn("x", "Y")], [turn("ab", "C")]
 
@@ -429,54 +221,3 @@ def test_merging_many_trajectories_at_once_gives_the_rows_of_each() -> None:
     assert [spell(rows) for rows in merged[1:]] == [[], ["abC"]]
     with pytest.raises(IndexError):
         merged[3]
-
-
-@given(st.lists(trees(max_turns=4), max_size=4))
-def test_trajectories_never_change_each_other(episodes: list[tuple[Turn, ...]]) -> None:
-    has_logprobs = any(own.logprobs is not None for turns in episodes for own in turns)
-
-    merged = merge_trajectories(episodes)
-
-    assert (merged.columns.logprobs is not None) == has_logprobs
-    for rows, turns in zip(merged, episodes, strict=True):
-        alone = merge_turns(turns)
-        assert [row.turn_spans for row in rows] == [row.turn_spans for row in alone]
-        assert_same([row.input_ids for row in rows], [row.input_ids for row in alone])
-        assert_same([row.loss_mask for row in rows], [row.loss_mask for row in alone])
-        assert_same([row.rewards for row in rows], [row.rewards for row in alone])
-        assert [row.version_runs for row in rows] == [row.version_runs for row in alone]
-
-
-def test_the_trained_tokens_of_every_row_are_counted() -> None:
-    stored = store_turns([turn("ab", "Cd"), turn("abcde", "FG"), turn("x", "y")])
-
-    columns = token_columns([stored_row(stored, [0, 1]), stored_row(stored, [2])])
-
-    assert columns.num_trained() == [3, 0]
-
-
-def test_runs_of_one_version_are_one_run_of_their_row_and_empty_ones_none() -> None:
-    turns: list[Turn | StoredTurn] = [
-        replace(turn("ab", "CD"), version_runs=(VersionRun(3, 1), VersionRun(3, 1))),
-        replace(turn("abcd", ""), version_runs=(VersionRun(4, 0),)),
-        replace(turn("abcd", "EF"), version_runs=(VersionRun(3, 1), VersionRun(5, 1))),
-        replace(turn("abcdefg", "H"), version_runs=(VersionRun(5, 1),)),
-        replace(turn("x", "Y"), version_runs=(VersionRun(5, 1),)),
-        turn("z", ""),
-    ]
-    pieces = [
-        RowPieces(2, [], turns[:4], [0, 1, 2, 3], [(0, 2), (2, 2), (2, 4), (5, 6)]),
-        RowPieces(1, [], turns[4:5], [4], [(0, 1)]),
-        RowPieces(1, [], turns[5:], [5], [(0, 0)]),
-    ]
-    for row in pieces:
-        row.ids.append(ids("a" * (row.prompt_length + row.spans[-1][1])))
-
-    columns = token_columns(pieces)
-
-    assert [row.tolist() for row in columns.run_versions] == [[3, 5, -1, 5], [5], []]
-    assert [row.tolist() for row in columns.run_counts] == [[3, 1, 1, 1], [1], []]
-    assert (columns.run_versions.values.dtype, columns.run_counts.values.dtype) == (
-        np.int64,
-        np.int32,
-    )

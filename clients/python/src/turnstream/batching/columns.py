@@ -43,6 +43,44 @@ class RowPieces(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlacedTurns:
+    """The N turns of B rows, row by row, and where their responses stand; not yet copied together.
+
+    Attributes:
+        turns: N of them.
+        ids: int32 pieces of the rows' prompt + response, in order.
+        offsets: int32 (B + 1,), row b has the turns `offsets[b]:offsets[b + 1]`, one at least.
+        prompt_length_B: int64 (B,), in tokens.
+        spans_N2: int64 (N, 2), begin and end of every turn's own response, counted in the response
+            tokens of its row; the first of a row begins at 0.
+    """
+
+    turns: Sequence[Turn | StoredTurn]
+    ids: Sequence[NDArray[np.int32]]
+    offsets: NDArray[np.int32]
+    prompt_length_B: NDArray[np.int64]
+    spans_N2: NDArray[np.int64]
+
+    @property
+    def response_length_B(self) -> NDArray[np.int64]:
+        """int64 (B,), with the tokens observed between responses."""
+        return self.spans_N2[self.offsets[1:] - 1, 1]
+
+    @property
+    def gap_N(self) -> NDArray[np.int64]:
+        """int64 (N,), tokens observed between the response before in the row and this one."""
+        gap_N = self.spans_N2[:, 0].copy()
+        gap_N[1:] -= self.spans_N2[:-1, 1]
+        gap_N[self.offsets[:-1]] = 0
+        return gap_N
+
+    @property
+    def count_N(self) -> NDArray[np.int64]:
+        """int64 (N,), response tokens."""
+        return self.spans_N2[:, 1] - self.spans_N2[:, 0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenColumns:
     """Token columns of B rows, as in Rows."""
 
@@ -123,12 +161,33 @@ def token_columns(rows: Sequence[RowPieces]) -> TokenColumns:
         InvalidTurnError: an array has another length than its response.
         BatchingError: more tokens than int32 offsets can count.
     """
-    turns = [turn for row in rows for turn in row.turns]
+    return placed_columns(placed_rows(rows))
+
+
+def placed_rows(rows: Sequence[RowPieces]) -> PlacedTurns:
+    """The turns of these rows, and where they stand."""
     num_turns = [len(row.turns) for row in rows]
-    gaps, counts = _gaps_and_counts(rows, num_turns)
-    lengths = [row.spans[-1][1] for row in rows]
-    bounds = _bounds(lengths)
-    id_bounds = _bounds([row.prompt_length + row.spans[-1][1] for row in rows])
+    spans = itertools.chain.from_iterable([row.spans for row in rows])
+    bounds = np.fromiter(itertools.chain.from_iterable(spans), np.int64, 2 * sum(num_turns))
+    return PlacedTurns(
+        turns=[turn for row in rows for turn in row.turns],
+        ids=[piece for row in rows for piece in row.ids],
+        offsets=np.cumsum([0, *num_turns]).astype(np.int32),
+        prompt_length_B=np.array([row.prompt_length for row in rows], np.int64),
+        spans_N2=bounds.reshape(-1, 2),
+    )
+
+
+def placed_columns(placed: PlacedTurns) -> TokenColumns:
+    """Copy rows together: `token_columns` of turns whose places are known.
+
+    Raises:
+        InvalidTurnError: an array has another length than its response.
+        BatchingError: more tokens than int32 offsets can count.
+    """
+    turns, gaps, counts = placed.turns, placed.gap_N.tolist(), placed.count_N.tolist()
+    bounds = _bounds(placed.response_length_B)
+    id_bounds = _bounds(placed.prompt_length_B + placed.response_length_B)
     num_tokens = int(bounds[-1])
     has_logprobs = any(turn.logprobs is not None for turn in turns)
     ids, logprobs, rewards, mask = empty_in_one_piece(
@@ -137,12 +196,12 @@ def token_columns(rows: Sequence[RowPieces]) -> TokenColumns:
         ((num_tokens,), np.float32),
         ((num_tokens,), np.uint8),
     )
-    np.concatenate([piece for row in rows for piece in row.ids] or [ids], out=ids)
+    np.concatenate(placed.ids or [ids], out=ids)
     _write_mask(mask, turns, gaps, counts)
     _write_rewards(rewards, turns, gaps, counts)
     if has_logprobs:
         _write_logprobs(logprobs, turns, gaps, counts)
-    versions, run_counts = _run_columns(rows, turns, gaps, counts)
+    versions, run_counts = _run_columns(placed, gaps, counts)
     return TokenColumns(
         input_ids=Ragged(ids, id_bounds),
         loss_mask=Ragged(mask, bounds),
@@ -151,20 +210,6 @@ def token_columns(rows: Sequence[RowPieces]) -> TokenColumns:
         run_versions=versions,
         run_counts=run_counts,
     )
-
-
-def _gaps_and_counts(
-    rows: Sequence[RowPieces], num_turns: list[int]
-) -> tuple[list[int], list[int]]:
-    """For every turn of every row: observed tokens before its response, and response tokens."""
-    spans = itertools.chain.from_iterable([row.spans for row in rows])
-    bounds = np.fromiter(itertools.chain.from_iterable(spans), np.int64, 2 * sum(num_turns))
-    begins, ends = bounds[::2], bounds[1::2]
-    gaps = begins.copy()
-    gaps[1:] -= ends[:-1]
-    first_turns = np.cumsum([0, *num_turns[:-1]])[: len(num_turns)]
-    gaps[first_turns] = begins[first_turns]
-    return gaps.tolist(), (ends - begins).tolist()
 
 
 def _write_mask(
@@ -247,16 +292,13 @@ def _missing_logprobs(loss_mask: NDArray[np.uint8] | None, count: int) -> NDArra
 
 
 def _run_columns(
-    rows: Sequence[RowPieces],
-    turns: Sequence[Turn | StoredTurn],
-    gaps: list[int],
-    counts: list[int],
+    placed: PlacedTurns, gaps: list[int], counts: list[int]
 ) -> tuple[Ragged[np.int64], Ragged[np.int32]]:
-    each_row = range(len(rows))
-    given = [turn.version_runs for turn in turns]
+    num_rows = len(placed.offsets) - 1
+    given = [turn.version_runs for turn in placed.turns]
     if not any(given):
-        lengths = [row.spans[-1][1] for row in rows]
-        return _joined_runs([OBSERVED] * len(rows), lengths, each_row, num_rows=len(rows))
+        lengths_B = placed.response_length_B
+        return _joined_runs([OBSERVED] * num_rows, lengths_B, range(num_rows), num_rows=num_rows)
     versions: list[int] = []
     lengths = list[int]()
     num_runs: list[int] = []
@@ -266,14 +308,14 @@ def _run_columns(
         for version, length in runs:
             versions.append(OBSERVED if version is None else version)
             lengths.append(length)
-    row_of_turn = np.repeat(each_row, [len(row.turns) for row in rows])
-    return _joined_runs(versions, lengths, np.repeat(row_of_turn, num_runs), num_rows=len(rows))
+    row_of_turn = np.repeat(np.arange(num_rows), np.diff(placed.offsets))
+    return _joined_runs(versions, lengths, np.repeat(row_of_turn, num_runs), num_rows=num_rows)
 
 
 def _joined_runs(
     versions: Sequence[int],
-    lengths: Sequence[int],
-    rows: Sequence[int] | NDArray[np.intp],
+    lengths: Sequence[int] | NDArray[np.int64],
+    rows: Sequence[int] | NDArray[np.int64],
     *,
     num_rows: int,
 ) -> tuple[Ragged[np.int64], Ragged[np.int32]]:
@@ -295,7 +337,7 @@ def _joined_runs(
     return Ragged(version_N[first], bounds), Ragged(counts.astype(np.int32), bounds)
 
 
-def _bounds(lengths: Sequence[int]) -> NDArray[np.int32]:
+def _bounds(lengths: NDArray[np.int64]) -> NDArray[np.int32]:
     bounds = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=bounds[1:])
     if bounds[-1] > np.iinfo(np.int32).max:

@@ -16,7 +16,6 @@ on behind all of it. Sampled tokens are trained exactly once, whatever the split
 from __future__ import annotations
 
 import collections.abc as abc
-import itertools
 from dataclasses import dataclass
 from typing import overload
 
@@ -25,11 +24,14 @@ from numpy.typing import NDArray
 
 from turnstream.batching.columns import (
     OBSERVED,
+    PlacedTurns,
     RowPieces,
     TokenColumns,
+    placed_columns,
+    placed_rows,
     stored_row,
-    token_columns,
 )
+from turnstream.batching.continuing import TurnIds, continued_turns, turn_ids
 from turnstream.batching.extras import (
     ExtraIndex,
     MergedRow,
@@ -38,10 +40,11 @@ from turnstream.batching.extras import (
     split_columns,
 )
 from turnstream.batching.plan import SequenceShape
-from turnstream.batching.prefix import PrefixIndex, PrefixMatch, require_int32
+from turnstream.batching.prefix import PrefixIndex
 from turnstream.types import (
     NO_PARENT,
     DeclaredColumn,
+    Ragged,
     Sequence,
     SequenceColumn,
     StoredTurn,
@@ -174,21 +177,75 @@ def merge_trajectories(
     """
     if extra_columns:
         return _merged_with_extras(trajectories, extra_columns)
-    return _merged([_merged_rows(turns) for turns in trajectories])
+    each = [*trajectories]
+    turns = [turn for own in each for turn in own]
+    for turn in turns:
+        if turn.extras:
+            require_declared(turn, ())
+    return _merged(turns, num_turns=[len(own) for own in each])
 
 
-def _merged(
-    trajectories: abc.Sequence[abc.Sequence[RowPieces]],
-    extras: abc.Sequence[abc.Mapping[str, SequenceColumn]] = (),
-) -> MergedTrajectories:
-    rows = [row for rows in trajectories for row in rows]
+def _merged(turns: abc.Sequence[Turn], *, num_turns: abc.Sequence[int]) -> MergedTrajectories:
+    """Of the turns of all trajectories, `num_turns` of each; only comparing goes turn by turn."""
+    ids = turn_ids(
+        [turn.prompt_ids for turn in turns],
+        [turn.response_ids for turn in turns],
+        num_turns=num_turns,
+    )
+    row_N = np.array(_row_numbers(continued_turns(ids)), np.int64)
+    order = np.argsort(row_N, kind="stable")
+    placed = _placed_turns(turns, ids, row_N=row_N, order=order)
+    places = np.arange(len(turns)) - np.cumsum([0, *num_turns])[ids.trajectory_N]
+    trajectory_B = ids.trajectory_N[order[placed.offsets[:-1]]]
     return MergedTrajectories(
-        columns=token_columns(rows),
-        prompt_lengths=[row.prompt_length for row in rows],
-        turns=[row.indices for row in rows],
-        turn_spans=[row.spans for row in rows],
-        bounds=list(itertools.accumulate(map(len, trajectories), initial=0)),
-        extras=extras,
+        columns=placed_columns(placed),
+        prompt_lengths=placed.prompt_length_B.tolist(),
+        turns=Ragged(places[order], placed.offsets),
+        turn_spans=Ragged(placed.spans_N2, placed.offsets),
+        bounds=np.searchsorted(trajectory_B, np.arange(len(num_turns) + 1)).tolist(),
+    )
+
+
+def _row_numbers(continued: abc.Sequence[int]) -> list[int]:
+    """Of every turn the number of its row; rows are numbered by their first turn.
+
+    >>> _row_numbers([NO_PARENT, 0, NO_PARENT, 1])
+    [0, 0, 1, 0]
+    """
+    numbers: list[int] = []
+    num_rows = 0
+    for parent in continued:
+        if parent == NO_PARENT:
+            numbers.append(num_rows)
+            num_rows += 1
+        else:
+            numbers.append(numbers[parent])
+    return numbers
+
+
+def _placed_turns(
+    turns: abc.Sequence[Turn], ids: TurnIds, *, row_N: NDArray[np.int64], order: NDArray[np.intp]
+) -> PlacedTurns:
+    """Every row with the ids of its last turn, whose prompt holds all that came before.
+
+    Args:
+        turns: N of them.
+        ids: theirs.
+        row_N: the number of each turn's row.
+        order: N places, row by row.
+    """
+    offsets = np.cumsum([0, *np.bincount(row_N)]).astype(np.int32)
+    prompt_length_B = ids.num_prompt_N[order[offsets[:-1]]]
+    spans_N2 = np.stack((ids.num_prompt_N[order], ids.num_tokens_N[order]), axis=1)
+    spans_N2 -= np.repeat(prompt_length_B, np.diff(offsets))[:, np.newaxis]
+    places: list[int] = order.tolist()
+    last_turns: list[int] = order[offsets[1:] - 1].tolist()
+    return PlacedTurns(
+        turns=[turns[place] for place in places],
+        ids=[piece for last in last_turns for piece in (ids.prompts[last], ids.responses[last])],
+        offsets=offsets,
+        prompt_length_B=prompt_length_B,
+        spans_N2=spans_N2,
     )
 
 
@@ -196,90 +253,29 @@ def _merged_with_extras(
     trajectories: abc.Iterable[abc.Sequence[Turn]], declared: abc.Sequence[DeclaredColumn]
 ) -> MergedTrajectories:
     """By way of what is stored, where a turn's items decide as well which row it joins."""
-    merged: list[list[RowPieces]] = []
+    rows: list[RowPieces] = []
+    bounds = [0]
     with_stored: list[MergedRow] = []
     for turns in trajectories:
         stored = store_turns(turns, extra_columns=declared)
         planned = plan_sequences([turn.shape for turn in stored], merge=True)
-        merged.append([stored_row(stored, row.turns) for row in planned])
+        own = [stored_row(stored, row.turns) for row in planned]
         with_stored += [
             MergedRow(stored, row.turns, pieces.spans, row.num_tokens)
-            for row, pieces in zip(planned, merged[-1], strict=True)
+            for row, pieces in zip(planned, own, strict=True)
         ]
-    return _merged(merged, merged_sequence_columns(with_stored, declared))
-
-
-def _merged_rows(turns: abc.Sequence[Turn]) -> list[RowPieces]:
-    parents = _Parents(turns)
-    rows: list[RowPieces] = []
-    row_ending_in: dict[tuple[int, int], RowPieces] = {}
-    for index, turn in enumerate(turns):
-        if turn.extras:
-            require_declared(turn, ())
-        prompt_length = len(turn.prompt_ids)
-        ids = [turn.prompt_ids, turn.response_ids]
-        # A match is the turn that ends there, and how far.
-        row = row_ending_in.pop(parents.find(index), None)
-        if row is None:
-            row = RowPieces(prompt_length, ids, [], [], [])
-            rows.append(row)
-        else:
-            row.ids[:] = ids  # the prompt holds all that came before
-        row.turns.append(turn)
-        row.indices.append(index)
-        end = prompt_length + len(turn.response_ids)
-        row.spans.append((prompt_length - row.prompt_length, end - row.prompt_length))
-        row_ending_in[index, end] = row
-    return rows
-
-
-class _Parents:
-    """What a PrefixIndex says of every turn of a trajectory, without one where it can be seen.
-
-    Where the turn before is the longest so far, a prompt that goes on behind it shares nothing
-    longer with another. One whose first token no turn begins with shares nothing at all. The index
-    learns of the turns when neither is so.
-    """
-
-    def __init__(self, turns: abc.Sequence[Turn]) -> None:
-        self._turns = turns
-        self._index = PrefixIndex()
-        self._num_indexed = 0
-        self._firsts: set[int] = set()
-        self._longest = 0  # tokens of a turn
-        self._is_before_longest = False
-
-    def find(self, index: int) -> PrefixMatch:
-        """The match of a turn's prompt with the turns before it; asked for each in order."""
-        turn = self._turns[index]
-        prompt_ids, response_ids = turn.prompt_ids, turn.response_ids
-        require_int32(prompt_ids, field="prompt_ids")
-        require_int32(response_ids, field="response_ids")
-        if not len(prompt_ids) or int(prompt_ids[0]) not in self._firsts:
-            match = PrefixMatch(NO_PARENT, 0)
-        elif self._is_before_longest and _goes_on_behind(self._turns[index - 1], prompt_ids):
-            match = PrefixMatch(index - 1, self._longest)
-        else:
-            match = self._look_up(index)
-        num_tokens = len(prompt_ids) + len(response_ids)
-        if num_tokens:
-            self._firsts.add(int((prompt_ids if len(prompt_ids) else response_ids)[0]))
-        self._is_before_longest = num_tokens > self._longest
-        self._longest = max(self._longest, num_tokens)
-        return match
-
-    def _look_up(self, index: int) -> PrefixMatch:
-        for turn in self._turns[self._num_indexed : index]:
-            self._index.link_and_add(turn.prompt_ids, turn.response_ids)
-        self._num_indexed = index
-        return self._index.link(self._turns[index].prompt_ids)
-
-
-def _goes_on_behind(turn: Turn, prompt_ids: NDArray[np.int32]) -> bool:
-    """Whether a prompt begins with all tokens of a turn: as bytes, compared without an array."""
-    prompt = prompt_ids.tobytes()
-    before, response = map(np.ascontiguousarray, (turn.prompt_ids, turn.response_ids))
-    return prompt.startswith(before.data) and prompt.startswith(response.data, before.nbytes)
+        rows += own
+        bounds.append(len(rows))
+    placed = placed_rows(rows)
+    places = [place for row in rows for place in row.indices]
+    return MergedTrajectories(
+        columns=placed_columns(placed),
+        prompt_lengths=placed.prompt_length_B.tolist(),
+        turns=Ragged(np.array(places, np.int64), placed.offsets),
+        turn_spans=Ragged(placed.spans_N2, placed.offsets),
+        bounds=bounds,
+        extras=merged_sequence_columns(with_stored, declared),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -294,16 +290,16 @@ class MergedTrajectories(abc.Sequence[list[Sequence]]):
     Attributes:
         columns: of all rows, one trajectory after the other; rows ordered by first turn.
         prompt_lengths: of every row, in tokens.
-        turns: per row, indices in its trajectory of the turns merged into it.
-        turn_spans: per row, begin and end of these turns' responses, in response tokens.
+        turns: int64, per row the indices in its trajectory of the turns merged into it.
+        turn_spans: int64, per row begin and end of these turns' responses, in response tokens.
         bounds: the rows of trajectory k are `bounds[k]:bounds[k + 1]`.
         extras: per row, its extra columns by name; empty where none is declared.
     """
 
     columns: TokenColumns
     prompt_lengths: abc.Sequence[int]
-    turns: abc.Sequence[abc.Sequence[int]]
-    turn_spans: abc.Sequence[abc.Sequence[tuple[int, int]]]
+    turns: Ragged[np.int64]
+    turn_spans: Ragged[np.int64]
     bounds: abc.Sequence[int]
     extras: abc.Sequence[abc.Mapping[str, SequenceColumn]] = ()
 
@@ -324,14 +320,14 @@ class MergedTrajectories(abc.Sequence[list[Sequence]]):
     def _sequence(self, row: int) -> Sequence:
         columns = self.columns
         return Sequence(
-            turns=tuple(self.turns[row]),
+            turns=tuple(self.turns[row].tolist()),
             input_ids=columns.input_ids[row],
             prompt_length=self.prompt_lengths[row],
             loss_mask=columns.loss_mask[row],
             logprobs=None if columns.logprobs is None else columns.logprobs[row],
             rewards=columns.rewards[row],
             version_runs=_version_runs(columns.run_versions[row], columns.run_counts[row]),
-            turn_spans=tuple(self.turn_spans[row]),
+            turn_spans=tuple([(begin, end) for begin, end in self.turn_spans[row].tolist()]),
             extras=self.extras[row] if self.extras else {},
         )
 
