@@ -1,6 +1,7 @@
 """The guards of the batching core and of the losses, each with the change that takes it away."""
 
 from mutations.columns import COLUMNS
+from mutations.kept import KEPT
 from mutations.layouts import LAYOUTS
 from mutations.losses import LOSSES
 from mutations.merging import MERGING
@@ -22,5 +23,6 @@ MUTATIONS = (
     *SHAPES,
     *SIZES,
     *SCORES,
+    *KEPT,
     *LOSSES,
 )

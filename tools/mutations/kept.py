@@ -1,0 +1,221 @@
+"""Guards of what is trained at all: filters, ages, capacity; and of the report on it."""
+
+from __future__ import annotations
+
+from mutations.mutation import Mutation
+
+KEPT = (
+    # ----------------------------------------------------------------------------------
+    # filters
+    Mutation(
+        "a group of one is filtered for its lack of variance",
+        "filters.py",
+        "return len(rewards) > 1 and max",
+        "return max",
+        ("test_filters",),
+    ),
+    Mutation(
+        "rewards that differ by rounding pass for signal",
+        "filters.py",
+        "min(rewards) <= tolerance",
+        "min(rewards) == 0",
+        ("test_filters",),
+    ),
+    Mutation(
+        "a row without a trained token weighs something",
+        "filters.py",
+        "is_live_B = num_trained_B > 0",
+        "is_live_B = num_trained_B >= 0",
+        ("test_filters",),
+    ),
+    Mutation(
+        "an aborted episode passes for a whole one",
+        "filters.py",
+        "return status in (Status.TRUNCATED, Status.ABORTED)",
+        "return status in (Status.TRUNCATED,)",
+        ("test_filters",),
+    ),
+    Mutation(
+        "the penalty of a long response has no end",
+        "filters.py",
+        "return max(min(-excess / buffer_tokens, 0.0), -1.0)",
+        "return min(-excess / buffer_tokens, 0.0)",
+        ("test_filters",),
+    ),
+    Mutation(
+        "the penalty of a short response is a bonus",
+        "filters.py",
+        "return max(min(-excess / buffer_tokens, 0.0), -1.0)",
+        "return max(-excess / buffer_tokens, -1.0)",
+        ("test_filters",),
+    ),
+    Mutation(
+        "a penalty of no buffer is taken",
+        "filters.py",
+        "if not 1 <= buffer_tokens <= max_tokens:",
+        "if False:",
+        ("test_filters",),
+    ),
+    Mutation(
+        "weights are given to other rows",
+        "filters.py",
+        "if len(trajectory_B) != len(num_trained_B):",
+        "if False:",
+        ("test_filters",),
+    ),
+    Mutation(
+        "a token without a version is masked for its age",
+        "masking.py",
+        "np.isin(columns.run_versions.values, list(masked_versions))",
+        "np.isin(columns.run_versions.values, [-1, *masked_versions])",
+        ("test_staleness",),
+    ),
+    Mutation(
+        "masking changes the mask that was given",
+        "masking.py",
+        "kept = mask.values * np.repeat(",
+        "kept = mask.values\n    kept *= np.repeat(",
+        ("test_staleness",),
+    ),
+    # ----------------------------------------------------------------------------------
+    # staleness
+    Mutation(
+        "a token is a step older than it is",
+        "staleness.py",
+        "return train_step - 1 - step_of_version",
+        "return train_step - step_of_version",
+        ("test_staleness",),
+    ),
+    Mutation(
+        "a token of the greatest age allowed is masked",
+        "staleness.py",
+        "> max_age",
+        ">= max_age",
+        ("test_staleness",),
+    ),
+    Mutation(
+        "a masked token counts for the oldest version",
+        "staleness.py",
+        "if mask.any()]",
+        "]",
+        ("test_staleness",),
+    ),
+    Mutation(
+        "version runs that miss tokens are taken",
+        "staleness.py",
+        "if covered != len(loss_mask):",
+        "if False:",
+        ("test_staleness",),
+    ),
+    Mutation(
+        "a version that nobody announced is of no age",
+        "staleness.py",
+        "if version not in step_of_version:",
+        "if False:",
+        ("test_staleness",),
+    ),
+    # ----------------------------------------------------------------------------------
+    # capacity
+    Mutation(
+        "capacity is negative",
+        "capacity.py",
+        "return max(0, room)",
+        "return room",
+        ("test_capacity",),
+    ),
+    Mutation(
+        "capacity forgets the groups under way",
+        "capacity.py",
+        "allowed - (num_accepted + num_running)",
+        "allowed - num_accepted",
+        ("test_capacity",),
+    ),
+    Mutation(
+        "capacity forgets the groups that engines can work on",
+        "capacity.py",
+        "room = min(room, max_concurrent - num_running)",
+        "pass",
+        ("test_capacity",),
+    ),
+    Mutation(
+        "steps before a revision of the batch size count as those after it",
+        "capacity.py",
+        "* batch_groups + num_revised",
+        "* batch_groups",
+        ("test_capacity",),
+    ),
+    # ----------------------------------------------------------------------------------
+    # operations
+    Mutation(
+        "operations of different losses share a pass",
+        "operations.py",
+        "kind = operation.loss, ",
+        "kind = ",
+        ("test_operations",),
+    ),
+    Mutation(
+        "an operation is answered with what inert rows sum to",
+        "operations.py",
+        "if request_id:  # an inert row has none",
+        "if True:",
+        ("test_operations",),
+    ),
+    # ----------------------------------------------------------------------------------
+    # reports
+    Mutation(
+        "groups of one are not counted",
+        "report.py",
+        "manifest.num_singleton_groups if compares_groups else 0",
+        "0",
+        ("test_report",),
+    ),
+    Mutation(
+        "groups of one are counted where that was meant",
+        "report.py",
+        "manifest.num_singleton_groups if compares_groups else 0",
+        "manifest.num_singleton_groups",
+        ("test_report",),
+    ),
+    Mutation(
+        "rows without a trained token are not counted",
+        "report.py",
+        "num_untrained_rows=_num_untrained_rows(manifest)",
+        "num_untrained_rows=0",
+        ("test_report",),
+    ),
+    Mutation(
+        "rows that the run masks are counted as untrained",
+        "report.py",
+        "        if not trajectory.is_masked\n",
+        "",
+        ("test_report",),
+    ),
+    Mutation(
+        "a row is measured by its length, whatever it costs",
+        "report.py",
+        "budget.cost([row.num_tokens]) >",
+        "row.num_tokens >",
+        ("test_report",),
+    ),
+    Mutation(
+        "updates of nothing are not counted",
+        "report.py",
+        "sum(cut.denominators.num_tokens == 0 for cut in cuts)",
+        "0",
+        ("test_report",),
+    ),
+    Mutation(
+        "a row as long as the limit is counted",
+        "report.py",
+        "budget.cost([row.num_tokens]) > budget.limit",
+        "budget.cost([row.num_tokens]) >= budget.limit",
+        ("test_report",),
+    ),
+    Mutation(
+        "no limit is a limit of 0",
+        "report.py",
+        "if not 0 < budget.limit < budget.cost([longest]):",
+        "if not budget.limit < budget.cost([longest]):",
+        ("test_report",),
+    ),
+)
