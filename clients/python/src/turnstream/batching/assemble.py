@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.columns import RowPieces, TokenColumns, stored_row, token_columns
-from turnstream.batching.extras import MergedRow, merged_columns
 from turnstream.batching.joining import (
     joined_column,
     joined_extras,
@@ -20,6 +19,7 @@ from turnstream.batching.joining import (
     picked_extras,
 )
 from turnstream.batching.masking import masked_columns
+from turnstream.batching.merged_extras import MergedRow, merged_columns
 from turnstream.batching.plan import GroupPlan, SequenceShape, TrajectoryPlan
 from turnstream.errors import BatchingError, CorruptRecordError
 from turnstream.types import (

@@ -2,46 +2,51 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any, Literal, cast
 
-from turnstream.batching.extras import checked_declarations
+from turnstream.batching.choices import (
+    CHOICES,
+    Aggregation,
+    DeadlinePolicy,
+    Estimator,
+    MaskedReward,
+    MaxAgePolicy,
+    RefillFallback,
+    RewardSource,
+    RowWeights,
+    Selection,
+    SingletonAdvantage,
+    Surplus,
+)
+from turnstream.batching.config_values import (
+    checked_cost,
+    checked_seconds,
+    checked_weights,
+    require_at_least,
+)
+from turnstream.batching.declarations import checked_declarations
 from turnstream.batching.microbatch import Budget, CostModel
 from turnstream.batching.packing import OverLong
 from turnstream.batching.progress import find_deadlock
 from turnstream.errors import InvalidConfigError, UnsupportedEstimatorError
 from turnstream.types import DeclaredColumn
 
-Estimator = Literal[
-    "grpo",
-    "grpo_population",
-    "grpo_leave_one_out",
-    "dr_grpo",
-    "rloo",
-    "maxrl",
-    "opo",
-    "gdpo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
+__all__ = [
+    "LEAST_GROUP_BYTES",
+    "UNPLANNABLE_ESTIMATORS",
+    "Aggregation",
+    "BatchingConfig",
+    "DeadlinePolicy",
+    "Estimator",
+    "MaskedReward",
+    "MaxAgePolicy",
+    "RefillFallback",
+    "RewardSource",
+    "RowWeights",
+    "Selection",
+    "SingletonAdvantage",
+    "Surplus",
 ]
-RewardSource = Literal["outcome", "sum_of_turns", "last_turn"]
-SingletonAdvantage = Literal["zero", "raw"]
-DeadlinePolicy = Literal["drop", "train_short", "refill"]
-RefillFallback = Literal["drop", "train_short"]
-Surplus = Literal["drop", "keep"]
-Aggregation = Literal[
-    "token_mean",
-    "seq_mean_token_sum",
-    "seq_mean_token_mean",
-    "constant",
-    "rollout_mean",
-    "prompt_mean",
-]
-RowWeights = Literal["per_row", "per_trajectory", "rollout_mean"]
-MaskedReward = Literal["keep", "leave_out"]
-MaxAgePolicy = Literal["drop", "mask", "keep"]
-Selection = Literal["in_order", "oldest_weights", "ready_first"]
 
 UNPLANNABLE_ESTIMATORS = {
     "gae": "it needs a value for every token: use turnstream.batching.token_advantages.gae",
@@ -179,16 +184,16 @@ class BatchingConfig:
             UnsupportedEstimatorError: an estimator of UNPLANNABLE_ESTIMATORS.
         """
         for name, least in _LEAST.items():
-            _require_at_least(getattr(self, name), least, field=name)
+            require_at_least(getattr(self, name), least, field=name)
         for name, least_s in _LEAST_S.items():
             object.__setattr__(
-                self, name, _seconds(getattr(self, name), least_s=least_s, field=name)
+                self, name, checked_seconds(getattr(self, name), least_s=least_s, field=name)
             )
         if self.estimator in UNPLANNABLE_ESTIMATORS:
             raise UnsupportedEstimatorError(
                 f"{self.estimator}: {UNPLANNABLE_ESTIMATORS[self.estimator]}"
             )
-        for name, choices in _CHOICES.items():
+        for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise InvalidConfigError(
                     name, f"{getattr(self, name)!r} is not one of {', '.join(choices)}"
@@ -222,7 +227,7 @@ class BatchingConfig:
         )
 
     def _check_estimator(self) -> None:
-        weights = _weights(self.component_weights)
+        weights = checked_weights(self.component_weights)
         object.__setattr__(self, "component_weights", weights)
         if (self.estimator == "gdpo") != (len(weights) >= 2) or len(weights) == 1:
             raise InvalidConfigError(
@@ -319,7 +324,7 @@ class BatchingConfig:
 
     def _check_micro_batches(self) -> None:
         for name, default in (("cost_per_token", 1.0), ("cost_per_squared_token", 0.0)):
-            cost = _cost(getattr(self, name), field=name)
+            cost = checked_cost(getattr(self, name), field=name)
             object.__setattr__(self, name, cost)
             if self.micro_batch_cost != "quadratic" and cost != default:
                 raise InvalidConfigError(
@@ -370,61 +375,9 @@ _LEAST = {
     "max_dead_bytes": 0,
     "max_bytes": 0,
 }
-_LONGEST_S = 30 * 86_400.0  # what is longer is a mistake in the unit
 _LEAST_S = {
     "lease_s": 0.3,
     "takeover_s": 0.0,
     "group_deadline_s": 0.0,
     "reward_deadline_s": 0.0,
 }
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "estimator": Estimator.__args__,
-    "reward_source": RewardSource.__args__,
-    "singleton_advantage": SingletonAdvantage.__args__,
-    "aggregation": Aggregation.__args__,
-    "deadline_policy": DeadlinePolicy.__args__,
-    "refill_fallback": RefillFallback.__args__,
-    "surplus": Surplus.__args__,
-    "row_weights": RowWeights.__args__,
-    "max_age_policy": MaxAgePolicy.__args__,
-    "selection": Selection.__args__,
-    "masked_reward": MaskedReward.__args__,
-    "micro_batch_cost": CostModel.__args__,
-    "over_long": OverLong.__args__,
-}
-
-
-def _require_at_least(value: object, least: int, *, field: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidConfigError(field, f"{value!r} is not a whole number of at least {least}")
-
-
-def _seconds(value: Any, *, least_s: float, field: str) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not least_s <= value <= _LONGEST_S:
-        raise InvalidConfigError(
-            field, f"{value!r} is not a number of seconds from {least_s:g} to {_LONGEST_S:g}"
-        )
-    return float(value)
-
-
-def _cost(value: object, *, field: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e12:
-        raise InvalidConfigError(field, f"{value!r} is not a number from 0 to 1e12")
-    return float(value)
-
-
-def _weights(given: object) -> tuple[tuple[str, float], ...]:
-    """Pairs of name and weight in order of name, also from the lists that JSON makes of them."""
-    try:
-        pairs = [(name, float(weight)) for name, weight in cast("Any", given)]
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidConfigError(
-            "component_weights", f"{given!r} is not a list of (name, weight)"
-        ) from error
-    for name, weight in pairs:
-        if not isinstance(name, str) or not name or not math.isfinite(weight):
-            raise InvalidConfigError("component_weights", f"{(name, weight)!r} in {given!r}")
-    if len({name for name, _ in pairs}) < len(pairs):
-        raise InvalidConfigError("component_weights", f"a name comes twice in {given!r}")
-    return tuple(sorted(pairs))

@@ -125,3 +125,13 @@ class WaitingGroup:
 
 
 Decision = MemberDropped | GroupDropped | GroupCut | GroupEvaluated | RefillWanted
+
+
+def surplus_member(key: TrajectoryKey, reason: str) -> MemberDropped:
+    """A sealed trajectory that its group does not need."""
+    return MemberDropped(key=key, state=TrajectoryState.SURPLUS, reason=reason)
+
+
+def incomplete_member(key: TrajectoryKey, reason: str) -> MemberDropped:
+    """A sealed trajectory that no group can train."""
+    return MemberDropped(key=key, state=TrajectoryState.INCOMPLETE, reason=reason)

@@ -32,13 +32,9 @@ from turnstream.batching.columns import (
     stored_row,
 )
 from turnstream.batching.continuing import TurnIds, continued_turns, turn_ids
-from turnstream.batching.extras import (
-    ExtraIndex,
-    MergedRow,
-    merged_sequence_columns,
-    require_declared,
-    split_columns,
-)
+from turnstream.batching.declarations import require_declared
+from turnstream.batching.extras import ExtraIndex
+from turnstream.batching.merged_extras import MergedRow, merged_sequence_columns, split_columns
 from turnstream.batching.plan import SequenceShape
 from turnstream.batching.prefix import PrefixIndex
 from turnstream.types import (

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.assemble import concatenate_rows, take_rows
-from turnstream.batching.extras import inert_columns
+from turnstream.batching.merged_extras import inert_columns
 from turnstream.batching.microbatch import Budget, plan_passes
 from turnstream.errors import BatchingError
 from turnstream.types import ExtraColumn, Ragged, Rows

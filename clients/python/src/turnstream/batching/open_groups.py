@@ -1,0 +1,165 @@
+"""The groups of a run that are open or ready, and what becomes of one that cannot go on as it is.
+
+What happens to single attempts is heard by `turnstream.batching.readiness`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.decisions import (
+    Decision,
+    GroupCut,
+    GroupDropped,
+    ReadyGroup,
+    WaitingGroup,
+    surplus_member,
+)
+from turnstream.batching.judging import teaches_nothing
+from turnstream.batching.lengths import is_compared
+from turnstream.batching.members import GroupMembers
+from turnstream.types import DeadlineFired, TrajectoryKey, TrajectoryState
+
+
+class OpenGroups:
+    """Groups from their opening until they are taken or dropped.
+
+    `ready` holds decided groups in order of completion, until they are taken.
+    """
+
+    def __init__(self, config: BatchingConfig) -> None:
+        self._config = config
+        self._groups: dict[str, GroupMembers] = {}  # open or ready
+        self._ready: dict[str, ReadyGroup] = {}
+        self._decided: dict[str, set[TrajectoryKey]] = {}
+
+    @property
+    def ready(self) -> tuple[ReadyGroup, ...]:
+        """Groups that can be planned, in order of completion."""
+        return tuple(self._ready.values())
+
+    @property
+    def num_ready(self) -> int:
+        """How many groups can be planned."""
+        return len(self._ready)
+
+    @property
+    def num_open_groups(self) -> int:
+        """Groups that were opened and are not decided."""
+        return len(self._groups) - len(self._ready)
+
+    def waiting(self) -> Iterator[WaitingGroup]:
+        """The undecided groups, oldest first."""
+        for group_id, group in self._groups.items():
+            if group_id not in self._ready:
+                yield WaitingGroup(
+                    group_id=group_id,
+                    opened_by=group.opened_by,
+                    num_members=len(group.members),
+                    num_needed=group.opened.num_needed,
+                    samples=tuple(group.pending()),
+                    awaiting=tuple(group.awaiting),
+                    num_refills=group.num_asked,
+                )
+
+    def _go_on_without(self, event_id: str, group: GroupMembers) -> list[Decision]:
+        """An attempt ended and is no member: try again, go on with the others, or end the group."""
+        group_id = group.opened.group_id
+        ready = self._ready.get(group_id)
+        if ready is not None and len(group.members) == len(ready.members):
+            return []
+        asked = self._refill_lost(group)
+        if ready is None:
+            return asked or self._decide_if_complete(event_id, group)
+        if asked:
+            del self._ready[group_id]
+            return asked
+        return self._decide(event_id, group)
+
+    def _refill_lost(self, group: GroupMembers) -> list[Decision]:
+        if self._config.deadline_policy != "refill":
+            return []
+        return [*group.refill_lost(max_refills=self._config.max_refills)]
+
+    def _decide_if_complete(self, event_id: str, group: GroupMembers) -> list[Decision]:
+        if group.has_enough:
+            return self._decide(event_id, group)
+        if not group.ended or group.pending():
+            return []
+        if self._config.deadline_policy == "refill" and self._config.refill_fallback == "drop":
+            return [self._drop(group, TrajectoryState.INCOMPLETE, _shortage(group))]
+        return self._decide(event_id, group)
+
+    def _miss_deadline(self, event_id: str, event: DeadlineFired) -> list[Decision]:
+        group = self._groups.get(event.group_id)
+        if group is None or event.group_id in self._ready:
+            return []
+        # A refill gives a new deadline; one that fired before it is heard again, or is over.
+        if not group.last_fired < event.num_refills == group.num_granted:
+            return []
+        group.last_fired = event.num_refills
+        policy = self._config.deadline_policy
+        if policy == "refill":
+            asked = group.refill_overdue(max_refills=self._config.max_refills)
+            if asked or group.wanted:
+                return [*asked]
+            policy = self._config.refill_fallback
+        if policy == "train_short":
+            return self._decide(event_id, group)
+        reason = f"its deadline passed: {_shortage(group)}"
+        return [self._drop(group, TrajectoryState.INCOMPLETE, reason)]
+
+    def _decide(self, event_id: str, group: GroupMembers) -> list[Decision]:
+        """Train the group with the members that it has, if these are enough to compare."""
+        compared = [member for member in group.ordered if is_compared(member, self._config)]
+        if len(compared) < group.least:
+            reason = f"{len(compared)} valid members, and {group.least} are needed to compare"
+            return [self._drop(group, TrajectoryState.INCOMPLETE, reason)]
+        if self._config.drop_zero_variance and teaches_nothing(compared, self._config):
+            return [self._drop(group, TrajectoryState.FILTERED, "all rewards are equal")]
+        self._set_ready(event_id, group)
+        return self._cut(group) if self._config.surplus == "drop" else []
+
+    def _set_ready(self, event_id: str, group: GroupMembers) -> None:
+        self._ready[group.opened.group_id] = ReadyGroup(
+            group_id=group.opened.group_id,
+            prompt_uid=group.opened.prompt_uid,
+            members=group.ordered,
+            completed_by=event_id,
+            opened_by=group.opened_by,
+        )
+
+    def _cut(self, group: GroupMembers) -> list[Decision]:
+        """Go on without whatever is not sealed; it is surplus wherever it stands.
+
+        Where groups that are open are counted, the store is told of every group that is decided.
+        """
+        has_more = group.pending() or group.awaiting or group.wanted or group.granted
+        if not has_more and not self._config.max_open_groups:
+            return []
+        reason = f"its group was decided by {len(group.members)} of {group.opened.num_samples}"
+        decisions: list[Decision] = [surplus_member(key, reason) for key in group.awaiting]
+        group.end_all()
+        return [*decisions, GroupCut(group_id=group.opened.group_id, reason=reason)]
+
+    def _drop(self, group: GroupMembers, state: TrajectoryState, reason: str) -> GroupDropped:
+        keys = (*(member.key for member in group.ordered), *group.awaiting)
+        self._ready.pop(group.opened.group_id, None)
+        self._forget(group)
+        return GroupDropped(
+            group_id=group.opened.group_id, state=state, reason=reason, keys=tuple(sorted(keys))
+        )
+
+    def _forget(self, group: GroupMembers) -> None:
+        group_id = group.opened.group_id
+        del self._groups[group_id]
+        self._decided[group_id] = group.seen
+
+
+def _shortage(group: GroupMembers) -> str:
+    """What a group lacks, as "2 of 4 members after 1 refills, none of sample 1, 3"."""
+    opened = group.opened
+    lacking = ", ".join(str(s) for s in range(opened.num_samples) if s not in group.members)
+    refills = f" after {group.num_asked} refills" if group.num_asked else ""
+    return f"{len(group.members)} of {opened.num_needed} members{refills}, none of sample {lacking}"
