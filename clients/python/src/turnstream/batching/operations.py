@@ -9,13 +9,14 @@ own sums, never with those of the pass. A bad operation is refused alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.columns import OBSERVED
+from turnstream.batching.plain_rows import plain_rows
 from turnstream.errors import BatchingError
 from turnstream.types import OperationColumns, Ragged, Rows
 
@@ -135,34 +136,20 @@ def operation_rows(operations: Sequence[Operation], *, first_row_id: int) -> Row
         first_row_id: of the first row; they count up.
     """
     data = [datum for operation in operations for datum in operation.data]
-    num_rows = len(data)
-    lengths = [len(datum.input_ids) for datum in data]
-    lengths_B = np.array(lengths, np.int64)
-    zeros, no_names = np.zeros(num_rows, np.int32), [""] * num_rows
-    one_run_B = np.arange(num_rows + 1, dtype=np.int32)
-    return Rows(
-        row_id=np.arange(first_row_id, first_row_id + num_rows, dtype=np.int64),
-        trajectory_id=no_names,
-        group_id=no_names,
-        prompt_uid=no_names,
-        status=no_names,
-        sample=zeros,
-        attempt=zeros,
-        sequence_index=zeros,
-        is_last=np.ones(num_rows, np.bool_),
-        is_padding=np.zeros(num_rows, np.bool_),
-        weight=np.ones(num_rows, np.float32),
-        reward=np.full(num_rows, np.nan, np.float32),
-        advantage=np.zeros(num_rows, np.float32),
-        prompt_length=zeros,
-        trajectory_num_tokens=lengths_B,
-        group_num_tokens=lengths_B,
-        input_ids=_joined([datum.input_ids for datum in data]),
-        loss_mask=_joined([np.ones(length, np.uint8) for length in lengths]),
+    input_ids = _joined([datum.input_ids for datum in data])
+    loss_mask = Ragged(np.ones(len(input_ids.values), np.uint8), input_ids.offsets)
+    rows = plain_rows(
+        input_ids,
+        loss_mask,
+        num_trained_B=input_ids.lengths.astype(np.int64),
+        first_row_id=first_row_id,
+    )
+    one_run_B = np.arange(len(data) + 1, dtype=np.int32)
+    return replace(
+        rows,
         logprobs=_joined_if_given([datum.logprobs for datum in data]),
-        rewards=_joined([np.zeros(length, np.float32) for length in lengths]),
-        run_versions=Ragged(np.full(num_rows, OBSERVED, np.int64), one_run_B),
-        run_counts=Ragged(lengths_B.astype(np.int32), one_run_B),
+        run_versions=Ragged(np.full(len(data), OBSERVED, np.int64), one_run_B),
+        run_counts=Ragged(input_ids.lengths, one_run_B),
         advantages=_joined_if_given([datum.advantages for datum in data]),
         operations=OperationColumns(
             request_id=[own.request_id for own in operations for _ in own.data],

@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +25,7 @@ from turnstream.batching.jagged import flat
 from turnstream.batching.layout import prefix_mask
 from turnstream.batching.packed import line_up
 from turnstream.batching.packing import Bins, Method, OverLong, grow_bins, pack
+from turnstream.batching.plain_rows import plain_rows
 from turnstream.batching.slots import SlotLine
 from turnstream.errors import BatchingError
 from turnstream.types import Ragged, Rows, Status
@@ -78,7 +79,7 @@ def supervised_rows(
     _check(input_ids, token_weights)
     prompt_lengths = _lengths_before_first_target(token_weights)
     weights = _without_prompts(token_weights, prompt_lengths)
-    return _rows(input_ids, weights, prompt_lengths=prompt_lengths, first_row_id=first_row_id)
+    return _rows(input_ids, weights, first_row_id=first_row_id)
 
 
 def loss_scales(rows: Rows, *, loss_scale: LossScale) -> NDArray[np.float64]:
@@ -260,43 +261,22 @@ def _row_sums(values: NDArray[Any], offsets: NDArray[np.int32]) -> NDArray[np.fl
     return sums_B
 
 
-def _rows(
-    input_ids: Ragged[np.int32],
-    weights: Ragged[np.float32],
-    *,
-    prompt_lengths: NDArray[np.int32],
-    first_row_id: int,
-) -> Rows:
+def _rows(input_ids: Ragged[np.int32], weights: Ragged[np.float32], *, first_row_id: int) -> Rows:
     num_rows = len(input_ids)
     is_target: NDArray[np.bool_] = weights.values != 0
     mask = Ragged(is_target.view(np.uint8), weights.offsets)
-    row_ids: NDArray[np.int64] = np.arange(first_row_id, first_row_id + num_rows, dtype=np.int64)
-    names = [str(row_id) for row_id in row_ids.tolist()]
-    num_targets = _row_sums(mask.values, mask.offsets).astype(np.int64)
-    zeros: NDArray[np.int32] = np.zeros(num_rows, np.int32)
-    runs: NDArray[np.int32] = np.zeros(num_rows + 1, np.int32)
-    return Rows(
-        row_id=row_ids,
+    rows = plain_rows(
+        input_ids,
+        mask,
+        num_trained_B=_row_sums(mask.values, mask.offsets).astype(np.int64),
+        first_row_id=first_row_id,
+    )
+    names = [str(row_id) for row_id in rows.row_id.tolist()]
+    return replace(
+        rows,
         trajectory_id=[f"{name}/0/0" for name in names],
         group_id=names,
-        prompt_uid=[""] * num_rows,
         status=[str(Status.COMPLETED)] * num_rows,
-        sample=zeros,
-        attempt=zeros,
-        sequence_index=zeros,
-        is_last=np.ones(num_rows, np.bool_),
-        is_padding=np.zeros(num_rows, np.bool_),
-        weight=np.ones(num_rows, np.float32),
-        reward=np.full(num_rows, np.nan, np.float32),
         advantage=np.ones(num_rows, np.float32),
-        prompt_length=prompt_lengths,
-        trajectory_num_tokens=num_targets,
-        group_num_tokens=num_targets,
-        input_ids=input_ids,
-        loss_mask=mask,
-        logprobs=None,
-        rewards=Ragged(np.zeros(len(mask.values), np.float32), mask.offsets),
-        run_versions=Ragged(np.empty(0, np.int64), runs),
-        run_counts=Ragged(np.empty(0, np.int32), runs),
         token_weights=weights,
     )
