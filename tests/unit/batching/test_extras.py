@@ -1,48 +1,19 @@
-"""Extra columns through the merge, held against loops over lists."""
+"""Extra columns through the merge, one kind at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from turnstream.batching.assemble import assemble_rows, concatenate_rows, take_rows
 from turnstream.batching.extras import ExtraIndex
-from turnstream.batching.merge import (
-    merge_trajectories,
-    merge_turns,
-    plan_sequences,
-    split_sequences,
-    store_turns,
-)
-from turnstream.batching.minibatch import inert_rows, join_shares, rank_share
-from turnstream.batching.plan import GroupPlan
+from turnstream.batching.merge import merge_trajectories, merge_turns, store_turns
 from turnstream.batching.prefix import PrefixMatch
-from turnstream.errors import BatchingError, InvalidTurnError, UnmergeableColumnError
-from turnstream.records.batches import decode_mini_batch, encode_mini_batch
-from turnstream.testing import (
-    assert_same,
-    mini_batch_info,
-    spell,
-    trajectory_plan,
-    turn,
-)
-from turnstream.testing.strategies import chains, declared_columns, trees, with_extras
-from turnstream.types import (
-    NO_PARENT,
-    DeclaredColumn,
-    ExtraPiece,
-    MiniBatch,
-    Rows,
-    StoredTurn,
-    TrajectoryKey,
-    Turn,
-)
+from turnstream.errors import InvalidTurnError, UnmergeableColumnError
+from turnstream.testing import spell, turn
+from turnstream.types import NO_PARENT, DeclaredColumn, Turn
 
 ROUTES = DeclaredColumn(name="routes", per="first_tokens", dtype="int16", shape=(1, 2))
 IMAGES = DeclaredColumn(name="images", per="items", dtype="float32", shape=(2,))
@@ -67,10 +38,6 @@ def with_columns(one: Turn, **extras: np.ndarray[Any, Any]) -> Turn:
 
 def column_of(rows: Any, name: str) -> list[Any]:
     return [row.extras[name].values.tolist() for row in rows]
-
-
-# --------------------------------------------------------------------------------------
-# one kind at a time
 
 
 def test_position_ids_of_shared_tokens_travel_once_and_concatenate_along_the_row() -> None:
@@ -144,20 +111,6 @@ def test_a_turn_that_was_not_captured_leaves_no_gap_once_a_later_one_was() -> No
 
     assert row.extras["routes"].values.tolist() == routes(1, 2, 3, 4, 5).tolist()
     assert row.extras["routes"].ends == (2, 2, 5)
-
-
-def test_choices_are_stored_and_merged_in_the_narrowest_type() -> None:
-    small, large = turn("ab", "C"), turn("xy", "Z")
-    turns = [
-        with_columns(small, routes=routes(1, 2)),
-        with_columns(large, routes=routes(300)),
-    ]
-
-    stored = store_turns(turns, extra_columns=[ROUTES])
-
-    assert [t.extras["routes"].values.dtype for t in stored] == [np.uint8, np.int16]
-    assert assembled(turns, [ROUTES]).extras["routes"].dtype == np.int16
-    assert assembled(turns[:1], [ROUTES]).extras["routes"].dtype == np.uint8
 
 
 def test_images_concatenate_in_order_and_travel_once() -> None:
@@ -273,300 +226,6 @@ def test_a_column_that_is_not_declared_is_refused_by_name(declared: Any) -> None
     for work in (merge_turns, store_turns):
         with pytest.raises(InvalidTurnError, match=r"^extras\['routes'\]: the run declares"):
             work([undeclared], extra_columns=declared)
-
-
-# --------------------------------------------------------------------------------------
-# what is stored by others may be anything
-
-
-@pytest.mark.parametrize(
-    ("column", "piece", "message"),
-    [
-        (POSITIONS, ExtraPiece(0, np.zeros((2, 3), np.int32)), "0 shared and 2 own"),
-        (POSITIONS, ExtraPiece(0, np.zeros((3, 3), np.int64)), "int64"),
-        (TEACHER, None, "turn 0 has none"),
-        (TEACHER, ExtraPiece(0, np.zeros(2, np.float32)), "0 shared and 2 own"),
-        (ROUTES, ExtraPiece(0, routes(1, 2, 3, 4)), "4 values for a row of 3 tokens"),
-        (ROUTES, ExtraPiece(0, routes(1).astype(np.int64)), "int64"),
-        (STYLE, ExtraPiece(0, np.zeros(2, np.int8)), "0 shared and 2 own"),
-        (IMAGES, ExtraPiece(3, images(1)), "turn 0 follows turn -1"),
-    ],
-)
-def test_a_stored_column_that_cannot_be_is_refused(
-    column: DeclaredColumn, piece: ExtraPiece | None, message: str
-) -> None:
-    (stored,) = store_turns([turn("ab", "C")])
-    wrong = replace(stored, extras={} if piece is None else {column.name: piece})
-
-    with pytest.raises(InvalidTurnError, match=message):
-        assembled_of([wrong], [column])
-
-
-def test_values_that_the_parent_does_not_hold_are_refused() -> None:
-    first, second = store_turns(
-        [with_columns(turn("ab", "C"), images=images(1)), turn("abcd", "E")], extra_columns=[IMAGES]
-    )
-    wrong = replace(second, extras={"images": ExtraPiece(2, images())})
-
-    with pytest.raises(InvalidTurnError, match="2 values of turn 0, which has 1"):
-        assembled_of([first, wrong], [IMAGES])
-
-
-def test_a_stored_column_that_the_run_does_not_declare_is_passed_over() -> None:
-    (stored,) = store_turns(
-        [with_columns(turn("ab", "C"), images=images(1))], extra_columns=[IMAGES]
-    )
-
-    assert assembled_of([stored], []).extras == {}
-
-
-# --------------------------------------------------------------------------------------
-# the laws
-
-
-@st.composite
-def episodes(
-    draw: st.DrawFn, *, agrees: bool = False
-) -> tuple[tuple[Turn, ...], tuple[DeclaredColumn, ...]]:
-    declared = draw(declared_columns())
-    turns = draw(chains() | trees())
-    return draw(with_extras(turns, declared, agrees=agrees)), declared
-
-
-def linked_slowly(
-    turns: Sequence[Turn], declared: Sequence[DeclaredColumn]
-) -> list[tuple[int, int]]:
-    """(parent, shared tokens) of every turn, by comparing lists."""
-    links: list[tuple[int, int]] = []
-    whole = [[*t.prompt_ids.tolist(), *t.response_ids.tolist()] for t in turns]
-    for index, one in enumerate(turns):
-        prompt = one.prompt_ids.tolist()
-        shared = [
-            max(n for n in range(len(prompt) + 1) if prompt[:n] == earlier[:n])
-            for earlier in whole[:index]
-        ]
-        most = max(shared, default=0)
-        holders = [turn for turn in range(index) if shared[turn] == most]
-        ending = [turn for turn in holders if len(whole[turn]) == most]
-        parent = (ending or holders or [NO_PARENT])[0] if most else NO_PARENT
-        for column in declared:
-            if parent != NO_PARENT and most == len(whole[parent]) and column.per == "items":
-                given = one.extras.get(column.name)
-                before = turns[parent].extras[column.name].tolist()
-                if given is not None and given.tolist()[: len(before)] != before:
-                    parent, most = NO_PARENT, 0
-        links.append((parent, most))
-    return links
-
-
-def said_slowly(
-    column: DeclaredColumn, turns: Sequence[Turn], links: Sequence[tuple[int, int]]
-) -> list[list[Any]]:
-    """What every turn has of a column for the whole of its prompt and response, as lists."""
-    said: list[list[Any]] = []
-    fill = np.full(column.shape, column.fill, column.dtype).tolist()
-    for one, (parent, shared) in zip(turns, links, strict=True):
-        given = one.extras[column.name].tolist() if column.name in one.extras else None
-        before = said[parent][:shared] if parent != NO_PARENT else []
-        match column.per:
-            case "token":
-                count = len(one.prompt_ids) + len(one.response_ids)
-                own = given or [fill] * count
-                said.append([*before, *own[len(before) :]])
-            case "first_tokens":
-                said.append([*before, *(given or [])[len(before) :]])
-            case "response_token":
-                said.append(given or [fill] * len(one.response_ids))
-            case "row":
-                first = said[0] if said and column.is_constant else [fill]
-                said.append(given or first)
-            case "items":
-                said.append(given or [])
-    return said
-
-
-def merged_slowly(
-    column: DeclaredColumn, turns: Sequence[Turn], rows: Sequence[Any], said: list[list[Any]]
-) -> list[list[Any]]:
-    fill = np.full(column.shape, column.fill, column.dtype).tolist()
-    merged: list[list[Any]] = []
-    for row in rows:
-        if column.per != "response_token":
-            merged.append(said[row.turns[-1]])
-            continue
-        values: list[Any] = []
-        for index in row.turns:
-            start = len(turns[index].prompt_ids) - row.prompt_length
-            values += [fill] * (start - len(values)) + said[index]
-        merged.append(values)
-    return merged
-
-
-def items_given(turns: Sequence[Turn], declared: Sequence[DeclaredColumn]) -> tuple[Turn, ...]:
-    """No items said to be no items, which leaves no question of whose they are."""
-    none = {c.name: np.zeros((0, *c.shape), c.dtype) for c in declared if c.per == "items"}
-    return tuple(replace(one, extras={**none, **one.extras}) for one in turns)
-
-
-def assembled_of(stored: Sequence[StoredTurn], declared: Sequence[DeclaredColumn]) -> Rows:
-    planned = plan_sequences([one.shape for one in stored], merge=True)
-    key = TrajectoryKey("g0", 0)
-    plan = replace(
-        trajectory_plan(),
-        key=key,
-        sequences=planned,
-        weights=(1.0,) * len(planned),
-        payload_crcs=tuple(one.payload_crc for one in stored),
-    )
-    group = GroupPlan(group_id="g0", prompt_uid="", trajectories=(plan,))
-    return assemble_rows([group], {key: stored}, first_row_id=0, extra_columns=declared)
-
-
-def assembled(turns: Sequence[Turn], declared: Sequence[DeclaredColumn]) -> Rows:
-    return assembled_of(store_turns(turns, extra_columns=declared), declared)
-
-
-@given(episode=episodes())
-def test_rows_have_what_loops_over_lists_find(
-    episode: tuple[tuple[Turn, ...], tuple[DeclaredColumn, ...]],
-) -> None:
-    turns, declared = items_given(*episode), episode[1]
-
-    merged = merge_turns(turns, extra_columns=declared)
-    rows = assembled(turns, declared)
-
-    links = linked_slowly(turns, declared)
-    stored = store_turns(turns, extra_columns=declared)
-    assert [(one.parent_turn, one.shared_tokens) for one in stored] == links
-    assert list(rows.extras) == [column.name for column in declared]
-    for column in declared:
-        said = said_slowly(column, turns, links)
-        expected = merged_slowly(column, turns, merged, said)
-        found = rows.extras[column.name]
-        assert column_of(merged, column.name) == expected
-        assert [values.tolist() for values in found.values] == expected
-        if column.per != "first_tokens":
-            assert found.dtype == column.numpy_dtype
-
-
-@given(episode=episodes(agrees=True))
-def test_merge_then_split_is_the_identity(
-    episode: tuple[tuple[Turn, ...], tuple[DeclaredColumn, ...]],
-) -> None:
-    turns, declared = episode
-
-    split = split_sequences(merge_turns(turns, extra_columns=declared))
-
-    for one, again in zip(turns, split, strict=True):
-        given = {name: v.tolist() for name, v in one.extras.items() if len(v)}
-        assert {name: v.tolist() for name, v in again.extras.items() if len(v)} == given
-
-
-@given(episode=episodes())
-def test_merging_what_was_split_gives_the_same_rows(
-    episode: tuple[tuple[Turn, ...], tuple[DeclaredColumn, ...]],
-) -> None:
-    declared = tuple(replace(column, is_optional=True) for column in episode[1])
-    rows = merge_turns(items_given(*episode), extra_columns=declared)
-
-    split = [widened(one, declared) for one in split_sequences(rows)]
-    again = merge_turns(items_given(split, declared), extra_columns=declared)
-
-    assert [row.turns for row in again] == [row.turns for row in rows]
-    for column in declared:
-        assert column_of(again, column.name) == column_of(rows, column.name)
-
-
-def widened(one: Turn, declared: Sequence[DeclaredColumn]) -> Turn:
-    """Router choices in the declared type again."""
-    types = {column.name: column.dtype for column in declared}
-    return replace(one, extras={n: v.astype(types[n]) for n, v in one.extras.items()})
-
-
-@given(episode=episodes(), world=st.integers(1, 3))
-def test_shares_keep_every_column_and_inert_rows_are_legal(
-    episode: tuple[tuple[Turn, ...], tuple[DeclaredColumn, ...]], world: int
-) -> None:
-    declared = episode[1]
-    rows = assembled(items_given(*episode), declared)
-
-    shares = [
-        rank_share(rows, step=1, mini_batch=0, dp_rank=r, dp_world_size=world, pad_token_id=0)
-        for r in range(world)
-    ]
-    joined = join_shares(shares)
-
-    assert_same(joined.extras, rows.extras)
-    counts = {"token": 2, "response_token": 1, "row": 1}
-    for share in shares:
-        for column in declared:
-            of_inert = share.extras[column.name].values.lengths[share.is_padding]
-            assert set(of_inert.tolist()) <= {counts.get(column.per, 0)}
-        encoded = encode_mini_batch(MiniBatch(rows=share, info=mini_batch_info(share)))
-        decoded = decode_mini_batch(encoded.data, expected_hash=encoded.content_hash)
-        assert_same(dict(decoded.rows.extras), share.extras)
-
-
-# --------------------------------------------------------------------------------------
-# inert rows, and rows put together
-
-
-def test_inert_rows_have_a_legal_value_of_every_declared_column() -> None:
-    turns = [
-        with_columns(
-            turn("ab", "C"),
-            images=images(1),
-            positions=np.ones((3, 3), np.int32),
-            routes=routes(7, 8),
-            style=np.array([5], np.int8),
-            teacher=np.array([-1], np.float32),
-        )
-    ]
-    real = assembled(turns, [IMAGES, POSITIONS, ROUTES, STYLE, TEACHER])
-
-    inert = inert_rows([-1, -2], pad_token_id=0, has_logprobs=False, extras=real.extras)
-
-    counts = {"images": 0, "positions": 2, "routes": 0, "style": 1, "teacher": 1}
-    assert {n: c.values.lengths.tolist() for n, c in inert.extras.items()} == {
-        name: [count] * 2 for name, count in counts.items()
-    }
-    for name, column in inert.extras.items():
-        assert (column.dtype, column.shape) == (real.extras[name].dtype, real.extras[name].shape)
-        assert not column.values.values.any()
-
-
-def test_choices_of_different_types_are_joined_in_the_wider() -> None:
-    small = assembled([with_columns(turn("ab", "C"), routes=routes(1))], [ROUTES])
-    large = assembled([with_columns(turn("ab", "C"), routes=routes(300))], [ROUTES])
-
-    joined = concatenate_rows([small, large]).extras["routes"]
-
-    assert joined.dtype == np.int16
-    assert [values.tolist() for values in joined.values] == [
-        routes(1).tolist(),
-        routes(300).tolist(),
-    ]
-    assert take_rows(concatenate_rows([small, large]), [1]).extras["routes"].dtype == np.int16
-
-
-def test_columns_of_another_type_are_not_joined() -> None:
-    one = assembled([with_columns(turn("ab", "C"), images=images(1))], [IMAGES])
-    double = replace(IMAGES, dtype="float64")
-    other = assembled(
-        [with_columns(turn("ab", "C"), images=images(1).astype(np.float64))], [double]
-    )
-
-    with pytest.raises(BatchingError, match="extra column 'images' is"):
-        concatenate_rows([one, other])
-
-
-def test_the_content_hash_covers_extra_columns() -> None:
-    def content_hash(number: int) -> str:
-        rows = assembled([with_columns(turn("ab", "C"), images=images(number))], [IMAGES])
-        return encode_mini_batch(MiniBatch(rows=rows, info=mini_batch_info(rows))).content_hash
-
-    assert content_hash(1) == content_hash(1)
-    assert content_hash(1) != content_hash(2)
 
 
 def test_linking_alone_remembers_nothing() -> None:

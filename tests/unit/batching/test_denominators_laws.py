@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.batching.assemble import take_rows
+from turnstream.batching.config import Aggregation, RowWeights
+from turnstream.batching.denominators import check_share, count_denominators, row_scales
+from turnstream.batching.filters import row_weights
+from turnstream.batching.microbatch import Budget, CostModel
+from turnstream.batching.minibatch import budgeted_passes, rank_share, rows_multiple
+from turnstream.testing import rows
+from turnstream.types import Rows
+
+CUT: dict[str, Any] = {"step": 1, "mini_batch": 0, "pad_token_id": 0}
+MODES: tuple[Aggregation, ...] = get_args(Aggregation)
+
+
+def loss(
+    share: Rows,
+    token_losses: Sequence[Sequence[float]],
+    mode: Aggregation,
+    of: Rows,
+    constant: int = 0,
+) -> float:
+    """This share's part of the loss of the mini-batch `of`."""
+    denominators = count_denominators([of], length_constant=constant)
+    scales = row_scales(share, denominators=denominators, aggregation=mode)
+    sums = [np.dot(m, own) for m, own in zip(share.loss_mask, token_losses, strict=True)]
+    return float(np.dot(scales, sums))
+
+
+def weighted(batch: Rows, kind: RowWeights) -> Rows:
+    """The same rows as a run with this setting weighs them; inert ones nothing."""
+    numbers = {name: index for index, name in enumerate(dict.fromkeys(batch.trajectory_id))}
+    weights = row_weights(
+        kind,
+        trajectory_B=np.array([numbers[name] for name in batch.trajectory_id], np.int64),
+        num_trained_B=np.array([int(own.sum()) for own in batch.loss_mask], np.int64),
+    )
+    return replace(batch, weight=weights)
+
+
+SPLIT_MODES: list[tuple[RowWeights, Aggregation]] = [
+    *[("per_row", mode) for mode in MODES],
+    ("per_trajectory", "seq_mean_token_sum"),
+    ("per_trajectory", "seq_mean_token_mean"),
+    ("per_trajectory", "constant"),
+    ("rollout_mean", "seq_mean_token_mean"),
+]
+"""Every setting that a configuration takes."""
+
+
+@st.composite
+def split_batches(draw: st.DrawFn) -> Rows:
+    """Trajectories of one row or more, each within one of two groups."""
+    texts = draw(st.lists(st.text("aB", max_size=6), min_size=1, max_size=7))
+    owners = [draw(st.integers(0, 3)) for _ in texts]
+    batch = rows(*["x|" + text for text in texts], group_ids=[f"g{own % 2}" for own in owners])
+    totals = [
+        sum(t.count("B") for t, o in zip(texts, owners, strict=True) if o == own) for own in owners
+    ]
+    return replace(
+        batch,
+        trajectory_id=[f"g{own % 2}/{own}/0" for own in owners],
+        sample=np.array(owners, np.int32),
+        trajectory_num_tokens=np.array(totals, np.int64),
+    )
+
+
+@given(
+    split_batches(),
+    st.sampled_from(SPLIT_MODES),
+    st.integers(1, 5),
+    st.sampled_from(get_args(CostModel)),
+    st.integers(1, 3),
+    st.randoms(),
+)
+def test_with_every_weight_of_rows_the_loss_depends_on_no_cut_and_no_order(
+    batch: Rows,
+    setting: tuple[RowWeights, Aggregation],
+    dp_world_size: int,
+    model: CostModel,
+    passes_multiple_of: int,
+    random: Any,
+) -> None:
+    kind, mode = setting
+    cut = {
+        "dp_world_size": dp_world_size,
+        "multiple_of": rows_multiple(
+            dp_world_size=dp_world_size, passes_multiple_of=passes_multiple_of
+        ),
+    }
+    budget = Budget(limit=9, model=model)
+    batch = weighted(batch, kind)
+    shuffled = take_rows(batch, random.sample(range(len(batch)), len(batch)))
+
+    def token_losses(share: Rows) -> list[list[float]]:
+        return [
+            [float(row_id * 7 + t) for t in range(length)]
+            for row_id, length in zip(share.row_id.tolist(), share.loss_mask.lengths, strict=True)
+        ]
+
+    denominators = count_denominators([batch], length_constant=5)
+    total = 0.0
+    for dp_rank in range(dp_world_size):
+        share = rank_share(shuffled, dp_rank=dp_rank, **cut, **CUT)
+        check_share(share, denominators, dp_world_size=dp_world_size, row_weights=kind)
+        passes = budgeted_passes(
+            shuffled, dp_rank=dp_rank, budget=budget, passes_multiple_of=passes_multiple_of, **cut
+        )
+        for positions in passes:
+            part = take_rows(share, positions)
+            total += loss(part, token_losses(part), mode, of=batch, constant=5)
+
+    assert total == pytest.approx(loss(batch, token_losses(batch), mode, of=batch, constant=5))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Rows:
+    texts = draw(st.lists(st.text("aB", max_size=6), min_size=1, max_size=7))
+    names = draw(st.lists(st.sampled_from("gh"), min_size=len(texts), max_size=len(texts)))
+    return rows(*["x|" + text for text in texts], group_ids=names)
+
+
+@given(batches(), st.sampled_from(MODES), st.integers(1, 9), st.integers(0, 30))
+def test_the_loss_does_not_depend_on_ranks_micro_batches_or_padding(
+    batch: Rows, mode: Aggregation, dp_world_size: int, max_tokens: int
+) -> None:
+    def token_losses(share: Rows) -> list[list[float]]:
+        return [
+            [float(row_id * 7 + t) for t in range(length)]
+            for row_id, length in zip(share.row_id.tolist(), share.loss_mask.lengths, strict=True)
+        ]
+
+    total = 0.0
+    for dp_rank in range(dp_world_size):
+        share = rank_share(batch, dp_rank=dp_rank, dp_world_size=dp_world_size, **CUT)
+        passes = budgeted_passes(
+            batch, dp_rank=dp_rank, dp_world_size=dp_world_size, budget=Budget(limit=max_tokens)
+        )
+        for positions in passes:
+            part = take_rows(share, positions)
+            total += loss(part, token_losses(part), mode, of=batch, constant=5)
+
+    assert total == pytest.approx(loss(batch, token_losses(batch), mode, of=batch, constant=5))
+
+
+@given(batches(), st.integers(1, 9))
+def test_denominators_counted_over_ranks_are_those_of_the_whole(batch: Rows, world: int) -> None:
+    shares = [rank_share(batch, dp_rank=r, dp_world_size=world, **CUT) for r in range(world)]
+
+    counted = count_denominators(shares, length_constant=3)
+
+    assert counted == count_denominators([batch], length_constant=3)
+    for share in shares:
+        check_share(share, counted, dp_world_size=world)

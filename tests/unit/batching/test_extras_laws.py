@@ -1,0 +1,215 @@
+"""Extra columns through the merge, held against loops over lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.batching.assemble import assemble_rows
+from turnstream.batching.merge import merge_turns, plan_sequences, split_sequences, store_turns
+from turnstream.batching.minibatch import join_shares, rank_share
+from turnstream.batching.plan import GroupPlan
+from turnstream.records.batches import decode_mini_batch, encode_mini_batch
+from turnstream.testing import assert_same, mini_batch_info, trajectory_plan
+from turnstream.testing.strategies import chains, declared_columns, trees, with_extras
+from turnstream.types import (
+    NO_PARENT,
+    DeclaredColumn,
+    MiniBatch,
+    Rows,
+    StoredTurn,
+    TrajectoryKey,
+    Turn,
+)
+
+
+def column_of(rows: Any, name: str) -> list[Any]:
+    return [row.extras[name].values.tolist() for row in rows]
+
+
+@st.composite
+def episodes(
+    draw: st.DrawFn, *, agrees: bool = False
+) -> tuple[tuple[Turn, ...], tuple[DeclaredColumn, ...]]:
+    declared = draw(declared_columns())
+    turns = draw(chains() | trees())
+    return draw(with_extras(turns, declared, agrees=agrees)), declared
+
+
+def linked_slowly(
+    turns: Sequence[Turn], declared: Sequence[DeclaredColumn]
+) -> list[tuple[int, int]]:
+    """(parent, shared tokens) of every turn, by comparing lists."""
+    links: list[tuple[int, int]] = []
+    whole = [[*t.prompt_ids.tolist(), *t.response_ids.tolist()] for t in turns]
+    for index, one in enumerate(turns):
+        prompt = one.prompt_ids.tolist()
+        shared = [
+            max(n for n in range(len(prompt) + 1) if prompt[:n] == earlier[:n])
+            for earlier in whole[:index]
+        ]
+        most = max(shared, default=0)
+        holders = [turn for turn in range(index) if shared[turn] == most]
+        ending = [turn for turn in holders if len(whole[turn]) == most]
+        parent = (ending or holders or [NO_PARENT])[0] if most else NO_PARENT
+        for column in declared:
+            if parent != NO_PARENT and most == len(whole[parent]) and column.per == "items":
+                given = one.extras.get(column.name)
+                before = turns[parent].extras[column.name].tolist()
+                if given is not None and given.tolist()[: len(before)] != before:
+                    parent, most = NO_PARENT, 0
+        links.append((parent, most))
+    return links
+
+
+def said_slowly(
+    column: DeclaredColumn, turns: Sequence[Turn], links: Sequence[tuple[int, int]]
+) -> list[list[Any]]:
+    """What every turn has of a column for the whole of its prompt and response, as lists."""
+    said: list[list[Any]] = []
+    fill = np.full(column.shape, column.fill, column.dtype).tolist()
+    for one, (parent, shared) in zip(turns, links, strict=True):
+        given = one.extras[column.name].tolist() if column.name in one.extras else None
+        before = said[parent][:shared] if parent != NO_PARENT else []
+        match column.per:
+            case "token":
+                count = len(one.prompt_ids) + len(one.response_ids)
+                own = given or [fill] * count
+                said.append([*before, *own[len(before) :]])
+            case "first_tokens":
+                said.append([*before, *(given or [])[len(before) :]])
+            case "response_token":
+                said.append(given or [fill] * len(one.response_ids))
+            case "row":
+                first = said[0] if said and column.is_constant else [fill]
+                said.append(given or first)
+            case "items":
+                said.append(given or [])
+    return said
+
+
+def merged_slowly(
+    column: DeclaredColumn, turns: Sequence[Turn], rows: Sequence[Any], said: list[list[Any]]
+) -> list[list[Any]]:
+    fill = np.full(column.shape, column.fill, column.dtype).tolist()
+    merged: list[list[Any]] = []
+    for row in rows:
+        if column.per != "response_token":
+            merged.append(said[row.turns[-1]])
+            continue
+        values: list[Any] = []
+        for index in row.turns:
+            start = len(turns[index].prompt_ids) - row.prompt_length
+            values += [fill] * (start - len(values)) + said[index]
+        merged.append(values)
+    return merged
+
+
+def items_given(turns: Sequence[Turn], declared: Sequence[DeclaredColumn]) -> tuple[Turn, ...]:
+    """No items said to be no items, which leaves no question of whose they are."""
+    none = {c.name: np.zeros((0, *c.shape), c.dtype) for c in declared if c.per == "items"}
+    return tuple(replace(one, extras={**none, **one.extras}) for one in turns)
+
+
+def assembled_of(stored: Sequence[StoredTurn], declared: Sequence[DeclaredColumn]) -> Rows:
+    planned = plan_sequences([one.shape for one in stored], merge=True)
+    key = TrajectoryKey("g0", 0)
+    plan = replace(
+        trajectory_plan(),
+        key=key,
+        sequences=planned,
+        weights=(1.0,) * len(planned),
+        payload_crcs=tuple(one.payload_crc for one in stored),
+    )
+    group = GroupPlan(group_id="g0", prompt_uid="", trajectories=(plan,))
+    return assemble_rows([group], {key: stored}, first_row_id=0, extra_columns=declared)
+
+
+def assembled(turns: Sequence[Turn], declared: Sequence[DeclaredColumn]) -> Rows:
+    return assembled_of(store_turns(turns, extra_columns=declared), declared)
+
+
+@given(episode=episodes())
+def test_rows_have_what_loops_over_lists_find(
+    episode: tuple[tuple[Turn, ...], tuple[DeclaredColumn, ...]],
+) -> None:
+    turns, declared = items_given(*episode), episode[1]
+
+    merged = merge_turns(turns, extra_columns=declared)
+    rows = assembled(turns, declared)
+
+    links = linked_slowly(turns, declared)
+    stored = store_turns(turns, extra_columns=declared)
+    assert [(one.parent_turn, one.shared_tokens) for one in stored] == links
+    assert list(rows.extras) == [column.name for column in declared]
+    for column in declared:
+        said = said_slowly(column, turns, links)
+        expected = merged_slowly(column, turns, merged, said)
+        found = rows.extras[column.name]
+        assert column_of(merged, column.name) == expected
+        assert [values.tolist() for values in found.values] == expected
+        if column.per != "first_tokens":
+            assert found.dtype == column.numpy_dtype
+
+
+@given(episode=episodes(agrees=True))
+def test_merge_then_split_is_the_identity(
+    episode: tuple[tuple[Turn, ...], tuple[DeclaredColumn, ...]],
+) -> None:
+    turns, declared = episode
+
+    split = split_sequences(merge_turns(turns, extra_columns=declared))
+
+    for one, again in zip(turns, split, strict=True):
+        given = {name: v.tolist() for name, v in one.extras.items() if len(v)}
+        assert {name: v.tolist() for name, v in again.extras.items() if len(v)} == given
+
+
+@given(episode=episodes())
+def test_merging_what_was_split_gives_the_same_rows(
+    episode: tuple[tuple[Turn, ...], tuple[DeclaredColumn, ...]],
+) -> None:
+    declared = tuple(replace(column, is_optional=True) for column in episode[1])
+    rows = merge_turns(items_given(*episode), extra_columns=declared)
+
+    split = [widened(one, declared) for one in split_sequences(rows)]
+    again = merge_turns(items_given(split, declared), extra_columns=declared)
+
+    assert [row.turns for row in again] == [row.turns for row in rows]
+    for column in declared:
+        assert column_of(again, column.name) == column_of(rows, column.name)
+
+
+def widened(one: Turn, declared: Sequence[DeclaredColumn]) -> Turn:
+    """Router choices in the declared type again."""
+    types = {column.name: column.dtype for column in declared}
+    return replace(one, extras={n: v.astype(types[n]) for n, v in one.extras.items()})
+
+
+@given(episode=episodes(), world=st.integers(1, 3))
+def test_shares_keep_every_column_and_inert_rows_are_legal(
+    episode: tuple[tuple[Turn, ...], tuple[DeclaredColumn, ...]], world: int
+) -> None:
+    declared = episode[1]
+    rows = assembled(items_given(*episode), declared)
+
+    shares = [
+        rank_share(rows, step=1, mini_batch=0, dp_rank=r, dp_world_size=world, pad_token_id=0)
+        for r in range(world)
+    ]
+    joined = join_shares(shares)
+
+    assert_same(joined.extras, rows.extras)
+    counts = {"token": 2, "response_token": 1, "row": 1}
+    for share in shares:
+        for column in declared:
+            of_inert = share.extras[column.name].values.lengths[share.is_padding]
+            assert set(of_inert.tolist()) <= {counts.get(column.per, 0)}
+        encoded = encode_mini_batch(MiniBatch(rows=share, info=mini_batch_info(share)))
+        decoded = decode_mini_batch(encoded.data, expected_hash=encoded.content_hash)
+        assert_same(dict(decoded.rows.extras), share.extras)

@@ -1,0 +1,185 @@
+"""Extra columns of rows: what was stored by others, and rows put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from turnstream.batching.assemble import assemble_rows, concatenate_rows, take_rows
+from turnstream.batching.merge import plan_sequences, store_turns
+from turnstream.batching.minibatch import inert_rows
+from turnstream.batching.plan import GroupPlan
+from turnstream.errors import BatchingError, InvalidTurnError
+from turnstream.records.batches import encode_mini_batch
+from turnstream.testing import mini_batch_info, trajectory_plan, turn
+from turnstream.types import (
+    DeclaredColumn,
+    ExtraPiece,
+    MiniBatch,
+    Rows,
+    StoredTurn,
+    TrajectoryKey,
+    Turn,
+)
+
+ROUTES = DeclaredColumn(name="routes", per="first_tokens", dtype="int16", shape=(1, 2))
+IMAGES = DeclaredColumn(name="images", per="items", dtype="float32", shape=(2,))
+POSITIONS = DeclaredColumn(name="positions", per="token", dtype="int32", shape=(3,))
+TEACHER = DeclaredColumn(name="teacher", per="response_token", dtype="float32", fill=-9)
+STYLE = DeclaredColumn(name="style", per="row", dtype="int8", is_constant=True)
+
+
+def routes(*experts: int) -> np.ndarray[Any, Any]:
+    choices = [[[expert, expert + 1]] for expert in experts]
+    return np.array(choices, np.int16).reshape(-1, 1, 2)
+
+
+def images(*numbers: int) -> np.ndarray[Any, Any]:
+    return np.array([[number, number] for number in numbers], np.float32).reshape(-1, 2)
+
+
+def with_columns(one: Turn, **extras: np.ndarray[Any, Any]) -> Turn:
+    return replace(one, extras=extras)
+
+
+# --------------------------------------------------------------------------------------
+# what is stored by others may be anything
+
+
+@pytest.mark.parametrize(
+    ("column", "piece", "message"),
+    [
+        (POSITIONS, ExtraPiece(0, np.zeros((2, 3), np.int32)), "0 shared and 2 own"),
+        (POSITIONS, ExtraPiece(0, np.zeros((3, 3), np.int64)), "int64"),
+        (TEACHER, None, "turn 0 has none"),
+        (TEACHER, ExtraPiece(0, np.zeros(2, np.float32)), "0 shared and 2 own"),
+        (ROUTES, ExtraPiece(0, routes(1, 2, 3, 4)), "4 values for a row of 3 tokens"),
+        (ROUTES, ExtraPiece(0, routes(1).astype(np.int64)), "int64"),
+        (STYLE, ExtraPiece(0, np.zeros(2, np.int8)), "0 shared and 2 own"),
+        (IMAGES, ExtraPiece(3, images(1)), "turn 0 follows turn -1"),
+    ],
+)
+def test_a_stored_column_that_cannot_be_is_refused(
+    column: DeclaredColumn, piece: ExtraPiece | None, message: str
+) -> None:
+    (stored,) = store_turns([turn("ab", "C")])
+    wrong = replace(stored, extras={} if piece is None else {column.name: piece})
+
+    with pytest.raises(InvalidTurnError, match=message):
+        assembled_of([wrong], [column])
+
+
+def test_values_that_the_parent_does_not_hold_are_refused() -> None:
+    first, second = store_turns(
+        [with_columns(turn("ab", "C"), images=images(1)), turn("abcd", "E")], extra_columns=[IMAGES]
+    )
+    wrong = replace(second, extras={"images": ExtraPiece(2, images())})
+
+    with pytest.raises(InvalidTurnError, match="2 values of turn 0, which has 1"):
+        assembled_of([first, wrong], [IMAGES])
+
+
+def test_a_stored_column_that_the_run_does_not_declare_is_passed_over() -> None:
+    (stored,) = store_turns(
+        [with_columns(turn("ab", "C"), images=images(1))], extra_columns=[IMAGES]
+    )
+
+    assert assembled_of([stored], []).extras == {}
+
+
+def assembled_of(stored: Sequence[StoredTurn], declared: Sequence[DeclaredColumn]) -> Rows:
+    planned = plan_sequences([one.shape for one in stored], merge=True)
+    key = TrajectoryKey("g0", 0)
+    plan = replace(
+        trajectory_plan(),
+        key=key,
+        sequences=planned,
+        weights=(1.0,) * len(planned),
+        payload_crcs=tuple(one.payload_crc for one in stored),
+    )
+    group = GroupPlan(group_id="g0", prompt_uid="", trajectories=(plan,))
+    return assemble_rows([group], {key: stored}, first_row_id=0, extra_columns=declared)
+
+
+def assembled(turns: Sequence[Turn], declared: Sequence[DeclaredColumn]) -> Rows:
+    return assembled_of(store_turns(turns, extra_columns=declared), declared)
+
+
+# --------------------------------------------------------------------------------------
+# inert rows, and rows put together
+
+
+def test_inert_rows_have_a_legal_value_of_every_declared_column() -> None:
+    turns = [
+        with_columns(
+            turn("ab", "C"),
+            images=images(1),
+            positions=np.ones((3, 3), np.int32),
+            routes=routes(7, 8),
+            style=np.array([5], np.int8),
+            teacher=np.array([-1], np.float32),
+        )
+    ]
+    real = assembled(turns, [IMAGES, POSITIONS, ROUTES, STYLE, TEACHER])
+
+    inert = inert_rows([-1, -2], pad_token_id=0, has_logprobs=False, extras=real.extras)
+
+    counts = {"images": 0, "positions": 2, "routes": 0, "style": 1, "teacher": 1}
+    assert {n: c.values.lengths.tolist() for n, c in inert.extras.items()} == {
+        name: [count] * 2 for name, count in counts.items()
+    }
+    for name, column in inert.extras.items():
+        assert (column.dtype, column.shape) == (real.extras[name].dtype, real.extras[name].shape)
+        assert not column.values.values.any()
+
+
+def test_choices_are_stored_and_merged_in_the_narrowest_type() -> None:
+    small, large = turn("ab", "C"), turn("xy", "Z")
+    turns = [
+        with_columns(small, routes=routes(1, 2)),
+        with_columns(large, routes=routes(300)),
+    ]
+
+    stored = store_turns(turns, extra_columns=[ROUTES])
+
+    assert [t.extras["routes"].values.dtype for t in stored] == [np.uint8, np.int16]
+    assert assembled(turns, [ROUTES]).extras["routes"].dtype == np.int16
+    assert assembled(turns[:1], [ROUTES]).extras["routes"].dtype == np.uint8
+
+
+def test_choices_of_different_types_are_joined_in_the_wider() -> None:
+    small = assembled([with_columns(turn("ab", "C"), routes=routes(1))], [ROUTES])
+    large = assembled([with_columns(turn("ab", "C"), routes=routes(300))], [ROUTES])
+
+    joined = concatenate_rows([small, large]).extras["routes"]
+
+    assert joined.dtype == np.int16
+    assert [values.tolist() for values in joined.values] == [
+        routes(1).tolist(),
+        routes(300).tolist(),
+    ]
+    assert take_rows(concatenate_rows([small, large]), [1]).extras["routes"].dtype == np.int16
+
+
+def test_columns_of_another_type_are_not_joined() -> None:
+    one = assembled([with_columns(turn("ab", "C"), images=images(1))], [IMAGES])
+    double = replace(IMAGES, dtype="float64")
+    other = assembled(
+        [with_columns(turn("ab", "C"), images=images(1).astype(np.float64))], [double]
+    )
+
+    with pytest.raises(BatchingError, match="extra column 'images' is"):
+        concatenate_rows([one, other])
+
+
+def test_the_content_hash_covers_extra_columns() -> None:
+    def content_hash(number: int) -> str:
+        rows = assembled([with_columns(turn("ab", "C"), images=images(number))], [IMAGES])
+        return encode_mini_batch(MiniBatch(rows=rows, info=mini_batch_info(rows))).content_hash
+
+    assert content_hash(1) == content_hash(1)
+    assert content_hash(1) != content_hash(2)
