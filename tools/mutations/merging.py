@@ -12,7 +12,7 @@ MERGING = (
         "merge.py",
         "row is not None and shape.shared_tokens == num_tokens[parent]",
         "row is not None",
-        ("test_merge",),
+        ("test_merge_laws",),
     ),
     Mutation(
         "merging joins turns whose response was edited",
@@ -112,14 +112,14 @@ MERGING = (
         "merge.py",
         "            del row_ending_in[parent]\n        else:\n            row = ",
         "            pass\n        else:\n            row = ",
-        ("test_merge",),
+        ("test_merge_laws",),
     ),
     Mutation(
         "splitting gives a turn log-probabilities that it never had",
         "merge.py",
         "return None if np.isnan(logprobs).any() else logprobs",
         "return logprobs",
-        ("test_merge",),
+        ("test_merge_laws",),
     ),
     Mutation(
         "tokens observed between two turns are trained",
