@@ -1,17 +1,20 @@
 """Lives from seeds, from the command line; the seed of a life that goes wrong is printed.
 
-python -m simulator --seeds 5000            lives 0 to 4999
+python -m simulator --seeds 5000            lives 0 to 4999, on every core
 python -m simulator --seed 1234             one life, with what became of it
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 import time
 from collections import Counter
 
-from simulator.lives import Verdict, lives
+from simulator.lives import Verdict
+from simulator.parallel import lives_of
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,26 +24,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="only this one")
     parser.add_argument("--failures", type=int, default=5, help="stop after so many")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at a time")
     asked = parser.parse_args(arguments)
     seeds = range(asked.first, asked.first + asked.seeds)
     if asked.seed is not None:
         seeds = range(asked.seed, asked.seed + 1)
-    started_s = time.process_time()
+    started_s = time.monotonic()
     verdicts: list[Verdict] = []
     failed: list[Verdict] = []
-    for verdict in lives(seeds):
-        verdicts.append(verdict)
-        if verdict.problems or asked.seed is not None:
-            print(verdict, flush=True)
-        if verdict.problems:
-            failed.append(verdict)
-        if len(failed) == asked.failures:
-            break
-    _sum_up(verdicts, failed, cpu_s=time.process_time() - started_s)
+    with contextlib.closing(lives_of(seeds, num_processes=asked.processes)) as each_life:
+        for verdict in each_life:
+            verdicts.append(verdict)
+            if verdict.problems or asked.seed is not None:
+                print(verdict, flush=True)
+            if verdict.problems:
+                failed.append(verdict)
+            if len(failed) == asked.failures:
+                break
+    _sum_up(verdicts, failed, lasted_s=time.monotonic() - started_s)
     return 1 if failed else 0
 
 
-def _sum_up(verdicts: list[Verdict], failed: list[Verdict], *, cpu_s: float) -> None:
+def _sum_up(verdicts: list[Verdict], failed: list[Verdict], *, lasted_s: float) -> None:
     faults: Counter[str] = Counter()
     states: Counter[str] = Counter()
     for verdict in verdicts:
@@ -48,7 +53,9 @@ def _sum_up(verdicts: list[Verdict], failed: list[Verdict], *, cpu_s: float) -> 
         states.update(verdict.states)
     steps = sum(verdict.num_steps for verdict in verdicts)
     batches = sum(verdict.num_batches for verdict in verdicts)
-    print(f"{len(verdicts)} lives, {steps} steps, {batches} batches in {cpu_s:.1f} CPU seconds")
+    cpu_s = sum(verdict.cpu_s for verdict in verdicts)
+    print(f"{len(verdicts)} lives, {steps} steps, {batches} batches", end=" ")
+    print(f"in {lasted_s:.1f} seconds, {cpu_s:.1f} of CPU")
     print("trajectories:", ", ".join(f"{n} {state}" for state, n in sorted(states.items())))
     print("faults:", ", ".join(f"{n} {fault}" for fault, n in sorted(faults.items())))
     for verdict in failed:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from simulator.clients import AsyncClient, AsyncLinkInMemory, LinkInMemory, SyncClient
 from simulator.loops import ProcessLoop
-from simulator.world import Process
+from simulator.processes import Process
 from turnstream.generator import async_publisher, async_sender, bases, tasks, writers
 from turnstream_server.batcher import payload, renewal
 from turnstream_server.bus import incarnations

@@ -15,30 +15,28 @@ import redis.asyncio
 from redis._parsers.base import BaseParser
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from simulator.processes import Process, Request
 from simulator.store import Store
 from simulator.values import StoreError
-from simulator.world import Process, Request
 
 _CALLBACKS = redis.Redis(protocol=2).response_callbacks
 
 
 def words_of(arguments: Sequence[Any]) -> list[bytes]:
     """A command as a server is told it."""
-    words = [_word(argument) for argument in arguments]
+    words = [
+        word.encode() if type(word) is str else word if type(word) is bytes else _word(word)
+        for word in arguments
+    ]
     words[0] = words[0].upper()
     return words
 
 
 def _word(argument: Any) -> bytes:
-    match argument:
-        case bytes():
-            return argument
-        case str():
-            return argument.encode()
-        case int() | float():
-            return repr(argument).encode()
-        case _:
-            return bytes(argument)
+    """That of what is neither bytes nor plain text."""
+    if isinstance(argument, str):  # a member of an enumeration
+        return argument.encode()
+    return repr(argument).encode() if isinstance(argument, int | float) else bytes(argument)
 
 
 def error_of(error: StoreError) -> Exception:
@@ -70,7 +68,7 @@ class AsyncClient(redis.asyncio.Redis):
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         words = words_of(args)
         (reply,) = await self.exchange([words])
-        if isinstance(reply, StoreError):
+        if type(reply) is StoreError:
             raise error_of(reply)
         return _parsed(words[0], reply, options)
 
@@ -81,8 +79,9 @@ class AsyncClient(redis.asyncio.Redis):
         process = self._process
         while True:
             try:
-                await self._connect()
-                return await send(process, commands, start=self._start, is_whole=is_whole)
+                if self._start != process.world.store.num_starts:
+                    await self._connect()
+                return await sent(process, commands, start=self._start, is_whole=is_whole)
             except RedisConnectionError:
                 self._start = 0
                 if process.is_dead or process.world.rng.random() < 0.5:
@@ -90,8 +89,6 @@ class AsyncClient(redis.asyncio.Redis):
 
     async def _connect(self) -> None:
         start = self._process.world.store.num_starts
-        if self._start == start:
-            return
         meet = self.connection_pool.connection_kwargs.get("redis_connect_func")
         if meet is not None:
             await meet(_NewConnection(self._process, start))
@@ -124,7 +121,7 @@ class _NewConnection:
 
     async def read_response(self) -> Any:
         """The reply to it."""
-        (reply,) = await send(self._process, [self._sent], start=self._start)
+        (reply,) = await sent(self._process, [self._sent], start=self._start)
         return reply
 
     async def disconnect(self) -> None:
@@ -161,18 +158,18 @@ class AsyncPipeline:
         return replies
 
 
-async def send(
+def sent(
     process: Process,
     commands: Sequence[Sequence[bytes]],
     *,
     start: int,
     is_whole: bool = False,
     may_repeat: bool = True,
-) -> list[Any]:
-    """Send commands and wait for their replies."""
+) -> asyncio.Future[list[Any]]:
+    """Send commands; the replies that are to come."""
     answered: asyncio.Future[list[Any]] = process.loop.create_future()
     process.world.send(Request(process, commands, answered, start, is_whole, may_repeat))
-    return await answered
+    return answered
 
 
 class SyncClient:
@@ -244,7 +241,7 @@ class AsyncLinkInMemory:
             commands = [*commands[:first], *commands[first + 1 : -1]]
         is_whole = first is not None
         start, self._start = self._start or self._process.world.store.num_starts, 0
-        raw = await send(self._process, commands, start=start, is_whole=is_whole, may_repeat=False)
+        raw = await sent(self._process, commands, start=start, is_whole=is_whole, may_repeat=False)
         self._start = start
         replies = [error_of(each) if isinstance(each, StoreError) else each for each in raw]
         if first is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from simulator.clients import AsyncClient
 from simulator.life import URL, Life, patiently
-from simulator.world import Process
+from simulator.processes import Process
 from turnstream.errors import (
     EndOfRunError,
     NotReadyError,
@@ -19,6 +19,7 @@ from turnstream.errors import (
 )
 from turnstream.generator import AsyncPublisher
 from turnstream.generator.async_publisher import AsyncTrajectoryWriter
+from turnstream.generator.outbox import Outbox
 from turnstream.store import keys
 from turnstream.store.runs import close_command
 from turnstream.store.scripts import run_command_async
@@ -32,12 +33,31 @@ async def generator(process: Process, life: Life) -> None:
     publisher = AsyncPublisher(
         URL, life.run, writer=process.name, timeout_s=20.0, admission_timeout_s=30.0
     )
+    life.publishers.append((process, publisher))
     rng = process.world.rng
     is_given_tasks = bool(life.num_prompts) and rng.random() < 0.8
     workers = [
         _work(process, life, publisher, is_given_tasks) for _ in range(rng.choice((1, 2, 3)))
     ]
     await asyncio.gather(*workers)
+
+
+def have_found_out(life: Life) -> bool:
+    """Whether every living publisher has met the store as it is now, and told it all again.
+
+    Once one has, it need not be asked again, however much it writes from then on.
+    """
+    life.publishers = [
+        (process, publisher)
+        for process, publisher in life.publishers
+        if not (process.is_over or _has_found_out(process, publisher._outbox))
+    ]
+    return not life.publishers
+
+
+def _has_found_out(process: Process, outbox: Outbox) -> bool:
+    has_met = outbox._incarnation == process.world.store.run_id
+    return outbox.is_idle and outbox._reposts.is_empty and (has_met or outbox._window.is_settled)
 
 
 async def _work(

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from simulator.history import History
+from simulator.processes import Process
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import UnavailableError
+from turnstream.generator import AsyncPublisher
 from turnstream_server.batcher.upkeep import Upkeep
 
 URL = "memory://"
@@ -25,6 +27,7 @@ class Life:
         max_groups: how many they may.
         num_evals, max_evals: the same of evaluations.
         num_prompts: that the run carries.
+        publishers: those that ever began, each in its process.
     """
 
     run: str
@@ -39,6 +42,7 @@ class Life:
     num_evals: int = 0
     max_evals: int = 0
     num_prompts: int = 0
+    publishers: list[tuple[Process, AsyncPublisher]] = field(default_factory=list)
     token_ids: int = 0
 
     def tokens(self, number: int) -> list[int]:

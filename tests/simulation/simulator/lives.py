@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+import time
 import traceback
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from simulator import generators, services
@@ -15,8 +16,10 @@ from simulator.borders import inside
 from simulator.clients import SyncClient
 from simulator.laws import Laws, final_states
 from simulator.life import Life
+from simulator.processes import Process
+from simulator.sums import are_evals_open, is_unfinished
 from simulator.weather import Weather
-from simulator.world import Process, World
+from simulator.world import World
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import InvalidConfigError
 from turnstream.store.runs import create_run
@@ -48,6 +51,7 @@ class Verdict:
     faults: dict[str, int]
     states: Counter[str]
     refusals: dict[str, int]
+    cpu_s: float = 0.0
 
     def __str__(self) -> str:
         if not self.problems:
@@ -141,15 +145,19 @@ def live(seed: int) -> Verdict:
     life.is_closing = True
     if "cut" in world.counts:  # a run that is closed takes no group again that was lost
         storm_s += _FINDING_OUT_S
-        world.run_until(lambda: False, max_steps=_MAX_STEPS, until_s=storm_s)
+        world.run_until(
+            lambda: generators.have_found_out(life), max_steps=_MAX_STEPS, until_s=storm_s
+        )
     world.start("closer", lambda process: generators.closer(process, life))
     has_ended = world.run_until(
-        lambda: life.is_ended and not laws.are_evals_open,
+        lambda: life.is_ended and not are_evals_open(laws.seen),
         max_steps=_MAX_STEPS,
         until_s=storm_s + _CALM_S,
     )
     if has_ended and life.num_evals:  # what comes late to an evaluation is settled a moment later
-        world.run_until(lambda: False, max_steps=_MAX_STEPS, until_s=world.now_s + 3.0)
+        world.run_until(
+            lambda: not is_unfinished(laws.seen), max_steps=_MAX_STEPS, until_s=world.now_s + 3.0
+        )
     if not world.problems:
         if has_ended:
             laws.check_end()
@@ -163,7 +171,7 @@ def live(seed: int) -> Verdict:
         digest=_digest(world, laws),
         num_steps=world.num_steps,
         lasted_s=world.now_s,
-        num_batches=len(laws.manifests),
+        num_batches=len(laws.seen.manifests),
         faults=world.counts,
         states=states,
         refusals=life.history.refusals,
@@ -175,7 +183,9 @@ def lives(seeds: range) -> Iterator[Verdict]:
     with inside():
         for seed in seeds:
             try:
-                yield live(seed)
+                began_s = time.process_time()
+                verdict = live(seed)
+                yield replace(verdict, cpu_s=time.process_time() - began_s)
             except Exception as error:  # noqa: BLE001 - a script or the simulation failed: say where
                 yield _failed(seed, "".join(traceback.format_exception(error)))
 
@@ -207,7 +217,7 @@ class SyncRun(SyncClient):
 
 def _digest(world: World, laws: Laws) -> int:
     crc = zlib.crc32(repr((world.num_steps, world.now_s, world.counts)).encode())
-    for event_id, record in laws.events:
+    for event_id, record in laws.seen.events:
         crc = zlib.crc32(record, zlib.crc32(event_id.encode(), crc))
     return crc
 

@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextvars import Context
+from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from simulator.world import Process
+    from simulator.processes import Process
+
+
+class _Handle(asyncio.Handle):
+    """A callback of one loop: a third of what the class of asyncio takes to make."""
+
+    def __init__(
+        self,
+        callback: Callable[..., object],
+        args: tuple[Any, ...],
+        loop: ProcessLoop,
+        context: Context | None,
+    ) -> None:
+        self._context = copy_context() if context is None else context
+        self._loop = loop
+        self._callback = callback
+        self._args = args
+        self._cancelled = False
+        self._repr = None
+        self._source_traceback = None
 
 
 class ProcessLoop(asyncio.AbstractEventLoop):
@@ -50,9 +70,11 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def call_soon(
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _Handle(callback, args, self, context)
         self.ready.append(handle)
-        self.process.world.wake(self.process)
+        process = self.process
+        if not process.is_queued:
+            process.world.wake(process)
         return handle
 
     call_soon_threadsafe = call_soon
@@ -73,7 +95,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         *args: Any,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        handle: Any = _Handle(callback, args, self, context)  # of a timer: when is with the world
         self.process.world.add_timer(when, handle, self.process)
         return handle
 
@@ -117,9 +139,6 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         if not self.process.is_dead:
             self.process.world.blame(f"{self.process.name}: {context}")
 
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """A cancelled timer is passed over when its time comes."""
-
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self.tasks.pop(task, None)
 
@@ -135,6 +154,11 @@ class Timers:
         """Remember something until its time."""
         self._count += 1
         heapq.heappush(self._heap, (when_s, self._count, what, owner))
+
+    @property
+    def first_s(self) -> float:
+        """When the first is due, cancelled or not."""
+        return self._heap[0][0] if self._heap else math.inf
 
     @property
     def next_s(self) -> float | None:

@@ -21,6 +21,7 @@ from simulator.values import Status, StoreError
 
 Carry = Callable[[bytes, Sequence[bytes]], Any]
 
+_MOST_CONSTRUCTORS = 1000
 _FLAGS = re.compile(rb"#!lua(?: +flags=([a-z,-]+))?[^\n]*")
 
 _SETUP = rb"""
@@ -33,15 +34,23 @@ end
 function redis.status_reply(text)
   return {ok = text}
 end
+local function taken(reply, kind, ...)
+  if not kind then
+    return reply
+  elseif kind == 'list' then
+    return {...}
+  end
+  return {[kind] = (...)}
+end
 function redis.call(...)
-  local reply = carry(...)
+  local reply = taken(carry(...))
   if type(reply) == 'table' and reply.err then
     error(reply, 0)
   end
   return reply
 end
 function redis.pcall(...)
-  return carry(...)
+  return taken(carry(...))
 end
 redis.sha1hex = sha1hex
 redis.log = log
@@ -54,7 +63,7 @@ end
 setmetatable(bit, refusing('bit.'))
 setmetatable(redis, refusing('redis.'))
 setmetatable(cjson, refusing('cjson.'))
-local loadstring, setfenv, pcall, type = loadstring, setfenv, pcall, type
+local loadstring, pcall, type, select = loadstring, pcall, type, select
 local function compile(source, name)
   local script, problem = loadstring(source, name)
   if not script then
@@ -62,18 +71,27 @@ local function compile(source, name)
   end
   return script
 end
-local function run(script, keys, args)
-  local is_well, reply = pcall(script, keys, args)
-  if is_well then
-    return reply
-  end
-  if type(reply) == 'table' and reply.err then
-    return reply
-  end
-  return {err = 'ERR ' .. tostring(reply), is_defect = true}
-end
 local function pack(...)
   return {...}
+end
+local unpack, tostring = unpack, tostring
+local function run(script, num_keys, ...)
+  local is_well, reply = pcall(script, {unpack({...}, 1, num_keys)}, {select(num_keys + 1, ...)})
+  if type(reply) ~= 'table' then
+    if is_well then
+      return reply
+    end
+    return 'defect', 'ERR ' .. tostring(reply)
+  elseif reply.err then
+    return 'err', reply.err
+  elseif reply.ok then
+    return 'ok', reply.ok
+  end
+  local last = 0
+  while reply[last + 1] ~= nil do
+    last = last + 1
+  end
+  return 'list', last, unpack(reply, 1, last)
 end
 local function end_setup()
   for _, name in ipairs({'os', 'io', 'package', 'python', 'dofile', 'loadfile', 'require'}) do
@@ -108,14 +126,14 @@ class LoadedScript:
         self.allows_oom = b"allow-oom" in flags
         self.is_read_only = b"no-writes" in flags
 
-    def run(self, keys: Sequence[bytes], args: Sequence[bytes]) -> Any:
-        """The reply.
+    def run(self, num_keys: int, words: Sequence[bytes]) -> Any:
+        """The reply; of the words, so many are keys, and then come the arguments.
 
         Raises:
             StoreError: the error reply.
             ScriptDefectError: it failed otherwise.
         """
-        return self._scripts.run(self._function, keys, args, is_read_only=self.is_read_only)
+        return self._scripts.run(self._function, num_keys, words, is_read_only=self.is_read_only)
 
 
 class Scripts:
@@ -158,35 +176,45 @@ class Scripts:
         return sha
 
     def run(
-        self, function: Any, keys: Sequence[bytes], args: Sequence[bytes], *, is_read_only: bool
+        self, function: Any, num_keys: int, words: Sequence[bytes], *, is_read_only: bool
     ) -> Any:
         """Run a compiled script."""
         self._is_read_only = is_read_only
-        reply = self._run(function, self._pack(*keys), self._pack(*args))
-        return self._from_lua(reply)
+        reply = self._run(function, num_keys, *words)
+        if type(reply) is not tuple:
+            return self._from_lua(reply)
+        kind = reply[0]
+        if kind == b"list":
+            return [r if type(r) is bytes else self._from_lua(r) for r in reply[2:]]
+        if kind == b"ok":
+            return Status(reply[1])
+        text = reply[1].decode(errors="replace")
+        raise StoreError(text) if kind == b"err" else ScriptDefectError(text)
 
-    def _carry(self, name: bytes, *args: Any) -> Any:
-        """redis.call, as a script sees it; an error is a table with `err`."""
-        words = [name, *[arg if type(arg) is bytes else _number(arg) for arg in args]]
-        name = name.upper()
+    def _carry(self, *words: Any) -> Any:
+        """redis.call: a value; or nil, what kind of table it is, and its values."""
+        words_of_bytes = [word if type(word) is bytes else _number(word) for word in words]
+        name = words_of_bytes[0].upper()
         try:
             if self._is_read_only and name in _writes():
-                return self._error("ERR Write commands are not allowed from read-only scripts.")
-            reply = self.carry_out(name, words)
+                return None, b"err", b"ERR Write commands are not allowed from read-only scripts."
+            reply = self.carry_out(name, words_of_bytes)
         except StoreError as error:
-            return self._error(str(error))
-        return reply if type(reply) is bytes else self._to_lua(reply)
-
-    def _error(self, text: str) -> Any:
-        return self._lua.table_from({b"err": text.encode()})
+            return None, b"err", str(error).encode()
+        if reply is None:
+            return False
+        if type(reply) is list:
+            return None, b"list", *[r if type(r) is bytes else self._to_lua(r) for r in reply]
+        if type(reply) is Status:
+            return None, b"ok", bytes(reply)
+        return reply
 
     def _to_lua(self, reply: Any) -> Any:
+        """A value within a list."""
         if reply is None:
             return False
         if type(reply) is list:
             return self._pack(*[r if type(r) is bytes else self._to_lua(r) for r in reply])
-        if type(reply) is Status:
-            return self._lua.table_from({b"ok": bytes(reply)})
         return reply
 
     def _from_lua(self, reply: Any) -> Any:
@@ -198,17 +226,10 @@ class Scripts:
             return 1
         if type(reply) is float:
             return int(reply)
-        error = reply[b"err"]
-        if error is not None:
-            if reply[b"is_defect"]:
-                raise ScriptDefectError(error.decode(errors="replace"))
-            raise StoreError(error.decode(errors="replace"))
-        status = reply[b"ok"]
-        if status is not None:
-            return Status(status)
         return self._list(reply)
 
     def _list(self, table: Any) -> list[Any]:
+        """A list within a list; one of errors or statuses no script gives."""
         values: list[Any] = []
         for position in range(1, len(table) + 1):
             value = table[position]
@@ -222,6 +243,8 @@ class Scripts:
         made = self._constructors.get(text)
         if made is None:
             source = b"local null = ... return " + _lua_source(json.loads(text))
+            if len(self._constructors) >= _MOST_CONSTRUCTORS:
+                self._constructors.clear()
             made = self._constructors[text] = self._raw_compile(source, b"=json")
         return made(self._null)
 

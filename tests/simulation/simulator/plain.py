@@ -73,7 +73,7 @@ def _info(store: Store, words: Words) -> bytes:
         case [b"MEMORY"]:
             return b"# Memory\r\nused_memory:0\r\nmaxmemory:0\r\n"
         case [b"SERVER"]:
-            return b"# Server\r\nrun_id:%040x\r\n" % store.num_starts
+            return b"# Server\r\nrun_id:%b\r\n" % store.run_id
         case _:
             raise NotSimulatedError(b" ".join(words).decode())
 

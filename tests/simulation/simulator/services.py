@@ -8,7 +8,7 @@ from typing import Any
 
 from simulator.clients import AsyncClient
 from simulator.life import URL, Life, patiently
-from simulator.world import Process
+from simulator.processes import Process
 from turnstream.batching.plan import Manifest
 from turnstream.errors import (
     ConflictError,

@@ -28,7 +28,7 @@ class Store:
     Attributes:
         now_ms: its clock.
         is_full: whether it is above `maxmemory`: scripts without allow-oom are refused.
-        num_starts: how often it was started; its `run_id`.
+        num_starts: how often it was started.
         num_added: entries that were ever added to streams.
         appended: told of every entry that is added to a stream: its key, id and fields.
     """
@@ -44,6 +44,7 @@ class Store:
         self._next_expiry_ms = math.inf
         self.known_scripts: set[bytes] = set()
         self.scripts = _SCRIPTS
+        self._call = self.call
         self.appends_only = b"everysec"
 
     def execute(self, words: Words) -> Any:
@@ -74,6 +75,11 @@ class Store:
         """Stop and start with what is here: another start, which knows no script."""
         self.num_starts += 1
         self.known_scripts.clear()
+
+    @property
+    def run_id(self) -> bytes:
+        """Of this start of it."""
+        return b"%040x" % self.num_starts
 
     def save(self) -> Any:
         """What a disk would hold now, for `load`."""
@@ -131,10 +137,10 @@ class Store:
         if sha not in self.known_scripts:
             raise StoreError("NOSCRIPT No matching script. Please use EVAL.")
         script = self.scripts.by_sha[sha]
-        self.scripts.carry_out = self.call
+        self.scripts.carry_out = self._call
         if self.is_full and not script.allows_oom and not script.is_read_only:
             raise StoreError("OOM command not allowed when used memory > 'maxmemory'.")
-        return script.run(words[3 : 3 + num_keys], words[3 + num_keys :])
+        return script.run(num_keys, words[3:])
 
 
 COMMANDS: dict[bytes, Command] = {**PLAIN, **SORTED_SETS, **STREAMS}

@@ -2,12 +2,11 @@
 
 A call to the store is in flight from the moment when a process makes it until the world serves it;
 its reply waits until the world lets the process run. Between any two such moments a process can be
-killed or put to sleep, and a call, its reply or the whole connection can be lost.
+killed or put to sleep, and a call, its reply or the whole connection can be lost (`faults`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,9 @@ from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from simulator.loops import Main, ProcessLoop, Timers
+from simulator.faults import Faults
+from simulator.loops import Main, Timers
+from simulator.processes import BlockedRead, Process, Request
 from simulator.store import Store
 from simulator.values import StoreError
 from simulator.weather import CALM, Weather
@@ -23,75 +24,6 @@ from simulator.weather import CALM, Weather
 EPOCH_MS = 1_700_000_000_000
 _MAX_STEP_S = 0.002
 _IDLE_S = 0.05
-_LONGEST_UNSYNCED_S = 2.5
-
-
-class Process:
-    """Something that can be killed: a loop and what runs in it.
-
-    Attributes:
-        begun: what it has begun and will not begin again, nor take over: after a jump of the
-            clock its own trajectories may look lapsed.
-    """
-
-    def __init__(self, world: World, name: str, main: Main) -> None:
-        self.world = world
-        self.name = name
-        self.is_dead = False
-        self.is_queued = False
-        self.asleep_until_s = 0.0
-        self.begun: set[Any] = set()
-        self.loop = ProcessLoop(self)
-        self.task = self.loop.create_task(main(self), name=name)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether its work is done, or it was killed."""
-        return self.is_dead or self.task.done()
-
-    def kill(self) -> None:
-        """End it as by SIGKILL: not one more byte of it reaches the store."""
-        self.is_dead = True
-        for _ in range(50):
-            for task in [*self.loop.tasks]:
-                task.cancel()
-            self.loop.run_ready()
-            if not self.loop.tasks:
-                break
-        else:
-            self.world.blame(f"{self.name} cannot be ended: {[*self.loop.tasks]}")
-        if self.task.done() and not self.task.cancelled():
-            self.task.exception()
-
-
-@dataclass(eq=False)
-class Request:
-    """Commands of a process that are on their way to the store.
-
-    Attributes:
-        start: of the store, to which their connection leads.
-        is_whole: carried out as one, as MULTI and EXEC.
-        may_repeat: whether the client sends it again by itself.
-    """
-
-    process: Process
-    commands: Sequence[Sequence[bytes]]
-    answered: asyncio.Future[list[Any]]
-    start: int
-    is_whole: bool = False
-    may_repeat: bool = True
-
-
-@dataclass(eq=False)
-class BlockedRead:
-    """An XREAD that waits for entries."""
-
-    request: Request
-    is_over: bool = False
-
-    def cancelled(self) -> bool:
-        """Whether it was answered."""
-        return self.is_over
 
 
 @dataclass
@@ -115,7 +47,7 @@ class World:
     num_steps: int = 0
     problems: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
-    after_step: Callable[[], None] | None = None
+    after_step: Callable[[], None] = lambda: None
     synced: Callable[[], None] = lambda: None
     went_back: Callable[[float], None] = lambda _: None
     processes: list[Process] = field(default_factory=list)
@@ -127,9 +59,7 @@ class World:
         self._requests: list[Request] = []
         self._blocked: list[BlockedRead] = []
         self._timers = Timers()
-        self._full_until_s = 0.0
-        self._on_disk: Any = None
-        self._synced_s = self._cut_at_s = 0.0
+        self._faults = Faults(self)
         self.died: set[str] = set()
         self._num_seen = 0
         self._set_clock()
@@ -187,24 +117,26 @@ class World:
     def step(self) -> None:
         """One thing happens."""
         self.num_steps += 1
-        rng = self.rng
-        self.now_s += rng.random() * _MAX_STEP_S
-        if not self._runnable and not self._requests:
-            next_s = self._timers.next_s
+        random = self.rng.random
+        self.now_s += random() * _MAX_STEP_S
+        runnable, timers = self._runnable, self._timers
+        if not runnable and not self._requests:
+            next_s = timers.next_s
             self.now_s = max(self.now_s, self.now_s + _IDLE_S if next_s is None else next_s)
         self._set_clock()
-        self._fire_timers()
+        if timers.first_s <= self.now_s:
+            self._fire_timers()
         if self.weather is not CALM:
-            self._let_go_wrong()
-        choices = len(self._runnable) + len(self._requests)
+            self._faults.maybe_happen()
+        requests = self._requests  # those that were lost are no longer here
+        choices = len(runnable) + len(requests)
         if choices:
-            chosen = int(rng.random() * choices)
-            if chosen < len(self._runnable):
+            chosen = int(random() * choices)
+            if chosen < len(runnable):
                 self._run(chosen)
             else:
-                self._serve(self._requests.pop(chosen - len(self._runnable)))
-        if self.after_step is not None:
-            self.after_step()
+                self._serve(requests.pop(chosen - len(runnable)))
+        self.after_step()
 
     def kill(self, process: Process) -> None:
         """Kill a process; what it has sent may still arrive."""
@@ -238,6 +170,16 @@ class World:
                 self._carry_out(request, self._some_of(request))
             _fail(request)
 
+    def set_clock(self, *, ahead_ms: float) -> None:
+        """The store's clock is wrong by so much, from now on."""
+        self.clock_ahead_ms = ahead_ms
+        self._set_clock()
+
+    def calm_down(self) -> None:
+        """From now on nothing goes wrong."""
+        self.weather = CALM
+        self._faults.end()
+
     def _set_clock(self) -> None:
         self.store.now_ms = EPOCH_MS + self.now_s * 1000 + self.clock_ahead_ms
 
@@ -249,14 +191,8 @@ class World:
                 if not what.is_over:
                     self._blocked.remove(what)
                     self._answer(what, None)
-            elif what is process:
-                self._wake_up(process)
             else:
                 process.loop.fire(what)
-
-    def _wake_up(self, process: Process) -> None:
-        if process.loop.ready:
-            self.wake(process)
 
     def _run(self, position: int) -> None:
         process = self._runnable[position]
@@ -341,89 +277,6 @@ class World:
         blocked.is_over = True
         if not blocked.request.answered.done():
             blocked.request.answered.set_result([reply])
-
-    # faults
-
-    def _let_go_wrong(self) -> None:
-        weather, rng = self.weather, self.rng
-        if self._on_disk is not None and self.now_s >= self._cut_at_s:
-            self._cut_power()
-        chance = rng.random()
-        for fault, happen in (
-            (weather.crash, self._crash_one),
-            (weather.sleep, self._put_one_to_sleep),
-            (weather.jump, self._set_clock_wrong),
-            (weather.restart, self._restart_store),
-            (weather.fill, self._fill_store),
-            (weather.cut, self._sync_for_the_last_time),
-        ):
-            if chance < fault:
-                happen()
-                return
-            chance -= fault
-        if self.store.is_full and self.now_s >= self._full_until_s:
-            self.store.is_full = False
-
-    def _crash_one(self) -> None:
-        living = [each for each in self.processes if not each.is_over and self.may_crash(each)]
-        if living:
-            self.note("crash")
-            process = self.rng.choice(living)
-            self.died.add(process.name)
-            self.kill(process)
-
-    def _put_one_to_sleep(self) -> None:
-        if self.processes:
-            self.note("sleep")
-            process = self.rng.choice(self.processes)
-            process.asleep_until_s = self.now_s + self.rng.random() * self.weather.longest_sleep_s
-            self._timers.add(process.asleep_until_s, _Alarm(), process)
-
-    def _set_clock_wrong(self) -> None:
-        self.note("jump")
-        self.clock_ahead_ms += self.rng.choice((-3_600_000, -5_000, -500, 500, 5_000, 3_600_000))
-        self._set_clock()
-
-    def _restart_store(self) -> None:
-        self.note("restart")
-        self.lose_connections()
-        self.store.start_anew()
-
-    def _sync_for_the_last_time(self) -> None:
-        """What is written from now on is lost a moment later."""
-        if self._on_disk is None and self.store.appends_only == b"everysec":
-            self._on_disk = self.store.save()
-            self._synced_s = self.now_s
-            self._cut_at_s = self.now_s + self.rng.random() * _LONGEST_UNSYNCED_S
-            self.synced()
-
-    def _cut_power(self) -> None:
-        self.note("cut")
-        self.lose_connections()
-        self.store.load(self._on_disk)
-        self._on_disk = None
-        self.went_back(self._synced_s)
-
-    def _fill_store(self) -> None:
-        self.note("fill")
-        self.store.is_full = True
-        self._full_until_s = self.now_s + self.rng.random() * 2
-
-    def calm_down(self) -> None:
-        """From now on nothing goes wrong."""
-        self.weather = CALM
-        self.store.is_full = False
-        self._on_disk = None
-
-
-class _Alarm:
-    """What wakes a process that sleeps: it goes on with what is ready."""
-
-    def cancelled(self) -> bool:
-        return False
-
-    def _run(self) -> None:
-        """Nothing: the process runs, that is all."""
 
 
 def _fail(request: Request) -> None:

@@ -1,0 +1,117 @@
+"""What must hold of a life at its end."""
+
+from __future__ import annotations
+
+import re
+
+from simulator.seen import Seen, Violations
+from turnstream.records.compact import decode_ends
+from turnstream.store import keys
+
+_UNFINISHED = ("open", "sealed", "awaiting_reward")
+_GIVEN_UP = re.compile(r"abandoned:the lease of (.*) ended")
+_NO_LEAVE = "the run takes no new group"
+_DROPPED = ("filtered", "expired", "incomplete")
+
+
+def everything_ended(seen: Seen) -> Violations:
+    """P4: everything is in a final state; what was acknowledged as sealed did not vanish."""
+    frontier = seen.hash("frontier")
+    if frontier[b"stepped"] != frontier.get(b"planned", b"0"):
+        yield f"the run ended with {frontier}"
+    states = states_of(seen)
+    accepted = int(seen.hash("counts")[b"accepted"])
+    if len(states) != accepted:
+        yield f"P4: {accepted} are accepted, {len(states)} have a state"
+    for name, state in states.items():
+        if state.partition(":")[0] in _UNFINISHED:
+            yield f"P5: {name} is {state} at the end"
+        given_up = _GIVEN_UP.fullmatch(state)
+        if given_up and seen.world.must_keep_leases(given_up[1]):
+            yield f"{name} is {state}, who lives"
+    yield from _nothing_vanished(seen, states)
+    for group, entry in seen.hash("groups").items():
+        if entry.endswith((b":open", b":decided", b":evaluating")):
+            yield f"P5: group {group!r} is {entry!r} at the end"
+    yield from _trained_once(seen)
+    yield from _nothing_came_back(seen, states)
+
+
+def _nothing_vanished(seen: Seen, states: dict[str, str]) -> Violations:
+    """What was acknowledged as sealed has a state at the end of the run.
+
+    Where the power was cut, this is promised for publishers that live.
+    """
+    history, world = seen.life.history, seen.world
+    for name in sorted({*history.acknowledged, *[n for n in history.lost if "/" in n]}):
+        if "cut" in world.counts and history.writers.get(name, set()) & world.died:
+            continue
+        state = states.get(name, "nowhere")
+        group_id = keys.parse_trajectory_id(name).group_id
+        ends = {"evaluated"} if group_id in seen.evals else {"planned", *_DROPPED}
+        if name in history.lost and _is_named_well(seen, name, state):
+            continue
+        if state == "nowhere" and "cut" in world.counts and _is_decided(seen, group_id):
+            continue  # it was lost, and when it was sent again its group had gone on without it
+        if name in history.acknowledged and state.partition(":")[0] not in {*ends, "surplus"}:
+            yield f"P1: {name} was acknowledged as sealed, and is {state}"
+        is_given_again = group_id.startswith("p") and len(history.writers[name]) > 1
+        if name in history.lost and not is_given_again:
+            yield f"P1: {history.lost[name]}: all of its writers live, and it is {state}"
+
+
+def _is_named_well(seen: Seen, name: str, state: str) -> bool:
+    """Whether a living publisher may be told that the store lost this, and that it stays so.
+
+    When the store came back, another generator was faster to hold it, or it was given up while
+    its own slept, or its group got no leave to begin again.
+    """
+    if "cut" not in seen.world.counts:
+        return False
+    has_another = state != "nowhere" and len(seen.life.history.writers[name]) > 1
+    has_no_leave = state == "nowhere" and seen.life.history.lost[name].endswith(_NO_LEAVE)
+    return bool(_GIVEN_UP.fullmatch(state)) or has_another or has_no_leave
+
+
+def _is_decided(seen: Seen, group_id: str) -> bool:
+    """Whether a group has ended, or is gone from the store, which had let it begin."""
+    entry = seen.hash("groups").get(keys.encode_name(group_id).encode(), b":over")
+    return group_id in seen.opened and not entry.endswith((b":open", b":evaluating"))
+
+
+def _nothing_came_back(seen: Seen, states: dict[str, str]) -> Violations:
+    """What left the ledger has no payload any more, whoever still wrote to it.
+
+    A clock that is set forward ends the tombstones that refuse who was late.
+    """
+    if "jump" in seen.world.counts:
+        return
+    ledger = seen.hash("ledger")
+    for name, state in states.items():
+        turns = keys.trajectory_keys(seen.life.run, name).turns.encode()
+        if name.encode() not in ledger and turns in seen.values:
+            yield f"{name} is {state}, was released, and has turns again"
+
+
+def states_of(seen: Seen) -> dict[str, str]:
+    """Every trajectory with its state, from the ledger, the plans and the compact records."""
+    states = {name: f"planned:{step}" for name, step in seen.step_of.items()}
+    for record in seen.hash("ended").values():
+        ended = decode_ends(record)
+        for key, end in zip(ended.trajectories, ended.ends, strict=True):
+            if (name := keys.trajectory_id(key)) in states:
+                seen.world.blame(f"{name} is {states[name]} and {end}")
+            states[name] = end
+    for raw, entry in seen.hash("ledger").items():
+        name, state = raw.decode(), entry.decode()
+        if states.setdefault(name, state) != state:
+            seen.world.blame(f"{name} is {states[name]} and {state}")
+    return states
+
+
+def _trained_once(seen: Seen) -> Violations:
+    """I2 and I3: what survives is every step once, each as it was planned."""
+    expected = {step: own_hash for step, (_, own_hash) in seen.manifests.items()}
+    trained = seen.life.history.trained
+    if trained != expected:
+        yield f"I3: the surviving steps are {sorted(trained)}, planned are {sorted(expected)}"

@@ -1,0 +1,115 @@
+"""What goes wrong in a world, as its weather has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from simulator.world import World
+
+_LONGEST_UNSYNCED_S = 2.5
+_LONGEST_FULL_S = 2.0
+_JUMPS_MS = (-3_600_000, -5_000, -500, 500, 5_000, 3_600_000)
+
+
+class Faults:
+    """Lets things go wrong in one world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._full_until_s = 0.0
+        self._on_disk: Any = None
+        self._synced_s = self._cut_at_s = 0.0
+        weather = world.weather
+        self._by_chance: tuple[tuple[float, Callable[[], None]], ...] = (
+            (weather.crash, self._crash_one),
+            (weather.sleep, self._put_one_to_sleep),
+            (weather.jump, self._set_clock_wrong),
+            (weather.restart, self._restart_store),
+            (weather.fill, self._fill_store),
+            (weather.cut, self._sync_for_the_last_time),
+        )
+        self._all_chances = sum(chance for chance, _ in self._by_chance)
+
+    def maybe_happen(self) -> None:
+        """One of them, or none, by chance."""
+        world = self._world
+        if self._on_disk is not None and world.now_s >= self._cut_at_s:
+            self._cut_power()
+        chance = world.rng.random()
+        if chance < self._all_chances:
+            for share, happen in self._by_chance:
+                if chance < share:
+                    happen()
+                    return
+                chance -= share
+        if world.store.is_full and world.now_s >= self._full_until_s:
+            world.store.is_full = False
+
+    def end(self) -> None:
+        """What goes on now ends."""
+        self._world.store.is_full = False
+        self._on_disk = None
+
+    def _crash_one(self) -> None:
+        world = self._world
+        living = [each for each in world.processes if not each.is_over and world.may_crash(each)]
+        if living:
+            world.note("crash")
+            process = world.rng.choice(living)
+            world.died.add(process.name)
+            world.kill(process)
+
+    def _put_one_to_sleep(self) -> None:
+        world = self._world
+        if world.processes:
+            world.note("sleep")
+            process = world.rng.choice(world.processes)
+            process.asleep_until_s = (
+                world.now_s + world.rng.random() * world.weather.longest_sleep_s
+            )
+            world.add_timer(process.asleep_until_s, _Alarm(), process)
+
+    def _set_clock_wrong(self) -> None:
+        world = self._world
+        world.note("jump")
+        world.set_clock(ahead_ms=world.clock_ahead_ms + world.rng.choice(_JUMPS_MS))
+
+    def _restart_store(self) -> None:
+        self._world.note("restart")
+        self._world.lose_connections()
+        self._world.store.start_anew()
+
+    def _sync_for_the_last_time(self) -> None:
+        """What is written from now on is lost a moment later."""
+        world = self._world
+        if self._on_disk is None and world.store.appends_only == b"everysec":
+            self._on_disk = world.store.save()
+            self._synced_s = world.now_s
+            self._cut_at_s = world.now_s + world.rng.random() * _LONGEST_UNSYNCED_S
+            world.synced()
+
+    def _cut_power(self) -> None:
+        world = self._world
+        world.note("cut")
+        world.lose_connections()
+        world.store.load(self._on_disk)
+        self._on_disk = None
+        world.went_back(self._synced_s)
+
+    def _fill_store(self) -> None:
+        world = self._world
+        world.note("fill")
+        world.store.is_full = True
+        self._full_until_s = world.now_s + world.rng.random() * _LONGEST_FULL_S
+
+
+class _Alarm:
+    """What wakes a process that sleeps: it goes on with what is ready."""
+
+    def cancelled(self) -> bool:
+        return False
+
+    def _run(self) -> None:
+        """Nothing: the process runs, that is all."""

@@ -1,0 +1,153 @@
+"""What must hold of every plan: I2, I4, I6, the chain; and that it can be made again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from simulator.seen import Seen, Violations
+from turnstream.batching.plan import GroupPlan, Manifest, MiniBatchPlan
+from turnstream.batching.planning import event_order, plan_batch
+from turnstream.batching.readiness import RunFold
+from turnstream.batching.selection import Selector
+from turnstream.records.events import decode_event
+from turnstream.store import keys
+
+
+def plan_holds(seen: Seen, manifest: Manifest, own_hash: str) -> Violations:
+    """A plan continues the chain, and takes whole groups that are in no other."""
+    before = seen.manifests.get(manifest.step - 1)
+    if manifest.previous_hash != (before[1] if before else ""):
+        yield f"step {manifest.step} does not continue the chain"
+    first_row = before[0].end_row_id if before else 0
+    if manifest.mini_batches[0].first_row_id != first_row:
+        yield f"step {manifest.step} begins with row {manifest.mini_batches[0].first_row_id}"
+    for group in manifest.groups:
+        yield from _group_holds(seen, manifest, group)
+        if group.group_id in seen.evals:
+            yield f"step {manifest.step} trains the evaluation {group.group_id}"
+    yield from _mini_batches_hold(manifest)
+    yield from _was_intended(seen, manifest)
+
+
+def _group_holds(seen: Seen, manifest: Manifest, group: GroupPlan) -> Violations:
+    samples = [member.key.sample for member in group.trajectories]
+    if len(set(samples)) != len(samples):
+        yield f"I4: group {group.group_id} has the samples {samples}"
+    rewards = [member.reward for member in group.trajectories]
+    for member in group.trajectories:
+        name = keys.trajectory_id(member.key)
+        if seen.step_of.setdefault(name, manifest.step) != manifest.step:
+            yield f"I2: {name} is in step {seen.step_of[name]} and {manifest.step}"
+        said = seen.life.history.said.get(name, set())
+        if member.payload_crcs not in said:
+            yield f"{name} is planned with turns that nobody sealed"
+        others = _mean_of_others(rewards, member.reward)
+        expected = 0.0 if others is None else member.reward - others
+        if not math.isclose(member.advantage, expected, abs_tol=1e-6):
+            yield f"I4: {name} has the advantage {member.advantage}, not {expected}"
+
+
+def _was_intended(seen: Seen, manifest: Manifest) -> Violations:
+    """Whoever was about to write the plan of this step before had the same."""
+    config = seen.life.config
+    if config.surplus != "drop" or config.chooses_by_event:
+        return  # what comes in between may change it: see `_history_repeats`
+    for intended in seen.life.history.intended.pop(manifest.step, ()):
+        if _names(intended) != _names(manifest):
+            yield f"step {manifest.step} is not what a leader before was about to plan"
+
+
+def _names(manifest: Manifest) -> list[list[str]]:
+    return [[keys.trajectory_id(each.key) for each in g.trajectories] for g in manifest.groups]
+
+
+def _mean_of_others(rewards: Sequence[float], own: float) -> float | None:
+    if len(rewards) < 2:
+        return None
+    return (math.fsum(rewards) - own) / (len(rewards) - 1)
+
+
+def _mini_batches_hold(manifest: Manifest) -> Violations:
+    """I4 and I6: groups follow one another whole; denominators are what the plans add up to."""
+    next_group = 0
+    for part in manifest.mini_batches:
+        if part.first_group != next_group or part.num_groups < 1:
+            yield f"I4: a mini-batch of step {manifest.step} begins with group {part.first_group}"
+        next_group += part.num_groups
+        yield from _denominators_hold(manifest, part)
+    if next_group != len(manifest.groups):
+        yield f"I4: step {manifest.step} has {len(manifest.groups)} groups, not {next_group}"
+
+
+def _denominators_hold(manifest: Manifest, part: MiniBatchPlan) -> Violations:
+    groups = manifest.groups[part.first_group : part.first_group + part.num_groups]
+    live = [
+        (group.group_id, member.key, row.num_trained_tokens)
+        for group in groups
+        for member in group.trajectories
+        for row in member.sequences
+        if row.num_trained_tokens
+    ]
+    shipped = part.denominators
+    counted = (
+        sum(number for *_, number in live),
+        len(live),
+        len({key for _, key, _ in live}),
+        len({group for group, *_ in live}),
+    )
+    said = (
+        shipped.num_tokens,
+        shipped.num_sequences,
+        shipped.num_trajectories,
+        shipped.num_groups,
+    )
+    if said != counted:
+        yield f"I6: step {manifest.step} ships {said}, counted {counted}"
+
+
+def history_repeats(seen: Seen) -> Violations:
+    """Whoever folds all events from the first on plans every batch again, to the bit."""
+    config = seen.life.config
+    fold, selector = RunFold(config), Selector(config)
+    steps = sorted(seen.manifests)
+    for event_id, record in seen.events:
+        event = decode_event(record)
+        fold.apply(event_id, event)
+        selector.apply(event_id, event, fold)
+        while steps and event_order(seen.manifests[steps[0]][0].last_event_id) <= event_order(
+            event_id
+        ):
+            manifest, _ = seen.manifests[steps.pop(0)]
+            yield from _is_planned_again(seen, manifest, fold, selector)
+    if steps:
+        yield f"steps {steps} were planned at events that nobody wrote"
+
+
+def _is_planned_again(
+    seen: Seen, manifest: Manifest, fold: RunFold, selector: Selector
+) -> Violations:
+    config = seen.life.config
+    ready = fold.ready[: len(manifest.groups)]
+    choice = selector.choice
+    if config.chooses_by_event:
+        ready = () if choice is None else choice.groups
+    if [each.group_id for each in ready] != [each.group_id for each in manifest.groups]:
+        yield f"step {manifest.step} is not planned again from the same events: other groups"
+        return
+    again = plan_batch(
+        ready,
+        config=config,
+        run=manifest.run,
+        step=manifest.step,
+        lineage=manifest.lineage,
+        previous_hash=manifest.previous_hash,
+        first_row_id=manifest.mini_batches[0].first_row_id,
+        config_revision=manifest.config_revision,
+        chosen_at="" if choice is None else choice.chosen_at,
+        masked_versions=() if choice is None else choice.masked_versions,
+    )
+    if again != manifest:
+        yield f"step {manifest.step} is not planned again from the same events"
+    fold.take(ready)
+    selector.pass_step(manifest.step)

@@ -1,0 +1,81 @@
+"""A process, and what it has on its way to the store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from simulator.loops import Main, ProcessLoop
+
+if TYPE_CHECKING:
+    from simulator.world import World
+
+
+class Process:
+    """Something that can be killed: a loop and what runs in it.
+
+    Attributes:
+        begun: what it has begun and will not begin again, nor take over: after a jump of the
+            clock its own trajectories may look lapsed.
+    """
+
+    def __init__(self, world: World, name: str, main: Main) -> None:
+        self.world = world
+        self.name = name
+        self.is_dead = False
+        self.is_queued = False
+        self.asleep_until_s = 0.0
+        self.begun: set[Any] = set()
+        self.loop = ProcessLoop(self)
+        self.task = self.loop.create_task(main(self), name=name)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its work is done, or it was killed."""
+        return self.is_dead or self.task.done()
+
+    def kill(self) -> None:
+        """End it as by SIGKILL: not one more byte of it reaches the store."""
+        self.is_dead = True
+        for _ in range(50):
+            for task in [*self.loop.tasks]:
+                task.cancel()
+            self.loop.run_ready()
+            if not self.loop.tasks:
+                break
+        else:
+            self.world.blame(f"{self.name} cannot be ended: {[*self.loop.tasks]}")
+        if self.task.done() and not self.task.cancelled():
+            self.task.exception()
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """Commands of a process that are on their way to the store.
+
+    Attributes:
+        start: of the store, to which their connection leads.
+        is_whole: carried out as one, as MULTI and EXEC.
+        may_repeat: whether the client sends it again by itself.
+    """
+
+    process: Process
+    commands: Sequence[Sequence[bytes]]
+    answered: asyncio.Future[list[Any]]
+    start: int
+    is_whole: bool = False
+    may_repeat: bool = True
+
+
+@dataclass(eq=False, slots=True)
+class BlockedRead:
+    """An XREAD that waits for entries."""
+
+    request: Request
+    is_over: bool = False
+
+    def cancelled(self) -> bool:
+        """Whether it was answered."""
+        return self.is_over

@@ -1,0 +1,88 @@
+"""What the store of a life was seen to write, also what it has trimmed or released since."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from simulator.life import Life
+from simulator.values import EntryId
+from simulator.world import World
+from turnstream.batching.plan import Manifest
+from turnstream.records.events import decode_event
+from turnstream.records.manifests import decode_manifest, manifest_hash
+from turnstream.store import keys
+from turnstream.types import GroupOpened, Purpose
+
+Violations = Iterator[str]
+
+
+class Seen:
+    """What was written of one life, and how the store looks now.
+
+    Attributes:
+        values: of the store, by key.
+        events: every event that was ever written, by its id.
+        manifests: every plan that was ever written, by step, with its hash.
+        step_of: in which step a trajectory is planned.
+        evals: groups that evaluate.
+        opened: groups that were opened.
+    """
+
+    def __init__(self, world: World, life: Life) -> None:
+        self.world = world
+        self.life = life
+        self.values = world.store.values
+        names = keys.run_keys(life.run)._asdict()
+        self._names = {name: key.encode() for name, key in names.items()}
+        self.events: list[tuple[str, bytes]] = []
+        self.manifests: dict[int, tuple[Manifest, str]] = {}
+        self.step_of: dict[str, int] = {}
+        self.evals: set[str] = set()
+        self.opened: set[str] = set()
+        self._new_steps: list[int] = []
+        self._synced: tuple[Any, ...] = ()
+        world.store.appended = self._note_entry
+
+    def hash(self, name: str) -> dict[bytes, bytes]:
+        """A hash of the run, by the name of its key."""
+        return self.value(name) or {}
+
+    def value(self, name: str) -> Any:
+        """The value of a key of the run; None where there is none."""
+        return self.values.get(self._names[name])
+
+    def take_new_steps(self) -> list[int]:
+        """Those that were planned since this was asked."""
+        new, self._new_steps = self._new_steps, []
+        return new
+
+    def note_synced(self) -> None:
+        """The disk has all of it."""
+        self._synced = (
+            *(len(self.events), dict(self.manifests), dict(self.step_of)),
+            *(set(self.evals), set(self.opened)),
+        )
+
+    def go_back(self) -> None:
+        """The store lost what came after; so do we."""
+        num_events, self.manifests, self.step_of, self.evals, self.opened = self._synced
+        del self.events[num_events:]
+        planned = {step: own_hash for step, (_, own_hash) in self.manifests.items()}
+        self.life.history.planned = planned
+
+    def _note_entry(self, key: bytes, entry_id: EntryId, fields: Sequence[bytes]) -> None:
+        if key == self._names["events"]:
+            self.events.append((bytes(entry_id).decode(), fields[1]))
+            event = decode_event(fields[1])
+            if isinstance(event, GroupOpened):
+                self.opened.add(event.group_id)
+                if event.purpose is Purpose.EVAL:
+                    self.evals.add(event.group_id)
+        elif key == self._names["plan"]:
+            manifest = decode_manifest(fields[1])
+            if manifest.step in self.manifests:
+                self.world.blame(f"step {manifest.step} is planned twice")
+            self.manifests[manifest.step] = manifest, manifest_hash(fields[1])
+            self.life.history.planned[manifest.step] = manifest_hash(fields[1])
+            self._new_steps.append(manifest.step)

@@ -1,0 +1,112 @@
+"""I1: the ledger, the counts, the leases, the groups, the prompts and the bytes add up."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+from simulator.seen import Seen, Violations
+
+_HOLDING = (b"open:", b"sealed:", b"awaiting_reward:")
+_TAKING = (b":open", b":evaluating")
+
+
+def ledger_adds_up(seen: Seen) -> Violations:
+    """The counts are those of the ledger and of what left it, and add up to the accepted."""
+    counts = {name.decode(): int(number) for name, number in seen.hash("counts").items()}
+    accepted = counts.pop("accepted")
+    counts.pop("late_rewards", None)
+    if sum(counts.values()) != accepted or min(counts.values(), default=0) < 0:
+        yield f"I1: {accepted} are accepted, but the counts are {counts}"
+    found = Counter(entry.partition(b":")[0].decode() for entry in seen.hash("ledger").values())
+    for reason, number in seen.hash("reasons").items():
+        found[reason.partition(b":")[0].decode()] += int(number)
+    planned = found.pop("planned", 0)
+    counted = {name: number for name, number in counts.items() if number and name != "planned"}
+    if counted != dict(found):
+        yield f"I1: the counts are {counted}, the ledger has {dict(found)}"
+    total = sum(each.num_trajectories for each, _ in seen.manifests.values())
+    if not planned <= counts.get("planned", 0) == total:
+        yield f"I1: {counts.get('planned', 0)} are counted as planned, {total} are in plans"
+    yield from _leases_hold(seen)
+    yield from _groups_are_counted(seen)
+    yield from _bytes_add_up(seen)
+
+
+def _leases_hold(seen: Seen) -> Violations:
+    leases: Any = seen.value("leases")
+    held = set(leases.scores) if leases is not None else set[bytes]()
+    ledger = seen.hash("ledger").items()
+    if held != (opened := {name for name, entry in ledger if entry.startswith(b"open:")}):
+        yield f"what is open has a lease, and nothing else has: {held ^ opened}"
+
+
+def _bytes_add_up(seen: Seen) -> Violations:
+    """What is held is held for what may still write, or has payload; the sums are of that."""
+    ledger, groups, held = (seen.hash(name) for name in ("ledger", "groups", "held"))
+    sums = Counter[str]()
+    for name, size in held.items():
+        entry = ledger.get(name)
+        if entry is None and not groups.get(name.partition(b"/")[0], b"").endswith(_TAKING):
+            yield f"bytes are held for {name!r}, which is over"
+        part = "planned" if entry is not None and entry.startswith(b"planned:") else "stored"
+        sums["reserved" if size.startswith(b"r") else part] += int(size.removeprefix(b"r"))
+    budget = {name.decode(): int(number) for name, number in seen.hash("budget").items()}
+    found = {part: budget.get(part, 0) for part in ("reserved", "stored", "planned")}
+    if found != {part: sums[part] for part in found}:
+        yield f"the bytes held are {dict(sums)}, the sums say {found}"
+    for name, entry in ledger.items():
+        if entry.startswith(_HOLDING) and name not in held:
+            yield f"{name!r} is {entry!r} and holds no bytes"
+
+
+def _groups_are_counted(seen: Seen) -> Violations:
+    frontier, groups = seen.hash("frontier"), seen.hash("groups")
+    over = int(seen.hash("over").get(b"n", 0))
+    opened = int(frontier[b"opened_groups"]) + len(seen.evals)
+    if opened != len(groups) + over:
+        yield f"{opened} groups were opened: {len(groups)} and {over}"
+    num_open = sum([entry.endswith(b":open") for entry in groups.values()])
+    if num_open != int(frontier.get(b"open_groups", 0)):
+        yield f"{frontier.get(b'open_groups')!r} groups are counted as open, {num_open} are"
+    if num_open > (seen.life.config.max_open_groups or math.inf):
+        yield f"{num_open} groups are open, {seen.life.config.max_open_groups} may be"
+    yield from _prompts_are_counted(seen, groups)
+    live = int(frontier[b"live_groups"])
+    # A rollback lowers the limit, and ends no group that was let in before it.
+    most_stepped = max(int(frontier[b"stepped"]), *seen.life.history.ever_trained, 0)
+    limit = _limit(seen, most_stepped)
+    if not 0 <= live <= limit:
+        yield f"{live} groups are live, {limit} are allowed"
+
+
+def _prompts_are_counted(seen: Seen, groups: dict[bytes, bytes]) -> Violations:
+    """Each prompt is left, given out as a group that may be trained, or done."""
+    prompts = seen.hash("prompts")
+    again: Any = seen.value("again")
+    waiting: set[bytes] = set() if again is None else set(again.scores)
+    tasks = {n: number for n, number in seen.hash("tasks").items() if n[:1] != b"?"}
+    added, last, done = (int(prompts.get(n, 0)) for n in (b"added", b"next", b"done"))
+    if len(tasks) != last - len(waiting) - done or len({*tasks.values()}) != len(tasks):
+        yield f"{last} prompts were given out, {done} done, {waiting} wait, but tasks: {tasks}"
+    if len([n for n in prompts if n.isdigit()]) != added - done:
+        yield f"{added} prompts were added, {done} are done, {[*prompts]} are there"
+    for name, number in tasks.items():
+        if number in waiting or not groups.get(name, b"").endswith((b":open", b":decided")):
+            yield f"prompt {number!r} is given out as {name!r}: {groups.get(name)!r}"
+
+
+def _limit(seen: Seen, stepped: int) -> int:
+    config = seen.life.config
+    return (config.max_staleness + stepped + 1) * config.batch_groups
+
+
+def are_evals_open(seen: Seen) -> bool:
+    """Whether an evaluation goes on: no run waits for it."""
+    return any(entry.endswith(b":evaluating") for entry in seen.hash("groups").values())
+
+
+def is_unfinished(seen: Seen) -> bool:
+    """Whether anything of the ledger may still end otherwise."""
+    return any(entry.startswith(_HOLDING) for entry in seen.hash("ledger").values())
