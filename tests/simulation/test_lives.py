@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from simulator.guards import GUARDS, seeds_until_seen
+from simulator.guards import first_seed, guard_of
 from simulator.lives import lives
 
 PER_TEST = 50
@@ -58,6 +58,4 @@ def test_the_same_seed_is_the_same_life_in_every_process() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", QUICKLY_SEEN)
 def test_a_guard_that_is_broken_is_seen_within_a_few_lives(name: str) -> None:
-    (guard,) = [each for each in GUARDS if each.name == name]
-
-    assert seeds_until_seen(guard, max_seeds=60) is not None
+    assert first_seed(guard_of(name), range(60)) is not None

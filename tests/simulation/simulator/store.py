@@ -19,7 +19,8 @@ from simulator.values import EntryId, StoreError, Value, ZSet
 from simulator.words import Command, NotSimulatedError, Words
 
 _WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
-_SCRIPTS = Scripts()
+SCRIPTS = Scripts()
+"""One Lua state for every store of this process."""
 
 
 class Store:
@@ -43,7 +44,7 @@ class Store:
         self.expires: dict[bytes, float] = {}
         self._next_expiry_ms = math.inf
         self.known_scripts: set[bytes] = set()
-        self.scripts = _SCRIPTS
+        self.scripts = SCRIPTS
         self._call = self.call
         self.appends_only = b"everysec"
 
