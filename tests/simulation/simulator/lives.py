@@ -253,6 +253,7 @@ def _weather(rng: random.Random) -> Weather:
         crash=often(0.006),
         sleep=often(0.012),
         lose=often(0.05),
+        late=rng.choice((0.0, 0.5)),
         repeat=often(0.1),
         jump=often(0.001),
         restart=often(0.003),

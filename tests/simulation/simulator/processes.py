@@ -70,6 +70,17 @@ class Request:
 
 
 @dataclass(eq=False, slots=True)
+class LateCall:
+    """A call that is carried out when nobody waits for it any more."""
+
+    request: Request
+
+    def cancelled(self) -> bool:
+        """It arrives."""
+        return False
+
+
+@dataclass(eq=False, slots=True)
 class BlockedRead:
     """An XREAD that waits for entries."""
 

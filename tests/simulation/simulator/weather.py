@@ -13,6 +13,8 @@ class Weather:
         crash: a process is killed.
         sleep: a process stops for up to `longest_sleep_s`, and wakes up as if nothing had been.
         lose: a call, or its reply, is lost together with the connection.
+        late: a call whose connection was lost, or whose process was killed, arrives all the same, up
+            to `longest_delay_s` later, as from a buffer of the network.
         repeat: a call is carried out twice, as when a client sends it again.
         jump: the clock of the store is set forward or back.
         restart: every connection is lost, and the store forgets the scripts.
@@ -24,12 +26,14 @@ class Weather:
     crash: float = 0.0
     sleep: float = 0.0
     lose: float = 0.0
+    late: float = 0.0
     repeat: float = 0.0
     jump: float = 0.0
     restart: float = 0.0
     fill: float = 0.0
     cut: float = 0.0
     longest_sleep_s: float = 8.0
+    longest_delay_s: float = 4.0
 
 
 CALM = Weather()

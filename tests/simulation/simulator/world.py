@@ -16,7 +16,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from simulator.faults import Faults
 from simulator.loops import Main, Timers
-from simulator.processes import BlockedRead, Process, Request
+from simulator.processes import BlockedRead, LateCall, Process, Request
 from simulator.store import Store
 from simulator.values import StoreError
 from simulator.weather import CALM, Weather
@@ -114,6 +114,8 @@ class World:
             self.step()
         return False
 
+    is_dead = False  # of what the timers ask of a process
+
     def step(self) -> None:
         """One thing happens."""
         self.num_steps += 1
@@ -143,7 +145,8 @@ class World:
         self._requests = [
             request
             for request in self._requests
-            if request.process is not process or self.rng.random() < 0.5
+            if request.process is not process
+            or not (self._delay(request) or self.rng.random() < 0.5)
         ]
         self._blocked = [each for each in self._blocked if each.request.process is not process]
         process.kill()
@@ -187,7 +190,9 @@ class World:
         for what, process in self._timers.take_due(self.now_s):
             if process.is_dead:
                 continue
-            if isinstance(what, BlockedRead):
+            if isinstance(what, LateCall):
+                self._arrive(what.request)
+            elif isinstance(what, BlockedRead):
                 if not what.is_over:
                     self._blocked.remove(what)
                     self._answer(what, None)
@@ -218,7 +223,8 @@ class World:
         weather, rng = self.weather, self.rng
         if weather.lose and rng.random() < weather.lose:
             self.note("lose")
-            self._carry_out(request, self._some_of(request))
+            if not self._delay(request):
+                self._carry_out(request, self._some_of(request))
             _fail(request)
             return
         replies = self._carry_out(request, request.commands)
@@ -227,6 +233,21 @@ class World:
             replies = self._carry_out(request, request.commands)
         if replies is not None and not request.answered.done() and not request.process.is_dead:
             request.answered.set_result(replies)
+
+    def _delay(self, request: Request) -> bool:
+        """Whether a lost call is on its way still, and arrives when nobody waits for it."""
+        weather = self.weather
+        if not weather.late or self.rng.random() >= weather.late:
+            return False
+        delay_s = self.rng.random() * weather.longest_delay_s
+        self._timers.add(self.now_s + delay_s, LateCall(request), self)
+        return True
+
+    def _arrive(self, request: Request) -> None:
+        """A late call is carried out, unless what it was buffered in ended with the store."""
+        if request.start == self.store.num_starts:
+            self.note("late")
+            self._carry_out(request, request.commands)
 
     def _some_of(self, request: Request) -> Sequence[Sequence[bytes]]:
         """Those of the commands that are carried out although their reply is lost."""
