@@ -244,11 +244,19 @@ def _prompt(rng: random.Random, number: int) -> Prompt:
 
 
 def _weather(rng: random.Random) -> Weather:
-    """Some faults are frequent, others do not occur."""
+    """Some faults are frequent, others do not occur.
+
+    In a third of the lives only processes fail: there the strictest laws hold, as that nobody loses
+    what he works at.
+    """
 
     def often(most: float) -> float:
         return rng.choice((0.0, most / 4, most))
 
+    if rng.random() < 1 / 3:
+        return Weather(
+            crash=often(0.01), sleep=rng.choice((0.005, 0.02)), late=0.7, repeat=often(0.1)
+        )
     return Weather(
         crash=often(0.006),
         sleep=often(0.012),
