@@ -10,7 +10,7 @@ from simulator import services
 from simulator.breaks import Guard, method
 from turnstream.batching.readiness import RunFold
 from turnstream.batching.selection import Selector
-from turnstream.generator import outbox
+from turnstream.generator import lives
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.window import Window
 from turnstream_server.batcher import planner, releaser, settling
@@ -91,11 +91,10 @@ CODE_GUARDS = (
     ),
     Guard(
         "outbox: what survived a restart",
-        lambda: patch.object(outbox, "has_survived", lambda *_: False),
+        lambda: patch.object(lives, "has_survived", lambda *_: False),
     ),
     Guard(
         "outbox: what its payload knows",
-        lambda: patch.object(outbox, "is_left_to_payload", lambda *_: False),
+        lambda: patch.object(lives, "is_left_to_payload", lambda *_: False),
     ),
-    Guard("outbox: leases are renewed", method(Outbox, "_renewed", lambda *_: None)),
 )

@@ -11,9 +11,11 @@ from simulator.lives import Verdict, lives
 _PER_CHUNK = 20
 
 
-def lives_of(seeds: range, *, num_processes: int) -> Generator[Verdict]:
+def lives_of(
+    seeds: range, *, num_processes: int, per_chunk: int = _PER_CHUNK
+) -> Generator[Verdict]:
     """How each life went, in the order of the seeds, whichever process lived it."""
-    chunks = [seeds[at : at + _PER_CHUNK] for at in range(0, len(seeds), _PER_CHUNK)]
+    chunks = [seeds[at : at + per_chunk] for at in range(0, len(seeds), per_chunk)]
     num_processes = min(num_processes, len(chunks))
     if num_processes <= 1:
         yield from lives(seeds)

@@ -13,8 +13,8 @@ class Weather:
         crash: a process is killed.
         sleep: a process stops for up to `longest_sleep_s`, and wakes up as if nothing had been.
         lose: a call, or its reply, is lost together with the connection.
-        late: a call whose connection was lost, or whose process was killed, arrives all the same, up
-            to `longest_delay_s` later, as from a buffer of the network.
+        late: a call that was lost, or whose process was killed, arrives all the same, up to
+            `longest_delay_s` later, as from a buffer of the network.
         repeat: a call is carried out twice, as when a client sends it again.
         jump: the clock of the store is set forward or back.
         restart: every connection is lost, and the store forgets the scripts.

@@ -166,6 +166,31 @@ def test_of_a_group_that_is_over_the_payload_says_what_was_given_up(
     assert len(desk.outbox.take_losses()) == num_lost
 
 
+def test_turns_whose_seal_was_found_posted_are_kept_for_the_next_restart(
+    new_desk: NewDesk,
+) -> None:
+    # The answer to a posted seal was lost. When the store that came back said that the trajectory
+    # was sealed, its turns were kept no longer, and the next restart cost them.
+    desk = new_desk(keep_s=5.0)
+    (lane,) = desk.opened()
+    desk.append(lane)
+    desk.seal(lane)
+    desk.answer(2)
+    desk.lose()
+    desk.wait_out()
+    desk.answer()
+    desk.answer([b"CONFLICT g/0/0 is already sealed"])
+    desk.answer([b"DUPLICATE"])
+
+    desk.outbox.close_run("", Delivery())
+    desk.lose()
+    desk.wait_out()
+    desk.answer()
+    desk.answer([1], b"OK")
+
+    assert desk.records(desk.answer(2)) == [2]
+
+
 def test_a_group_that_was_over_is_asked_for_first_after_every_restart(new_desk: NewDesk) -> None:
     # After the second restart only the payload was asked. A tombstone that had ended meanwhile was
     # taken for a loss.

@@ -58,7 +58,7 @@ local function batch(number)
     return 0, ''
   end
   local entry = redis.call('HGET', KEYS[3], string.format('%.0f', number))
-  local total, hash = string.match(entry, '^(%d+):(.*)$')
+  local total, hash = string.match(entry or '', '^(%d+):(.*)$')
   return tonumber(total), hash
 end
 
@@ -67,7 +67,9 @@ if step >= 1 and step <= last then
   if hash == ARGV[3] then
     return 0
   end
-  return redis.error_reply('CONFLICT step ' .. step .. ' is planned with the manifest ' .. hash)
+  -- A call that comes so late that its batch is over finds no hash any more.
+  return redis.error_reply('CONFLICT step ' .. step .. ' is planned with the manifest '
+    .. (hash or 'of a batch that is over'))
 end
 if step ~= last + 1 then
   return redis.error_reply('CONFLICT step ' .. step .. ' does not follow step ' .. last)

@@ -228,7 +228,13 @@ class Lives:
         self.end(lane, error)
 
     def end_well(self, lane: Lane, now_s: float) -> None:
-        """The run knows how a lane ended; of the draft nothing is needed but the seal."""
+        """The run knows how a lane ended; of the draft nothing is needed but the seal.
+
+        Turns that were to be sent again are stored: the next start of the store may lose them.
+        """
+        for pending in lane.pending:
+            self.window.keep(KeptTurn(lane, pending.turn), now_s=now_s)
+        lane.num_acknowledged += len(lane.pending)
         if lane.seal is not None:
             record = lane.seal_record
             lane.seal = lambda _epoch: record
@@ -238,9 +244,6 @@ class Lives:
 
     def survived(self, lane: Lane, now_s: float) -> None:
         """The store has all of a lane that had ended; the next start of it may not."""
-        for pending in lane.pending:
-            self.window.keep(KeptTurn(lane, pending.turn), now_s=now_s)
-        lane.num_acknowledged += len(lane.pending)
         lane.epoch = lane.epoch or lane.held_epoch
         self.end_well(lane, now_s)
 
