@@ -106,11 +106,12 @@ async def _evaluation(process: Process, life: Life, publisher: AsyncPublisher) -
 async def _task(process: Process, life: Life, publisher: AsyncPublisher) -> None:
     """Whatever the run gives: a refill, or one of its prompts."""
     task = await publisher.next_task(0.3)
-    if any(trajectory.key in process.begun for trajectory in task.trajectories):
+    if any(each.key in process.begun - process.given_up for each in task.trajectories):
         if "cut" not in process.world.counts:
             process.world.blame(f"{process.name} is given the task {task.group_id} twice")
         return  # the store forgot that it has it, and is told again what was written of it
     process.begun.update(trajectory.key for trajectory in task.trajectories)
+    process.given_up.difference_update(each.key for each in task.trajectories)
     async with task:
         for trajectory in task.trajectories:
             await _tolerantly(process, life, trajectory)
@@ -253,6 +254,7 @@ async def _episode(process: Process, life: Life, writer: AsyncTrajectoryWriter) 
     chance = rng.random()
     if chance < 0.06:
         writer.abandon("chance")
+        process.given_up.add(writer.key)
         return
     if chance < 0.12 and not life.is_closing:
         await asyncio.sleep(rng.random() * 2 * life.config.lease_s)

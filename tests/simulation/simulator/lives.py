@@ -27,7 +27,7 @@ from turnstream.store.tasks import Prompt, add_prompts
 from turnstream_server.batcher.upkeep import Upkeep
 
 RUN = "life"
-_MAX_STEPS = 60_000
+_MAX_STEPS = 20_000
 _CALM_S = 600.0
 _FINDING_OUT_S = 25.0
 """Longer than a generator sleeps, and then takes to find out that the store lost something."""
@@ -119,6 +119,14 @@ def live(seed: int) -> Verdict:
     """Live through a seed. Within `borders.inside`."""
     rng = random.Random(seed)
     world = World(rng, _weather(rng))
+    try:
+        return _live_in(world, seed)
+    finally:
+        world.end()  # also after a failure: nothing of it runs into the next life
+
+
+def _live_in(world: World, seed: int) -> Verdict:
+    rng = world.rng
     life = _life(rng)
     world.store.appends_only = rng.choice((b"everysec", b"everysec", b"always"))
     create_run(SyncRun(world), RUN, life.config)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ class Process:
     Attributes:
         begun: what it has begun and will not begin again, nor take over: after a jump of the
             clock its own trajectories may look lapsed.
+        given_up: those of them that it gave up: where the store forgot that, it begins again.
     """
 
     def __init__(self, world: World, name: str, main: Main) -> None:
@@ -28,6 +29,7 @@ class Process:
         self.is_queued = False
         self.asleep_until_s = 0.0
         self.begun: set[Any] = set()
+        self.given_up: set[Any] = set()
         self.loop = ProcessLoop(self)
         self.task = self.loop.create_task(main(self), name=name)
 
