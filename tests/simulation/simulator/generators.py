@@ -195,6 +195,7 @@ async def _take_over(process: Process, life: Life, publisher: AsyncPublisher) ->
         return  # its own: to go on with it twice would be to write it twice
     process.begun.add(key)
     before = _holder(process, life, key)
+    life.history.wrote(key, process.name)  # it may be given to it, and the answer be lost
     try:
         writer = await publisher.take_over(key.group_id, key.sample, key.attempt)
     except TurnstreamError:
@@ -237,7 +238,7 @@ _LAST_ACTS = (_refill, _take_over, _post_reward, _join_any)
 
 async def _episode(process: Process, life: Life, writer: AsyncTrajectoryWriter) -> None:
     rng = process.world.rng
-    life.history.writers.setdefault(keys.trajectory_id(writer.key), set()).add(process.name)
+    life.history.wrote(writer.key, process.name)
     tokens = [
         token for turn in writer.turns[-1:] for token in (*turn.prompt_ids, *turn.response_ids)
     ]

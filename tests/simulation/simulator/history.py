@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from turnstream.batching.plan import Manifest
 from turnstream.errors import TurnGapError
+from turnstream.store import keys
 from turnstream.types import RecoveryToken, TrajectoryKey
 from turnstream_server.bus.sessions import TrainerSession
 
@@ -61,6 +62,10 @@ class History:
     newest_version: int = 0
     refusals: dict[str, int] = field(default_factory=dict)
     mixed: list[str] = field(default_factory=list)
+
+    def wrote(self, key: TrajectoryKey, process: str) -> None:
+        """A process writes to a trajectory, or asks to."""
+        self.writers.setdefault(keys.trajectory_id(key), set()).add(process)
 
     def begun(self, name: str, session: TrainerSession, token: RecoveryToken | None) -> None:
         """A session has begun: what was saved after its token is given up."""
