@@ -196,7 +196,8 @@ async def _train(
     world, history = process.world, life.history
     manifest, (name, session) = batch.manifest, who
     _require_present(life, name)
-    _payload_is_there(process, life, manifest)
+    if history.planned.get(manifest.step) == batch.manifest_hash:  # else the store lost both
+        _payload_is_there(process, life, manifest)
     before = history.ever_trained.setdefault(manifest.step, batch.manifest_hash)
     history.all_trained.add((manifest.step, batch.manifest_hash))
     if "cut" in world.counts:  # the step may have been lost while the batch was on its way
