@@ -123,7 +123,7 @@ RUN_GUARDS = (
     ),
     Guard(
         "fold_ended: a group that may change",
-        script("    if not OVER[state] then", "    if false then"),
+        script("  if not IS_OVER[state] then", "  if false then"),
     ),
     Guard(
         "trim_events: one snapshot behind",
