@@ -1,0 +1,206 @@
+"""Faults of the store: killed under load, and cut off from power."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.machine import Machine
+from harness.rig import Rig, server_with
+from turnstream.errors import StoreBehindError
+from turnstream.generator import Publisher
+from turnstream.testing import ids
+from turnstream_server.embedded import find_binary
+
+pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(120)]
+
+StartRig = Callable[..., Rig]
+
+
+def kind_of_server(kind: str) -> Path:
+    """The embedded server's program, or a redis-server where there is one."""
+    if kind == "valkey":
+        return find_binary()
+    found = shutil.which("redis-server")
+    if found is None:
+        pytest.skip("no redis-server is installed")
+    return Path(found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fsync"),
+    [("valkey", "always"), ("valkey", "everysec"), ("valkey", "no"), ("redis", "everysec")],
+)
+def test_a_server_that_is_killed_under_load_loses_nothing_it_acknowledged(
+    start_rig: StartRig, tmp_path: Path, kind: str, fsync: str
+) -> None:
+    # Fault 6: three kills; every service goes on by itself.
+    binary = server_with(tmp_path, kind_of_server(kind), arguments=["--appendfsync", fsync])
+    rig = start_rig(binary=binary)
+    assert rig.client.config_get("appendfsync") == {"appendfsync": fsync}
+    batcher = rig.start_batcher().service
+    generators = [rig.start_generator(f"w{n}", groups=16, pause_s=0.02) for n in range(2)]
+    rig.start_ranks(1, checkpoint_every=1, timeout_s=30)
+
+    for number in range(3):
+        rig.wait_for_lines("sealed", 12 * (number + 1))
+        rig.server.kill()
+        rig.server.restart()
+    rig.wait_for_lines("committed", 6)
+
+    assert [service.status for service in (batcher, rig.ranks[0])] == [None, None]
+    rig.join(generators)
+    rig.ranks[0].kill()
+    rig.drain()
+
+
+def test_a_power_cut_under_fsync_loses_nothing_it_acknowledged(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    # Fault 7: the append-only file is cut to what had reached the disk.
+    machine = Machine(tmp_path)
+    rig = start_rig(binary=machine.binary, durability="fsync")
+    rig.start_batcher()
+    rig.start_generator(groups=24)
+    rig.start_ranks(1, checkpoint_every=1, timeout_s=30)
+
+    for number in range(3):
+        rig.wait_for_lines("sealed", 8 * (number + 1))
+        rig.server.kill()
+        machine.lose_power(rig.server.data_dir)
+        rig.server.restart()
+    rig.wait_for_lines("committed", 3)
+
+    rig.ranks[0].kill()
+    rig.drain()
+
+
+def test_a_power_cut_under_everysec_costs_generators_that_live_nothing(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    # Fault 7: what was acknowledged and never synced is sent again, by whoever wrote it.
+    machine = Machine(tmp_path)
+    rig = start_rig(binary=machine.binary)
+    batcher = rig.start_batcher().service
+    generators = [
+        rig.start_generator(f"w{n}", groups=10, pause_s=0.2, to_disk=1, keep_s=3.0)
+        for n in range(2)
+    ]
+    num_lost = 0
+
+    for _ in range(2):
+        machine.freeze_disk()
+        rig.wait_for_lines("sealed", rig.count("sealed") + 8)
+        rig.server.kill()
+        num_lost += machine.lose_power(rig.server.data_dir)
+        rig.server.restart()
+    rig.join(generators)
+
+    assert num_lost > 0
+    assert batcher.status is None
+    assert sum(line["restarts"] for line in rig.history().of("done")) > 0
+    rig.drain()
+    assert rig.counts() == {"accepted": 40, "committed": 40}
+
+
+def test_a_power_cut_under_everysec_is_told_to_a_writer_whose_older_turns_are_gone(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    # Fault 7: a loss of more than is kept is never a hole in a trajectory, and has a name.
+    machine = Machine(tmp_path)
+    rig = start_rig(binary=machine.binary)
+    with Publisher(rig.server.url, rig.run, writer="w", keep_s=0.5) as publisher:
+        begun = publisher.trajectory("begun", 0, num_samples=1)
+        begun.append(ids("ab"), ids("CD")).result(10)
+        _wait_for_sync(rig, machine)
+        machine.freeze_disk()
+        begun.append(ids("abCD"), ids("E")).result(10)
+        publisher.flush_to_disk(30)
+        new = publisher.trajectory("new", 0, num_samples=1)
+        new.append(ids("ab"), ids("CD")).result(10)
+        rig.server.kill()
+        assert machine.lose_power(rig.server.data_dir) > 0
+        rig.server.restart()
+
+        with pytest.raises(StoreBehindError, match=r"begun/0/0: .* without turn 1, which"):
+            begun.append(ids("abCDE"), ids("F")).result(10)
+        new.append(ids("abCD"), ids("F")).result(10)
+
+    assert rig.counts() == {"accepted": 2, "open": 2}
+
+
+def _wait_for_sync(rig: Rig, machine: Machine) -> None:
+    """Until all that is in the append-only file is on disk."""
+    rig.wait(lambda: machine.unsynced(rig.server.data_dir) == 0, "a sync")
+
+
+@pytest.mark.parametrize("door", ["batcher", "follower"])
+def test_a_power_cut_under_everysec_is_told_to_a_trainer_that_is_ahead_of_the_store(
+    start_rig: StartRig, tmp_path: Path, door: str
+) -> None:
+    # Fault 7: its token is the authority, and the difference has a name. The batchers live on with
+    # plans in memory that the store has lost, the one that leads and the one that follows.
+    machine = Machine(tmp_path)
+    rig = start_rig(binary=machine.binary)
+    rig.start_batcher()
+    rig.start_batcher("follower")
+    target = rig.address(door)
+    rig.join(rig.start_generator("kept", groups=4))
+    rig.join(rig.start_ranks(1, target=target, checkpoint_every=1, max_steps=1))
+    _wait_for_sync(rig, machine)
+    machine.freeze_disk()
+    rig.join(rig.start_generator("lost", groups=16))
+    rig.join(rig.start_ranks(1, target=target, checkpoint_every=1, max_steps=4))
+
+    rig.server.kill()
+    machine.lose_power(rig.server.data_dir)
+    rig.server.restart()
+    (ahead,) = rig.start_ranks(1, target=target)
+    ahead.wait(30)
+    refusals = [line["error"] for line in rig.history().of("refused")]
+    rig.join(rig.start_generator("new", groups=12))
+    rig.join(rig.start_ranks(1, target=target, from_step=1, checkpoint_every=1, max_steps=4))
+
+    assert ahead.status == 3
+    assert "StoreBehindError" in refusals[-1]
+    assert "the token names step 4" in refusals[-1]
+    trained = {
+        row["trajectory"].split("-")[0]
+        for step in (2, 3, 4)
+        for row in rig.history().rows(session=rig.history().sessions[-1].name, step=step)
+    }
+    assert trained == {"new"}
+    assert rig.counts() == {"accepted": 32, "committed": 32}
+
+
+def test_a_power_cut_under_everysec_is_told_to_a_trainer_that_lives_on(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    # Fault 7: the store plans the steps again that it lost, from what generators send again. The
+    # trainer has trained other batches under the same numbers, and must not mix them.
+    machine = Machine(tmp_path)
+    rig = start_rig(binary=machine.binary)
+    batcher = rig.start_batcher().service
+    rig.start_ranks(1, checkpoint_every=1, update_s=0.2)
+    rig.join(rig.start_generator("kept", groups=4))
+    rig.wait_for_lines("committed", 1)
+    _wait_for_sync(rig, machine)
+    machine.freeze_disk()
+    rig.start_generator("again", groups=20, pause_s=0.1, to_disk=1, keep_s=20)
+    rig.wait_for_lines("stepped", 3)
+
+    rig.server.kill()
+    machine.lose_power(rig.server.data_dir)
+    rig.server.restart()
+    rig.ranks[0].wait(60)
+    told = [line["error"] for line in rig.history().of("refused")][-1]
+    rig.start_ranks(1, from_step=1, checkpoint_every=1, max_steps=4)
+    rig.join(rig.ranks)
+
+    assert rig.ranks[0].status == 0
+    assert batcher.status is None
+    assert told.startswith(("StoreBehindError", "ConflictError")), told
+    assert "step " in told

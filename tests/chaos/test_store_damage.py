@@ -1,0 +1,124 @@
+"""Faults of what the store keeps: torn, damaged, or gone as a whole."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.episodes import episode
+from harness.rig import CONFIG, Rig, asleep
+from turnstream.generator import Publisher
+from turnstream.store import keys
+from turnstream.store.runs import create_run
+from turnstream.testing import ids
+
+pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(120)]
+
+
+def test_a_torn_end_of_the_file_is_dropped_and_sent_again(rig: Rig) -> None:
+    # Fault 8: a crash in the middle of a write. The store had acknowledged it, and comes back
+    # without; the writer does nothing but live.
+    turns = keys.trajectory_keys(rig.run, "g/0/0").turns
+    with Publisher(rig.server.url, rig.run, writer="w") as publisher:
+        trajectory = publisher.trajectory("g", 0, num_samples=1)
+        trajectory.append(ids("ab"), ids("CD")).result(10)
+        with asleep(rig.server.pid):
+            receipt = trajectory.append(ids("abCD"), ids("E"))
+        receipt.result(10)
+        before: Any = rig.client.xrange(turns)
+        rig.server.kill()
+        path = _append_only_file(rig)
+        whole = path.read_bytes()
+        path.write_bytes(whole[: whole.rindex(b"XADD")])
+        rig.server.restart()
+        rig.wait(lambda: publisher.statistics().num_resent, "turns that are sent again")
+        after: Any = rig.client.xrange(turns)
+        trajectory.append(ids("abCDE"), ids("F")).result(10)
+
+    assert len(before) == 2
+    assert after == before
+    assert b"Truncat" in (rig.server.data_dir / "server.log").read_bytes()
+
+
+def _append_only_file(rig: Rig) -> Path:
+    (path,) = rig.server.data_dir.glob("appendonlydir/*.incr.aof")
+    return path
+
+
+def test_payload_that_was_damaged_on_disk_is_set_aside_and_never_trained(rig: Rig) -> None:
+    # Fault 8: 64 bytes of a turn are overwritten; the server starts and serves them as they are.
+    rig.join(rig.start_generator(groups=12, samples=3))
+    damaged = next(iter(rig.history().seals))
+    tokens = episode(damaged, writer="w").turns[0].response_ids.tobytes()
+    rig.server.kill()
+    path = _append_only_file(rig)
+    whole = path.read_bytes()
+    assert whole.count(tokens) == 1
+    start = whole.index(tokens)
+    path.write_bytes(whole[:start] + bytes(len(tokens)) + whole[start + len(tokens) :])
+    rig.server.restart()
+
+    rig.excused = {damaged}
+    rig.start_batcher()
+    rig.drain()
+
+    entry: Any = rig.client.hget(keys.run_keys(rig.run).ledger, damaged)
+    assert entry.startswith(b"dead:")
+    assert rig.counts()["committed"] == 12 * 3 - 1
+
+
+def test_a_damaged_event_stops_neither_the_planner_nor_its_successor(rig: Rig) -> None:
+    # Fault 8, in the run's own stream: the group of that event waits, every other one is trained.
+    rig.join(rig.start_generator(groups=13))
+    names = keys.run_keys(rig.run)
+    entries: Any = rig.client.xrange(names.events)
+    victim = next(iter(rig.history().seals))
+    rig.client.delete(names.events)
+    for entry_id, fields in entries:
+        record = fields[b"r"]
+        if entry_id == entries[1][0]:  # the first seal
+            record = record[:-6] + bytes(2) + record[-4:]
+        rig.client.xadd(names.events, {"r": record}, id=entry_id)
+    rig.excused = rig.history().acknowledged_by_group[victim.split("/")[0]]
+
+    first = rig.start_batcher().service
+    rig.join(rig.start_ranks(1, max_steps=2, checkpoint_every=1))
+    first.kill()
+    second = rig.start_batcher().service
+    rig.join(rig.start_ranks(1, max_steps=3, checkpoint_every=1))
+
+    assert second.status is None
+    assert "is poison" in second.log_path.read_text()
+    rig.check()
+
+
+def test_an_empty_server_is_noticed_and_nothing_begins_again_at_0(rig: Rig) -> None:
+    # Fault 10: the data set is gone, the address is the same.
+    batcher = rig.start_batcher().service
+    rig.start_generator(groups=40, pause_s=0.05, timeout_s=5)
+    rig.start_ranks(1, checkpoint_every=1, timeout_s=5)
+    rig.wait_for_lines("committed", 2)
+    rig.server.kill()
+    shutil.rmtree(rig.server.data_dir / "appendonlydir")
+    rig.server.restart()
+
+    rig.ranks[0].wait(30)
+    lost = [line["error"] for line in rig.history().of("refused")]
+    rig.wait_for_lines("ended", 2)
+
+    assert rig.ranks[0].status == 3
+    assert any("RunNotFoundError" in error for error in lost), lost
+    assert batcher.status is None
+    create_run(rig.client, rig.run, CONFIG)  # as an operator would
+    (ahead,) = rig.start_ranks(1)
+    ahead.wait(30)
+    assert ahead.status == 3
+    assert any("StoreBehindError" in line["error"] for line in rig.history().of("refused"))
+    assert rig.ledger().accepted == 0
+    assert rig.planned() == 0
+    rig.join(rig.start_generator("new", groups=4))
+    rig.wait(lambda: rig.planned() == 1, "the first plan of the new store")
+    assert batcher.status is None

@@ -1,0 +1,138 @@
+"""A store that is full, has no disk left, stands still for a while, or is slow."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.proxy import Proxy
+from harness.rig import Rig, asleep, config
+from turnstream.store import keys
+
+pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(120)]
+
+StartRig = Callable[..., Rig]
+
+
+def test_a_full_server_holds_producers_up_while_consumers_go_on(start_rig: StartRig) -> None:
+    # Fault 9
+    rig = start_rig(config=config(max_staleness=20))
+    rig.start_batcher()
+    rig.start_generator("before", groups=12)
+    rig.wait_for_lines("done")
+    memory: Any = rig.client.info("memory")
+    rig.client.config_set("maxmemory", memory["used_memory"] + 100_000)
+    rig.start_generator("held", groups=100)
+    rig.wait(lambda: _is_refused(rig), "refused writes")
+
+    rig.start_ranks(1, checkpoint_every=1)
+    rig.wait_for_lines("committed", 3)
+
+    assert not [line for line in rig.history().of("done") if line.process == "generator-held"]
+    rig.client.config_set("maxmemory", 0)
+    rig.ranks[0].kill()
+    rig.drain(timeout_s=30)
+
+
+def _is_refused(rig: Rig) -> bool:
+    return any(
+        line.facts["retries"] > 2 or line.facts["waits"] for line in rig.history().of("alive")
+    )
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a disk of four megabytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True, check=False, text=True)
+    if mounted.returncode:
+        pytest.skip(f"may not mount a small disk: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_refuses_writes_before_they_are_acknowledged(
+    start_rig: StartRig, small_disk: Path
+) -> None:
+    # Fault 11
+    rig = start_rig(data_dir=small_disk)
+    rig.start_batcher()
+    rig.start_generator("before", groups=4)
+    rig.wait_for_lines("done")
+    _fill(small_disk)
+    held = rig.start_generator("held", groups=16)
+    rig.wait(lambda: _is_refused(rig), "refused writes")
+    sealed = rig.count("sealed")
+
+    (small_disk / "filler").unlink()
+    rig.join(held)
+
+    assert sealed < 4 * 2 + 16 * 2
+    rig.server.kill()  # what was acknowledged meanwhile is on the disk
+    rig.server.restart()
+    rig.drain()
+
+
+def test_a_full_disk_under_fsync_ends_the_server_and_loses_nothing(
+    start_rig: StartRig, small_disk: Path
+) -> None:
+    # Fault 11: a server that promises fsync ends when it cannot keep the promise.
+    rig = start_rig(data_dir=small_disk, durability="fsync")
+    rig.start_batcher()
+    rig.start_generator(groups=16, pause_s=0.05)
+    rig.wait_for_lines("sealed", 4)
+    _fill(small_disk)
+    rig.wait(lambda: not rig.server.is_running, "the end of the server")
+
+    (small_disk / "filler").unlink()
+    rig.server.restart()
+
+    rig.drain(timeout_s=30)
+
+
+def _fill(disk: Path) -> None:
+    with (disk / "filler").open("wb", buffering=0) as filler:
+        try:
+            while True:
+                filler.write(bytes(4096))
+        except OSError:
+            pass
+
+
+def test_a_server_that_sleeps_for_less_than_a_lease_costs_nobody_a_lease(rig: Rig) -> None:
+    # Fault 12
+    services = [rig.start_batcher(name, lease_s=5.0).service for name in ("batcher", "other")]
+    rig.start_generator(groups=24, pause_s=0.02)
+    rig.start_ranks(1, checkpoint_every=1, timeout_s=30)
+    rig.wait_for_lines("stepped")
+    leader = keys.run_keys(rig.run).leader
+    owner: Any = rig.client.hget(leader, "owner")
+
+    with asleep(rig.server.pid):
+        subprocess.run(["sleep", "2.5"], check=True)
+    rig.wait_for_lines("stepped", rig.count("stepped") + 1)
+
+    assert rig.client.hget(leader, "owner") == owner
+    assert rig.client.hget(leader, "epoch") == b"1"
+    assert [service.status for service in services] == [None, None]
+    rig.ranks[0].kill()
+    rig.drain()
+
+
+def test_a_slow_path_to_the_server_costs_time_and_nothing_else(rig: Rig) -> None:
+    # Fault 12
+    with Proxy(rig.server.url) as proxy:
+        rig.store_url = proxy.url
+        proxy.replies.delay_s = 0.05
+        rig.start_batcher()
+        rig.start_generator(groups=8)
+        rig.drain()
+
+    leader: Any = rig.client.hget(keys.run_keys(rig.run).leader, "epoch")
+    assert leader == b"1"
