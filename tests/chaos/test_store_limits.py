@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
+from harness.health import ask_health
 from harness.proxy import Proxy
 from harness.rig import Rig, asleep, config
 from turnstream.store import keys
+from turnstream_server.batcher.health import Health
+from turnstream_server.bus.reasons import ReasonKind, reasons
+from turnstream_server.bus.waits import read_snapshot
 
 pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(120)]
 
@@ -60,20 +64,29 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_refuses_writes_before_they_are_acknowledged(
     start_rig: StartRig, small_disk: Path
 ) -> None:
-    # Fault 11
+    # Fault 11: health is red for as long as writes are refused, and says why.
     rig = start_rig(data_dir=small_disk)
     rig.start_batcher()
     rig.start_generator("before", groups=4)
     rig.wait_for_lines("done")
+    assert ask_health(rig.address()) == (Health.SERVING, "")
     _fill(small_disk)
     held = rig.start_generator("held", groups=16)
     rig.wait(lambda: _is_refused(rig), "refused writes")
     sealed = rig.count("sealed")
+    refuses = "the store refuses writes: its last write to the disk failed"
+    _wait_for_health(rig, Health.NOT_SERVING, refuses)
+    first = reasons(read_snapshot(rig.client, rig.run))[0]
 
     (small_disk / "filler").unlink()
     rig.join(held)
+    _wait_for_health(rig, Health.SERVING)
 
     assert sealed < 4 * 2 + 16 * 2
+    assert (first.kind, first.facts) == (
+        ReasonKind.STORE_REFUSES_WRITES,
+        {"reason": refuses},
+    )
     rig.server.kill()  # what was acknowledged meanwhile is on the disk
     rig.server.restart()
     rig.drain()
@@ -89,11 +102,23 @@ def test_a_full_disk_under_fsync_ends_the_server_and_loses_nothing(
     rig.wait_for_lines("sealed", 4)
     _fill(small_disk)
     rig.wait(lambda: not rig.server.is_running, "the end of the server")
+    _wait_for_health(rig, Health.NOT_SERVING, "the store cannot be reached")
 
     (small_disk / "filler").unlink()
     rig.server.restart()
+    _wait_for_health(rig, Health.SERVING)
 
     rig.drain(timeout_s=30)
+
+
+def _wait_for_health(rig: Rig, state: Health, trouble: str = "") -> None:
+    """Until the batcher says so, and why."""
+    rig.wait(
+        lambda: (
+            (told := ask_health(rig.address())).state is state and told.trouble.startswith(trouble)
+        ),
+        f"a batcher that is {state.name}",
+    )
 
 
 def _fill(disk: Path) -> None:

@@ -18,13 +18,14 @@ import grpc.aio
 from turnstream.errors import InvalidConfigError
 from turnstream.store.connection import connect_async
 from turnstream_server.batcher.assembler import Assembler
+from turnstream_server.batcher.health import HealthServicer, StoreWatch, health_handlers
 from turnstream_server.batcher.leader import Hook, no_hook
 from turnstream_server.batcher.lookout import Lookout
 from turnstream_server.batcher.options import BatcherOptions
 from turnstream_server.batcher.process import tune_process
 from turnstream_server.batcher.registry import RunRegistry
 from turnstream_server.batcher.renewal import LeadershipKeeper
-from turnstream_server.batcher.servicer import BatchesServicer, handlers
+from turnstream_server.batcher.servicer import SERVICE, BatchesServicer, handlers
 from turnstream_server.batcher.tasks import task_group
 
 logger = logging.getLogger(__name__)
@@ -99,18 +100,25 @@ async def serving(options: BatcherOptions, *, before_write: Hook = no_hook) -> A
         )
         stack.push_async_callback(runs.close)
         await runs.find_all()
+        health = StoreWatch(options.redis_url)
+        stack.push_async_callback(health.close)
+        await health.start()
         servicer = BatchesServicer(client, runs.find, assembler, wait_max_s=options.get_wait_max_s)
         server = grpc.aio.server(options=_SERVER_OPTIONS)
-        server.add_generic_rpc_handlers((handlers(servicer),))
+        health_calls = health_handlers(HealthServicer(health, (SERVICE,)))
+        server.add_generic_rpc_handlers((handlers(servicer), health_calls))
         address = _bind(server, options.listen)
         await server.start()
-        stack.push_async_callback(_stop, server, runs, options.shutdown_grace_s)
+        stack.push_async_callback(_stop, server, runs, health, options.shutdown_grace_s)
         logger.info("batcher listens at %s", address)
         yield address
 
 
-async def _stop(server: grpc.aio.Server, runs: RunRegistry, grace_s: float) -> None:
+async def _stop(
+    server: grpc.aio.Server, runs: RunRegistry, health: StoreWatch, grace_s: float
+) -> None:
     """Let transfers in progress end; whoever waits for a batch is sent away at once."""
+    health.dismiss()
     runs.dismiss()
     await server.stop(grace_s)
 

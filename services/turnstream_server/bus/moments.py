@@ -110,6 +110,7 @@ class RunSnapshot:
         max_open_groups: groups that may be open at once; 0 means no limit.
         prompts: where those are that the run was given; None where it was not asked.
         budget: the bytes that are held, and may be.
+        store_trouble: why the store takes no writes; empty where it does.
     """
 
     run: str
@@ -129,6 +130,7 @@ class RunSnapshot:
     max_open_groups: int = 0
     prompts: PromptCounts | None = None
     budget: ByteBudget | None = None
+    store_trouble: str = ""
 
     @property
     def has_offer(self) -> bool:

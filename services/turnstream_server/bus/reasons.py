@@ -99,6 +99,12 @@ def _of_services(snapshot: RunSnapshot) -> Iterator[Reason]:
             sentence=f"{frontier.pause}; no group begins, no batch is planned",
             facts={"reason": frontier.paused},
         )
+    if snapshot.store_trouble:
+        yield Reason(
+            kind=ReasonKind.STORE_REFUSES_WRITES,
+            sentence=f"{snapshot.store_trouble}; nothing new is acknowledged",
+            facts={"reason": snapshot.store_trouble},
+        )
     if not snapshot.planner or snapshot.planner_left_s <= 0:
         left_s = snapshot.planner_left_s
         since = f": the lease of {snapshot.planner} ended {-left_s:.0f} s ago"

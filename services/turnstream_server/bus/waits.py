@@ -20,6 +20,7 @@ from turnstream.store.tasks import read_prompt_counts
 from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.budget import read_budget
 from turnstream_server.bus.frontier import Frontier, read_frontier
+from turnstream_server.bus.health import read_store_trouble
 from turnstream_server.bus.moments import (
     AwaitedReward,
     OpenMember,
@@ -126,6 +127,7 @@ def read_snapshot(client: redis.Redis, run: str) -> RunSnapshot:
         untrained=tuple(untrained.most_common(TOP_REASONS)),
         newest_version=None if version is None else version.version,
         budget=read_budget(client, run),
+        store_trouble=read_store_trouble(client),
     )
 
 

@@ -8,8 +8,9 @@ rank            a process that trains, one per `dp_rank`
 history         all logs of a run as one history, and what survives of it
 checker         the invariants I1 to I8, each a function of the history
 proxy           a TCP proxy that cuts, delays and swallows
+health          what a batcher says of its health
+machine         clocks that jump, and a disk that is slow or loses its power
 rig             store, batchers, generators and ranks together
-clock           a server whose clock jumps
 soak            random faults over a running rig
 ==============  ========================================================================
 """

@@ -77,6 +77,16 @@ def test_a_run_that_nobody_plans_says_so_first(planner: str, left_s: float, sent
     assert (found[0].kind, found[0].sentence) == (ReasonKind.NO_PLANNER, sentence)
 
 
+def test_a_store_that_takes_no_writes_is_said_before_all_that_follows_from_it() -> None:
+    found = reasons(starved(planner="", store_trouble="its disk is full"))
+
+    assert [reason.kind for reason in found[:2]] == [
+        ReasonKind.STORE_REFUSES_WRITES,
+        ReasonKind.NO_PLANNER,
+    ]
+    assert found[0].sentence == "its disk is full; nothing new is acknowledged"
+
+
 def test_a_planner_whose_lease_lasts_is_no_reason() -> None:
     assert ReasonKind.NO_PLANNER not in kinds(STARVED)
 

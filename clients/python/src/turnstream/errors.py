@@ -147,6 +147,7 @@ class WaitKind(StrEnum):
     STORE_AWAY = "store_away"
     STORE_SILENT = "store_silent"
     RUN_OVER = "run_over"
+    STORE_REFUSES_WRITES = "store_refuses_writes"
     RUN_PAUSED = "run_paused"
     NO_PLANNER = "no_planner"
     TRAINER_NOT_STEPPED = "trainer_not_stepped"
