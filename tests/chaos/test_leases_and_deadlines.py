@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.episodes import episode
+from harness.history import Line
+from harness.proxy import Proxy
 from harness.rig import Rig, asleep, config
 from turnstream.store import keys
 from turnstream_server.jobs.stack import Service
@@ -19,6 +23,9 @@ LEASE_S = 1.0
 LOST = "w-1/0/0"
 """The trajectory that is left open, behind its first turn."""
 
+CUT = "w-1/1/0"
+"""Of three turns: its generator dies inside the second. The other member is sealed by then."""
+
 
 def _start_rig(start_rig: StartRig, **fields: Any) -> Rig:
     """Batches of two groups; leases are short."""
@@ -27,7 +34,7 @@ def _start_rig(start_rig: StartRig, **fields: Any) -> Rig:
 
 def _start_hanging(rig: Rig, **options: Any) -> Service:
     """A generator of four groups that hangs in the second."""
-    generator = rig.start_generator("w", groups=4, hang_in=LOST, **options)
+    generator = rig.start_generator("w", groups=4, **{"hang_in": LOST, **options})
     rig.wait_for_lines("hanging")
     return generator
 
@@ -124,6 +131,79 @@ def test_the_group_of_a_killed_generator_is_filled_up_again(start_rig: StartRig)
     refilled = {line["trajectory"] for line in rig.history().of("granted")}
     assert refilled == {"w-1/0/1", "w-1/1/1"}
     assert refilled <= _trained(rig)
+
+
+@pytest.fixture
+def start_inside(start_rig: StartRig) -> Iterator[Callable[..., Rig]]:
+    """`start_inside(arrives, **fields of the config)`: a generator dies inside its second turn."""
+    with ExitStack() as stack:
+
+        def start(arrives: str, **fields: Any) -> Rig:
+            rig = _start_rig(start_rig, **fields)
+            rig.start_batcher()
+            proxy = stack.enter_context(Proxy(rig.server.url))
+            rig.store_url, may_go_on = proxy.url, rig.folder / "go on"
+            generator = _start_hanging(rig, hang_in=CUT, hang_until=may_go_on)
+            if arrives == "half":
+                proxy.requests.stop_within = _second_turn()
+            else:
+                proxy.replies.is_silent = True
+            may_go_on.touch()
+            num_stored = {"half": 1, "all": 2}[arrives]
+            rig.wait(lambda: proxy.requests.num_stops == 2 - num_stored, "half a turn")
+            rig.wait(lambda: _num_turns(rig, CUT) == num_stored, "a turn that is stored")
+            generator.kill()
+            rig.store_url = rig.server.url
+            return rig
+
+        yield start
+
+
+def _second_turn() -> bytes:
+    """What the generator samples in it: bytes that nobody else sends."""
+    return episode(CUT, writer="w").turns[1].response_ids.tobytes()
+
+
+@pytest.mark.parametrize(("arrives", "num_kept"), [("half", 1), ("all", 2)])
+def test_a_generator_killed_inside_a_turn_leaves_whole_turns_to_go_on_from(
+    start_inside: Callable[..., Rig], arrives: str, num_kept: int
+) -> None:
+    # Fault 1, inside a chunk: half of the turn has arrived, or all of it and no answer came.
+    rig = start_inside(arrives, takeover_s=60.0)
+
+    end = _start_helper(rig)
+    rig.wait(lambda: _sealed_by(rig, CUT), "the seal of the helper")
+    rig.wait(lambda: _num_open(rig) == 0, "the rest of the group")
+    end.touch()
+    rig.drain()
+
+    (taken,) = [line for line in rig.history().of("taken") if line["trajectory"] == CUT]
+    waits = [line for line in rig.history().of("waiting", "waited") if _is_dead(line)]
+    assert (waits[-1].kind, waits[-1]["what"]) == ("waiting", "append")
+    assert taken["num_turns"] == num_kept
+    assert CUT in _trained(rig)
+
+
+def _is_dead(line: Line) -> bool:
+    return line.process == "generator-w"
+
+
+@pytest.mark.parametrize("arrives", ["half", "all"])
+def test_the_group_of_a_generator_killed_inside_a_turn_is_filled_up_again(
+    start_inside: Callable[..., Rig], arrives: str
+) -> None:
+    # Fault 1, inside a chunk: nobody goes on, and nothing of the dead attempt is trained.
+    rig = start_inside(arrives, deadline_policy="refill", max_refills=4)
+
+    rig.wait(lambda: _entry(rig, CUT).startswith("abandoned:"), "the end of the lease")
+    end = _start_helper(rig)
+    rig.wait_for_lines("granted")
+    rig.wait(lambda: _num_open(rig) == 0, "the end of all attempts")
+    end.touch()
+    rig.drain()
+
+    assert {"w-1/0/0", "w-1/1/1"} <= _trained(rig)
+    assert CUT not in _trained(rig)
 
 
 @pytest.mark.parametrize("wakes", ["before the seal", "after the seal"])

@@ -79,6 +79,20 @@ def test_a_direction_that_is_silent_takes_and_never_answers(
     assert through.get("counter") == b"1"
 
 
+def test_a_request_stops_within_its_bytes_and_is_never_whole(
+    proxy: Proxy, through: redis.Redis, embedded: EmbeddedServer
+) -> None:
+    through.set("key", b"before")
+    proxy.requests.stop_within = b"behind"
+
+    with pytest.raises(RedisTimeoutError):
+        through.set("key", b"behind")
+
+    assert proxy.requests.num_stops == 1
+    assert through.get("key") == b"before"
+    assert through.set("key", b"behind")  # it stops once
+
+
 def test_a_direction_can_be_slow(proxy: Proxy, through: redis.Redis) -> None:
     through.ping()
     proxy.replies.delay_s = 0.1

@@ -23,6 +23,9 @@ class Lane:
             None lets all pass. Cuts once.
         is_silent: bytes are taken and never passed on; the connection stays open.
         num_cuts: connections that were reset.
+        stop_within: of the first piece with these bytes all passes up to their middle, and nothing
+            of that connection behind it; the connection stays open. Stops once.
+        num_stops: connections that were stopped so.
         is_recorded: bytes that pass are also kept, in `recorded`, by connection.
     """
 
@@ -30,6 +33,8 @@ class Lane:
     cut_after_bytes: int | None = None
     is_silent: bool = False
     num_cuts: int = 0
+    stop_within: bytes = b""
+    num_stops: int = 0
     is_recorded: bool = False
     recorded: list[bytearray] = field(default_factory=list[bytearray])
 
@@ -124,6 +129,10 @@ class Proxy:
                     time.sleep(lane.delay_s)
                 if lane.is_silent:
                     continue
+                if (begun := self._begun(lane, data)) is not None:
+                    sink.sendall(begun)
+                    _swallow(source)
+                    break
                 passed, is_cut = self._take(lane, data)
                 sink.sendall(passed)
                 if is_cut:
@@ -132,6 +141,16 @@ class Proxy:
             _reset(each)
             with self._lock:
                 self._sockets.discard(each)
+
+    def _begun(self, lane: Lane, data: bytes) -> bytes | None:
+        """What passes of the piece in which the connection stops; None where it goes on."""
+        with self._lock:
+            wanted = lane.stop_within
+            if not wanted or wanted not in data:
+                return None
+            lane.stop_within = b""
+            lane.num_stops += 1
+        return data[: data.index(wanted) + len(wanted) // 2]
 
     def _take(self, lane: Lane, data: bytes) -> tuple[bytes, bool]:
         """What of these bytes passes, and whether the connection ends behind it."""
@@ -151,6 +170,12 @@ class Proxy:
         self._threads = [old for old in self._threads if old.is_alive()]
         self._threads.append(thread)
         thread.start()
+
+
+def _swallow(source: socket.socket) -> None:
+    """Take bytes until their sender is gone."""
+    while source.recv(_PIECE_BYTES):
+        pass
 
 
 def _reset(opened: socket.socket) -> None:
