@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -184,62 +182,3 @@ def _open(rig: Rig, group: str) -> int:
         *(group, 1, "w", opened, keys.trajectory_id(key)),
     )
     return run_command(rig.client, command)[0]
-
-
-def test_everything_a_generator_ever_sent_may_come_again_and_changes_nothing(
-    rig: Rig, proxied: Proxy
-) -> None:
-    # Fault 23: three copies of all of it at once, before and after it is planned.
-    proxied.requests.is_recorded = True
-    rig.join(rig.start_generator(groups=12))
-    before = _digest(rig)
-
-    _replay(rig, proxied, copies=3)
-    assert _digest(rig) == before
-    rig.store_url = rig.server.url
-    rig.start_batcher()
-    rig.join(rig.start_ranks(1, max_steps=2, checkpoint_every=1))
-    before = _digest(rig)
-    _replay(rig, proxied, copies=3)
-
-    assert _digest(rig) == before
-    rig.drain()
-
-
-def _replay(rig: Rig, proxied: Proxy, *, copies: int) -> None:
-    """Send every recorded connection again, so many times at once."""
-    port = int(rig.server.url.rpartition(":")[2].partition("/")[0])
-
-    def send(data: bytes) -> None:
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as again:
-            again.sendall(data + b"*1\r\n$4\r\nQUIT\r\n")
-            while again.recv(1 << 16):
-                pass
-
-    senders = [
-        threading.Thread(target=send, args=(data,), daemon=True)
-        for data in proxied.requests.recorded
-        for _ in range(copies)
-    ]
-    for sender in senders:
-        sender.start()
-    for sender in senders:
-        sender.join(20)
-
-
-def _digest(rig: Rig) -> dict[bytes, Any]:
-    """All that the run has, but for the leader's lease."""
-    lease = keys.run_keys(rig.run).leader.encode()
-    names: Any = rig.client.keys("*")
-    return {name: _content(rig, name) for name in sorted(names) if name != lease}
-
-
-def _content(rig: Rig, name: bytes) -> Any:
-    kind: Any = rig.client.type(name)
-    readers: dict[bytes, Callable[[bytes], Any]] = {
-        b"hash": rig.client.hgetall,
-        b"stream": rig.client.xrange,
-        b"set": rig.client.smembers,
-        b"zset": lambda name: rig.client.zrange(name, 0, -1, withscores=True),
-    }
-    return readers[kind](name)

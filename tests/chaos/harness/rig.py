@@ -207,6 +207,12 @@ class Rig:
         found: Any = self.client.hgetall(keys.run_keys(self.run).batches)
         return {int(step): entry.decode().partition(":")[2] for step, entry in found.items()}
 
+    def digest(self) -> dict[bytes, Any]:
+        """All that the store has, but for the lease of who plans the run."""
+        lease = keys.run_keys(self.run).leader.encode()
+        names: Any = self.client.keys("*")
+        return {name: _content(self.client, name) for name in sorted(names) if name != lease}
+
     def wait(
         self, predicate: Callable[[], object], describe: str, *, timeout_s: float = 30.0
     ) -> None:
@@ -250,6 +256,18 @@ class Rig:
         ledger = self.ledger()
         ledger.check()
         check(self.history(), counts=self.counts(), is_drained=is_drained)
+
+
+def _content(client: redis.Redis, name: bytes) -> Any:
+    kind: Any = client.type(name)
+    readers: dict[bytes, Callable[[bytes], Any]] = {
+        b"string": client.get,
+        b"hash": client.hgetall,
+        b"stream": client.xrange,
+        b"set": client.smembers,
+        b"zset": lambda name: client.zrange(name, 0, -1, withscores=True),
+    }
+    return readers[kind](name)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,171 @@
+"""Fault 23: whatever was sent comes again, several times at once, by gRPC and as scripts."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from harness.proxy import Proxy
+from harness.repeater import Repeated, Repeater
+from harness.rig import Rig, config
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(120)]
+
+StartRig = Callable[..., Rig]
+NUM_STEPS = 5
+AHEAD = config(max_planned_ahead=NUM_STEPS, max_staleness=NUM_STEPS)
+"""All steps are planned before the trainer's first call: the plans do not depend on its moments."""
+
+
+@pytest.fixture
+def proxied(rig: Rig) -> Iterator[Proxy]:
+    """Stands between the store and whoever is started next, and keeps what they send."""
+    with Proxy(rig.server.url) as proxy:
+        proxy.requests.is_recorded = True
+        rig.store_url = proxy.url
+        yield proxy
+
+
+@pytest.fixture
+def planned(start_rig: StartRig) -> Rig:
+    """A rig with a batcher that has planned all steps."""
+    rig = start_rig(config=AHEAD)
+    rig.start_batcher()
+    rig.join(rig.start_generator(groups=4 * NUM_STEPS))
+    rig.wait(lambda: rig.planned() == NUM_STEPS, "all plans")
+    return rig
+
+
+@pytest.fixture
+def single(planned: Rig, tmp_path: Path) -> list[Any]:
+    """What two ranks say of these steps whose calls are sent once, over a copy of the store."""
+    planned.server.kill()
+    shutil.copytree(planned.server.data_dir, tmp_path / "single/store")
+    planned.server.restart()
+    with (
+        EmbeddedServer(tmp_path / "single/store") as server,
+        Rig(tmp_path / "single", server, config=AHEAD) as rig,
+    ):
+        rig.start_batcher()
+        rig.join(rig.start_ranks(2, checkpoint_every=1, max_steps=NUM_STEPS))
+        return _said(rig)
+
+
+def test_calls_that_come_three_times_at_once_have_the_outcome_of_single_calls(
+    planned: Rig, single: list[Any]
+) -> None:
+    with Repeater(planned.address()) as repeater:
+        ranks = planned.start_ranks(
+            2, target=repeater.address, checkpoint_every=1, max_steps=NUM_STEPS
+        )
+        planned.join(ranks)
+        calls = [call for call in repeater.calls if _is_answered(call)]
+        before = planned.digest()
+        late = repeater.send_again(calls, num_copies=3)
+
+    assert _said(planned) == single
+    assert [call for call in calls if len(set(call.outcomes)) > 1] == []
+    assert {_name(call) for call in calls if len(call.outcomes) == 3} == {
+        *("Start", "Get", "Stepped", "Committed", "AnnounceVersion"),
+    }
+    assert planned.digest() == before
+    for first, again in zip(calls, late, strict=True):
+        if _name(first) == "Start":  # of a trainer that has come further since: a second one
+            assert {outcome.code for outcome in again.outcomes} == {grpc.StatusCode.ALREADY_EXISTS}
+        else:
+            assert {*again.outcomes} == {*first.outcomes}, _name(first)
+    planned.drain(2)
+
+
+def _is_answered(call: Repeated) -> bool:
+    """Not so the calls for a batch behind the last, which wait until their caller leaves."""
+    return any(outcome.code is grpc.StatusCode.OK for outcome in call.outcomes)
+
+
+def _name(call: Repeated) -> str:
+    return call.method.rpartition("/")[2]
+
+
+def _said(rig: Rig) -> list[Any]:
+    """What the ranks were given, but for names of sessions and moments; of one after the other."""
+    kinds = ("received", "stepped", "announced", "committed", "done")
+    facts = ("step", "mini_batch", "content", "manifest", "token", "version", "weights")
+    return sorted(
+        (line.process, line.kind, *(str(line.facts.get(fact, "")) for fact in facts))
+        for line in rig.history().of(*kinds)
+        if line.process.startswith("session-")
+    )
+
+
+def test_everything_a_generator_ever_sent_may_come_again_and_changes_nothing(
+    rig: Rig, proxied: Proxy
+) -> None:
+    # Three copies of all of it at once, before and after it is planned.
+    rig.join(rig.start_generator(groups=12))
+    before = rig.digest()
+
+    _replay(rig, proxied, copies=3)
+    assert rig.digest() == before
+    rig.store_url = rig.server.url
+    rig.start_batcher()
+    rig.join(rig.start_ranks(1, max_steps=2, checkpoint_every=1))
+    before = rig.digest()
+    _replay(rig, proxied, copies=3)
+
+    assert rig.digest() == before
+    rig.drain()
+
+
+def test_everything_a_batcher_ever_sent_may_come_again_and_changes_nothing(
+    rig: Rig, proxied: Proxy
+) -> None:
+    batcher = rig.start_batcher().service
+    rig.store_url = rig.server.url
+    rig.join(rig.start_generator(groups=16))
+    rig.join(rig.start_ranks(1, max_steps=4, checkpoint_every=1))
+    batcher.kill()
+    before = rig.digest()
+    num_scripts = sum(data.count(b"EVALSHA") for data in proxied.requests.recorded)
+
+    _replay(rig, proxied, copies=3)
+
+    assert num_scripts > 30  # plans, versions, both acknowledgements, releases
+    assert rig.digest() == before
+    rig.start_batcher()
+    rig.drain()
+
+
+def _replay(rig: Rig, proxied: Proxy, *, copies: int) -> None:
+    """Send every recorded connection again, so many times at once."""
+    port = int(rig.server.url.rpartition(":")[2].partition("/")[0])
+
+    def send(data: bytes) -> None:
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as again:
+            again.sendall(_impatient(data) + b"*1\r\n$4\r\nQUIT\r\n")
+            while again.recv(1 << 16):
+                pass
+
+    senders = [
+        threading.Thread(target=send, args=(data,), daemon=True)
+        for data in [bytes(each) for each in proxied.requests.recorded]
+        for _ in range(copies)
+    ]
+    for sender in senders:
+        sender.start()
+    for sender in senders:
+        sender.join(20)
+    assert not any(sender.is_alive() for sender in senders)
+
+
+def _impatient(data: bytes) -> bytes:
+    """The same commands; reads that would wait for news wait no longer than a millisecond."""
+    return re.sub(rb"BLOCK\r\n\$\d+\r\n\d+", b"BLOCK\r\n$1\r\n1", data)
