@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.machine import Machine
-from harness.rig import Rig, server_with
+from harness.rig import Rig, asleep, server_with
 from turnstream.errors import StoreBehindError
 from turnstream.generator import Publisher
 from turnstream.testing import ids
@@ -55,6 +56,45 @@ def test_a_server_that_is_killed_under_load_loses_nothing_it_acknowledged(
     rig.join(generators)
     rig.ranks[0].kill()
     rig.drain()
+
+
+def test_a_server_that_is_killed_while_a_slow_disk_syncs_is_sent_again_what_it_held_back(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    # Fault 6: with everysec, a server whose sync has not ended answers before it writes.
+    machine = Machine(tmp_path)
+    rig = start_rig(binary=machine.binary)
+    batcher = rig.start_batcher().service
+    machine.slow_disk_down(sync_s=5.0)
+    generators = [
+        rig.start_generator(f"w{n}", groups=8, pause_s=0.3, to_disk=1, keep_s=3.0) for n in range(2)
+    ]
+    lost: set[str] = set()
+
+    def kill_with_loss() -> bool:
+        with contextlib.suppress(ProcessLookupError), asleep(rig.server.pid):
+            lost.update(_held_back(rig))
+            if lost:
+                rig.server.kill()
+        return bool(lost)
+
+    rig.wait(kill_with_loss, "an acknowledged trajectory that is not in the file")
+    machine.slow_disk_down(sync_s=0.0)
+    rig.server.restart()
+    rig.join(generators)
+
+    assert batcher.status is None
+    assert sum(line["restarts"] for line in rig.history().of("done")) > 0
+    rig.drain()
+    assert rig.counts() == {"accepted": 32, "committed": 32}
+
+
+def _held_back(rig: Rig) -> set[str]:
+    """The trajectories that were acknowledged and that the file of the store does not name."""
+    acknowledged = rig.history().acknowledged
+    (path,) = rig.server.data_dir.glob("appendonlydir/*.incr.aof")
+    written = path.read_bytes()
+    return {name for name in acknowledged if name.encode() not in written}
 
 
 def test_a_power_cut_under_fsync_loses_nothing_it_acknowledged(

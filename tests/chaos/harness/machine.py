@@ -40,9 +40,11 @@ class Machine:
 
     def set_clock(self, *, wrong_by_s: float) -> None:
         """The wall clock jumps, to so many seconds from the truth."""
-        draft = self._clock.with_suffix(".draft")
-        draft.write_text(str(round(wrong_by_s * 1e6)))
-        draft.replace(self._clock)
+        _write_us(self._clock, wrong_by_s)
+
+    def slow_disk_down(self, *, sync_s: float) -> None:
+        """From now on every sync takes so long."""
+        _write_us(self._synced / "slow", sync_s)
 
     def freeze_disk(self) -> None:
         """From now on the disk says that it has written, and has not."""
@@ -64,6 +66,13 @@ class Machine:
     def _synced_size(self, path: Path) -> int:
         note = self._synced / str(path.stat().st_ino)
         return int(note.read_text()) if note.exists() else 0
+
+
+def _write_us(path: Path, seconds: float) -> None:
+    """Microseconds as text, never half of them."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(str(round(seconds * 1e6)))
+    draft.replace(path)
 
 
 def _append_only_files(data_dir: Path) -> list[Path]:

@@ -4,7 +4,8 @@
  *   TS_CLOCK   file with the microseconds, as text, that the wall clock is wrong by; read again at
  *              every look at the clock
  *   TS_SYNCED  folder in which every sync notes how many bytes of a file (by inode) are on disk; a
- *              file `frozen` in it stands for a disk that only pretends from then on
+ *              file `frozen` in it stands for a disk that only pretends from then on, a file `slow`
+ *              for one that takes as many microseconds for a sync as it says
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -17,8 +18,7 @@
 #include <time.h>
 #include <unistd.h>
 
-static long long offset_us(void) {
-  const char *path = getenv("TS_CLOCK");
+static long long number_in(const char *path) {
   char text[32] = {0};
   int file = path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
   if (file < 0) return 0;
@@ -28,7 +28,7 @@ static long long offset_us(void) {
 }
 
 static void shift(struct timespec *time) {
-  long long us = offset_us() + time->tv_nsec / 1000;
+  long long us = number_in(getenv("TS_CLOCK")) + time->tv_nsec / 1000;
   long long seconds = us >= 0 ? us / 1000000 : -((999999 - us) / 1000000);
   time->tv_sec += seconds;
   time->tv_nsec = (us - seconds * 1000000) * 1000 + time->tv_nsec % 1000;
@@ -63,6 +63,8 @@ static int noting(int file, int (*sync)(int)) {
   char path[4096], text[32];
   snprintf(path, sizeof path, "%s/frozen", folder);
   if (access(path, F_OK) == 0) return 0;
+  snprintf(path, sizeof path, "%s/slow", folder);
+  usleep(number_in(path));
   int result = sync(file);
   if (result != 0) return result;
   snprintf(path, sizeof path, "%s/%llu", folder, (unsigned long long)about.st_ino);
