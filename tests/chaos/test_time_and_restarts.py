@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.machine import Machine
-from harness.rig import Rig
+from harness.rig import Rig, config
 from turnstream.records.framing import EVENT, read_frame, write_frame
 from turnstream.store import keys
 
@@ -66,6 +66,68 @@ def test_a_leader_that_died_before_the_clock_went_back_is_followed_in_time(
 
     rig.wait(lambda: rig.planned() > 0, "a plan by its successor", timeout_s=10)
     rig.drain()
+
+
+def test_clocks_of_all_others_may_jump_by_an_hour_while_they_wait(rig: Rig, tmp_path: Path) -> None:
+    # Fault 24: of batcher, generator and rank, two hours apart from one another, and then turned.
+    machine = Machine(tmp_path)
+    processes = ("batcher", "generator", "rank")
+    rig.environment = machine.environment("batcher")
+    rig.start_batcher()
+    rig.environment = machine.environment("generator")
+    rig.start_generator(groups=40, pause_s=0.05)
+    rig.environment = machine.environment("rank")
+    ranks = rig.start_ranks(1, checkpoint_every=1, timeout_s=30)
+    rig.wait_for_lines("stepped")
+
+    for wrong_by_s in ((-HOUR_S, HOUR_S, HOUR_S), (HOUR_S, -HOUR_S, -HOUR_S)):
+        rig.server.kill()  # everybody tries again until a deadline of its own
+        for process, jump_s in zip(processes, wrong_by_s, strict=True):
+            machine.set_clock(wrong_by_s=jump_s, of=process)
+        rig.wait(lambda: all(map(machine.has_seen_clock, processes)), "a look at the clocks")
+        rig.wait_for_lines("alive", rig.count("alive") + 3)
+        rig.server.restart()
+        rig.wait_for_lines("stepped", rig.count("stepped") + 2)
+
+    for rank in ranks:
+        rank.kill()
+    rig.environment = {}
+    rig.drain()
+    assert rig.counts() == {"accepted": 80, "committed": 80}
+
+
+def test_the_age_of_tokens_is_restored_where_versions_jump_after_a_recovery(
+    start_rig: Callable[..., Rig],
+) -> None:
+    # Fault 24, AReaL #1388: age is counted in steps, whatever numbers the versions have. Behind the
+    # way back to step 1, what the weights of the lost step 3 sampled is as old as step 1: it may be
+    # trained in step 4, and not in step 6.
+    small = config(
+        batch_groups=2,
+        mini_batch_groups=1,
+        max_staleness=2,
+        max_planned_ahead=0,
+        max_age_policy="drop",
+    )
+    rig = start_rig(config=small)
+    rig.start_batcher()
+    rig.join(rig.start_generator("first", groups=6, version=0))
+    rig.join(rig.start_ranks(1, checkpoint_every=1, max_steps=3))
+    back = {"from_step": 1, "version_jump": 1000}
+    rig.join(rig.start_ranks(1, checkpoint_every=1, max_steps=2, **back))
+
+    for writer, version in (("lost", 3), ("new", 1004)):
+        rig.join(rig.start_generator(writer, groups=2, version=version))
+    for writer, version in (("late", 3), ("old", 0)):
+        rig.start_generator(writer, groups=2, version=version)
+        rig.excused |= {f"{writer}-{group}/{n}/0" for group in range(2) for n in range(2)}
+    rig.drain(from_step=2)
+
+    step_of = {line["version"]: line["step"] for line in rig.history().of("announced")}
+    assert {step_of[version] for version in (3, 1004)} == {3, 2}
+    assert rig.counts() == {"accepted": 28, "committed": 20, "expired": 8}
+    received = rig.history().of("received")
+    assert rig.excused.isdisjoint(row["trajectory"] for line in received for row in line["rows"])
 
 
 def test_versions_go_on_above_the_highest_after_a_rollback(rig: Rig) -> None:

@@ -68,6 +68,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--to-disk", type=int, default=0)
     parser.add_argument("--keep-s", type=float, default=5.0)
     parser.add_argument("--pause-s", type=float, default=0.0)
+    parser.add_argument("--version", type=int, default=None)
     parser.add_argument("--hang-in", default="")
     parser.add_argument("--hang-until", type=Path, default=Path("/nowhere"))
     parser.add_argument("--helps-until", type=Path, default=None)
@@ -158,7 +159,9 @@ class _Generator:
     def _write(self, writer: TrajectoryWriter, name: str, said: Episode, *, first: int = 0) -> None:
         for index, turn in enumerate(said.turns[first:], first):
             self._log.write("appending", trajectory=name, turn=index)
-            receipt = writer.append(turn.prompt_ids, turn.response_ids)
+            receipt = writer.append(
+                turn.prompt_ids, turn.response_ids, version=self._options.version
+            )
             with self._log.waiting("append", deadline_s=self._write_s):
                 receipt.result(self._write_s)
             self._log.write("appended", trajectory=name, turn=index)

@@ -2,7 +2,7 @@
 
 A process says what it is about to do (`appending`) and what was answered (`appended`), so that a
 line which is missing after a kill leaves exactly the doubt there is. Times are of the machine's
-monotonic clock, which all processes share.
+monotonic clock, which all processes share; what the process takes for the time of day is beside it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class ProcessLog:
 
     def write(self, kind: str, **facts: Any) -> None:
         """Append a line and force it to disk."""
-        line = json.dumps({"kind": kind, "at": time.monotonic(), **facts})
+        moments = {"at": time.monotonic(), "wall_s": time.time()}
+        line = json.dumps({"kind": kind, **moments, **facts})
         with self._lock:
             os.write(self._file, f"{line}\n".encode())
             os.fsync(self._file)

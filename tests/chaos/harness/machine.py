@@ -1,4 +1,4 @@
-"""A server whose clock jumps and whose disk loses power: the program, with a shim before it."""
+"""Programs with a shim before them: clocks that jump, disks that are slow or lose their power."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SOURCE = Path(__file__).with_name("shim.c")
 
 
 class Machine:
-    """The machine of one server.
+    """The machine of one server, and others of whoever is given a clock of its own.
 
     Args:
         folder: for the shim and its notes.
@@ -26,21 +26,30 @@ class Machine:
     """
 
     def __init__(self, folder: Path) -> None:
-        compiler = shutil.which("cc")
-        if compiler is None:
-            pytest.skip("no C compiler to build the shim with")
-        shim = folder / "shim.so"
-        command = [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", str(shim)]
-        subprocess.run([*command, str(_SOURCE), "-ldl"], check=True, capture_output=True)
-        self._clock = folder / "clock"
+        self._folder = folder
+        self._shim = _build_shim(folder)
         self._synced = folder / "synced"
         self._synced.mkdir()
-        environment = f'LD_PRELOAD="{shim}" TS_CLOCK="{self._clock}" TS_SYNCED="{self._synced}"'
+        variables = {**self.environment(), "TS_SYNCED": str(self._synced)}
+        environment = " ".join(f'{name}="{value}"' for name, value in variables.items())
         self.binary = server_with(folder, find_binary(), environment=environment)
 
-    def set_clock(self, *, wrong_by_s: float) -> None:
+    def environment(self, of: str = "store") -> dict[str, str]:
+        """What a process is told whose clock has this name."""
+        return {"LD_PRELOAD": str(self._shim), "TS_CLOCK": str(self._clock(of))}
+
+    def set_clock(self, *, wrong_by_s: float, of: str = "store") -> None:
         """The wall clock jumps, to so many seconds from the truth."""
-        _write_us(self._clock, wrong_by_s)
+        _write_us(self._clock(of), wrong_by_s)
+
+    def has_seen_clock(self, of: str) -> bool:
+        """Whether a process has looked at this clock since it jumped."""
+        clock = self._clock(of)
+        seen = clock.with_name(f"{clock.name}.seen")
+        return seen.exists() and seen.read_text() == clock.read_text()
+
+    def _clock(self, of: str) -> Path:
+        return self._folder / f"clock-{of}"
 
     def slow_disk_down(self, *, sync_s: float) -> None:
         """From now on every sync takes so long."""
@@ -66,6 +75,16 @@ class Machine:
     def _synced_size(self, path: Path) -> int:
         note = self._synced / str(path.stat().st_ino)
         return int(note.read_text()) if note.exists() else 0
+
+
+def _build_shim(folder: Path) -> Path:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler to build the shim with")
+    shim = folder / "shim.so"
+    command = [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", str(shim)]
+    subprocess.run([*command, str(_SOURCE), "-ldl"], check=True, capture_output=True)
+    return shim
 
 
 def _write_us(path: Path, seconds: float) -> None:

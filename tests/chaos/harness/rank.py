@@ -59,6 +59,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--from-step", type=int, default=-1)
     parser.add_argument("--checkpoint-every", type=int, default=2)
     parser.add_argument("--max-steps", type=int, default=0)
+    parser.add_argument("--version-jump", type=int, default=1)
     parser.add_argument("--update-s", type=float, default=0.0)
     parser.add_argument("--timeout-s", type=float, default=20.0)
     parser.add_argument("--failpoint", default="")
@@ -112,7 +113,7 @@ class _Rank:
         after_step = RecoveryToken.parse(token).step if token else 0
         self._log.write("session", token=token, after_step=after_step, **self._who)
         if self._options.dp_rank == 0:
-            self._announce(after_step)
+            self._announce(after_step, jump=self._options.version_jump)
         while (mini_batch := self._next()) is not None:
             self._log.write("received", **self._who, **describe(mini_batch))
             time.sleep(self._options.update_s)
@@ -154,8 +155,8 @@ class _Rank:
                 raise PeerLostError(f"step {step}: a rank did not come")
             time.sleep(_POLL_S)
 
-    def _announce(self, step: int) -> None:
-        version = self._stream.newest_version + 1
+    def _announce(self, step: int, *, jump: int = 1) -> None:
+        version = self._stream.newest_version + jump
         self._log.write("announcing", version=version, step=step, **self._who)
         with self._log.waiting("announce", deadline_s=self._options.timeout_s + _SLACK_S):
             self._stream.announce_version(version, step=step)

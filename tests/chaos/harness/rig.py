@@ -63,6 +63,7 @@ class Rig:
         store_url: what services and generators are told; a test may put a proxy there.
         excused: see History.
         ranks: of the newest session.
+        environment: more variables of the processes that are started next.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Rig:
         self.store_url = server.url
         self.excused: set[str] = set()
         self.ranks: list[Service] = []
+        self.environment: dict[str, str] = {}
         self._stacks: list[Stack] = []
         self._services: list[Service] = []
         self._generators: dict[str, Service] = {}
@@ -174,7 +176,7 @@ class Rig:
 
     def _stack(self, environment: Mapping[str, str]) -> Stack:
         path = os.pathsep.join(filter(None, (str(_FOLDER), os.environ.get("PYTHONPATH"))))
-        common = {**store_environment(self.store_url), "PYTHONPATH": path}
+        common = {**store_environment(self.store_url), "PYTHONPATH": path, **self.environment}
         self._stacks.append(Stack(self.folder, {**common, **environment}))
         return self._stacks[-1]
 

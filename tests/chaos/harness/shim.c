@@ -1,8 +1,8 @@
-/* Stands between a store's server and its machine, by LD_PRELOAD: time that jumps, and a disk that
- * loses its power.
+/* Stands between a process and its machine, by LD_PRELOAD: time that jumps, and a disk that is slow
+ * or loses its power.
  *
  *   TS_CLOCK   file with the microseconds, as text, that the wall clock is wrong by; read again at
- *              every look at the clock
+ *              every look at the clock; `<file>.seen` receives the number that was seen last
  *   TS_SYNCED  folder in which every sync notes how many bytes of a file (by inode) are on disk; a
  *              file `frozen` in it stands for a disk that only pretends from then on, a file `slow`
  *              for one that takes as many microseconds for a sync as it says
@@ -27,8 +27,23 @@ static long long number_in(const char *path) {
   return size > 0 ? atoll(text) : 0;
 }
 
+static long long offset_us(void) {
+  static _Atomic long long seen_us;
+  const char *clock = getenv("TS_CLOCK");
+  long long us = number_in(clock);
+  if (us == seen_us) return us;
+  seen_us = us;
+  char path[4096], text[32];
+  snprintf(path, sizeof path, "%s.seen", clock);
+  int note = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+  int size = snprintf(text, sizeof text, "%lld", us);
+  if (note < 0 || write(note, text, size) != size) abort();
+  close(note);
+  return us;
+}
+
 static void shift(struct timespec *time) {
-  long long us = number_in(getenv("TS_CLOCK")) + time->tv_nsec / 1000;
+  long long us = offset_us() + time->tv_nsec / 1000;
   long long seconds = us >= 0 ? us / 1000000 : -((999999 - us) / 1000000);
   time->tv_sec += seconds;
   time->tv_nsec = (us - seconds * 1000000) * 1000 + time->tv_nsec % 1000;
