@@ -5,6 +5,7 @@ episodes        what generators say: every token is unique, so a row names its o
 log             one fsynced file per process, appended to before and after every call
 generator       a process that publishes groups
 rank            a process that trains, one per `dp_rank`
+newer           runs a process as the next minor release would
 history         all logs of a run as one history, and what survives of it
 checker         the invariants I1 to I8, each a function of the history
 repeater        sends every call of gRPC several times at once

@@ -50,6 +50,19 @@ to any checkpoint."""
 _FOLDER = Path(__file__).parents[1]
 
 
+def _python(module: str, *, is_newer: bool) -> list[str]:
+    """The command that runs a module, by this release or the next."""
+    return [sys.executable, "-P", "-m", *["harness.newer"] * is_newer, module]
+
+
+class _NewerStack(Stack):
+    """Services of the next minor release."""
+
+    def start(self, name: str, arguments: Sequence[str]) -> Service:
+        command = _python("turnstream_server.cli", is_newer=True)
+        return self.start_program(name, [*command, *arguments, "--end-with-stdin"])
+
+
 class Rig:
     """Everything of one run; a context manager that leaves no process behind.
 
@@ -64,6 +77,7 @@ class Rig:
         excused: see History.
         ranks: of the newest session.
         environment: more variables of the processes that are started next.
+        is_newer: whether they are of the next minor release; see harness.newer.
     """
 
     def __init__(
@@ -81,6 +95,7 @@ class Rig:
         self.excused: set[str] = set()
         self.ranks: list[Service] = []
         self.environment: dict[str, str] = {}
+        self.is_newer = False
         self._stacks: list[Stack] = []
         self._services: list[Service] = []
         self._generators: dict[str, Service] = {}
@@ -167,7 +182,7 @@ class Rig:
 
     def _start(self, name: str, module: str, options: Mapping[str, object]) -> Service:
         log = self.folder / "history" / f"{name}.jsonl"
-        command = [sys.executable, "-P", "-m", module, "--log", str(log)]
+        command = [*_python(module, is_newer=self.is_newer), "--log", str(log)]
         for option, value in options.items():
             command += [f"--{option.replace('_', '-')}", str(value)]
         service = self._stack({}).start_program(name, command)
@@ -177,7 +192,8 @@ class Rig:
     def _stack(self, environment: Mapping[str, str]) -> Stack:
         path = os.pathsep.join(filter(None, (str(_FOLDER), os.environ.get("PYTHONPATH"))))
         common = {**store_environment(self.store_url), "PYTHONPATH": path, **self.environment}
-        self._stacks.append(Stack(self.folder, {**common, **environment}))
+        kind = _NewerStack if self.is_newer else Stack
+        self._stacks.append(kind(self.folder, {**common, **environment}))
         return self._stacks[-1]
 
     # -- what there is to see ----------------------------------------------------------------

@@ -1,0 +1,118 @@
+"""Fault 25: services exchanged one by one, or killed all at once, for another release and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from harness.newer import UNKNOWN_FIELD
+from harness.rig import Rig, config
+from turnstream.store import keys
+
+pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(120)]
+
+StartRig = Callable[..., Rig]
+OPEN = "left-1/0/0"
+"""Its generator leaves it open, behind the first turn."""
+
+
+def test_every_service_is_exchanged_one_by_one_for_a_newer_release_and_back(rig: Rig) -> None:
+    # A rolling upgrade and downgrade under load: the trainer notices nothing of the batchers'.
+    batchers = {name: rig.start_batcher(name).service for name in ("batcher", "other")}
+    rig.start_generator("first", groups=4)
+    rig.start_ranks(1, checkpoint_every=1, timeout_s=30)
+
+    for number, rig.is_newer in enumerate((True, False), 1):
+        for name in ("other", "batcher"):
+            batchers[name].ask_to_stop()
+            batchers[name].wait(20)
+            batchers[name] = rig.start_batcher(name).service
+            _publish_and_train(rig, f"{name}-{number}")
+        assert len(rig.history().sessions) == number
+        rig.ranks[0].kill()
+        rig.start_ranks(1, checkpoint_every=1, timeout_s=30)
+    rig.server.restart()
+    _publish_and_train(rig, "last")
+
+    for stream in _streams(rig):
+        assert {is_newer for _, is_newer in stream} == {True, False}
+    rig.ranks[0].kill()
+    rig.drain()
+    assert rig.counts() == {"accepted": 48, "committed": 48}
+
+
+def _publish_and_train(rig: Rig, writer: str) -> None:
+    """A step more, of groups that are new."""
+    rig.start_generator(writer, groups=4)
+    rig.wait_for_lines("stepped", rig.count("stepped") + 1)
+
+
+@pytest.mark.parametrize("is_newer", [True, False], ids=["downgrade", "upgrade"])
+def test_a_whole_stack_that_is_killed_goes_on_from_a_cold_start_with_another_release(
+    start_rig: StartRig, is_newer: bool
+) -> None:
+    # With an open lease, and plans that the trainer has not seen. Nothing of the ledger changes,
+    # and all that the one release wrote is trained by the other.
+    rig = start_rig(config=config(takeover_s=60.0))
+    _mix_fields_of_config(rig)
+    rig.is_newer = is_newer
+    rig.start_generator("left", groups=4, hang_in=OPEN)
+    rig.wait_for_lines("hanging")
+    services = [rig.start_batcher().service, rig.start_generator(groups=16)]
+    services += rig.start_ranks(2, checkpoint_every=2)
+    rig.wait_for_lines("committed", 2)
+    for service in services:
+        service.kill()
+    rig.kill_generator("left")
+    before, streams = rig.counts(), _streams(rig)
+    rig.server.kill()
+
+    rig.server.restart()
+    rig.is_newer = not is_newer
+
+    assert rig.counts() == before
+    assert before["open"] >= 1
+    assert _streams(rig) == streams
+    assert all(newer == is_newer for stream in streams for _, newer in stream)
+    rig.check()
+    rig.start_batcher()
+    end = rig.folder / "helped"
+    rig.start_generator("helper", groups=0, helps_until=end)
+    rig.start_generator("later", groups=4)
+    rig.wait(lambda: rig.counts().get("open", 0) == 0, "the rest of the groups", timeout_s=60)
+    end.touch()
+    rig.drain(2)
+    assert OPEN in {line["trajectory"] for line in rig.history().of("taken")}
+    received = rig.history().of("received")
+    assert OPEN in {row["trajectory"] for line in received for row in line["rows"]}
+
+
+def _mix_fields_of_config(rig: Rig) -> None:
+    """The stored config has a field that is not known yet, and lacks those that came last."""
+    name = keys.run_keys(rig.run).config
+    stored: Any = rig.client.hgetall(name)
+    (revision,) = [field for field, value in stored.items() if value.startswith(b"{")]
+    fields = json.loads(stored[revision])
+    for later in ("max_dead_bytes", "alignment", "rows_multiple_of"):
+        del fields[later]
+    rig.client.hset(name, revision, json.dumps({**fields, "newer_field": [1, "two"]}))
+
+
+def _streams(rig: Rig) -> list[list[tuple[bytes, bool]]]:
+    """Of events, plans and turns each record, and whether the newer release wrote it."""
+    names = keys.run_keys(rig.run)
+    turns: Any = rig.client.keys("ts:{*/*}:turns")
+    found: list[list[tuple[bytes, bool]]] = []
+    for streams in ([names.events], [names.plan], sorted(turns)):
+        entries: list[Any] = [entry for name in streams for entry in _entries(rig, name)]
+        records = [record for _, fields in entries for record in fields.values()]
+        whole = [record for record in records if record.startswith(b"TS")]
+        found.append([(record, UNKNOWN_FIELD in record) for record in whole])
+    return found
+
+
+def _entries(rig: Rig, name: str) -> Any:
+    return rig.client.xrange(name)
