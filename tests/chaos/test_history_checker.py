@@ -42,6 +42,10 @@ def right_history() -> Lines:
     writing = Writing()
     for group in range(2 * NUM_STEPS):
         write_group(writing, f"g{group}")
+    for step in range(1, NUM_STEPS + 1):
+        epoch = 1 + step // 3
+        who = f"batcher-{epoch}"
+        writing.add(who, "planned", step=step, epoch=epoch, manifest=f"m{step}")
     write_session(writing, "first", after_step=0, steps=[1, 2, 3], commits=[2])
     write_session(writing, "second", after_step=2, steps=[3, 4], commits=[4])
     return writing.lines
@@ -248,6 +252,11 @@ def an_old_trainer_that_is_still_heard(lines: Lines) -> Lines:
     ]
 
 
+def a_step_that_two_leaders_wrote(lines: Lines) -> Lines:
+    twice = {"step": 2, "epoch": 2, "manifest": "m2"}
+    return [*lines, Line("batcher-2", "planned", lines[-1].at, twice)]
+
+
 CORRUPTIONS: list[tuple[str, Corrupt]] = [
     ("trained_once", a_batch_that_comes_twice),
     ("trained_once", a_row_twice_on_one_rank),
@@ -278,6 +287,10 @@ CORRUPTIONS: list[tuple[str, Corrupt]] = [
     ("rows_are_what_was_said", lambda ls: without(ls, "sealing")),
     ("versions_are_never_reused", lambda ls: change(ls, "announced", 3, version=2)),
     ("stale_sessions_are_refused", an_old_trainer_that_is_still_heard),
+    ("steps_have_one_leader", a_step_that_two_leaders_wrote),
+    ("steps_have_one_leader", lambda ls: change(ls, "planned", 2, epoch=1)),
+    ("steps_have_one_leader", lambda ls: change(ls, "planned", 0, epoch=3)),
+    ("steps_have_one_leader", lambda ls: change(ls, "planned", 0, manifest="m9")),
     ("nothing_is_lost", a_lost_group),
 ]
 

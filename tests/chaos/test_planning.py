@@ -180,6 +180,7 @@ def test_two_batchers_that_sleep_in_turn_never_plan_a_row_twice(rig: Rig) -> Non
     for rank in ranks:
         rank.kill()
     rig.drain()
+    assert len({line["epoch"] for line in rig.plans()}) > 1
 
 
 def _leader(rig: Rig) -> dict[str, bytes]:

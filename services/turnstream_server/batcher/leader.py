@@ -338,6 +338,7 @@ class Leader:
                 "num_groups": len(groups),
                 "num_over_age": num_over_age,
                 "manifest_hash": stored.hash,
+                "leader_epoch": self._epoch,
             },
         )
         self._chain.warn_of(manifest)

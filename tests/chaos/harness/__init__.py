@@ -7,6 +7,7 @@ generator       a process that publishes groups
 rank            a process that trains, one per `dp_rank`
 newer           runs a process as the next minor release would
 history         all logs of a run as one history, and what survives of it
+leaders         what batchers logged of their plans
 checker         the invariants I1 to I8, each a function of the history
 repeater        sends every call of gRPC several times at once
 proxy           a TCP proxy that cuts, delays and swallows

@@ -1,7 +1,8 @@
 """The invariants I1 to I8, each a function that lists what contradicts it.
 
-They read the history alone, which is what generators and ranks wrote down themselves; only I1 also
-takes one reading of the ledger's counts. Where a kill leaves two possibilities, both are allowed::
+They read the history alone, which is what generators and ranks wrote down themselves, and what
+batchers logged; only I1 also takes one reading of the ledger's counts. Where a kill leaves two
+possibilities, both are allowed::
 
     what was acknowledged        must have happened
     what was attempted           may have happened
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from harness.history import History, Line
+from harness.leaders import steps_have_one_leader
 
 SLACK_S = 3.0
 """What a wait may last beyond its deadline: the machine has other things to do."""
@@ -373,4 +375,5 @@ CHECKS: tuple[Callable[[History], Violations], ...] = (
     rows_are_what_was_said,
     versions_are_never_reused,
     stale_sessions_are_refused,
+    steps_have_one_leader,
 )

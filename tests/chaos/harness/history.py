@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +32,30 @@ class Line:
     def but(self, **facts: Any) -> Line:
         """The same line with other facts."""
         return replace(self, facts={**self.facts, **facts})
+
+
+class Logs:
+    """The logs of a folder. A last line that a kill has cut short was not written.
+
+    What was read once is not read again: tests look at the history many times a second.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, int] = {}
+        self._lines: list[Line] = []
+
+    def lines(self) -> Sequence[Line]:
+        """All lines so far, those of a process in their order."""
+        for path in self._folder.glob("*.jsonl"):
+            with path.open("rb") as log:
+                log.seek(self._read.get(path, 0))
+                whole, newline, _ = log.read().rpartition(b"\n")
+            self._read[path] = self._read.get(path, 0) + len(whole + newline)
+            for text in whole.splitlines():
+                facts = json.loads(text)
+                self._lines.append(Line(path.stem, facts.pop("kind"), facts.pop("at"), facts))
+        return self._lines
 
 
 class MiniBatchName(NamedTuple):
@@ -71,17 +95,6 @@ class History:
     def __init__(self, lines: Iterable[Line], *, excused: Collection[str] = ()) -> None:
         self.lines = tuple(sorted(lines, key=lambda line: line.at))
         self.excused = frozenset(excused)
-
-    @classmethod
-    def read(cls, folder: Path, *, excused: Collection[str] = ()) -> History:
-        """All logs of a folder. A last line that a kill has cut short was not written."""
-        lines: list[Line] = []
-        for path in sorted(folder.glob("*.jsonl")):
-            whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-            for text in whole.splitlines():
-                facts = json.loads(text)
-                lines.append(Line(path.stem, facts.pop("kind"), facts.pop("at"), facts))
-        return cls(lines, excused=excused)
 
     def of(self, *kinds: str) -> Iterator[Line]:
         """The lines of these kinds, in order of time."""

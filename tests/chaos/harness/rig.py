@@ -16,7 +16,8 @@ from typing import Any, Self
 import redis
 
 from harness.checker import check
-from harness.history import History
+from harness.history import History, Line, Logs
+from harness.leaders import read_plans
 from turnstream.batching.config import BatchingConfig
 from turnstream.store import keys
 from turnstream.store.connection import connect
@@ -75,6 +76,7 @@ class Rig:
         run: its name.
         store_url: what services and generators are told; a test may put a proxy there.
         excused: see History.
+        loses_plans: the store forgets plans that were written, so that they are made again.
         ranks: of the newest session.
         environment: more variables of the processes that are started next.
         is_newer: whether they are of the next minor release; see harness.newer.
@@ -93,9 +95,11 @@ class Rig:
         self.run = run
         self.store_url = server.url
         self.excused: set[str] = set()
+        self.loses_plans = False
         self.ranks: list[Service] = []
         self.environment: dict[str, str] = {}
         self.is_newer = False
+        self._logs = Logs(folder / "history")
         self._stacks: list[Stack] = []
         self._services: list[Service] = []
         self._generators: dict[str, Service] = {}
@@ -200,11 +204,15 @@ class Rig:
 
     def history(self) -> History:
         """Everything that generators and ranks have logged."""
-        return History.read(self.folder / "history", excused=self.excused)
+        return History(self._logs.lines(), excused=self.excused)
+
+    def plans(self) -> list[Line]:
+        """Every plan that a batcher noted as written."""
+        return read_plans(self.folder / "logs", run=self.run)
 
     def count(self, kind: str) -> int:
         """How many lines of a kind were logged."""
-        return sum(1 for _ in self.history().of(kind))
+        return sum(line.kind == kind for line in self._logs.lines())
 
     def ledger(self) -> LedgerCounts:
         """The ledger's counts, now."""
@@ -273,7 +281,9 @@ class Rig:
         """Prove the invariants from the logs and one reading of the ledger."""
         ledger = self.ledger()
         ledger.check()
-        check(self.history(), counts=self.counts(), is_drained=is_drained)
+        plans = [] if self.loses_plans else self.plans()
+        history = History([*self._logs.lines(), *plans], excused=self.excused)
+        check(history, counts=self.counts(), is_drained=is_drained)
 
 
 def _content(client: redis.Redis, name: bytes) -> Any:

@@ -1,0 +1,52 @@
+"""Who planned what: from the logs that batchers keep for their operators."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness.history import History, Line
+
+_PLANNED = re.compile(
+    r" planned step (?P<step>\d+) of run (?P<run>\S+) .*"
+    r"\bmanifest_hash=(?P<manifest>\w+) leader_epoch=(?P<epoch>\d+)$"
+)
+
+
+def read_plans(folder: Path, *, run: str) -> list[Line]:
+    """A line "planned" for every plan that a batcher was told is written, without their times.
+
+    A batcher that is killed between the writing and its note leaves none.
+    """
+    found: list[Line] = []
+    for path in sorted(folder.glob("*.log")):
+        whole, _, _ = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")
+        for text in whole.splitlines():
+            plan = _PLANNED.search(text)
+            if plan is not None and plan["run"] == run:
+                facts = {"step": int(plan["step"]), "epoch": int(plan["epoch"])}
+                found.append(
+                    Line(path.stem, "planned", 0.0, {**facts, "manifest": plan["manifest"]})
+                )
+    return found
+
+
+def steps_have_one_leader(history: History) -> Iterator[str]:
+    """I2 and I5, from what batchers noted: a step was written once, by whoever led alone."""
+    leaders: dict[int, str] = {}
+    written: dict[int, Line] = {}
+    for line in history.of("planned"):
+        step, epoch = line["step"], line["epoch"]
+        if leaders.setdefault(epoch, line.process) != line.process:
+            yield f"epoch {epoch} was of {leaders[epoch]} and of {line.process}"
+        before = written.setdefault(step, line)
+        if before is not line:
+            yield f"step {step} was written in the epochs {before['epoch']} and {epoch}"
+    epochs = [written[step]["epoch"] for step in sorted(written)]
+    if epochs != sorted(epochs):
+        yield f"steps were written by older leaders than the steps before: epochs {epochs}"
+    for line in history.of("received"):
+        planned = written.get(line["step"])
+        if planned is not None and planned["manifest"] != line["manifest"]:
+            yield f"{line.process} got step {line['step']} by a plan that its leader did not write"
