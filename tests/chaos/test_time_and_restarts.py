@@ -111,8 +111,7 @@ def test_the_age_of_tokens_is_restored_where_versions_jump_after_a_recovery(
     rig.start_batcher()
     rig.join(rig.start_generator("first", groups=6, version=0))
     rig.join(rig.start_ranks(1, checkpoint_every=1, max_steps=3))
-    back = {"from_step": 1, "version_jump": 1000}
-    rig.join(rig.start_ranks(1, checkpoint_every=1, max_steps=2, **back))
+    rig.join(rig.start_ranks(1, from_step=1, version_jump=1000, checkpoint_every=1, max_steps=2))
 
     for writer, version in (("lost", 3), ("new", 1004)):
         rig.join(rig.start_generator(writer, groups=2, version=version))
