@@ -75,7 +75,7 @@ class StoreWatch:
     def dismiss(self) -> None:
         """Say that this replica stops, to whoever watches it."""
         self.is_over = True
-        self._set("this replica stops")
+        self._tell("this replica stops")
 
     async def close(self) -> None:
         """Ask no more."""
@@ -94,21 +94,20 @@ class StoreWatch:
             trouble = await first_of(self._ask(), asyncio.sleep(_PATIENCE_S, silent))
         except TurnstreamError as error:
             trouble = str(error)
-        if not self.is_over:
-            self._set(trouble)
+        if self.is_over or trouble == self.trouble:
+            return
+        if trouble:
+            logger.warning("not serving: %s", trouble)
+        else:
+            logger.info("serving again")
+        self._tell(trouble)
 
     async def _ask(self) -> str:
         with translating():
             facts: Any = await self._client.info(SECTION)
         return store_trouble(facts)
 
-    def _set(self, trouble: str) -> None:
-        if trouble == self.trouble:
-            return
-        if trouble:
-            logger.warning("not serving: %s", trouble)
-        else:
-            logger.info("serving again")
+    def _tell(self, trouble: str) -> None:
         self.trouble = trouble
         self._changed.set()
         self._changed = asyncio.Event()
