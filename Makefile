@@ -33,7 +33,7 @@ demo: $(STAMP) ## run the main job: all services as processes, live generators, 
 	@$(BIN)/turnstream demo $(if $(JSON),--json "$(JSON)")
 
 test: $(STAMP) ## all tests: unit, contract, integration, e2e
-	$(BIN)/pytest -q tests
+	$(BIN)/pytest -q -n 2 tests
 
 check: $(STAMP) ## the quick loop: lint, types, layers, unit and contract tests
 	$(BIN)/ruff check
