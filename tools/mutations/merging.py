@@ -52,6 +52,20 @@ MERGING = (
         ("test_continuing",),
     ),
     Mutation(
+        "a prompt must hold every end of a row to go on behind one",
+        "continuing.py",
+        "    return any(\n        prompt.startswith(turns.prompts[other].data)",
+        "    return all(\n        prompt.startswith(turns.prompts[other].data)",
+        ("test_continuing",),
+    ),
+    Mutation(
+        "ends of rows before an earlier question are forgotten",
+        "continuing.py",
+        "            ends += [before",
+        "            ends = [before",
+        ("test_continuing",),
+    ),
+    Mutation(
         "a turn goes on behind one of another trajectory",
         "continuing.py",
         "        & (turns.trajectory_N[before] == turns.trajectory_N[after])\n",

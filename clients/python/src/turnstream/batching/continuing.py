@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,8 @@ from turnstream.batching.prefix import PrefixIndex, require_int32
 from turnstream.types import NO_PARENT
 
 _INT32 = np.dtype(np.int32)
+_FEW = 4
+"""Ends of rows that a prompt is compared with one by one, rather than by an index of all turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -90,7 +92,7 @@ def continued_turns(turns: TurnIds) -> list[int]:
     for place in _followers(turns, firsts):
         found[place] = place - 1
     taken = set(found)
-    for place, parent in _whole_parents(turns, _unclear(turns, firsts, found)):
+    for place, parent in _whole_parents(turns, _unclear(turns, firsts, found), taken):
         if parent not in taken:
             found[place] = parent
             taken.add(parent)
@@ -172,21 +174,39 @@ def _unclear(turns: TurnIds, firsts: Sequence[int | None], found: Sequence[int])
     return unclear
 
 
-def _whole_parents(turns: TurnIds, places: Iterable[int]) -> Iterator[tuple[int, int]]:
+def _whole_parents(
+    turns: TurnIds, places: Iterable[int], taken: Container[int]
+) -> Iterator[tuple[int, int]]:
     """Those of the turns whose prompt holds all of their parent, with the place of the parent.
 
     Args:
         turns: of all trajectories.
         places: of the turns in question, in order.
+        taken: places of turns in whose row another goes on: nobody else can.
     """
     trajectory: list[int] = turns.trajectory_N.tolist()
     for number, asking in itertools.groupby(places, trajectory.__getitem__):
         index = PrefixIndex()
-        first = known = bisect.bisect_left(trajectory, number)
+        first = seen = known = bisect.bisect_left(trajectory, number)
+        ends: list[int] = []
         for place in asking:
+            ends += [before for before in range(seen, place) if before not in taken]
+            seen = place
+            if len(ends) <= _FEW and not _holds_any(turns, place, ends):
+                continue
             for before in range(known, place):
                 index.link_and_add(turns.prompts[before], turns.responses[before])
             known = place
             parent, shared = index.link(turns.prompts[place])
             if parent != NO_PARENT and shared == turns.num_tokens_N[first + parent]:
                 yield place, first + parent
+
+
+def _holds_any(turns: TurnIds, place: int, others: Iterable[int]) -> bool:
+    """Whether the prompt of a turn holds all of one of the others."""
+    prompt = turns.prompts[place].tobytes()
+    return any(
+        prompt.startswith(turns.prompts[other].data)
+        and prompt.startswith(turns.responses[other].data, turns.prompts[other].nbytes)
+        for other in others
+    )
