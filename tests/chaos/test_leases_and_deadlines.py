@@ -147,7 +147,7 @@ def start_inside(start_rig: StartRig) -> Iterator[Callable[..., Rig]]:
             if arrives == "half":
                 proxy.requests.stop_within = _second_turn()
             else:
-                proxy.replies.is_silent = True
+                proxy.requests.unanswered = _second_turn()
             may_go_on.touch()
             num_stored = {"half": 1, "all": 2}[arrives]
             rig.wait(lambda: proxy.requests.num_stops == 2 - num_stored, "half a turn")

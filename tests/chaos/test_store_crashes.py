@@ -133,8 +133,8 @@ def test_a_power_cut_under_everysec_costs_generators_that_live_nothing(
     num_lost = 0
 
     for _ in range(2):
-        machine.freeze_disk()
-        rig.wait_for_lines("sealed", rig.count("sealed") + 8)
+        machine.freeze_disk()  # some two seconds later the store answers nobody any more
+        rig.wait_for_lines("sealed", rig.count("sealed") + 3)
         rig.server.kill()
         num_lost += machine.lose_power(rig.server.data_dir)
         rig.server.restart()

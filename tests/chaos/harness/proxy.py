@@ -26,6 +26,7 @@ class Lane:
         stop_within: of the first piece with these bytes all passes up to their middle, and nothing
             of that connection behind it; the connection stays open. Stops once.
         num_stops: connections that were stopped so.
+        unanswered: from the first piece with these bytes on, all passes and no answer comes back.
         is_recorded: bytes that pass are also kept, in `recorded`, by connection.
     """
 
@@ -35,6 +36,7 @@ class Lane:
     num_cuts: int = 0
     stop_within: bytes = b""
     num_stops: int = 0
+    unanswered: bytes = b""
     is_recorded: bool = False
     recorded: list[bytearray] = field(default_factory=list[bytearray])
 
@@ -129,6 +131,8 @@ class Proxy:
                     time.sleep(lane.delay_s)
                 if lane.is_silent:
                     continue
+                if lane.unanswered and lane.unanswered in data:
+                    self.replies.is_silent = True
                 if (begun := self._begun(lane, data)) is not None:
                     sink.sendall(begun)
                     _swallow(source)
