@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Container
 from typing import Any, Final
 
 import redis.asyncio
@@ -187,10 +188,14 @@ class Releaser:
             await self._fold_batch(await self._plan(step))
         return first <= floor or state.folded < last
 
-    async def _release_payload(self, trajectory_ids: list[str]) -> None:
+    async def _release_payload(
+        self, trajectory_ids: list[str], *, given_up: Container[str] = ()
+    ) -> None:
         _, config = await self._view.newest_config()
         await self._upkeep.before("release_payload")
-        await remove_payload(self._client, self._run, trajectory_ids, lease_s=config.lease_s)
+        await remove_payload(
+            self._client, self._run, trajectory_ids, lease_s=config.lease_s, given_up=given_up
+        )
         await self._upkeep.before("give_back")
         await give_back(self._client, self._run, trajectory_ids)
 
@@ -240,7 +245,8 @@ class Releaser:
             )
             new = [each for each in found if each not in self._ended]
             if new:
-                await self._release_payload(new)
+                given_up = {each for each in new if found[each].startswith("abandoned:")}
+                await self._release_payload(new, given_up=given_up)
             self._ended |= found
             if cursor == "0":
                 return

@@ -22,7 +22,7 @@ import redis
 from turnstream.store import keys
 from turnstream.store.replies import translating
 from turnstream.store.scripts import Script, run_command, run_commands
-from turnstream_server.bus.release import SHORTEST_TOMBSTONE_S, SLICE, TOMBSTONE_LEASES
+from turnstream_server.bus.release import OVER, SHORTEST_TOMBSTONE_S, SLICE, TOMBSTONE_LEASES
 from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def _remove_payload(
 ) -> None:
     """Remove the payload of a few trajectories, and only then forget where it was."""
     places = [keys.trajectory_keys(run, each.decode()) for each in trajectory_ids]
-    for reply in run_commands(client, [_RELEASE(place, fence_ms) for place in places]):
+    for reply in run_commands(client, [_RELEASE(place, fence_ms, OVER) for place in places]):
         if isinstance(reply, Exception):
             raise reply
     with translating():

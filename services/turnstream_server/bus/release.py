@@ -15,7 +15,7 @@ decided, `fold_ended` leaves compact records of many together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -34,6 +34,11 @@ only the ledger does. Longer helps nobody, for a writer stops when its lease is 
 tombstone costs about 200 bytes."""
 
 SHORTEST_TOMBSTONE_S: Final = 900.0
+
+OVER: Final = "over"
+GIVEN_UP: Final = "given up"
+"""What a tombstone says. Who had sealed the trajectory in a store that forgot it, and finds that
+another gave it up, is told that it is lost."""
 
 SLICE: Final = 64
 """Calls of one round trip: they take the event loop about 3 ms to pack."""
@@ -149,7 +154,12 @@ async def raise_floor(
 
 
 async def release_payload(
-    client: redis.asyncio.Redis, run: str, trajectory_ids: Sequence[str], *, lease_s: float = 60.0
+    client: redis.asyncio.Redis,
+    run: str,
+    trajectory_ids: Sequence[str],
+    *,
+    lease_s: float = 60.0,
+    given_up: Container[str] = (),
 ) -> None:
     """Remove the payload of trajectories that the ledger has given up, and give back what it held.
 
@@ -158,20 +168,30 @@ async def release_payload(
         run: name of the run.
         trajectory_ids: of them.
         lease_s: of the run; the tombstones stay for many of it.
+        given_up: those of them that were abandoned; their tombstones say so.
 
     Raises:
         StoreUnavailableError: the store cannot be reached.
     """
-    await remove_payload(client, run, trajectory_ids, lease_s=lease_s)
+    await remove_payload(client, run, trajectory_ids, lease_s=lease_s, given_up=given_up)
     await give_back(client, run, trajectory_ids)
 
 
 async def remove_payload(
-    client: redis.asyncio.Redis, run: str, trajectory_ids: Sequence[str], *, lease_s: float
+    client: redis.asyncio.Redis,
+    run: str,
+    trajectory_ids: Sequence[str],
+    *,
+    lease_s: float,
+    given_up: Container[str] = (),
 ) -> None:
     """Remove payload, which goes on being counted until `give_back`."""
     for some in _sliced(trajectory_ids, SLICE):
-        await _run_all(client, [release_command(run, each, lease_s=lease_s) for each in some])
+        commands = [
+            release_command(run, each, lease_s=lease_s, is_given_up=each in given_up)
+            for each in some
+        ]
+        await _run_all(client, commands)
 
 
 async def give_back(client: redis.asyncio.Redis, run: str, trajectory_ids: Sequence[str]) -> None:
@@ -186,10 +206,13 @@ async def give_back(client: redis.asyncio.Redis, run: str, trajectory_ids: Seque
         await run_command_async(client, give_back_command(run, some))
 
 
-def release_command(run: str, trajectory_id: str, *, lease_s: float) -> Command:
+def release_command(
+    run: str, trajectory_id: str, *, lease_s: float, is_given_up: bool = False
+) -> Command:
     """The call that removes the payload of one trajectory; nothing is sent."""
     tombstone_ms = round(max(SHORTEST_TOMBSTONE_S, TOMBSTONE_LEASES * lease_s) * 1_000)
-    return _RELEASE(keys.trajectory_keys(run, trajectory_id), tombstone_ms)
+    says = GIVEN_UP if is_given_up else OVER
+    return _RELEASE(keys.trajectory_keys(run, trajectory_id), tombstone_ms, says)
 
 
 def give_back_command(run: str, trajectory_ids: Sequence[str]) -> Command:

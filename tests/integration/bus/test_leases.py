@@ -155,10 +155,8 @@ async def test_a_writer_of_what_was_given_up_is_refused_at_its_next_turn(run: An
 async def test_the_tombstone_of_what_was_given_up_says_so(run: Any) -> None:
     await run.open("a")
     await append(run, "a/0/0", b"turn")
-    await lapse(run, "a/0/0")
-    await give_up(run)
 
-    await release_payload(run.client, run.name, ["a/0/0", "a/1/0"])
+    await release_payload(run.client, run.name, ["a/0/0", "a/1/0"], given_up={"a/0/0"})
 
     with pytest.raises(FencedError, match="given up, and its payload released"):
         await append(run, "a/0/0", b"turn")

@@ -135,7 +135,7 @@ async def test_released_payload_leaves_a_tombstone_that_refuses_late_writers(run
 
     names = keys.trajectory_keys(run.name, "g/0/0")
     assert await run.client.exists(names.turns) == 0
-    assert await run.client.hgetall(names.meta) == {b"released": b"1"}
+    assert await run.client.hgetall(names.meta) == {b"released": b"over"}
     assert 0 < await run.client.pttl(names.meta) <= 900_000
     for lease in ("1", "1:w", "2:other"):
         with pytest.raises(FencedError, match="released"):

@@ -53,8 +53,6 @@ def _nothing_vanished(seen: Seen, states: dict[str, str]) -> Violations:
             continue
         if state == "nowhere" and "cut" in world.counts and _is_decided(seen, group_id):
             continue  # it was lost, and when it was sent again its group had gone on without it
-        if "cut" in world.counts and _was_abandoned_by_another(seen, name, state):
-            continue
         if name in history.acknowledged and state.partition(":")[0] not in {*ends, "surplus"}:
             yield f"P1: {name} was acknowledged as sealed, and is {state}"
         is_given_again = group_id.startswith("p") and len(history.writers[name]) > 1
@@ -73,14 +71,6 @@ def _is_named_well(seen: Seen, name: str, state: str) -> bool:
     has_another = state != "nowhere" and len(seen.life.history.writers[name]) > 1
     has_no_leave = state == "nowhere" and seen.life.history.lost[name].endswith(_NO_LEAVE)
     return bool(_GIVEN_UP.fullmatch(state)) or has_another or has_no_leave
-
-
-def _was_abandoned_by_another(seen: Seen, name: str, state: str) -> bool:
-    """Whether a name that the store forgot was given to another, who had enough of it.
-
-    Its payload is gone before the first one sends again: that is not promised.
-    """
-    return state == "abandoned:chance" and len(seen.life.history.writers[name]) > 1
 
 
 def _is_decided(seen: Seen, group_id: str) -> bool:

@@ -262,7 +262,7 @@ RUN_GUARDS = (
     Guard(
         "release_payload: the tombstone",
         script(
-            "redis.call('HSET', KEYS[2], 'released', is_given_up and writer or 1)\n",
+            "redis.call('HSET', KEYS[2], 'released', ARGV[2])\n",
             "redis.call('HSET', KEYS[2], 'x', 1)\n",
         ),
     ),

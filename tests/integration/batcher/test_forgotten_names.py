@@ -1,0 +1,93 @@
+"""A store that comes back with less gives a name to another generator, who gives it up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from turnstream.errors import StoreBehindError
+from turnstream.generator import Publisher
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.testing import group, ids, wait_until_async
+from turnstream_server.batcher.upkeep import Upkeep
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+PastOf = Callable[[EmbeddedServer], Any]
+SMALL = Upkeep(snapshot_events=1, snapshot_steps=1, fold_ended=2)
+
+
+def _give_up(url: str, run: str) -> None:
+    """Another generator begins the group g, and gives up all of it."""
+    with Publisher(url, run, writer="second") as publisher:
+        for sample in (0, 1):
+            writer = publisher.trajectory("g", sample, num_samples=2)
+            writer.append(ids("ab"), ids("d")).result(10)
+            writer.abandon("no more time").result(10)
+
+
+async def _folded(url: str, run: str) -> None:
+    """Nothing is left of the ledger: what ended has lost its payload, and is compact."""
+
+    def is_folded() -> bool:
+        with connect(url) as client:
+            names = keys.run_keys(run)
+            return client.hlen(names.ended) > 0 and client.hlen(names.ledger) == 0
+
+    await wait_until_async(lambda: asyncio.to_thread(is_folded), 20, describe="the release")
+
+
+async def test_who_sealed_what_another_gave_up_after_the_store_forgot_it_is_told_so(
+    house: Any, server: EmbeddedServer, past_of: PastOf
+) -> None:
+    # The payload was released before the first generator sent it again, which took its end for that
+    # of its own: what it had been acknowledged was lost without a word.
+    run = house.create_run(batch_groups=1)
+    past = await asyncio.to_thread(past_of, server)
+
+    with Publisher(house.url, run, writer="first", keep_s=60.0) as publisher:
+        await asyncio.to_thread(publisher.publish(group("g")).result, 10)
+        await asyncio.to_thread(past.come_back)
+        await asyncio.to_thread(_give_up, house.url, run)
+        await house.start_batcher(upkeep=SMALL)
+        await _folded(house.url, run)
+        await asyncio.to_thread(publisher.publish(group("h")).result, 10)
+
+        with pytest.raises(StoreBehindError, match=r"g/[01]/0 was acknowledged, and .* lost"):
+            await asyncio.to_thread(publisher.flush)
+
+
+async def test_a_tombstone_says_whether_the_trajectory_was_given_up(house: Any) -> None:
+    run = house.create_run(batch_groups=1, drop_zero_variance=True)
+    await house.start_batcher(upkeep=SMALL)
+
+    await asyncio.to_thread(_seal_two_of_four, house.url, run)
+    await _folded(house.url, run)
+
+    assert await asyncio.to_thread(_tombstones, house.url, run) == [
+        *(b"over", b"over", b"given up", b"given up")
+    ]
+
+
+def _seal_two_of_four(url: str, run: str) -> None:
+    """Two are sealed with one reward, for which the group is filtered, and two are given up."""
+    with Publisher(url, run) as publisher:
+        writers = [publisher.trajectory("g", sample, num_samples=4) for sample in range(4)]
+        for writer in writers:
+            writer.append(ids("ab"), ids("c")).result(10)
+        for writer in writers[:2]:
+            writer.seal(1.0)
+        for writer in writers[2:]:
+            writer.abandon("no more time").result(10)
+
+
+def _tombstones(url: str, run: str) -> list[bytes | None]:
+    places = [keys.trajectory_keys(run, f"g/{sample}/0").meta for sample in range(4)]
+    with connect(url) as client:
+        said: Any = [client.hget(place, "released") for place in places]
+    return said
