@@ -6,6 +6,7 @@ import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,6 +126,7 @@ def test_a_power_cut_under_everysec_costs_generators_that_live_nothing(
     # Fault 7: what was acknowledged and never synced is sent again, by whoever wrote it.
     machine = Machine(tmp_path)
     rig = start_rig(binary=machine.binary)
+    _wait_for_sync(rig, machine)  # of the run itself
     batcher = rig.start_batcher().service
     generators = [
         rig.start_generator(f"w{n}", groups=10, pause_s=0.2, to_disk=1, keep_s=3.0)
@@ -133,8 +135,8 @@ def test_a_power_cut_under_everysec_costs_generators_that_live_nothing(
     num_lost = 0
 
     for _ in range(2):
-        machine.freeze_disk()  # some two seconds later the store answers nobody any more
-        rig.wait_for_lines("sealed", rig.count("sealed") + 3)
+        machine.freeze_disk()
+        rig.wait_for_lines("sealed", rig.count("sealed") + 8)
         rig.server.kill()
         num_lost += machine.lose_power(rig.server.data_dir)
         rig.server.restart()
@@ -175,8 +177,10 @@ def test_a_power_cut_under_everysec_is_told_to_a_writer_whose_older_turns_are_go
 
 
 def _wait_for_sync(rig: Rig, machine: Machine) -> None:
-    """Until all that is in the append-only file is on disk."""
-    rig.wait(lambda: machine.unsynced(rig.server.data_dir) == 0, "a sync")
+    """Until all is on disk that is answered now, also what the server holds back while it syncs."""
+    persistence: Any = rig.client.info("persistence")
+    size = persistence["aof_current_size"] + persistence["aof_buffer_length"]
+    rig.wait(lambda: machine.synced(rig.server.data_dir) >= size, "a sync")
 
 
 @pytest.mark.parametrize("door", ["batcher", "follower"])

@@ -72,6 +72,10 @@ class Machine:
         files = _append_only_files(data_dir)
         return sum(path.stat().st_size - self._synced_size(path) for path in files)
 
+    def synced(self, data_dir: Path) -> int:
+        """Bytes of the append-only files that are on disk."""
+        return sum(map(self._synced_size, _append_only_files(data_dir)))
+
     def _synced_size(self, path: Path) -> int:
         note = self._synced / str(path.stat().st_ino)
         return int(note.read_text()) if note.exists() else 0
