@@ -167,7 +167,7 @@ def test_what_survived_one_restart_is_sent_again_after_the_next(
     assert (statistics.num_restarts, statistics.num_lost) == (2, 0)
 
 
-def test_what_left_the_ledger_before_its_group_is_not_taken_for_lost(
+async def test_what_left_the_ledger_before_its_group_is_not_taken_for_lost(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
 ) -> None:
     # A trajectory that no plan took is folded away while its planned group is still there. A
@@ -179,6 +179,8 @@ def test_what_left_the_ledger_before_its_group_is_not_taken_for_lost(
         publisher.publish(group("g")).result(10)
         own_client.hset(names.groups, "g", "2:planned")
         own_client.hset(names.ledger, "g/0/0", "planned:1")
+        async with connect_async(own_server.url) as client:
+            await release_payload(client, run, ["g/1/0"])
         own_client.hdel(names.ledger, "g/1/0")
         own_server.kill()
         own_server.restart()

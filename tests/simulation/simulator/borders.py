@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,9 @@ def running_process() -> Process:
     return loop.process
 
 
+_LOSS = re.compile("and the store lost it|the store came back without")
+
+
 class _Complaints(logging.Handler):
     """What is logged as an error is a problem of the world."""
 
@@ -36,9 +40,10 @@ class _Complaints(logging.Handler):
         if not isinstance(loop, ProcessLoop):
             return  # of a life that failed, when its remains are swept up
         process = loop.process
-        if "and the store lost it" in record.getMessage() and "cut" in process.world.counts:
+        may_lose = process.world.counts.keys() & {"cut", "jump"}
+        if _LOSS.search(record.getMessage()) and may_lose:
             text = record.getMessage().partition(": ")[2]
-            process.world.lost(text.partition(" ")[0], text)
+            process.world.lost(text.partition(" ")[0].rstrip(":"), text)
             return
         has_slept = record.getMessage().startswith("the event loop stands still")
         if not process.is_dead and not has_slept:

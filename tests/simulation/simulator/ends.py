@@ -11,6 +11,8 @@ from turnstream.store import keys
 _UNFINISHED = ("open", "sealed", "awaiting_reward")
 _GIVEN_UP = re.compile(r"abandoned:the lease of (.*) ended")
 _NO_LEAVE = "the run takes no new group"
+_HALF_GONE = "the store came back without turn"
+_NO_TOMBSTONE = "the trajectory was never opened, or is released"
 _DROPPED = ("filtered", "expired", "incomplete")
 
 
@@ -51,8 +53,6 @@ def _nothing_vanished(seen: Seen, states: dict[str, str]) -> Violations:
         ends = {"evaluated"} if group_id in seen.evals else {"planned", *_DROPPED}
         if name in history.lost and _is_named_well(seen, name, state):
             continue
-        if state == "nowhere" and "cut" in world.counts and _is_decided(seen, group_id):
-            continue  # it was lost, and when it was sent again its group had gone on without it
         if name in history.acknowledged and state.partition(":")[0] not in {*ends, "surplus"}:
             yield f"P1: {name} was acknowledged as sealed, and is {state}"
         is_given_again = group_id.startswith("p") and len(history.writers[name]) > 1
@@ -64,13 +64,21 @@ def _is_named_well(seen: Seen, name: str, state: str) -> bool:
     """Whether a living publisher may be told that the store lost this, and that it stays so.
 
     When the store came back, another generator was faster to hold it, or it was given up while
-    its own slept, or its group got no leave to begin again.
+    its own slept, or its group got no leave to begin again, or had gone on without it. A clock that
+    is set forward ends the tombstones that say otherwise. Who took it over does not keep what the
+    writer before it had written, nor does that one, who lives and was refused.
     """
+    if "jump" in seen.world.counts and seen.life.history.lost[name].endswith(_NO_TOMBSTONE):
+        return True
     if "cut" not in seen.world.counts:
         return False
-    has_another = state != "nowhere" and len(seen.life.history.writers[name]) > 1
+    had_another = len(seen.life.history.writers[name]) > 1
+    is_half_gone = had_another and _HALF_GONE in seen.life.history.lost[name]
+    has_another = state != "nowhere" and had_another
     has_no_leave = state == "nowhere" and seen.life.history.lost[name].endswith(_NO_LEAVE)
-    return bool(_GIVEN_UP.fullmatch(state)) or has_another or has_no_leave
+    is_left_out = state == "nowhere" and _is_decided(seen, keys.parse_trajectory_id(name).group_id)
+    is_known = has_another or has_no_leave or is_left_out or is_half_gone
+    return bool(_GIVEN_UP.fullmatch(state)) or is_known
 
 
 def _is_decided(seen: Seen, group_id: str) -> bool:

@@ -140,14 +140,22 @@ def test_an_adopted_trajectory_goes_on_behind_its_stored_turns(new_desk: NewDesk
     [
         ("the trajectory is over, and its payload released", 0),
         ("the trajectory was given up, and its payload released", 1),
-        ("the trajectory was never opened, or is released", 0),
+        ("the trajectory was never opened, or is released", 1),
     ],
 )
-def test_of_a_group_that_is_over_the_payload_says_what_was_given_up(
-    new_desk: NewDesk, tombstone: str, num_lost: int
+@pytest.mark.parametrize(
+    "opening",
+    [
+        ResponseError("CONFLICT group g was over: a name is used once"),
+        [b"CONFLICT group g is already planned"],
+    ],
+    ids=["over", "planned"],
+)
+def test_of_a_group_that_went_on_the_payload_says_what_the_store_lost(
+    new_desk: NewDesk, opening: Any, tombstone: str, num_lost: int
 ) -> None:
-    # A store lost a seal, and gave the trajectory up while its generator slept. When that sent it
-    # again, the group was over, which was taken for the end of all that had been sealed.
+    # A store lost a seal, and gave the trajectory up while its generator slept, or its group went
+    # on. When that sent it again, this was taken for the end of all that had been sealed.
     desk = new_desk(keep_s=5.0)
     (lane,) = desk.opened()
     desk.append(lane)
@@ -159,10 +167,10 @@ def test_of_a_group_that_is_over_the_payload_says_what_was_given_up(
     desk.lose()
     desk.wait_out()
     desk.answer()
-    opening = desk.answer(ResponseError("CONFLICT group g was over: a name is used once"), b"OK")
+    asked = desk.answer(opening, b"OK")
     sent = desk.answer(ResponseError(f"FENCED {tombstone}"))
 
-    assert (desk.said(opening)[0], desk.said(sent)) == ("open_group", ["append"])
+    assert (desk.said(asked)[0], desk.said(sent)) == ("open_group", ["append"])
     assert len(desk.outbox.take_losses()) == num_lost
 
 
@@ -192,8 +200,7 @@ def test_turns_whose_seal_was_found_posted_are_kept_for_the_next_restart(
 
 
 def test_a_group_that_was_over_is_asked_for_first_after_every_restart(new_desk: NewDesk) -> None:
-    # After the second restart only the payload was asked. A tombstone that had ended meanwhile was
-    # taken for a loss.
+    # After the second restart only the payload was asked.
     desk = new_desk(keep_s=5.0)
     (lane,) = desk.opened()
     desk.append(lane)
@@ -209,7 +216,7 @@ def test_a_group_that_was_over_is_asked_for_first_after_every_restart(new_desk: 
         desk.answer()
         over = ResponseError("CONFLICT group g was over: a name is used once")
         asked.append(desk.said(desk.answer(over, *[b"OK"] * num_closings)))
-        desk.answer(ResponseError("FENCED the trajectory was never opened, or is released"))
+        desk.answer(ResponseError("FENCED the trajectory is over, and its payload released"))
 
     assert [each[0] for each in asked] == ["open_group", "open_group"]
     assert desk.outbox.take_losses() == []

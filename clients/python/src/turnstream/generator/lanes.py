@@ -47,7 +47,6 @@ class Lane:
         end: told when the lane has ended, once.
         has_ended: it has; it goes through all of this again where the store may have forgotten it.
         held_epoch: the epoch that it had before.
-        is_group_over: its group was over when it was to be opened again.
     """
 
     key: TrajectoryKey
@@ -69,7 +68,6 @@ class Lane:
     error: TurnstreamError | None = None
     has_ended: bool = False
     held_epoch: int = 0
-    is_group_over: bool = False
 
     @property
     def is_ending(self) -> bool:
@@ -84,7 +82,6 @@ class Lane:
     def rewind(self, turns: Sequence[TurnRecord]) -> None:
         """Its last acknowledged turns are sent again, before those that wait."""
         self.reserved_bytes = FIRST_BYTES
-        self.is_group_over = False
         self.pending.extendleft([PendingTurn(turn, None, True) for turn in reversed(turns)])
         self.num_acknowledged -= len(turns)
 

@@ -128,9 +128,9 @@ class Lives:
 
     def not_opened(self, lane: Lane, text: str, now_s: float) -> TurnstreamError | None:
         """The store has not opened it; the error, where that is not because it is beyond that."""
-        if has_survived(lane, text):
-            self.survived(lane, now_s)
-        elif lane.held_epoch and lane.seal is not None and " is already " in text:
+        if self._is_beyond(lane, text, now_s):
+            return None
+        if lane.held_epoch and lane.seal is not None and " is already " in text:
             lane.epoch = lane.held_epoch  # its seal had been posted, and the answer was lost
             lane.seal_record = lane.seal(lane.epoch)
             self.queues.seals.append(lane)
@@ -193,15 +193,21 @@ class Lives:
 
     def refuse(self, lane: Lane, text: str, now_s: float) -> None:
         """The store refused something of a lane."""
-        if is_left_to_payload(lane, text):
-            leave_to_payload(lane, text)
-            self.advance(lane)
-        elif has_survived(lane, text):
-            self.survived(lane, now_s)
-        else:
+        if not self._is_beyond(lane, text, now_s):
             error = why_refused(lane, text)
             self._note(lane, error)
             self.fail(lane, error)
+
+    def _is_beyond(self, lane: Lane, text: str, now_s: float) -> bool:
+        """Whether a refusal is no failure: the store has it all, or the payload is to say so."""
+        if is_left_to_payload(lane, text):
+            leave_to_payload(lane)
+            self.advance(lane)
+            return True
+        if has_survived(lane, text):
+            self.survived(lane, now_s)
+            return True
+        return False
 
     def rewind(self) -> None:
         """Another start of the store answers: what is kept goes before everything that waits."""

@@ -93,38 +93,37 @@ def why_refused(lane: Lane, text: str) -> TurnstreamError:
 def has_survived(lane: Lane, text: str) -> bool:
     """Whether a refusal says that the store has all of a lane that had ended, and is beyond it.
 
-    A trajectory may have left the ledger before its group. One that was sealed and is abandoned now
-    was open when the store came back, and its lease ended before it was sealed again.
+    One that was sealed and is abandoned now was open when the store came back, and its lease ended
+    before it was sealed again.
     """
     if lane.abandon_reason is None and text.endswith(" is already abandoned"):
         return False
-    group = keys.encode_name(lane.key.group_id)
-    is_beyond = (
-        f"CONFLICT {lane.trajectory_id} is already ",
-        f"CONFLICT group {group} is already ",
-        "FENCED the trajectory is over",
-    )
-    if lane.is_group_over:
-        is_beyond = (*is_beyond, "FENCED the trajectory was never opened")  # no tombstone any more
-    return lane.has_ended and (text.startswith(is_beyond) or text.endswith(_IS_OVER))
+    is_beyond = (f"CONFLICT {lane.trajectory_id} is already ", "FENCED the trajectory is over")
+    return lane.has_ended and (text.startswith(is_beyond) or _is_without(lane, text))
 
 
 def is_left_to_payload(lane: Lane, text: str) -> bool:
     """Whether a refusal leaves open if the store has lost a lane that was sealed.
 
-    The ledger and the groups have forgotten what is over. The payload is gone too, but its
-    tombstone stands for longer than anything is kept here, and says whether it was given up.
+    The ledger has forgotten it, or never knew it, and its group went on. The payload is gone too,
+    but its tombstone stands for longer than anything is kept here, and says whether it was given
+    up. Where there is none, the store has lost the trajectory.
     """
     is_asked_first = lane.epoch == 0 and lane.held_epoch > 0
     is_sealed = lane.has_ended and lane.seal is not None
-    is_forgotten = text.endswith((_IS_OVER, " was never opened, or is over"))
-    return is_asked_first and is_sealed and is_forgotten
+    is_unknown = _is_without(lane, text) or text.endswith(" was never opened, or is over")
+    return is_asked_first and is_sealed and is_unknown
 
 
-def leave_to_payload(lane: Lane, text: str) -> None:
+def _is_without(lane: Lane, text: str) -> bool:
+    """Whether the group of a lane takes no member any more, and the ledger does not have it."""
+    group = keys.encode_name(lane.key.group_id)
+    return text.startswith(f"CONFLICT group {group} is already ") or text.endswith(_IS_OVER)
+
+
+def leave_to_payload(lane: Lane) -> None:
     """Go on with the epoch it had: the payload, or its tombstone, answers."""
     lane.epoch, lane.is_placed = lane.held_epoch, True
-    lane.is_group_over = text.endswith(_IS_OVER)
 
 
 class Reposts:
