@@ -1,4 +1,4 @@
-"""Leases as generators see them: kept while they live, lost when they sleep, taken over."""
+"""Leases as generators see them: kept while they live, lost when they sleep or die."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import redis
 
-from turnstream.errors import ConflictError, FencedError, InvalidTurnError
+from turnstream.errors import ConflictError, FencedError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.records.turns import decode_turn
 from turnstream.store import keys
-from turnstream.testing import group, ids, trajectory, turn, wait_until, wait_until_async
+from turnstream.testing import group, ids, trajectory, turn, wait_until
 from turnstream.types import SealedTrajectory, TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 
@@ -311,139 +311,3 @@ def test_a_closed_publisher_says_what_it_leaves_open(
         is_lapsed(other)
 
     assert "w leaves 1 trajectories open" in caplog.text
-
-
-def test_the_same_generator_goes_on_at_once_after_a_restart(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(client)
-    with Publisher(server.url, run, writer="w") as publisher:
-        publisher.trajectory("g", 0, num_samples=1).append(ids("ab"), ids("c")).result(10)
-
-    with Publisher(server.url, run, writer="w") as publisher:
-        episode = publisher.take_over("g", 0)
-        episode.append(ids("abcd"), ids("e"))
-        episode.seal(1.0)
-
-    assert read(client, run).spelled(KEY) == [("ab", "c"), ("abcd", "e")]
-
-
-def test_a_trajectory_without_a_turn_is_taken_over_too(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(client, lease_s=LEASE_S)
-    with Publisher(server.url, run) as gone:
-        gone.trajectory("g", 0, num_samples=2).__enter__()
-
-    with Publisher(server.url, run) as publisher:
-        is_lapsed(publisher)
-        episode = publisher.take_over("g", 0)
-        episode.append(ids("ab"), ids("c"))
-        episode.seal(1.0)
-
-    assert episode.turns == ()
-    assert read(client, run).spelled(KEY) == [("ab", "c")]
-
-
-def test_a_seal_that_its_writer_stored_and_told_nobody_of_counts(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(client, lease_s=LEASE_S)
-    with Publisher(server.url, run) as gone:
-        gone.trajectory("h", 0, num_samples=1).append(ids("ab"), ids("c")).result(10)
-        episode = gone.trajectory("g", 0, num_samples=1)
-        episode.append(ids("ab"), ids("c"))
-        episode.seal(1.0)
-    forget_the_seal(client, run)
-
-    with (
-        Publisher(server.url, run, writer="second") as publisher,
-        pytest.raises(ConflictError, match="g/0/0 is sealed: its writer stored the seal"),
-    ):
-        publisher.take_over("g", 0)
-
-    stored = read(client, run)
-    assert stored.ledger()["g/0/0"] == "sealed:2"
-    assert stored.sealed() == [KEY, KEY]
-    assert stored.counts() == {"accepted": 2, "open": 1, "sealed": 1}
-
-
-def test_such_a_seal_still_awaits_its_reward(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(client, lease_s=LEASE_S)
-    with Publisher(server.url, run) as gone:
-        episode = gone.trajectory("g", 0, num_samples=1)
-        episode.append(ids("ab"), ids("c"))
-        episode.seal(awaits_reward=True)
-    forget_the_seal(client, run, state="awaiting_reward")
-
-    with (
-        Publisher(server.url, run, writer="second") as publisher,
-        pytest.raises(ConflictError, match="g/0/0 is sealed: its writer stored the seal"),
-    ):
-        publisher.take_over("g", 0)
-
-    assert read(client, run).ledger()["g/0/0"] == "awaiting_reward:2"
-
-
-def forget_the_seal(
-    client: redis.Redis, run: str, *, epoch: int = 1, state: str = "sealed"
-) -> None:
-    """As if the writer of g/0/0 had died before it told the run."""
-    names = keys.run_keys(run)
-    client.hset(names.ledger, "g/0/0", f"open:{epoch}:gone")
-    client.hincrby(names.counts, state, -1)
-    client.hincrby(names.counts, "open", 1)
-    client.zadd(names.leases, {"g/0/0": 1})
-
-
-@pytest.mark.parametrize(
-    ("name", "sample", "attempt", "field"),
-    [
-        ("", 0, 0, "group_id"),
-        ("g", -1, 0, "sample"),
-        ("g", "0", 0, "sample"),
-        ("g", 0, -1, "attempt"),
-    ],
-)
-def test_a_key_that_cannot_be_is_refused(
-    server: EmbeddedServer,
-    client: redis.Redis,
-    new_run: NewRun,
-    name: str,
-    sample: Any,
-    attempt: int,
-    field: str,
-) -> None:
-    with (
-        Publisher(server.url, new_run(client)) as publisher,
-        pytest.raises(InvalidTurnError, match=f"^{field}: "),
-    ):
-        publisher.take_over(name, sample, attempt)
-
-
-async def test_both_publishers_take_over_alike(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(client, lease_s=LEASE_S)
-    async with AsyncPublisher(server.url, run) as gone:
-        episode = gone.trajectory("g", 0, num_samples=1)
-        await (await episode.append(ids("ab"), ids("c")))
-
-    async with AsyncPublisher(server.url, run) as publisher:
-
-        async def lapsed() -> bool:
-            return [found.key for found in await publisher.lapsed()] == [KEY]
-
-        await wait_until_async(lapsed, describe="the end of a lease")
-        taken = await publisher.take_over("g", 0)
-        await taken.append(ids("abcd"), ids("e"))
-        await taken.seal(1.0)
-
-    assert [each.response_ids.tolist() for each in taken.turns] == [[ord("c")]]
-    assert read(client, run).spelled(KEY) == [("ab", "c"), ("abcd", "e")]
-    forget_the_seal(client, run, epoch=2)
-    async with AsyncPublisher(server.url, run) as publisher:
-        with pytest.raises(ConflictError, match="g/0/0 is sealed"):
-            await publisher.take_over("g", 0)
