@@ -74,8 +74,8 @@ class EmbeddedServerError(StoreUnavailableError):
     """The embedded server cannot run; `log_lines` is what it said itself, last line last."""
 
     def __init__(self, message: str, log_lines: tuple[str, ...] = ()) -> None:
-        super().__init__(message, log_lines)
-        self.message = message
+        super().__init__(message)
+        self.args = (message, log_lines)
         self.log_lines = log_lines
 
     def __str__(self) -> str:

@@ -34,6 +34,7 @@ class Desk:
             "timeout_s": 10.0,
             "admission_timeout_s": 60.0,
             "keep_s": 0,
+            "address": "10.0.0.7:6379",
         }
         self.outbox = Outbox("r", "w", jitter=lambda: 1.0, **{**defaults, **limits})
         self.now_s = 100.0

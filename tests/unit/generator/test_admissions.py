@@ -108,7 +108,7 @@ def test_a_wait_for_leave_ends_by_its_deadline_while_the_store_is_away(new_desk:
     assert desk.now_s == pytest.approx(160.0)
     (error,) = opened.errors.values()
     assert isinstance(error, NotReadyError)
-    assert [reason.kind for reason in error.reasons] == [WaitKind.NO_LEAVE]
+    assert [reason.kind for reason in error.reasons] == [WaitKind.NO_LEAVE, WaitKind.STORE_AWAY]
     assert error.reasons[0].facts == {"group": "g", "samples": 3, "waited_s": pytest.approx(60.0)}
 
 
@@ -158,7 +158,7 @@ def test_what_the_store_said_before_a_wait_began_is_not_said_of_it(new_desk: New
     desk.answer(ResponseError("WAIT 7-0 no capacity"))
 
     said = [
-        [reason.kind for reason in desk.outbox.why_waiting(desk.now_s + 0.1, delivery)]
+        [reason.kind for reason in desk.outbox.why.waiting(desk.now_s + 0.1, delivery)]
         for delivery in (opened, later)
     ]
 
@@ -201,4 +201,66 @@ def test_a_group_given_up_while_it_asks_is_abandoned_once_it_is_open(new_desk: N
     desk.outbox.answered(asking, replies=[*loads, [1]], now_s=desk.now_s)
 
     assert desk.said(desk.answer(1)) == ["abandon"]
+    assert desk.outbox.is_idle
+
+
+def test_a_wait_for_leave_ends_by_its_deadline_while_the_group_asks_a_store_that_is_silent(
+    new_desk: NewDesk,
+) -> None:
+    desk = new_desk(admission_timeout_s=60.0, timeout_s=600.0)
+    opened = Delivery()
+    desk.asked(opened=opened)
+    desk.answer(ResponseError("WAIT 7-0 the planner sleeps"))
+    desk.outbox.woken()
+    asked = desk.take()
+
+    desk.now_s += desk.outbox.ends_in_s(desk.now_s)
+    desk.outbox.expire(desk.now_s)
+
+    assert asked is not None
+    assert desk.now_s == pytest.approx(160.0)
+    assert kinds(opened) == [WaitKind.NO_LEAVE, WaitKind.STORE_SILENT]
+
+
+@pytest.mark.parametrize("answer", [[5], ResponseError("WAIT 8-0 no capacity")])
+def test_what_the_store_opens_after_the_wait_for_it_has_ended_is_given_back(
+    new_desk: NewDesk, answer: Any
+) -> None:
+    desk = new_desk(admission_timeout_s=60.0, timeout_s=600.0)
+    (lane,) = desk.asked()
+    desk.answer(ResponseError("WAIT 7-0 no capacity"))
+    desk.outbox.woken()
+    asked = desk.take()
+    assert asked is not None
+    desk.now_s += 60.0
+    desk.outbox.expire(desk.now_s)
+
+    desk.outbox.answered(asked, replies=[answer], now_s=desk.now_s)
+    given_back = desk.take()
+
+    assert lane.error is not None
+    assert desk.outbox.wake_id is None
+    if isinstance(answer, ResponseError):
+        assert given_back is None
+    else:
+        assert desk.said(given_back) == ["abandon"]
+        assert given_back.commands[0].args[:3] == ("g/0/0", "5:w", "its wait for leave had ended")
+
+
+def test_a_group_whose_wait_has_ended_does_not_ask_again_after_its_round_was_lost(
+    new_desk: NewDesk,
+) -> None:
+    desk = new_desk(admission_timeout_s=60.0, timeout_s=600.0)
+    desk.asked()
+    desk.answer(ResponseError("WAIT 7-0 no capacity"))
+    desk.outbox.woken()
+    asked = desk.take()
+    assert asked is not None
+    desk.now_s += 60.0
+    desk.outbox.expire(desk.now_s)
+
+    desk.outbox.lost(asked, error=RedisConnectionError("gone"), now_s=desk.now_s)
+    desk.wait_out()
+
+    assert desk.take() is None
     assert desk.outbox.is_idle

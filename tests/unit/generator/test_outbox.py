@@ -13,6 +13,7 @@ from redis.exceptions import (
     OutOfMemoryError,
     ResponseError,
 )
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from turnstream.errors import (
     ConflictError,
@@ -255,3 +256,78 @@ def test_giving_everything_up_settles_everything_but_leaves_live_trajectories_al
 
     assert all(delivery.errors for delivery in (receipt, opened, closing))
     assert (live.error, desk.outbox.is_idle) == (None, True)
+
+
+def test_a_store_that_is_silent_for_too_long_is_given_up_on_with_the_reasons(
+    new_desk: NewDesk,
+) -> None:
+    desk = new_desk(timeout_s=10.0)
+    one, other = desk.opened(2)
+    receipts = [desk.append(one), desk.append(other)]
+    sent = desk.take()
+    assert sent is not None
+
+    desk.now_s += 10.4
+    desk.outbox.expire(desk.now_s)
+    were_done = [receipt.is_done for receipt in receipts]
+    desk.now_s += desk.outbox.ends_in_s(desk.now_s)
+    desk.outbox.expire(desk.now_s)
+    desk.outbox.answered(sent, replies=[1, 1], now_s=desk.now_s)
+
+    assert were_done == [False, False]
+    assert desk.now_s == pytest.approx(110.5)
+    errors = [next(iter(receipt.errors.values())) for receipt in receipts]
+    for error, lane in zip(errors, (one, other), strict=True):
+        assert isinstance(error, StoreUnavailableError)
+        assert [reason.kind for reason in error.reasons] == ["not_acknowledged", "store_silent"]
+        assert error.reasons[0].facts["sample"] == lane.key.sample
+        assert error.reasons[1].facts == {"address": "10.0.0.7:6379", "since_s": 10.5}
+    assert desk.outbox.is_idle
+
+
+def test_after_it_gave_up_on_a_round_it_asks_which_store_answers(new_desk: NewDesk) -> None:
+    desk = new_desk(timeout_s=10.0)
+    (lane,) = desk.opened()
+    desk.append(lane)
+    desk.take()
+    desk.now_s += 11.0
+    desk.outbox.expire(desk.now_s)
+
+    desk.asked()
+    sent = desk.take()
+
+    assert sent is not None
+    assert sent.loads_scripts
+
+
+def test_an_outage_counts_from_when_the_round_was_sent_that_was_not_answered(
+    new_desk: NewDesk,
+) -> None:
+    desk = new_desk(timeout_s=40.0)
+    (lane,) = desk.opened()
+    receipt = desk.append(lane)
+    for silent_s in (30.0, 10.0):
+        sent = desk.take()
+        assert sent is not None
+        desk.now_s += silent_s
+        desk.outbox.lost(sent, error=RedisTimeoutError("30 s"), now_s=desk.now_s)
+        desk.wait_out()
+
+    assert desk.now_s < 141.0
+    with pytest.raises(StoreUnavailableError, match="took no writes for 40 s") as caught:
+        receipt.raise_error()
+    silent = caught.value.reasons[-1]
+    assert (silent.kind, silent.facts["since_s"]) == ("store_silent", pytest.approx(40.0, abs=0.1))
+
+
+def test_a_refused_call_is_a_store_that_is_away_and_not_silent(new_desk: NewDesk) -> None:
+    desk = new_desk(timeout_s=10.0)
+    (lane,) = desk.opened()
+    receipt = desk.append(lane)
+    while not receipt.is_done:
+        desk.answer(OOM)
+        desk.wait_out()
+
+    (error,) = receipt.errors.values()
+    assert [reason.kind for reason in error.reasons] == ["not_acknowledged", "store_away"]
+    assert error.reasons[1].facts["why"].startswith("OOM")

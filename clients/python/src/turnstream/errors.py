@@ -12,7 +12,7 @@
     ├── RecordError (ValueError)            bytes not understood: dead-letter them
     │   ├── CorruptRecordError              checksum or length disagrees: the bytes are damaged
     │   └── UnknownFormatError              a newer major version than this code reads
-    ├── UnavailableError (ConnectionError)  not now: retry with back-off
+    ├── UnavailableError (ConnectionError)  not now: retry with back-off; says why in `reasons`
     │   ├── StoreUnavailableError           Redis is away, restarting or full
     │   ├── NotReadyError                   the deadline passed before the data came: says why
     │   └── BatcherUnavailableError         no batcher answered
@@ -126,14 +126,6 @@ class UnknownFormatError(RecordError):
         )
 
 
-class UnavailableError(TurnstreamError, ConnectionError):
-    """Something is away for now. The same call may succeed later."""
-
-
-class StoreUnavailableError(UnavailableError):
-    """Redis cannot be reached, is loading, or has no memory left."""
-
-
 class WaitKind(StrEnum):
     """What a wait may hang on: first what is waited for, then what holds it, by importance."""
 
@@ -141,11 +133,14 @@ class WaitKind(StrEnum):
     NO_TASK = "no_task"
     NO_REFILL = "no_refill"
     NO_VERSION = "no_version"
+    NO_BATCH = "no_batch"
     NO_ROOM = "no_room"
     NOT_ACKNOWLEDGED = "not_acknowledged"
     NOT_ON_DISK = "not_on_disk"
     STORE_AWAY = "store_away"
     STORE_SILENT = "store_silent"
+    BATCHER_AWAY = "batcher_away"
+    BATCHER_SILENT = "batcher_silent"
     RUN_OVER = "run_over"
     STORE_REFUSES_WRITES = "store_refuses_writes"
     RUN_PAUSED = "run_paused"
@@ -183,20 +178,30 @@ class WaitReason(NamedTuple):
     facts: Mapping[str, str | int | float | None]
 
 
-class NotReadyError(UnavailableError):
-    """The deadline of a wait passed. The message says what was waited for.
+class UnavailableError(TurnstreamError, ConnectionError):
+    """Something is away for now. The same call may succeed later.
 
     Attributes:
-        reasons: why it did not come, the most important first; empty where nobody could say.
+        message: for people.
+        reasons: of a wait that it ended, what was waited for and why that did not come, the most
+            important first; empty where it ended no wait, or nobody could say.
     """
 
-    def __init__(self, message: str, reasons: Iterable[Sequence[Any]] = ()) -> None:
+    def __init__(self, message: str = "", reasons: Iterable[Sequence[Any]] = ()) -> None:
         self.message = message
         self.reasons = tuple(WaitReason(*reason) for reason in reasons)
         super().__init__(message, self.reasons)
 
     def __str__(self) -> str:
         return self.message
+
+
+class StoreUnavailableError(UnavailableError):
+    """Redis cannot be reached, does not answer, is loading, or has no memory left."""
+
+
+class NotReadyError(UnavailableError):
+    """The deadline of a wait passed. The message says what was waited for."""
 
 
 class BatcherUnavailableError(UnavailableError):

@@ -23,6 +23,8 @@ ASKS_BEFORE_S: Final = 1.0
 ASKS_EVERY_S: Final = 5.0
 """Many groups may wait for the same: one answer will do for so long."""
 
+_TOO_LATE: Final = "its wait for leave had ended"
+
 
 class Admissions:
     """The groups of one publisher that are not open yet.
@@ -36,6 +38,9 @@ class Admissions:
 
     A moment before a wait ends without leave, the store is asked what that hangs on, for all that
     wait. Where a wait is shorter than that moment, it is asked with the group.
+
+    A wait ends by its deadline also while its group asks again, and the store says nothing. What
+    the store opens for it after that is given up.
     """
 
     def __init__(self, lives: Lives, *, timeout_s: float) -> None:
@@ -45,6 +50,7 @@ class Admissions:
         self._timeout_s = timeout_s
         self._waits: WaitFacts | None = None
         self._asked_s: float | None = None
+        self._told_to_wait: dict[Admission, None] = {}  # in the order in which they were
 
     def ask(
         self, group: GroupOpened, members: Iterable[TrajectoryKey], opened: Delivery
@@ -65,6 +71,10 @@ class Admissions:
 
     def granted(self, admission: Admission, answers: Sequence[Any], now_s: float) -> None:
         """The group is open; each member is, or why not."""
+        if admission.is_over:
+            self._give_back(admission, answers)
+            return
+        self._told_to_wait.pop(admission, None)
         if admission.since_s is not None:
             self._lives.tally.add_wait(now_s - admission.since_s)
         first_error = None
@@ -79,10 +89,13 @@ class Admissions:
 
     def refused(self, admission: Admission, text: str, now_s: float) -> None:
         """The group must wait, or will never start."""
+        if admission.is_over:
+            return
         newest_wake_id = wake_id(text)
         if newest_wake_id is not None:
             self._stand_aside(admission, str(refusal(text)), newest_wake_id, now_s)
             return
+        self._told_to_wait.pop(admission, None)
         for lane in admission.lanes:
             self._lives.refuse(lane, text, now_s)
         if any(lane.error is None for lane in admission.lanes):
@@ -94,17 +107,23 @@ class Admissions:
         self.wake_id = None
         self._queues.ask_again()
 
-    def expire(self, now_s: float) -> None:
-        """Turn away the groups that have waited for leave long enough."""
-        while self.pause_s(now_s) == 0:
-            admission = self._queues.waiting.popleft()
+    def expire(self, now_s: float, *, store: Sequence[WaitReason] = ()) -> None:
+        """Turn away the groups that have waited for leave long enough.
+
+        Args:
+            now_s: the time.
+            store: why the store says nothing, where it does not.
+        """
+        while (admission := self._first_to_end) is not None and self._left_s(admission, now_s) == 0:
             head = f"group {admission.group.group_id}: no leave to start"
             message = f"{head} within {self._timeout_s:g} s: {admission.reason}"
-            self._reject(admission, NotReadyError(message, self._why(admission, now_s)))
+            why = [self._no_leave(admission, now_s), *store, *self._reasons(admission, now_s)]
+            self._reject(admission, NotReadyError(message, why))
 
     def pause_s(self, now_s: float) -> float | None:
         """Seconds until one has waited long enough; None if none waits."""
-        return None if (end_s := self._first_end_s) is None else max(0.0, end_s - now_s)
+        admission = self._first_to_end
+        return None if admission is None else self._left_s(admission, now_s)
 
     def asks_in_s(self, now_s: float) -> float | None:
         """Seconds until the store is asked; None while what it said last will do."""
@@ -137,17 +156,26 @@ class Admissions:
             admission.opened.settle(None)
 
     @property
-    def _first_end_s(self) -> float | None:
-        """When the first of those that wait has waited long enough."""
-        since_s = self._queues.waiting_since_s
-        return None if since_s is None else since_s + self._timeout_s
+    def _first_to_end(self) -> Admission | None:
+        """Of those that were told to wait, wherever they are by now, the one that has longest."""
+        while self._told_to_wait:
+            admission = next(iter(self._told_to_wait))
+            if not admission.opened.is_done:
+                return admission
+            del self._told_to_wait[admission]
+        return None
+
+    def _left_s(self, admission: Admission, now_s: float) -> float:
+        """Seconds for which it may still wait."""
+        return max(0.0, (admission.since_s or 0.0) + self._timeout_s - now_s)
 
     @property
     def _asks_at_s(self) -> float | None:
         """When the store is asked next."""
-        since_s, end_s = self._queues.waiting_since_s, self._first_end_s
-        if since_s is None or end_s is None:
+        since_s = self._queues.waiting_since_s
+        if since_s is None:
             return None
+        end_s = since_s + self._timeout_s
         at_s = end_s - ASKS_BEFORE_S
         if self._asked_s is not None and self._asked_s >= since_s:
             at_s = max(at_s, self._asked_s + ASKS_EVERY_S)
@@ -164,14 +192,12 @@ class Admissions:
         waited_s = now_s - (admission.since_s or now_s)
         return no_leave(admission.group, admission.reason, waited_s=waited_s)
 
-    def _why(self, admission: Admission, now_s: float) -> list[WaitReason]:
-        return [self._no_leave(admission, now_s), *self._reasons(admission, now_s)]
-
     def _stand_aside(
         self, admission: Admission, reason: str, newest_wake_id: str, now_s: float
     ) -> None:
         if admission.since_s is None:
             admission.since_s = now_s
+            self._told_to_wait[admission] = None
             self._lives.tally.add("num_waits")
         admission.reason = reason
         self._queues.waiting.append(admission)
@@ -179,9 +205,18 @@ class Admissions:
         self.withdraw_given_up()
 
     def _reject(self, admission: Admission, error: TurnstreamError) -> None:
+        admission.is_over = True
+        self._told_to_wait.pop(admission, None)
+        self._queues.withdraw_admission(admission)
         for lane in admission.lanes:
             self._lives.fail(lane, error)
         admission.opened.settle(None, error)
+
+    def _give_back(self, admission: Admission, answers: Sequence[Any]) -> None:
+        """The store has opened what nobody waits for any more."""
+        for lane, answer in zip(admission.lanes, answers, strict=True):
+            if isinstance(answer, int):
+                self._lives.give_back(lane.key, answer, reason=_TOO_LATE)
 
 
 def _concerns(admission: Admission, delivery: Delivery | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Mapping
 from typing import Self
@@ -18,6 +19,7 @@ from turnstream.generator.takeovers import take_over_async
 from turnstream.generator.tasks import AsyncTask, take_task_async
 from turnstream.generator.trajectory_writers import AsyncTrajectoryWriter
 from turnstream.generator.writers import WriterState
+from turnstream.store.asking import StoreWait
 from turnstream.store.connection import connect_async
 from turnstream.store.groups import Refill
 from turnstream.store.leases import LapsedTrajectory, list_lapsed_async
@@ -55,7 +57,9 @@ class AsyncPublisher(
 
     async def lapsed(self) -> list[LapsedTrajectory]:
         """Trajectories of the run that may be taken over now. See `Publisher.lapsed`."""
-        return await list_lapsed_async(self._client, self._outbox.run)
+        run = self._outbox.run
+        async with self._asking(f"run {run!r}: what has lapsed was not listed").asking_async():
+            return await list_lapsed_async(self._client, run)
 
     async def take_over(
         self, group_id: str, sample: int, attempt: int = 0
@@ -65,9 +69,12 @@ class AsyncPublisher(
         outbox = self._outbox
         self._sender.require_open()
         declared = await self._sender.learn_columns()
-        taken = await take_over_async(
-            self._client, outbox.run, writer=outbox.writer, key=key, declared=declared
-        )
+        async with self._asking(
+            f"run {outbox.run!r}: {key.trajectory_id} was not taken over"
+        ).asking_async():
+            taken = await take_over_async(
+                self._client, outbox.run, writer=outbox.writer, key=key, declared=declared
+            )
         return self._taken_over(key, taken)
 
     async def post_reward(
@@ -92,7 +99,7 @@ class AsyncPublisher(
 
         Raises:
             NotReadyError: there was none within `timeout_s`.
-            StoreUnavailableError: the store cannot be reached.
+            StoreUnavailableError: the store cannot be reached, or did not answer by then.
         """
         return await take_refill_async(
             self._client,
@@ -106,7 +113,13 @@ class AsyncPublisher(
         """Take a refill if there is one, else the next prompt. See `Publisher.next_task`."""
         outbox = self._outbox
         self._sender.require_open()
-        taken = await take_task_async(self._client, outbox.run, writer=outbox.writer, wait_s=wait_s)
+        taken = await take_task_async(
+            self._client,
+            outbox.run,
+            writer=outbox.writer,
+            wait_s=wait_s,
+            unanswered=self._unanswered,
+        )
         return AsyncTask(taken, self._writers_of(taken))
 
     async def publish(self, group: Group) -> AsyncReceipt:
@@ -158,6 +171,11 @@ class AsyncPublisher(
             await self.flush(timeout_s)
         finally:
             await self._close()
+
+    def _asking(self, what: str) -> StoreWait:
+        """A call that has no deadline of its own."""
+        clock = asyncio.get_running_loop().time
+        return StoreWait(self._client, None, what, wait_s=self._outbox.timeout_s, clock=clock)
 
     async def _close(self) -> None:
         writers.tell_what_stays_open(self._outbox)

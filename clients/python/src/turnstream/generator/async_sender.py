@@ -18,6 +18,7 @@ from turnstream.generator.receipts import AsyncReceipt, Delivery
 from turnstream.generator.sender import ASK_AGAIN_S
 from turnstream.store import keys
 from turnstream.store.connection import AsyncLink, connect_async
+from turnstream.store.limits import ANSWER_S
 from turnstream.types import DeclaredColumn
 
 _Result = TypeVar("_Result")
@@ -37,8 +38,9 @@ class AsyncSender:
         self._progress = asyncio.Event()
         self._sender: asyncio.Task[None] | None = None
         self._listener: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
-        self._why = lambda delivery: outbox.why_waiting(time.monotonic(), delivery)
+        self._why = lambda delivery: outbox.why.waiting(time.monotonic(), delivery)
 
     def put(self, write: Callable[[], _Result]) -> _Result:
         """Do something to the outbox, and send what comes of it."""
@@ -81,7 +83,7 @@ class AsyncSender:
                     await self._progress.wait()
         except TimeoutError as error:
             message = f"no room for more writes within {timeout_s:g} s"
-            raise NotReadyError(message, self._outbox.why_no_room(time.monotonic())) from error
+            raise NotReadyError(message, self._outbox.why.no_room(time.monotonic())) from error
 
     async def flush(self, timeout_s: float | None) -> None:
         """Wait until everything accepted is acknowledged or has failed.
@@ -95,7 +97,7 @@ class AsyncSender:
                     await self._progress.wait()
         except TimeoutError as error:
             message = f"writes are still on their way after {timeout_s:g} s"
-            raise NotReadyError(message, self._outbox.why_waiting(time.monotonic())) from error
+            raise NotReadyError(message, self._outbox.why.waiting(time.monotonic())) from error
 
     async def flush_to_disk(self, timeout_s: float | None) -> None:
         """Wait until all that is so, and the store has had the time to sync it.
@@ -110,7 +112,7 @@ class AsyncSender:
                     await self._progress.wait()
         except TimeoutError as error:
             message = f"writes may not be on disk after {timeout_s:g} s"
-            raise NotReadyError(message, self._outbox.why_not_on_disk(time.monotonic())) from error
+            raise NotReadyError(message, self._outbox.why.not_on_disk(time.monotonic())) from error
 
     async def close(self) -> None:
         """Give up what is not acknowledged, stop the tasks, disconnect. Safe to repeat."""
@@ -148,15 +150,34 @@ class AsyncSender:
                     await self._work.wait()
 
     async def _exchange(self, link: AsyncLink, sent: Round) -> None:
+        self._keep_time()
         try:
-            replies = await link.exchange(sent.pack(), sent.num_replies)
+            async with asyncio.timeout(self._outbox.patience.left_s(time.monotonic())):
+                replies = await link.exchange(sent.pack(), sent.num_replies)
         except (RedisError, OSError) as error:
             self._outbox.lost(sent, error=error, now_s=time.monotonic())
         else:
             self._outbox.answered(sent, replies=replies, now_s=time.monotonic())
+        finally:
+            self._leave_time()
         self._tell_progress()
         if self._outbox.wake_id is not None and (self._listener is None or self._listener.done()):
             self._listener = asyncio.create_task(self._listen(), name="turnstream-listener")
+
+    def _keep_time(self) -> None:
+        """End what has waited long enough, while the task that sends waits for a silent store."""
+        now_s = time.monotonic()
+        if self._outbox.ends_in_s(now_s) == 0:
+            self._outbox.expire(now_s)
+            self._tell_progress()
+        ends_in_s = self._outbox.ends_in_s(now_s)
+        if ends_in_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(ends_in_s, self._keep_time)
+
+    def _leave_time(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _tell_progress(self) -> None:
         self._progress.set()
@@ -168,8 +189,9 @@ class AsyncSender:
         try:
             while (wake_id := self._outbox.wake_id) is not None:
                 try:
-                    block_ms = int(ASK_AGAIN_S * 1000)
-                    await client.xread({self._wake_key: wake_id}, block=block_ms)
+                    async with asyncio.timeout(ASK_AGAIN_S + ANSWER_S):
+                        block_ms = int(ASK_AGAIN_S * 1000)
+                        await client.xread({self._wake_key: wake_id}, block=block_ms)
                 except (RedisError, OSError):
                     await asyncio.sleep(_LISTEN_AGAIN_S)
                 self._outbox.woken()  # whether it has moved or not

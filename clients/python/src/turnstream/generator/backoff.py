@@ -23,10 +23,13 @@ class Backoff:
         self._since_s: float | None = None
         self._paused_until_s = 0.0
 
-    def failed(self, now_s: float) -> bool:
-        """Another try failed. Gives whether the outage has lasted too long."""
+    def failed(self, now_s: float, *, since_s: float | None = None) -> bool:
+        """Another try failed. Gives whether the outage has lasted too long.
+
+        It began with the first try that failed, or at `since_s`, when that was begun.
+        """
         if self._since_s is None:
-            self._since_s = now_s
+            self._since_s = now_s if since_s is None else since_s
         deadline_s = self._since_s + self._timeout_s
         if now_s >= deadline_s:
             self.succeeded()

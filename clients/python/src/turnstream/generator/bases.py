@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -158,6 +159,7 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
     ) -> None:
         self._outbox = writers.new_outbox(
             run,
+            url=url,
             writer=writer,
             max_inflight_bytes=max_inflight_bytes,
             timeout_s=timeout_s,
@@ -168,6 +170,7 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         self._sender = self._connect(url)
         self._unread_failures: list[Delivery] = []
         self._tried_refills: dict[TrajectoryKey, object] = {}
+        self._unanswered: deque[str] = deque()  # requests for tasks
 
     def group(
         self,

@@ -95,6 +95,7 @@ class Admission:
         opened: told when the store has answered.
         since_s: when it was first refused for lack of capacity; None before.
         reason: what the last refusal said.
+        is_over: its wait has ended, and whoever waited was told.
     """
 
     group: GroupOpened
@@ -103,6 +104,7 @@ class Admission:
     opened: Delivery
     since_s: float | None = None
     reason: str = ""
+    is_over: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -119,3 +121,8 @@ class RewardPost:
     receipt: Delivery
     outcome: str = ""
     until_s: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the trajectory."""
+        return str(self.command.args[0])

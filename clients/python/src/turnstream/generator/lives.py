@@ -6,7 +6,7 @@ Owns what all trajectories of a publisher share: the queues, leases, room, and w
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from turnstream.errors import ConflictError, StoreBehindError, TurnstreamError
@@ -280,11 +280,17 @@ class Lives:
         self.tally.add("num_lost")
         self.losses.append(error)
 
-    def give_up(self, error: TurnstreamError) -> None:
+    def give_up(self, error_of: Callable[[Lane], TurnstreamError]) -> None:
         """Fail whatever has something that is not acknowledged."""
         for lane in list(self.unended):
             if lane.pending or lane.end is not None or lane.epoch == 0 or lane.has_ended:
-                self.end(lane, error)
+                self.end(lane, error_of(lane))
+
+    def give_back(self, key: TrajectoryKey, epoch: int, *, reason: str) -> None:
+        """The store has opened, with this epoch, what nobody here will write."""
+        stray = self.begin(key)
+        stray.epoch, stray.abandon_reason = epoch, reason
+        self.queues.abandons.append(stray)
 
     def _hold(self, lane: Lane, now_s: float) -> None:
         """A lane has a lease from now on."""

@@ -37,10 +37,9 @@ from typing import Any
 
 from redis.exceptions import NoScriptError, ResponseError
 
-from turnstream.errors import StoreUnavailableError, TurnstreamError, WaitReason
+from turnstream.errors import StoreUnavailableError, TurnstreamError
 from turnstream.generator.admissions import Admissions
 from turnstream.generator.answers import Answers
-from turnstream.generator.backoff import Backoff
 from turnstream.generator.calls import (
     Call,
     CloseCall,
@@ -51,14 +50,17 @@ from turnstream.generator.calls import (
     Round,
 )
 from turnstream.generator.drafts import SealMaker, TurnRecord
-from turnstream.generator.lanes import Lane, RewardPost
+from turnstream.generator.endings import end_all
+from turnstream.generator.explaining import Explanations
+from turnstream.generator.lanes import Admission, Lane, RewardPost
 from turnstream.generator.lives import Lives
+from turnstream.generator.patience import Patience
 from turnstream.generator.receipts import Delivery
 from turnstream.generator.rewinds import Reposts
 from turnstream.generator.statistics import PublisherStatistics
 from turnstream.generator.tally import Tally
-from turnstream.generator.waits import not_on_disk, of_store, of_writes
 from turnstream.generator.window import KEEP_S, MAX_KEPT_BYTES, Window
+from turnstream.store.limits import is_silence
 from turnstream.store.replies import error_text, is_passing, translate
 from turnstream.types import DeclaredColumn, GroupOpened, TrajectoryKey
 
@@ -75,7 +77,12 @@ class Outbox:
         timeout_s: how long the store may be away or full before everything fails.
         admission_timeout_s: how long a group may wait for leave to start.
         jitter: gives numbers from 0 to 1.
+        address: of the store, for people.
         keep_s, max_kept_bytes: see Window.
+
+    Attributes:
+        patience: how long the store may be away or silent.
+        why: its waits bring nothing.
     """
 
     def __init__(
@@ -87,6 +94,7 @@ class Outbox:
         timeout_s: float,
         admission_timeout_s: float,
         jitter: Callable[[], float],
+        address: str = "?",
         keep_s: float = KEEP_S,
         max_kept_bytes: int = MAX_KEPT_BYTES,
     ) -> None:
@@ -103,11 +111,9 @@ class Outbox:
         self._answers = Answers(self._lives, self._admissions, self._reposts)
         self.timeout_s = timeout_s
         self.admission_timeout_s = admission_timeout_s
-        self._backoff = Backoff(timeout_s, jitter=jitter)
+        self.patience = Patience(timeout_s, jitter=jitter, address=address)
+        self.why = Explanations(self._lives, self._admissions, self.patience)
         self._incarnation: bytes | None = None
-        self._sent_s = 0.0
-        self._answered_s: float | None = None
-        self._trouble = ""
         self._round: Round | None = None
         self._scripts_known = False
         self._syncs_each_write = False
@@ -216,37 +222,7 @@ class Outbox:
 
     def statistics(self) -> PublisherStatistics:
         """What happened so far, and what is held."""
-        window = self._window
-        return self.tally.statistics(
-            num_forgotten=window.num_forgotten,
-            kept_bytes=window.num_bytes,
-            max_kept_bytes=window.max_bytes,
-        )
-
-    def why_waiting(self, now_s: float, delivery: Delivery | None = None) -> list[WaitReason]:
-        """Why not all is acknowledged; of one delivery where it is given. Looks at every write."""
-        silent_s = None if self._answered_s is None else now_s - self._answered_s
-        return [
-            *of_writes(self._lives.unended, delivery, silent_s=silent_s),
-            *of_store(
-                self._trouble,
-                away_since_s=self._backoff.since_s,
-                num_calls=len(self._round.calls) if self._round else None,
-                sent_s=self._sent_s,
-                now_s=now_s,
-            ),
-            *self._admissions.why_waiting(now_s, delivery),
-        ]
-
-    def why_no_room(self, now_s: float) -> list[WaitReason]:
-        """Why nothing more may be accepted."""
-        return [self.tally.why_no_room(), *self.why_waiting(now_s)]
-
-    def why_not_on_disk(self, now_s: float) -> list[WaitReason]:
-        """Why something that was acknowledged may still be lost."""
-        left_s = self._window.pause_s(now_s)
-        found = [] if left_s is None else [not_on_disk(left_s=left_s, keep_s=self._window.keep_s)]
-        return [*found, *self.why_waiting(now_s)]
+        return self.tally.statistics(**self._window.statistics())
 
     @property
     def num_open(self) -> int:
@@ -255,10 +231,10 @@ class Outbox:
 
     def next_round(self, now_s: float) -> Round | None:
         """What to send now; None while there is nothing, or while the store is left alone."""
-        self._admissions.expire(now_s)
-        if self._round is not None or self._backoff.pause_s(now_s) > 0:
+        self.expire(now_s)
+        if self._round is not None or self.patience.pause_s(now_s) > 0:
             return None
-        self._sent_s = now_s
+        self.patience.sent_s = now_s
         if not self._scripts_known and not self._window.is_settled:
             return self._look()  # whatever else is sent must find what was acknowledged before
         heartbeats = self._lives.heartbeats.due(now_s)
@@ -276,29 +252,45 @@ class Outbox:
             loads_scripts=not self._scripts_known,
             is_grouped=self._syncs_each_write and not self._was_aborted and len(calls) > 1,
         )
+        self.patience.sent(len(calls))
         return self._round
+
+    def expire(self, now_s: float) -> None:
+        """End what has waited long enough, also while a round is on its way.
+
+        Its owner may be held by a store that is silent: whoever waits must see to it meanwhile.
+        """
+        patience = self.patience
+        if self._admissions.pause_s(now_s) == 0:
+            store = patience.why(now_s) if patience.is_strained(now_s) else ()
+            self._admissions.expire(now_s, store=store)
+        if patience.left_s(now_s) == 0:
+            self._give_up(patience.trouble, now_s)
+
+    def ends_in_s(self, now_s: float) -> float | None:
+        """Seconds after which `expire` may end something; None while nothing has a deadline."""
+        return _first(self._admissions.pause_s(now_s), self.patience.left_s(now_s))
 
     def _look(self) -> Round:
         """A round without calls, to see which store answers."""
         self._round = Round((), (), loads_scripts=True)
+        self.patience.sent(0)
         return self._round
 
     def pause_s(self, now_s: float) -> float | None:
         """Seconds after which `next_round` may give something that it does not give now."""
-        pauses_s = [self._admissions.pause_s(now_s), self._backoff.pause_s(now_s) or None]
-        if pauses_s[-1] is None:
-            parts = (self._lives.heartbeats, self._window, self._reposts)
-            pauses_s += [
-                *[part.pause_s(now_s) for part in parts],
-                self._admissions.asks_in_s(now_s),
-            ]
-        return min([pause_s for pause_s in pauses_s if pause_s is not None], default=None)
+        expires_s, away_s = self._admissions.pause_s(now_s), self.patience.pause_s(now_s)
+        if away_s > 0:
+            return _first(expires_s, away_s)
+        parts = (self._lives.heartbeats, self._window, self._reposts)
+        due_s = [part.pause_s(now_s) for part in parts]
+        return _first(expires_s, *due_s, self._admissions.asks_in_s(now_s))
 
     def answered(self, sent: Round, *, replies: Sequence[Any], now_s: float) -> None:
         """The store answered the round; `replies` holds values and ResponseErrors."""
         if not self._ends(sent):
             return
-        self._answered_s = now_s
+        self.patience.answered(now_s)
         back: list[Call] = []
         trouble = "" if sent.calls else sent.trouble(replies)
         is_new, self._scripts_known = not self._scripts_known, not is_passing(trouble)
@@ -321,11 +313,11 @@ class Outbox:
         # A full store takes no group with a payload in it, but goes on with what makes room.
         self._was_aborted = sent.is_aborted(replies) or (self._was_aborted and bool(trouble))
         if self._scripts_known:
-            self._window.prove(self._sent_s)
+            self._window.prove(self.patience.sent_s)
         if trouble:
-            self._back_off(trouble, now_s)
+            self._back_off(trouble, now_s, self.patience.refused)
         else:
-            self._backoff.succeeded()
+            self.patience.took()
 
     def lost(self, sent: Round, *, error: Exception, now_s: float) -> None:
         """The connection failed: nothing is known of what the round asked for."""
@@ -336,7 +328,9 @@ class Outbox:
         self._scripts_known = False
         reason = translate(error)
         if isinstance(reason, StoreUnavailableError):
-            self._back_off(str(reason), now_s)
+            patience = self.patience
+            failed = patience.unanswered if is_silence(error) else patience.lost
+            self._back_off(str(reason), now_s, failed)
         else:
             self.fail_all(reason)
 
@@ -358,25 +352,21 @@ class Outbox:
 
     def fail_all(self, error: TurnstreamError) -> None:
         """Give up everything that is not acknowledged."""
+        self._end_all(lambda _: error)
+
+    def _end_all(self, error_of: Callable[[Lane | Admission | str], TurnstreamError]) -> None:
         if self._round is not None:
             self._queues.put_back(self._round.calls)
-            self._round = None
+            self._scripts_known = not self._ends(self._round)
         self.woken()
-        admissions = [*self._queues.admissions]
-        receipts = [call.receipt for call in (*self._queues.closings, *self._queues.questions)]
-        receipts += [call.post.receipt for call in self._queues.rewards]
-        self._queues.clear()
-        self._lives.give_up(error)
-        for admission in admissions:
-            admission.opened.settle(None, error)
-        for receipt in receipts:
-            receipt.settle(None, error)
+        end_all(self._lives, error_of)
 
     def _ends(self, sent: Round) -> bool:
         """Whether this is the round on its way; it is not if everything was given up meanwhile."""
         if self._round is not sent:
             return False
         self._round = None
+        self.patience.ended()
         return True
 
     def _put_back(self, calls: Sequence[Call]) -> None:
@@ -387,11 +377,22 @@ class Outbox:
         if any(isinstance(call, HeartbeatCall) for call in calls):
             self._lives.heartbeats.failed()
 
-    def _back_off(self, reason: str, now_s: float) -> None:
-        self._trouble = reason
-        if not self._backoff.is_failing:
-            _logger.warning("run %s: the store takes no writes: %s", self.run, reason)
-        if self._backoff.failed(now_s):
-            message = f"the store took no writes for {self.timeout_s:g} s: {reason}"
-            _logger.error("run %s: %s", self.run, message)
-            self.fail_all(StoreUnavailableError(message))
+    def _back_off(self, trouble: str, now_s: float, failed: Callable[[str, float], bool]) -> None:
+        """Leave the store alone; where it has failed for too long, give up."""
+        if not self.patience.is_failing:
+            _logger.warning("run %s: the store takes no writes: %s", self.run, trouble)
+        if failed(trouble, now_s):
+            self._give_up(trouble, now_s)
+
+    def _give_up(self, trouble: str, now_s: float) -> None:
+        """The store was away, or silent, for too long."""
+        message = f"the store took no writes for {self.timeout_s:g} s: {trouble}"
+        _logger.error("run %s: %s", self.run, message)
+        error_of = self.why.given_up(message, now_s)
+        self.patience.took()
+        self._end_all(error_of)
+
+
+def _first(*pauses_s: float | None) -> float | None:
+    """The shortest of some pauses, of which None never ends."""
+    return min([pause_s for pause_s in pauses_s if pause_s is not None], default=None)

@@ -18,6 +18,7 @@ from turnstream.generator.takeovers import take_over
 from turnstream.generator.tasks import Task, take_task
 from turnstream.generator.trajectory_writers import TrajectoryWriter
 from turnstream.generator.writers import WriterState
+from turnstream.store.asking import StoreWait
 from turnstream.store.connection import connect
 from turnstream.store.groups import Refill
 from turnstream.store.leases import LapsedTrajectory, list_lapsed
@@ -73,9 +74,11 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
 
         Raises:
             RunNotFoundError: no such run.
-            StoreUnavailableError: the store cannot be reached.
+            StoreUnavailableError: the store cannot be reached, or did not answer for `timeout_s`.
         """
-        return list_lapsed(self._client, self._outbox.run)
+        run = self._outbox.run
+        with self._asking(f"run {run!r}: what has lapsed was not listed").asking():
+            return list_lapsed(self._client, run)
 
     def take_over(self, group_id: str, sample: int, attempt: int = 0) -> TrajectoryWriter:
         """Go on with a trajectory whose writer is gone, from the next turn.
@@ -89,14 +92,15 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
             ConflictError: its lease has not ended, which `retry_after_s` says, or it is not open.
             FencedError: another generator was faster.
             RecordError: a stored turn is damaged; the trajectory is left to lapse.
-            StoreUnavailableError: the store cannot be reached.
+            StoreUnavailableError: the store cannot be reached, or did not answer for `timeout_s`.
         """
         key = writers.checked_key(group_id, sample, attempt)
         outbox = self._outbox
         declared = self._sender.learn_columns()
-        taken = take_over(
-            self._client, outbox.run, writer=outbox.writer, key=key, declared=declared
-        )
+        with self._asking(f"run {outbox.run!r}: {key.trajectory_id} was not taken over").asking():
+            taken = take_over(
+                self._client, outbox.run, writer=outbox.writer, key=key, declared=declared
+            )
         return self._taken_over(key, taken)
 
     def post_reward(
@@ -121,7 +125,7 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
 
         Raises:
             NotReadyError: there was none within `timeout_s`.
-            StoreUnavailableError: the store cannot be reached.
+            StoreUnavailableError: the store cannot be reached, or did not answer by then.
         """
         return take_refill(
             self._client,
@@ -143,11 +147,17 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
             NotReadyError: there was none within `wait_s`, and why.
             PromptsExhaustedError: every prompt of the run was done by then.
             EndOfRunError: the run is closed.
-            StoreUnavailableError: the store cannot be reached.
+            StoreUnavailableError: the store cannot be reached, or did not answer by then.
         """
         outbox = self._outbox
         self._sender.require_open()
-        taken = take_task(self._client, outbox.run, writer=outbox.writer, wait_s=wait_s)
+        taken = take_task(
+            self._client,
+            outbox.run,
+            writer=outbox.writer,
+            wait_s=wait_s,
+            unanswered=self._unanswered,
+        )
         return Task(taken, self._writers_of(taken))
 
     def publish(self, group: Group) -> Receipt:
@@ -217,6 +227,10 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
             self.flush(timeout_s)
         finally:
             self._close()
+
+    def _asking(self, what: str) -> StoreWait:
+        """A call that has no deadline of its own."""
+        return StoreWait(self._client, None, what, wait_s=self._outbox.timeout_s)
 
     def _close(self) -> None:
         with self._sender.lock:

@@ -94,7 +94,8 @@ class Queues:
                 case SealsCall(lanes):
                     self.seals.extendleft(reversed(lanes))
                 case AdmissionCall(admission):
-                    self.admissions.appendleft(admission)
+                    if not admission.is_over:
+                        self.admissions.appendleft(admission)
                 case AbandonCall(lane):
                     self.abandons.appendleft(lane)
                 case HeartbeatCall() | ReserveCall() | WaitsCall():
@@ -120,6 +121,12 @@ class Queues:
     def waiting_since_s(self) -> float | None:
         """When the first of those who were told to wait was told so; None if nobody waits."""
         return self.waiting[0].since_s if self.waiting else None
+
+    def withdraw_admission(self, admission: Admission) -> None:
+        """Let this group neither ask nor wait."""
+        for queue in (self.admissions, self.waiting):
+            if admission in queue:
+                queue.remove(admission)
 
     def take_given_up(self) -> list[Admission]:
         """Remove the groups that ask or wait, and of which every member was given up."""

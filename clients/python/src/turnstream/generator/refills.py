@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 import zlib
 from collections.abc import Iterator, Sequence
 
 import redis
 import redis.asyncio
 
-from turnstream.errors import NotReadyError
+from turnstream.errors import NotReadyError, WaitKind
 from turnstream.store import keys
-from turnstream.store.connection import MAX_BLOCK_S
+from turnstream.store.asking import StoreWait
 from turnstream.store.groups import (
     Refill,
     list_refills_command,
     open_refill_command,
     parse_refills,
 )
-from turnstream.store.replies import translating
 from turnstream.store.scripts import run_command, run_command_async
 from turnstream.store.wait_reasons import no_refill
-from turnstream.store.waits import WaitFacts, read_waits, read_waits_async
+from turnstream.store.waits import WaitFacts
 from turnstream.types import TrajectoryKey
 
 _MAX_LISTED = 32
@@ -50,25 +48,26 @@ def take_refill(
 
     Raises:
         NotReadyError: there was none within `timeout_s`.
-        StoreUnavailableError: the store cannot be reached.
+        StoreUnavailableError: the store cannot be reached, or did not answer by then.
     """
-    deadline_s = time.monotonic() + timeout_s
+    wait = StoreWait(client, WaitKind.NO_REFILL, _what(run), wait_s=timeout_s)
     tried = {} if tried is None else tried
     while True:
-        listing = run_command(client, list_refills_command(run, max_count=_MAX_LISTED))
+        with wait.asking():
+            listing = run_command(client, list_refills_command(run, max_count=_MAX_LISTED))
         wake_id, refills = parse_refills(listing)
         untried = _in_turn([each for each in refills if each.key not in tried], writer)
         for refill in untried:
-            with _trying(refill.key, tried) as is_ours:
+            with _trying(refill.key, tried) as is_ours, wait.asking():
                 command = open_refill_command(run, writer, refill)
                 if is_ours and _is_taken(run_command(client, command)):
                     return refill
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise _none_came(run, timeout_s, read_waits(client, run))
+        wait.told(_none_left(refills))
+        if wait.is_over:
+            raise _none_came(wait, wait.look(client, run))
         if not untried:
-            with translating():
-                client.xread({keys.run_keys(run).wake: wake_id}, block=_block_ms(left_s))
+            with wait.asking():
+                client.xread({keys.run_keys(run).wake: wake_id}, block=wait.block_ms)
 
 
 async def take_refill_async(
@@ -80,24 +79,27 @@ async def take_refill_async(
     tried: dict[TrajectoryKey, object] | None = None,
 ) -> Refill:
     """The same as `take_refill`, for asyncio."""
-    loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + timeout_s
+    clock = asyncio.get_running_loop().time
+    wait = StoreWait(client, WaitKind.NO_REFILL, _what(run), wait_s=timeout_s, clock=clock)
     tried = {} if tried is None else tried
+    listed = list_refills_command(run, max_count=_MAX_LISTED)
     while True:
-        listing = await run_command_async(client, list_refills_command(run, max_count=_MAX_LISTED))
+        async with wait.asking_async():
+            listing = await run_command_async(client, listed)
         wake_id, refills = parse_refills(listing)
         untried = _in_turn([each for each in refills if each.key not in tried], writer)
         for refill in untried:
             with _trying(refill.key, tried) as is_ours:
-                command = open_refill_command(run, writer, refill)
-                if is_ours and _is_taken(await run_command_async(client, command)):
-                    return refill
-        left_s = deadline_s - loop.time()
-        if left_s <= 0:
-            raise _none_came(run, timeout_s, await read_waits_async(client, run))
+                async with wait.asking_async():
+                    command = open_refill_command(run, writer, refill)
+                    if is_ours and _is_taken(await run_command_async(client, command)):
+                        return refill
+        wait.told(_none_left(refills))
+        if wait.is_over:
+            raise _none_came(wait, await wait.look_async(client, run))
         if not untried:
-            with translating():
-                await client.xread({keys.run_keys(run).wake: wake_id}, block=_block_ms(left_s))
+            async with wait.asking_async():
+                await client.xread({keys.run_keys(run).wake: wake_id}, block=wait.block_ms)
 
 
 @contextlib.contextmanager
@@ -126,10 +128,15 @@ def _is_taken(answers: Sequence[int | bytes]) -> bool:
     return isinstance(answers[0], int)
 
 
-def _block_ms(left_s: float) -> int:
-    return max(1, int(min(MAX_BLOCK_S, left_s) * 1000))
+def _what(run: str) -> str:
+    return f"run {run!r}: no sample was to be tried again"
 
 
-def _none_came(run: str, timeout_s: float, waits: WaitFacts | None) -> NotReadyError:
-    message = f"run {run!r}: no sample was to be tried again within {timeout_s:g} s"
-    return NotReadyError(message, no_refill(waits, waited_s=timeout_s))
+def _none_left(refills: Sequence[Refill]) -> str:
+    if not refills:
+        return "no attempt was granted"
+    return f"the {len(refills)} attempts that were granted are tried by others, or here"
+
+
+def _none_came(wait: StoreWait, waits: WaitFacts | None) -> NotReadyError:
+    return NotReadyError(wait.message, no_refill(waits, waited_s=wait.wait_s))

@@ -1,4 +1,8 @@
-"""Carries an outbox to the store with one daemon thread; a second one listens for leave."""
+"""Carries an outbox to the store with one daemon thread; a second one listens for leave.
+
+No call of the sender outlasts the time that the store may be away. The waits for leave have
+deadlines of their own, which the listener keeps.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import Delivery, Receipt
 from turnstream.store import keys
 from turnstream.store.connection import Link, connect
+from turnstream.store.limits import ANSWER_S, SOCKET_TIMEOUT_S, ending_within
 from turnstream.types import DeclaredColumn
 
 _Result = TypeVar("_Result")
@@ -46,7 +51,7 @@ class Sender:
         self._sender: threading.Thread | None = None
         self._listener: threading.Thread | None = None
         self._is_closed = False
-        self._why = lambda delivery: outbox.why_waiting(time.monotonic(), delivery)
+        self._why = lambda delivery: outbox.why.waiting(time.monotonic(), delivery)
 
     def put(self, write: Callable[[], _Result]) -> _Result:
         """Do something to the outbox, and send what comes of it."""
@@ -87,7 +92,7 @@ class Sender:
             if not has_room():
                 self._require_open()
                 message = f"no room for more writes within {timeout_s:g} s"
-                raise NotReadyError(message, self._outbox.why_no_room(time.monotonic()))
+                raise NotReadyError(message, self._outbox.why.no_room(time.monotonic()))
 
     def flush(self, timeout_s: float | None) -> None:
         """Wait until everything accepted is acknowledged or has failed.
@@ -98,7 +103,7 @@ class Sender:
         with self.lock:
             if not self._progress.wait_for(lambda: self._outbox.is_idle, timeout_s):
                 message = f"writes are still on their way after {timeout_s:g} s"
-                raise NotReadyError(message, self._outbox.why_waiting(time.monotonic()))
+                raise NotReadyError(message, self._outbox.why.waiting(time.monotonic()))
 
     def flush_to_disk(self, timeout_s: float | None) -> None:
         """Wait until all that is so, and the store has had the time to sync it.
@@ -113,7 +118,7 @@ class Sender:
             self._require_open()
             if not has_ended:
                 message = f"writes may not be on disk after {timeout_s:g} s"
-                raise NotReadyError(message, self._outbox.why_not_on_disk(time.monotonic()))
+                raise NotReadyError(message, self._outbox.why.not_on_disk(time.monotonic()))
 
     def close(self) -> None:
         """Give up what is not acknowledged, stop the threads, disconnect. Safe to repeat."""
@@ -157,7 +162,10 @@ class Sender:
 
     def _exchange(self, sent: Round) -> None:
         try:
-            replies = self._link.exchange(sent.pack(), sent.num_replies)
+            with self.lock:
+                left_s = self._outbox.patience.left_s(time.monotonic())
+            timeout_s = SOCKET_TIMEOUT_S if left_s is None else min(SOCKET_TIMEOUT_S, left_s)
+            replies = self._link.exchange(sent.pack(), sent.num_replies, timeout_s=timeout_s)
         except (RedisError, OSError) as error:
             with self.lock:
                 self._outbox.lost(sent, error=error, now_s=time.monotonic())
@@ -173,20 +181,43 @@ class Sender:
     def _listen(self) -> None:
         """Wait on the run's wake stream whenever groups were told to wait."""
         while (wake_id := self._next_wake_id()) is not None:
-            try:
-                block_ms = int(ASK_AGAIN_S * 1000)
-                self._wake_client.xread({self._wake_key: wake_id}, block=block_ms)
-            except (RedisError, OSError):
-                with self.lock:
+            with self.lock:
+                ends_in_s = self._expire()
+            block_s = ASK_AGAIN_S if ends_in_s is None else min(ASK_AGAIN_S, ends_in_s)
+            has_moved = self._has_moved(wake_id, block_s=block_s)
+            with self.lock:
+                self._expire()
+                if has_moved is None:
                     self._refused.wait_for(lambda: self._is_closed, _LISTEN_AGAIN_S)
-            with self.lock:  # whether it has moved or not
-                self._outbox.woken()
-                self._work.notify()
+                if has_moved is not False or block_s == ASK_AGAIN_S:
+                    self._outbox.woken()
+                    self._work.notify()
 
     def _next_wake_id(self) -> str | None:
         with self.lock:
-            self._refused.wait_for(lambda: self._is_closed or self._outbox.wake_id is not None)
+            while not self._is_closed and self._outbox.wake_id is None:
+                self._refused.wait(self._expire())
             return None if self._is_closed else self._outbox.wake_id
+
+    def _has_moved(self, wake_id: str, *, block_s: float) -> bool | None:
+        """Whether the run's wake stream has moved by then; None where it cannot be read."""
+        block_ms = max(1, int(block_s * 1000))
+        try:
+            with ending_within(block_s + ANSWER_S):
+                return bool(self._wake_client.xread({self._wake_key: wake_id}, block=block_ms))
+        except (RedisError, OSError):
+            return None
+
+    def _expire(self) -> float | None:
+        """End, under the lock, what has waited long enough; gives the seconds until there is more.
+
+        It is for the listener to see to it: the sender may be held by a store that is silent.
+        """
+        now_s = time.monotonic()
+        if self._outbox.ends_in_s(now_s) == 0:
+            self._outbox.expire(now_s)
+            self._progress.notify_all()
+        return self._outbox.ends_in_s(now_s)
 
 
 def _started(target: Callable[[], None], name: str) -> threading.Thread:

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
-import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Generic, Protocol, Self, TypeVar
 
 import redis
 import redis.asyncio
 
-from turnstream.errors import NotReadyError, PromptsExhaustedError, TurnstreamError
+from turnstream.errors import (
+    NotReadyError,
+    PromptsExhaustedError,
+    TurnstreamError,
+    UnavailableError,
+    WaitKind,
+)
 from turnstream.generator import writers
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.writers import WriterState
 from turnstream.store import keys
-from turnstream.store.connection import MAX_BLOCK_S
-from turnstream.store.replies import translating
+from turnstream.store.asking import StoreWait
 from turnstream.store.scripts import run_command, run_command_async
 from turnstream.store.tasks import NoTask, TakenTask, next_task_command, parse_task
 from turnstream.store.wait_reasons import no_task
-from turnstream.store.waits import WaitFacts, read_waits, read_waits_async
+from turnstream.store.waits import WaitFacts
 
 
 class _Writer(Protocol):
@@ -85,50 +91,64 @@ class AsyncTask(_Task[_AnyWriter]):
         self._give_up(error)
 
 
-def take_task(client: redis.Redis, run: str, *, writer: str, wait_s: float) -> TakenTask:
+def take_task(
+    client: redis.Redis, run: str, *, writer: str, wait_s: float, unanswered: deque[str]
+) -> TakenTask:
     """The next task of a run, as soon as there is one.
+
+    Args:
+        client: of the store.
+        run: name of the run.
+        writer: who takes it.
+        wait_s: how long to wait.
+        unanswered: requests of this writer that the store has not answered, and may have granted;
+            calls for this writer share it.
 
     Raises:
         NotReadyError: there was none within `wait_s`, and why.
         PromptsExhaustedError: every prompt of the run was done by then.
         EndOfRunError: the run is closed.
-        StoreUnavailableError: the store cannot be reached.
+        StoreUnavailableError: the store cannot be reached, or did not answer by then.
     """
-    deadline_s = time.monotonic() + wait_s
+    wait = StoreWait(client, WaitKind.NO_TASK, f"run {run!r}: no task", wait_s=wait_s)
     while True:
-        command = next_task_command(run, writer=writer, request=secrets.token_hex(8))
-        found = parse_task(run_command(client, command))
+        with _request(unanswered) as request, wait.asking():
+            command = next_task_command(run, writer=writer, request=request)
+            found = parse_task(run_command(client, command))
         if isinstance(found, TakenTask):
             if found.epochs:
                 return found
             continue  # it came late, and was given up meanwhile
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            waits = None if found.is_exhausted else read_waits(client, run)
-            raise _none_came(run, found, wait_s, waits)
-        with translating():
-            client.xread({keys.run_keys(run).wake: found.wake_id}, block=_block_ms(left_s))
+        wait.told(found.why)
+        if wait.is_over:
+            waits = None if found.is_exhausted else wait.look(client, run)
+            raise _none_came(run, found, wait, waits)
+        with wait.asking():
+            client.xread({keys.run_keys(run).wake: found.wake_id}, block=wait.block_ms)
 
 
 async def take_task_async(
-    client: redis.asyncio.Redis, run: str, *, writer: str, wait_s: float
+    client: redis.asyncio.Redis, run: str, *, writer: str, wait_s: float, unanswered: deque[str]
 ) -> TakenTask:
     """The same as `take_task`, for asyncio."""
-    loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + wait_s
+    clock = asyncio.get_running_loop().time
+    what = f"run {run!r}: no task"
+    wait = StoreWait(client, WaitKind.NO_TASK, what, wait_s=wait_s, clock=clock)
     while True:
-        command = next_task_command(run, writer=writer, request=secrets.token_hex(8))
-        found = parse_task(await run_command_async(client, command))
+        with _request(unanswered) as request:
+            async with wait.asking_async():
+                command = next_task_command(run, writer=writer, request=request)
+                found = parse_task(await run_command_async(client, command))
         if isinstance(found, TakenTask):
             if found.epochs:
                 return found
             continue  # it came late, and was given up meanwhile
-        left_s = deadline_s - loop.time()
-        if left_s <= 0:
-            waits = None if found.is_exhausted else await read_waits_async(client, run)
-            raise _none_came(run, found, wait_s, waits)
-        with translating():
-            await client.xread({keys.run_keys(run).wake: found.wake_id}, block=_block_ms(left_s))
+        wait.told(found.why)
+        if wait.is_over:
+            waits = None if found.is_exhausted else await wait.look_async(client, run)
+            raise _none_came(run, found, wait, waits)
+        async with wait.asking_async():
+            await client.xread({keys.run_keys(run).wake: found.wake_id}, block=wait.block_ms)
 
 
 def task_states(outbox: Outbox, taken: TakenTask, now_s: float) -> list[WriterState]:
@@ -137,12 +157,25 @@ def task_states(outbox: Outbox, taken: TakenTask, now_s: float) -> list[WriterSt
     return [WriterState(outbox, taken.group, lane.key, lane) for lane in lanes]
 
 
-def _none_came(run: str, found: NoTask, wait_s: float, waits: WaitFacts | None) -> TurnstreamError:
+def _none_came(
+    run: str, found: NoTask, wait: StoreWait, waits: WaitFacts | None
+) -> TurnstreamError:
     if found.is_exhausted:
         return PromptsExhaustedError(f"run {run!r}: {found.why}")
-    reasons = no_task(found.why, waits, waited_s=wait_s)
-    return NotReadyError(f"run {run!r}: no task within {wait_s:g} s: {found.why}", reasons)
+    reasons = no_task(found.why, waits, waited_s=wait.wait_s)
+    return NotReadyError(f"{wait.message}: {found.why}", reasons)
 
 
-def _block_ms(left_s: float) -> int:
-    return max(1, int(min(MAX_BLOCK_S, left_s) * 1000))
+@contextlib.contextmanager
+def _request(unanswered: deque[str]) -> Iterator[str]:
+    """A name for one request: of one that was not answered, so that what it was given is found."""
+    try:
+        request = unanswered.pop()  # atomic: threads share it
+    except IndexError:
+        request = secrets.token_hex(8)
+    try:
+        yield request
+    except BaseException as error:
+        if isinstance(error, UnavailableError) or not isinstance(error, Exception):
+            unanswered.append(request)
+        raise

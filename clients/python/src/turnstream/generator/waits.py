@@ -7,8 +7,9 @@ from itertools import islice
 from typing import Final
 
 from turnstream.errors import WaitKind, WaitReason
-from turnstream.generator.lanes import Lane
+from turnstream.generator.lanes import Admission, Lane
 from turnstream.generator.receipts import Delivery
+from turnstream.store.wait_reasons import no_leave
 
 MAX_NAMED: Final = 8
 """Trajectories, and groups, that are named."""
@@ -67,31 +68,22 @@ def _end_in_words(lane: Lane) -> str:
     return ("the seal" if lane.seal is not None else "the giving up") + behind
 
 
-def of_store(
-    why: str, *, away_since_s: float | None, num_calls: int | None, sent_s: float, now_s: float
-) -> Iterator[WaitReason]:
-    """Whether the store is away, or silent.
-
-    Args:
-        why: what it, or the connection, said last.
-        away_since_s: since when it takes nothing; None while it does.
-        num_calls: calls that are on their way; None for no round.
-        sent_s: when they were sent.
-        now_s: the time.
-    """
-    if away_since_s is not None:
-        yield WaitReason(
-            WaitKind.STORE_AWAY,
-            f"the store has taken no writes for {now_s - away_since_s:.1f} s: {why}",
-            {"since_s": now_s - away_since_s, "why": why},
-        )
-    if num_calls is not None:
-        yield WaitReason(
-            WaitKind.STORE_SILENT,
-            f"{num_calls} calls were sent {now_s - sent_s:.1f} s ago, and the store has not "
-            "answered them",
-            {"since_s": now_s - sent_s, "calls": num_calls},
-        )
+def of_what_ends(
+    what: Lane | Admission | str, *, silent_s: float | None, now_s: float
+) -> list[WaitReason]:
+    """What is given up: a trajectory, a group that asks for leave, or a call, in words."""
+    match what:
+        case Lane():
+            return of_writes([what], None, silent_s=silent_s)
+        case Admission(group=group, since_s=None):
+            sentence = f"group {group.group_id} has asked for leave to start, and was not answered"
+            facts = {"group": group.group_id, "samples": group.num_samples}
+            return [WaitReason(WaitKind.NOT_ACKNOWLEDGED, sentence, facts)]
+        case Admission(group=group, reason=reason, since_s=since_s):
+            return [no_leave(group, reason, waited_s=now_s - (since_s or now_s))]
+        case str():
+            sentence = f"{what} is not acknowledged"
+            return [WaitReason(WaitKind.NOT_ACKNOWLEDGED, sentence, {"call": what})]
 
 
 def no_room(*, inflight_bytes: int, held_bytes: int, max_inflight_bytes: int) -> WaitReason:

@@ -107,6 +107,14 @@ class Window:
         self.num_bytes, self._newest_s = 0, None
         return taken
 
+    def statistics(self) -> dict[str, int]:
+        """What is kept, by its names in PublisherStatistics."""
+        return {
+            "num_forgotten": self.num_forgotten,
+            "kept_bytes": self.num_bytes,
+            "max_kept_bytes": self.max_bytes,
+        }
+
     def _forget(self) -> _Kept:
         forgotten = self._kept.popleft()
         self.num_bytes -= forgotten.num_bytes

@@ -17,6 +17,7 @@ from turnstream.generator.lanes import Lane
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import Delivery
 from turnstream.generator.takeovers import Taken
+from turnstream.store.connection import address_of
 from turnstream.types import GroupOpened, Purpose, Status, TrajectoryKey, Turn
 
 MAX_INFLIGHT_BYTES = 64 * 1024 * 1024
@@ -37,6 +38,7 @@ _MAX_REASON_LENGTH = 200  # a ledger keeps it for every trajectory
 def new_outbox(
     run: str,
     *,
+    url: str,
     writer: str | None,
     max_inflight_bytes: int,
     timeout_s: float,
@@ -55,6 +57,7 @@ def new_outbox(
         timeout_s=timeout_s,
         admission_timeout_s=admission_timeout_s,
         jitter=random.random,
+        address=address_of(url),
         keep_s=keep_s,
         max_kept_bytes=max_kept_bytes,
     )

@@ -4,44 +4,81 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from urllib.parse import urlsplit
 
 import redis
 import redis.asyncio
 import redis.asyncio.retry
 from redis.backoff import ExponentialBackoff
+from redis.connection import parse_url
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.retry import Retry
 
-SOCKET_TIMEOUT_S = 30.0
-"""A server that is silent for so long counts as away."""
+from turnstream.store.limits import SOCKET_TIMEOUT_S, BoundedPauses, bounded, ending_within
 
 MAX_BLOCK_S = 10.0
 """Longest blocking read: well below SOCKET_TIMEOUT_S, which would end the connection."""
 
 NUM_RETRIES = 3
-"""Of a command whose connection failed, as after a restart of the server. All we send is safe to
-send twice."""
+"""Of a command whose connection was lost, as after a restart of the server. All we send is safe to
+send twice. A server that is silent is not asked again: that would be as long once more."""
 
 MAX_CONNECTIONS = 10_000
 """Of one client: the server's own default bound. A batcher holds a connection for every run that it
 follows, and a client of redis-py refuses the hundred and first otherwise."""
 
+_PORT = 6379
 _CONNECT_TIMEOUT_S = 5.0
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 0.5
 
 
-def connect(url: str, *, num_retries: int = NUM_RETRIES) -> redis.Redis:
-    """A client for `redis://`, `rediss://` or `unix://`; it connects when it is first used."""
-    backoff = ExponentialBackoff(cap=_LONGEST_PAUSE_S, base=_FIRST_PAUSE_S)
-    return redis.Redis.from_url(url, retry=Retry(backoff, num_retries), **_options())
+def connect(
+    url: str, *, num_retries: int = NUM_RETRIES, silent_s: float = SOCKET_TIMEOUT_S
+) -> redis.Redis:
+    """A client for `redis://`, `rediss://` or `unix://`; it connects when it is first used.
+
+    Args:
+        url: address of the store.
+        num_retries: of a command whose connection was lost.
+        silent_s: a server that does not answer a call for so long counts as away; see also
+            `turnstream.store.limits.ending_by`.
+    """
+    pauses = BoundedPauses(cap=_LONGEST_PAUSE_S, base=_FIRST_PAUSE_S)
+    retry = Retry(pauses, num_retries, supported_errors=(RedisConnectionError,))
+    return redis.Redis.from_url(url, retry=retry, **_blocking_options(url, silent_s=silent_s))
 
 
 def connect_async(url: str, *, num_retries: int = NUM_RETRIES) -> redis.asyncio.Redis:
     """The same as `connect`, for asyncio."""
     backoff = ExponentialBackoff(cap=_LONGEST_PAUSE_S, base=_FIRST_PAUSE_S)
-    retry = redis.asyncio.retry.Retry(backoff, num_retries)
+    errors = (RedisConnectionError,)
+    retry = redis.asyncio.retry.Retry(backoff, num_retries, supported_errors=errors)
     return redis.asyncio.Redis.from_url(url, retry=retry, **_options())
+
+
+def address_of(url: str) -> str:
+    """Where a store is, for people, without what nobody should read.
+
+    >>> address_of("redis://me:secret@10.0.0.7:6379/0"), address_of("unix:///run/store.sock?db=1")
+    ('10.0.0.7:6379', '/run/store.sock')
+    """
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return parts.path
+    return f"{parts.hostname or 'localhost'}:{parts.port or _PORT}"
+
+
+def address_of_client(client: redis.Redis | redis.asyncio.Redis) -> str:
+    """The same, of a client."""
+    options = client.connection_pool.connection_kwargs
+    return options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', _PORT)}"
+
+
+def _blocking_options(url: str, *, silent_s: float = SOCKET_TIMEOUT_S) -> dict[str, Any]:
+    kind = parse_url(url).get("connection_class", redis.Connection)
+    return {**_options(), "socket_timeout": silent_s, "connection_class": bounded(kind)}
 
 
 def _options() -> dict[str, Any]:
@@ -61,7 +98,7 @@ class Link:
     """
 
     def __init__(self, url: str) -> None:
-        pool = redis.ConnectionPool.from_url(url, **_options())
+        pool = redis.ConnectionPool.from_url(url, **_blocking_options(url))
         self._connection = pool.make_connection()
 
     @property
@@ -77,20 +114,24 @@ class Link:
         """
         self._connection.connect()
 
-    def exchange(self, data: bytes, num_replies: int) -> list[Any]:
+    def exchange(
+        self, data: bytes, num_replies: int, *, timeout_s: float = SOCKET_TIMEOUT_S
+    ) -> list[Any]:
         """Send packed commands and give their replies in order, error replies among them.
 
         Raises:
-            redis.RedisError, OSError: the connection was lost. Nothing is known of any command.
+            redis.RedisError, OSError: the connection was lost, or was silent for `timeout_s`.
+                Nothing is known of any command.
         """
         replies: list[Any] = []
         try:
-            self._connection.send_packed_command([data], check_health=False)
-            while len(replies) < num_replies:
-                try:
-                    replies.append(self._connection.read_response())
-                except ResponseError as error:
-                    replies.append(error)
+            with ending_within(timeout_s):
+                self._connection.send_packed_command([data], check_health=False)
+                while len(replies) < num_replies:
+                    try:
+                        replies.append(self._connection.read_response())
+                    except ResponseError as error:
+                        replies.append(error)
         except BaseException:
             self.close()  # whoever comes next must not read what was left of this exchange
             raise
@@ -127,8 +168,11 @@ class AsyncLink:
     async def exchange(self, data: bytes, num_replies: int) -> list[Any]:
         """Send packed commands and give their replies in order, error replies among them.
 
+        Whoever cancels it loses the connection.
+
         Raises:
-            redis.RedisError, OSError: the connection was lost. Nothing is known of any command.
+            redis.RedisError, OSError: the connection was lost, or was silent for SOCKET_TIMEOUT_S.
+                Nothing is known of any command.
         """
         replies: list[Any] = []
         try:

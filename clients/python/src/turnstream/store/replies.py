@@ -39,6 +39,7 @@ from turnstream.errors import (
     TurnGapError,
     TurnstreamError,
 )
+from turnstream.store.limits import is_silence
 
 RETRY_AFTER_S = 1.0
 """Said to a caller that was told to wait and cannot listen to the run's `wake` stream."""
@@ -103,6 +104,8 @@ def translate(error: Exception) -> TurnstreamError:
         return RejectedError(f"the store denied access: {error}")
     if isinstance(error, redis_errors.ResponseError):
         return refusal(error_text(error))
+    if is_silence(error):
+        return StoreUnavailableError(f"the store has not answered in time: {error}".rstrip(": "))
     return StoreUnavailableError(f"the store cannot be reached: {error}")
 
 

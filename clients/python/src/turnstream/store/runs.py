@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any, get_args
 
 import redis
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.errors import ConflictError, InvalidConfigError, NotReadyError, RunNotFoundError
+from turnstream.errors import (
+    ConflictError,
+    InvalidConfigError,
+    NotReadyError,
+    RunNotFoundError,
+    WaitKind,
+)
 from turnstream.records.configs import decode_config, encode_config
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store import keys
-from turnstream.store.connection import MAX_BLOCK_S
+from turnstream.store.asking import StoreWait
 from turnstream.store.replies import translating
 from turnstream.store.scripts import Command, Script, run_command
 from turnstream.store.wait_reasons import no_version
-from turnstream.store.waits import read_waits
 from turnstream.types import Leftover, RunClosed, VersionAnnounced
 
 _CREATE_RUN = Script("create_run")
@@ -100,22 +104,22 @@ def wait_for_version(
 
     Raises:
         NotReadyError: no such version was announced within `timeout_s`, and why.
-        StoreUnavailableError: the store cannot be reached.
+        StoreUnavailableError: the store cannot be reached, or did not answer by then.
     """
     # The entry of version v has the id <v + 1>-0: whatever is above lies behind this id.
     position: Any = {keys.run_keys(run).versions: f"{above + 1}-0"}
-    deadline_s = time.monotonic() + timeout_s
+    what = f"run {run!r}: no version above {above}"
+    wait = StoreWait(client, WaitKind.NO_VERSION, what, wait_s=timeout_s)
     while True:
-        wait_s = min(MAX_BLOCK_S, deadline_s - time.monotonic())
-        with translating():
-            found = client.xread(position, count=1, block=max(1, int(wait_s * 1000)))
-        newest = newest_version(client, run) if found else None
+        with wait.asking():
+            found = client.xread(position, count=1, block=wait.block_ms)
+            newest = newest_version(client, run) if found else None
         if newest is not None:
             return newest
-        if time.monotonic() >= deadline_s:
-            reasons = no_version(above, read_waits(client, run), waited_s=timeout_s)
-            message = f"run {run!r}: no version above {above} within {timeout_s:g} s"
-            raise NotReadyError(message, reasons)
+        wait.told(f"no version above {above} was announced")
+        if wait.is_over:
+            reasons = no_version(above, wait.look(client, run), waited_s=timeout_s)
+            raise NotReadyError(wait.message, reasons)
 
 
 def close_run(

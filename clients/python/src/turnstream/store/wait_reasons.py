@@ -40,6 +40,24 @@ def no_leave(group: GroupOpened, why: str, *, waited_s: float) -> WaitReason:
     )
 
 
+def store_away(why: str, *, address: str, since_s: float) -> WaitReason:
+    """The store takes no calls, as it or the connection says."""
+    return WaitReason(
+        WaitKind.STORE_AWAY,
+        f"the store at {address} has taken nothing for {since_s:.1f} s: {why}",
+        {"address": address, "since_s": since_s, "why": why},
+    )
+
+
+def store_silent(*, address: str, since_s: float) -> WaitReason:
+    """The store was asked, and says nothing."""
+    return WaitReason(
+        WaitKind.STORE_SILENT,
+        f"the store at {address} was asked {since_s:.1f} s ago, and has not answered",
+        {"address": address, "since_s": since_s},
+    )
+
+
 def no_task(why: str, waits: WaitFacts | None, *, waited_s: float) -> list[WaitReason]:
     """There was nothing to do, and what holds that."""
     facts: dict[str, str | int | float | None] = {"waited_s": waited_s}

@@ -1,0 +1,54 @@
+"""Why waits on a publisher bring nothing: what its parts know, put together. No I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from turnstream.errors import StoreUnavailableError, TurnstreamError, WaitReason
+from turnstream.generator.admissions import Admissions
+from turnstream.generator.lanes import Admission, Lane
+from turnstream.generator.lives import Lives
+from turnstream.generator.patience import Patience
+from turnstream.generator.receipts import Delivery
+from turnstream.generator.waits import not_on_disk, of_what_ends, of_writes
+
+
+class Explanations:
+    """The reasons of one publisher, the most important first."""
+
+    def __init__(self, lives: Lives, admissions: Admissions, patience: Patience) -> None:
+        self._lives = lives
+        self._admissions = admissions
+        self._patience = patience
+
+    def waiting(self, now_s: float, delivery: Delivery | None = None) -> list[WaitReason]:
+        """Why not all is acknowledged; of one delivery where it is given. Looks at every write."""
+        silent_s = self._patience.silent_s(now_s)
+        return [
+            *of_writes(self._lives.unended, delivery, silent_s=silent_s),
+            *self._patience.why(now_s),
+            *self._admissions.why_waiting(now_s, delivery),
+        ]
+
+    def no_room(self, now_s: float) -> list[WaitReason]:
+        """Why nothing more may be accepted."""
+        return [self._lives.tally.why_no_room(), *self.waiting(now_s)]
+
+    def not_on_disk(self, now_s: float) -> list[WaitReason]:
+        """Why something that was acknowledged may still be lost."""
+        window = self._lives.window
+        left_s = window.pause_s(now_s)
+        found = [] if left_s is None else [not_on_disk(left_s=left_s, keep_s=window.keep_s)]
+        return [*found, *self.waiting(now_s)]
+
+    def given_up(
+        self, message: str, now_s: float
+    ) -> Callable[[Lane | Admission | str], TurnstreamError]:
+        """The errors of whatever ends because the store was away, or silent, for too long."""
+        why, silent_s = self._patience.why(now_s), self._patience.silent_s(now_s)
+
+        def error_of(what: Lane | Admission | str) -> TurnstreamError:
+            waited = of_what_ends(what, silent_s=silent_s, now_s=now_s)
+            return StoreUnavailableError(message, [*waited, *why])
+
+        return error_of

@@ -1,0 +1,121 @@
+"""By when calls of the store must be answered: a server may be there and say nothing.
+
+A process that is stopped, or whose machine is gone, keeps its connections: a call waits for the
+socket's own timeout, which knows nothing of the deadline of whoever waits for the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+from functools import cache
+from typing import Any, Final
+
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+SOCKET_TIMEOUT_S: Final = 30.0
+"""A server that is silent for so long counts as away."""
+
+ANSWER_S: Final = 0.5
+"""For so long beyond its deadline a wait may hang on a call that was sent before: a store that is
+well has answered by then."""
+
+_LEAST_S: Final = 0.001  # a socket with a timeout of 0 would not wait at all, and say so otherwise
+
+_end_s: ContextVar[float | None] = ContextVar("turnstream_calls_end_s", default=None)
+
+
+@contextlib.contextmanager
+def ending_by(deadline_s: float) -> Iterator[None]:
+    """Inside, no call of a client of `connect`, or of a Link, waits longer, its retries included.
+
+    For blocking calls of this thread; asyncio has `asyncio.timeout`. A call that is cut off raises
+    what a lost connection raises: nothing is known of what it asked for.
+
+    Args:
+        deadline_s: in seconds of `time.monotonic`; an earlier one that is in force stays.
+    """
+    outer_s = _end_s.get()
+    before = _end_s.set(deadline_s if outer_s is None else min(outer_s, deadline_s))
+    try:
+        yield
+    finally:
+        _end_s.reset(before)
+
+
+@contextlib.contextmanager
+def ending_within(seconds: float) -> Iterator[None]:
+    """The same as `ending_by`, so many seconds from now."""
+    with ending_by(time.monotonic() + seconds):
+        yield
+
+
+def _left_s() -> float | None:
+    """Seconds for which a call may still wait; None for as long as its socket lets it."""
+    end_s = _end_s.get()
+    return None if end_s is None else max(_LEAST_S, end_s - time.monotonic())
+
+
+class BoundedPauses(ExponentialBackoff):
+    """Pauses between the tries of a call, none of which goes beyond its deadline."""
+
+    def compute(self, failures: int) -> float:
+        """Seconds until the next try.
+
+        Raises:
+            RedisError: there is no time for another.
+        """
+        pause_s, left_s = super().compute(failures), _left_s()
+        if left_s is not None and pause_s >= left_s:
+            raise RedisError("the connection was lost, and there is no time for another try")
+        return pause_s
+
+
+@cache
+def bounded(kind: type[Any]) -> type[Any]:
+    """A kind of connection of redis-py whose reads and writes heed `ending_by`."""
+
+    class Bounded(kind):
+        _own_limits: tuple[float | None, float | None] | None = None
+
+        def _connect(self) -> Any:
+            self._limit()
+            return super()._connect()
+
+        def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
+            self._limit()
+            super().send_packed_command(*args, **kwargs)
+
+        def read_response(self, *args: Any, **kwargs: Any) -> Any:
+            self._limit()
+            return super().read_response(*args, **kwargs)
+
+        def _limit(self) -> None:
+            """Let the socket wait for as long as the call may."""
+            left_s = _left_s()
+            if left_s is None and self._own_limits is None:
+                return
+            own_s, own_connect_s = self._own_limits or (
+                self.socket_timeout,
+                getattr(self, "socket_connect_timeout", None),
+            )
+            self._own_limits = None if left_s is None else (own_s, own_connect_s)
+            self.socket_timeout = _shorter(own_s, left_s)
+            self.socket_connect_timeout = _shorter(own_connect_s, left_s)
+            if self._sock is not None:
+                self._sock.settimeout(self.socket_timeout)
+
+    return Bounded
+
+
+def _shorter(own_s: float | None, left_s: float | None) -> float | None:
+    return min([each_s for each_s in (own_s, left_s) if each_s is not None], default=None)
+
+
+def is_silence(error: BaseException) -> bool:
+    """Whether a failed call was sent and not answered in time, rather than not sent at all."""
+    return isinstance(error, RedisTimeoutError | TimeoutError)

@@ -1,0 +1,337 @@
+"""A store that is stopped keeps its connections and says nothing: every wait ends by its deadline.
+
+Every wait here is short, and the socket's own timeout is 30 s: what does not heed its deadline is
+seen by that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import redis
+
+from turnstream.errors import NotReadyError, StoreUnavailableError, UnavailableError, WaitKind
+from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.store.connection import address_of
+from turnstream.store.runs import wait_for_version
+from turnstream.store.tasks import Prompt, add_prompts, read_prompt_counts
+from turnstream.testing import group, ids, wait_until
+from turnstream.types import TrajectoryKey
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.redis
+
+NewRun = Callable[..., str]
+Read = Callable[[redis.Redis, str], Any]
+ONE_GROUP = {"batch_groups": 1, "max_staleness": 0, "max_planned_ahead": 0}
+TIMEOUT_S = 0.3
+LONGEST_S = 6.0
+"""Far above any deadline here, on a machine that is busy, and far below the socket's timeout."""
+
+SILENT = [WaitKind.STORE_SILENT]
+UNACKNOWLEDGED = [WaitKind.NOT_ACKNOWLEDGED, WaitKind.STORE_SILENT]
+EXPECTED = {
+    "next_task": [WaitKind.NO_TASK, WaitKind.STORE_SILENT],
+    "next_refill": [WaitKind.NO_REFILL, WaitKind.STORE_SILENT],
+    "lapsed": SILENT,
+    "take_over": SILENT,
+    "group": UNACKNOWLEDGED,
+    "append": UNACKNOWLEDGED,
+    "turn": UNACKNOWLEDGED,
+    "seal": UNACKNOWLEDGED,
+    "post_reward": UNACKNOWLEDGED,
+    "publish": UNACKNOWLEDGED,
+    "close_run": UNACKNOWLEDGED,
+}
+
+
+@contextlib.contextmanager
+def frozen(server: EmbeddedServer) -> Iterator[None]:
+    """Within, the server stands still."""
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+
+def ended(call: Callable[[], object]) -> UnavailableError:
+    """The error of a wait that must end soon."""
+    began_s = time.monotonic()
+    with pytest.raises(UnavailableError) as caught:
+        call()
+    assert time.monotonic() - began_s < LONGEST_S
+    return caught.value
+
+
+async def ended_async(call: Awaitable[object]) -> UnavailableError:
+    """The same of one that is awaited."""
+    began_s = time.monotonic()
+    with pytest.raises(UnavailableError) as caught:
+        await call
+    assert time.monotonic() - began_s < LONGEST_S
+    return caught.value
+
+
+def kinds(error: UnavailableError) -> list[str]:
+    return [reason.kind for reason in error.reasons]
+
+
+def facts(error: UnavailableError, kind: WaitKind) -> dict[str, Any]:
+    return dict(next(reason.facts for reason in error.reasons if reason.kind == kind))
+
+
+def test_every_wait_of_a_publisher_ends_by_its_deadline_and_says_that_the_store_is_silent(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(own_client)
+    with contextlib.ExitStack() as stack:
+        publishers = {
+            name: stack.enter_context(Publisher(own_server.url, run, timeout_s=TIMEOUT_S))
+            for name in EXPECTED
+        }
+        for name, publisher in publishers.items():
+            publisher.publish(group(f"before-{name}")).result(10)
+        open_turn = publishers["turn"].trajectory("turn", 0, num_samples=1).__enter__()
+        open_seal = publishers["seal"].trajectory("seal", 0, num_samples=1)
+        open_seal.append(ids("a"), ids("b")).result(10)
+        new = publishers["append"].trajectory("append", 0, num_samples=1)
+        calls: dict[str, Callable[[], object]] = {
+            "next_task": lambda: publishers["next_task"].next_task(TIMEOUT_S),
+            "next_refill": lambda: publishers["next_refill"].next_refill(TIMEOUT_S),
+            "lapsed": publishers["lapsed"].lapsed,
+            "take_over": lambda: publishers["take_over"].take_over("g", 0),
+            "group": publishers["group"].group("group", 2).__enter__,
+            "append": lambda: new.append(ids("a"), ids("b")),
+            "turn": lambda: open_turn.append(ids("a"), ids("b")).result(),
+            "seal": lambda: open_seal.seal(1.0),
+            "post_reward": lambda: publishers["post_reward"].post_reward(
+                TrajectoryKey("g", 0), 1.0
+            ),
+            "publish": lambda: publishers["publish"].publish(group("publish")).result(),
+            "close_run": publishers["close_run"].close_run,
+        }
+        pool = stack.enter_context(ThreadPoolExecutor(len(calls)))
+
+        with frozen(own_server):
+            waits = {name: pool.submit(ended, call) for name, call in calls.items()}
+            errors = {name: wait.result() for name, wait in waits.items()}
+
+    assert {name: kinds(error) for name, error in errors.items()} == EXPECTED
+    for error in errors.values():
+        assert type(error) is StoreUnavailableError
+        silent = facts(error, WaitKind.STORE_SILENT)
+        assert silent["address"] == address_of(own_server.url)
+        assert TIMEOUT_S <= silent["since_s"] < LONGEST_S
+    assert facts(errors["seal"], WaitKind.NOT_ACKNOWLEDGED)["group"] == "seal"
+    assert facts(errors["turn"], WaitKind.NOT_ACKNOWLEDGED)["turn"] == 0
+    assert facts(errors["group"], WaitKind.NOT_ACKNOWLEDGED) == {"group": "group", "samples": 2}
+
+
+async def test_every_wait_of_an_asynchronous_publisher_ends_alike(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(own_client)
+    async with contextlib.AsyncExitStack() as stack:
+        publishers = {
+            name: await stack.enter_async_context(
+                AsyncPublisher(own_server.url, run, timeout_s=TIMEOUT_S)
+            )
+            for name in EXPECTED
+        }
+        for name, publisher in publishers.items():
+            await (await publisher.publish(group(f"before-{name}")))
+        open_turn = await publishers["turn"].trajectory("turn", 0, num_samples=1).__aenter__()
+        open_seal = publishers["seal"].trajectory("seal", 0, num_samples=1)
+        await (await open_seal.append(ids("a"), ids("b")))
+        new = publishers["append"].trajectory("append", 0, num_samples=1)
+
+        async def turn() -> None:
+            await (await open_turn.append(ids("a"), ids("b")))
+
+        async def publish() -> None:
+            await (await publishers["publish"].publish(group("publish")))
+
+        calls: dict[str, Awaitable[object]] = {
+            "next_task": publishers["next_task"].next_task(TIMEOUT_S),
+            "next_refill": publishers["next_refill"].next_refill(TIMEOUT_S),
+            "lapsed": publishers["lapsed"].lapsed(),
+            "take_over": publishers["take_over"].take_over("g", 0),
+            "group": publishers["group"].group("group", 2).__aenter__(),
+            "append": new.append(ids("a"), ids("b")),
+            "turn": turn(),
+            "seal": open_seal.seal(1.0),
+            "post_reward": publishers["post_reward"].post_reward(TrajectoryKey("g", 0), 1.0),
+            "publish": publish(),
+            "close_run": publishers["close_run"].close_run(),
+        }
+
+        with frozen(own_server):
+            found = await asyncio.gather(*[ended_async(call) for call in calls.values()])
+
+    errors = dict(zip(calls, found, strict=True))
+    assert {name: kinds(error) for name, error in errors.items()} == EXPECTED
+    assert {type(error) for error in errors.values()} == {StoreUnavailableError}
+
+
+def test_waits_with_a_deadline_of_their_own_end_by_it_long_before_the_store_counts_as_away(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(own_client)
+    publisher = Publisher(own_server.url, run)
+    episode = publisher.trajectory("g", 0, num_samples=1)
+    episode.append(ids("a"), ids("b")).result(10)
+
+    with frozen(own_server):
+        receipt = episode.append(ids("abc"), ids("d"))
+        errors = [
+            ended(lambda: receipt.result(TIMEOUT_S)),
+            ended(lambda: publisher.flush(TIMEOUT_S)),
+            ended(lambda: publisher.flush_to_disk(TIMEOUT_S)),
+            ended(lambda: wait_for_version(own_client, run, above=0, timeout_s=TIMEOUT_S)),
+            ended(lambda: publisher.close(TIMEOUT_S)),
+        ]
+
+    assert [type(error) for error in errors] == [
+        *[NotReadyError] * 3,
+        *(StoreUnavailableError, NotReadyError),
+    ]
+    assert [kinds(error)[0] for error in errors] == [
+        *(WaitKind.NOT_ACKNOWLEDGED, WaitKind.NOT_ACKNOWLEDGED, WaitKind.NOT_ON_DISK),
+        *(WaitKind.NO_VERSION, WaitKind.NOT_ACKNOWLEDGED),
+    ]
+    assert all(WaitKind.STORE_SILENT in kinds(error) for error in errors)
+
+
+async def test_an_asynchronous_publisher_closes_by_the_deadline_too(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(own_client)
+    publisher = AsyncPublisher(own_server.url, run)
+    episode = publisher.trajectory("g", 0, num_samples=1)
+    await (await episode.append(ids("a"), ids("b")))
+
+    with frozen(own_server):
+        receipt = await episode.append(ids("abc"), ids("d"))
+        waited = await ended_async(receipt.result(TIMEOUT_S))
+        closed = await ended_async(publisher.close(TIMEOUT_S))
+
+    assert [type(error) for error in (waited, closed)] == [NotReadyError, NotReadyError]
+    assert kinds(waited) == kinds(closed) == UNACKNOWLEDGED
+
+
+def test_a_wait_for_leave_ends_by_its_deadline_while_the_publisher_is_held_by_a_silent_store(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+) -> None:
+    # The heartbeats of "a" are on their way to the store when the wait for "b" must end.
+    run = new_run(own_client, **ONE_GROUP, lease_s=0.3)
+    with (
+        Publisher(own_server.url, run, admission_timeout_s=1.0) as publisher,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        held = publisher.trajectory("a", 0, num_samples=1).__enter__()
+        entered = pool.submit(ended, publisher.group("b", 2).__enter__)
+        wait_until(lambda: publisher.statistics().num_waits > 0, describe="a group that waits")
+
+        with frozen(own_server):
+            error = entered.result()
+        held.abandon("over")
+
+    assert type(error) is NotReadyError
+    assert kinds(error)[:2] == [WaitKind.NO_LEAVE, WaitKind.STORE_SILENT]
+    assert "1 groups are live, 1 are allowed" in error.reasons[0].sentence
+    assert 1.0 <= facts(error, WaitKind.NO_LEAVE)["waited_s"] < LONGEST_S
+
+
+async def test_the_asynchronous_publisher_keeps_that_deadline_too(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(own_client, **ONE_GROUP, lease_s=0.3)
+    async with AsyncPublisher(own_server.url, run, admission_timeout_s=1.0) as publisher:
+        held = await publisher.trajectory("a", 0, num_samples=1).__aenter__()
+        entered = asyncio.ensure_future(ended_async(publisher.group("b", 2).__aenter__()))
+        await asyncio.to_thread(
+            wait_until, lambda: publisher.statistics().num_waits > 0, describe="a group that waits"
+        )
+
+        with frozen(own_server):
+            error = await entered
+        held.abandon("over")
+
+    assert type(error) is NotReadyError
+    assert kinds(error)[:2] == [WaitKind.NO_LEAVE, WaitKind.STORE_SILENT]
+
+
+def test_a_task_that_was_asked_of_a_silent_store_is_the_next_one_and_is_not_lost(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(own_client)
+    add_prompts(
+        own_client, run, [Prompt(prompt_uid=uid, payload=b"", num_samples=1) for uid in "ab"]
+    )
+    with Publisher(own_server.url, run) as publisher:
+        with publisher.next_task(10) as first:
+            write(first)
+        with frozen(own_server):
+            ended(lambda: publisher.next_task(TIMEOUT_S))
+        wait_until(
+            lambda: read_prompt_counts(own_client, run).num_left == 0, describe="the task is taken"
+        )
+
+        with publisher.next_task(TIMEOUT_S) as second:
+            write(second)
+        error = ended(lambda: publisher.next_task(0.01))
+
+    assert (first.prompt_uid, second.prompt_uid) == ("a", "b")
+    assert kinds(error)[0] == WaitKind.NO_TASK
+
+
+def write(task: Any) -> None:
+    for trajectory in task.trajectories:
+        trajectory.append(ids("a"), ids("b"))
+        trajectory.seal(1.0)
+
+
+def test_what_the_store_said_before_it_fell_silent_is_said_again(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(own_client)
+    with Publisher(own_server.url, run) as publisher, ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(ended, lambda: publisher.next_task(1.0))
+        wait_until(lambda: is_listening(own_client), describe="a generator that waits for a task")
+
+        with frozen(own_server):
+            error = taken.result()
+
+    assert type(error) is StoreUnavailableError
+    assert "the run was given no prompt" in error.reasons[0].sentence
+    assert facts(error, WaitKind.NO_TASK)["told_s"] > 0
+    assert error.message.startswith(f"run {run!r}: no task: the store at ")
+
+
+def is_listening(client: redis.Redis) -> bool:
+    """Whether somebody waits in a blocking read."""
+    blocked: Any = client.info("clients")
+    return blocked["blocked_clients"] > 0
+
+
+def test_a_publisher_goes_on_after_it_gave_up_on_a_store_that_comes_back(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(own_client)
+    with Publisher(own_server.url, run, timeout_s=TIMEOUT_S) as publisher:
+        publisher.publish(group("before")).result(10)
+        with frozen(own_server):
+            ended(publisher.publish(group("lost")).result)
+        publisher.publish(group("after")).result(10)
+
+    sealed = {key.group_id for key in read(own_client, run).sealed()}
+    assert {"before", "after"} <= sealed
