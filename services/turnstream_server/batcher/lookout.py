@@ -18,6 +18,10 @@ _LOOKS_EVERY_S: Final = 5.0
 """Many ranks wait for the same, and a look reads the ledger."""
 
 
+_LOOK_S: Final = 0.8
+"""Longest wait for a look, well within what a Get has for its answer."""
+
+
 Look = Callable[[str], Awaitable[tuple[WaitReason, ...]]]
 """What a run waits for, the most important first."""
 
@@ -41,14 +45,19 @@ class Lookout:
     async def reasons(self, run: str) -> tuple[WaitReason, ...]:
         """What a run waits for, as of a few seconds ago at most.
 
-        Nothing where the store cannot say: this is told beside an error, and must not hide it.
+        Nothing where the store cannot say, or not in time: this is told beside an error, and must
+        not hide it.
         """
         now_s = asyncio.get_running_loop().time()
         looked_s, look = self._looks.get(run, (float("-inf"), None))
         if look is None or now_s - looked_s > _LOOKS_EVERY_S:
             look = asyncio.create_task(asyncio.to_thread(self._look, run))
             self._looks[run] = now_s, look
-        return await asyncio.shield(look)
+        try:
+            async with asyncio.timeout(_LOOK_S):
+                return await asyncio.shield(look)
+        except TimeoutError:
+            return ()  # the next call may have it
 
     def close(self) -> None:
         """Let the connection go."""

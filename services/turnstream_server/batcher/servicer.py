@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import grpc
 import grpc.aio
@@ -18,10 +20,14 @@ from turnstream.errors import (
     InvalidConfigError,
     RejectedError,
     StoreBehindError,
+    StoreUnavailableError,
     TurnstreamError,
 )
 from turnstream.records.configs import encode_config
 from turnstream.records.statuses import error_to_status
+from turnstream.store.asking import unanswered
+from turnstream.store.connection import address_of_client
+from turnstream.store.wait_reasons import store_silent
 from turnstream.types import RecoveryToken, VersionAnnounced
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.assembler import Assembler
@@ -43,6 +49,12 @@ from turnstream_server.failpoints import reach
 logger = logging.getLogger(__name__)
 
 SERVICE = "turnstream.wire.v1.Batches"
+
+_ANSWER_SHARE: Final = 0.2
+"""Of a caller's deadline, which is left for the answer that the store is silent."""
+
+_LEAST_ANSWER_S: Final = 1.0
+"""For so long a Get that has waited may hang on the store: to say why there is no batch."""
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -113,12 +125,15 @@ class BatchesServicer:
         """The messages of one rank's share, mini-batch by mini-batch."""
         if request.step < 1:
             raise RejectedError("steps count from 1")
-        view = await self._find_run(request.run)
-        batch = await view.wait_for_batch(
-            request.step,
-            check=lambda frontier: _check_caller(request, frontier),
-            wait_s=min(request.wait_s, await self._longest_wait_s(request)),
-        )
+        wait_s = min(request.wait_s, self._wait_max_s)
+        answer_s = max(_LEAST_ANSWER_S, wait_s * _ANSWER_SHARE)
+        async with self.hearing_of_the_store(wait_s + answer_s):
+            view = await self._find_run(request.run)
+            batch = await view.wait_for_batch(
+                request.step,
+                check=lambda frontier: _check_caller(request, frontier),
+                wait_s=min(wait_s, await self._longest_wait_s(request)),
+            )
         _check_chain(request, batch)
         try:
             async for message in self._messages(batch, request):
@@ -200,6 +215,25 @@ class BatchesServicer:
         )
         return wire.AnnounceVersionReply()
 
+    @contextlib.asynccontextmanager
+    async def hearing_of_the_store(self, within_s: float | None) -> AsyncIterator[None]:
+        """Inside, nothing waits longer for a store that says nothing; the reasons are told.
+
+        Raises:
+            StoreUnavailableError: that is so, or it cannot be reached.
+        """
+        address, began_s = address_of_client(self._client), time.monotonic()
+        try:
+            async with asyncio.timeout(within_s):
+                yield
+        except TimeoutError as error:
+            silent = store_silent(address=address, since_s=time.monotonic() - began_s)
+            raise StoreUnavailableError(silent.sentence, [silent]) from error
+        except StoreUnavailableError as error:
+            since_s = time.monotonic() - began_s
+            why = error.reasons or [unanswered(error, address=address, since_s=since_s)]
+            raise StoreUnavailableError(error.message, why) from error
+
     async def _longest_wait_s(self, request: wire.GetRequest) -> float:
         """How long a Get may wait: an observer calls often enough to be seen alive."""
         if not request.observer:
@@ -230,21 +264,26 @@ class BatchesServicer:
 
 def handlers(servicer: BatchesServicer) -> grpc.GenericRpcHandler:
     """The servicer as gRPC calls it; payload passes through without a message class."""
-    calls = {
-        "Start": _unary(servicer.start, wire.StartRequest),
-        "Stepped": _unary(servicer.stepped, wire.SteppedRequest),
-        "Committed": _unary(servicer.committed, wire.CommittedRequest),
-        "AnnounceVersion": _unary(servicer.announce_version, wire.AnnounceVersionRequest),
-        "Observe": _unary(servicer.observe, wire.ObserveRequest),
-        "Observed": _unary(servicer.observed, wire.ObservedRequest),
-        "Get": _stream(servicer.get),
+    unary = {
+        "Start": (servicer.start, wire.StartRequest),
+        "Stepped": (servicer.stepped, wire.SteppedRequest),
+        "Committed": (servicer.committed, wire.CommittedRequest),
+        "AnnounceVersion": (servicer.announce_version, wire.AnnounceVersionRequest),
+        "Observe": (servicer.observe, wire.ObserveRequest),
+        "Observed": (servicer.observed, wire.ObservedRequest),
     }
+    calls = {name: _unary(*each, servicer=servicer) for name, each in unary.items()}
+    calls["Get"] = _stream(servicer.get)
     return grpc.method_handlers_generic_handler(SERVICE, calls)
 
 
-def _unary(method: Callable[[Any], Awaitable[Any]], request_type: Any) -> Any:
+def _unary(
+    method: Callable[[Any], Awaitable[Any]], request_type: Any, *, servicer: BatchesServicer
+) -> Any:
     async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        async with _refusing(context):
+        left_s = context.time_remaining()
+        within_s = None if left_s is None else left_s * (1 - _ANSWER_SHARE)
+        async with _refusing(context), servicer.hearing_of_the_store(within_s):
             return await method(request)
 
     return grpc.unary_unary_rpc_method_handler(

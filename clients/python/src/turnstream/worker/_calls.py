@@ -20,6 +20,7 @@ from turnstream.errors import (
 )
 from turnstream.records.statuses import status_to_error
 from turnstream.wire.v1 import batches_pb2 as wire
+from turnstream.worker._reasons import ended, not_acknowledged, of_failure
 
 ATTEMPT_S = 30.0
 """Longest a single acknowledging call may take before it is made again."""
@@ -66,8 +67,11 @@ def error_of(error: grpc.RpcError) -> TurnstreamError:
     call = cast("grpc.Call", error)
     code, details = call.code(), call.details() or ""
     if code in _TRANSPORT_CODES and not details.startswith("{"):
-        return BatcherUnavailableError(details or code.name)
-    return status_to_error(code.name, details)
+        found: TurnstreamError = BatcherUnavailableError(details or code.name)
+    else:
+        found = status_to_error(code.name, details)
+    found.__cause__ = error
+    return found
 
 
 _TRANSPORT_CODES = (
@@ -105,7 +109,7 @@ class BatcherCalls:
             dp_world_size=self.share.dp_world_size,
             session=session,
         )
-        reply = self._repeat(self._start, request)
+        reply = self._repeat(self._start, request, what="the beginning of a trainer session")
         self._session_epoch, self._session = reply.session_epoch, session
         return reply
 
@@ -157,12 +161,13 @@ class BatcherCalls:
             first_step=first_step,
             expiry_s=expiry_s,
         )
-        return self._repeat(self._observe, request)
+        what = f"the beginning of observer {self.share.observer}"
+        return self._repeat(self._observe, request, what=what)
 
     def observed(self, step: int) -> None:
         """Say that the observer has seen every batch up to `step`."""
         request = wire.ObservedRequest(run=self.share.run, observer=self.share.observer, step=step)
-        self._repeat(self._observed, request)
+        self._repeat(self._observed, request, what=f"step {step} as seen")
 
     def stepped(self, step: int, *, manifest_hash: str, timeout_s: float | None = None) -> str:
         """Acknowledge a step; gives the recovery token as text.
@@ -176,7 +181,8 @@ class BatcherCalls:
             manifest_hash=manifest_hash,
             session=self._session,
         )
-        return self._repeat(self._stepped, request, timeout_s=timeout_s).recovery_token
+        what = f"step {step} as stepped"
+        return self._repeat(self._stepped, request, what=what, timeout_s=timeout_s).recovery_token
 
     def committed(self, recovery_token: str) -> None:
         """Say that the checkpoint with this token is on disk."""
@@ -186,7 +192,7 @@ class BatcherCalls:
             session_epoch=self._session_epoch,
             session=self._session,
         )
-        self._repeat(self._committed, request)
+        self._repeat(self._committed, request, what=f"the checkpoint {recovery_token}")
 
     def announce_version(self, version: int, *, step: int, weights_uri: str) -> None:
         """Say that new weights exist."""
@@ -198,7 +204,7 @@ class BatcherCalls:
             weights_uri=weights_uri,
             session=self._session,
         )
-        self._repeat(self._announce, request)
+        self._repeat(self._announce, request, what=f"policy version {version}")
 
     def pause(self, seconds: float) -> None:
         """Wait, but not beyond `close`."""
@@ -218,11 +224,21 @@ class BatcherCalls:
         )
 
     def _repeat(
-        self, call: Callable[..., Reply], request: object, *, timeout_s: float | None = None
+        self,
+        call: Callable[..., Reply],
+        request: object,
+        *,
+        what: str,
+        timeout_s: float | None = None,
     ) -> Reply:
-        """Call until it is answered or refused; the last error is raised after `timeout_s`."""
-        deadline_s = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        """Call until it is answered or refused; the last error is raised after `timeout_s`.
+
+        It says what was not acknowledged, and why: who is away or silent, since when.
+        """
+        began_s = time.monotonic()
+        deadline_s = began_s + (self._timeout_s if timeout_s is None else timeout_s)
         num_failures = 0
+        said: TurnstreamError | None = None
         while True:
             remaining_s = deadline_s - time.monotonic()
             try:
@@ -230,12 +246,22 @@ class BatcherCalls:
             except grpc.RpcError as rpc_error:
                 error = error_of(rpc_error)
                 num_failures += 1
+                if isinstance(error, UnavailableError) and error.reasons:
+                    said = error
                 delay_s = retry_delay_s(error, num_failures=num_failures)
                 if delay_s is None or time.monotonic() + delay_s >= deadline_s:
-                    raise error from rpc_error
+                    waited_s = time.monotonic() - began_s
+                    if isinstance(error, UnavailableError):  # the last try may be cut short
+                        error = said or error
+                    raise self._unanswered(error, what, waited_s=waited_s) from rpc_error
             self.pause(delay_s)
             if self._closed.is_set():
                 raise RejectedError("the stream was closed")
+
+    def _unanswered(self, error: TurnstreamError, what: str, *, waited_s: float) -> TurnstreamError:
+        """The error of a call that was not answered, with the reasons."""
+        why = of_failure(error, target=self.target, since_s=waited_s)
+        return ended(error, [not_acknowledged(what, waited_s=waited_s), *why])
 
 
 def _open_channel(target: str) -> grpc.Channel:

@@ -37,6 +37,7 @@ from turnstream.worker._calls import (
 )
 from turnstream.worker._frames import Arrival, Skipped, read_step
 from turnstream.worker._queue import ByteQueue, ClosedError, QueueSize
+from turnstream.worker._reasons import batcher_silent, no_batch, of_failure
 from turnstream.worker.mini_batch import PulledMiniBatch
 
 LONG_POLL_S = 30.0
@@ -50,6 +51,9 @@ SAY_AGAIN_S = 5.0
 
 STALL_GRACE_S = 10.0
 """A batcher that is silent for this long beyond the wait it was asked for is taken for gone."""
+
+SILENT_S = 1.0
+"""Beyond the wait that it was asked for, after which its last reason is not the present one."""
 
 MAX_BAD_IN_A_ROW = 3
 """The same damage so often is not of the wire: it is what the batcher has."""
@@ -70,6 +74,7 @@ class _Progress:
         waiting_for: why there is no data yet, in the batcher's words; "" when there is.
         reasons: the same, for programs.
         failure: the last call's failure, where it will be repeated.
+        answered_s: when the batcher said something last, or this began.
     """
 
     step: int
@@ -85,6 +90,7 @@ class _Progress:
     waiting_for: str = ""
     reasons: tuple[WaitReason, ...] = ()
     failure: TurnstreamError | None = None
+    answered_s: float = field(default_factory=time.monotonic)
 
 
 class Prefetcher:
@@ -156,13 +162,19 @@ class Prefetcher:
             self._thread.join()
 
     def _timeout_error(self) -> TurnstreamError:
-        progress, run = self.progress, self._calls.share.run
+        progress, run, target = self.progress, self._calls.share.run, self._calls.target
         waited = f"step {progress.step} of run {run!r} did not come within {self._timeout_s:g} s"
+        wanted = no_batch(run, progress.step, waited_s=self._timeout_s)
+        silent_s = time.monotonic() - progress.answered_s
         if progress.failure is not None:
-            return BatcherUnavailableError(f"{waited}: {progress.failure}")
-        if not progress.waiting_for:
-            return BatcherUnavailableError(f"{waited}: {self._calls.target} has not answered")
-        return NotReadyError(f"{waited}: {progress.waiting_for}", progress.reasons)
+            why = of_failure(progress.failure, target=target, since_s=silent_s)
+            message = f"{waited}: {progress.failure}"
+            return BatcherUnavailableError(message, [wanted, *why, *progress.reasons])
+        if not progress.waiting_for or silent_s > self._wait_s + SILENT_S:
+            why = batcher_silent(target, since_s=silent_s)
+            message = f"{waited}: {target} has not answered"
+            return BatcherUnavailableError(message, [wanted, why, *progress.reasons])
+        return NotReadyError(f"{waited}: {progress.waiting_for}", [wanted, *progress.reasons])
 
     def _watch(self) -> float:
         """End a call that has gone silent; gives the seconds until the next look."""
@@ -232,6 +244,7 @@ class Prefetcher:
                 message = next(messages, None)
             finally:
                 self._reading_since_s = None
+            self.progress.answered_s = time.monotonic()
             if message is None:
                 return
             yield message
@@ -294,7 +307,9 @@ class Prefetcher:
         if self._closed.is_set():
             raise ClosedError from rpc_error
         if self._has_stalled:
-            return BatcherUnavailableError(f"{self._calls.target} was silent for too long")
+            stalled = BatcherUnavailableError(f"{self._calls.target} was silent for too long")
+            stalled.__cause__ = rpc_error
+            return stalled
         return error_of(rpc_error)
 
     def _recover(self, error: TurnstreamError, *, started_s: float) -> None:
@@ -305,6 +320,7 @@ class Prefetcher:
         """
         progress = self.progress
         if isinstance(error, NotReadyError):
+            progress.answered_s = time.monotonic()
             has_waited = time.monotonic() - started_s >= self._wait_s / 2
             progress.waiting_for, progress.failure = str(error), None
             progress.reasons = error.reasons

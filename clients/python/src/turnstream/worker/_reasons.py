@@ -1,0 +1,69 @@
+"""Why a wait on a batcher brought nothing, in the same words as a generator's. No I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+import grpc
+
+from turnstream.errors import TurnstreamError, UnavailableError, WaitKind, WaitReason
+
+_SILENT = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+"""A call that ended on this side: nobody had refused it."""
+
+
+def no_batch(run: str, step: int, *, waited_s: float) -> WaitReason:
+    """A mini-batch of a step was waited for."""
+    return WaitReason(
+        WaitKind.NO_BATCH,
+        f"step {step} of run {run} was waited for {waited_s:.0f} s",
+        {"run": run, "step": step, "waited_s": waited_s},
+    )
+
+
+def not_acknowledged(what: str, *, waited_s: float) -> WaitReason:
+    """A call of the trainer was not answered."""
+    return WaitReason(
+        WaitKind.NOT_ACKNOWLEDGED,
+        f"{what} is not acknowledged after {waited_s:.1f} s",
+        {"call": what, "waited_s": waited_s},
+    )
+
+
+def batcher_silent(target: str, *, since_s: float) -> WaitReason:
+    """A batcher was asked, and says nothing."""
+    return WaitReason(
+        WaitKind.BATCHER_SILENT,
+        f"the batcher at {target} was asked {since_s:.1f} s ago, and has not answered",
+        {"address": target, "since_s": since_s},
+    )
+
+
+def of_failure(error: TurnstreamError, *, target: str, since_s: float) -> list[WaitReason]:
+    """Why a call failed that may be made again: as the batcher said, or why it said nothing.
+
+    Args:
+        error: with which the call ended.
+        target: address of the batcher.
+        since_s: seconds since the last answer, or the first call.
+    """
+    if isinstance(error, UnavailableError) and error.reasons:
+        return list(error.reasons)
+    cause = error.__cause__
+    if isinstance(cause, grpc.RpcError) and cast("grpc.Call", cause).code() in _SILENT:
+        return [batcher_silent(target, since_s=since_s)]
+    return [
+        WaitReason(
+            WaitKind.BATCHER_AWAY,
+            f"the batcher at {target} has given nothing for {since_s:.1f} s: {error}",
+            {"address": target, "since_s": since_s, "why": str(error)},
+        )
+    ]
+
+
+def ended(error: TurnstreamError, reasons: Iterable[WaitReason]) -> TurnstreamError:
+    """The same error, with the reasons of the wait that it ended."""
+    if not isinstance(error, UnavailableError):
+        return error
+    return type(error)(error.message, reasons)

@@ -1,0 +1,148 @@
+"""A store or a batcher that is stopped keeps its connections and says nothing.
+
+Every wait of a worker ends by its deadline all the same, and says which of the two it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from turnstream.errors import UnavailableError, WaitKind
+from turnstream.generator import Publisher
+from turnstream.store.connection import address_of
+from turnstream.store.runs import create_run
+from turnstream.testing import config, group, wait_until
+from turnstream.worker import BatchStream, ObserverStream
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = [pytest.mark.grpc, pytest.mark.redis]
+
+TIMEOUT_S = 2.0
+LONGEST_S = 8.0
+"""Far above the deadline, on a machine that is busy, and far below the sockets' own timeouts."""
+RUN = "frozen"
+
+
+@contextlib.contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """Within, a process stands still."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def ended(call: Callable[[], object]) -> UnavailableError:
+    """The error of a wait that must end soon."""
+    began_s = time.monotonic()
+    with pytest.raises(UnavailableError) as caught:
+        call()
+    assert time.monotonic() - began_s < LONGEST_S
+    return caught.value
+
+
+def all_ended(calls: Sequence[Callable[[], object]]) -> list[UnavailableError]:
+    """Those of waits that go on at the same time."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(ended, calls))
+
+
+def kinds(error: UnavailableError) -> list[str]:
+    return [reason.kind for reason in error.reasons]
+
+
+@pytest.fixture
+def url(server: EmbeddedServer, client: redis.Redis) -> str:
+    """The address of a store with a run that has one batch."""
+    create_run(client, RUN, config(batch_groups=1, mini_batch_groups=1))
+    with Publisher(server.url, RUN) as publisher:
+        publisher.publish(group("a")).result(10)
+    return server.url
+
+
+@pytest.fixture
+def process(url: str, tmp_path: Path) -> Iterator[tuple[int, str]]:
+    """A batcher as a process: its id and its address."""
+    file = tmp_path / "address"
+    words = ("batcher", "--redis", url, "--listen", "127.0.0.1:0", "--address-file", str(file))
+    with subprocess.Popen([sys.executable, "-m", "turnstream_server.cli", *words]) as process:
+        try:
+            wait_until(file.exists, timeout_s=20, describe="the batcher's address")
+            yield process.pid, file.read_text().strip()
+        finally:
+            process.kill()
+
+
+def test_every_wait_of_a_trainer_says_that_the_store_is_silent(
+    server: EmbeddedServer, url: str, start_batcher: Callable[[], Any]
+) -> None:
+    target = start_batcher().target
+    with BatchStream(target, RUN, timeout_s=TIMEOUT_S) as stream:
+        next(stream)
+
+        with frozen(server.pid):
+            stepped, batch = all_ended([stream.stepped, lambda: next(stream)])
+
+    assert kinds(stepped)[:2] == [WaitKind.NOT_ACKNOWLEDGED, WaitKind.STORE_SILENT]
+    assert stepped.reasons[0].facts["call"] == "step 1 as stepped"
+    assert kinds(batch)[:2] == [WaitKind.NO_BATCH, WaitKind.STORE_SILENT]
+    assert batch.reasons[0].facts == {"run": RUN, "step": 2, "waited_s": TIMEOUT_S}
+    for error in (stepped, batch):
+        assert error.reasons[1].facts["address"] == address_of(url)
+
+
+def test_every_wait_of_a_worker_says_that_the_batcher_is_silent(
+    url: str, process: tuple[int, str]
+) -> None:
+    pid, target = process
+    with (
+        BatchStream(target, RUN, timeout_s=TIMEOUT_S / 2) as stream,
+        ObserverStream(target, RUN, "logger", timeout_s=TIMEOUT_S / 2) as observer,
+    ):
+        next(stream)
+        next(observer)
+        calls: dict[str, Callable[[], object]] = {
+            "step 1 as stepped": stream.stepped,
+            "the checkpoint main:0:": lambda: stream.committed("main:0:"),
+            "policy version 5": lambda: stream.announce_version(5),
+            "step 1 as seen": observer.seen,
+            "the beginning of a trainer session": lambda: BatchStream(
+                target, RUN, timeout_s=TIMEOUT_S / 2
+            ),
+        }
+
+        with frozen(pid):
+            batch, *found = all_ended([lambda: next(stream), *calls.values()])
+    errors = dict(zip(calls, found, strict=True))
+
+    for what, error in errors.items():
+        assert kinds(error) == [WaitKind.NOT_ACKNOWLEDGED, WaitKind.BATCHER_SILENT]
+        assert error.reasons[0].facts["call"] == what
+        assert error.reasons[1].facts["address"] == target
+    assert kinds(batch)[:2] == [WaitKind.NO_BATCH, WaitKind.BATCHER_SILENT]
+
+
+def test_a_batcher_that_is_gone_is_away_and_not_silent(url: str, process: tuple[int, str]) -> None:
+    pid, target = process
+    with BatchStream(target, RUN, timeout_s=TIMEOUT_S / 4) as stream:
+        next(stream)
+        os.kill(pid, signal.SIGKILL)
+
+        stepped = ended(stream.stepped)
+        batch = ended(lambda: next(stream))
+
+    assert kinds(stepped) == [WaitKind.NOT_ACKNOWLEDGED, WaitKind.BATCHER_AWAY]
+    assert kinds(batch)[:2] == [WaitKind.NO_BATCH, WaitKind.BATCHER_AWAY]
