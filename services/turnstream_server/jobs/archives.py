@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from turnstream.store.connection import connect
 from turnstream_server.batcher.archive import archive_step
 from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.jobs.looks import looking_at
 
 
 def archive_run(url: str, run: str, folder: Path) -> Iterator[Path]:
@@ -20,7 +20,7 @@ def archive_run(url: str, run: str, folder: Path) -> Iterator[Path]:
         StoreUnavailableError: the store cannot be reached.
         OSError: a file cannot be written.
     """
-    with connect(url) as client:
+    with looking_at(url) as client:
         frontier = read_frontier(client, run)
     for step in range(frontier.released + 1, frontier.committed + 1):
         yield archive_step(url, run, step, folder=folder)

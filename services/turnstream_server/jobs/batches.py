@@ -13,13 +13,13 @@ from turnstream.errors import NotReadyError
 from turnstream.records.compact import CompactBatch
 from turnstream.records.figures import shown_figures
 from turnstream.store import keys
-from turnstream.store.connection import connect
 from turnstream_server.batcher.local import assemble_locally
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.manifests import StoredManifest, read_plan
 from turnstream_server.bus.past import read_past_batch
 from turnstream_server.bus.states import state_of_step
 from turnstream_server.jobs.figures import print_figures
+from turnstream_server.jobs.looks import looking_at
 
 
 def print_batch(
@@ -129,7 +129,7 @@ def read_batch(url: str, run: str, step: int, *, folder: Path | None = None) -> 
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
-    with connect(url) as client:
+    with looking_at(url) as client:
         frontier = read_frontier(client, run)
         stored = read_plan(client, run, step)
         past = None

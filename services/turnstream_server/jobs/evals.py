@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from turnstream.records.figures import shown_figures
-from turnstream.store.connection import connect
 from turnstream.store.evals import eval_results
 from turnstream.types import EvalGroup, EvalResult, Spread
 from turnstream_server.jobs.figures import print_figures
+from turnstream_server.jobs.looks import looking_at
 
 
 def print_evals(url: str, run: str, console: Console) -> None:
@@ -51,7 +51,7 @@ def evals_json(url: str, run: str) -> str:
 
 
 def _read(url: str, run: str) -> list[EvalResult]:
-    with connect(url) as client:
+    with looking_at(url) as client:
         return eval_results(client, run)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from turnstream.store.connection import connect
 from turnstream_server.bus.histories import TrajectoryHistory, read_history
 from turnstream_server.bus.states import LedgerStates, read_states
+from turnstream_server.jobs.looks import looking_at
 
 
 def print_ledger(url: str, run: str, console: Console) -> None:
@@ -108,7 +108,7 @@ def print_history(
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
-    with connect(url) as client:
+    with looking_at(url) as client:
         history = read_history(client, run, trajectory_id, folder=folder)
     table = Table(title=f"{run}: {trajectory_id}", show_header=False)
     for name, text in history_lines(history):
@@ -124,7 +124,7 @@ def history_json(url: str, run: str, trajectory_id: str, *, folder: Path | None 
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
-    with connect(url) as client:
+    with looking_at(url) as client:
         history = read_history(client, run, trajectory_id, folder=folder)
         return json.dumps(asdict(history), indent=2)
 
@@ -150,7 +150,7 @@ def history_lines(history: TrajectoryHistory) -> list[tuple[str, str]]:
 
 
 def _read_states(url: str, run: str) -> LedgerStates:
-    with connect(url) as client:
+    with looking_at(url) as client:
         seen = read_states(client, run)
     seen.counts.check()
     return seen

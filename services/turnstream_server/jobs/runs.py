@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.table import Table
 
 from turnstream.errors import RunNotFoundError
-from turnstream.store.connection import connect
 from turnstream.store.revisions import read_revisions
 from turnstream.store.runs import list_runs
 from turnstream_server.bus.deletion import deleting_since_ms
 from turnstream_server.bus.frontier import Origin
 from turnstream_server.bus.ledger import RunSummary, run_summary
 from turnstream_server.jobs.life import pending_revisions
+from turnstream_server.jobs.looks import looking_at
 
 
 def print_runs(url: str, console: Console) -> None:
@@ -27,7 +27,7 @@ def print_runs(url: str, console: Console) -> None:
     table = Table(
         "run", "planned", "stepped", "committed", "accepted", "trained", "closed", "origin"
     )
-    with connect(url) as client:
+    with looking_at(url) as client:
         for run in list_runs(client):
             table.add_row(run, *_run_row(client, run))
     console.print(table if table.row_count else "no runs")
@@ -66,7 +66,7 @@ def print_run(url: str, run: str, console: Console) -> None:
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
-    with connect(url) as client:
+    with looking_at(url) as client:
         seen = run_summary(client, run)
         revisions = read_revisions(client, run)
     config = revisions.config(revisions.in_force)

@@ -7,17 +7,17 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from turnstream.store.connection import connect
+from turnstream.errors import StoreUnavailableError, WaitKind
 from turnstream_server.bus.reasons import Reason, reasons
 from turnstream_server.bus.waits import read_snapshot
+from turnstream_server.jobs.looks import looking_at
 
 
 def print_reasons(url: str, run: str, console: Console) -> None:
-    """One reason a line, the most important first.
+    """One reason a line, the most important first; that the store is away is one.
 
     Raises:
         RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
     """
     for reason in _reasons(url, run):
         # Names of groups and generators are anybody's: no markup.
@@ -31,12 +31,17 @@ def reasons_json(url: str, run: str) -> str:
 
     Raises:
         RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
     """
     found = [asdict(reason) for reason in _reasons(url, run)]
     return json.dumps({"run": run, "reasons": found}, indent=2)
 
 
 def _reasons(url: str, run: str) -> tuple[Reason, ...]:
-    with connect(url) as client:
-        return reasons(read_snapshot(client, run))
+    try:
+        with looking_at(url) as client:
+            return reasons(read_snapshot(client, run))
+    except StoreUnavailableError as error:
+        return tuple(
+            Reason(kind=WaitKind(each.kind), sentence=each.sentence, facts=each.facts)
+            for each in error.reasons
+        )

@@ -1,0 +1,39 @@
+"""A look into a store by somebody who waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Final
+
+import redis
+
+from turnstream.errors import StoreUnavailableError
+from turnstream.store.asking import unanswered
+from turnstream.store.connection import address_of, connect
+
+SILENT_S: Final = 5.0
+"""A store that does not answer a question for so long is said to be silent."""
+
+
+@contextlib.contextmanager
+def looking_at(url: str, *, silent_s: float | None = None) -> Iterator[redis.Redis]:
+    """A client for as long as the block lasts.
+
+    Args:
+        url: of the store.
+        silent_s: how long it may be silent; None for SILENT_S.
+
+    Raises:
+        StoreUnavailableError: the store is away, or silent; its reasons say since when.
+    """
+    silent_s = SILENT_S if silent_s is None else silent_s
+    began_s = time.monotonic()
+    try:
+        with connect(url, silent_s=silent_s) as client:
+            yield client
+    except StoreUnavailableError as error:
+        since_s = time.monotonic() - began_s
+        reason = unanswered(error, address=address_of(url), since_s=since_s)
+        raise StoreUnavailableError(reason.sentence, [reason]) from error

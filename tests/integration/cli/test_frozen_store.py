@@ -1,0 +1,63 @@
+"""A store that is stopped keeps its connections: commands that look into it end all the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+from typer.testing import CliRunner
+
+from turnstream.errors import StoreUnavailableError, WaitKind
+from turnstream.store.connection import address_of, connect
+from turnstream.store.runs import create_run
+from turnstream.testing import config
+from turnstream_server import cli
+from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.jobs import looks
+
+LONGEST_S = 6.0
+"""Far above the deadline, on a machine that is busy, and far below the sockets' own timeouts."""
+
+
+@pytest.fixture
+def frozen_url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a store with a run; its server stands still."""
+    monkeypatch.setattr(looks, "SILENT_S", 0.2)
+    with EmbeddedServer() as server:
+        with connect(server.url) as client:
+            create_run(client, "maze", config())
+        os.kill(server.pid, signal.SIGSTOP)
+        yield server.url
+        os.kill(server.pid, signal.SIGCONT)
+
+
+def test_why_gives_the_silence_of_the_store_as_the_reason(frozen_url: str) -> None:
+    began_s = time.monotonic()
+
+    shown = CliRunner().invoke(cli.app, ["why", "maze", "--redis", frozen_url])
+    told = CliRunner().invoke(cli.app, ["why", "maze", "--redis", frozen_url, "--json"])
+
+    assert time.monotonic() - began_s < LONGEST_S
+    assert (shown.exit_code, told.exit_code) == (0, 0)
+    address = address_of(frozen_url)
+    assert shown.output.startswith(f"store_silent: the store at {address} was asked 0.")
+    (reason,) = json.loads(told.output)["reasons"]
+    assert (reason["kind"], reason["facts"]["address"]) == (WaitKind.STORE_SILENT, address)
+    assert 0.2 <= reason["facts"]["since_s"] < LONGEST_S
+
+
+@pytest.mark.parametrize("words", [["ledger", "maze"], ["ledger", "maze", "a/0/0"], ["runs"]])
+def test_other_looks_end_with_an_error_that_says_so(frozen_url: str, words: list[str]) -> None:
+    began_s = time.monotonic()
+
+    shown = CliRunner().invoke(cli.app, [*words, "--redis", frozen_url])
+
+    assert time.monotonic() - began_s < LONGEST_S
+    assert shown.exit_code == 1
+    assert isinstance(shown.exception, StoreUnavailableError)
+    assert [reason.kind for reason in shown.exception.reasons] == [WaitKind.STORE_SILENT]
+    assert f"the store at {address_of(frozen_url)} was asked" in str(shown.exception)
