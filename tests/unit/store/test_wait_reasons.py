@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +11,6 @@ from turnstream.errors import WaitKind, WaitReason
 from turnstream.store.wait_reasons import no_refill, reasons_of
 from turnstream.store.waits import MAX_LEASES, MAX_NAMED, HeldMember, WaitFacts
 from turnstream.types import GroupOpened, Purpose, TrajectoryKey
-
-DOCS = Path(__file__).parents[3] / "docs/waits.md"
 
 
 def member(
@@ -163,11 +159,3 @@ def test_a_wait_for_a_refill_says_whether_the_run_grants_any(
     first = no_refill(waits(**fields), waited_s=3.0)[0]
 
     assert (first.kind, first.sentence, first.facts["waited_s"]) == ("no_refill", sentence, 3.0)
-
-
-def test_the_page_of_waits_explains_every_kind() -> None:
-    rows = re.findall(r"^\| (`.*?) \|", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
-
-    explained = [kind for row in rows for kind in re.findall(r"`(\w+)`", row)]
-
-    assert sorted(explained) == sorted(WaitKind)
