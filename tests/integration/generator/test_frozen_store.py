@@ -53,6 +53,13 @@ EXPECTED = {
 }
 
 
+@pytest.fixture
+def own_server() -> Iterator[EmbeddedServer]:
+    """A store that may be stopped; of one kind, since no kind says anything then."""
+    with EmbeddedServer() as server:
+        yield server
+
+
 @contextlib.contextmanager
 def frozen(server: EmbeddedServer) -> Iterator[None]:
     """Within, the server stands still."""

@@ -126,6 +126,10 @@ def test_every_wait_of_a_worker_says_that_the_batcher_is_silent(
 
         with frozen(pid):
             batch, *found = all_ended([lambda: next(stream), *calls.values()])
+            began_s = time.monotonic()
+            stream.close()
+            observer.close()
+            assert time.monotonic() - began_s < LONGEST_S
     errors = dict(zip(calls, found, strict=True))
 
     for what, error in errors.items():

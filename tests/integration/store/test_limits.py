@@ -1,0 +1,83 @@
+"""By when calls of the store end: they heed the deadline of whoever waits, and no other."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+import redis
+from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from turnstream.store.connection import connect
+from turnstream.store.limits import SOCKET_TIMEOUT_S, ending_by, ending_within
+from turnstream_server.embedded import EmbeddedServer, free_port
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture
+def silent() -> Iterator[redis.Redis]:
+    """A client of something that accepts connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with connect(f"redis://127.0.0.1:{port}") as client:
+            yield client
+
+
+def test_a_call_ends_by_its_deadline(silent: redis.Redis) -> None:
+    began_s = time.monotonic()
+
+    with pytest.raises(RedisTimeoutError), ending_within(0.1):
+        silent.ping()
+
+    assert 0.1 <= time.monotonic() - began_s < 5.0
+
+
+def test_of_two_deadlines_the_earlier_is_heeded(silent: redis.Redis) -> None:
+    began_s = time.monotonic()
+
+    with pytest.raises(RedisTimeoutError), ending_within(0.1), ending_within(60.0):
+        silent.ping()
+
+    assert time.monotonic() - began_s < 5.0
+
+
+def test_a_server_that_is_silent_is_not_asked_again() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        connect(f"redis://127.0.0.1:{listener.getsockname()[1]}", silent_s=0.1) as client,
+    ):
+        with pytest.raises(RedisTimeoutError):
+            client.ping()
+
+        listener.settimeout(0)
+        listener.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+def test_tries_of_a_lost_connection_end_by_the_deadline_too() -> None:
+    with connect(f"redis://127.0.0.1:{free_port()}", num_retries=1_000) as client:
+        began_s = time.monotonic()
+
+        with pytest.raises(RedisError), ending_within(0.2):
+            client.ping()
+
+        assert time.monotonic() - began_s < 5.0
+
+
+def test_a_connection_that_was_limited_has_its_own_timeout_again(server: EmbeddedServer) -> None:
+    with connect(server.url) as client:
+        with ending_by(time.monotonic() + 5.0):
+            client.ping()
+        (connection,) = client.connection_pool._available_connections
+        limited_s = connection._sock.gettimeout()
+
+        client.ping()
+        own_s = connection._sock.gettimeout()
+
+    assert 0 < limited_s < 5.0
+    assert (own_s, connection.socket_timeout) == (SOCKET_TIMEOUT_S, SOCKET_TIMEOUT_S)
