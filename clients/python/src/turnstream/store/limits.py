@@ -24,6 +24,7 @@ ANSWER_S: Final = 0.5
 """For so long beyond its deadline a wait may hang on a call that was sent before: a store that is
 well has answered by then."""
 
+_LIMITS_EVERY_S: Final = 0.05  # of one exchange: a system call for each of its replies is dear
 _LEAST_S: Final = 0.001  # a socket with a timeout of 0 would not wait at all, and say so otherwise
 
 _end_s: ContextVar[float | None] = ContextVar("turnstream_calls_end_s", default=None)
@@ -81,6 +82,7 @@ def bounded(kind: type[Any]) -> type[Any]:
 
     class Bounded(kind):
         _own_limits: tuple[float | None, float | None] | None = None
+        _limited_until_s = 0.0
 
         def _connect(self) -> Any:
             self._limit()
@@ -91,7 +93,8 @@ def bounded(kind: type[Any]) -> type[Any]:
             super().send_packed_command(*args, **kwargs)
 
         def read_response(self, *args: Any, **kwargs: Any) -> Any:
-            self._limit()
+            if time.monotonic() >= self._limited_until_s:
+                self._limit()
             return super().read_response(*args, **kwargs)
 
         def _limit(self) -> None:
@@ -106,6 +109,7 @@ def bounded(kind: type[Any]) -> type[Any]:
             self._own_limits = None if left_s is None else (own_s, own_connect_s)
             self.socket_timeout = _shorter(own_s, left_s)
             self.socket_connect_timeout = _shorter(own_connect_s, left_s)
+            self._limited_until_s = time.monotonic() + _LIMITS_EVERY_S
             if self._sock is not None:
                 self._sock.settimeout(self.socket_timeout)
 

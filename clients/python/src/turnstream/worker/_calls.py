@@ -238,7 +238,6 @@ class BatcherCalls:
         began_s = time.monotonic()
         deadline_s = began_s + (self._timeout_s if timeout_s is None else timeout_s)
         num_failures = 0
-        said: TurnstreamError | None = None
         while True:
             remaining_s = deadline_s - time.monotonic()
             try:
@@ -246,13 +245,9 @@ class BatcherCalls:
             except grpc.RpcError as rpc_error:
                 error = error_of(rpc_error)
                 num_failures += 1
-                if isinstance(error, UnavailableError) and error.reasons:
-                    said = error
                 delay_s = retry_delay_s(error, num_failures=num_failures)
                 if delay_s is None or time.monotonic() + delay_s >= deadline_s:
                     waited_s = time.monotonic() - began_s
-                    if isinstance(error, UnavailableError):  # the last try may be cut short
-                        error = said or error
                     raise self._unanswered(error, what, waited_s=waited_s) from rpc_error
             self.pause(delay_s)
             if self._closed.is_set():
