@@ -132,6 +132,7 @@ class Sender:
         for thread in (self._sender, self._listener):
             if thread is not None:
                 thread.join(_JOIN_TIMEOUT_S)
+        self._link.close()  # it may have been connecting when it was closed first
         self._wake_client.close()
 
     def _require_open(self) -> None:
