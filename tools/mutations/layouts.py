@@ -44,10 +44,10 @@ LAYOUTS = (
     ),
     Mutation(
         "a trained token that nothing scores is lost silently",
-        "slots.py",
-        "if mask.values[mask.offsets[row]]:",
-        "if False:",
-        ("test_right_padded", "test_packed"),
+        "checks.py",
+        "    if len(trained):",
+        "    if False:",
+        ("test_checks", "test_right_padded"),
     ),
     Mutation(
         "packed rows begin anywhere",

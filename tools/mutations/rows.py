@@ -157,10 +157,10 @@ ROWS = (
         ("test_minibatch_sizes",),
     ),
     Mutation(
-        "the lightest rank gets more rows than the others",
+        "ranks get different numbers of rows",
         "minibatch.py",
-        "if len(ranks[dp_rank]) < rows_per_rank:",
-        "if True:",
+        "balance(costs, num_parts=dp_world_size, equal_count=True)",
+        "balance(costs, num_parts=dp_world_size)",
         ("test_minibatch",),
     ),
     Mutation(

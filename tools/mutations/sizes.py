@@ -180,8 +180,8 @@ SIZES = (
     Mutation(
         "parts are balanced beyond the budget",
         "microbatch.py",
-        "return parts if largest_part(parts, costs) < largest_part(grown, costs) else grown",
-        "return parts",
+        "is_better = all(parts) and largest_part(parts, costs) < largest_part(grown, costs)",
+        "is_better = True",
         ("test_microbatch",),
     ),
     Mutation(
@@ -280,8 +280,22 @@ SIZES = (
     Mutation(
         "the passes of a mini-batch are for other inert rows than its shares",
         "minibatch.py",
-        "ranks = cut_ranks(lengths, dp_world_size=dp_world_size, multiple_of=multiple_of)",
-        "ranks = cut_ranks(lengths, dp_world_size=dp_world_size)",
+        "ranks = cut_ranks(lengths, dp_world_size=dp_world_size, multiple_of=multiple_of, ",
+        "ranks = cut_ranks(lengths, dp_world_size=dp_world_size, ",
         ("test_minibatch_sizes",),
+    ),
+    Mutation(
+        "the rows of a rank are cut by their tokens and its passes by their cost",
+        "minibatch.py",
+        "multiple_of=multiple_of, budget=budget\n    )\n    mine",
+        "multiple_of=multiple_of\n    )\n    mine",
+        ("test_minibatch",),
+    ),
+    Mutation(
+        "all inert rows are one group",
+        "minibatch.py",
+        'names = [f"inert{row_id}" for row_id in row_ids]',
+        'names = ["inert"] * num_rows',
+        ("test_minibatch",),
     ),
 )

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.minibatch import budgeted_passes, rank_share, rows_multiple
+from turnstream.batching.minibatch import (
+    INERT_LENGTH,
+    INERT_RESPONSE_LENGTH,
+    budgeted_passes,
+    rank_share,
+    rows_multiple,
+)
 from turnstream.batching.plan import GroupPlan, Manifest
 from turnstream.records.batches import EncodedMiniBatch, encode_mini_batch
 from turnstream.types import Figures, MiniBatch, MiniBatchInfo, Rows
@@ -55,6 +61,7 @@ def encode_share(
         dp_world_size=dp_world_size,
         pad_token_id=config.pad_token_id,
         multiple_of=multiple_of,
+        budget=config.budget,
     )
     passes = budgeted_passes(
         rows,
@@ -91,6 +98,7 @@ def _info(
     plan = manifest.mini_batches[mini_batch]
     members = [member for group in batch.groups_of(mini_batch) for member in group.trajectories]
     num_tokens = sum(row.num_tokens for member in members for row in member.sequences)
+    width = max(plan.width, INERT_LENGTH)  # for all ranks, also those without an inert row
     return MiniBatchInfo(
         run=manifest.run,
         step=manifest.step,
@@ -103,10 +111,10 @@ def _info(
         config_revision=manifest.config_revision,
         pad_token_id=batch.config.pad_token_id,
         alignment=batch.config.alignment,
-        width=plan.width,
-        response_width=plan.response_width,
+        width=width,
+        response_width=max(plan.response_width, INERT_RESPONSE_LENGTH),
         denominators=plan.denominators,
-        padding_share=1.0 - num_tokens / (plan.num_rows * plan.width),
+        padding_share=1.0 - num_tokens / (plan.num_rows * width),
         merge_ratio=sum(member.num_turn_tokens for member in members) / num_tokens,
         oldest_version=min(
             (m.oldest_version for m in members if m.oldest_version is not None), default=None

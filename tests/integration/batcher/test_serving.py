@@ -8,6 +8,7 @@ from turnstream.batching.denominators import check_share
 from turnstream.testing import group, trajectory, turn
 from turnstream.types import Status
 from turnstream.worker.layouts import packed_to_torch
+from turnstream.worker.tensors import to_torch
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -54,6 +55,20 @@ async def test_the_ranks_share_out_a_mini_batch_and_fill_up_with_inert_rows(hous
     assert sorted(real) == [0, 1, 2, 3]
     assert num_rows == {-(-4 // dp_world_size)}
     assert sum(share.info.num_inert_rows for share in shares) == num_rows.pop() * dp_world_size - 4
+
+
+async def test_a_rank_gets_its_inert_row_where_no_row_is_as_long(house):
+    # Real rows have no response at all. The rank that got no row was refused at every call.
+    run = house.create_run(batch_groups=1, rows_multiple_of=3)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, _lettered("g0", "", ""))
+
+    await trainer.start(dp_world_size=3)
+    shares = [(await trainer.get(1, dp_rank=rank))[0].mini_batch for rank in range(3)]
+
+    assert [share.info.num_inert_rows for share in shares] == [0, 0, 1]
+    assert {(share.info.width, share.info.response_width) for share in shares} == {(2, 1)}
+    assert [to_torch(share).loss_mask_BR.shape for share in shares] == [(1, 1)] * 3
 
 
 async def test_the_rows_of_a_split_trajectory_weigh_what_the_run_says(house):

@@ -43,6 +43,15 @@ def test_case_10_a_column_of_another_length_than_its_response_is_refused(
         LAYOUTS[layout](batch)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_trained_first_token_that_nothing_scores_is_refused_in_every_layout(layout: str) -> None:
+    # Left padded, it was scored by the logits of a padding column, and jagged by another row's.
+    with pytest.raises(BatchingError, match="row 5 trains its first token"):
+        LAYOUTS[layout](rows("abC", "AB", first_row_id=4))
+
+    LAYOUTS[layout](rows("abC", "|aB"))
+
+
 def test_case_10_a_prompt_longer_than_its_row_is_refused() -> None:
     batch = replace(rows("aB", "aB"), prompt_length=np.array([1, 3], np.int32))
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnstream.batching.assemble import concatenate_rows, take_rows
+from turnstream.batching.balance import largest_part
 from turnstream.batching.microbatch import Budget
 from turnstream.batching.minibatch import (
     INERT_LENGTH,
@@ -67,15 +68,17 @@ def test_case_31_the_padding_of_a_mini_batch_is_no_row_of_it() -> None:
     assert [part.row_id.tolist() for part in of_second] == [[1], [2]]
     padded = of_first[1]
     assert padded.input_ids[0].tolist() == [9, 9]
-    assert padded.trajectory_id == [""]
+    assert padded.trajectory_id == ["inert-4294967297/0/0"]
 
 
 def test_case_32_an_inert_row_is_empty_in_every_column() -> None:
+    # The reference copies the other fields of row 0, with uids pad0 and pad1, and flags True.
     inert = inert_rows([-5, -6], pad_token_id=9, has_logprobs=True)
 
     assert inert.row_id.tolist() == [-5, -6]
-    for name in ("trajectory_id", "group_id", "prompt_uid", "status"):
-        assert getattr(inert, name) == ["", ""]
+    assert inert.trajectory_id == ["inert-5/0/0", "inert-6/0/0"]
+    assert inert.group_id == inert.prompt_uid == ["inert-5", "inert-6"]
+    assert inert.status == ["", ""]
     assert inert.is_padding.all()
     assert not inert.is_last.any()
     assert (inert.weight.tolist(), inert.advantage.tolist()) == ([0, 0], [0, 0])
@@ -184,7 +187,7 @@ def test_the_golden_vector_of_equal_counts() -> None:
 def test_a_rank_keeps_the_order_of_the_rows_with_inert_ones_last() -> None:
     parts = shares(FIVE, 2)
 
-    assert [part.row_id.tolist() for part in parts] == [[1, 2, -4294967297], [0, 3, 4]]
+    assert [part.row_id.tolist() for part in parts] == [[0, 3, 4], [1, 2, -4294967297]]
 
 
 def test_a_mini_batch_without_rows_gives_every_rank_an_inert_one() -> None:
@@ -319,19 +322,47 @@ def slow_cut(lengths: list[int], world: int) -> list[list[int]]:
 
 
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 7))
-def test_cutting_agrees_with_looking_at_every_rank(lengths: list[int], world: int) -> None:
-    assert cut_ranks(np.array(lengths, np.int32), dp_world_size=world) == slow_cut(lengths, world)
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 7))
-def test_no_rank_is_longer_than_the_mean_by_more_than_the_longest_row(
-    lengths: list[int], world: int
-) -> None:
-    ranks = cut_ranks(np.array(lengths), dp_world_size=world)
+def test_no_rank_has_more_than_longest_first_would_give_it(lengths: list[int], world: int) -> None:
+    ranks = cut_ranks(np.array(lengths, np.int32), dp_world_size=world)
 
     padded = lengths + [INERT_LENGTH] * (sum(map(len, ranks)) - len(lengths))
-    sums = [sum(padded[row] for row in rank) for rank in ranks]
-    assert max(sums) - min(sums) <= max(padded) * len(ranks[0])
+    assert {len(rank) for rank in ranks} == {len(padded) // world}
+    assert sorted(row for rank in ranks for row in rank) == list(range(len(padded)))
+    assert largest_part(ranks, padded) <= largest_part(slow_cut(lengths, world), padded)
+
+
+def test_ranks_are_cut_by_the_better_of_both_methods() -> None:
+    lengths = [18, 19, 25, 1, 13, 2, 1, 13]
+
+    ranks = cut_ranks(np.array(lengths), dp_world_size=2)
+
+    assert largest_part(slow_cut(lengths, 2), lengths) == 51
+    assert largest_part(ranks, lengths) == 46
+
+
+def test_ranks_are_cut_by_what_rows_cost_and_not_by_their_tokens_alone() -> None:
+    lengths = [100, 60, 59, 41, 10, 10, 10, 10]
+    squares = [length**2 for length in lengths]
+    budget = Budget(limit=0, model="quadratic", a=0.0, b=1.0)
+
+    by_tokens = cut_ranks(np.array(lengths), dp_world_size=2)
+    by_cost = cut_ranks(np.array(lengths), dp_world_size=2, budget=budget)
+
+    assert largest_part(by_tokens, squares) == 11_881
+    assert largest_part(by_cost, squares) == 10_300
+
+
+def test_the_share_of_a_rank_is_cut_by_the_budget_that_its_passes_are() -> None:
+    batch = rows(*("x" * length for length in (100, 60, 59, 41, 10, 10, 10, 10)))
+    budget = Budget(limit=0, model="quadratic", a=0.0, b=1.0)
+
+    for dp_rank in (0, 1):
+        own = {"dp_rank": dp_rank, "dp_world_size": 2}
+        share = rank_share(batch, **own, **CUT, budget=budget)
+        (only_pass,) = budgeted_passes(batch, **own, budget=budget)
+
+        assert sorted(only_pass) == list(range(len(share)))
+        assert lengths_of(share) == ([100, 10, 10, 10], [60, 59, 41, 10])[dp_rank]
 
 
 def test_the_same_rows_give_the_same_share_whoever_cuts() -> None:

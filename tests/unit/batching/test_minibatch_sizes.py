@@ -210,7 +210,7 @@ def test_every_rank_knows_the_passes_of_all(
 
 
 @pytest.mark.parametrize("sizes", [{"dp_world_size": 0}, {"dp_world_size": 1, "multiple_of": 0}])
-def test_rows_for_no_rank_or_a_multiple_of_nothing_are_refused(sizes: dict[str, int]) -> None:
+def test_rows_for_no_rank_or_a_multiple_of_nothing_are_refused(sizes: dict[str, Any]) -> None:
     with pytest.raises(BatchingError, match="=0 must be at least 1"):
         cut_ranks(np.array([2]), **sizes)
 

@@ -243,7 +243,8 @@ def test_icepop_equals_the_loop(case: Case) -> None:
 def test_mis_equals_the_loop(case: Case, level: Any) -> None:
     t = case.tensors()
     ratios, token_ratios = loop_ratios(case, level), loop_ratios(case, "token")
-    expected = ((ratios >= 0.5) & (ratios <= 2.0)).astype(float)
+    low, high = (0.9999, 1.0001) if level == "geometric" else (0.5, 2.0)
+    expected = ((ratios >= low) & (ratios <= high)).astype(float)
     for row in range(len(expected)):
         if any(token_ratios[row][case.mask[row]] < 1e-4):
             expected[row] = 0.0
@@ -309,8 +310,8 @@ def test_weights_of_0_everywhere_stay_0_when_rescaled(weight_sum: Any) -> None:
 
 def test_golden_mis_keeps_the_tokens_between_a_half_and_2() -> None:
     assert weights(corrections.mis) == [1, 0, 1, 0]
-    assert weights(corrections.mis, level="geometric") == [1] * 4
-    assert weights(corrections.mis, level="geometric", low=0.9999, high=1.0001) == [0] * 4
+    assert weights(corrections.mis, level="geometric") == [0] * 4
+    assert weights(corrections.mis, level="geometric", low=0.5, high=2.0) == [1] * 4
     assert weights(corrections.mis, level="sequence") == [0] * 4
 
 

@@ -139,7 +139,7 @@ def packed_loss(
 ) -> tuple[Tensor, list[ResponseValues]]:
     total, values = torch.zeros(()), list[ResponseValues]()
     for part in packed_to_torch(share, alignment=alignment):
-        rows_N = part.row_of_slot_N
+        rows_N = part.row_of
         seen_NN = (rows_N[:, None] == rows_N) & torch.ones(len(rows_N), len(rows_N)).tril().bool()
         logits_NV = score(part.input_ids_N, part.position_ids_N, seen_NN)
         current_N = next_token_logprobs(logits_NV, input_ids=part.input_ids_N)

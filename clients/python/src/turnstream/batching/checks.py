@@ -25,7 +25,8 @@ def response_lengths(rows: Rows) -> NDArray[np.int32]:
 def require_aligned(rows: Rows) -> None:
     """Refuse rows with anything but one value per response token, or a mask of other than 0 and 1.
 
-    And columns of another type than `Rows` promises: layouts copy bits.
+    And columns of another type than `Rows` promises: layouts copy bits. And rows that train their
+    first token, which no token before it scores.
 
     Raises:
         BatchingError: names the column, the row and both lengths.
@@ -49,6 +50,14 @@ def require_aligned(rows: Rows) -> None:
         require_per_token(column, rows, name=name)
     if rows.loss_mask.values.max(initial=0) > 1:
         raise BatchingError(f"loss_mask: {rows.loss_mask.values.max()} is neither 0 nor 1")
+    begins_B = rows.loss_mask.offsets[:-1]
+    unscored = np.flatnonzero((rows.prompt_length == 0) & (lengths_B > 0))
+    trained = unscored[rows.loss_mask.values[begins_B[unscored]] != 0]
+    if len(trained):
+        raise BatchingError(
+            f"row {rows.row_id[trained[0]]} trains its first token, which no token before it "
+            "scores: its prompt is empty"
+        )
 
 
 def require_per_token(values: Ragged[np.generic], rows: Rows, *, name: str) -> None:

@@ -67,7 +67,7 @@ class Budget:
         """Of a pass over rows of these lengths."""
         if self.model == "padded":
             return len(lengths) * max(_aligned(lengths, self), default=0)
-        return sum(_units(lengths, self)) / _UNITS_PER_TOKEN
+        return sum(row_units(lengths, self)) / _UNITS_PER_TOKEN
 
 
 def plan_passes(
@@ -120,7 +120,7 @@ def _fewest(lengths: Sequence[int], budget: Budget) -> Bins:
     if budget.model == "padded":
         return _runs(_aligned(lengths, budget), limit=budget.limit)
     capacity = max(math.floor(budget.limit * _UNITS_PER_TOKEN), 1)
-    return pack(_units(lengths, budget), capacity=capacity, over_long="alone")
+    return pack(row_units(lengths, budget), capacity=capacity, over_long="alone")
 
 
 def _require_within(lengths: Sequence[int], budget: Budget) -> None:
@@ -138,8 +138,11 @@ def _aligned(lengths: Sequence[int], budget: Budget) -> list[int]:
     return [-(-int(length) // budget.alignment) * budget.alignment for length in lengths]
 
 
-def _units(lengths: Sequence[int], budget: Budget) -> list[int]:
-    """Costs of rows where the costs of a pass are added, in whole units, each at least 1."""
+def row_units(lengths: Sequence[int], budget: Budget) -> list[int]:
+    """Costs of rows by themselves in whole units, each at least 1: added, they are those of a pass.
+
+    But for the padded model, whose passes cost more.
+    """
     a, b = budget.a * _UNITS_PER_TOKEN, budget.b * _UNITS_PER_TOKEN
     return [max(math.ceil(a * n + b * n * n), 1) for n in _aligned(lengths, budget)]
 
@@ -198,10 +201,11 @@ def _level_summed(passes: Bins, lengths: Sequence[int], budget: Budget, *, num_p
     """
     if num_passes < 2:
         return passes
-    costs = _units(lengths, budget)
+    costs = row_units(lengths, budget)
     grown = grow_bins(passes, costs, multiple_of=1, at_least=num_passes)
-    parts = balance(costs, num_parts=num_passes, method="longest_first")
-    return parts if largest_part(parts, costs) < largest_part(grown, costs) else grown
+    parts = balance(costs, num_parts=num_passes)
+    is_better = all(parts) and largest_part(parts, costs) < largest_part(grown, costs)
+    return parts if is_better else grown
 
 
 def _ordered(passes: Bins, lengths: Sequence[int], budget: Budget) -> Bins:

@@ -8,7 +8,6 @@ inert rows.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -18,13 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.assemble import concatenate_rows, take_rows
+from turnstream.batching.balance import balance
 from turnstream.batching.merged_extras import inert_columns
-from turnstream.batching.microbatch import Budget, plan_passes
+from turnstream.batching.microbatch import Budget, plan_passes, row_units
 from turnstream.errors import BatchingError
 from turnstream.types import ExtraColumn, Ragged, Rows
 
 INERT_LENGTH = 2
+INERT_RESPONSE_LENGTH = 1
 """Tokens of an inert row: one of prompt, one of response, so that no layout has an empty side."""
+
+_TOKENS = Budget(limit=0)
+"""Rows cost their tokens."""
 
 _POSITION_BITS = 20
 _MINI_BATCH_BITS = 12
@@ -92,12 +96,16 @@ def rows_multiple(
 
 
 def cut_ranks(
-    lengths_B: NDArray[np.integer], *, dp_world_size: int, multiple_of: int = 1
+    lengths_B: NDArray[np.integer],
+    *,
+    dp_world_size: int,
+    multiple_of: int = 1,
+    budget: Budget = _TOKENS,
 ) -> list[list[int]]:
     """Row positions of every rank, ascending; positions from B on stand for inert rows.
 
-    Longest first, to the rank with the fewest tokens that still has room; ties go to the lower row
-    and the lower rank. Each rank gets the same number of rows, at least one.
+    Each rank gets the same number of rows, at least one, and about as much work: the better of
+    both methods of `turnstream.batching.balance`. Ranks come in the order of their first rows.
 
     >>> cut_ranks(np.array([8, 7, 6, 5, 4]), dp_world_size=2)
     [[0, 3, 4], [1, 2, 5]]
@@ -106,6 +114,7 @@ def cut_ranks(
         lengths_B: tokens of every row.
         dp_world_size: number of ranks.
         multiple_of: what else divides the number of rows, inert ones included: `rows_multiple`.
+        budget: says what a row costs: its tokens, or more where attention counts too.
 
     Raises:
         BatchingError: one of both is below 1.
@@ -114,16 +123,9 @@ def cut_ranks(
     _require_at_least_1(dp_world_size=dp_world_size, multiple_of=multiple_of)
     multiple = math.lcm(dp_world_size, multiple_of)
     num_padded = max(-(-num_rows // multiple), 1) * multiple
-    rows_per_rank = num_padded // dp_world_size
     lengths = [*np.asarray(lengths_B).tolist(), *[INERT_LENGTH] * (num_padded - num_rows)]
-    ranks: list[list[int]] = [[] for _ in range(dp_world_size)]
-    lightest = [(0, dp_rank) for dp_rank in range(dp_world_size)]
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        num_tokens, dp_rank = heapq.heappop(lightest)
-        ranks[dp_rank].append(row)
-        if len(ranks[dp_rank]) < rows_per_rank:
-            heapq.heappush(lightest, (num_tokens + lengths[row], dp_rank))
-    return [sorted(rows) for rows in ranks]
+    costs = row_units(lengths, budget)
+    return sorted(map(sorted, balance(costs, num_parts=dp_world_size, equal_count=True)))
 
 
 def rank_share(
@@ -135,6 +137,7 @@ def rank_share(
     dp_world_size: int,
     pad_token_id: int,
     multiple_of: int = 1,
+    budget: Budget = _TOKENS,
 ) -> Rows:
     """The rows of one rank in their order, inert ones last; the same object if it is the only rank.
 
@@ -146,6 +149,7 @@ def rank_share(
         dp_world_size: number of ranks.
         pad_token_id: both tokens of an inert row.
         multiple_of: what else divides the number of rows, inert ones included: `rows_multiple`.
+        budget: as in `cut_ranks`.
 
     Raises:
         BatchingError: no such rank, a multiple below 1, or numbers too large for the ids of inert
@@ -155,9 +159,10 @@ def rank_share(
     _require_at_least_1(multiple_of=multiple_of)
     if dp_world_size == 1 and len(rows) and len(rows) % multiple_of == 0:
         return rows
-    mine = cut_ranks(rows.input_ids.lengths, dp_world_size=dp_world_size, multiple_of=multiple_of)[
-        dp_rank
-    ]
+    ranks = cut_ranks(
+        rows.input_ids.lengths, dp_world_size=dp_world_size, multiple_of=multiple_of, budget=budget
+    )
+    mine = ranks[dp_rank]
     real = [row for row in mine if row < len(rows)]
     padding = [row - len(rows) for row in mine if row >= len(rows)]
     share = take_rows(rows, real)
@@ -215,7 +220,8 @@ def inert_rows(
 ) -> Rows:
     """Rows that are computed and count nowhere: two tokens, mask 0, no reward, weight 0.
 
-    They copy nothing of a real row. A logprob column is there if the other rows have one. Of every
+    They copy nothing of a real row, and each is a group of its own, with names as fresh as its row
+    id. A logprob column is there if the other rows have one. Of every
     extra column they have zeros; of items none, and of router choices none that was captured, so
     that layouts write the dummy choice.
 
@@ -234,11 +240,14 @@ def inert_rows(
         offsets = np.arange(num_rows + 1, dtype=np.int32) * np.int32(length)
         return Ragged(np.full(num_rows * length, value, dtype), offsets)
 
-    texts = {name: [""] * num_rows for name in _TEXT_COLUMNS}
+    names = [f"inert{row_id}" for row_id in row_ids]
     numbers = {name: filled(value, dtype) for name, (value, dtype) in _INERT_VALUES.items()}
     columns = {
-        **texts,
         **numbers,
+        "trajectory_id": [f"{name}/0/0" for name in names],
+        "group_id": names,
+        "prompt_uid": names,
+        "status": [""] * num_rows,
         "row_id": np.array(row_ids, np.int64),
         "input_ids": ragged(pad_token_id, np.int32, INERT_LENGTH),
         "loss_mask": ragged(0, np.uint8),
@@ -251,7 +260,6 @@ def inert_rows(
     return Rows(**columns)  # type: ignore[reportArgumentType] -- the tables below give the dtypes
 
 
-_TEXT_COLUMNS = ("trajectory_id", "group_id", "prompt_uid", "status")
 _INERT_VALUES: dict[str, tuple[float, type[np.generic]]] = {
     "sample": (0, np.int32),
     "attempt": (0, np.int32),
@@ -285,7 +293,7 @@ def budgeted_passes(
         rows: the whole mini-batch, of all ranks.
         dp_rank: whose passes.
         dp_world_size: number of ranks.
-        budget: of one pass.
+        budget: of one pass; as given to `rank_share`.
         passes_multiple_of: the number of passes is one of these.
         multiple_of: as given to `rank_share`: what `rows_multiple` gives has enough inert rows.
 
@@ -295,7 +303,7 @@ def budgeted_passes(
     """
     _require_rank(dp_rank, dp_world_size)
     lengths = rows.input_ids.lengths
-    ranks = cut_ranks(lengths, dp_world_size=dp_world_size, multiple_of=multiple_of)
+    ranks = cut_ranks(lengths, dp_world_size=dp_world_size, multiple_of=multiple_of, budget=budget)
     known = [*lengths.tolist(), *[INERT_LENGTH] * (sum(map(len, ranks)) - len(lengths))]
     shares = [[known[row] for row in rank] for rank in ranks]
     passes = plan_passes(shares, budget=budget, multiple_of=passes_multiple_of)

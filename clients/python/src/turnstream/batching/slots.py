@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.checks import require_per_token
-from turnstream.errors import BatchingError
 from turnstream.types import Ragged, Rows
 
 
@@ -35,9 +34,6 @@ class SlotLine:
         rows: their prompt lengths and masks say what is scored where.
         order: positions in `rows`, one per row of the line; rows may be left out.
         starts: first slot of each, in the same order.
-
-    Raises:
-        BatchingError: a row trains its first token, which nothing scores.
     """
 
     def __init__(self, rows: Rows, *, order: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
@@ -47,7 +43,6 @@ class SlotLine:
         self._starts = starts
         self._is_unscored = (prompts == 0) & (rows.input_ids.lengths[order] > 0)
         self._first_slots = (starts + np.maximum(prompts - 1, 0)).tolist()
-        self._require_scored()
 
     def place_ids(self, into_N: NDArray[np.int64]) -> None:
         """Tokens, each in its own slot."""
@@ -83,15 +78,6 @@ class SlotLine:
         placed_N: NDArray[np.float32] = np.zeros(num_slots, np.float32)
         self.place_responses(weights, placed_N)
         return placed_N
-
-    def _require_scored(self) -> None:
-        mask = self._rows.loss_mask
-        for row in self._order[self._is_unscored].tolist():
-            if mask.values[mask.offsets[row]]:
-                raise BatchingError(
-                    f"row {self._rows.row_id[row]} trains its first token, which no token before "
-                    "it scores: its prompt is empty"
-                )
 
 
 def response_column(

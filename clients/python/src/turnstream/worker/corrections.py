@@ -6,7 +6,9 @@ log-probabilities of the sampled tokens, `behaviour` those that the inference en
 both are read only where `mask_BR` is set. Weights at masked positions are finite and mean
 nothing. Loss denominators stay as shipped (see `losses.aggregate`).
 
-A "row" is one sequence: a trajectory that was split into several has a ratio for each.
+A "row" is one sequence: a trajectory that was split into several has a ratio for each. Tensors of
+packed and jagged rows have the shape (N,) or (M,) instead: what looks at whole rows wants
+`row_of=part.row_of` then, which says which row each token is of, and is None in other layouts.
 """
 
 from __future__ import annotations
@@ -16,14 +18,25 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from turnstream.worker.losses import clipped_exp, log_ratio, mean_over_row
+from turnstream.worker.losses import clipped_exp, log_ratio, mean_over_row, sum_over_row
 
 Level = Literal["token", "sequence", "geometric"]
 """What a ratio is taken over: each token, the product over its row, or the geometric mean."""
 
+_MIS_BOUNDS: dict[Level, tuple[float, float]] = {
+    "token": (0.5, 2.0),
+    "sequence": (0.5, 2.0),
+    "geometric": (0.9999, 1.0001),
+}
+
 
 def importance_ratio(
-    old_BR: Tensor, *, behaviour_BR: Tensor, mask_BR: Tensor, level: Level
+    old_BR: Tensor,
+    *,
+    behaviour_BR: Tensor,
+    mask_BR: Tensor,
+    level: Level,
+    row_of: Tensor | None = None,
 ) -> Tensor:
     """(B, R): exp of old - behaviour: by token, summed over the row, or averaged over the row."""
     exponent_BR = log_ratio(old_BR, behaviour_BR, mask_BR=mask_BR).detach()
@@ -31,9 +44,9 @@ def importance_ratio(
         case "token":
             return clipped_exp(exponent_BR)
         case "sequence":
-            exponent_B1 = exponent_BR.sum(dim=1, keepdim=True)
+            exponent_B1 = sum_over_row(exponent_BR, row_of=row_of)
         case "geometric":
-            exponent_B1 = mean_over_row(exponent_BR, mask_BR=mask_BR)
+            exponent_B1 = mean_over_row(exponent_BR, mask_BR=mask_BR, row_of=row_of)
     return clipped_exp(exponent_B1).expand_as(exponent_BR)
 
 
@@ -45,13 +58,16 @@ def tis(
     level: Level = "token",
     cap: float = 2.0,
     floor: float = 0.0,
+    row_of: Tensor | None = None,
 ) -> Tensor:
     """(B, R): the ratio, truncated: max(floor, min(ratio, cap)).
 
     Truncated importance sampling (https://fengyao.notion.site/off-policy-rl). slime also sets a
     floor; 0 leaves small ratios alone.
     """
-    ratio_BR = importance_ratio(old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, level=level)
+    ratio_BR = importance_ratio(
+        old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, level=level, row_of=row_of
+    )
     return ratio_BR.clamp(floor, cap)
 
 
@@ -69,27 +85,35 @@ def mis(
     behaviour_BR: Tensor,
     mask_BR: Tensor,
     level: Level = "token",
-    low: float = 0.5,
-    high: float = 2.0,
+    low: float | None = None,
+    high: float | None = None,
     veto_below: float = 1e-4,
+    row_of: Tensor | None = None,
 ) -> Tensor:
     """(B, R): 1 where the ratio is inside [low, high], else 0; and 0 for rows with a vetoed token.
 
-    Masked importance sampling. A geometric ratio wants far narrower bounds, such as 0.9999 and
-    1.0001. Multiply with `tis` for masking and weighting at once.
+    Masked importance sampling. Multiply with `tis` for masking and weighting at once.
 
     Args:
         old_BR: log-probabilities.
         behaviour_BR: log-probabilities.
         mask_BR: 1 on trained tokens.
         level: what the ratio is taken over.
-        low: the smallest ratio that is kept.
-        high: the largest ratio that is kept.
+        low: the smallest ratio that is kept; 0.5, and 0.9999 for the geometric one, which is far
+            narrower.
+        high: the largest ratio that is kept; 2, and 1.0001 for the geometric one.
         veto_below: one trained token whose own ratio is below it takes its whole row out:
             the trainer finds it next to impossible, so the row was sampled by something else.
+        row_of: which row each token is of, where rows are packed.
     """
-    ratio_BR = importance_ratio(old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, level=level)
-    allowed_BR = row_veto(old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, low=veto_below)
+    ratio_BR = importance_ratio(
+        old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, level=level, row_of=row_of
+    )
+    allowed_BR = row_veto(
+        old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, low=veto_below, row_of=row_of
+    )
+    lowest, highest = _MIS_BOUNDS[level]
+    low, high = lowest if low is None else low, highest if high is None else high
     return _inside(ratio_BR, low=low, high=high) * allowed_BR
 
 
@@ -100,11 +124,12 @@ def row_veto(
     mask_BR: Tensor,
     low: float = 1e-4,
     high: float = float("inf"),
+    row_of: Tensor | None = None,
 ) -> Tensor:
     """(B, R): 0 for every row that has a trained token with a ratio outside [low, high], else 1."""
     ratio_BR = importance_ratio(old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, level="token")
     outside_BR = mask_BR.bool() & ~_inside(ratio_BR, low=low, high=high)
-    allowed_B1 = ~outside_BR.any(dim=1, keepdim=True)
+    allowed_B1 = sum_over_row(outside_BR.long(), row_of=row_of) == 0
     return allowed_B1.to(ratio_BR.dtype).expand_as(ratio_BR)
 
 
@@ -115,12 +140,15 @@ def seq_mask_tis(
     mask_BR: Tensor,
     low: float = 0.999,
     high: float = 1.002,
+    row_of: Tensor | None = None,
 ) -> Tensor:
     """(B, R): 0 for rows whose geometric ratio is outside [low, high], else the bare token ratio.
 
     As NeMo-RL does it: the row filter replaces the truncation.
     """
-    row_BR = importance_ratio(old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, level="geometric")
+    row_BR = importance_ratio(
+        old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, level="geometric", row_of=row_of
+    )
     token_BR = importance_ratio(old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, level="token")
     return torch.where(_inside(row_BR, low=low, high=high), token_BR, 0.0)
 
@@ -132,15 +160,15 @@ def opsm(
     advantages_BR: Tensor,
     mask_BR: Tensor,
     delta: float = 0.1,
+    row_of: Tensor | None = None,
 ) -> Tensor:
     """(B, R): 0 where A < 0 in rows whose mean of old - current is above `delta`, else 1.
 
     Off-policy sequence masking (slime; DeepSeek-V3.2, arXiv:2512.02556): rows of bad outcome that
     the policy has already moved away from are not pushed further.
     """
-    moved_B1 = mean_over_row(
-        log_ratio(old_BR, current_BR, mask_BR=mask_BR).detach(), mask_BR=mask_BR
-    )
+    moved_BR = log_ratio(old_BR, current_BR, mask_BR=mask_BR).detach()
+    moved_B1 = mean_over_row(moved_BR, mask_BR=mask_BR, row_of=row_of)
     dropped_BR = (advantages_BR < 0) & (moved_B1 > delta)
     return (~dropped_BR).to(current_BR.dtype)
 

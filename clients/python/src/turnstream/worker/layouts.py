@@ -7,7 +7,8 @@
         aggregate(loss_N, part, mode=..., denominators=part.denominators).backward()
 
 Losses that look at one token at a time take tensors of any of these shapes. Those with a ratio per
-row (GSPO, sequence and geometric corrections) want rows in a dimension of their own.
+row (GSPO, sequence and geometric corrections) want `row_of=part.row_of` too where a tensor has no
+dimension of rows.
 
 Shapes: B rows, T columns, N slots of a bin or tokens of all rows, M response tokens of all rows.
 """
@@ -33,7 +34,15 @@ from turnstream.batching.packed import Packed, packed
 from turnstream.batching.right_padded import right_padded
 from turnstream.types import Denominators, MiniBatch, Rows
 from turnstream.worker.extras import ExtraTensor, extra_tensors
-from turnstream.worker.tensors import checked_logprobs, copied, map_tensors, moved, on_cpu, optional
+from turnstream.worker.tensors import (
+    checked_logprobs,
+    copied,
+    map_tensors,
+    moved,
+    on_cpu,
+    optional,
+    row_sums,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,6 +97,11 @@ class RightPaddedTensors(RowTensors):
     def token_weights(self) -> Tensor | None:
         """What each token counts for, (B, T); None where that is 1."""
         return self.token_weights_BT
+
+    @property
+    def row_of(self) -> None:
+        """Rows have a dimension of their own."""
+        return None
 
     def row_sums(self, values_BT: Tensor) -> Tensor:
         """(B,), the sum of every row's values."""
@@ -166,13 +180,13 @@ class PackedTensors(RowTensors):
         return self.token_weights_N
 
     @property
-    def row_of_slot_N(self) -> Tensor:
+    def row_of(self) -> Tensor:
         """int64 (N,), the row of every slot, by its position in the bin."""
         return _repeated_rows(self.cu_seqlens, num_values=len(self.input_ids_N))
 
     def row_sums(self, values_N: Tensor) -> Tensor:
         """(B,), the sum of every row's values."""
-        return _sums(values_N, rows=self.row_of_slot_N, num_rows=len(self.row_id_B))
+        return row_sums(values_N, rows=self.row_of, num_rows=len(self.row_id_B))
 
     def require_logprobs(self) -> Tensor:
         """float32 (N,), `logprobs_N` where every trained token has one; BatchingError if not."""
@@ -222,15 +236,19 @@ class JaggedTensors(RowTensors):
     @property
     def response_ids_M(self) -> Tensor:
         """int64 (M,), the response tokens."""
-        rows_M = _repeated_rows(self.response_offsets, num_values=len(self.loss_mask_M))
+        rows_M = self.row_of
         first_B = self.offsets[1:] - self.response_offsets[1:]
         places_M = torch.arange(len(rows_M), device=rows_M.device) + first_B[rows_M]
         return self.input_ids_N[places_M]
 
+    @property
+    def row_of(self) -> Tensor:
+        """int64 (M,), the row of every response token, by its position."""
+        return _repeated_rows(self.response_offsets, num_values=len(self.loss_mask_M))
+
     def row_sums(self, values_M: Tensor) -> Tensor:
         """(B,), the sum of every row's values."""
-        rows_M = _repeated_rows(self.response_offsets, num_values=len(self.loss_mask_M))
-        return _sums(values_M, rows=rows_M, num_rows=len(self.row_id_B))
+        return row_sums(values_M, rows=self.row_of, num_rows=len(self.row_id_B))
 
     def require_logprobs(self) -> Tensor:
         """float32 (M,), `logprobs_M` where every trained token has one; BatchingError if not."""
@@ -363,8 +381,3 @@ def _repeated_rows(offsets: Tensor, *, num_values: int) -> Tensor:
     """int64 (num_values,), the row that every value belongs to."""
     rows_B = torch.arange(len(offsets) - 1, device=offsets.device)
     return rows_B.repeat_interleave(offsets.diff(), output_size=num_values)
-
-
-def _sums(values: Tensor, *, rows: Tensor, num_rows: int) -> Tensor:
-    zeros_B = torch.zeros(num_rows, dtype=values.dtype, device=values.device)
-    return zeros_B.index_add(0, rows, values)

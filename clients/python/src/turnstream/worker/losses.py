@@ -1,8 +1,9 @@
 """Policy losses per token, and their exact average over ranks and micro-batches.
 
 Every function takes tensors of shape (B, R): B rows, R response positions, right-aligned as in
-`LeftPaddedTensors`. Where `mask_BR` is 0 nothing is read, and value and gradient are exactly 0,
-whatever stands there. Log-probabilities are natural, of the sampled token:
+`LeftPaddedTensors`, or of the shape of any other layout. Where `mask_BR` is 0 nothing is read, and
+value and gradient are exactly 0, whatever stands there. Log-probabilities are natural, of the
+sampled token:
 
     behaviour   of the policy that sampled the token, as the generator reported it
     old         of the weights at the start of the step, recomputed by the trainer
@@ -24,7 +25,7 @@ from torch import Tensor
 from turnstream.batching.config import Aggregation
 from turnstream.errors import BatchingError
 from turnstream.types import Denominators
-from turnstream.worker.tensors import TokenRows
+from turnstream.worker.tensors import TokenRows, row_sums
 
 MAX_EXPONENT = 20.0
 """exp(20) is 4.9e8: still finite when squared in float32, and far above every clip in use."""
@@ -98,13 +99,33 @@ def clipped_exp(exponent: Tensor) -> Tensor:
     return exponent.clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
 
 
-def mean_over_row(values_BR: Tensor, *, mask_BR: Tensor) -> Tensor:
-    """(B, 1): mean of every row's masked values; 0 for a row without any.
+def sum_over_row(values_BR: Tensor, *, row_of: Tensor | None) -> Tensor:
+    """(B, 1): the sum of every row's values; where rows are packed (N,), that of each value's row.
+
+    Args:
+        values_BR: of tokens.
+        row_of: which row each token is of, where rows have no dimension of their own.
+
+    Raises:
+        BatchingError: rows are packed, and `row_of` is not given.
+    """
+    if row_of is not None:
+        return row_sums(values_BR, rows=row_of, num_rows=len(values_BR))[row_of]
+    if values_BR.dim() < 2:
+        raise BatchingError(
+            f"tensors of shape {tuple(values_BR.shape)} do not say which token is of which row: "
+            "row_of=part.row_of does"
+        )
+    return values_BR.sum(dim=1, keepdim=True)
+
+
+def mean_over_row(values_BR: Tensor, *, mask_BR: Tensor, row_of: Tensor | None = None) -> Tensor:
+    """The mean of every row's masked values, shaped as by `sum_over_row`; 0 for a row without any.
 
     `values_BR` is 0 outside the mask, as `log_ratio` leaves it.
     """
-    num_tokens_B1 = mask_BR.bool().sum(dim=1, keepdim=True)
-    return values_BR.sum(dim=1, keepdim=True) / num_tokens_B1.clamp(min=1)
+    num_tokens_B1 = sum_over_row(mask_BR.long(), row_of=row_of)
+    return sum_over_row(values_BR, row_of=row_of) / num_tokens_B1.clamp(min=1)
 
 
 # --------------------------------------------------------------------------------------
@@ -154,13 +175,15 @@ def gspo(
     mask_BR: Tensor,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
+    row_of: Tensor | None = None,
 ) -> Tensor:
     """(B, R): the clipped loss with one ratio per row, exp(mean over its tokens of current - old).
 
-    GSPO (arXiv:2507.18071). A trajectory that was split into rows has a ratio per row.
+    GSPO (arXiv:2507.18071). A trajectory that was split into rows has a ratio per row. Of packed
+    and jagged tensors, `row_of=part.row_of` says which token is of which row.
     """
     exponent_BR = log_ratio(current_BR, old_BR, mask_BR=mask_BR)
-    ratio_B1 = clipped_exp(mean_over_row(exponent_BR, mask_BR=mask_BR))
+    ratio_B1 = clipped_exp(mean_over_row(exponent_BR, mask_BR=mask_BR, row_of=row_of))
     return _clipped_loss(
         ratio_B1.expand_as(current_BR),
         advantages_BR=advantages_BR,
@@ -285,7 +308,7 @@ def aggregate(
 
     Args:
         loss_BR: token losses, in the shape of the layout's own loss mask. They are multiplied by
-            the rows' token weights here.
+            the rows' token weights here, and summed in float32 or wider.
         part: the rows they belong to, in any layout.
         mode: the run's `aggregation`.
         denominators: of the whole mini-batch, as shipped.
@@ -302,6 +325,7 @@ def aggregate(
             f"losses of shape {tuple(loss_BR.shape)} for rows of shape {tuple(mask_BR.shape)}"
         )
     loss_BR = _masked(loss_BR, mask_BR=mask_BR)
+    loss_BR = loss_BR.to(torch.promote_types(loss_BR.dtype, torch.float32))
     weights_BR = part.token_weights
     if weights_BR is not None:
         loss_BR = loss_BR * _masked(weights_BR, mask_BR=mask_BR)

@@ -70,6 +70,11 @@ class TokenRows(Protocol):
         """What each token counts for, in the same shape; None where that is 1."""
         ...
 
+    @property
+    def row_of(self) -> Tensor | None:
+        """Which row each token is of, where rows have no dimension of their own."""
+        ...
+
     def row_sums(self, values: Tensor, /) -> Tensor:
         """(B,), the sum of every row's values."""
         ...
@@ -141,6 +146,11 @@ class LeftPaddedTensors:
     def token_weights(self) -> Tensor | None:
         """What each token counts for, (B, R); None where that is 1."""
         return self.token_weights_BR
+
+    @property
+    def row_of(self) -> None:
+        """Rows have a dimension of their own."""
+        return None
 
     def row_sums(self, values_BR: Tensor) -> Tensor:
         """(B,), the sum of every row's values."""
@@ -299,3 +309,20 @@ def on_cpu(values: Tensor) -> NDArray[Any]:
     """The values without their gradient; in float32 where numpy has no such type."""
     values = values.detach()
     return (values.float() if values.dtype is torch.bfloat16 else values).cpu().numpy()
+
+
+def row_sums(values: Tensor, *, rows: Tensor, num_rows: int) -> Tensor:
+    """(B,), sums over the values of each row, in their dtype.
+
+    They are added one after the other, so floats in a wider type.
+
+    Args:
+        values: (N,).
+        rows: int64 (N,), the row of each.
+        num_rows: B.
+    """
+    wide = values.dtype
+    if wide.is_floating_point:
+        wide = torch.float32 if values.device.type == "mps" else torch.float64
+    zeros_B = torch.zeros(num_rows, dtype=wide, device=values.device)
+    return zeros_B.index_add(0, rows, values.to(wide)).to(values.dtype)

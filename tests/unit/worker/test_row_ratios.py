@@ -1,0 +1,133 @@
+"""What looks at whole rows gives the same, whether rows have a dimension or are packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from turnstream import testing
+from turnstream.batching.plain_rows import plain_rows
+from turnstream.errors import BatchingError
+from turnstream.types import MiniBatch, Ragged
+from turnstream.worker.corrections import importance_ratio, mis, opsm, row_veto, seq_mask_tis, tis
+from turnstream.worker.layouts import jagged_to_torch, packed_to_torch, right_padded_to_torch
+from turnstream.worker.losses import aggregate, gspo
+from turnstream.worker.tensors import to_torch
+
+LENGTHS = (3, 1, 5, 0, 4)
+
+
+def _ratio(level: Any) -> Callable[..., Tensor]:
+    return lambda first, **rest: importance_ratio(first, level=level, **rest)
+
+
+def _level(correction: Callable[..., Tensor], level: Any, **bounds: float) -> Callable[..., Tensor]:
+    return lambda first, **rest: correction(first, level=level, **bounds, **rest)
+
+
+AGAINST_BEHAVIOUR = {
+    "ratio by row": _ratio("sequence"),
+    "ratio by mean": _ratio("geometric"),
+    "tis by row": _level(tis, "sequence"),
+    "tis by mean": _level(tis, "geometric", cap=1.1),
+    "mis by row": _level(mis, "sequence", veto_below=0.05),
+    "mis by mean": _level(mis, "geometric", low=0.8, high=1.3, veto_below=0.05),
+    "veto": lambda first, **rest: row_veto(first, low=0.3, **rest),
+    "seq_mask_tis": lambda first, **rest: seq_mask_tis(first, low=0.8, high=1.2, **rest),
+}
+AGAINST_OLD = {"gspo": gspo, "opsm": lambda first, **rest: opsm(first, delta=0.05, **rest)}
+
+
+def _columns(*names: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Random columns (B, R), which tokens are real, and the row of each real token (N,)."""
+    rng = np.random.default_rng(3)
+    shape = (len(LENGTHS), max(LENGTHS))
+    real_BR = torch.arange(shape[1]) < torch.tensor(LENGTHS)[:, None]
+    columns = {name: torch.tensor(rng.normal(0, 0.7, shape)) for name in names}
+    columns["mask_BR"] = real_BR & torch.tensor(rng.random(shape) < 0.8)
+    rows_N = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    return columns, real_BR, rows_N
+
+
+@pytest.mark.parametrize(
+    ("function", "against"),
+    [
+        *((function, ("behaviour_BR",)) for function in AGAINST_BEHAVIOUR.values()),
+        *((function, ("old_BR", "advantages_BR")) for function in AGAINST_OLD.values()),
+    ],
+    ids=[*AGAINST_BEHAVIOUR, *AGAINST_OLD],
+)
+def test_packed_rows_have_the_ratios_that_padded_ones_have(
+    function: Callable[..., Tensor], against: tuple[str, ...]
+) -> None:
+    columns, real_BR, rows_N = _columns("first", *against)
+    first = columns.pop("first")
+
+    padded_BR = function(first, **columns)
+    flat = {name: own[real_BR] for name, own in columns.items()}
+    packed_N = function(first[real_BR], **flat, row_of=rows_N)
+
+    trained_BR = columns["mask_BR"]
+    assert len(set(padded_BR[trained_BR].tolist())) > 1
+    torch.testing.assert_close(packed_N[trained_BR[real_BR]], padded_BR[trained_BR])
+
+
+def test_a_packed_ratio_has_the_gradient_of_a_padded_one() -> None:
+    columns, real_BR, rows_N = _columns("current", "old_BR", "advantages_BR")
+    padded = columns.pop("current").requires_grad_()
+    packed = padded.detach()[real_BR].requires_grad_()
+
+    gspo(padded, clip_low=9, clip_high=9, **columns).sum().backward()
+    flat = {name: own[real_BR] for name, own in columns.items()}
+    gspo(packed, clip_low=9, clip_high=9, **flat, row_of=rows_N).sum().backward()
+
+    assert padded.grad is not None
+    assert padded.grad.abs().sum() > 0
+    torch.testing.assert_close(packed.grad, padded.grad[real_BR])
+
+
+@pytest.mark.parametrize("function", [*AGAINST_BEHAVIOUR.values()], ids=[*AGAINST_BEHAVIOUR])
+def test_packed_rows_without_a_word_of_where_they_are_are_refused(
+    function: Callable[..., Tensor],
+) -> None:
+    columns, real_BR, _ = _columns("first", "behaviour_BR")
+    flat = {name: own[real_BR] for name, own in columns.items()}
+
+    with pytest.raises(BatchingError, match=r"shape \(13,\) .* row_of=part\.row_of does"):
+        function(flat.pop("first"), **flat)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_tokens", "tolerance"),
+    [
+        (torch.float64, 100_000, 1e-9),
+        (torch.float32, 100_000, 1e-6),
+        (torch.bfloat16, 20_000, 1e-5),
+        (torch.float16, 100_000, 1e-5),
+    ],
+    ids=str,
+)
+def test_a_long_row_has_its_exact_mean_in_every_layout(
+    dtype: torch.dtype, num_tokens: int, tolerance: float
+) -> None:
+    # Where rows are packed their losses were added one by one in their own dtype: in bfloat16 the
+    # sum stopped growing after some hundred tokens.
+    ids = Ragged(np.ones(num_tokens + 1, np.int32), np.array([0, num_tokens + 1], np.int32))
+    mask = Ragged(np.ones(num_tokens, np.uint8), np.array([0, num_tokens], np.int32))
+    rows = plain_rows(ids, mask, num_trained_B=np.array([num_tokens]), first_row_id=0)
+    mini_batch = MiniBatch(rows=rows, info=testing.mini_batch_info(rows))
+    losses = torch.rand(num_tokens, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = losses.double().mean().item()
+
+    for to_tensors in (to_torch, right_padded_to_torch, packed_to_torch, jagged_to_torch):
+        made: Any = to_tensors(mini_batch)
+        part = made[0] if isinstance(made, list) else made
+        placed = torch.zeros(part.trained_tokens.shape, dtype=dtype)
+        placed[part.trained_tokens] = losses
+        loss = aggregate(placed, part, mode="token_mean", denominators=part.denominators)
+        assert loss.item() == pytest.approx(expected, rel=tolerance), to_tensors.__name__
