@@ -226,6 +226,7 @@ def test_random_commands_have_the_same_replies_as_of_a_server(client: redis.Redi
         "return 1 + '2'",
         "return nil .. 'a'",
         "return {bit.band(-1, 255), bit.bxor(1, 0xEDB88320), bit.bnot(7), bit.rshift(-1, 3)}",
+        "return {bit.bxor(-1, 0xEDB88320), bit.band(0x12345678, -256), bit.bor(-2, 257)}",
         "return {bit.bor(1, 2 ^ 31), bit.lshift(3, 31), bit.rshift(2 ^ 32 + 9, 1), bit.bnot(-1)}",
     ],
 )

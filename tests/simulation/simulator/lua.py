@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,12 +20,10 @@ from simulator.values import Status, StoreError
 
 Carry = Callable[[bytes, Sequence[bytes]], Any]
 
-_MOST_CONSTRUCTORS = 1000
 _FLAGS = re.compile(rb"#!lua(?: +flags=([a-z,-]+))?[^\n]*")
 
 _SETUP = rb"""
-local carry, sha1hex, decode, encode, log, band, bor, bxor, bnot, lshift, rshift = ...
-bit = {band = band, bor = bor, bxor = bxor, bnot = bnot, lshift = lshift, rshift = rshift}
+local carry, sha1hex, constructor, encode, log = ...
 redis = {}
 function redis.error_reply(text)
   return {err = text}
@@ -56,7 +53,69 @@ redis.sha1hex = sha1hex
 redis.log = log
 redis.LOG_WARNING = 3
 redis.LOG_NOTICE = 2
-cjson = {decode = decode, encode = encode, null = setmetatable({}, {__tostring = 'null'})}
+cjson = {encode = encode, null = setmetatable({}, {__tostring = 'null'})}
+-- A text is compiled once into what makes its table anew every time.
+local null, made, num_made = cjson.null, {}, 0
+function cjson.decode(text)
+  local make = made[text]
+  if not make then
+    if num_made == 1000 then
+      made, num_made = {}, 0
+    end
+    make = constructor(text)
+    made[text], num_made = make, num_made + 1
+  end
+  return make(null)
+end
+-- The library `bit`: its numbers are of 32 bits, its results have a sign. In Lua itself: a script
+-- that calculates a CRC calls it a thousand times.
+local ands = {[0] = 0}  -- of two bytes
+for both = 1, 65535 do
+  local a, b = math.floor(both / 256), both % 256
+  local halves = ands[math.floor(a / 2) * 256 + math.floor(b / 2)]
+  ands[both] = 2 * halves + (a % 2) * (b % 2)
+end
+local function signed(number)
+  return number < 2147483648 and number or number - 4294967296
+end
+local function common(a, b)
+  local result, place = 0, 1
+  while a > 0 and b > 0 do
+    local x, y = a % 256, b % 256
+    result = result + ands[x * 256 + y] * place
+    a, b, place = (a - x) / 256, (b - y) / 256, place * 256
+  end
+  return result
+end
+bit = {}
+local function refuse(...)
+  if select('#', ...) > 0 then
+    error('a third number is not simulated')
+  end
+end
+function bit.band(a, b, ...)
+  refuse(...)
+  return signed(common(a % 4294967296, b % 4294967296))
+end
+function bit.bor(a, b, ...)
+  refuse(...)
+  a, b = a % 4294967296, b % 4294967296
+  return signed(a + b - common(a, b))
+end
+function bit.bxor(a, b, ...)
+  refuse(...)
+  a, b = a % 4294967296, b % 4294967296
+  return signed(a + b - 2 * common(a, b))
+end
+function bit.bnot(number)
+  return signed(4294967295 - number % 4294967296)
+end
+function bit.lshift(number, by)
+  return signed(number % 4294967296 * 2 ^ (by % 32) % 4294967296)
+end
+function bit.rshift(number, by)
+  return signed(math.floor(number % 4294967296 / 2 ^ (by % 32)))
+end
 local function refusing(library)
   return {__index = function(_, name) error(library .. name .. ' is not simulated') end}
 end
@@ -102,7 +161,7 @@ local function end_setup()
     __newindex = function(_, name) error('a script sets the global ' .. tostring(name), 2) end,
   })
 end
-return compile, run, pack, end_setup, cjson.null
+return compile, run, pack, end_setup
 """
 
 
@@ -151,19 +210,18 @@ class Scripts:
         self._lua = runtime(
             encoding=None, unpack_returned_tuples=True, register_eval=False, register_builtins=False
         )
-        self._constructors: dict[bytes, Any] = {}
         load = self._lua.eval(b"loadstring")
         self._raw_compile = load
         setup = load(_SETUP, b"=setup")
-        self._compile, self._run, self._pack, end, self._null = setup(
-            self._carry, _sha1hex, self._decode, self._encode, _ignore, *_BIT_OPERATIONS
+        self._compile, self._run, self._pack, end = setup(
+            self._carry, _sha1hex, self._constructor, self._encode, _ignore
         )
         self._type = lupa.lua_type
         end()
 
     def load(self, source: bytes) -> bytes:
         """Compile a script; its SHA-1, in hex."""
-        sha = hashlib.sha1(source, usedforsecurity=False).hexdigest().encode()
+        sha = _sha_of_script(source)
         if sha not in self.by_sha:
             first = _FLAGS.match(source)
             if first is None:
@@ -238,15 +296,11 @@ class Scripts:
             values.append(self._from_lua(value))
         return values
 
-    def _decode(self, text: bytes) -> Any:
-        """cjson.decode: the text is compiled once into what makes the table anew every time."""
-        made = self._constructors.get(text)
-        if made is None:
-            source = b"local null = ... return " + _lua_source(json.loads(text))
-            if len(self._constructors) >= _MOST_CONSTRUCTORS:
-                self._constructors.clear()
-            made = self._constructors[text] = self._raw_compile(source, b"=json")
-        return made(self._null)
+    def _constructor(self, text: bytes) -> Any:
+        """What makes the table of a JSON text; of the value of null it is told."""
+        return self._raw_compile(
+            b"local null = ... return " + _lua_source(json.loads(text)), b"=json"
+        )
 
     def _encode(self, value: Any) -> bytes:
         return json.dumps(self._plain(value), separators=(",", ":")).encode()
@@ -285,24 +339,10 @@ def _sha1hex(text: bytes) -> bytes:
     return hashlib.sha1(text, usedforsecurity=False).hexdigest().encode()
 
 
-def _of_32_bits(operation: Callable[..., int]) -> Callable[..., int]:
-    """An operation of the library `bit`: its numbers are of 32 bits, its result has a sign."""
-
-    def operate(*numbers: float) -> int:
-        result = operation(*[int(number) & 0xFFFFFFFF for number in numbers]) & 0xFFFFFFFF
-        return result - (1 << 32) if result >= 1 << 31 else result
-
-    return operate
-
-
-_BIT_OPERATIONS = [
-    _of_32_bits(operator.and_),
-    _of_32_bits(operator.or_),
-    _of_32_bits(operator.xor),
-    _of_32_bits(lambda number: ~number),
-    _of_32_bits(lambda number, by: number << (by & 31)),
-    _of_32_bits(lambda number, by: number >> (by & 31)),
-]
+@functools.cache
+def _sha_of_script(source: bytes) -> bytes:
+    """Every publisher loads all of its scripts whenever it connects."""
+    return _sha1hex(source)
 
 
 def _ignore(*_: Any) -> None:
