@@ -10,7 +10,7 @@ JSON ?=
 SECONDS ?= 1800
 SEED ?=
 # Of `make simulate`: how many lives, from which seed on.
-SEEDS ?= 1000
+SEEDS ?= 2000
 FIRST ?= 0
 
 VENV := .venv
@@ -51,7 +51,7 @@ bench: $(STAMP) ## measure the path, the core, durability and stalls, beside the
 mutate: $(STAMP) ## break the guards of the core and the losses one by one; each must fail a test
 	$(BIN)/python tools/mutate.py
 
-simulate: $(STAMP) ## lives of a run from seeds, on the real scripts in memory, on every core; SEEDS=1000 FIRST=0, or SEED=
+simulate: $(STAMP) ## lives of a run from seeds, on the real scripts in memory, on every core; SEEDS=2000 FIRST=0, or SEED=
 	PYTHONPATH=tests/simulation $(BIN)/python -m simulator --seeds $(SEEDS) --first $(FIRST) \
 	  $(if $(SEED),--seed $(SEED))
 

@@ -20,7 +20,7 @@ from simulator.parallel import lives_of
 def main(arguments: list[str] | None = None) -> int:
     """Live; 1 where a life went wrong."""
     parser = argparse.ArgumentParser(prog="python -m simulator", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=1000, help="how many lives")
+    parser.add_argument("--seeds", type=int, default=2000, help="how many lives")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="only this one")
     parser.add_argument("--failures", type=int, default=5, help="stop after so many")

@@ -1,6 +1,6 @@
 """Where the code under test reaches the outside, the inside of the running process's world instead.
 
-Sockets, clocks, jitter: nothing else is replaced.
+Sockets, clocks, jitter, and how often time is looked at: nothing else is replaced.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from simulator.clients import AsyncClient, AsyncLinkInMemory, LinkInMemory, Sync
 from simulator.loops import ProcessLoop
 from simulator.processes import Process
 from turnstream.generator import async_publisher, async_sender, bases, tasks, writers
-from turnstream_server.batcher import payload, renewal
+from turnstream_server.batcher import payload, renewal, timekeeper, unheld
 from turnstream_server.bus import incarnations
+
+_LOOKS = 6
+"""Per lease and per deadline: half of what they are, and enough to find the clock steady."""
 
 
 def running_process() -> Process:
@@ -86,6 +89,8 @@ def inside() -> Iterator[None]:
         patch.multiple(payload, Link=thread_link),
         patch.multiple(tasks, secrets=SimpleNamespace(token_hex=request)),
         patch.multiple(writers, random=chance),
+        patch.multiple(timekeeper, LOOKS_PER_LEASE=_LOOKS, LOOKS_PER_DEADLINE=_LOOKS),
+        patch.multiple(unheld, LOOKS_PER_LEASE=_LOOKS),
         _listening_to_the_log(),
     ):
         yield

@@ -19,7 +19,9 @@ from simulator.processes import Process, Request
 from simulator.store import Store
 from simulator.values import StoreError
 
-_CALLBACKS = redis.Redis(protocol=2).response_callbacks
+_CALLBACKS = {
+    name.encode(): callback for name, callback in redis.Redis(protocol=2).response_callbacks.items()
+}
 
 
 def words_of(arguments: Sequence[Any]) -> list[bytes]:
@@ -45,9 +47,11 @@ def error_of(error: StoreError) -> Exception:
 
 
 def _parsed(name: bytes, reply: Any, options: dict[str, Any]) -> Any:
+    callback = _CALLBACKS.get(name)
+    if callback is None:
+        return reply
     options.pop("keys", None)
-    callback = _CALLBACKS.get(name.decode())
-    return reply if callback is None else callback(reply, **options)
+    return callback(reply, **options)
 
 
 class AsyncClient(redis.asyncio.Redis):

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 from unittest.mock import patch
 
-from simulator import services
+from simulator import trainers
 from simulator.breaks import Guard, method
 from turnstream.batching.readiness import RunFold
 from turnstream.batching.selection import Selector
@@ -77,11 +77,11 @@ CODE_GUARDS = (
     # trainers
     Guard(
         "get: the epoch and the name of the session",
-        lambda: patch.object(services, "_check_caller", lambda *_: None),
+        lambda: patch.object(trainers, "_check_caller", lambda *_: None),
     ),
     Guard(
         "get: the batch before",
-        lambda: patch.object(services, "_check_chain", lambda *_: None),
+        lambda: patch.object(trainers, "_check_chain", lambda *_: None),
     ),
     # publishers
     Guard("window: what may be lost is kept", method(Window, "keep", lambda *_, **__: None)),

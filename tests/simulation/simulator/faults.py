@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from simulator.world import World
 
-_LONGEST_UNSYNCED_S = 2.5
 _LONGEST_FULL_S = 2.0
 _JUMPS_MS = (-3_600_000, -5_000, -500, 500, 5_000, 3_600_000)
 
@@ -48,9 +47,10 @@ class Faults:
             world.store.is_full = False
 
     def end(self) -> None:
-        """What goes on now ends."""
+        """What goes on now ends; power that is about to fail fails now."""
         self._world.store.is_full = False
-        self._on_disk = None
+        if self._on_disk is not None:
+            self._cut_power()
 
     def _crash_one(self) -> None:
         world = self._world
@@ -87,7 +87,7 @@ class Faults:
         if self._on_disk is None and world.store.appends_only == b"everysec":
             self._on_disk = world.store.save()
             self._synced_s = world.now_s
-            self._cut_at_s = world.now_s + world.rng.random() * _LONGEST_UNSYNCED_S
+            self._cut_at_s = world.now_s + world.rng.random() * world.weather.longest_unsynced_s
             world.synced()
 
     def _cut_power(self) -> None:

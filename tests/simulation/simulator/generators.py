@@ -26,6 +26,8 @@ from turnstream.store.scripts import run_command_async
 from turnstream.types import TrajectoryKey
 
 REWARDS = (0.0, 0.5, 1.0)
+_RESTRAINT = 0.8
+"""How seldom somebody asks for what is not there: to be told so costs more than most acts."""
 
 
 async def generator(process: Process, life: Life) -> None:
@@ -36,9 +38,8 @@ async def generator(process: Process, life: Life) -> None:
     life.publishers.append((process, publisher))
     rng = process.world.rng
     is_given_tasks = bool(life.num_prompts) and rng.random() < 0.8
-    workers = [
-        _work(process, life, publisher, is_given_tasks) for _ in range(rng.choice((1, 2, 3)))
-    ]
+    num_workers = rng.randint(1, life.most_episodes)
+    workers = [_work(process, life, publisher, is_given_tasks) for _ in range(num_workers)]
     await asyncio.gather(*workers)
 
 
@@ -47,17 +48,25 @@ def have_found_out(life: Life) -> bool:
 
     Once one has, it need not be asked again, however much it writes from then on.
     """
+    acknowledged = life.history.acknowledged
     life.publishers = [
         (process, publisher)
         for process, publisher in life.publishers
-        if not (process.is_over or _has_found_out(process, publisher._outbox))
+        if not (process.is_over or _has_found_out(process, publisher._outbox, acknowledged))
     ]
     return not life.publishers
 
 
-def _has_found_out(process: Process, outbox: Outbox) -> bool:
+def _has_found_out(process: Process, outbox: Outbox, acknowledged: set[str]) -> bool:
+    queues, sent = outbox._queues, outbox._round
+    told = [each for each in (*queues._queues, queues._payload) if each is not queues.waiting]
+    if any(told) or not (sent is None or sent.is_heartbeat):
+        return False
+    waiting = [keys.trajectory_id(lane.key) for each in queues.waiting for lane in each.lanes]
+    if not acknowledged.isdisjoint(waiting):
+        return False  # of groups that get no leave, only those that were never open may wait on
     has_met = outbox._incarnation == process.world.store.run_id
-    return outbox.is_idle and outbox._reposts.is_empty and (has_met or outbox._window.is_settled)
+    return outbox._reposts.is_empty and (has_met or outbox._window.is_settled)
 
 
 async def _work(
@@ -67,8 +76,11 @@ async def _work(
     while not life.is_ended:
         acts = _ACTS if not life.is_closing else _LAST_ACTS
         act = rng.choice(acts)
-        if act is _refill and is_given_tasks:  # one writer takes refills in one way
+        if is_given_tasks and act in (_refill, _whole_group):  # it takes refills in one way
             act = _task
+        if not _is_of_use(act, process, life) and rng.random() < _RESTRAINT:
+            await asyncio.sleep(rng.random() * 0.4)
+            continue
         try:
             await act(process, life, publisher)
         except (
@@ -79,6 +91,17 @@ async def _work(
         await asyncio.sleep(rng.random() * 0.4)
 
 
+def _is_of_use(act: Any, process: Process, life: Life) -> bool:
+    """Whether the store has, at this moment, what an act asks for."""
+    store, names = process.world.store, keys.run_keys(life.run)
+    if act is _refill:
+        return names.refills.encode() in store.values
+    if act is _take_over:
+        leases: Any = store.values.get(names.leases.encode())
+        return leases is not None and leases.order[0][0] <= store.now_ms
+    return True
+
+
 async def _whole_group(process: Process, life: Life, publisher: AsyncPublisher) -> None:
     if life.num_begun >= life.max_groups:
         return
@@ -86,7 +109,7 @@ async def _whole_group(process: Process, life: Life, publisher: AsyncPublisher) 
     process.begun.update(TrajectoryKey(name, sample) for sample in range(num_samples))
     async with publisher.group(name, num_samples, num_needed=num_needed) as group:
         for sample in range(num_samples):
-            if process.world.rng.random() < 0.9:
+            if process.world.rng.random() < 0.8:
                 await _tolerantly(process, life, group.trajectory(sample))
 
 
@@ -130,7 +153,7 @@ async def _shared_group(process: Process, life: Life, publisher: AsyncPublisher)
     if rng.random() < 0.3 and life.num_begun < life.max_groups:
         life.history.groups.append(_new_group(process, life))
     if life.history.groups:
-        attempt = 0 if rng.random() < 0.85 else 1
+        attempt = 0 if rng.random() < 0.75 else 1
         await _join(process, life, publisher, life.history.groups[-4:], attempt=attempt)
 
 
@@ -230,7 +253,7 @@ async def _post_reward(process: Process, life: Life, publisher: AsyncPublisher) 
 
 
 _ACTS = (
-    *(_whole_group, _whole_group, _shared_group, _shared_group),
+    *(_whole_group, _whole_group, _shared_group, _shared_group, _shared_group),
     *(_refill, _refill, _take_over, _take_over, _post_reward, _evaluation),
 )
 _LAST_ACTS = (_refill, _take_over, _post_reward, _join_any)
@@ -257,7 +280,7 @@ async def _episode(process: Process, life: Life, writer: AsyncTrajectoryWriter) 
         writer.abandon("chance")
         process.given_up.add(writer.key)
         return
-    if chance < 0.12 and not life.is_closing:
+    if chance < 0.25 and not life.is_closing:
         await asyncio.sleep(rng.random() * 2 * life.config.lease_s)
     await _seal(life, writer, rng)
 
@@ -268,7 +291,7 @@ async def _seal(life: Life, writer: AsyncTrajectoryWriter, rng: random.Random) -
     crcs = tuple(writer._state.draft._crcs)
     history.said.setdefault(name, set()).add(crcs)
     is_eval = key.group_id.startswith("e") and not life.config.reward_deadline_s
-    awaits = rng.random() < 0.2 and not is_eval  # no run waits for its evaluations
+    awaits = rng.random() < 0.3 and not is_eval  # no run waits for its evaluations
     if awaits:
         history.awaiting.append(TrajectoryKey(*key))
     await writer.seal(None if awaits else rng.choice(REWARDS), awaits_reward=awaits)

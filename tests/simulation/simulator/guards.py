@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Break them; 1 where one was not seen."""
     parser = argparse.ArgumentParser(prog="python -m simulator.guards", description=__doc__)
     parser.add_argument("names", nargs="*", help="how they begin")
-    parser.add_argument("--seeds", type=int, default=100, help="how many lives")
+    parser.add_argument("--seeds", type=int, default=400, help="how many lives")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at a time")
     asked = parser.parse_args(arguments)

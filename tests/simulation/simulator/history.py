@@ -67,16 +67,24 @@ class History:
         """A process writes to a trajectory, or asks to."""
         self.writers.setdefault(keys.trajectory_id(key), set()).add(process)
 
-    def begun(self, name: str, session: TrainerSession, token: RecoveryToken | None) -> None:
-        """A session has begun: what was saved after its token is given up."""
+    def begun(
+        self, name: str, session: TrainerSession, token: RecoveryToken | None, *, released: int
+    ) -> None:
+        """A session has begun: what was saved after its token is given up, and released no more."""
         self.session = name
         kept = [each for each in self.checkpoints if each.step < session.next_step - 1]
         self.checkpoints = [*kept, *([token] if token is not None and token.step else [])]
+        self.releasable = released
 
-    def saved(self, token: RecoveryToken, *, retained: int) -> None:
-        """A checkpoint is on disk."""
-        self.checkpoints.append(token)
+    def saved(self, token: RecoveryToken, *, is_present: bool, retained: int) -> None:
+        """A checkpoint is on disk: one of the history that survives, if its session is present."""
         self.on_disk.append(token)
+        if is_present:
+            self.checkpoints.append(token)
+            self.may_release(retained=retained)
+
+    def may_release(self, *, retained: int) -> None:
+        """What is before the checkpoints that are kept."""
         if len(self.checkpoints) >= retained:
             self.releasable = max(self.releasable, self.checkpoints[-retained].step)
 

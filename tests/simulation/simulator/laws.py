@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from simulator.ends import everything_ended, states_of
 from simulator.life import Life
@@ -10,8 +11,10 @@ from simulator.plans import history_repeats, plan_holds
 from simulator.seen import Seen, Violations
 from simulator.sums import ledger_adds_up
 from simulator.world import World
+from turnstream.store import keys
+from turnstream_server.batcher.memory import event_position
 
-_EVERY_STEPS = 25
+_EVERY_STEPS = 40
 
 
 class Laws:
@@ -27,17 +30,22 @@ class Laws:
         self.seen = Seen(world, life)
         self._lows: Counter[str] = Counter()
         self._synced_lows: Counter[str] = Counter()
+        self._leaders: dict[bytes, bytes] = {}
         world.synced = self._note_synced
         world.went_back = self._go_back
         world.lost = life.history.lost.__setitem__
 
     def check_step(self) -> None:
         """After every step of the world."""
+        if self.seen.new_steps:
+            self._check_plans()
+        if self._world.num_steps % _EVERY_STEPS == 0:
+            self._check_state()
+
+    def _check_plans(self) -> None:
         for step in self.seen.take_new_steps():
             self._blame_all(plan_holds(self.seen, *self.seen.manifests[step]))
             self._blame_all(ledger_adds_up(self.seen))
-        if self._world.num_steps % _EVERY_STEPS == 0:
-            self._check_state()
 
     def check_end(self) -> None:
         """When the run is over."""
@@ -48,6 +56,9 @@ class Laws:
     def _check_state(self) -> None:
         self._blame_all(ledger_adds_up(self.seen))
         self._blame_all(self._frontier_holds())
+        self._blame_all(self._leaders_stay_apart())
+        self._blame_all(self._snapshot_holds())
+        self._blame_all(self._payload_holds())
         self._blame_all(self._writers_stay_apart())
 
     def _blame_all(self, violations: Violations) -> None:
@@ -61,6 +72,7 @@ class Laws:
     def _go_back(self, synced_s: float) -> None:
         self.seen.go_back()
         self._lows = Counter(self._synced_lows)
+        self._leaders.clear()  # the store may give an epoch again
         self._life.history.went_back(synced_s)
 
     def _writers_stay_apart(self) -> Violations:
@@ -79,9 +91,7 @@ class Laws:
         number = {name: int(frontier.get(name.encode(), 0)) for name in _NUMBERS}
         number["leader_epoch"] = int(self.seen.hash("leader").get(b"epoch", 0))
         for name in _GROWING:
-            if number[name] < self._lows[name]:
-                yield f"{name} fell from {self._lows[name]} to {number[name]}"
-            self._lows[name] = number[name]
+            yield from self._grows(name, number[name])
         order = [number[name] for name in ("folded", "released", "committed", "stepped", "planned")]
         if order != sorted(order):
             yield f"folded, released, committed, stepped, planned are {order}"
@@ -89,6 +99,40 @@ class Laws:
             yield f"step {number['planned']} is the newest, plans are {sorted(manifests)}"
         if number["released"] > self._life.history.releasable:
             yield f"step {number['released']} is released, {self._life.history.releasable} may be"
+
+    def _leaders_stay_apart(self) -> Violations:
+        """An epoch is of one planner alone."""
+        leader = self.seen.hash("leader")
+        epoch, owner = leader.get(b"epoch", b""), leader.get(b"owner")
+        if owner and (before := self._leaders.setdefault(epoch, owner)) != owner:
+            yield f"{before!r} and {owner!r} lead with the epoch {epoch!r}"
+
+    def _snapshot_holds(self) -> Violations:
+        """A snapshot is of a later moment than the one before: what it knows is trimmed."""
+        snapshot = self.seen.hash("snapshot")
+        if snapshot:
+            ms, seq = event_position(snapshot[b"position"].decode())
+            yield from self._grows("the position of the snapshot", ms << 64 | seq)
+            yield from self._grows("the step of the snapshot", int(snapshot[b"step"]))
+
+    def _payload_holds(self) -> Violations:
+        """Whoever wrote to a trajectory does not do so any more when another has begun.
+
+        A clock that is set forward ends the tombstones that refuse who was late.
+        """
+        if "jump" in self._world.counts:
+            return
+        for raw in self.seen.hash("ledger"):
+            name = raw.decode()
+            key = keys.trajectory_keys(self._life.run, name).meta.encode()
+            meta: Any = self.seen.values.get(key, {})
+            if (epoch := meta.get(b"epoch")) is not None:
+                yield from self._grows(f"the epoch of the payload of {name}", int(epoch))
+
+    def _grows(self, name: str, number: int) -> Violations:
+        if number < self._lows[name]:
+            yield f"{name} fell from {self._lows[name]} to {number}"
+        self._lows[name] = number
 
 
 _NUMBERS = (

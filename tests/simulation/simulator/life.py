@@ -27,6 +27,7 @@ class Life:
         max_groups: how many they may.
         num_evals, max_evals: the same of evaluations.
         num_prompts: that the run carries.
+        most_episodes: of one generator at a time.
         publishers: those that ever began, each in its process.
     """
 
@@ -42,6 +43,7 @@ class Life:
     num_evals: int = 0
     max_evals: int = 0
     num_prompts: int = 0
+    most_episodes: int = 1
     publishers: list[tuple[Process, AsyncPublisher]] = field(default_factory=list)
     token_ids: int = 0
 

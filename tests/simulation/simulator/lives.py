@@ -11,23 +11,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from simulator import generators, services
+from simulator import generators, services, trainers
 from simulator.borders import inside
 from simulator.clients import SyncClient
+from simulator.fates import RUN, Fate, fate, new_life, prompt
 from simulator.laws import Laws, final_states
 from simulator.life import Life
 from simulator.processes import Process
 from simulator.sums import are_evals_open, is_unfinished
-from simulator.weather import Weather
 from simulator.world import World
-from turnstream.batching.config import BatchingConfig
-from turnstream.errors import InvalidConfigError
 from turnstream.store.runs import create_run
-from turnstream.store.tasks import Prompt, add_prompts
-from turnstream_server.batcher.upkeep import Upkeep
+from turnstream.store.tasks import add_prompts
 
-RUN = "life"
 _MAX_STEPS = 20_000
+_TEND_EVERY = 16
+"""Steps between two looks at who died."""
+_PATIENCE_S = 0.5
+"""Another trainer is started beside one that sleeps or hangs for longer."""
 _CALM_S = 600.0
 _FINDING_OUT_S = 25.0
 """Longer than a generator sleeps, and then takes to find out that the store lost something."""
@@ -99,8 +99,9 @@ class _Supervisor:
         slot.start_at_s = self.world.now_s + self.world.rng.random()
 
     def _is_given_up(self, slot: _Slot, process: Process) -> bool:
-        """Whether another is started beside one that sleeps: it wakes up as a zombie."""
-        return process.asleep_until_s - self.world.now_s > 1.0 and slot.name == "trainer"
+        """Whether another is started beside one that sleeps or hangs: it comes back as a zombie."""
+        back_s = max(process.asleep_until_s, process.hangs_until_s)
+        return back_s - self.world.now_s > _PATIENCE_S and slot.name == "trainer"
 
     def _refill(self, slot: _Slot) -> None:
         world = self.world
@@ -118,36 +119,32 @@ class _Supervisor:
 def live(seed: int) -> Verdict:
     """Live through a seed. Within `borders.inside`."""
     rng = random.Random(seed)
-    world = World(rng, _weather(rng))
+    drawn = fate(rng)
+    world = World(rng, drawn.weather)
     try:
-        return _live_in(world, seed)
+        return _live_in(world, seed, drawn)
     finally:
         world.end()  # also after a failure: nothing of it runs into the next life
 
 
-def _live_in(world: World, seed: int) -> Verdict:
+def _live_in(world: World, seed: int, drawn: Fate) -> Verdict:
     rng = world.rng
-    life = _life(rng)
+    life = new_life(rng, is_long=drawn.is_long)
     world.store.appends_only = rng.choice((b"everysec", b"everysec", b"always"))
     create_run(SyncRun(world), RUN, life.config)  # type: ignore[arg-type]
-    prompts = [_prompt(rng, number) for number in range(life.num_prompts)]
+    prompts = [prompt(rng, number) for number in range(life.num_prompts)]
     add_prompts(SyncRun(world), RUN, prompts, first=1)  # type: ignore[arg-type]
     laws = Laws(world, life)
-    slots = [_Slot("batcher-a", services.batcher), _Slot("batcher-b", services.batcher)]
-    slots += [
-        _Slot(f"generator-{n}-", generators.generator) for n in range(rng.choice((1, 2, 3, 3)))
-    ]
-    slots.append(_Slot("trainer", services.trainer))
-    supervisor = _Supervisor(world, life, slots)
+    supervisor = _Supervisor(world, life, _slots(drawn))
 
     def after_step() -> None:
         laws.check_step()
-        if world.num_steps % 8 == 0:
+        if world.num_steps % _TEND_EVERY == 0:
             supervisor.tend()
 
     world.after_step = after_step
     supervisor.tend()
-    storm_s = rng.choice((2.0, 4.0, 10.0))
+    storm_s = drawn.storm_s
     world.run_until(lambda: world.now_s >= storm_s, max_steps=_MAX_STEPS, until_s=storm_s)
     world.calm_down()
     life.is_closing = True
@@ -184,6 +181,14 @@ def _live_in(world: World, seed: int) -> Verdict:
         states=states,
         refusals=life.history.refusals,
     )
+
+
+def _slots(drawn: Fate) -> list[_Slot]:
+    return [
+        *[_Slot(f"batcher-{'ab'[n]}", services.batcher) for n in range(drawn.num_batchers)],
+        *[_Slot(f"generator-{n}-", generators.generator) for n in range(drawn.num_generators)],
+        _Slot("trainer", trainers.trainer),
+    ]
 
 
 def lives(seeds: range) -> Iterator[Verdict]:
@@ -239,88 +244,3 @@ def _shown(world: World) -> str:
         if name.startswith(prefix) and name.endswith((b"frontier", b"groups", b"counts", b"leader"))
     }
     return repr(shown)
-
-
-def _prompt(rng: random.Random, number: int) -> Prompt:
-    num_samples = rng.choice((1, 2, 3))
-    return Prompt(
-        prompt_uid=f"p{number}",
-        payload=b"of %d" % number,
-        num_samples=num_samples,
-        num_needed=rng.randint(0, num_samples),
-    )
-
-
-def _weather(rng: random.Random) -> Weather:
-    """Some faults are frequent, others do not occur.
-
-    In a third of the lives only processes fail: there the strictest laws hold, as that nobody loses
-    what he works at.
-    """
-
-    def often(most: float) -> float:
-        return rng.choice((0.0, most / 4, most))
-
-    if rng.random() < 1 / 3:
-        return Weather(
-            crash=often(0.01), sleep=rng.choice((0.005, 0.02)), late=0.7, repeat=often(0.1)
-        )
-    return Weather(
-        crash=often(0.006),
-        sleep=often(0.012),
-        lose=often(0.05),
-        late=rng.choice((0.0, 0.5)),
-        repeat=often(0.1),
-        jump=often(0.001),
-        restart=often(0.003),
-        fill=often(0.001),
-        cut=often(0.002),
-    )
-
-
-def _life(rng: random.Random) -> Life:
-    while True:
-        try:
-            config = _config(rng)
-        except InvalidConfigError:
-            continue
-        break
-    return Life(
-        run=RUN,
-        config=config,
-        upkeep=Upkeep(
-            snapshot_events=rng.choice((8, 20, 1000)),
-            snapshot_steps=rng.choice((1, 2, 64)),
-            fold_ended=rng.choice((1, 3, 250)),
-        ),
-        leader_lease_s=rng.choice((1.0, 2.0)),
-        max_groups=rng.choice((3, 6, 12)),
-        max_evals=rng.choice((0, 2, 5)),
-        num_prompts=rng.choice((0, 0, 4, 8)),
-    )
-
-
-def _config(rng: random.Random) -> BatchingConfig:
-    batch_groups = rng.choice((1, 2, 4))
-    policy = rng.choice(("drop", "train_short", "refill", "refill"))
-    return BatchingConfig(
-        batch_groups=batch_groups,
-        mini_batch_groups=rng.choice((1, batch_groups)),
-        estimator="rloo",
-        max_staleness=rng.choice((0, 1, 2)),
-        max_open_groups=rng.choice((0, 0, 2, 4)),
-        max_planned_ahead=rng.choice((0, 1)),
-        max_age_policy=rng.choice(("keep", "keep", "drop", "mask")),
-        selection=rng.choice(("ready_first", "ready_first", "in_order", "oldest_weights")),
-        drop_zero_variance=rng.random() < 0.3,
-        lease_s=rng.choice((1.5, 3.0)),
-        takeover_s=rng.choice((0.0, 2.0, 4.0)),
-        group_deadline_s=rng.choice((0.0, 2.0, 5.0)),
-        reward_deadline_s=rng.choice((0.0, 1.0, 3.0)),
-        deadline_policy=policy,
-        max_refills=rng.choice((1, 3)) if policy == "refill" else 0,
-        refill_fallback=rng.choice(("drop", "train_short")) if policy == "refill" else "drop",
-        surplus=rng.choice(("drop", "keep")),
-        retain_checkpoints=rng.choice((1, 2)),
-        max_bytes=rng.choice((0, 0, batch_groups * 4096, 500_000)),
-    )

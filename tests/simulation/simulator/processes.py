@@ -19,6 +19,7 @@ class Process:
     Attributes:
         begun: what it has begun and will not begin again, nor take over: after a jump of the
             clock its own trajectories may look lapsed.
+        hangs_until_s: when a call of it arrives that takes long.
         given_up: those of them that it gave up: where the store forgot that, it begins again.
     """
 
@@ -27,7 +28,7 @@ class Process:
         self.name = name
         self.is_dead = False
         self.is_queued = False
-        self.asleep_until_s = 0.0
+        self.asleep_until_s = self.hangs_until_s = 0.0
         self.begun: set[Any] = set()
         self.given_up: set[Any] = set()
         self.loop = ProcessLoop(self)
@@ -80,6 +81,11 @@ class LateCall:
     def cancelled(self) -> bool:
         """It arrives."""
         return False
+
+
+@dataclass(eq=False, slots=True)
+class StalledCall(LateCall):
+    """A call that takes long to arrive; whoever made it waits."""
 
 
 @dataclass(eq=False, slots=True)

@@ -12,7 +12,7 @@ from turnstream.batching.plan import Manifest
 from turnstream.records.events import decode_event
 from turnstream.records.manifests import decode_manifest, manifest_hash
 from turnstream.store import keys
-from turnstream.types import GroupOpened, Purpose
+from turnstream.types import GroupOpened, Purpose, SealedTrajectory, VersionAnnounced
 
 Violations = Iterator[str]
 
@@ -27,6 +27,7 @@ class Seen:
         step_of: in which step a trajectory is planned.
         evals: groups that evaluate.
         opened: groups that were opened.
+        new_steps: that were planned since they were taken.
     """
 
     def __init__(self, world: World, life: Life) -> None:
@@ -40,7 +41,7 @@ class Seen:
         self.step_of: dict[str, int] = {}
         self.evals: set[str] = set()
         self.opened: set[str] = set()
-        self._new_steps: list[int] = []
+        self.new_steps: list[int] = []
         self._synced: tuple[Any, ...] = ()
         world.store.appended = self._note_entry
 
@@ -53,8 +54,8 @@ class Seen:
         return self.values.get(self._names[name])
 
     def take_new_steps(self) -> list[int]:
-        """Those that were planned since this was asked."""
-        new, self._new_steps = self._new_steps, []
+        """Those that were planned since this was called."""
+        new, self.new_steps = self.new_steps, []
         return new
 
     def note_synced(self) -> None:
@@ -71,18 +72,35 @@ class Seen:
         planned = {step: own_hash for step, (_, own_hash) in self.manifests.items()}
         self.life.history.planned = planned
 
+    def _note_planner(self, written: object) -> None:
+        """What a planner writes, it writes while it leads; a forgotten seal anybody may post."""
+        owner, served = self.hash("leader").get(b"owner", b"").decode(), self.world.served
+        is_free = isinstance(written, SealedTrajectory) or not owner
+        if served.startswith("batcher") and served != owner and not is_free:
+            self.world.blame(f"{served} writes {written} while {owner} leads")
+
+    def _note_version(self, announced: VersionAnnounced) -> None:
+        """Weights belong to the history that goes on, not to one that was given up."""
+        lineage = self.hash("frontier")[b"lineage"].decode()
+        if announced.lineage != lineage:
+            self.world.blame(f"{announced} while the run continues {lineage!r}")
+
     def _note_entry(self, key: bytes, entry_id: EntryId, fields: Sequence[bytes]) -> None:
         if key == self._names["events"]:
             self.events.append((bytes(entry_id).decode(), fields[1]))
             event = decode_event(fields[1])
+            self._note_planner(event)
             if isinstance(event, GroupOpened):
                 self.opened.add(event.group_id)
                 if event.purpose is Purpose.EVAL:
                     self.evals.add(event.group_id)
+            elif isinstance(event, VersionAnnounced):
+                self._note_version(event)
         elif key == self._names["plan"]:
             manifest = decode_manifest(fields[1])
+            self._note_planner(f"step {manifest.step}")
             if manifest.step in self.manifests:
                 self.world.blame(f"step {manifest.step} is planned twice")
             self.manifests[manifest.step] = manifest, manifest_hash(fields[1])
             self.life.history.planned[manifest.step] = manifest_hash(fields[1])
-            self._new_steps.append(manifest.step)
+            self.new_steps.append(manifest.step)

@@ -16,7 +16,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from simulator.faults import Faults
 from simulator.loops import Main, Timers
-from simulator.processes import BlockedRead, LateCall, Process, Request
+from simulator.processes import BlockedRead, LateCall, Process, Request, StalledCall
 from simulator.store import Store
 from simulator.values import StoreError
 from simulator.weather import CALM, Weather
@@ -37,6 +37,7 @@ class World:
         went_back: called when the store came back as it was when that was so, with the time of it.
         lost: called when a publisher says that the store lost what it had acknowledged.
         died: names of processes that were killed.
+        served: name of the process whose call is carried out, or was last.
     """
 
     rng: random.Random
@@ -52,17 +53,19 @@ class World:
     went_back: Callable[[float], None] = lambda _: None
     processes: list[Process] = field(default_factory=list)
     lost: Callable[[str, str], None] = lambda _, __: None
+    served: str = ""
     may_crash: Callable[[Process], bool] = lambda _: True
 
     def __post_init__(self) -> None:
         self._runnable: list[Process] = []
         self._requests: list[Request] = []
         self._blocked: list[BlockedRead] = []
+        self._stalled: list[Request] = []
         self._timers = Timers()
         self._faults = Faults(self)
         self.died: set[str] = set()
         self._num_seen = 0
-        self._set_clock()
+        self.set_clock(ahead_ms=0.0)
 
     def start(self, name: str, main: Main) -> Process:
         """Begin a process."""
@@ -72,7 +75,7 @@ class World:
 
     def must_keep_leases(self, name: str) -> bool:
         """Whether a process of this name lives, and nothing kept it from renewing its leases."""
-        if self.counts.keys() & {"lose", "jump", "restart", "fill", "cut"}:
+        if self.counts.keys() & {"lose", "stall", "jump", "restart", "fill", "cut"}:
             return False
         return any(each.name == name and not each.asleep_until_s for each in self.processes)
 
@@ -125,7 +128,7 @@ class World:
         if not runnable and not self._requests:
             next_s = timers.next_s
             self.now_s = max(self.now_s, self.now_s + _IDLE_S if next_s is None else next_s)
-        self._set_clock()
+        self.store.now_ms = EPOCH_MS + self.now_s * 1000 + self.clock_ahead_ms
         if timers.first_s <= self.now_s:
             self._fire_timers()
         if self.weather is not CALM:
@@ -158,6 +161,7 @@ class World:
     def end(self) -> None:
         """Kill everything."""
         self._requests.clear()
+        self._stalled.clear()
         for process in [*self.processes]:
             self.kill(process)
 
@@ -168,6 +172,9 @@ class World:
             _fail(blocked.request)
         self._blocked.clear()
         requests, self._requests = self._requests, []
+        for stalled in self._stalled:
+            _fail(stalled)
+        self._stalled.clear()
         for request in requests:
             if self.rng.random() < 0.5:
                 self._carry_out(request, self._some_of(request))
@@ -176,21 +183,20 @@ class World:
     def set_clock(self, *, ahead_ms: float) -> None:
         """The store's clock is wrong by so much, from now on."""
         self.clock_ahead_ms = ahead_ms
-        self._set_clock()
+        self.store.now_ms = EPOCH_MS + self.now_s * 1000 + ahead_ms
 
     def calm_down(self) -> None:
         """From now on nothing goes wrong."""
         self.weather = CALM
         self._faults.end()
 
-    def _set_clock(self) -> None:
-        self.store.now_ms = EPOCH_MS + self.now_s * 1000 + self.clock_ahead_ms
-
     def _fire_timers(self) -> None:
         for what, process in self._timers.take_due(self.now_s):
             if process.is_dead:
                 continue
-            if isinstance(what, LateCall):
+            if isinstance(what, StalledCall):
+                self._arrive_at_last(what.request)
+            elif isinstance(what, LateCall):
                 self._arrive(what.request)
             elif isinstance(what, BlockedRead):
                 if not what.is_over:
@@ -227,12 +233,28 @@ class World:
                 self._carry_out(request, self._some_of(request))
             _fail(request)
             return
+        if weather.stall and rng.random() < weather.stall and _has_script(request):
+            self._stall(request)
+            return
         replies = self._carry_out(request, request.commands)
         if weather.repeat and request.may_repeat and rng.random() < weather.repeat:
             self.note("repeat")
             replies = self._carry_out(request, request.commands)
-        if replies is not None and not request.answered.done() and not request.process.is_dead:
-            request.answered.set_result(replies)
+        _reply(request, replies)
+
+    def _stall(self, request: Request) -> None:
+        """A call is on its way for long."""
+        self.note("stall")
+        arrives_s = self.now_s + self.rng.random() * self.weather.longest_delay_s
+        request.process.hangs_until_s = max(request.process.hangs_until_s, arrives_s)
+        self._stalled.append(request)
+        self._timers.add(arrives_s, StalledCall(request), self)
+
+    def _arrive_at_last(self, request: Request) -> None:
+        """A stalled call is carried out, unless its connection was lost."""
+        if request in self._stalled:
+            self._stalled.remove(request)
+            _reply(request, self._carry_out(request, request.commands))
 
     def _delay(self, request: Request) -> bool:
         """Whether a lost call is on its way still, and arrives when nobody waits for it."""
@@ -259,6 +281,7 @@ class World:
     def _carry_out(self, request: Request, commands: Sequence[Sequence[bytes]]) -> list[Any] | None:
         """The replies, in which errors stand as they are; None where the call waits for entries."""
         replies: list[Any] = []
+        self.served = request.process.name
         for words in commands:
             if words[0] == b"XREAD" and b"BLOCK" in words[:4]:
                 return self._block(request, words)
@@ -298,6 +321,15 @@ class World:
         blocked.is_over = True
         if not blocked.request.answered.done():
             blocked.request.answered.set_result([reply])
+
+
+def _has_script(request: Request) -> bool:
+    return any(words[0] == b"EVALSHA" for words in request.commands)
+
+
+def _reply(request: Request, replies: list[Any] | None) -> None:
+    if replies is not None and not request.answered.done() and not request.process.is_dead:
+        request.answered.set_result(replies)
 
 
 def _fail(request: Request) -> None:

@@ -1,0 +1,165 @@
+"""What a seed decides before a life begins: its length, the settings of its run, its weather.
+
+Most lives are short: a few groups, and a storm of a moment. Nearly every broken guard shows in one
+of them, and many short lives see more than a few long ones of the same cost. One in sixteen is
+long: what takes many batches, or a store that is full of what is over, shows there alone.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from simulator.life import Life
+from simulator.weather import Weather
+from turnstream.batching.config import BatchingConfig
+from turnstream.errors import InvalidConfigError
+from turnstream.store.tasks import Prompt
+from turnstream_server.batcher.upkeep import Upkeep
+
+RUN = "life"
+_LONG = 1 / 16
+_SHORT_PACE = 0.5
+"""Leases, deadlines, sleeps and delays of short lives take so much of those of long ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fate:
+    """How a life is to go.
+
+    Attributes:
+        is_long: whether it is one of the few long ones.
+        weather: of its storm.
+        storm_s: how long that lasts.
+        num_batchers, num_generators: its processes, beside one trainer.
+    """
+
+    is_long: bool
+    weather: Weather
+    storm_s: float
+    num_batchers: int
+    num_generators: int
+
+
+def fate(rng: random.Random) -> Fate:
+    """Drawn before anything else of the life."""
+    if rng.random() < _LONG:
+        return Fate(
+            is_long=True,
+            weather=_weather(rng, density=1.0, pace=1.0),
+            storm_s=rng.choice((2.0, 4.0, 10.0)),
+            num_batchers=2,
+            num_generators=rng.choice((1, 2, 3, 3)),
+        )
+    return Fate(
+        is_long=False,
+        weather=_weather(rng, density=2.0, pace=_SHORT_PACE),
+        storm_s=rng.choice((0.5, 1.0, 2.0)),
+        num_batchers=rng.choice((1, 2, 2)),
+        num_generators=rng.choice((1, 2, 2)),
+    )
+
+
+def _weather(rng: random.Random, *, density: float, pace: float) -> Weather:
+    """Some faults are frequent, others do not occur.
+
+    In a third of the lives only processes fail: there the strictest laws hold, as that nobody loses
+    what he works at.
+    """
+    lasting = Weather(
+        longest_sleep_s=8.0 * pace, longest_delay_s=4.0 * pace, longest_unsynced_s=2.5 * pace
+    )
+
+    def often(most: float) -> float:
+        return density * rng.choice((0.0, most / 4, most))
+
+    if rng.random() < 1 / 3:
+        return replace(
+            lasting,
+            crash=often(0.01),
+            sleep=density * rng.choice((0.005, 0.02)),
+            late=0.7,
+            repeat=often(0.1),
+        )
+    return replace(
+        lasting,
+        crash=often(0.006),
+        sleep=often(0.012),
+        lose=often(0.05),
+        late=rng.choice((0.0, 0.5)),
+        stall=often(0.05),
+        repeat=often(0.1),
+        jump=often(0.0015),
+        restart=often(0.003),
+        fill=often(0.001),
+        cut=often(0.006),
+    )
+
+
+def new_life(rng: random.Random, *, is_long: bool) -> Life:
+    """What the processes of a life share, at its beginning."""
+    most_groups, most_evals, pace = (12, 5, 1.0) if is_long else (4, 1, _SHORT_PACE)
+    return Life(
+        run=RUN,
+        config=_config(rng, most_batch_groups=4 if is_long else 2, pace=pace),
+        upkeep=Upkeep(
+            snapshot_events=rng.choice((8, 20, 1000)),
+            snapshot_steps=rng.choice((1, 2, 64)),
+            fold_ended=rng.choice((1, 3, 250)),
+        ),
+        leader_lease_s=pace * rng.choice((1.0, 2.0)),
+        max_groups=rng.choice((most_groups // 4, most_groups // 2, most_groups)),
+        max_evals=rng.choice((0, most_evals // 2, most_evals)),
+        num_prompts=rng.choice((0, 0, 4, 8) if is_long else (0, 2, 3)),
+        most_episodes=3 if is_long else 2,
+    )
+
+
+def prompt(rng: random.Random, number: int) -> Prompt:
+    """A prompt that the run carries."""
+    num_samples = rng.choice((1, 2, 3))
+    return Prompt(
+        prompt_uid=f"p{number}",
+        payload=b"of %d" % number,
+        num_samples=num_samples,
+        num_needed=rng.randint(0, num_samples),
+    )
+
+
+def _config(rng: random.Random, *, most_batch_groups: int, pace: float) -> BatchingConfig:
+    while True:
+        batch_groups = rng.choice((1, max(1, most_batch_groups // 2), most_batch_groups))
+        try:
+            return _any_config(
+                rng, batch_groups=batch_groups, most_groups=most_batch_groups, pace=pace
+            )
+        except InvalidConfigError:
+            continue
+
+
+def _any_config(
+    rng: random.Random, *, batch_groups: int, most_groups: int, pace: float
+) -> BatchingConfig:
+    """A config whose settings may not go together."""
+    policy = rng.choice(("drop", "train_short", "refill", "refill"))
+    return BatchingConfig(
+        batch_groups=batch_groups,
+        mini_batch_groups=rng.choice((1, batch_groups)),
+        estimator="rloo",
+        max_staleness=rng.choice((0, 1, 2)),
+        max_open_groups=rng.choice((0, 0, most_groups // 2, most_groups)),
+        max_planned_ahead=rng.choice((0, 1)),
+        max_age_policy=rng.choice(("keep", "keep", "drop", "mask")),
+        selection=rng.choice(("ready_first", "ready_first", "in_order", "oldest_weights")),
+        drop_zero_variance=rng.random() < 0.3,
+        lease_s=pace * rng.choice((1.5, 3.0)),
+        takeover_s=pace * rng.choice((0.0, 2.0, 4.0)),
+        group_deadline_s=pace * rng.choice((0.0, 2.0, 5.0)),
+        reward_deadline_s=pace * rng.choice((0.0, 1.0, 3.0)),
+        deadline_policy=policy,
+        max_refills=rng.choice((1, 3)) if policy == "refill" else 0,
+        refill_fallback=rng.choice(("drop", "train_short")) if policy == "refill" else "drop",
+        surplus=rng.choice(("drop", "keep")),
+        retain_checkpoints=rng.choice((1, 2)),
+        max_bytes=rng.choice((0, 0, batch_groups * 4096, 500_000)),
+    )

@@ -1,0 +1,299 @@
+"""Trainers: sessions that take batches as the servicer gives them, and acknowledge them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from simulator.clients import AsyncClient
+from simulator.life import Life, patiently
+from simulator.processes import Process
+from simulator.world import World
+from turnstream.batching.plan import Manifest
+from turnstream.errors import (
+    ConflictError,
+    EndOfRunError,
+    FencedError,
+    NotReadyError,
+    ReleasedError,
+    StoreBehindError,
+    UnavailableError,
+)
+from turnstream.store import keys
+from turnstream.types import RecoveryToken, VersionAnnounced
+from turnstream.wire.v1 import batches_pb2 as wire
+from turnstream_server.batcher.listener import RunListener
+from turnstream_server.batcher.runs import RunView
+from turnstream_server.batcher.servicer import _check_caller, _check_chain
+from turnstream_server.batcher.shares import PlannedBatch
+from turnstream_server.bus.frontier import read_frontier_async
+from turnstream_server.bus.sessions import (
+    TrainerSession,
+    acknowledge_committed,
+    acknowledge_stepped,
+    start_session,
+)
+from turnstream_server.bus.versions import announce_version
+
+_LONGEST_WAIT_S = 1.0
+_FROM_THE_START = RecoveryToken(lineage="main", step=0, chain_hash="")
+
+
+@dataclass
+class _Session:
+    """A session of one process, and what it has acknowledged.
+
+    It says steps again to a store that forgot them, as `turnstream.worker._acknowledged` does.
+
+    Attributes:
+        said: steps and manifest hashes, in order.
+    """
+
+    world: World
+    life: Life
+    client: AsyncClient
+    name: str
+    begun: TrainerSession
+    said: list[tuple[int, str]] = field(default_factory=list)
+
+    async def say(self, step: int, manifest_hash: str) -> RecoveryToken:
+        """Acknowledge the step after those before."""
+        token = await self.insist(lambda: self._say(step, manifest_hash))
+        self.said.append((step, manifest_hash))
+        return token
+
+    async def insist(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        """What a call gives that needs all steps so far."""
+        try:
+            return await call()
+        except ConflictError:
+            if not self.said:
+                raise
+            await self.say_again()
+        return await call()
+
+    async def say_again(self) -> None:
+        """Say the newest step again, and in order those before it that are forgotten as well."""
+        forgotten: list[tuple[int, str]] = []
+        for step, manifest_hash in reversed(self.said):
+            try:
+                await self._say(step, manifest_hash)
+            except ConflictError:
+                forgotten.append((step, manifest_hash))
+            else:
+                break
+        for step, manifest_hash in reversed(forgotten):
+            await self._say(step, manifest_hash)
+
+    async def _say(self, step: int, manifest_hash: str) -> RecoveryToken:
+        start = self.world.store.num_starts
+        token = await patiently(
+            lambda: acknowledge_stepped(
+                self.client,
+                self.life.run,
+                session_epoch=self.begun.session_epoch,
+                step=step,
+                manifest_hash=manifest_hash,
+                session=self.name,
+            )
+        )
+        planned = self.life.history.planned.get(step)
+        if start == self.world.store.num_starts and planned != manifest_hash:
+            self.world.blame(f"step {step} is {planned}, and is acknowledged as {manifest_hash}")
+        if self.is_present:
+            self.life.history.trained[step] = manifest_hash
+        return token
+
+    @property
+    def is_present(self) -> bool:
+        """Whether no other has begun."""
+        return self.life.history.session == self.name
+
+    def require_present(self) -> None:
+        """A session that sleeps finds out when it wakes up, or soon after."""
+        if not self.is_present:
+            raise FencedError(f"session {self.name} sleeps while another begins")
+
+
+async def trainer(process: Process, life: Life) -> None:
+    """One start of a trainer: from a checkpoint to the end of the run, or until it is replaced."""
+    world, history = process.world, life.history
+    history.num_sessions += 1
+    client = AsyncClient(process)
+    name = f"{process.name}-{history.num_sessions}"
+    begun = await _begin(client, life, name, process)
+    if begun is None:
+        return
+    session, dp_world_size = begun
+    history.trained = {
+        step: own_hash
+        for step, own_hash in history.planned.items()
+        if step < session.next_step and (step, own_hash) in history.all_trained
+    }
+    asked = wire.GetRequest(
+        step=session.next_step,
+        session=name,
+        session_epoch=session.session_epoch,
+        dp_world_size=dp_world_size,
+    )
+    try:
+        await _train_all(process, _Session(world, life, client, name, session), asked)
+    except EndOfRunError:
+        life.is_ended = True
+    except FencedError as error:
+        history.refused(error)
+    except (StoreBehindError, ConflictError) as error:
+        if "cut" not in world.counts:
+            raise
+        history.refused(error)
+
+
+async def _train_all(process: Process, session: _Session, asked: wire.GetRequest) -> None:
+    """Batch after batch, until there is none any more."""
+    client, life = session.client, session.life
+    frontier = await patiently(lambda: read_frontier_async(client, life.run))
+    view = RunView(client, life.run, frontier=frontier, on_stepped=_ignore)
+    view.explain = "step {} is not planned".format  # to find out why costs more than all the rest
+    listener = RunListener(client, life.run, after_step=frontier.planned)
+    while True:
+        try:
+            batch = await _get(view, asked)
+        except NotReadyError:
+            await session.say_again()  # the store may wait for a step that it has forgotten
+            await _wait(listener)
+        except UnavailableError:
+            await asyncio.sleep(0.1 + 0.4 * process.world.rng.random())
+        else:
+            await _train(process, session, batch)
+            asked.step += 1
+            asked.previous_hash = batch.manifest_hash
+
+
+async def _wait(listener: RunListener) -> None:
+    """Until something has happened in the run; a replica listens for it all the time."""
+    try:
+        await listener.wait(with_events=False, wait_s=_LONGEST_WAIT_S)
+    except UnavailableError:
+        await asyncio.sleep(_LONGEST_WAIT_S / 2)
+
+
+def _ignore(_: object) -> None:
+    """Nobody else wants to know."""
+
+
+async def _get(view: RunView, asked: wire.GetRequest) -> PlannedBatch:
+    """What the servicer does before it sends a batch."""
+    batch = await view.wait_for_batch(
+        asked.step, check=lambda frontier: _check_caller(asked, frontier), wait_s=0.0
+    )
+    _check_chain(asked, batch)
+    return batch
+
+
+async def _begin(
+    client: AsyncClient, life: Life, name: str, process: Process
+) -> tuple[TrainerSession, int] | None:
+    """Begin a session after the newest checkpoint, or sometimes after one before it."""
+    history, rng = life.history, process.world.rng
+    tokens: list[RecoveryToken | None] = [None, *history.checkpoints]
+    token = tokens[-1]
+    if rng.random() < 0.2:
+        token = rng.choice(tokens[-life.config.retain_checkpoints - 1 :])
+    dp_world_size = rng.choice((2, 3, 4))
+    # Of what is on disk, the newest that the store takes: a session that sleeps may have begun
+    # after one that was given up here.
+    others = [tokens[-1], *reversed(history.on_disk), None, _FROM_THE_START]
+    while True:
+        try:
+            session = await start_session(
+                client, life.run, session=name, dp_world_size=dp_world_size, token=token
+            )
+        except UnavailableError:
+            await asyncio.sleep(0.1)
+        except (ReleasedError, ConflictError, StoreBehindError) as error:
+            history.refused(error)
+            if not others:
+                raise
+            token = others.pop(0)
+        except FencedError as error:
+            history.refused(error)
+            return None
+        else:
+            frontier: Any = process.world.store.values[keys.run_keys(life.run).frontier.encode()]
+            if frontier[b"session"] != name.encode():
+                return None  # it slept, and another began after it
+            if int(frontier[b"stepped"]) != session.next_step - 1:
+                process.world.blame(f"{name} begins with step {session.next_step}: {frontier}")
+            history.begun(name, session, token, released=int(frontier.get(b"released", 0)))
+            history.may_release(retained=life.config.retain_checkpoints)
+            return session, dp_world_size
+
+
+async def _train(process: Process, session: _Session, batch: PlannedBatch) -> None:
+    life, world, manifest = session.life, process.world, batch.manifest
+    history = life.history
+    session.require_present()
+    if history.planned.get(manifest.step) == batch.manifest_hash:  # else the store lost both
+        _payload_is_there(process, life, manifest)
+    before = history.ever_trained.setdefault(manifest.step, batch.manifest_hash)
+    history.all_trained.add((manifest.step, batch.manifest_hash))
+    if "cut" in world.counts:  # the step may have been lost while the batch was on its way
+        before = history.ever_trained[manifest.step] = batch.manifest_hash
+    if before != batch.manifest_hash:
+        world.blame(f"step {manifest.step} was {before}, and comes as {batch.manifest_hash}")
+    await asyncio.sleep(world.rng.random() * 0.3)
+    token = await session.say(manifest.step, batch.manifest_hash)
+    if "cut" in world.counts:  # the store may have lost who is present, and take what comes
+        session.require_present()
+    await _announce(session, manifest.step)
+    if world.rng.random() < 0.6 or life.is_closing:
+        await _commit(session, token)
+
+
+async def _commit(session: _Session, token: RecoveryToken) -> None:
+    """Save a checkpoint and say so, also where it is too late: the store is to refuse it."""
+    life, history = session.life, session.life.history
+    if "cut" in session.world.counts:
+        session.require_present()
+    history.saved(token, is_present=session.is_present, retained=life.config.retain_checkpoints)
+    await session.insist(
+        lambda: patiently(
+            lambda: acknowledge_committed(
+                session.client,
+                life.run,
+                session_epoch=session.begun.session_epoch,
+                token=token,
+                session=session.name,
+            )
+        )
+    )
+
+
+async def _announce(session: _Session, step: int) -> None:
+    history = session.life.history
+    history.newest_version += 1
+    announced = VersionAnnounced(
+        version=history.newest_version, step=step, lineage=session.begun.lineage
+    )
+    await patiently(
+        lambda: announce_version(
+            session.client,
+            session.life.run,
+            announced,
+            session_epoch=session.begun.session_epoch,
+            session=session.name,
+        )
+    )
+
+
+def _payload_is_there(process: Process, life: Life, manifest: Manifest) -> None:
+    """What a session may train is there: nothing was released too soon."""
+    store = process.world.store
+    for group in manifest.groups:
+        for member in group.trajectories:
+            name = keys.trajectory_id(member.key)
+            stream: Any = store.values.get(keys.trajectory_keys(life.run, name).turns.encode())
+            if stream is None or len(stream) != len(member.payload_crcs) + 1:
+                process.world.blame(f"step {manifest.step} has no payload of {name} any more")
