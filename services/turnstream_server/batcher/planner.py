@@ -22,7 +22,11 @@ from turnstream_server.batcher.timekeeper import timekeeper
 from turnstream_server.batcher.unheld import unheld_groups
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.incarnations import BoundStore
-from turnstream_server.bus.leadership import acquire_leadership, release_leadership
+from turnstream_server.bus.leadership import (
+    acquire_leadership,
+    note_trouble,
+    release_leadership,
+)
 from turnstream_server.bus.revisions import read_revisions_async
 from turnstream_server.bus.trajectories import post_forgotten_seals
 
@@ -81,7 +85,7 @@ class RunPlanner:
                 self._view.trouble = str(error)
             except Exception as error:  # a defect in one run must not stop the others
                 logger.exception("planning of run %s failed", self._view.run)
-                self._view.trouble = repr(error)
+                self._view.trouble = str(error) or repr(error)
             lasted_s = asyncio.get_running_loop().time() - started_s
             num_failures = num_failures + 1 if lasted_s < _LONGEST_PAUSE_S else 0
             await asyncio.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(num_failures, 10)))
@@ -101,10 +105,16 @@ class RunPlanner:
                 self._keeper.hold(self._view.run, epoch),
                 self._keep_time(epoch),
                 self._sweep(),
+                self._recover(),
                 self._release_old(epoch),
             )
         except asyncio.CancelledError:
             await self._release(epoch)
+            raise
+        except (FencedError, RunNotFoundError, UnavailableError):
+            raise
+        except Exception as error:
+            await self._note_trouble(str(error) or repr(error))
             raise
 
     async def _meet(self, store: BoundStore) -> None:
@@ -164,7 +174,9 @@ class RunPlanner:
 
     async def _release_old(self, epoch: int) -> None:
         """Let go of what is over, all the time."""
-        await Releaser(self._client, self._view, epoch=epoch, upkeep=self._upkeep).run()
+        await Releaser(
+            self._client, self._view, owner=self._keeper.owner, epoch=epoch, upkeep=self._upkeep
+        ).run()
 
     async def _sweep(self) -> None:
         """Post the seals of writers that died between a seal and its event; then wait for ever.
@@ -176,6 +188,24 @@ class RunPlanner:
         if num_posted:
             logger.info("posted %d forgotten seals of run %s", num_posted, self._view.run)
         await asyncio.Event().wait()
+
+    async def _recover(self) -> None:
+        """A term that has lasted has got over what ended those before; then wait for ever."""
+        await asyncio.sleep(_LONGEST_PAUSE_S)
+        self._view.trouble = ""
+        await self._note_trouble("")
+        await asyncio.Event().wait()
+
+    async def _note_trouble(self, trouble: str) -> None:
+        """For `turnstream why`, if the store can be told."""
+        with contextlib.suppress(TurnstreamError):
+            await note_trouble(
+                self._client,
+                self._view.run,
+                "planning_trouble",
+                trouble,
+                owner=self._keeper.owner,
+            )
 
     async def _release(self, epoch: int) -> None:
         """Let another replica lead at once, if the store can be told so."""

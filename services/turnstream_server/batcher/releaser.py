@@ -24,6 +24,7 @@ from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.cold import move_to_file, read_hot_records, write_ledger_file
 from turnstream_server.bus.discards import discard_oldest
 from turnstream_server.bus.frontier import read_frontier_async
+from turnstream_server.bus.leadership import note_trouble
 from turnstream_server.bus.manifests import StoredManifest, read_manifest
 from turnstream_server.bus.release import (
     FOLD_SLICE,
@@ -58,21 +59,30 @@ class Releaser:
     Args:
         client: of the store.
         view: what this replica knows of the run.
+        owner: the leader, by name.
         epoch: fencing number of the term.
         upkeep: when to fold.
     """
 
     def __init__(
-        self, client: redis.asyncio.Redis, view: RunView, *, epoch: int, upkeep: Upkeep
+        self,
+        client: redis.asyncio.Redis,
+        view: RunView,
+        *,
+        owner: str,
+        epoch: int,
+        upkeep: Upkeep,
     ) -> None:
         self._client = client
         self._view = view
         self._run = view.run
+        self._owner = owner
         self._epoch = epoch
         self._upkeep = upkeep
         self._archived = 0
         self._trouble = ""
         self._file_trouble = ""
+        self._noted = ""
         self._payload_through = 0
         self._ended: dict[str, str] = {}
         """Ended trajectories without payload that are still in the ledger."""
@@ -117,6 +127,7 @@ class Releaser:
         has_batches = await self._release_batches(state, floor=floor)
         has_ended = await self._release_ended(state)
         has_cooled = await self._move_to_file(state)
+        await self._note_trouble()
         return await self._discard_letters(state) or has_batches or has_ended or has_cooled
 
     async def _discard_letters(self, state: ReleaseState) -> bool:
@@ -139,17 +150,28 @@ class Releaser:
             return None
         frontier = await read_frontier_async(self._client, self._run)
         self._archived = max(self._archived, frontier.released)
+        trouble = ""
         for step in range(self._archived + 1, frontier.committed + 1):
             try:
                 await asyncio.to_thread(archive, self._run, step)
             except (RecordError, OSError) as error:
                 # Nothing is released until the folder can be written again, or someone decides.
-                if str(error) != self._trouble:
-                    logger.warning("step %d of run %s is not archived: %s", step, self._run, error)
-                self._trouble = str(error)
+                trouble = f"step {step} is not archived: {error}"
+                if trouble != self._trouble:
+                    logger.warning("run %s: %s", self._run, trouble)
                 break
             self._archived = step
+        self._trouble = trouble
         return self._archived
+
+    async def _note_trouble(self) -> None:
+        """Tell `turnstream why` what is not released, and when it is again."""
+        trouble = self._trouble or self._file_trouble
+        if trouble != self._noted:
+            await note_trouble(
+                self._client, self._run, "release_trouble", trouble, owner=self._owner
+            )
+            self._noted = trouble
 
     async def _move_to_file(self, state: ReleaseState) -> bool:
         """Compact records of the oldest batches leave the store, as many as a file takes."""
@@ -166,10 +188,12 @@ class Releaser:
                 write_ledger_file, place.folder, self._run, steps, records
             )
         except OSError as error:
-            if str(error) != self._file_trouble:
-                logger.warning("the ledger of run %s stays in the store: %s", self._run, error)
-            self._file_trouble = str(error)
+            trouble = f"the ledger stays in the store: {error}"
+            if trouble != self._file_trouble:
+                logger.warning("run %s: %s", self._run, trouble)
+            self._file_trouble = trouble
             return False
+        self._file_trouble = ""
         await self._upkeep.before("move_to_file")
         epoch = self._epoch
         await move_to_file(self._client, self._run, steps, name=name, leader_epoch=epoch)

@@ -60,21 +60,25 @@ class ByteBudget:
     server_max: int
     num_kept_steps: int
 
-    @property
-    def why_full(self) -> str:
-        """Why no group of the usual size may begin now; empty if one may."""
+    def why_full(self, *, is_urgent: bool) -> str:
+        """Why no group of the usual size may begin now; empty if one may.
+
+        For a trainer that starves, groups begin beyond `max_bytes`, and in half of the server's
+        reserve: see open_group.lua.
+        """
         held = self.held
         by = (
             f"{held.reserved:,} by open trajectories, {held.stored:,} by sealed ones, "
             f"{held.planned:,} by the {self.num_kept_steps} steps that are kept"
         )
-        if 0 < self.max_bytes < held.total + held.estimate:
+        if 0 < self.max_bytes < held.total + held.estimate and not is_urgent:
             return (
                 f"generators wait for bytes: {held.total:,} of max_bytes={self.max_bytes:,} are "
                 f"held, {by}; steps make room as they are committed and fall behind the retained "
                 "checkpoints"
             )
-        if 0 < (1 - RESERVE) * self.server_max < self.server_used + held.reserved + held.estimate:
+        usable = (1 - (RESERVE / 2 if is_urgent else RESERVE)) * self.server_max
+        if 0 < usable < self.server_used + held.reserved + held.estimate:
             return (
                 f"generators wait for memory of the server: it uses {self.server_used:,} of "
                 f"{self.server_max:,} bytes; this run holds {held.total:,}, {by}"
@@ -88,8 +92,9 @@ class ByteBudget:
             return ""
         return (
             f"max_bytes={self.max_bytes:,} is less than the {self.num_kept_steps} steps take that "
-            f"are kept, {self.held.planned:,}: the run goes on above it, step by step; raise it, "
-            "or commit more often"
+            f"are kept, {self.held.planned:,}: the run goes on above it, step by step. Raise it; "
+            "steps go once they are committed, behind the retained checkpoints, archived where "
+            "that is asked for, and seen by every observer"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import redis.asyncio
 
@@ -12,6 +13,10 @@ from turnstream.store.scripts import Command, Script, run_command_async
 _ACQUIRE = Script("acquire_leader", "turnstream_server.bus")
 _RENEW = Script("renew_leader", "turnstream_server.bus")
 _RELEASE = Script("release_leader", "turnstream_server.bus")
+_NOTE = Script("note_trouble", "turnstream_server.bus")
+
+Trouble = Literal["planning_trouble", "release_trouble"]
+"""What a leader cannot do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,4 +74,23 @@ async def release_leadership(
 ) -> bool:
     """Give the leadership back before its lease ends; False where it was lost already."""
     command = _RELEASE((keys.run_keys(run).leader,), owner, epoch)
+    return bool(await run_command_async(client, command))
+
+
+async def note_trouble(
+    client: redis.asyncio.Redis, run: str, what: Trouble, trouble: str, *, owner: str
+) -> bool:
+    """Leave word of what keeps the leader from going on; False where another one leads.
+
+    Args:
+        client: of the store.
+        run: name of the run.
+        what: which part of its work.
+        trouble: for people; empty where it is over.
+        owner: the leader.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    command = _NOTE((keys.run_keys(run).leader,), owner, what, trouble)
     return bool(await run_command_async(client, command))

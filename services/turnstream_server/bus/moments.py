@@ -111,6 +111,8 @@ class RunSnapshot:
         prompts: where those are that the run was given; None where it was not asked.
         budget: the bytes that are held, and may be.
         store_trouble: why the store takes no writes; empty where it does.
+        planning_trouble, release_trouble: what keeps the planner from planning, and from letting
+            go of what is over; empty where nothing does.
     """
 
     run: str
@@ -131,6 +133,8 @@ class RunSnapshot:
     prompts: PromptCounts | None = None
     budget: ByteBudget | None = None
     store_trouble: str = ""
+    planning_trouble: str = ""
+    release_trouble: str = ""
 
     @property
     def has_offer(self) -> bool:

@@ -47,7 +47,7 @@ def reasons(snapshot: RunSnapshot) -> tuple[Reason, ...]:
         *_of_pass_rate(snapshot),
     ]
     if snapshot.budget is not None and not snapshot.frontier.is_closed:
-        found += _of_budget(snapshot.budget)
+        found += _of_budget(snapshot.budget, is_urgent=snapshot.is_starved)
     if snapshot.is_starved:
         found += [*_of_shortage(snapshot), *_of_prompts(snapshot), *_of_refills(snapshot)]
     for group in snapshot.groups:
@@ -113,6 +113,16 @@ def _of_services(snapshot: RunSnapshot) -> Iterator[Reason]:
             sentence=f"no batcher plans the run{since if snapshot.planner else ''}",
             facts={"planner": snapshot.planner, "lease_left_s": left_s},
         )
+    for kind, what, trouble in (
+        (ReasonKind.PLANNING_FAILS, "plan the run", snapshot.planning_trouble),
+        (ReasonKind.RELEASE_FAILS, "let go of what is over", snapshot.release_trouble),
+    ):
+        if trouble:
+            yield Reason(
+                kind=kind,
+                sentence=f"batcher {snapshot.planner} cannot {what}: {trouble}",
+                facts={"planner": snapshot.planner, "trouble": trouble},
+            )
     if frontier.planned >= frontier.stepped + 1 + snapshot.max_planned_ahead:
         step, awaited = frontier.planned + 1, frontier.stepped + 1
         trainer = f"trainer session {frontier.session_epoch} has it"
@@ -148,7 +158,7 @@ def _of_capacity(snapshot: RunSnapshot) -> Iterator[Reason]:
         )
 
 
-def _of_budget(budget: ByteBudget) -> Iterator[Reason]:
+def _of_budget(budget: ByteBudget, *, is_urgent: bool) -> Iterator[Reason]:
     """Bytes that are held, where they hold anybody up."""
     facts: dict[str, Fact] = {
         "held": budget.held.total,
@@ -159,7 +169,7 @@ def _of_budget(budget: ByteBudget) -> Iterator[Reason]:
     }
     for kind, sentence in (
         (ReasonKind.BUDGET_TOO_SMALL, budget.why_too_small),
-        (ReasonKind.OUT_OF_BYTES, budget.why_full),
+        (ReasonKind.OUT_OF_BYTES, budget.why_full(is_urgent=is_urgent)),
     ):
         if sentence:
             yield Reason(kind=kind, sentence=sentence, facts=facts)

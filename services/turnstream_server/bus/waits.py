@@ -108,12 +108,9 @@ def read_snapshot(client: redis.Redis, run: str) -> RunSnapshot:
     version = newest_version(client, run)
     now_ms = server_ms(client)
     leases = _lease_ends(client, names, groups.values())
-    planner, planner_left_s = _planner(client, names, now_ms)
     return RunSnapshot(
         run=run,
         frontier=frontier,
-        planner=planner,
-        planner_left_s=planner_left_s,
         batch_groups=config.batch_groups,
         max_planned_ahead=config.max_planned_ahead,
         most_live_groups=_most_live_groups(config, frontier),
@@ -128,6 +125,7 @@ def read_snapshot(client: redis.Redis, run: str) -> RunSnapshot:
         newest_version=None if version is None else version.version,
         budget=read_budget(client, run),
         store_trouble=read_store_trouble(client),
+        **_planner(client, names, now_ms),
     )
 
 
@@ -140,12 +138,17 @@ def _most_live_groups(config: BatchingConfig, frontier: Frontier) -> int:
     )
 
 
-def _planner(client: redis.Redis, names: keys.RunKeys, now_ms: int) -> tuple[str, float]:
-    """Name of the planner, and the seconds left of its lease."""
+def _planner(client: redis.Redis, names: keys.RunKeys, now_ms: int) -> dict[str, Any]:
+    """Name of the planner, the seconds left of its lease, and its troubles."""
+    troubles = ("planning_trouble", "release_trouble")
     with translating():
-        reply: Any = client.hmget(names.leader, "owner", "expires_ms")
-    owner, expires_ms = reply
-    return (owner or b"").decode(), (int(expires_ms or now_ms) - now_ms) / 1_000
+        reply: Any = client.hmget(names.leader, "owner", "expires_ms", *troubles)
+    owner, expires_ms, *said = reply
+    return {
+        "planner": (owner or b"").decode(),
+        "planner_left_s": (int(expires_ms or now_ms) - now_ms) / 1_000,
+        **{name: (text or b"").decode() for name, text in zip(troubles, said, strict=True)},
+    }
 
 
 def _read_groups(client: redis.Redis, names: keys.RunKeys) -> dict[str, _Group]:

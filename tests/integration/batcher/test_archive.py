@@ -10,6 +10,7 @@ from turnstream.testing import group, trajectory, wait_until_async
 from turnstream_server.batcher.archive import archive_path, archive_step
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.waits import read_snapshot
 from turnstream_server.jobs.archives import archive_run
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
@@ -97,12 +98,22 @@ async def test_nothing_is_released_before_it_is_archived(house, tmp_path):
 async def test_a_folder_that_cannot_be_written_holds_the_release_back(house, tmp_path):
     run = house.create_run(batch_groups=1, retain_checkpoints=1)
     await house.publish(run, *(group(f"g{i}") for i in range(3)))
-    asked = []
+    asked, room = [], []
 
     def archive(name, step):
         asked.append(step)
-        if step == 2:
+        if step == 2 and not room:
             raise OSError("the disk is full")
+
+    async def trouble():
+        def look():
+            with connect(house.url) as client:
+                return read_snapshot(client, run).release_trouble
+
+        return await asyncio.to_thread(look)
+
+    async def is_over():
+        return not await trouble()
 
     await train(house, run, steps=3, upkeep=Upkeep(archive=archive))
     await released(house, run, 1)
@@ -114,6 +125,11 @@ async def test_a_folder_that_cannot_be_written_holds_the_release_back(house, tmp
     with connect(house.url) as client:
         assert read_frontier(client, run).released == 1
         assert client.exists(keys.trajectory_keys(run, "g1/0/0").turns)
+    assert await trouble() == "step 2 is not archived: the disk is full"
+
+    room.append(1)
+    await released(house, run, 3)
+    await wait_until_async(is_over, describe="the end of the trouble")
 
 
 async def test_a_file_of_another_run_of_the_same_name_is_replaced(house, tmp_path):

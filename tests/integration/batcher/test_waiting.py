@@ -5,7 +5,10 @@ import pytest
 from turnstream.batching.plan import Manifest
 from turnstream.errors import BatcherUnavailableError, NotReadyError
 from turnstream.generator import Publisher
-from turnstream.testing import group, ids
+from turnstream.store.connection import connect
+from turnstream.testing import group, ids, wait_until_async
+from turnstream_server.bus.reasons import reasons
+from turnstream_server.bus.waits import read_snapshot
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -141,6 +144,35 @@ async def test_a_wait_that_ends_while_planning_fails_says_why_it_fails(house):
 
     with pytest.raises(NotReadyError, match=r"planning failed: .*the moon is full"):
         await trainer.get(1, wait_s=1.0)
+
+
+async def test_a_leader_that_cannot_plan_leaves_word_of_it_until_it_can(house):
+    # The reasons of a run that nobody could plan were that nothing is wrong.
+    run = house.create_run(batch_groups=1)
+    fails = True
+
+    async def fail(_: Manifest) -> None:
+        if fails:
+            raise RuntimeError("the moon is full")
+
+    await house.start_batcher(before_write=fail)
+    await house.publish(run, group("g0"))
+    (first, *_) = await _reasons_that(house, run, lambda kinds: "planning_fails" in kinds)
+    fails = False
+    await _reasons_that(house, run, lambda kinds: "planning_fails" not in kinds)
+
+    assert first.sentence.endswith("cannot plan the run: the moon is full")
+
+
+async def _reasons_that(house, run, are_so):
+    """The reasons of a run, once their kinds are so."""
+
+    def look():
+        with connect(house.url) as client:
+            found = reasons(read_snapshot(client, run))
+        return are_so([each.kind for each in found]) and found
+
+    return await wait_until_async(lambda: asyncio.to_thread(look), 20, describe="the reasons")
 
 
 async def test_a_replica_that_stops_sends_waiting_calls_away(house):

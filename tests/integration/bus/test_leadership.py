@@ -7,7 +7,11 @@ import redis.asyncio
 
 from turnstream.errors import RunNotFoundError
 from turnstream.testing import wait_until_async
-from turnstream_server.bus.leadership import acquire_leadership, release_leadership
+from turnstream_server.bus.leadership import (
+    acquire_leadership,
+    note_trouble,
+    release_leadership,
+)
 
 pytestmark = pytest.mark.redis
 
@@ -83,3 +87,18 @@ async def test_a_run_that_does_not_exist_has_no_leader(async_client: redis.async
         await acquire_leadership(async_client, "no such run", owner="p", lease_s=1)
 
     assert await async_client.exists("ts:{no%20such%20run}:leader") == 0
+
+
+async def test_word_of_a_trouble_is_left_by_who_leads_and_goes_with_him(run: Any) -> None:
+    note = {"what": "planning_trouble", "trouble": "the moon is full"}
+
+    by_leader = await note_trouble(run.client, run.name, **note, owner="p")
+    by_other = await note_trouble(
+        run.client, run.name, "planning_trouble", "no moon at all", owner="q"
+    )
+    kept = await run.client.hget(run.keys.leader, "planning_trouble")
+    await release_leadership(run.client, run.name, owner="p", epoch=1)
+    await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
+
+    assert (by_leader, by_other, kept) == (True, False, b"the moon is full")
+    assert await run.client.hget(run.keys.leader, "planning_trouble") is None

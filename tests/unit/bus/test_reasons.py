@@ -342,6 +342,16 @@ def test_bytes_are_a_reason_where_no_usual_group_has_room(
     assert kinds(seen) == (expected or [ReasonKind.NOTHING_WRONG])
 
 
+def test_bytes_are_no_reason_where_a_trainer_starves_for_which_groups_begin_all_the_same() -> None:
+    full = held(planned=5_000, max_bytes=5_999)
+    in_reserve = held(server_used=79_001, server_max=100_000)
+    beyond = held(server_used=89_001, server_max=100_000)
+
+    assert ReasonKind.OUT_OF_BYTES not in kinds(starved(budget=full))
+    assert ReasonKind.OUT_OF_BYTES not in kinds(starved(budget=in_reserve))
+    assert ReasonKind.OUT_OF_BYTES in kinds(starved(budget=beyond))
+
+
 def test_who_holds_the_bytes_is_said() -> None:
     budget = held(planned=5_000, reserved=2_000, max_bytes=7_500)
 

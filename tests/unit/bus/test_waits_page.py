@@ -107,8 +107,13 @@ MOMENTS = [
     ),
     of(frontier={"planned": 5}, num_waiting=0, most_live_groups=99, max_planned_ahead=0),
     of(frontier={"planned": 5}, num_waiting=0, most_live_groups=99, max_planned_ahead=1),
-    of(budget=BUDGET),
+    of(frontier={"planned": 5}, budget=BUDGET),
     of(budget=replace(BUDGET, max_bytes=100_000)),
+    of(planner="host:812:9f3c21aa", planning_trouble="the snapshot is damaged"),
+    of(
+        planner="host:812:9f3c21aa",
+        release_trouble="step 3 is not archived: [Errno 28] No space left on device",
+    ),
     of(frontier={"is_closed": True}),
     of(frontier=OVER, num_ready=0, num_waiting=0),
 ]

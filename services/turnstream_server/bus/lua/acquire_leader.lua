@@ -6,7 +6,8 @@
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] frontier  hash  read, to know that the run exists
---   KEYS[2] leader    hash  changed: epoch, owner, expires_ms, lease_ms
+--   KEYS[2] leader    hash  changed: epoch, owner, expires_ms, lease_ms; of another owner removed:
+--                           planning_trouble, release_trouble
 -- Arguments: ARGV[1] owner    ARGV[2] lease in ms
 -- Reply:     {1 if the caller leads, else 0; the leader's epoch; the leader; ms left of its lease}
 -- Errors:    NORUN  no such run
@@ -31,6 +32,7 @@ if owner and owner ~= '' and owner ~= ARGV[1] and tonumber(expires_ms) > now_ms 
 end
 if owner ~= ARGV[1] then
   epoch = epoch + 1
+  redis.call('HDEL', KEYS[2], 'planning_trouble', 'release_trouble')
 end
 redis.call('HSET', KEYS[2], 'epoch', epoch, 'owner', ARGV[1], 'lease_ms', ARGV[2],
   'expires_ms', string.format('%.0f', now_ms + ARGV[2]))

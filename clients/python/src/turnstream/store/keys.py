@@ -41,7 +41,8 @@ frontier   hash    stepped, committed, session_epoch, session, dp_world_size, li
                    will be planned
 batches    hash    step -> `<trajectories planned up to it>:<manifest hash>`; from `released` on
 observers  hash    name -> `<newest step seen>:<expires_ms>:<expiry in ms>`
-leader     hash    epoch, owner, expires_ms, lease_ms
+leader     hash    epoch, owner, expires_ms, lease_ms; planning_trouble and release_trouble, what
+                   keeps it from going on, where something does
 config     hash    revision -> JSON of the batching config; `newest` -> the revision in force;
                    `from:<revision>` -> its first step, `at:<revision>` -> id of the event that
                    put it in force, and `last` -> the last revision, once
