@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from turnstream.batching.merge import (
     merge_trajectories,
@@ -12,7 +13,7 @@ from turnstream.batching.merge import (
 from turnstream.batching.plan import SequenceShape
 from turnstream.errors import InvalidTurnError
 from turnstream.testing import shape, spell, turn
-from turnstream.types import Sequence, Turn, VersionRun
+from turnstream.types import DeclaredColumn, Sequence, Turn, VersionRun
 
 FIRST = turn("ab", "CD", logprobs=[-0.1, -0.2], rewards=[0, 0])
 
@@ -132,6 +133,33 @@ def test_case_23_what_belongs_to_a_turn_comes_back_with_it() -> None:
 
     assert rows[0].version_runs == (VersionRun(3, 2), VersionRun(None, 2), VersionRun(4, 1))
     assert [t.version_runs for t in split_sequences(rows)] == [t.version_runs for t in turns]
+
+
+def test_case_23_the_seconds_of_a_turn_stand_on_its_own_last_token_by_name() -> None:
+    # {"llm": [.5, .75, 1.], "env": [.25, .5, 2.]}: the reference fails with KeyError: 0.
+    seconds = {"llm_s": (0.5, 0.75, 1.0), "env_s": (0.25, 0.5, 2.0)}
+    declared = [
+        DeclaredColumn(name=name, per="response_token", dtype="float32", fill=0.0)
+        for name in seconds
+    ]
+    turns = [
+        turn(prompt, response, extras={name: _last(response, s[i]) for name, s in seconds.items()})
+        for i, (prompt, response) in enumerate([("ab", "CD"), ("abcdef", "G"), ("x", "Y")])
+    ]
+
+    rows = merge_turns(turns, extra_columns=declared)
+
+    assert spell(rows) == ["abCDefG", "xY"]
+    assert [row.extras["llm_s"].values.tolist() for row in rows] == [[0, 0.5, 0, 0, 0.75], [1]]
+    assert [row.extras["env_s"].values.tolist() for row in rows] == [[0, 0.25, 0, 0, 0.5], [2]]
+    for split, given in zip(split_sequences(rows), turns, strict=True):
+        for name in seconds:
+            assert split.extras[name].tolist() == given.extras[name].tolist()
+
+
+def _last(response: str, value: float) -> NDArray[np.float32]:
+    """The value on the last token of a response, 0 before it."""
+    return np.array([0.0] * (len(response) - 1) + [value], np.float32)
 
 
 # --------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def cut_ranks(
     both methods of `turnstream.batching.balance`. Ranks come in the order of their first rows.
 
     >>> cut_ranks(np.array([8, 7, 6, 5, 4]), dp_world_size=2)
-    [[0, 3, 4], [1, 2, 5]]
+    [[0, 2, 5], [1, 3, 4]]
 
     Args:
         lengths_B: tokens of every row.
