@@ -149,6 +149,12 @@ def kill_a_rank_at_a_failpoint(stack: Stack) -> None:
     failpoint = stack.rng.choice(RANK_FAILPOINTS)
     stack.start_ranks(f"{failpoint}@{stack.rng.randint(1, 3)}")
 
+    def has_fallen() -> bool:
+        stack.mend_services()
+        return any(rank.status is not None for rank in stack.rig.ranks)
+
+    stack.rig.wait(has_fallen, f"a rank that falls at {failpoint}", timeout_s=90.0)
+
 
 def put_a_rank_to_sleep(stack: Stack) -> None:
     """SIGSTOP for a while."""

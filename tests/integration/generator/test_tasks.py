@@ -54,6 +54,28 @@ def test_a_task_is_a_prompt_with_a_writer_for_every_sample(
     assert read(client, run).counts() == {"accepted": 2, "sealed": 2}
 
 
+def test_a_task_that_is_taken_first_of_all_is_no_sign_of_another_store(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    new_run: NewRun,
+    read: Read,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # It was taken before the publisher had met the store, which it then took for another one.
+    run = new_run(client)
+    give(client, run, "a")
+
+    with Publisher(server.url, run) as publisher, publisher.next_task(10) as task:
+        for trajectory in task.trajectories:
+            write(trajectory)
+        publisher.flush()
+        statistics = publisher.statistics()
+
+    assert (statistics.num_restarts, statistics.num_lost) == (0, 0)
+    assert "started anew" not in caplog.text
+    assert read(client, run).counts() == {"accepted": 2, "sealed": 2}
+
+
 async def test_asyncio_generators_take_tasks_alike(
     server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
 ) -> None:

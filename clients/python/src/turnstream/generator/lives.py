@@ -209,16 +209,21 @@ class Lives:
             return True
         return False
 
-    def rewind(self) -> None:
-        """Another start of the store answers: what is kept goes before everything that waits."""
+    def rewind(self, *, is_other: bool) -> None:
+        """What is kept goes before everything that waits: it may be another start of the store.
+
+        Args:
+            is_other: that is known.
+        """
         rewound = rewind(self.window.take(), queues=self.queues, tally=self.tally)
-        self.tally.add("num_restarts")
-        _logger.warning(
-            "run %s: the store was started anew and may have lost writes: those of %d trajectories "
-            "are sent again",
-            self.run,
-            len(rewound.closed) + len(rewound.open),
-        )
+        if is_other:
+            self.tally.add("num_restarts")
+            _logger.warning(
+                "run %s: the store was started anew and may have lost writes: those of %d "
+                "trajectories are sent again",
+                self.run,
+                len(rewound.closed) + len(rewound.open),
+            )
         for lane in (*rewound.closed, *rewound.open):
             self.unended[lane] = None
         for lane in rewound.closed:
