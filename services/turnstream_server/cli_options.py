@@ -42,7 +42,7 @@ def store_url(given: str | None) -> str:
 
 
 def console() -> Console:
-    """The standard output, for people."""
-    from rich.console import Console
+    """The standard output, for people; what users wrote is never markup on it."""
+    from turnstream_server.jobs.screen import Screen
 
-    return Console()
+    return Screen()

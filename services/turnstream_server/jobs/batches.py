@@ -74,7 +74,7 @@ def print_difference(
         StoreUnavailableError: the store cannot be reached.
     """
     lines = _difference(url, run, step, other, folder=folder)
-    console.print("\n".join(lines) if lines else "no difference", markup=False, highlight=False)
+    console.print("\n".join(lines) if lines else "no difference", highlight=False)
 
 
 def difference_json(

@@ -75,19 +75,18 @@ def dead(
 
 
 def _look(url: str, run: str, names: list[str], *, as_json: bool) -> None:
-    from rich.console import Console
-
     from turnstream_server.jobs import letters as jobs
+    from turnstream_server.jobs.screen import Screen
 
     if not names and as_json:
         typer.echo(jobs.letters_json(url, run))
     elif not names:
-        jobs.print_letters(url, run, Console())
+        jobs.print_letters(url, run, Screen())
     for name in names:
         if as_json:
             typer.echo(jobs.letter_json(url, run, name))
         else:
-            jobs.print_letter(url, run, name, Console())
+            jobs.print_letter(url, run, name, Screen())
 
 
 def _one(names: list[str]) -> str:

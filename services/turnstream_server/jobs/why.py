@@ -20,10 +20,7 @@ def print_reasons(url: str, run: str, console: Console) -> None:
         RunNotFoundError: no such run.
     """
     for reason in _reasons(url, run):
-        # Names of groups and generators are anybody's: no markup.
-        console.print(
-            f"{reason.kind}: {reason.sentence}", markup=False, highlight=False, soft_wrap=True
-        )
+        console.print(f"{reason.kind}: {reason.sentence}", highlight=False, soft_wrap=True)
 
 
 def reasons_json(url: str, run: str) -> str:

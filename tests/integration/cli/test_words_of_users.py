@@ -1,0 +1,112 @@
+"""Names, reasons, tags and exceptions are anybody's: every command shows them as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from turnstream.generator import Prompt, Publisher, add_prompts
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.store.life import pause_run
+from turnstream.store.scripts import Script, run_command
+from turnstream.testing import group, ids, trajectory
+from turnstream_server.bus.letters import read_letters
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(60)]
+
+RUN = "a[b]/c [/d]"
+PAUSE = "waiting for a [gpu] node [/x]"
+REASONS = ["parse error near [/INST] token", "tool [bash] failed", "said :ok: in [red]"]
+LABELS: dict[str, Any] = {"tags": {"e[nv]": "[/b]"}, "metrics": {"acc[val]": 1.0}}
+
+
+@pytest.fixture(scope="module")
+def typed(place: Any) -> Iterator[Any]:
+    """Types commands about a run in which every name, label and reason looks like markup."""
+    place.create_run(RUN, batch_groups=2, mini_batch_groups=2, retain_checkpoints=9)
+    place.publish(RUN, group("g[/g]", *_members(2)), group("h[i]", *_members(2)))
+    (token,) = place.train(RUN)
+    place.publish(RUN, group("d[/d]", *_members(3)))
+    place.damage(RUN, "d%5B%2Fd%5D/1/0")
+    place.publish(RUN, group("f[f]", *_members(2)))
+    place.train(RUN, after=token)
+    with connect(place.url) as client:
+        assert len(read_letters(client, RUN).letters) == 1
+        note = (keys.run_keys(RUN).conflicts,)
+        run_command(client, Script("note_conflict")(note, "k/0/0", "has [/another] content", "t"))
+        add_prompts(client, RUN, [Prompt(prompt_uid="p[/p]", payload=b"", num_samples=1)], first=1)
+    with Publisher(place.url, RUN, writer="gen [/w]") as publisher:
+        with publisher.group("e[/e]", 1, purpose="eval") as evaluated:
+            evaluated.trajectory(0).append(ids("ab"), ids("c"), version=1)
+            evaluated.trajectory(0).seal(1.0, **LABELS)
+        with publisher.group("x[/x]", len(REASONS)) as given_up:
+            for sample, reason in enumerate(REASONS):
+                given_up.trajectory(sample).abandon(reason).result(10)
+        with publisher.next_task(wait_s=10), connect(place.url) as client:
+            pause_run(client, RUN, PAUSE)
+            yield place.type
+
+
+def _members(number: int) -> list[Any]:
+    return [trajectory(sample=n, reward=float(n), **LABELS) for n in range(number)]
+
+
+SHOWN = {
+    ("runs",): [RUN],
+    ("show", RUN): [RUN, PAUSE],
+    ("ledger", RUN): [f"ledger of {RUN}", *REASONS, "has [/another] content"],
+    ("ledger", RUN, "x%5B%2Fx%5D/0/0"): [f"{RUN}: ", f"abandoned: {REASONS[0]}"],
+    ("ledger", RUN, "x%5B%2Fx%5D/1/0"): [REASONS[1]],
+    ("ledger", RUN, "x%5B%2Fx%5D/2/0"): [REASONS[2]],
+    ("why", RUN): [f"the run is paused: {PAUSE}", "group p[/p]#1"],
+    ("batch", RUN, "1"): [f"step 1 of {RUN}", "e[nv]", "[/b]", "acc[val]"],
+    ("batch", RUN, "1", "--diff", "2"): ["- g", "+ d"],
+    ("dead", RUN): [f"dead letters of {RUN}", "checksum"],
+    ("dead", RUN, "d%5B%2Fd%5D/1/0"): [f"{RUN}: "],
+    ("evals", RUN): [f"evaluations of {RUN}", "e[nv]", "[/b]", "acc[val]"],
+    ("batch", RUN, "1", "--out", "out.arrow"): ["out.arrow"],
+    ("archive", RUN, "--to", "[/b]"): ["[/b]/"],
+}
+
+
+@pytest.mark.parametrize("words", SHOWN, ids=lambda words: " ".join((words[0], *words[2:])))
+def test_words_that_look_like_markup_are_shown_as_they_are(
+    typed: Any, words: tuple[str, ...]
+) -> None:
+    told = typed(*words)
+
+    assert [each for each in SHOWN[words] if each not in told] == []
+
+
+def test_what_changes_a_run_names_it_as_it_is(place: Any) -> None:
+    run = place.create_run("[/r]:ok:")
+
+    told = [
+        place.type(word, run, *words)
+        for word, *words in (
+            ("revise", "--set", "max_staleness=3", "--from-step", "1"),
+            ("pause", "--reason", PAUSE),
+            ("resume",),
+            ("close", "--reason", "no [/more]"),
+            ("reopen",),
+            ("fork", "[/fork]", "--step", "0"),
+            ("delete", "--yes"),
+        )
+    ]
+
+    beginnings = [f"revision 2 of run {run}", *[f"run {run} "] * 4]
+    beginnings += [f"[/fork] goes on from step 0 of {run}", f"deleted {run}"]
+    assert [each for each, start in zip(told, beginnings, strict=True) if start not in each] == []
+
+
+def test_a_terminal_obeys_nothing_that_a_reason_says(place: Any) -> None:
+    run = place.create_run("obey")
+    with Publisher(place.url, run) as publisher, publisher.group("g", 1) as opened:
+        opened.trajectory(0).abandon("cleared \x1b[2J\x07\x9b1m").result(10)
+
+    told = place.type("ledger", run)
+
+    assert "cleared \N{SYMBOL FOR ESCAPE}[2J\N{SYMBOL FOR BELL}\ufffd1m" in told
