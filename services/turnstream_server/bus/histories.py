@@ -16,6 +16,7 @@ from turnstream.store.replies import translating
 from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.manifests import read_plan
+from turnstream_server.bus.openings import openings_in_snapshot
 from turnstream_server.bus.pages import entry_ms, readable_events, stream_entries
 from turnstream_server.bus.past import find_past_end, find_past_step
 from turnstream_server.bus.states import STATES_WITH_REASON, parse_entry
@@ -153,6 +154,9 @@ def _event_facts(client: redis.Redis, run: str, key: TrajectoryKey) -> dict[str,
                 "oldest_version": event.oldest_version,
                 "newest_version": event.newest_version,
             }
+    if "opened_ms" not in facts:
+        born_ms = openings_in_snapshot(client, run).get(keys.encode_name(key.group_id))
+        facts |= {} if born_ms is None else {"opened_ms": born_ms}
     return facts
 
 

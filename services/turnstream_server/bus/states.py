@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import redis
 
 from turnstream.store import keys
 from turnstream.store.tasks import PromptCounts, read_prompt_counts
-from turnstream.types import GroupOpened, TrajectoryState
+from turnstream.types import TrajectoryState
 from turnstream_server.bus.budget import ByteBudget, parse_held, read_budget
 from turnstream_server.bus.frontier import Frontier, read_frontier
 from turnstream_server.bus.ledger import LedgerCounts, read_ledger
-from turnstream_server.bus.pages import entry_ms, hash_fields, readable_events, server_ms
+from turnstream_server.bus.openings import Openings, read_openings
+from turnstream_server.bus.pages import hash_fields, server_ms
 from turnstream_server.bus.past import past_reasons
 
 TOP_REASONS: Final = 5
@@ -29,6 +29,9 @@ STATES_WITH_REASON: Final = frozenset(
 )
 """Ends of a trajectory that is not trained; the ledger says why."""
 
+_MAY_BE_COMPACT: Final = STATES_WITH_REASON | {TrajectoryState.COMMITTED}
+"""States whose trajectories leave the ledger: of those that did, the age is not known."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateFacts:
@@ -37,8 +40,10 @@ class StateFacts:
     Attributes:
         count: how many there are, also those of which only the number is kept.
         oldest_age_s: seconds since the group of the oldest one was opened; None where the ledger
-            holds none of them one by one, or no event tells.
-        reasons: the most frequent ones with their numbers, at most TOP_REASONS.
+            holds none of them one by one, or nothing tells.
+        may_be_older: whether the age of some is not known, because their groups were opened before
+            any event that is kept, or they are compact: `oldest_age_s` is the least that can be.
+        reasons: all of them with their numbers, the most frequent first.
         held_bytes: that they hold in the store, reserved or stored.
     """
 
@@ -47,6 +52,7 @@ class StateFacts:
     oldest_age_s: float | None
     reasons: tuple[tuple[str, int], ...]
     held_bytes: int = 0
+    may_be_older: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,24 +82,9 @@ def read_states(client: redis.Redis, run: str) -> LedgerStates:
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
-    names = keys.run_keys(run)
     frontier = read_frontier(client, run)
-    opened_ms = _opened_ms(client, run)
-    oldest_ms: dict[TrajectoryState, int] = {}
-    reasons: dict[TrajectoryState, Counter[str]] = defaultdict(Counter)
-    held = {name: parse_held(value)[1] for name, value in hash_fields(client, names.held)}
-    held_bytes: Counter[TrajectoryState] = Counter()
-    for trajectory_id, value in hash_fields(client, names.ledger):
-        state, rest = parse_entry(value, frontier)
-        held_bytes[state] += held.get(trajectory_id, 0)
-        born_ms = opened_ms.get(trajectory_id.partition("/")[0])
-        if born_ms is not None:
-            oldest_ms[state] = min(born_ms, oldest_ms.get(state, born_ms))
-        if state in STATES_WITH_REASON:
-            reasons[state][rest] += 1
-    for end, number in past_reasons(client, run):
-        name, _, reason = end.partition(":")
-        reasons[TrajectoryState(name)][reason] += number
+    tallies = _tally(client, run, frontier)
+    openings = read_openings(client, run)  # after the ledger: whoever is in it was opened by then
     counts = read_ledger(client, run)
     now_ms = server_ms(client)
     return LedgerStates(
@@ -101,19 +92,58 @@ def read_states(client: redis.Redis, run: str) -> LedgerStates:
         frontier=frontier,
         counts=counts,
         states=tuple(
-            StateFacts(
-                state=state,
-                count=count,
-                oldest_age_s=_age_s(oldest_ms.get(state), now_ms),
-                reasons=_most_frequent(reasons[state].items()),
-                held_bytes=held_bytes[state],
-            )
+            tallies[state].facts(state, count, openings, now_ms)
             for state, count in counts.by_state.items()
             if count
         ),
         prompts=read_prompt_counts(client, run),
         budget=read_budget(client, run),
     )
+
+
+@dataclass(slots=True)
+class _Tally:
+    """The trajectories of one state, while the ledger is read."""
+
+    num_listed: int = 0
+    groups: set[str] = field(default_factory=set[str])  # encoded names
+    reasons: Counter[str] = field(default_factory=Counter[str])
+    held_bytes: int = 0
+
+    def facts(
+        self, state: TrajectoryState, count: int, openings: Openings, now_ms: int
+    ) -> StateFacts:
+        oldest_ms, may_be_older = openings.oldest_ms(self.groups)
+        is_partly_compact = state in _MAY_BE_COMPACT and self.num_listed < count
+        return StateFacts(
+            state=state,
+            count=count,
+            oldest_age_s=None if oldest_ms is None else max(0, now_ms - oldest_ms) / 1_000,
+            may_be_older=oldest_ms is not None and (may_be_older or is_partly_compact),
+            reasons=tuple(sorted(self.reasons.items(), key=lambda pair: (-pair[1], pair[0]))),
+            held_bytes=self.held_bytes,
+        )
+
+
+def _tally(
+    client: redis.Redis, run: str, frontier: Frontier
+) -> defaultdict[TrajectoryState, _Tally]:
+    """What the ledger says of each state, and of the reasons what is compact says, too."""
+    names = keys.run_keys(run)
+    held = {name: parse_held(value)[1] for name, value in hash_fields(client, names.held)}
+    tallies: defaultdict[TrajectoryState, _Tally] = defaultdict(_Tally)
+    for trajectory_id, value in hash_fields(client, names.ledger):
+        state, rest = parse_entry(value, frontier)
+        tally = tallies[state]
+        tally.num_listed += 1
+        tally.groups.add(trajectory_id.partition("/")[0])
+        tally.held_bytes += held.get(trajectory_id, 0)
+        if state in STATES_WITH_REASON:
+            tally.reasons[rest] += 1
+    for end, number in past_reasons(client, run):
+        name, _, reason = end.partition(":")
+        tallies[TrajectoryState(name)].reasons[reason] += number
+    return tallies
 
 
 def parse_entry(value: bytes, frontier: Frontier) -> tuple[TrajectoryState, str]:
@@ -130,20 +160,3 @@ def state_of_step(step: int, frontier: Frontier) -> TrajectoryState:
     if step <= frontier.committed:
         return TrajectoryState.COMMITTED
     return TrajectoryState.STEPPED if step <= frontier.stepped else TrajectoryState.PLANNED
-
-
-def _opened_ms(client: redis.Redis, run: str) -> dict[str, int]:
-    """When each group was opened, by its encoded name, as far as events are kept."""
-    opened: dict[str, int] = {}
-    for entry_id, event in readable_events(client, keys.run_keys(run).events):
-        if isinstance(event, GroupOpened):
-            opened.setdefault(keys.encode_name(event.group_id), entry_ms(entry_id))
-    return opened
-
-
-def _age_s(born_ms: int | None, now_ms: int) -> float | None:
-    return None if born_ms is None else max(0, now_ms - born_ms) / 1_000
-
-
-def _most_frequent(numbers: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted(numbers, key=lambda pair: (-pair[1], pair[0]))[:TOP_REASONS])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from turnstream_server.bus.histories import TrajectoryHistory, read_history
-from turnstream_server.bus.states import LedgerStates, read_states
+from turnstream_server.bus.states import TOP_REASONS, LedgerStates, read_states
 from turnstream_server.jobs.looks import looking_at
 
 
@@ -29,13 +30,12 @@ def print_ledger(url: str, run: str, console: Console) -> None:
         "state", "trajectories", "oldest", "bytes held", "reasons", title=f"ledger of {run}"
     )
     for facts in seen.states:
-        reasons = "\n".join(f"{count:,} x {reason}" for reason, count in facts.reasons)
         table.add_row(
             facts.state,
             f"{facts.count:,}",
-            _duration(facts.oldest_age_s),
+            ("at least " if facts.may_be_older else "") + _duration(facts.oldest_age_s),
             f"{facts.held_bytes:,}" if facts.held_bytes else "",
-            reasons,
+            _reasons(facts.reasons),
         )
     table.add_section()
     budget = seen.budget
@@ -81,6 +81,7 @@ def ledger_json(url: str, run: str) -> str:
             facts.state.value: {
                 "count": facts.count,
                 "oldest_age_s": facts.oldest_age_s,
+                "may_be_older": facts.may_be_older,
                 "reasons": dict(facts.reasons),
                 "held_bytes": facts.held_bytes,
             }
@@ -154,6 +155,24 @@ def _read_states(url: str, run: str) -> LedgerStates:
         seen = read_states(client, run)
     seen.counts.check()
     return seen
+
+
+def _reasons(reasons: Sequence[tuple[str, int]]) -> str:
+    """The most frequent reasons, a line each, and how many others there are.
+
+    >>> print(_reasons([("no time", 9), *((f"reason {n}", 1) for n in range(5))]))
+    9 x no time
+    1 x reason 0
+    1 x reason 1
+    1 x reason 2
+    1 x reason 3
+    and 1 others, of 1 trajectories
+    """
+    lines = [f"{count:,} x {reason}" for reason, count in reasons[:TOP_REASONS]]
+    others = [count for _, count in reasons[TOP_REASONS:]]
+    if others:
+        lines.append(f"and {len(others):,} others, of {sum(others):,} trajectories")
+    return "\n".join(lines)
 
 
 def _limit(num_bytes: int) -> str:

@@ -6,25 +6,46 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from turnstream.errors import NotReadyError
 from turnstream.generator import Publisher
+from turnstream.records.events import encode_event
 from turnstream.records.figures import shown_figures
-from turnstream.testing import group, trajectory, turn
-from turnstream.types import DeclaredColumn, VersionRun
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.store.groups import group_size
+from turnstream.store.scripts import Script, run_command
+from turnstream.testing import group, trajectory, turn, wait_until_async
+from turnstream.types import DeclaredColumn, GroupOpened, Purpose, VersionRun
+from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.histories import TrajectoryNotFoundError
+from turnstream_server.bus.pages import entry_ms, readable_events, server_ms
 from turnstream_server.jobs.batches import (
     batch_json,
     difference_json,
     print_batch,
     write_batch,
 )
-from turnstream_server.jobs.ledger import history_json, ledger_json
+from turnstream_server.jobs.ledger import history_json, ledger_json, print_ledger
+from turnstream_server.jobs.screen import Screen
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 EQUAL = (trajectory(sample=0), trajectory(sample=1))
+SMALL = Upkeep(snapshot_events=1, snapshot_steps=1)
+
+
+def open_one(house, run, name, *, purpose=Purpose.TRAIN):
+    """Open a group of one sample, and leave it so."""
+    opened = GroupOpened(group_id=name, prompt_uid="", num_samples=1, purpose=purpose)
+    words = (keys.encode_name(name), group_size(opened), "w", encode_event(opened))
+    where = keys.run_keys(run).of_open_group
+    with connect(house.url) as client:
+        run_command(client, Script("open_group")(where, *words, f"{keys.encode_name(name)}/0/0"))
+
+
+async def is_trimmed(house, run, name):
+    return name not in opened_ms(house, run)
 
 
 async def ledger(house, run):
@@ -39,6 +60,29 @@ async def batch(house, run, step):
     return json.loads(await asyncio.to_thread(batch_json, house.url, run, step))
 
 
+def opened_ms(house, run):
+    """When each group was opened whose event is kept."""
+    with connect(house.url) as client:
+        return {
+            event.group_id: entry_ms(entry_id)
+            for entry_id, event in readable_events(client, keys.run_keys(run).events)
+            if isinstance(event, GroupOpened)
+        }
+
+
+async def states_with_births(house, run):
+    """The states, and a predicate: whether the age of one is that of what was born at a moment."""
+    with connect(house.url) as client:
+        before_ms = server_ms(client)
+        states = (await ledger(house, run))["states"]
+        after_ms = server_ms(client)
+
+    def is_age_of(name, born_ms):
+        return before_ms <= born_ms + states[name]["oldest_age_s"] * 1_000 <= after_ms
+
+    return states, is_age_of
+
+
 async def test_the_ledger_shows_counts_ages_and_reasons(house):
     run = house.create_run(batch_groups=2, drop_zero_variance=True)
     trainer = house.trainer(await house.start_batcher(), run)
@@ -47,12 +91,61 @@ async def test_the_ledger_shows_counts_ages_and_reasons(house):
     await trainer.stepped(await trainer.get(1))
 
     seen = await ledger(house, run)
+    states, is_age_of = await states_with_births(house, run)
 
-    states = seen["states"]
+    born_ms = opened_ms(house, run)
     assert (seen["accepted"], seen["stepped"]) == (6, 1)
     assert {name: facts["count"] for name, facts in states.items()} == {"stepped": 4, "filtered": 2}
     assert states["filtered"]["reasons"] == {"all rewards are equal": 2}
-    assert all(0 <= facts["oldest_age_s"] < 60 for facts in states.values())
+    assert is_age_of("stepped", born_ms["a"])
+    assert is_age_of("filtered", born_ms["equal"])
+    assert not any(facts["may_be_older"] for facts in states.values())
+
+
+async def test_what_hangs_longest_is_the_oldest_also_when_its_event_is_gone(house):
+    # The age was that of the oldest group whose event was still kept: what hung longest was hidden
+    # behind whatever was younger.
+    run = house.create_run(batch_groups=1)
+    with connect(house.url) as client:
+        client.config_set("stream-node-max-entries", 1)  # so that each event may go by itself
+    trainer = house.trainer(await house.start_batcher(upkeep=SMALL), run)
+    open_one(house, run, "old/1")
+    open_one(house, run, "evaluated", purpose=Purpose.EVAL)
+    born_ms = opened_ms(house, run)
+    await trainer.start()
+    for step in range(1, 6):
+        await house.publish(run, group(f"g{step}"))
+        await trainer.stepped(await trainer.get(step))
+    await wait_until_async(lambda: is_trimmed(house, run, "g1"), describe="the events are trimmed")
+    open_one(house, run, "young")
+
+    states, is_age_of = await states_with_births(house, run)
+    told = await history(house, run, "old%2F1/0/0")
+
+    assert is_age_of("open", born_ms["old/1"])
+    assert not states["open"]["may_be_older"]
+    assert told["opened_ms"] == born_ms["old/1"]
+    assert states["stepped"]["may_be_older"]
+    assert states["stepped"]["oldest_age_s"] < states["open"]["oldest_age_s"]
+
+
+async def test_json_has_every_reason_and_the_table_says_how_many_it_leaves_out(house):
+    run = house.create_run()
+
+    def give_up():
+        with Publisher(house.url, run) as publisher, publisher.group("a", 12) as opened:
+            for sample in range(12):
+                opened.trajectory(sample).abandon(f"error {min(sample, 6)}").result(10)
+
+    await asyncio.to_thread(give_up)
+    screen = StringIO()
+
+    reasons = (await ledger(house, run))["states"]["abandoned"]["reasons"]
+    await asyncio.to_thread(print_ledger, house.url, run, Screen(screen, width=120))
+
+    assert reasons == {"error 6": 6, **{f"error {n}": 1 for n in range(6)}}
+    assert [n for n in range(7) if f"x error {n} " in screen.getvalue()] == [0, 1, 2, 3, 6]
+    assert "and 2 others, of 2 trajectories" in screen.getvalue()
 
 
 async def test_the_history_of_a_trained_trajectory_names_its_batch(house):
@@ -215,7 +308,7 @@ async def test_labels_are_summed_up_once_per_batch_for_workers_and_for_people(ho
     first, second = await trainer.get(1, dp_rank=1)
     seen = await batch(house, run, 1)
     screen = StringIO()
-    await asyncio.to_thread(print_batch, house.url, run, 1, Console(file=screen, width=120))
+    await asyncio.to_thread(print_batch, house.url, run, 1, Screen(screen, width=120))
 
     figures = first.mini_batch.info.figures
     assert figures.metrics["turns"].mean == 3.0

@@ -63,6 +63,11 @@ class OpenGroups:
                     num_refills=group.num_asked,
                 )
 
+    def openings(self) -> Iterator[tuple[str, str]]:
+        """(group, id of the event that opened it) of all that are open or ready, oldest first."""
+        for group_id, group in self._groups.items():
+            yield group_id, group.opened_by
+
     def _go_on_without(self, event_id: str, group: GroupMembers) -> list[Decision]:
         """An attempt ended and is no member: try again, go on with the others, or end the group."""
         group_id = group.opened.group_id

@@ -16,7 +16,7 @@ What has to be done about it is returned as decisions, all of which may be carri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Self
 
@@ -97,6 +97,12 @@ class RunFold(OpenGroups):
     def evaluating(self) -> tuple[str, ...]:
         """The evaluations that have not ended, oldest first; no plan waits for them."""
         return tuple(self._evals.groups)
+
+    def openings(self) -> Iterator[tuple[str, str]]:
+        """(group, id of the event that opened it) of all that are open, ready or evaluating."""
+        yield from super().openings()
+        for group_id, group in self._evals.groups.items():
+            yield group_id, group.opened_by
 
     def still_holds(self, decision: Decision) -> bool:
         """Whether a decision is to be carried out, after all that was heard since.
