@@ -14,7 +14,7 @@ from turnstream.generator.checks import ATTEMPT_LIMIT
 from turnstream.store import keys
 from turnstream.store.replies import translating
 from turnstream.types import GroupOpened, Trajectory, TrajectoryKey, TrajectoryState
-from turnstream_server.bus.histories import TrajectoryNotFoundError, read_history
+from turnstream_server.bus.histories import TrajectoryNotFoundError, history_of
 from turnstream_server.bus.letters import OVER, LetterContent
 from turnstream_server.bus.pages import readable_events
 
@@ -90,7 +90,7 @@ def address_letters(
 def _check_group(content: LetterContent) -> None:
     state = content.letter.group_state
     if state != "open":
-        name = content.letter.trajectory_id
+        name = keys.readable_name(content.letter.trajectory_id)
         what = "over" if state == OVER else state
         raise ConflictError(
             f"the group of {name} is already {what}, decided without it: name a new group to train "
@@ -122,7 +122,7 @@ def _lost(client: redis.Redis, run: str, before: str) -> str:
     if not before:
         return ""
     try:
-        state = read_history(client, run, before).state
+        state = history_of(client, run, keys.parse_trajectory_id(before)).state
     except TrajectoryNotFoundError:
         return ""
     return before if state in LEFT_OUT else ""

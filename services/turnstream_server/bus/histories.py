@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,9 @@ class TrajectoryHistory:
 
 
 def read_history(
-    client: redis.Redis, run: str, trajectory_id: str, *, folder: Path | None = None
+    client: redis.Redis, run: str, name: str, *, folder: Path | None = None
 ) -> TrajectoryHistory:
-    """What the store, and the archive folder where there is one, know of one trajectory.
+    """What is known of the trajectory that somebody names, as it is read or by its id.
 
     Raises:
         LedgerFileError: it may be in a file that is not at hand.
@@ -73,7 +74,25 @@ def read_history(
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
-    key = _parse(trajectory_id)
+    *before, last = _keys_named(name)
+    for key in before:
+        with contextlib.suppress(TrajectoryNotFoundError):
+            return history_of(client, run, key, folder=folder)
+    return history_of(client, run, last, folder=folder)
+
+
+def history_of(
+    client: redis.Redis, run: str, key: TrajectoryKey, *, folder: Path | None = None
+) -> TrajectoryHistory:
+    """What the store, and the archive folder where there is one, know of one trajectory.
+
+    Raises:
+        LedgerFileError: it may be in a file that is not at hand.
+        TrajectoryNotFoundError: it was never opened.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    trajectory_id = key.trajectory_id
     frontier = read_frontier(client, run)
     with translating():
         value: Any = client.hget(keys.run_keys(run).ledger, trajectory_id)
@@ -81,6 +100,8 @@ def read_history(
         value = _past_entry(client, run, key, folder=folder)
     state, rest = parse_entry(value, frontier)
     facts = _event_facts(client, run, key) | _payload_facts(client, run, trajectory_id)
+    if state is TrajectoryState.OPEN:
+        facts |= _holder(rest)
     if value.startswith(b"planned:"):
         facts |= _planned_facts(client, run, key, step=int(rest))
     return TrajectoryHistory(
@@ -105,9 +126,8 @@ def _past_entry(client: redis.Redis, run: str, key: TrajectoryKey, *, folder: Pa
     if step is None:
         step = find_past_step(client, run, key, folder=folder)
     if step is None:
-        raise TrajectoryNotFoundError(
-            f"run {run!r} has never had a trajectory {key.trajectory_id!r}"
-        )
+        name = keys.readable_name(key.trajectory_id)
+        raise TrajectoryNotFoundError(f"run {run!r} has never had a trajectory {name!r}")
     return b"planned:%d" % step
 
 
@@ -131,12 +151,12 @@ def find_in_manifest(manifest: Manifest, key: TrajectoryKey) -> tuple[int, Traje
     return None
 
 
-def _parse(trajectory_id: str) -> TrajectoryKey:
+def _keys_named(name: str) -> tuple[TrajectoryKey, ...]:
     try:
-        return keys.parse_trajectory_id(trajectory_id)
+        return keys.keys_named(name)
     except ValueError as error:
         raise TrajectoryNotFoundError(
-            f"{trajectory_id!r} is no trajectory: <group>/<sample>/<attempt>"
+            f"{name!r} is no trajectory: <group>/<sample>/<attempt>"
         ) from error
 
 
@@ -171,11 +191,21 @@ def _payload_facts(client: redis.Redis, run: str, trajectory_id: str) -> dict[st
         return {"payload_is_kept": is_kept}
     return {
         "payload_is_kept": is_kept,
-        "writer": writer.decode(),
+        "writer": keys.decode_name(writer.decode()),
         "lease_epoch": int(epoch),
         "num_turns": int(turns),
         "num_bytes": int(num_bytes),
     }
+
+
+def _holder(rest: str) -> dict[str, Any]:
+    """Who holds an open trajectory, which may have no turn yet, or be taken over since its last.
+
+    >>> _holder("2:gen%201")
+    {'writer': 'gen 1', 'lease_epoch': 2}
+    """
+    epoch, _, writer = rest.partition(":")
+    return {"writer": keys.decode_name(writer), "lease_epoch": int(epoch)}
 
 
 def _planned_facts(

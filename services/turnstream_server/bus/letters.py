@@ -137,6 +137,25 @@ def read_letters(client: redis.Redis, run: str) -> DeadLetters:
     )
 
 
+def find_letter(client: redis.Redis, run: str, name: str) -> str:
+    """The id of the trajectory that somebody names, as it is read or by its id.
+
+    Raises:
+        LetterNotFoundError: the name is none.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    try:
+        meant = [key.trajectory_id for key in keys.keys_named(name)]
+    except ValueError as error:
+        raise LetterNotFoundError(
+            f"{name!r} is no trajectory: <group>/<sample>/<attempt>"
+        ) from error
+    with translating():
+        entries: Any = client.hmget(keys.run_keys(run).ledger, meant)
+    found = [one for one, entry in zip(meant, entries, strict=True) if entry is not None]
+    return found[0] if found else meant[-1]
+
+
 def open_letter(client: redis.Redis, run: str, trajectory_id: str) -> LetterContent:
     """All that can be read of one dead letter.
 
@@ -149,7 +168,8 @@ def open_letter(client: redis.Redis, run: str, trajectory_id: str) -> LetterCont
         value: Any = client.hget(names.letters, trajectory_id)
     letter = None if value is None else _read_letter(client, run, trajectory_id, value)
     if letter is None:
-        raise LetterNotFoundError(f"run {run!r} keeps no dead letter {trajectory_id!r}")
+        name = keys.readable_name(trajectory_id)
+        raise LetterNotFoundError(f"run {run!r} keeps no dead letter {name!r}")
     place = keys.trajectory_keys(run, trajectory_id)
     records = tuple(record for _, record in stream_entries(client, place.turns))
     seal, problem = _read_seal(records[-1] if records else b"", trajectory_id)

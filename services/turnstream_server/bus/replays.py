@@ -38,7 +38,7 @@ from turnstream.types import (
 )
 from turnstream_server.bus.addresses import LEFT_OUT, Replay, address_letters, groups_of
 from turnstream_server.bus.fixes import from_records
-from turnstream_server.bus.histories import TrajectoryNotFoundError, read_history
+from turnstream_server.bus.histories import TrajectoryNotFoundError, history_of
 from turnstream_server.bus.letters import LetterContent, open_letter
 from turnstream_server.failpoints import reach
 
@@ -269,7 +269,7 @@ def _seal(writer: TrajectoryWriter, episode: Trajectory) -> None:
 def _outcome(client: redis.Redis, run: str, letter_id: str, key: TrajectoryKey) -> Replayed:
     name = keys.trajectory_id(key)
     try:
-        history = read_history(client, run, name)
+        history = history_of(client, run, key)
     except TrajectoryNotFoundError:  # claimed by one that died before it was opened again
         return Replayed(
             letter_id=letter_id, trajectory_id=name, state=TrajectoryState.ABANDONED, reason=""

@@ -80,7 +80,7 @@ class _Group:
         if state in _IN_GROUP:
             self.sealed.add(key.sample)
         elif state is TrajectoryState.OPEN:
-            self.open.append((key, rest.partition(":")[2]))
+            self.open.append((key, keys.decode_name(rest.partition(":")[2])))
         elif state is TrajectoryState.AWAITING_REWARD:
             self.awaited.append(key)
 

@@ -35,13 +35,13 @@ def print_batch(
     content = read_batch(url, run, step, folder=folder)
     console.print(f"step {step} of {run}: {content['state']}, {content['manifest_hash']}")
     if "trajectories" in content:
-        names = ", ".join(trajectory["id"] for trajectory in content["trajectories"])
+        names = ", ".join(keys.readable_name(each["id"]) for each in content["trajectories"])
         console.print(f"no longer retained; of its trajectories the names are kept: {names}")
     for index, mini_batch in enumerate(content["mini_batches"]):
         table = Table("trajectory", "reward", "advantage", "rows", title=f"mini-batch {index}")
         for trajectory in mini_batch["trajectories"]:
             table.add_row(
-                trajectory["id"],
+                keys.readable_name(trajectory["id"]),
                 f"{trajectory['reward']:g}",
                 f"{trajectory['advantage']:g}",
                 str(trajectory["num_rows"]),
@@ -222,9 +222,10 @@ def _content(stored: StoredManifest) -> dict[str, Any]:
 
 def _trajectories(batch: dict[str, Any]) -> dict[str, str]:
     if "trajectories" in batch:
-        return {each["id"]: "no longer retained" for each in batch["trajectories"]}
+        names = [keys.readable_name(each["id"]) for each in batch["trajectories"]]
+        return dict.fromkeys(names, "no longer retained")
     return {
-        trajectory["id"]: (
+        keys.readable_name(trajectory["id"]): (
             f"reward {trajectory['reward']:g}, advantage {trajectory['advantage']:g}, "
             f"mini-batch {index}"
         )

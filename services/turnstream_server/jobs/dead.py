@@ -65,8 +65,7 @@ def dead(
         typer.echo(f"{jobs.discard(url, run, names)} discarded")
     elif replay:
         for done in jobs.replay(url, run, names, fixes, as_group=as_group):
-            why = f": {done.reason}" if done.reason else ""
-            typer.echo(f"{done.letter_id} -> {done.trajectory_id}, {done.state}{why}")
+            typer.echo(jobs.outcome(done))
     elif fixes:
         jobs.check_fix(url, run, names, fixes)
         typer.echo("the fix is sound; nothing was written: say --replay")

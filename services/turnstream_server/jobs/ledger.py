@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from turnstream.store import keys
 from turnstream_server.bus.histories import TrajectoryHistory, read_history
 from turnstream_server.bus.states import TOP_REASONS, LedgerStates, read_states
 from turnstream_server.jobs.looks import looking_at
@@ -46,7 +47,8 @@ def print_ledger(url: str, run: str, console: Console) -> None:
         table.add_row("of these", f"{origin.num_trajectories:,}", "", "", where)
     console.print(table)
     if seen.counts.num_conflicts:
-        number, last = seen.counts.num_conflicts, seen.counts.last_conflict
+        number = seen.counts.num_conflicts
+        last = keys.readable_name(seen.counts.last_conflict)
         console.print(f"{number:,} writes with another content were refused, the last: {last}")
     if seen.counts.num_late_rewards:
         number = seen.counts.num_late_rewards
@@ -100,7 +102,7 @@ def ledger_json(url: str, run: str) -> str:
 
 
 def print_history(
-    url: str, run: str, trajectory_id: str, console: Console, *, folder: Path | None = None
+    url: str, run: str, name: str, console: Console, *, folder: Path | None = None
 ) -> None:
     """The life of one trajectory, a line for each thing that happened to it.
 
@@ -110,14 +112,15 @@ def print_history(
         StoreUnavailableError: the store cannot be reached.
     """
     with looking_at(url) as client:
-        history = read_history(client, run, trajectory_id, folder=folder)
-    table = Table(title=f"{run}: {trajectory_id}", show_header=False)
-    for name, text in history_lines(history):
-        table.add_row(name, text)
+        history = read_history(client, run, name, folder=folder)
+    title = f"{run}: {keys.readable_name(history.trajectory_id)}"
+    table = Table(title=title, show_header=False)
+    for what, text in history_lines(history):
+        table.add_row(what, text)
     console.print(table)
 
 
-def history_json(url: str, run: str, trajectory_id: str, *, folder: Path | None = None) -> str:
+def history_json(url: str, run: str, name: str, *, folder: Path | None = None) -> str:
     """The same as JSON.
 
     Raises:
@@ -126,7 +129,7 @@ def history_json(url: str, run: str, trajectory_id: str, *, folder: Path | None 
         StoreUnavailableError: the store cannot be reached.
     """
     with looking_at(url) as client:
-        history = read_history(client, run, trajectory_id, folder=folder)
+        history = read_history(client, run, name, folder=folder)
         return json.dumps(asdict(history), indent=2)
 
 
@@ -135,7 +138,7 @@ def history_lines(history: TrajectoryHistory) -> list[tuple[str, str]]:
     lines = [("opened", _time(history.opened_ms))]
     if history.writer is not None:
         lines.append(("written by", f"{history.writer}, lease epoch {history.lease_epoch}"))
-        lines.append(("turns", f"{history.num_turns}, {history.num_bytes:,} bytes"))
+        lines.append(("turns", f"{history.num_turns or 0}, {history.num_bytes or 0:,} bytes"))
     if history.sealed_ms is not None:
         lines.append(("sealed", f"{_time(history.sealed_ms)}, {history.status}"))
     if history.reward is not None:

@@ -25,6 +25,7 @@ from turnstream_server.bus.letters import (
     LetterContent,
     discard_event,
     discard_letter,
+    find_letter,
     open_event,
     open_letter,
     read_letters,
@@ -47,11 +48,11 @@ def print_letters(url: str, run: str, console: Console) -> None:
     )
     for letter in found.letters:
         table.add_row(
-            letter.trajectory_id,
+            keys.readable_name(letter.trajectory_id),
             _time(letter.since_ms),
             f"{letter.num_bytes:,}",
             letter.group_state,
-            letter.replayed_as,
+            keys.readable_name(letter.replayed_as),
             letter.reason,
         )
     for event in found.events:
@@ -96,7 +97,9 @@ def print_letter(url: str, run: str, name: str, console: Console) -> None:
         if is_event(name):
             lines = _event_lines(open_event(client, run, name))
         else:
-            lines = letter_lines(open_letter(client, run, name))
+            content = open_letter(client, run, find_letter(client, run, name))
+            name = keys.readable_name(content.letter.trajectory_id)
+            lines = letter_lines(content)
     table = Table(title=f"{run}: {name}", show_header=False)
     for what, text in lines:
         table.add_row(what, text)
@@ -113,7 +116,7 @@ def letter_json(url: str, run: str, name: str) -> str:
     with connect(url) as client:
         if is_event(name):
             return json.dumps(_event_facts(open_event(client, run, name)), indent=2)
-        content = open_letter(client, run, name)
+        content = open_letter(client, run, find_letter(client, run, name))
     facts = _letter_facts(content.letter) | {
         "seal_problem": content.seal_problem,
         "missing_turns": [*content.missing],
@@ -134,7 +137,7 @@ def write_letter(url: str, run: str, name: str, path: Path) -> None:
         if is_event(name):
             path.write_bytes(open_event(client, run, name).record)
             return
-        content = open_letter(client, run, name)
+        content = open_letter(client, run, find_letter(client, run, name))
         _, config = read_config(client, run)
     if path.suffix == ".json":
         path.write_text(to_json(content, config.extra_columns), encoding="utf-8")
@@ -165,11 +168,18 @@ def replay(
     Raises:
         TurnstreamError: as `replay_letters` and `read_fix` say.
     """
-    letters: dict[str, Trajectory | None] = dict.fromkeys(names)
-    if fixes:
-        with connect(url) as client:
+    with connect(url) as client:
+        if fixes:
             letters = _fixed(client, run, names, fixes)
+        else:
+            letters = dict.fromkeys(find_letter(client, run, name) for name in names)
     return replay_letters(url, run, letters, as_group=as_group)
+
+
+def outcome(done: Replayed) -> str:
+    """What became of a letter, in a line."""
+    letter, became = map(keys.readable_name, (done.letter_id, done.trajectory_id))
+    return f"{letter} -> {became}, {done.state}" + (f": {done.reason}" if done.reason else "")
 
 
 def discard(url: str, run: str, names: Sequence[str]) -> int:
@@ -183,7 +193,7 @@ def discard(url: str, run: str, names: Sequence[str]) -> int:
         return sum(
             discard_event(client, run, name)
             if is_event(name)
-            else discard_letter(client, run, name)
+            else discard_letter(client, run, find_letter(client, run, name))
             for name in names
         )
 
@@ -206,7 +216,7 @@ def letter_lines(content: LetterContent) -> list[tuple[str, str]]:
         ("its group", letter.group_state),
     ]
     if letter.replayed_as:
-        lines.append(("replayed as", letter.replayed_as))
+        lines.append(("replayed as", keys.readable_name(letter.replayed_as)))
     for found in content.turns:
         lines.append((f"turn {found.index}", _turn_text(found)))
         lines += [
@@ -255,14 +265,15 @@ def _fixed(
     if len(fixes) != len(names):
         raise InvalidConfigError("--fix", f"{len(fixes)} files for {len(names)} dead letters")
     _, config = read_config(client, run)
+    ids = [find_letter(client, run, name) for name in names]
     return {
-        name: read_fix(
+        letter_id: read_fix(
             path,
-            sample=keys.parse_trajectory_id(name).sample,
-            seal=open_letter(client, run, name).seal,
+            sample=keys.parse_trajectory_id(letter_id).sample,
+            seal=open_letter(client, run, letter_id).seal,
             declared=config.extra_columns,
         )
-        for name, path in zip(names, fixes, strict=True)
+        for letter_id, path in zip(ids, fixes, strict=True)
     }
 
 

@@ -281,6 +281,35 @@ def parse_trajectory_id(text: str) -> TrajectoryKey:
     return TrajectoryKey(decode_name(group), int(sample), int(attempt))
 
 
+def keys_named(text: str) -> tuple[TrajectoryKey, ...]:
+    """The trajectories that somebody may mean by a name, as people read it or as an id.
+
+    A group may have a name that looks encoded: as it is read comes first.
+
+    >>> [key.group_id for key in keys_named("a/b#1/3/0")]
+    ['a/b#1']
+    >>> [key.group_id for key in keys_named("a%2Fb%231/3/0")]
+    ['a%2Fb%231', 'a/b#1']
+
+    Raises:
+        ValueError: it is the name of no trajectory.
+    """
+    group, sample, attempt = text.rsplit("/", 2)
+    encode_name(group)  # refuses what no group can be called
+    names = dict.fromkeys((group, decode_name(group)))
+    return tuple(TrajectoryKey(name, int(sample), int(attempt)) for name in names)
+
+
+def readable_name(trajectory_id: str) -> str:
+    """A trajectory's id as people read it.
+
+    >>> readable_name("task-7%231/0/0")
+    'task-7#1/0/0'
+    """
+    group, separator, rest = trajectory_id.partition("/")
+    return f"{decode_name(group)}{separator}{rest}"
+
+
 def run_of(key: str) -> str:
     """The (plain) name of the run that a key is of.
 

@@ -1,0 +1,96 @@
+"""A trajectory is found by its name as people read it, and by the id that keys and columns have."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnstream.errors import ConflictError
+from turnstream.generator import Publisher
+from turnstream.testing import group, trajectory
+from turnstream_server.bus.histories import TrajectoryNotFoundError
+from turnstream_server.bus.letters import LetterNotFoundError
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(60)]
+
+# Two of these groups have names of which one is the other, encoded.
+GROUPS = ("task-7#1", "a/b", "a%2Fb")
+
+
+@pytest.fixture(scope="module")
+def run(place: Any) -> str:
+    """A run in which the reason of each trajectory is the name of its group."""
+    run = place.create_run("names", batch_groups=4, mini_batch_groups=4)
+    with Publisher(place.url, run) as publisher:
+        for name in GROUPS:
+            with publisher.group(name, 1) as opened:
+                opened.trajectory(0).abandon(f"of {name}").result(10)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        *(("task-7#1/0/0", "task-7#1"), ("task-7%231/0/0", "task-7#1")),
+        *(("a/b/0/0", "a/b"), ("a%2Fb/0/0", "a%2Fb"), ("a%252Fb/0/0", "a%2Fb")),
+    ],
+)
+def test_a_history_is_found_by_either_name_and_shows_the_readable_one(
+    place: Any, run: str, typed: str, meant: str
+) -> None:
+    shown = place.type("ledger", run, typed)
+    as_json = json.loads(place.type("ledger", run, typed, "--json"))
+
+    assert f"{run}: {meant}/0/0" in shown
+    assert as_json["reason"] == f"of {meant}"
+
+
+@pytest.mark.parametrize("typed", ["task-8%231/0/0", "task-8#1/0/0"])
+def test_what_was_never_there_is_refused_by_its_readable_name(
+    place: Any, run: str, typed: str
+) -> None:
+    with pytest.raises(TrajectoryNotFoundError, match="trajectory 'task-8#1/0/0'"):
+        place.type("ledger", run, typed)
+    with pytest.raises(LetterNotFoundError, match="letter 'task-8#1/0/0'"):
+        place.type("dead", run, typed)
+
+
+@pytest.mark.parametrize("typed", ["a/b", "a/b/c", "/0/0", "a/0/x", f"{'a' * 600}/0/0"])
+def test_what_cannot_be_a_name_is_said_so(place: Any, run: str, typed: str) -> None:
+    with pytest.raises(TrajectoryNotFoundError, match=f"{re.escape(typed)}' is no trajectory"):
+        place.type("ledger", run, typed)
+    with pytest.raises(LetterNotFoundError, match=f"{re.escape(typed)}' is no trajectory"):
+        place.type("dead", run, typed)
+
+
+@pytest.mark.parametrize("typed", ["d#1/1/0", "d%231/1/0"])
+def test_a_dead_letter_is_shown_mended_replayed_and_discarded_by_either_name(
+    place: Any, tmp_path: Path, typed: str
+) -> None:
+    run = place.create_run(f"letters {typed[1]}", batch_groups=2, mini_batch_groups=2)
+    place.publish(run, group("d#1", *[trajectory(sample=n, reward=float(n)) for n in range(3)]))
+    place.damage(run, "d%231/1/0")
+    place.publish(run, group("f"))
+    place.train(run)
+    fix = str(tmp_path / "fix.json")
+
+    listed = place.type("dead", run)
+    shown = place.type("dead", run, typed)
+    place.type("dead", run, typed, "--out", fix)
+    checked = place.type("dead", run, typed, "--fix", fix)
+    replayed = place.type("dead", run, typed, "--fix", fix, "--replay", "--as-group", "m#1")
+    listed_again = place.type("dead", run)
+    discarded = place.type("dead", run, typed, "--discard")
+
+    assert "d#1/1/0" in listed
+    assert f"{run}: d#1/1/0" in shown
+    assert "the fix is sound" in checked
+    assert replayed.startswith("d#1/1/0 -> m#1/0/0, sealed")
+    assert "m#1/0/0" in listed_again
+    assert discarded == "1 discarded\n"
+    with pytest.raises(ConflictError):
+        place.type("dead", run, "f/0/0", "--discard")
