@@ -6,10 +6,12 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from turnstream.records.batches import COLUMNS, EncodedMiniBatch
 from turnstream.store import keys
 from turnstream_server.batcher.labels import read_labels
 from turnstream_server.batcher.local import assemble_batch, read_planned_batch
@@ -34,9 +36,11 @@ def archive_path(folder: Path, run: str, step: int) -> Path:
 def archive_step(url: str, run: str, step: int, *, folder: Path) -> Path:
     """Write the rows of a step, the way one rank alone would get them, unless they are there.
 
-    A column `mini_batch` tells the optimizer updates apart; the maps `tags` and `metrics` are those
-    of the row's trajectory, null where its seal cannot be read. The file appears whole or not at
-    all, and is on disk when this returns. Its metadata name run, step, lineage and manifest hash.
+    A column `mini_batch` tells the optimizer updates apart. `rewards` is as long as the response in
+    every row; `logprobs` is too, or null where no row of the mini-batch has any. The maps `tags`
+    and `metrics` are those of the row's trajectory, null where its seal cannot be read. The file
+    appears whole or not at all, and is on disk when this returns. Its metadata name run, step,
+    lineage and manifest hash.
 
     Raises:
         ReleasedError: the step is no longer retained.
@@ -64,12 +68,8 @@ def _is_archived(path: Path, *, manifest_hash: str) -> bool:
 
 
 def _table(url: str, batch: PlannedBatch) -> pa.Table:
-    tables: list[pa.Table] = []
-    for index, share in enumerate(assemble_batch(url, batch, dp_rank=0, dp_world_size=1)):
-        table = pa.ipc.open_stream(share.data).read_all()
-        table = table.filter(~pc.field("is_padding")).drop_columns("is_padding")
-        column = pa.array([index] * len(table), pa.int32())
-        tables.append(table.add_column(0, "mini_batch", column).replace_schema_metadata(None))
+    shares = assemble_batch(url, batch, dp_rank=0, dp_world_size=1)
+    tables = [_rows_of(share, mini_batch=index) for index, share in enumerate(shares)]
     manifest = batch.manifest
     rows = _with_labels(url, batch, pa.concat_tables(tables, promote_options="default"))
     return rows.replace_schema_metadata(
@@ -80,6 +80,30 @@ def _table(url: str, batch: PlannedBatch) -> pa.Table:
             "manifest_hash": batch.manifest_hash,
         }
     )
+
+
+def _rows_of(share: EncodedMiniBatch, *, mini_batch: int) -> pa.Table:
+    """The real rows of a mini-batch, with the columns that did not travel because they say nothing.
+
+    Every column may have nulls: those of a batch have not all the same optional columns.
+    """
+    table = pa.ipc.open_stream(share.data).read_all()
+    table = table.filter(~pc.field("is_padding")).drop_columns("is_padding")
+    columns = dict(zip(table.column_names, table.columns, strict=True))
+    columns.setdefault("rewards", _zeros_like(columns["loss_mask"]))
+    columns.setdefault("logprobs", pa.nulls(len(table), COLUMNS["logprobs"]))
+    columns["mini_batch"] = pa.array([mini_batch] * len(table), pa.int32())
+    first = [name for name in ("mini_batch", *COLUMNS) if name in columns]
+    order = [*first, *(name for name in columns if name not in first)]
+    return pa.table({name: columns[name] for name in order})
+
+
+def _zeros_like(lists: pa.ChunkedArray) -> pa.ListArray:
+    """Lists as long as these, of zeros."""
+    ends = np.cumsum(pc.call_function("list_value_length", [lists]).to_numpy(), dtype=np.int32)
+    offsets = pa.array(np.concatenate([[0], ends]), pa.int32())
+    zeros = pa.array(np.zeros(ends[-1] if len(ends) else 0, np.float32))
+    return pa.ListArray.from_arrays(offsets, zeros, COLUMNS["rewards"])
 
 
 def _with_labels(url: str, batch: PlannedBatch, table: pa.Table) -> pa.Table:

@@ -1,12 +1,16 @@
 import asyncio
 import functools
+from typing import Any
 
+import duckdb
+import pandas
+import polars
 import pyarrow.parquet as pq
 import pytest
 
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.testing import group, trajectory, wait_until_async
+from turnstream.testing import group, trajectory, turn, wait_until_async
 from turnstream_server.batcher.archive import archive_path, archive_step
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.frontier import read_frontier
@@ -57,13 +61,57 @@ async def test_the_archive_of_a_step_holds_the_rows_that_were_trained(house, tmp
         pulled[0].mini_batch.info.manifest_hash
     )
     assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
-    for reader in ("pandas", "polars", "duckdb"):
-        try:
-            module = __import__(reader)
-        except ImportError:
-            continue
-        frame = module.read_parquet(str(path))
-        assert frame.shape[0] == 4
+
+
+def unpacked_by_pandas(path):
+    columns: Any = ["loss_mask", "rewards"]
+    return len(pandas.read_parquet(path)[columns].explode(columns))
+
+
+def unpacked_by_polars(path):
+    return len(
+        polars.read_parquet(path).select("loss_mask", "rewards").explode("loss_mask", "rewards")
+    )
+
+
+def unpacked_by_duckdb(path):
+    with duckdb.connect() as database:
+        query = f"select unnest(loss_mask), unnest(rewards) from '{path}'"
+        return len(database.execute(query).fetchall())
+
+
+@pytest.mark.parametrize(
+    "num_unpacked", [unpacked_by_pandas, unpacked_by_polars, unpacked_by_duckdb]
+)
+async def test_columns_per_token_are_as_long_as_the_response_for_every_reader(
+    house, tmp_path, num_unpacked
+):
+    # The mini-batch without token rewards, or without logprobs, had empty lists beside a mask of 2.
+    run = house.create_run(batch_groups=2, mini_batch_groups=1)
+    says_more = turn("ab", "CDE", logprobs=-0.5, rewards=1.0)
+    members = [trajectory(says_more, sample=n, reward=float(n)) for n in range(2)]
+    await house.publish(run, group("a"), group("b", *members))
+    await train(house, run, steps=1)
+
+    (path,) = await asyncio.to_thread(lambda: list(archive_run(house.url, run, tmp_path)))
+
+    table = pq.read_table(path)
+    assert table["rewards"].to_pylist() == [[0.0, 0.0]] * 2 + [[0.0, 0.0, 1.0]] * 2
+    assert table["logprobs"].to_pylist() == [None, None] + [[-0.5] * 3] * 2
+    assert num_unpacked(path) == 2 * 2 + 2 * 3
+
+
+async def test_steps_with_and_without_rewards_and_logprobs_have_the_same_columns(house, tmp_path):
+    run = house.create_run(batch_groups=1)
+    says_more = turn("ab", "CDE", logprobs=-0.5, rewards=1.0)
+    members = [trajectory(says_more, sample=n, reward=float(n)) for n in range(2)]
+    await house.publish(run, group("a"), group("b", *members))
+    await train(house, run, steps=2)
+
+    paths = await asyncio.to_thread(lambda: list(archive_run(house.url, run, tmp_path)))
+
+    schemas = [pq.read_schema(path).remove_metadata() for path in paths]
+    assert schemas[0] == schemas[1]
 
 
 async def test_the_archive_has_the_labels_of_every_trajectory(house, tmp_path):
