@@ -394,3 +394,10 @@ def _log_start(request: wire.StartRequest, session: TrainerSession) -> None:
             list(session.returning_steps),
             extra=facts,
         )
+    elif session.returning_steps:
+        logger.info(
+            "run %s: steps %s were not committed and come again",
+            request.run,
+            list(session.returning_steps),
+            extra=facts,
+        )

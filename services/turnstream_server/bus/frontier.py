@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 import redis.asyncio
@@ -46,6 +46,30 @@ class Origin:
         )
 
 
+class Rollback(NamedTuple):
+    """A trainer that began behind what was stepped, so that another lineage began.
+
+    Attributes:
+        lineage: that began.
+        step: the last batch that it has in common with the one before.
+        stepped: the last batch that was stepped before; those between come again.
+    """
+
+    lineage: str
+    step: int
+    stepped: int
+
+    @classmethod
+    def parse(cls, text: str) -> Rollback:
+        """Read one of the frontier.
+
+        >>> Rollback.parse("main-1:4:7")
+        Rollback(lineage='main-1', step=4, stepped=7)
+        """
+        lineage, step, stepped = text.rsplit(":", 2)
+        return cls(lineage, int(step), int(stepped))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier:
     """The numbers of a run, as of one moment.
@@ -71,6 +95,7 @@ class Frontier:
         is_finished: the run is closed, and no batch follows `planned`.
         paused: why the run is paused; None while it is not.
         num_revised_groups: see `revised_groups` in store.keys.
+        rollbacks: the newest of them, the last one first.
     """
 
     planned: int
@@ -93,6 +118,7 @@ class Frontier:
     paused: str | None = None
     leftover: str = "short"
     is_finished: bool = False
+    rollbacks: tuple[Rollback, ...] = ()
 
     @property
     def pause(self) -> str:
@@ -136,6 +162,10 @@ def _text(value: bytes | None) -> str | None:
     return None if value is None else value.decode()
 
 
+def _rollbacks(text: str) -> tuple[Rollback, ...]:
+    return tuple(Rollback.parse(each) for each in text.split(",") if each)
+
+
 def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
     if not fields:
         raise RunNotFoundError(f"no run named {run!r}")
@@ -160,4 +190,5 @@ def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
         is_finished=fields.get(b"finished") == b"1",
         paused=_text(fields.get(b"paused")),
         num_revised_groups=int(fields.get(b"revised_groups", 0)),
+        rollbacks=_rollbacks(fields.get(b"rollbacks", b"").decode()),
     )

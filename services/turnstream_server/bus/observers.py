@@ -2,14 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import redis
 import redis.asyncio
 
 from turnstream.errors import InvalidConfigError
 from turnstream.store import keys
 from turnstream.store.scripts import Script, run_command_async
+from turnstream_server.bus.pages import hash_fields, server_ms
 
 _OBSERVE = Script("observe", "turnstream_server.bus")
 _OBSERVED = Script("observed", "turnstream_server.bus")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observer:
+    """An observer, as the run knows it.
+
+    Attributes:
+        seen: the newest step that it has seen; 0 before the first.
+        silent_s: seconds since it was heard of.
+        left_s: seconds until it is forgotten, and nothing is kept for it; 0 or below: it is gone.
+    """
+
+    name: str
+    seen: int
+    silent_s: float
+    left_s: float
+
+
+def read_observers(client: redis.Redis, run: str) -> tuple[Observer, ...]:
+    """The observers of a run, by name; also those that expired and were not missed yet.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    found = dict(hash_fields(client, keys.run_keys(run).observers))
+    now_ms = server_ms(client)
+    return tuple(_observer(name, found[name].decode(), now_ms) for name in sorted(found))
+
+
+def _observer(name: str, entry: str, now_ms: int) -> Observer:
+    seen, expires_ms, expiry_ms = map(int, entry.split(":"))
+    return Observer(
+        name=keys.decode_name(name),
+        seen=seen,
+        silent_s=max(0, now_ms - (expires_ms - expiry_ms)) / 1_000,
+        left_s=(expires_ms - now_ms) / 1_000,
+    )
 
 
 async def declare_observer(

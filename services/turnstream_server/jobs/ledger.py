@@ -34,7 +34,7 @@ def print_ledger(url: str, run: str, console: Console) -> None:
         table.add_row(
             facts.state,
             f"{facts.count:,}",
-            ("at least " if facts.may_be_older else "") + _duration(facts.oldest_age_s),
+            ("at least " if facts.may_be_older else "") + duration(facts.oldest_age_s),
             f"{facts.held_bytes:,}" if facts.held_bytes else "",
             _reasons(facts.reasons),
         )
@@ -78,6 +78,8 @@ def ledger_json(url: str, run: str) -> str:
         "planned": seen.frontier.planned,
         "stepped": seen.frontier.stepped,
         "committed": seen.frontier.committed,
+        "lineage": seen.frontier.lineage,
+        "rollbacks": [each._asdict() for each in seen.frontier.rollbacks],
         "origin": None if seen.frontier.origin is None else asdict(seen.frontier.origin),
         "states": {
             facts.state.value: {
@@ -193,10 +195,10 @@ def _time(ms: int | None) -> str:
     return datetime.fromtimestamp(ms / 1_000, UTC).isoformat(sep=" ", timespec="seconds")
 
 
-def _duration(seconds: float | None) -> str:
+def duration(seconds: float | None) -> str:
     """A time span in its two largest units.
 
-    >>> _duration(4000.0), _duration(12.3), _duration(None)
+    >>> duration(4000.0), duration(12.3), duration(None)
     ('1 h 6 min', '12 s', '')
     """
     if seconds is None:

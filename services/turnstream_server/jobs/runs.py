@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import redis
@@ -12,8 +13,10 @@ from turnstream.errors import RunNotFoundError
 from turnstream.store.revisions import read_revisions
 from turnstream.store.runs import list_runs
 from turnstream_server.bus.deletion import deleting_since_ms
-from turnstream_server.bus.frontier import Origin
+from turnstream_server.bus.frontier import Origin, Rollback
 from turnstream_server.bus.ledger import RunSummary, run_summary
+from turnstream_server.bus.observers import Observer, read_observers
+from turnstream_server.jobs.ledger import duration
 from turnstream_server.jobs.life import pending_revisions
 from turnstream_server.jobs.looks import looking_at
 
@@ -69,8 +72,11 @@ def print_run(url: str, run: str, console: Console) -> None:
     with looking_at(url) as client:
         seen = run_summary(client, run)
         revisions = read_revisions(client, run)
+        observers = read_observers(client, run)
     config = revisions.config(revisions.in_force)
     console.print(_run_table(seen))
+    if observers:
+        console.print(_observer_table(observers))
     settings = Table("setting", "value", title=f"configuration, revision {revisions.in_force}")
     for name, value in asdict(config).items():
         settings.add_row(name, str(value))
@@ -78,6 +84,26 @@ def print_run(url: str, run: str, console: Console) -> None:
     for which, changes in pending_revisions(revisions):
         settings.add_row(which, changes)
     console.print(settings)
+
+
+def rollback_text(rollback: Rollback) -> str:
+    """A rollback in few words.
+
+    >>> rollback_text(Rollback("main-1", step=4, stepped=7))
+    'main-1 goes on from step 4, where 7 was stepped'
+    """
+    return (
+        f"{rollback.lineage} goes on from step {rollback.step}, where {rollback.stepped} was "
+        "stepped"
+    )
+
+
+def _observer_table(observers: Sequence[Observer]) -> Table:
+    table = Table("observer", "step seen", "silent for", "forgotten in")
+    for each in observers:
+        left = duration(each.left_s) if each.left_s > 0 else "it is gone"
+        table.add_row(each.name, str(each.seen), duration(each.silent_s), left)
+    return table
 
 
 def _run_table(seen: RunSummary) -> Table:
@@ -91,6 +117,8 @@ def _run_table(seen: RunSummary) -> Table:
     table.add_row("trainer", f"session {frontier.session_epoch}, {frontier.dp_world_size} ranks")
     table.add_row("planner", seen.planner or "none")
     table.add_row("lineage", frontier.lineage)
+    for each in frontier.rollbacks:
+        table.add_row("rollback", rollback_text(each))
     table.add_row("origin", origin_text(frontier.origin) or "none")
     table.add_row("closed", "yes" if frontier.is_closed else "no")
     if frontier.paused is not None:

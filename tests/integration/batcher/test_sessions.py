@@ -1,4 +1,5 @@
 import asyncio
+import logging
 
 import pytest
 
@@ -16,6 +17,7 @@ from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.runs import newest_version
 from turnstream.testing import group
+from turnstream_server.bus.frontier import Rollback, read_frontier
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -205,3 +207,41 @@ async def test_an_announced_version_reaches_generators_and_the_next_session(hous
     assert announced is not None
     assert (announced.version, announced.weights_uri) == (4, "file:///weights/4")
     assert reply.newest_version == 4
+
+
+async def test_going_back_is_logged_and_the_run_keeps_what_came_again(house, caplog):
+    run = house.create_run(batch_groups=1, retain_checkpoints=5, max_staleness=9)
+    replica = await house.start_batcher()
+    trainer = house.trainer(replica, run)
+    await house.publish(run, *(group(f"g{n}") for n in range(3)))
+    await trainer.start("first")
+    tokens = [await trainer.stepped(await trainer.get(step)) for step in (1, 2, 3)]
+    await trainer.committed(tokens[1])
+    caplog.set_level(logging.INFO)
+
+    await house.trainer(replica, run).start("crashed", token=str(tokens[1]))
+    of_crash = caplog.text
+    caplog.clear()
+    await house.trainer(replica, run).start("on purpose", token=str(tokens[0]))
+
+    with connect(house.url) as client:
+        kept = read_frontier(client, run).rollbacks
+    assert f"run {run}: steps [3] were not committed and come again" in of_crash
+    assert "goes back" not in of_crash
+    assert f"run {run} goes back behind committed step 2; steps [2] come again" in caplog.text
+    assert kept == (Rollback("main-2", step=1, stepped=2), Rollback("main-1", step=2, stepped=3))
+
+
+async def test_of_many_rollbacks_the_newest_are_kept(house):
+    run = house.create_run(batch_groups=1)
+    replica = await house.start_batcher()
+    await house.publish(run, group("g"))
+    for number in range(20):
+        trainer = house.trainer(replica, run)
+        await trainer.start(f"s{number}")
+        await trainer.stepped(await trainer.get(1))
+
+    with connect(house.url) as client:
+        kept = [each.lineage for each in read_frontier(client, run).rollbacks]
+
+    assert kept == [f"main-{number}" for number in range(19, 3, -1)]

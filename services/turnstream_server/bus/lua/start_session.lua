@@ -7,7 +7,8 @@
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] frontier  hash    read and changed: stepped, committed, session_epoch, session,
---                             session_token, dp_world_size, lineage, checkpoints; read: released
+--                             session_token, dp_world_size, lineage, checkpoints, rollbacks; read:
+--                             released
 --   KEYS[2] batches   hash    read: step -> "<trajectories planned up to it>:<manifest hash>"
 --   KEYS[3] wake      stream  added, so that calls of the session before find out
 --   KEYS[4] sessions  hash    session name -> its epoch; added
@@ -21,6 +22,8 @@
 --   BEHIND    this store does not have the batch that the token names
 --   RELEASED  the batches after the one that the token names are no longer retained
 --   CONFLICT  no token, but batches are committed; or the session began otherwise, or has stepped
+
+local MAX_ROLLBACKS = 16  -- every reader of the frontier reads them
 
 local stepped, committed, epoch, session, began_with, world_size, lineage, planned, released,
   checkpoints = unpack(redis.call('HMGET', KEYS[1], 'stepped', 'committed', 'session_epoch',
@@ -82,6 +85,14 @@ if step ~= stepped then
   -- "main", "main-1", "main-2" ...; of a forked run "maze@12", "maze@12-1" ...
   local name, forks = string.match(lineage, '^(.*)%-(%d+)$')
   lineage = (name or lineage) .. '-' .. (forks or 0) + 1
+  local rollbacks = redis.call('HGET', KEYS[1], 'rollbacks')
+  local told = {lineage .. ':' .. step .. ':' .. stepped}
+  for earlier in string.gmatch(rollbacks or '', '[^,]+') do
+    if #told < MAX_ROLLBACKS then
+      told[#told + 1] = earlier
+    end
+  end
+  redis.call('HSET', KEYS[1], 'rollbacks', table.concat(told, ','))
 end
 local kept = {}
 for earlier in string.gmatch(checkpoints or '', '%d+') do

@@ -27,6 +27,8 @@ frontier   hash    stepped, committed, session_epoch, session, dp_world_size, li
                    batch, and session_token, what the session began with, are added when there is
                    one;
                    checkpoints, the committed steps a session may begin after, `<step>,<step>`;
+                   rollbacks, the newest 16 lineages but the first, the last one first, each
+                   `<lineage>:<step it goes on from>:<stepped before>`;
                    released, the newest step whose payload may be gone; folded, the newest step
                    of which a compact record is left; ends, number of the newest of `ended`;
                    cold, the newest step whose compact record is in a file;

@@ -1,0 +1,166 @@
+"""Somebody looks around in a small run that trains, through every command that looks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from turnstream.errors import NotReadyError
+from turnstream.generator import Publisher
+from turnstream.testing import group, ids, trajectory, turn
+from turnstream.worker import ObserverStream
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(60)]
+
+RUN = "maze"
+
+
+@pytest.fixture(scope="module")
+def typed(place: Any) -> Iterator[Any]:
+    """Types commands about a run of three steps, a rollback, an observer and an open trajectory."""
+    place.create_run(RUN, max_staleness=3, retain_checkpoints=9)
+    place.publish(RUN, *(group(f"g{step}", *_members(2)) for step in (1, 2, 3)))
+    tokens = place.train(RUN, steps=3)
+    place.train(RUN, after=tokens[1])
+    with (
+        ObserverStream(place.target, RUN, "the critic", first_step=1, expiry_s=600) as critic,
+        Publisher(place.url, RUN, writer="gen-2") as publisher,
+        publisher.group("late", 2) as opened,
+    ):
+        next(iter(critic))
+        critic.seen()
+        opened.trajectory(0).abandon("the tool hung").result(10)
+        opened.trajectory(1).append(ids("abc"), ids("d")).result(10)
+        yield place.type
+
+
+def _members(number: int) -> list[Any]:
+    return [trajectory(turn("ab", "CD"), sample=n, reward=float(n)) for n in range(number)]
+
+
+def lines_of(table: str) -> dict[str, str]:
+    """First cell -> the second, of a table without heads."""
+    rows = [line.strip()[1:-1].split("│") for line in table.splitlines() if line.startswith("│")]
+    return {first.strip(): second.strip() for first, second in rows}
+
+
+def test_show_tells_how_far_a_run_is_who_watches_and_where_it_went_back(typed: Any) -> None:
+    shown = typed("show", RUN)
+
+    assert re.search(r"batches +│ 3 planned", shown)
+    assert "3 stepped, 3 committed" in shown
+    assert re.search(r"lineage +│ main-1 ", shown)
+    assert "main-1 goes on from step 2, where 3 was stepped" in shown
+    assert re.search(r"│ the critic +│ 1 +│ \d+ s +│ (9 min \d+ s|10 min 0 s) +│", shown)
+    assert re.search(r"max_staleness +│ 3 ", shown)
+
+
+def test_ledger_tells_the_states_with_ages_and_reasons(typed: Any) -> None:
+    shown = typed("ledger", RUN)
+    as_json = json.loads(typed("ledger", RUN, "--json"))
+
+    assert re.search(r"committed +│ 6 +│ \d+ s ", shown)
+    assert re.search(r"open +│ 1 +│ \d+ s ", shown)
+    assert re.search(r"abandoned +│ 1 +│ \d+ s +│ [\d, ]*│ 1 x the tool hung", shown)
+    assert re.search(r"accepted +│ 8 ", shown)
+    assert as_json["rollbacks"] == [{"lineage": "main-1", "step": 2, "stepped": 3}]
+
+
+def test_ledger_tells_the_life_of_a_trajectory_that_was_trained(typed: Any) -> None:
+    shown = lines_of(typed("ledger", RUN, "g2/1/0"))
+
+    assert list(shown) == [
+        *("opened", "written by", "turns", "sealed", "reward", "planned", "advantage"),
+        *("payload", "state"),
+    ]
+    assert shown["written by"] == "gen-1, lease epoch 1"
+    assert re.fullmatch(r"1, \d+ bytes", shown["turns"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\+00:00, completed", shown["sealed"])
+    assert (shown["reward"], shown["planned"]) == ("1", "in step 2, mini-batch 0")
+    assert float(shown["advantage"]) > 0
+    assert (shown["payload"], shown["state"]) == ("kept", "committed")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("late/0/0", {"state": "abandoned: the tool hung", "payload": "not there"}),
+        ("late/1/0", {"state": "open", "written by": "gen-2, lease epoch 1", "payload": "kept"}),
+    ],
+)
+def test_ledger_tells_why_a_trajectory_is_not_trained(
+    typed: Any, name: str, told: dict[str, str]
+) -> None:
+    shown = lines_of(typed("ledger", RUN, name))
+
+    assert {what: shown.get(what) for what in told} == told
+
+
+def test_batch_tells_what_a_step_is_made_of(typed: Any) -> None:
+    shown = typed("batch", RUN, "2")
+
+    assert shown.startswith(f"step 2 of {RUN}: committed, ")
+    assert re.search(r"g2/0/0 +│ 0 +│ -0\.7\d* +│ 1 ", shown)
+    assert re.search(r"g2/1/0 +│ 1 +│ 0\.7\d* +│ 1 ", shown)
+    assert "num_tokens 4" in shown
+    with pytest.raises(NotReadyError, match="step 9 is not planned; 3 are"):
+        typed("batch", RUN, "9")
+
+
+def test_batch_tells_what_two_steps_do_not_have_in_common(typed: Any) -> None:
+    same = typed("batch", RUN, "1", "--diff", "1")
+    lines = typed("batch", RUN, "1", "--diff", "3").splitlines()
+    as_json = json.loads(typed("batch", RUN, "1", "--diff", "3", "--json"))
+
+    assert same == "no difference\n"
+    assert [line.split(" reward")[0] for line in lines] == [
+        *("- g1/0/0", "- g1/1/0", "+ g3/0/0", "+ g3/1/0")
+    ]
+    assert lines[1].startswith("- g1/1/0 reward 1, advantage 0.7")
+    assert as_json == lines
+
+
+def test_batch_writes_the_bytes_of_a_step(typed: Any, tmp_path: Path) -> None:
+    path = tmp_path / "step.arrow"
+
+    shown = typed("batch", RUN, "2", "--out", str(path))
+
+    table = pa.ipc.open_stream(path.read_bytes()).read_all()
+    assert shown == f"{path}\n"
+    assert table["trajectory_id"].to_pylist() == ["g2/0/0", "g2/1/0"]
+
+
+def test_archive_writes_every_committed_step(typed: Any, tmp_path: Path) -> None:
+    shown = typed("archive", RUN, "--to", str(tmp_path))
+
+    paths = [tmp_path / RUN / f"step-{step:08}.parquet" for step in (1, 2, 3)]
+    assert shown.splitlines() == [str(path) for path in paths]
+    groups = [pq.read_table(path)["group_id"].to_pylist() for path in paths]
+    assert groups == [["g1"] * 2, ["g2"] * 2, ["g3"] * 2]
+
+
+def test_why_names_who_is_waited_for(typed: Any) -> None:
+    assert "group late (0 of 2 members) waits for sample 1 of generator gen-2" in typed("why", RUN)
+
+
+def test_dead_shows_a_letter_and_where_it_is_wrong(place: Any) -> None:
+    run = place.create_run("damaged", batch_groups=2, mini_batch_groups=2)
+    place.publish(run, group("d", *_members(3)))
+    place.damage(run, "d/1/0")
+    place.publish(run, group("f"))
+    place.train(run)
+
+    shown = lines_of(place.type("dead", run, "d/1/0"))
+
+    assert "checksum" in shown["reason"]
+    assert shown["its group"] == "planned"
+    assert re.search(r"checksum found [0-9a-f]{8}, stored [0-9a-f]{8}", shown["turn 0"])
+    assert re.match(r"bytes \d+ to \d+, ", shown[""])
+    assert shown["seal"] == "1 turns, completed, reward 1"
