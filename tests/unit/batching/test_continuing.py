@@ -28,27 +28,19 @@ def continued(*trajectories: list[Letters]) -> list[int]:
 
 
 def slow_continued(*trajectories: list[Letters]) -> list[int]:
-    """Compare with every earlier turn of the trajectory, letter by letter."""
+    """A list of rows; a prompt continues the longest that it begins with, of equal ones the newest.
+
+    Of each row its letters and its last turn.
+    """
     found: list[int] = []
     for turns in trajectories:
-        first = len(found)
-        contexts = [prompt + response for prompt, response in turns]
-        for place, (prompt, _) in enumerate(turns):
-            shared = [_num_shared(prompt, context) for context in contexts[:place]]
-            most = max(shared, default=0)
-            whole = [
-                k for k in range(place) if most and shared[k] == most and len(contexts[k]) == most
-            ]
-            is_open = whole and first + whole[0] not in found
-            found.append(first + whole[0] if is_open else NO_PARENT)
+        rows: list[tuple[str, int]] = []
+        for prompt, response in turns:
+            held = [row for row in rows if prompt.startswith(row[0])]
+            best = max(held, key=lambda row: (len(row[0]), row[1]), default=("", NO_PARENT))
+            rows = [row for row in rows if row != best] + [(prompt + response, len(found))]
+            found.append(best[1])
     return found
-
-
-def _num_shared(left: str, right: str) -> int:
-    length = 0
-    while left[: length + 1] == right[: length + 1] and length < min(len(left), len(right)):
-        length += 1
-    return length
 
 
 def test_a_prompt_that_goes_on_behind_a_turn_continues_its_row() -> None:
@@ -61,6 +53,10 @@ def test_a_prompt_that_goes_on_behind_a_turn_continues_its_row() -> None:
 
 def test_a_prompt_whose_response_was_edited_begins_a_row() -> None:
     assert continued([("ab", "cd"), ("abxd", "e")]) == [NO_PARENT, NO_PARENT]
+
+
+def test_a_prompt_that_another_goes_on_behind_begins_a_row_if_a_response_was_edited() -> None:
+    assert continued([("ab", "cd"), ("abxd", "e"), ("abxdef", "g")]) == [NO_PARENT, NO_PARENT, 1]
 
 
 def test_a_prompt_that_ends_inside_the_turn_before_begins_a_row() -> None:
@@ -80,8 +76,43 @@ def test_a_prompt_goes_on_behind_the_turn_that_holds_more_of_it_than_the_one_bef
     assert places == [NO_PARENT, NO_PARENT, 0]
 
 
-def test_of_two_equal_turns_the_first_is_continued() -> None:
-    assert continued([("ab", "c"), ("ab", "c"), ("abcd", "e")]) == [NO_PARENT, NO_PARENT, 0]
+def test_of_two_equal_rows_the_newest_is_continued_and_then_the_other() -> None:
+    turns = [("ab", "c"), ("ab", "c"), ("abcd", "e"), ("abcx", "f"), ("abcy", "g")]
+
+    places = continued(turns)
+
+    assert places == [NO_PARENT, NO_PARENT, 1, 0, NO_PARENT]
+
+
+def test_a_prompt_goes_on_behind_a_turn_that_added_no_token() -> None:
+    # The lowest turn that ends there was asked alone, and had been gone on with already.
+    assert continued([("ab", "c"), ("abc", ""), ("abcd", "e")]) == [NO_PARENT, 0, 1]
+    assert continued([("ab", ""), ("ab", ""), ("ab", "c")]) == [NO_PARENT, 0, 1]
+
+
+def test_a_longer_beginning_of_another_turn_does_not_hide_a_row_that_is_held_whole() -> None:
+    turns = [("abcdef", "g"), ("ab", "c"), ("abcdx", "e")]
+
+    places = continued(turns)
+
+    assert places == [NO_PARENT, NO_PARENT, 1]
+
+
+def test_of_several_rows_the_longest_that_is_held_whole_is_continued() -> None:
+    turns = [("abcd", "e"), ("ab", "c"), ("a", "b"), ("abcdef", "g"), ("abcdxy", "h")]
+
+    places = continued(turns)
+
+    assert places == [NO_PARENT, NO_PARENT, NO_PARENT, 0, 1]
+
+
+def test_a_row_that_a_prompt_left_is_continued_by_a_later_one_that_holds_it() -> None:
+    # Where a prompt left the row it is asked about first, and the rest of it is asked as well.
+    turns = [("abcd", "e"), ("axcde", "f"), ("abxde", "f"), ("abcxe", "f"), ("abcde", "g")]
+
+    places = continued(turns)
+
+    assert places == [NO_PARENT, NO_PARENT, NO_PARENT, NO_PARENT, 0]
 
 
 def test_a_turn_is_continued_once() -> None:
@@ -96,8 +127,12 @@ def test_a_prompt_that_leaves_its_parent_inside_begins_a_row() -> None:
     assert continued([("ab", "cd"), ("x", "y"), ("abcz", "e")]) == [NO_PARENT] * 3
 
 
-def test_turns_without_tokens_are_never_continued() -> None:
-    assert continued([("", ""), ("", "a"), ("", ""), ("ab", "c")]) == [*[NO_PARENT] * 3, 1]
+def test_a_row_without_tokens_is_a_beginning_of_every_prompt() -> None:
+    turns = [("", ""), ("", "a"), ("", ""), ("ab", "c"), ("xy", "z")]
+
+    places = continued(turns)
+
+    assert places == [NO_PARENT, 0, NO_PARENT, 1, 2]
 
 
 def test_a_turn_never_continues_one_of_another_trajectory() -> None:
@@ -108,7 +143,7 @@ def test_a_turn_never_continues_one_of_another_trajectory() -> None:
 
 def test_a_prompt_is_never_taken_for_the_one_behind_it() -> None:
     # Turn 2 begins with all of turn 0, and turn 1 between them does not.
-    turns = [("ab", "c"), ("abxx", "y"), ("abczzz", "w")]
+    turns = [("ab", "c"), ("abxx", "y"), ("abczyz", "w")]
 
     places = continued(turns)
 
@@ -147,8 +182,9 @@ def episodes(draw: st.DrawFn) -> list[Letters]:
     turns: list[Letters] = []
     for _ in range(draw(st.integers(0, 7))):
         known = draw(st.sampled_from(["", *[prompt + response for prompt, response in turns]]))
-        kept = known[: len(known) - draw(st.integers(0, 2))]
-        turns.append((kept + draw(letters), draw(letters)))
+        kept = known[: len(known) - draw(st.just(0) | st.integers(0, 4))]
+        again = st.sampled_from([("", ""), *turns]).map(lambda turn: turn[1])
+        turns.append((kept + draw(letters), draw(letters | again)))
     return turns
 
 

@@ -161,6 +161,17 @@ def test_another_image_behind_the_same_tokens_begins_a_row_of_its_own() -> None:
     assert column_of(rows, "images") == [images(1).tolist(), images(2).tolist()]
 
 
+def test_of_rows_with_equal_tokens_the_one_with_the_same_image_goes_on() -> None:
+    # The tokens name one row of the two, and that one shows another image.
+    given = [("ab", "C", 1), ("ab", "C", 2), ("abcx", "Y", 1), ("abcx", "Z", 2)]
+    turns = [with_columns(turn(p, r), images=images(number)) for p, r, number in given]
+
+    rows = merge_turns(turns, extra_columns=[IMAGES])
+
+    assert [row.turns for row in rows] == [(0, 2), (1, 3)]
+    assert column_of(rows, "images") == [images(1).tolist(), images(2).tolist()]
+
+
 def test_items_of_a_turn_further_up_are_not_taken_for_those_of_the_parent() -> None:
     given = [("ab", "C", 1), ("abx", "Y", 2), ("abxq", "Z", 1)]
     turns = [with_columns(turn(p, r), images=images(number)) for p, r, number in given]
@@ -233,7 +244,7 @@ def test_linking_alone_remembers_nothing() -> None:
     one = with_columns(turn("ab", "C"), style=np.array([1], np.int8))
     other = with_columns(turn("ab", "C"), style=np.array([2], np.int8))
 
-    index.link(one, PrefixMatch(NO_PARENT, 0))
-    linked = index.link(other, PrefixMatch(NO_PARENT, 0))
+    index.link(one, [PrefixMatch(NO_PARENT, 0)])
+    linked = index.link(other, [PrefixMatch(NO_PARENT, 0)])
 
     assert linked.pieces["style"].values.tolist() == [2]

@@ -187,10 +187,19 @@ def test_samples_of_one_context_make_a_row_each_and_one_goes_on() -> None:
     assert spell(rows) == ["abCD", "abCEfG"]
 
 
-def test_of_two_equal_turns_the_first_is_gone_on_with() -> None:
+def test_of_two_equal_rows_the_newest_is_gone_on_with() -> None:
     rows = merge_turns([turn("ab", "CD"), turn("ab", "CD"), turn("abcde", "F")])
 
-    assert [row.turns for row in rows] == [(0, 2), (1,)]
+    assert [row.turns for row in rows] == [(0,), (1, 2)]
+
+
+def test_a_turn_that_samples_nothing_is_gone_on_with() -> None:
+    # The row of a partial response whose continuation was aborted before its first token was left,
+    # and a second begun: one more sequence in every mean over sequences.
+    rows = merge_turns([turn("ab", "C"), turn("abc", ""), turn("abcd", "E")])
+
+    assert spell(rows) == ["abCdE"]
+    assert [row.turns for row in rows] == [(0, 1, 2)]
 
 
 def test_rows_are_ordered_by_their_first_turn() -> None:

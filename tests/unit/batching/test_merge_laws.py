@@ -20,27 +20,18 @@ from turnstream.types import Sequence, Turn, VersionRun
 
 def slow_merge(turns: tuple[Turn, ...]) -> list[tuple[list[int], list[list[float]]]]:
     """Rows by lists: for each, its turns, and (token, mask, logprob, reward, version) per token."""
-    contexts: list[list[int]] = []
     rows: list[tuple[list[int], list[list[float]]]] = []
     for index, own in enumerate(turns):
-        prompt = own.prompt_ids.tolist()
-        # The longest beginning that an earlier turn holds; of several, one that ends there.
-        best = (0, False, 0)
-        for earlier, context in enumerate(contexts):
-            length = 0
-            for a, b in zip(context, prompt, strict=False):
-                if a != b:
-                    break
-                length += 1
-            best = max(best, (length, length == len(context), -earlier))
-        length, is_whole, parent = best[0], best[1], -best[2]
-        row = next((r for r in rows if length and is_whole and r[0][-1] == parent), None)
-        response = own.response_ids.tolist()
-        if row is None:
-            row = ([], [[token, 0, 0, 0, -1] for token in prompt])
-            rows.append(row)
+        prompt, response = own.prompt_ids.tolist(), own.response_ids.tolist()
+        # A prompt continues the longest row that it begins with; of equal rows the newest, which
+        # is what a loop over all turns has in hand.
+        held = [row for row in rows if [int(t[0]) for t in row[1]] == prompt[: len(row[1])]]
+        if held:
+            row = max(held, key=lambda row: (len(row[1]), row[0][-1]))
         else:
-            row[1].extend([token, 0, 0, 0, -1] for token in prompt[length:])
+            row = ([], [])
+            rows.append(row)
+        row[1].extend([token, 0, 0, 0, -1] for token in prompt[len(row[1]) :])
         versions = [run.version for run in own.version_runs for _ in range(run.num_tokens)]
         for t, token in enumerate(response):
             trained = 1 if own.loss_mask is None else int(own.loss_mask[t])
@@ -49,7 +40,6 @@ def slow_merge(turns: tuple[Turn, ...]) -> list[tuple[list[int], list[list[float
             version = versions[t] if versions else None
             row[1].append([token, trained, logprob, reward, -1 if version is None else version])
         row[0].append(index)
-        contexts.append([*prompt, *response])
     return rows
 
 

@@ -23,35 +23,43 @@ def index_of(*turns: tuple[str, str]) -> PrefixIndex:
     return index
 
 
-def slow_link(earlier: list[list[int]], prompt: list[int]) -> PrefixMatch:
-    """Compare with every earlier turn, token by token."""
-    shared = [
-        next((i for i, (a, b) in enumerate(zip(e, prompt, strict=False)) if a != b), None)
-        for e in earlier
-    ]
-    lengths = [
-        min(len(e), len(prompt)) if s is None else s for e, s in zip(earlier, shared, strict=True)
-    ]
-    most = max(lengths, default=0)
-    if most == 0:
-        return NOTHING
-    holders = [turn for turn, length in enumerate(lengths) if length == most]
-    whole = [turn for turn in holders if len(earlier[turn]) == most]
-    return PrefixMatch((whole or holders)[0], most)
+def slow_link(
+    rows: list[tuple[list[int], int]], earlier: list[list[int]], prompt: list[int]
+) -> PrefixMatch:
+    """The longest row that the prompt begins with, of equal ones the newest.
+
+    Without one, the longest beginning that an earlier turn holds: of several the lowest that ends
+    there, otherwise the lowest. Rows are given with their last turns.
+    """
+    held = [(len(row), turn) for row, turn in rows if prompt[: len(row)] == row]
+    if held:
+        shared, turn = max(held)
+        return PrefixMatch(turn, shared)
+    most = max([_num_shared(known, prompt) for known in earlier], default=0)
+    holders = [k for k, known in enumerate(earlier) if most and _num_shared(known, prompt) == most]
+    ending = [turn for turn in holders if len(earlier[turn]) == most]
+    return PrefixMatch([*ending, *holders][0], most) if holders else NOTHING
+
+
+def _num_shared(left: list[int], right: list[int]) -> int:
+    pairs = zip(left, right, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
 def links(turns: tuple[Turn, ...] | list[Turn]) -> tuple[list[PrefixMatch], list[PrefixMatch]]:
     """What the index says of every turn, and what the slow loop says."""
-    index, at_once = PrefixIndex(), PrefixIndex()
+    index = PrefixIndex()
+    rows: list[tuple[list[int], int]] = []
     earlier: list[list[int]] = []
     found: list[PrefixMatch] = []
     expected: list[PrefixMatch] = []
-    for turn in turns:
+    for place, turn in enumerate(turns):
         found.append(index.link(turn.prompt_ids))
-        expected.append(slow_link(earlier, turn.prompt_ids.tolist()))
+        expected.append(slow_link(rows, earlier, turn.prompt_ids.tolist()))
         index.add(found[-1], turn.prompt_ids, turn.response_ids)
         earlier.append([*turn.prompt_ids.tolist(), *turn.response_ids.tolist()])
-        assert at_once.link_and_add(turn.prompt_ids, turn.response_ids) == found[-1]
+        rows = [row for row in rows if (row[1], len(row[0])) != expected[-1]]
+        rows.append((earlier[-1], place))
     return found, expected
 
 
@@ -85,11 +93,46 @@ def test_finds_the_longest_known_beginning_and_who_holds_it(
 
 
 def test_prefers_the_lowest_turn_that_ends_there_over_a_lower_one_that_goes_on() -> None:
-    index = index_of(("abcde", "f"), ("ab", "c"), ("ab", "c"))
+    index = index_of(
+        ("abcde", "f"), ("ab", "c"), ("ab", "c"), ("abcx", "y"), ("abcz", "w"), ("abcx", "u")
+    )
 
-    match = index.link(ids("abcx"))
+    match = index.link(ids("abcq"))
 
     assert match == PrefixMatch(1, 3)
+
+
+def test_names_the_newest_of_equal_rows_and_then_the_one_before() -> None:
+    index = index_of(("ab", "c"), ("ab", "c"))
+
+    matches = [*index.matches(ids("abcx"))]
+
+    assert matches == [PrefixMatch(1, 3), PrefixMatch(0, 3), PrefixMatch(0, 3)]
+
+
+def test_names_a_row_that_the_prompt_holds_whole_before_a_longer_beginning() -> None:
+    index = index_of(("abcdef", "g"), ("ab", "c"), ("a", "b"))
+
+    matches = [*index.matches(ids("abcdx"))]
+
+    assert matches == [PrefixMatch(1, 3), PrefixMatch(2, 2), PrefixMatch(0, 4)]
+
+
+def test_tokens_behind_a_row_that_goes_on_are_not_kept_twice() -> None:
+    # The row that goes on ends before the beginning that is known: the rest of that is walked.
+    index = index_of(("abcdef", "g"), ("ab", "c"), ("abcdx", "y"), ("abcdq", "r"))
+
+    matches = [index.link(ids(prompt)) for prompt in ("abcdefx", "abcdxz", "abcdqrs", "abcdefgh")]
+
+    assert matches == [PrefixMatch(0, 6), PrefixMatch(2, 5), PrefixMatch(3, 6), PrefixMatch(0, 7)]
+
+
+def test_a_turn_that_is_stored_without_a_parent_leaves_every_row_open() -> None:
+    index = index_of(("ab", "c"))
+
+    index.add(NOTHING, ids("abcd"), ids("e"))
+
+    assert [*index.matches(ids("abcdef"))][:2] == [PrefixMatch(1, 5), PrefixMatch(0, 3)]
 
 
 def test_knows_samples_of_the_same_prompt_whose_responses_begin_alike() -> None:
@@ -112,7 +155,8 @@ def test_a_turn_is_never_its_own_parent() -> None:
     # Without a new token it ends inside a response, where nothing ended before.
     index = index_of(("ab", "cd"))
 
-    match = index.link_and_add(ids("abc"), ids(""))
+    match = index.link(ids("abc"))
+    index.add(match, ids("abc"), ids(""))
 
     assert match == PrefixMatch(0, 3)
 
@@ -201,8 +245,4 @@ def test_token_ids_of_another_type_are_refused() -> None:
         index.link(wide)
     with pytest.raises(InvalidTurnError, match="response_ids: are int64, not int32"):
         index.add(index.link(ids("ab")), ids("ab"), wide)
-    with pytest.raises(InvalidTurnError, match="prompt_ids: are int64, not int32"):
-        index.link_and_add(wide, ids("c"))
-    with pytest.raises(InvalidTurnError, match="response_ids: are int64, not int32"):
-        index.link_and_add(ids("ab"), wide)
     assert index.link(ids("ab")) == PrefixMatch(NO_PARENT, 0)

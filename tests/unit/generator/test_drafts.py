@@ -201,6 +201,18 @@ def test_a_draft_goes_on_from_a_turn_that_has_no_items_of_the_prompt_it_shares()
     assert seal(resumed) == seal(whole)
 
 
+def test_a_draft_goes_on_in_the_rows_of_what_is_stored_however_that_was_linked() -> None:
+    # Turn 1 is stored whole, as by a client that finds no prefixes: nobody went on in row 0.
+    resumed = TrajectoryDraft(KEY)
+    for alone in (turn("ab", "C"), turn("abcd", "E")):
+        ((record, stored, shape),) = taken_turns([draft().add(alone).record], ())
+        resumed.restore(stored, TurnRecord(record, shape))
+
+    links = [resumed.add(turn(prompt, "Z")).shape[:2] for prompt in ("abcdx", "abcdex")]
+
+    assert links == [(0, 3), (1, 5)]
+
+
 def test_a_group_is_drafted_in_order_and_its_errors_say_where() -> None:
     members = [trajectory(sample=1), trajectory(turn("a", "B"), turn("ab", "C"), sample=0)]
 

@@ -1,26 +1,24 @@
 """Which earlier turn's row a turn goes on in, for the turns of many trajectories at once.
 
 Nearly every prompt goes on behind the turn before it, or begins with a token that no earlier turn
-of its trajectory begins with. Both are seen by comparing it with the turn before; a PrefixIndex is
-asked about the others alone.
+of its trajectory begins with. Both are seen by comparing it with the turn before. The others are
+compared with the rows that nobody went on in yet, each at one token at first: an agent that edits
+its context keeps the edit, so that the place where one prompt leaves a row is where the next does.
 """
 
 from __future__ import annotations
 
 import bisect
-import itertools
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.prefix import PrefixIndex, require_int32
+from turnstream.batching.prefix import num_same, require_int32
 from turnstream.types import NO_PARENT
 
 _INT32 = np.dtype(np.int32)
-_FEW = 4
-"""Ends of rows that a prompt is compared with one by one, rather than by an index of all turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,60 +78,118 @@ def _require_int32(arrays: Sequence[NDArray[np.int32]], *, field: str) -> None:
 def continued_turns(turns: TurnIds) -> list[int]:
     """N places: of the turn whose row each turn goes on in; NO_PARENT where it begins a row.
 
-    That is the turn that a PrefixIndex names, if the prompt holds all of it and no turn before went
-    on in its row. With one letter per token::
+    That is the row which a PrefixIndex names: the longest that the prompt holds whole and that no
+    turn before went on in, of equal ones the newest. With one letter per token::
 
         place             0      1        2      3         4
         prompt|response   ab|c   abcd|e   xy|z   abcde|f   abc|g
         goes on in        -      0        -      1         -         turn 1 has gone on behind abc
     """
-    firsts = _first_tokens(turns)
-    found = [NO_PARENT] * len(firsts)
-    for place in _followers(turns, firsts):
-        found[place] = place - 1
-    taken = set(found)
-    for place, parent in _whole_parents(turns, _unclear(turns, firsts, found), taken):
-        if parent not in taken:
-            found[place] = parent
-            taken.add(parent)
+    firsts: list[int | None] = []
+    found = [NO_PARENT] * len(turns.prompts)
+    for places, candidates in _by_trajectory(turns):
+        firsts += _first_tokens(turns, places)
+        followers, differing = _followers(turns, firsts, candidates)
+        for place in followers:
+            found[place] = place - 1
+        if len(followers) < len(places) - 1:
+            unclear = _unclear(firsts, places, found)
+            for place, parent in _found_slowly(turns, places, unclear, found, differing):
+                found[place] = parent
     return found
 
 
-def _first_tokens(turns: TurnIds) -> list[int | None]:
+def _by_trajectory(turns: TurnIds) -> Iterator[tuple[range, list[int]]]:
+    """The places of every trajectory that has any, and those of its candidates.
+
+    One after the other in all that is asked of them: tokens are read while they are near.
+    """
+    starts = np.flatnonzero(np.diff(turns.trajectory_N, prepend=-1))
+    ends = [*starts.tolist(), len(turns.prompts)]
+    candidates = _candidates(turns)
+    bounds = [*np.searchsorted(candidates, starts).tolist(), len(candidates)]
+    for number in range(len(starts)):
+        yield (
+            range(ends[number], ends[number + 1]),
+            candidates[bounds[number] : bounds[number + 1]],
+        )
+
+
+def _first_tokens(turns: TurnIds, places: range) -> list[int | None]:
     """Of every turn the first token, be it of the prompt or of the response; None if it has none.
 
     Within a trajectory, turns that begin with different tokens share nothing.
     """
     return [
         prompt.item(0) if len(prompt) else response.item(0) if len(response) else None
-        for prompt, response in zip(turns.prompts, turns.responses, strict=True)
+        for prompt, response in zip(
+            turns.prompts[places.start : places.stop],
+            turns.responses[places.start : places.stop],
+            strict=True,
+        )
     ]
 
 
-def _followers(turns: TurnIds, firsts: Sequence[int | None]) -> list[int]:
+def _followers(
+    turns: TurnIds, firsts: Sequence[int | None], candidates: Sequence[int]
+) -> tuple[list[int], dict[int, int]]:
     """Places of turns whose prompt goes on behind the turn before, if that is the longest so far.
 
-    A prompt that holds all of the longest turn shares as much with no other.
+    A prompt that holds all of the longest turn holds no longer row, and nobody went on in that of
+    the turn before.
 
     What a prompt holds is compared as bytes, and from the last turn to the first: the bytes of the
     last prompt of a row hold all prompts of that row, and are read out once.
+
+    Returns:
+        The places, and of turns that were compared with the prompt behind them in vain, the
+        position of a difference.
     """
     found: list[int] = []
+    differing: dict[int, int] = {}
     held, row = NO_PARENT, b""  # the prompt of turn `held` is a beginning of `row`
-    for place in reversed(_candidates(turns)):
+    for place in reversed(candidates):
         before = place - 1
         if firsts[place] != firsts[before]:
             continue
-        prompt = turns.prompts[before]
+        prompt, response = turns.prompts[before], turns.responses[before]
         if held != place:
+            num_held = _num_held_behind(len(prompt), response, turns.prompts[place])
+            if num_held < len(response):
+                differing[before] = len(prompt) + num_held
+                continue
             row = turns.prompts[place].tobytes()
         held = place
-        if row.startswith(prompt.data) and row.startswith(
-            turns.responses[before].data, prompt.nbytes
-        ):
+        if not row.startswith(prompt.data):
+            differing[before] = num_same(turns.prompts[place], prompt)
+        elif not row.startswith(response.data, prompt.nbytes):
+            differing[before] = len(prompt) + num_same(
+                turns.prompts[place][len(prompt) :], response
+            )
+        else:
             found.append(place)
             held = before
-    return found
+    return found, differing
+
+
+def _num_held_behind(start: int, response: NDArray[np.int32], prompt: NDArray[np.int32]) -> int:
+    """Tokens of a response that a prompt has from there on; all but one if the last differs.
+
+    A context is edited near its end, mostly: what is seen here need not be compared from the start.
+    """
+    last = len(response) - 1
+    if last >= 0 and prompt.item(start + last) != response.item(last):
+        return last
+    rest = prompt[start : start + len(response)]
+    return len(response) if rest.tobytes() == response.tobytes() else num_same(rest, response)
+
+
+def _token(turns: TurnIds, row: int, position: int) -> int:
+    """The token at this place of a turn's prompt + response."""
+    prompt = turns.prompts[row]
+    if position < len(prompt):
+        return prompt.item(position)
+    return turns.responses[row].item(position - len(prompt))
 
 
 def _candidates(turns: TurnIds) -> list[int]:
@@ -157,56 +213,89 @@ def _is_longest(turns: TurnIds) -> NDArray[np.bool_]:
     return is_longest_N
 
 
-def _unclear(turns: TurnIds, firsts: Sequence[int | None], found: Sequence[int]) -> list[int]:
+def _unclear(firsts: Sequence[int | None], places: range, found: Sequence[int]) -> list[int]:
     """Places of turns that do not follow, but begin as an earlier turn of their trajectory does.
 
     A follower begins with the token that its predecessor begins with, which is remembered already.
+    A turn without a token is a beginning of all.
     """
-    num_prompt, trajectory = turns.num_prompt_N.tolist(), turns.trajectory_N.tolist()
     unclear: list[int] = []
-    seen: set[tuple[int, int | None]] = set()
-    for place, parent in enumerate(found):
-        if parent == NO_PARENT:
-            beginning = trajectory[place], firsts[place]
-            if num_prompt[place] and beginning in seen:
+    seen: set[int | None] = set()
+    for place in places:
+        if found[place] == NO_PARENT:
+            if firsts[place] in seen or None in seen:
                 unclear.append(place)
-            seen.add(beginning)
+            seen.add(firsts[place])
     return unclear
 
 
-def _whole_parents(
-    turns: TurnIds, places: Iterable[int], taken: Container[int]
+def _found_slowly(
+    turns: TurnIds,
+    places: range,
+    asking: Sequence[int],
+    found: Sequence[int],
+    differing: Mapping[int, int],
 ) -> Iterator[tuple[int, int]]:
-    """Those of the turns whose prompt holds all of their parent, with the place of the parent.
+    """Those of the turns that go on in a row, with the place of the turn that the row ended with.
 
     Args:
         turns: of all trajectories.
-        places: of the turns in question, in order.
-        taken: places of turns in whose row another goes on: nobody else can.
+        places: of the turns of one.
+        asking: of those in question, in order.
+        found: of every turn that it follows, with the turn before.
+        differing: of some turns, where the prompt behind them differs.
     """
-    trajectory: list[int] = turns.trajectory_N.tolist()
-    for number, asking in itertools.groupby(places, trajectory.__getitem__):
-        index = PrefixIndex()
-        first = seen = known = bisect.bisect_left(trajectory, number)
-        ends: list[int] = []
-        for place in asking:
-            ends += [before for before in range(seen, place) if before not in taken]
-            seen = place
-            if len(ends) <= _FEW and not _holds_any(turns, place, ends):
+    if not asking:
+        return
+    rows = _OpenRows(turns)
+    seen = places.start
+    for place in asking:
+        for before in range(seen, place):
+            if found[before + 1] != before:
+                rows.open(before, differing.get(before))
+        seen = place
+        parent = rows.go_on(place)
+        if parent != NO_PARENT:
+            yield place, parent
+
+
+_OpenRow = tuple[int, int, int, int]
+"""A row that no turn went on in yet: its tokens; its last turn; where it is asked at first whether
+a prompt holds the row; and its token there. A plain tuple, of which thousands are made."""
+
+
+class _OpenRows:
+    """The open rows of a trajectory, ordered by their lengths, then by their last turns."""
+
+    def __init__(self, turns: TurnIds) -> None:
+        self._turns = turns
+        self._rows: list[_OpenRow] = []
+
+    def open(self, turn: int, position: int | None) -> None:
+        """A row ends with this turn; `position` is where a prompt differed from it, if any did."""
+        num_tokens = len(self._turns.prompts[turn]) + len(self._turns.responses[turn])
+        position = num_tokens - 1 if position is None else position
+        token = _token(self._turns, turn, position) if num_tokens else NO_PARENT
+        bisect.insort(self._rows, (num_tokens, turn, position, token))
+
+    def go_on(self, place: int) -> int:
+        """The last turn of the row that a turn goes on in, which is open no more, or NO_PARENT."""
+        prompt, rows = self._turns.prompts[place].data, self._rows
+        for number in range(bisect.bisect_left(rows, (len(prompt) + 1,)) - 1, -1, -1):
+            num_tokens, turn, position, token = rows[number]
+            if num_tokens and prompt[position] != token:
                 continue
-            for before in range(known, place):
-                index.link_and_add(turns.prompts[before], turns.responses[before])
-            known = place
-            parent, shared = index.link(turns.prompts[place])
-            if parent != NO_PARENT and shared == turns.num_tokens_N[first + parent]:
-                yield place, first + parent
+            position = self._num_held(place, turn)
+            if position == num_tokens:
+                del rows[number]
+                return turn
+            rows[number] = num_tokens, turn, position, _token(self._turns, turn, position)
+        return NO_PARENT
 
-
-def _holds_any(turns: TurnIds, place: int, others: Iterable[int]) -> bool:
-    """Whether the prompt of a turn holds all of one of the others."""
-    prompt = turns.prompts[place].tobytes()
-    return any(
-        prompt.startswith(turns.prompts[other].data)
-        and prompt.startswith(turns.responses[other].data, turns.prompts[other].nbytes)
-        for other in others
-    )
+    def _num_held(self, place: int, turn: int) -> int:
+        """How many tokens of an earlier turn a prompt begins with."""
+        prompt, begin = self._turns.prompts[place], self._turns.prompts[turn]
+        num_tokens = num_same(prompt, begin)
+        if num_tokens < len(begin):
+            return num_tokens
+        return num_tokens + num_same(prompt[num_tokens:], self._turns.responses[turn])

@@ -20,14 +20,14 @@ dummy choice, and the mask of `turnstream.batching.routes` says so. A later capt
 replaces an earlier one: its log-probability was taken under the earlier.
 
 **Items.** A turn that gives none keeps those of the tokens it shares. One that gives others than
-the turn it continues, so that the same placeholder tokens stand for another image, shares nothing
-with it and begins a row of its own, as after any edit of the context.
+those of a row's last turn, so that the same placeholder tokens stand for another image, does not go
+on in that row, nor share anything with that turn: the row is as another context would be.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -73,7 +73,7 @@ class LinkedTurn(NamedTuple):
     """Where a turn hangs, and what is stored of its extra columns.
 
     Attributes:
-        match: as given, or no match where the items are not those of the turn that it continues.
+        match: the first of those given whose items the turn has too; no match where there is none.
         pieces: by name, in order of name.
     """
 
@@ -142,21 +142,21 @@ class ExtraIndex:
         self._declared = declared
         self._turns: list[_Known] = []
 
-    def link(self, turn: Turn, match: PrefixMatch) -> LinkedTurn:
+    def link(self, turn: Turn, matches: Iterable[PrefixMatch]) -> LinkedTurn:
         """Cut the next turn; nothing is remembered.
 
         Args:
             turn: with an array per column, as declared; optional columns and items may be missing.
-            match: by its tokens alone.
+            matches: by its tokens alone, one at least, the best first.
 
         Raises:
             InvalidTurnError: a column is not as declared, or needed and missing.
         """
         require_declared(turn, self._declared)
         if not self._declared:
-            return LinkedTurn(match, {})
-        if not self._extends(turn, match):
-            match = PrefixMatch(NO_PARENT, 0)
+            return LinkedTurn(next(iter(matches)), {})
+        extended = (match for match in matches if self._extends(turn, match))
+        match = next(extended, PrefixMatch(NO_PARENT, 0))
         pieces: dict[str, ExtraPiece] = {}
         for column in self._declared:
             piece = self._cut(column, turn, match)

@@ -8,9 +8,10 @@ With O for observed and A for sampled tokens, and one turn in each pair of brack
                                                  a branch: A1 is trained in the first row alone,
                                                  and is prompt in the second
 
-Turns form a tree: each names the earlier turn that holds the longest beginning of its prompt, found
-by comparing token ids. A turn joins the row of that turn if the row ends there and the prompt goes
-on behind all of it. Sampled tokens are trained exactly once, whatever the split.
+Turns form a tree: each names an earlier turn that holds a beginning of its prompt, found by
+comparing token ids. A turn joins the row of that turn if the row ends there and the prompt goes on
+behind all of it; of several such rows it is the longest, and of equal ones the newest. Sampled
+tokens are trained exactly once, whatever the split.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def store_turns(
     known, extras = PrefixIndex(), ExtraIndex(extra_columns)
     stored: list[StoredTurn] = []
     for index, turn in enumerate(turns):
-        match = known.link_and_add(turn.prompt_ids, turn.response_ids)
-        linked = extras.link(turn, match)
+        linked = extras.link(turn, known.matches(turn.prompt_ids))
+        known.add(linked.match, turn.prompt_ids, turn.response_ids)
         extras.add(turn, linked)
         parent_turn, shared_tokens = linked.match
         stored.append(
@@ -138,8 +139,9 @@ def merge_turns(
 ) -> list[Sequence]:
     """The rows of one trajectory, given the full prompt of every turn, ordered by first turn.
 
-    A prompt that extends everything so far continues its row; any difference, or a shorter prompt,
-    starts a new one. Arrays of the rows are views of shared buffers.
+    A prompt continues the longest row that it extends, and of equal ones the newest; any
+    difference, or a shorter prompt, starts a new one. Arrays of the rows are views of shared
+    buffers.
 
     Args:
         turns: of one trajectory, in order.

@@ -220,7 +220,11 @@ def _own_piece(turn: StoredTurn, column: DeclaredColumn) -> ExtraPiece:
 
 
 def _stand_in(turn: StoredTurn, column: DeclaredColumn) -> ExtraPiece:
-    has_values = column.per != "response_token" or turn.num_response_tokens > 0
+    counts = {
+        "token": turn.shared_tokens + len(turn.token_ids),
+        "response_token": turn.num_response_tokens,
+    }
+    has_values = counts.get(column.per, 1) > 0
     if has_values and column.per != "items" and not column.is_optional:
         raise InvalidTurnError(field_of(column), f"turn {turn.index} has none")
     match column.per:

@@ -1,4 +1,9 @@
-"""Which earlier turn of a trajectory holds the longest beginning of a prompt.
+"""Which earlier turn of a trajectory a prompt goes on behind, or holds its longest beginning.
+
+A prompt continues the longest row that it holds whole, of those that still end where they did; of
+equal rows the newest, as a loop that compares with the row before it would. A longer beginning of
+another turn does not hide such a row: a few tokens more are sent, and a row less is trained. Where
+there is no such row, the longest known beginning is what need not be sent again.
 
 The tokens of all turns form a tree. It is kept as *lines*: stretches of tokens in one buffer each,
 which grow at their end and are never cut. A line begins where its first token differs from the one
@@ -15,6 +20,7 @@ is one comparison; a sub-agent or an edited context costs one more line.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +44,8 @@ and a long match costs few calls.
 class PrefixMatch(NamedTuple):
     """The first `shared_tokens` tokens of a prompt are those of `parent_turn`'s prompt + response.
 
-    `parent_turn` is NO_PARENT where nothing is shared.
+    `parent_turn` is NO_PARENT where nothing is shared, unless it is a row without a token that goes
+    on.
     """
 
     parent_turn: int
@@ -65,9 +72,19 @@ class PrefixIndex:
         self._branches: dict[tuple[_Line, int, bytes], _Line] = {}
 
     def link(self, prompt_ids: NDArray[np.int32]) -> PrefixMatch:
-        """The longest beginning of this prompt that earlier turns hold, and the turn that does.
+        """The first of `matches`.
 
-        Prompts and responses count alike; a beginning may end inside either. Where several turns
+        Raises:
+            InvalidTurnError: the ids are not int32: their bytes are compared.
+        """
+        return next(self.matches(prompt_ids))
+
+    def matches(self, prompt_ids: NDArray[np.int32]) -> Iterator[PrefixMatch]:
+        """What the next turn may be stored with, the best first; good until a turn is added.
+
+        First the ends of rows that the prompt holds whole, the longest first, of equal ones the
+        newest: a turn that names one continues its row. At last the longest beginning that earlier
+        turns hold. Prompts and responses count alike; it may end inside either. Where several turns
         hold it, the lowest that ends there is named, otherwise the lowest of them.
 
         Args:
@@ -77,8 +94,10 @@ class PrefixIndex:
             InvalidTurnError: the ids are not int32: their bytes are compared.
         """
         require_int32(prompt_ids, field="prompt_ids")
-        match, _, _ = self._find(_bytes_of(prompt_ids))
-        return match
+        line, offset = self._find(_bytes_of(prompt_ids))
+        yield from line.rows_held(offset)
+        shared = line.depth + offset
+        yield PrefixMatch(line.turn_at(offset), shared) if shared else PrefixMatch(NO_PARENT, 0)
 
     def add(
         self,
@@ -89,7 +108,7 @@ class PrefixIndex:
         """Remember the next turn. The arrays are copied where they are new.
 
         Args:
-            match: what `link` gave for `prompt_ids`, with no turn added since.
+            match: what the turn is stored with: one of `matches`, or less than they say.
             prompt_ids: int32 (P,).
             response_ids: int32 (R,).
 
@@ -97,37 +116,27 @@ class PrefixIndex:
             InvalidTurnError: the ids are not int32.
         """
         require_int32(response_ids, field="response_ids")
-        line, offset = self._locate(match)
-        self._remember(line, offset, _bytes_of(prompt_ids[match.shared_tokens :]), response_ids)
+        new_ids = _bytes_of(prompt_ids[match.shared_tokens :])
+        line, offset, known = self._walk(*self._locate(match), new_ids)
+        self._remember(line, offset, new_ids[known * _TOKEN_BYTES :], response_ids, match=match)
 
-    def link_and_add(
-        self, prompt_ids: NDArray[np.int32], response_ids: NDArray[np.int32]
-    ) -> PrefixMatch:
-        """`link`, then `add`, in less time.
-
-        Raises:
-            InvalidTurnError: the ids are not int32; nothing is remembered.
-        """
-        require_int32(prompt_ids, field="prompt_ids")
-        require_int32(response_ids, field="response_ids")
-        tokens = _bytes_of(prompt_ids)
-        match, line, offset = self._find(tokens)
-        self._remember(line, offset, tokens[match.shared_tokens * _TOKEN_BYTES :], response_ids)
-        return match
-
-    def _find(self, prompt: memoryview) -> tuple[PrefixMatch, _Line, int]:
-        """The match of a prompt, and the place where it leaves the tree."""
+    def _find(self, prompt: memoryview) -> tuple[_Line, int]:
+        """The place where a prompt leaves the tree."""
         line, end = self._ends[-1] if self._root.length else (self._root, 0)
         if 0 < end == line.length and line.depth == 0 and line.begins(prompt):
             # The usual case, one comparison of memory: it goes on behind the last turn.
-            return PrefixMatch(line.turn_at(end), end), line, end
-        line, offset, shared = self._walk(self._root, 0, prompt)
-        if shared == 0:
-            return PrefixMatch(NO_PARENT, 0), line, offset
-        return PrefixMatch(line.turn_at(offset), shared), line, offset
+            return line, end
+        line, offset, _ = self._walk(self._root, 0, prompt)
+        return line, offset
 
     def _remember(
-        self, line: _Line, offset: int, new_ids: memoryview, response_ids: NDArray[np.int32]
+        self,
+        line: _Line,
+        offset: int,
+        new_ids: memoryview,
+        response_ids: NDArray[np.int32],
+        *,
+        match: PrefixMatch,
     ) -> None:
         turn = len(self._ends)
         response = memoryview(response_ids.tobytes())
@@ -141,7 +150,11 @@ class PrefixIndex:
                 self._branches[line, offset, first] = branch
                 line = branch
             offset = line.write(new_ids, response, turn=turn)
-        line.ends.setdefault(offset, turn)
+        if match.parent_turn != NO_PARENT:
+            parent_line, end = self._ends[match.parent_turn]
+            if match.shared_tokens == parent_line.depth + end:
+                parent_line.go_on(end, match.parent_turn)
+        line.end(offset, turn)
         self._ends.append((line, offset))
 
     def _locate(self, match: PrefixMatch) -> tuple[_Line, int]:
@@ -177,9 +190,10 @@ class _Line:
         tokens: their bytes, int32 each; as bytes they are compared by one call, without an array.
         writes: (offset, turn): from there on, the tokens were written by that turn.
         ends: offset -> the lowest turn that ends there.
+        rows: (offset, turn), ascending: the ends of rows in which nobody went on yet.
     """
 
-    __slots__ = ("depth", "ends", "length", "parent", "tokens", "writes")
+    __slots__ = ("depth", "ends", "length", "parent", "rows", "tokens", "writes")
 
     def __init__(self, parent: _Line | None, depth: int) -> None:
         self.parent = parent
@@ -188,6 +202,29 @@ class _Line:
         self.tokens = bytearray()
         self.writes: list[tuple[int, int]] = []
         self.ends: dict[int, int] = {}
+        self.rows: list[tuple[int, int]] = []
+
+    def end(self, offset: int, turn: int) -> None:
+        """A row ends here, for now, with this turn, which is the newest of all."""
+        self.ends.setdefault(offset, turn)
+        bisect.insort(self.rows, (offset, turn))
+
+    def go_on(self, offset: int, turn: int) -> None:
+        """The row that ended here with this turn goes on, if it does not do so already."""
+        place = bisect.bisect_left(self.rows, (offset, turn))
+        if self.rows[place : place + 1] == [(offset, turn)]:
+            del self.rows[place]
+
+    def rows_held(self, offset: int) -> Iterator[PrefixMatch]:
+        """The rows that end on the way from the root to here, the last first."""
+        line = self
+        while True:
+            for place in reversed(range(bisect.bisect_left(line.rows, (offset + 1,)))):
+                end, turn = line.rows[place]
+                yield PrefixMatch(turn, line.depth + end)
+            if line.parent is None:
+                return
+            line, offset = line.parent, line.depth - line.parent.depth
 
     def turn_at(self, offset: int) -> int:
         """The lowest turn that ends at this offset > 0, else the one that wrote the token before.
@@ -224,13 +261,21 @@ class _Line:
             return length
         left = np.frombuffer(self.tokens, np.int32, length, here)
         right = np.frombuffer(tokens, np.int32, length, there)
-        start, block = 0, _FIRST_BLOCK
-        while start < length:
-            same = left[start : start + block] == right[start : start + block]
-            if not same.all():
-                return start + int(same.argmin())
-            start, block = start + block, block * 8
-        return length
+        return num_same(left, right)
+
+
+def num_same(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
+    """How many tokens the shorter of the two begins with as the other does."""
+    length = min(len(left), len(right))
+    start, block = 0, _FIRST_BLOCK
+    while start < length:
+        stop = min(start + block, length)
+        same = left[start:stop] == right[start:stop]
+        first = int(same.argmin())
+        if not same[first]:
+            return start + first
+        start, block = stop, block * 8
+    return length
 
 
 def require_int32(token_ids: NDArray[np.int32], *, field: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from turnstream.batching.extras import ExtraIndex, LinkedTurn
 from turnstream.batching.merge import plan_sequences
-from turnstream.batching.prefix import PrefixIndex
+from turnstream.batching.prefix import PrefixIndex, PrefixMatch
 from turnstream.errors import InvalidTurnError
 from turnstream.generator import checks
 from turnstream.generator.extras import with_checked_extras
@@ -74,23 +74,24 @@ class TrajectoryDraft:
             InvalidTurnError: the record would be larger than MAX_RECORD_BYTES, or an extra column
                 does not go with those of earlier turns.
         """
-        match = self._index.link(turn.prompt_ids)
-        linked = self._extras.link(turn, match)
+        linked = self._extras.link(turn, self._index.matches(turn.prompt_ids))
         made = self._encode(turn, linked)
-        self._index.add(match, turn.prompt_ids, turn.response_ids)
+        self._index.add(linked.match, turn.prompt_ids, turn.response_ids)
         self._extras.add(turn, linked)
         return made
 
     def add_last(self, turn: Turn) -> TurnRecord:
         """Encode the next turn, which none follows; its tokens are not kept."""
-        match = self._index.link(turn.prompt_ids)
-        return self._encode(turn, self._extras.link(turn, match))
+        return self._encode(turn, self._extras.link(turn, self._index.matches(turn.prompt_ids)))
 
     def restore(self, turn: Turn, stored: TurnRecord) -> None:
-        """Remember the next turn as one that is stored already, however that came about."""
+        """Remember the next turn as one that is stored already, however that came about.
+
+        It is linked as it is stored, which is not for this version to say better.
+        """
         turn = self._extras.as_stored(turn)
-        match = self._index.link(turn.prompt_ids)
-        linked = self._extras.link(turn, match)
+        match = PrefixMatch(stored.shape.parent_turn, stored.shape.shared_tokens)
+        linked = self._extras.link(turn, [match])
         self._index.add(match, turn.prompt_ids, turn.response_ids)
         self._extras.add(turn, linked)
         self._remember(turn, stored)

@@ -92,7 +92,9 @@ def _values(
         case "token":
             count = num_tokens
         case "first_tokens":
-            count = draw(st.integers(max(1, num_tokens - 1) if agrees else 1, num_tokens))
+            # All that a turn has not sampled went through the model.
+            least = num_tokens - (num_response > 0)
+            count = draw(st.integers(max(1, least) if agrees else 1, num_tokens))
     if agrees:
         return _of_tokens(column, np.concatenate([turn.prompt_ids, turn.response_ids])[:count])
     return draw(_numbers(column, count))

@@ -32,10 +32,16 @@ from turnstream.types.extras import EXTRA_DTYPES
 
 
 @st.composite
-def turns(draw: st.DrawFn, prompt_ids: Sequence[int] | None = None) -> Turn:
-    """One model call: after this prompt, or after any."""
+def turns(
+    draw: st.DrawFn,
+    prompt_ids: Sequence[int] | None = None,
+    response_ids: Sequence[int] | None = None,
+) -> Turn:
+    """One model call: with this prompt or any, and this response or any that has a token."""
     prompt = draw(tokens()) if prompt_ids is None else np.array(prompt_ids, np.int32)
-    response = draw(tokens(min_size=1))
+    response = (
+        draw(tokens(min_size=1)) if response_ids is None else np.array(response_ids, np.int32)
+    )
     num_tokens = len(response)
     loss_mask = draw(st.none() | masks(num_tokens))
     return Turn(
@@ -97,13 +103,17 @@ def version_runs(draw: st.DrawFn, num_tokens: int) -> tuple[VersionRun, ...]:
 
 @st.composite
 def chains(draw: st.DrawFn, max_turns: int = 4) -> tuple[Turn, ...]:
-    """Turns that each see everything before them, and new observations."""
+    """Turns that each see everything before them, and new observations; some sample nothing."""
     return _episode(draw, max_turns=max_turns, recall=_all_of_the_last)
 
 
 @st.composite
 def trees(draw: st.DrawFn, max_turns: int = 5) -> tuple[Turn, ...]:
-    """Turns that each see some earlier turn, or a part of it: sub-agents and edited contexts."""
+    """Turns that each see some earlier turn, or a part of it: sub-agents and edited contexts.
+
+    Some sample nothing, as an aborted call does, and some say again what an earlier one said. None
+    is without any token.
+    """
     return _episode(draw, max_turns=max_turns, recall=_some_of_any)
 
 
@@ -126,26 +136,34 @@ def groups(draw: st.DrawFn, group_id: str = "g0", max_samples: int = 4) -> Group
     return Group(group_id=group_id, trajectories=members, prompt_uid=draw(st.text(max_size=3)))
 
 
-def _all_of_the_last(draw: st.DrawFn, seen: list[list[int]]) -> list[int]:
-    return seen[-1]
+def _all_of_the_last(draw: st.DrawFn, seen: list[Turn]) -> list[int]:
+    return _tokens_of(seen[-1])
 
 
-def _some_of_any(draw: st.DrawFn, seen: list[list[int]]) -> list[int]:
-    known = draw(st.sampled_from(seen))
-    return known[: draw(st.integers(0, len(known)))]
+def _some_of_any(draw: st.DrawFn, seen: list[Turn]) -> list[int]:
+    turn = draw(st.sampled_from(seen))
+    known = draw(st.sampled_from([_tokens_of(turn), turn.prompt_ids.tolist()]))
+    return known[: len(known) - draw(st.just(0) | st.integers(0, len(known)))]
+
+
+def _tokens_of(turn: Turn) -> list[int]:
+    return [*turn.prompt_ids.tolist(), *turn.response_ids.tolist()]
 
 
 def _episode(
     draw: st.DrawFn,
     *,
     max_turns: int,
-    recall: Callable[[st.DrawFn, list[list[int]]], list[int]],
+    recall: Callable[[st.DrawFn, list[Turn]], list[int]],
 ) -> tuple[Turn, ...]:
     episode: list[Turn] = []
-    seen: list[list[int]] = []
     for _ in range(draw(st.integers(1, max_turns))):
-        known = recall(draw, seen) if seen else []
-        turn = draw(turns(prompt_ids=[*known, *draw(tokens(max_size=3)).tolist()]))
-        episode.append(turn)
-        seen.append([*turn.prompt_ids.tolist(), *turn.response_ids.tolist()])
+        known = recall(draw, episode) if episode else []
+        prompt = [*known, *draw(tokens(max_size=3)).tolist()]
+        said = [turn.response_ids for turn in episode if prompt or len(turn.response_ids)]
+        nothing = [np.empty(0, np.int32)] if prompt else []
+        spoken = tokens(min_size=1)
+        known_responses = [*nothing, *said]
+        response = draw(spoken | st.sampled_from(known_responses) if known_responses else spoken)
+        episode.append(draw(turns(prompt_ids=prompt, response_ids=response.tolist())))
     return tuple(episode)
