@@ -334,4 +334,11 @@ SHAPES = (
         "",
         ("test_sft",),
     ),
+    Mutation(
+        "whole numbers say nothing where there is no prompt",
+        "outputs.py",
+        'if line.dtype.kind != "f":',
+        "if False:",
+        ("test_outputs",),
+    ),
 )

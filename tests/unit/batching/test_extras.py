@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from turnstream.batching.extras import ExtraIndex
+from turnstream.batching.extras import ExtraIndex, whole_extras
 from turnstream.batching.merge import merge_trajectories, merge_turns, store_turns
 from turnstream.batching.prefix import PrefixMatch
 from turnstream.errors import InvalidTurnError, UnmergeableColumnError
 from turnstream.testing import spell, turn
-from turnstream.types import NO_PARENT, DeclaredColumn, Turn
+from turnstream.types import NO_PARENT, DeclaredColumn, ExtraPiece, Turn
 
 ROUTES = DeclaredColumn(name="routes", per="first_tokens", dtype="int16", shape=(1, 2))
 IMAGES = DeclaredColumn(name="images", per="items", dtype="float32", shape=(2,))
@@ -159,6 +159,40 @@ def test_another_image_behind_the_same_tokens_begins_a_row_of_its_own() -> None:
     assert (stored[1].parent_turn, stored[1].shared_tokens) == (NO_PARENT, 0)
     assert spell(rows) == ["abC", "abcdE"]
     assert column_of(rows, "images") == [images(1).tolist(), images(2).tolist()]
+
+
+def test_case_11_a_negative_choice_is_refused_by_name() -> None:
+    # Only the largest was looked at: -1 was stored as expert 255.
+    one = with_columns(turn("ab", "C"), routes=routes(1, -1))
+
+    for refuse in (store_turns, merge_turns):
+        with pytest.raises(InvalidTurnError, match=r"^extras\['routes'\]: expert -1 is below 0"):
+            refuse([one], extra_columns=[ROUTES])
+
+
+def test_choices_behind_the_shared_tokens_are_the_turn_s_own() -> None:
+    # The parent has the choices of three tokens; two of them are shared.
+    parent = with_columns(turn("ab", "C"), routes=routes(1, 2, 3))
+    child = with_columns(turn("abx", "Y"), routes=routes(4, 5, 6))
+
+    stored = store_turns([parent, child], extra_columns=[ROUTES])
+    rows = merge_turns([parent, child], extra_columns=[ROUTES])
+
+    assert stored[1].extras["routes"].num_shared == 2
+    assert column_of(rows, "routes")[1] == routes(1, 2, 6).tolist()
+
+
+@pytest.mark.parametrize("held", [None, 1])
+def test_values_that_no_earlier_turn_holds_are_not_made_whole(held: int | None) -> None:
+    first, second = store_turns([turn("ab", "C"), turn("abcd", "E")])
+    pieces = {} if held is None else {"images": ExtraPiece(0, images(held))}
+    stored = [
+        replace(first, extras=pieces),
+        replace(second, extras={"images": ExtraPiece(2, images(3))}),
+    ]
+
+    with pytest.raises(InvalidTurnError, match="2 values shared with turn 0"):
+        whole_extras(stored, [replace(IMAGES, is_optional=True)])
 
 
 def test_of_rows_with_equal_tokens_the_one_with_the_same_image_goes_on() -> None:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -12,7 +15,7 @@ from turnstream.batching.merge import (
 )
 from turnstream.batching.plan import SequenceShape
 from turnstream.errors import InvalidTurnError
-from turnstream.testing import shape, spell, turn
+from turnstream.testing import assert_same, shape, spell, turn
 from turnstream.types import DeclaredColumn, Sequence, Turn, VersionRun
 
 FIRST = turn("ab", "CD", logprobs=[-0.1, -0.2], rewards=[0, 0])
@@ -245,6 +248,43 @@ def test_refuses_an_array_of_another_length_than_its_response(field: str) -> Non
 
     with pytest.raises(InvalidTurnError, match=f"{field}: 1 values for 2 response tokens"):
         merge_turns([short])
+
+
+@pytest.mark.parametrize("counts", [(2,), (1, 3)])
+def test_refuses_version_runs_that_do_not_cover_the_response(counts: tuple[int, ...]) -> None:
+    # The versions of the row's later turns stood beside tokens that they had not sampled.
+    runs = tuple(VersionRun(version, count) for version, count in enumerate(counts))
+    wrong = replace(turn("ab", "CDE"), version_runs=runs)
+
+    with pytest.raises(InvalidTurnError, match=f"version_runs: {sum(counts)} of 3 response tokens"):
+        merge_turns([turn("x", "Y", version=1), wrong])
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "message"),
+    [
+        ("loss_mask", np.array([1, 0.25]), "loss_mask: 0.25 at response token 1 is neither 0 nor"),
+        ("loss_mask", np.array([2, 1], np.uint8), "loss_mask: 2 at response token 0 is neither"),
+        ("loss_mask", np.array([256, 1]), "loss_mask: 256 at response token 0 is neither 0 nor 1"),
+        ("loss_mask", np.array([1.0, 0.0]), "loss_mask: is float64, not uint8"),
+        (
+            "rewards",
+            np.array([0, 1e300]),
+            r"rewards: 1e\+300 at response token 1 is more than float",
+        ),
+        ("rewards", np.array(["a", "b"]), "rewards: is str32, not float32"),
+        ("logprobs", np.array([-1e39, 0]), r"logprobs: -1e\+39 at response token 0 is more than"),
+    ],
+)
+def test_refuses_a_value_that_its_column_cannot_hold(field: str, values: Any, message: str) -> None:
+    with pytest.raises(InvalidTurnError, match=message):
+        merge_turns([turn("x", "YZ"), replace(turn("ab", "CD"), **{field: values})])
+
+
+def test_a_mask_of_booleans_is_a_mask() -> None:
+    (row,) = merge_turns([replace(turn("ab", "CD"), loss_mask=np.array([False, True]))])
+
+    assert_same(row.loss_mask, np.array([0, 1], np.uint8))
 
 
 def test_merging_many_trajectories_at_once_gives_the_rows_of_each() -> None:

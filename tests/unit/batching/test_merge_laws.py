@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from turnstream.batching.columns import TokenColumns
 from turnstream.batching.merge import (
     merge_trajectories,
     merge_turns,
@@ -15,7 +19,7 @@ from turnstream.batching.merge import (
 from turnstream.batching.plan import SequenceShape
 from turnstream.testing import assert_same
 from turnstream.testing.strategies import trees
-from turnstream.types import Sequence, Turn, VersionRun
+from turnstream.types import Ragged, Sequence, Turn, VersionRun
 
 
 def slow_merge(turns: tuple[Turn, ...]) -> list[tuple[list[int], list[list[float]]]]:
@@ -173,11 +177,62 @@ def test_lengths_alone_give_the_rows_that_the_tokens_give(turns: tuple[Turn, ...
 
 @given(trees(max_turns=6))
 def test_a_stored_turn_holds_no_token_that_an_earlier_one_holds(turns: tuple[Turn, ...]) -> None:
+    """One that begins a row shares the longest beginning, any other all of the row before it."""
     stored = store_turns(turns)
 
-    sent = sum(len(own.token_ids) for own in stored)
-    full = sum(len(own.prompt_ids) + len(own.response_ids) for own in turns)
-    assert sent == full - sum(own.shared_tokens for own in stored)
+    before = {
+        turn: earlier
+        for row in merge_turns(turns)
+        for earlier, turn in zip(row.turns, row.turns[1:], strict=False)
+    }
+    contexts = [[*own.prompt_ids.tolist(), *own.response_ids.tolist()] for own in turns]
+    for index, own in enumerate(stored):
+        prompt = turns[index].prompt_ids.tolist()
+        shared = [num_shared(context, prompt) for context in contexts[:index]]
+        if index in before:
+            expected = len(contexts[before[index]])
+            assert own.parent_turn == before[index]
+        else:
+            expected = max(shared, default=0)
+        assert own.shared_tokens == expected
+        assert len(own.token_ids) == len(contexts[index]) - expected
+
+
+def num_shared(left: list[int], right: list[int]) -> int:
+    pairs = zip(left, right, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+@given(st.lists(trees(max_turns=4), max_size=4))
+def test_shared_columns_are_to_the_bit_what_loops_over_lists_write(
+    episodes: list[tuple[Turn, ...]],
+) -> None:
+    merged = merge_trajectories(episodes)
+
+    rows = [
+        tokens[len(turns[own[0]].prompt_ids) :]
+        for turns in episodes
+        for own, tokens in slow_merge(turns)
+    ]
+    whole = [tokens for turns in episodes for _, tokens in slow_merge(turns)]
+    runs = [
+        [(version, len([*own])) for version, own in itertools.groupby(token[4] for token in row)]
+        for row in rows
+    ]
+    has_logprobs = any(own.logprobs is not None for turns in episodes for own in turns)
+
+    def column(place: int, dtype: type[Any], of: list[Any] = rows) -> Ragged[Any]:
+        return Ragged.from_rows([[token[place] for token in row] for row in of], dtype)
+
+    expected = TokenColumns(
+        input_ids=column(0, np.int32, whole),
+        loss_mask=column(1, np.uint8),
+        logprobs=column(2, np.float32) if has_logprobs else None,
+        rewards=column(3, np.float32),
+        run_versions=column(0, np.int64, runs),
+        run_counts=column(1, np.int32, runs),
+    )
+    assert_same(merged.columns, expected)
 
 
 @given(st.lists(trees(max_turns=4), max_size=4))

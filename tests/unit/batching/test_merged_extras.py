@@ -73,6 +73,24 @@ def test_a_stored_column_that_cannot_be_is_refused(
         assembled_of([wrong], [column])
 
 
+def test_more_values_than_int32_offsets_can_count_are_refused() -> None:
+    # Of no memory: every value is the same one.
+    stored = store_turns([turn("ab", "C"), turn("x", "Y"), turn("q", "R")])
+    many = ExtraPiece(0, np.broadcast_to(np.zeros((1, 2), np.float32), (2**30, 2)))
+    wrong = [replace(one, extras={"images": many}) for one in stored]
+
+    with pytest.raises(InvalidTurnError, match="3221225472 values in one mini-batch: offsets are"):
+        assembled_of(wrong, [IMAGES])
+
+
+def test_a_turn_without_a_token_needs_no_value_per_token() -> None:
+    nothing = with_columns(turn("", ""), positions=np.zeros((0, 3), np.int32))
+
+    rows = assembled([nothing], [POSITIONS])
+
+    assert rows.extras["positions"].values.lengths.tolist() == [0]
+
+
 def test_values_that_the_parent_does_not_hold_are_refused() -> None:
     first, second = store_turns(
         [with_columns(turn("ab", "C"), images=images(1)), turn("abcd", "E")], extra_columns=[IMAGES]

@@ -53,6 +53,15 @@ def test_case_46_a_padded_pass_gives_exactly_the_responses_and_no_padding_row() 
     assert [row.tolist() for row in joined] == [[0, 1, 2], [12], [21, 22]]
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.bool_])
+def test_whole_numbers_say_nothing_of_a_first_token_that_has_no_prompt(dtype: type) -> None:
+    # NaN became -9223372036854775808.
+    with pytest.raises(BatchingError, match="row 7 has no prompt: its first value is unknown"):
+        response_values_right_padded(
+            np.zeros((1, 3), dtype), row_ids=[7], prompt_lengths=[0], response_lengths=[2]
+        )
+
+
 def test_case_46_a_response_of_no_token_has_no_value() -> None:
     found = response_values_left_padded(
         np.ones((1, 2), np.float32), row_ids=[3], response_lengths=[0]

@@ -59,6 +59,18 @@ def test_the_last_event_is_the_latest_in_the_stream_and_not_in_the_alphabet() ->
     assert manifest.last_event_id == "100-10"
 
 
+def test_fan_out_a_trajectory_of_three_rows_does_not_move_the_baseline() -> None:
+    # Row-wise the mean would be 0.75 and the advantages 0.25 and -0.75.
+    split = sealed("a", reward=1.0, turns=[shape(2, 3), shape(4, 1), shape(3, 2)])
+    whole = sealed("a", sample=1, reward=0.0)
+
+    manifest = plan(ready("a", split, whole), of=replace(config(), estimator="dr_grpo"))
+
+    planned = manifest.groups[0].trajectories
+    assert [len(trajectory.sequences) for trajectory in planned] == [3, 1]
+    assert [trajectory.advantage for trajectory in planned] == [0.5, -0.5]
+
+
 def test_a_trajectory_is_planned_with_its_rows_and_its_advantage() -> None:
     turns = [shape(2, 3), shape(1, 2, parent=0, shared=5, trained=1), shape(4, 1)]
     member = sealed("a", reward=1.0, turns=turns, version=7, has_logprobs=True)

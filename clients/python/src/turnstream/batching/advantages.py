@@ -211,6 +211,9 @@ def _gdpo(
         raise UnsupportedEstimatorError(f"gdpo with {len(weights)} reward components: 2 or more")
     summed: list[FloatArray] = []
     for group in groups:
+        if not len(group.rewards):
+            summed.append(np.zeros(0))
+            continue
         if group.rewards.shape[1:] != (len(weights),):
             raise UnsupportedEstimatorError(
                 f"gdpo with rewards of shape {group.rewards.shape} and {len(weights)} weights"

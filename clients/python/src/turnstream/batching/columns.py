@@ -158,7 +158,8 @@ def token_columns(rows: Sequence[RowPieces]) -> TokenColumns:
     trained and 0.0 elsewhere.
 
     Raises:
-        InvalidTurnError: an array has another length than its response.
+        InvalidTurnError: an array has another length than its response, or a value that its column
+            cannot hold; version runs cover another number of tokens.
         BatchingError: more tokens than int32 offsets can count.
     """
     return placed_columns(placed_rows(rows))
@@ -182,7 +183,8 @@ def placed_columns(placed: PlacedTurns) -> TokenColumns:
     """Copy rows together: `token_columns` of turns whose places are known.
 
     Raises:
-        InvalidTurnError: an array has another length than its response.
+        InvalidTurnError: an array has another length than its response, or a value that its column
+            cannot hold; version runs cover another number of tokens.
         BatchingError: more tokens than int32 offsets can count.
     """
     turns, gaps, counts = placed.turns, placed.gap_N.tolist(), placed.count_N.tolist()
@@ -228,6 +230,8 @@ def _write_mask(
         ones[:count] if mask is None else mask for mask, count in zip(masks, counts, strict=True)
     ]
     _write(into, given, gaps, counts, field="loss_mask")
+    if into.max(initial=0) > 1:
+        raise _not_held(given, into.dtype, field="loss_mask")
 
 
 def _write_logprobs(
@@ -281,7 +285,27 @@ def _write(
         pieces *= 2
         pieces[::2] = [of_length[gap] for gap in gaps]
         pieces[1::2] = arrays
-    np.concatenate(pieces, out=into)
+    try:
+        with np.errstate(over="raise"):
+            np.concatenate(pieces, out=into)
+    except (TypeError, FloatingPointError) as error:
+        raise _not_held(arrays, into.dtype, field=field) from error
+
+
+def _not_held(
+    arrays: Sequence[NDArray[Any]], dtype: np.dtype[Any], *, field: str
+) -> InvalidTurnError:
+    """Which value of these arrays a column of this type cannot hold; a mask holds 0 and 1."""
+    for array in [array for array in arrays if array.dtype.kind in "biuf"]:
+        if dtype == np.uint8:
+            wrong, why = np.flatnonzero((array != 0) & (array != 1)), "is neither 0 nor 1"
+        else:
+            wrong = np.flatnonzero(np.isfinite(array) & (np.abs(array) > np.finfo(dtype).max))
+            why = f"is more than {dtype} can hold"
+        if len(wrong):
+            return InvalidTurnError(field, f"{array[wrong[0]]} at response token {wrong[0]} {why}")
+    types = sorted({array.dtype.name for array in arrays} - {dtype.name})
+    return InvalidTurnError(field, f"is {', '.join(types)}, not {dtype}")
 
 
 def _missing_logprobs(loss_mask: NDArray[np.uint8] | None, count: int) -> NDArray[np.float32]:
@@ -303,6 +327,8 @@ def _run_columns(
     lengths = list[int]()
     num_runs: list[int] = []
     for own, gap, count in zip(given, gaps, counts, strict=True):
+        if own and (covered := sum([length for _, length in own])) != count:
+            raise InvalidTurnError("version_runs", f"{covered} of {count} response tokens")
         runs = ((None, gap), *own) if own else ((None, gap + count),)
         num_runs.append(len(runs))
         for version, length in runs:

@@ -224,7 +224,7 @@ class ExtraIndex:
             case "first_tokens":
                 num_shared = self._num_captured(column, match)
                 own = no_values(column) if values is None else values[num_shared:]
-                return ExtraPiece(num_shared, narrowed(own))
+                return ExtraPiece(num_shared, narrowed(own, field=field_of(column)))
             case "response_token":
                 num_shared = 0
             case "row":

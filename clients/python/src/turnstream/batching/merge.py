@@ -149,8 +149,9 @@ def merge_turns(
             what a merged row has of them.
 
     Raises:
-        InvalidTurnError: an array has another length than its response, or an extra column is not
-            as declared.
+        InvalidTurnError: an array has another length than its response, or a value that its column
+            cannot hold; version runs cover another number of tokens; an extra column is not as
+            declared.
         UnmergeableColumnError: turns of a row differ in a column that has one value per row.
     """
     return merge_trajectories([turns], extra_columns=extra_columns)[0]
@@ -168,8 +169,9 @@ def merge_trajectories(
         extra_columns: what the run declares, in order of name.
 
     Raises:
-        InvalidTurnError: an array has another length than its response, or an extra column is not
-            as declared.
+        InvalidTurnError: an array has another length than its response, or a value that its column
+            cannot hold; version runs cover another number of tokens; an extra column is not as
+            declared.
         UnmergeableColumnError: turns of a row differ in a column that has one value per row.
         BatchingError: more tokens than int32 offsets can count.
     """

@@ -66,7 +66,8 @@ def response_values_right_padded(
         response_lengths: B lengths, in tokens.
 
     Raises:
-        BatchingError: other than B rows, or a row id comes twice.
+        BatchingError: other than B rows, or a row id comes twice; or a row without a prompt has
+            values that are no floats: nothing stands before its first token.
         RowTooLongError: a row is longer than T.
     """
     num_rows, width = _shape(values_BT, len(row_ids))
@@ -165,6 +166,11 @@ def _cut_shifted(
     cut = _cut(line, row_ids=row_ids, first_slots=first_slots, lengths=lengths)
     for row_id, start, prompt, length in zip(row_ids, starts, prompts, lengths, strict=True):
         if prompt == 0 and length and row_id >= 0:
+            if line.dtype.kind != "f":
+                raise BatchingError(
+                    f"row {row_id} has no prompt: its first value is unknown, and {line.dtype} has "
+                    "no NaN to say so"
+                )
             unknown = np.full((1, *line.shape[1:]), np.nan, line.dtype)
             cut[row_id] = np.concatenate([unknown, line[start : start + length - 1]])
     return cut

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.layout import require_fits
-from turnstream.errors import BatchingError
+from turnstream.errors import BatchingError, InvalidTurnError
 from turnstream.types import Ragged
 
 _DTYPES: tuple[tuple[int, type[np.integer]], ...] = (
@@ -65,16 +65,19 @@ def route_column(routes_B: Sequence[NDArray[np.integer]], lengths_B: Sequence[in
     return Ragged(narrowed(np.concatenate(routes_B)), offsets)
 
 
-def narrowed(choices: NDArray[Any]) -> NDArray[Any]:
+def narrowed(choices: NDArray[Any], *, field: str = "routes") -> NDArray[Any]:
     """The same choices in the narrowest type that holds them all.
 
     Raises:
-        BatchingError: an expert is above what int32 can count.
+        InvalidTurnError: names the field: an expert is below 0, or above what int32 can count.
     """
+    smallest = int(choices.min(initial=0))
+    if smallest < 0:
+        raise InvalidTurnError(field, f"expert {smallest} is below 0")
     largest = int(choices.max(initial=0))
     dtype = next((dtype for limit, dtype in _DTYPES if largest < limit), None)
     if dtype is None:
-        raise BatchingError(f"routes: expert {largest} is above {_DTYPES[-1][0] - 1}")
+        raise InvalidTurnError(field, f"expert {largest} is above {_DTYPES[-1][0] - 1}")
     return choices.astype(dtype, copy=False)
 
 
