@@ -52,9 +52,17 @@ from turnstream.batching.sft import (
     packed_supervised,
     supervised_rows,
 )
-from turnstream.types import Ragged, Rows, StoredTurn
+from turnstream.types import Ragged, Rows, StoredTurn, Turn
 
 COLLATION_GOAL, MERGE_GOAL, COPY_GOAL = 30.0, 8.0, 2.0
+BREAKS = (
+    "none",
+    *[
+        f"{when}{where}"
+        for where in ("", ", late", ", inside")
+        for when in ("turn 4", "every turn")
+    ],
+)
 
 
 # ------------------------------------------------------------------------------ collation
@@ -151,7 +159,7 @@ def measure_packing(table: Table, *, num_rows: int, loop_rounds: int) -> None:
 def measure_merging(table: Table, *, num_trajectories: int, loop_rounds: int) -> None:
     """Turns with whole prompts into rows, in both sizes; and as they are stored, in the batcher."""
     for size in ("short", "long"):
-        for breaks in ("none", "turn 4", "every turn"):
+        for breaks in BREAKS:
             turns = make_trajectories(size, breaks=breaks, num_trajectories=num_trajectories)
             lists = turns_as_lists(turns)
             loop_ms = least_ms(lambda lists=lists: loops.merge(lists), rounds=loop_rounds)
@@ -213,20 +221,22 @@ def measure_growth(*, num_rows: int, rounds: int) -> list[dict[str, Any]]:
         points = "".join([f"{count:6} {unit} {ns:7.3f}" for count, ns in each.items()])
         print(f"  {job:28}{points}   ratio {ratio:.2f}", flush=True)
 
-    episodes = {
-        num_turns: make_trajectories(
-            "short",
-            breaks="none",
-            num_trajectories=max(1, 8 * num_rows // num_turns**2),
-            num_turns=num_turns,
-        )
-        for num_turns in (8, 16, 32, 64)
-    }
+    def episodes(breaks: str) -> dict[int, list[list[Turn]]]:
+        return {
+            num_turns: make_trajectories(
+                "short",
+                breaks=breaks,
+                num_trajectories=max(1, 8 * num_rows // num_turns**2),
+                num_turns=num_turns,
+            )
+            for num_turns in (8, 16, 32, 64)
+        }
+
     merging: dict[int, tuple[Callable[[], Any], int]] = {}
     looping: dict[int, tuple[Callable[[], Any], int]] = {}
     assembling: dict[int, tuple[Callable[[], Any], int]] = {}
-    for count, turns in episodes.items():
-        given = sum(len(t.prompt_ids) + len(t.response_ids) for own in turns for t in own)
+    for count, turns in episodes("none").items():
+        given = _num_tokens(turns)
         lists = turns_as_lists(turns)
         stored = [store_turns(own) for own in turns]
         merging[count] = (lambda turns=turns: merge_trajectories(turns)), given
@@ -235,12 +245,22 @@ def measure_growth(*, num_rows: int, rounds: int) -> list[dict[str, Any]]:
     add("merging whole prompts", "turns", merging)
     add("  the loop, without arrays", "turns", looping)
     add("stored turns to columns", "turns", assembling)
+    for where in ("late", "inside"):
+        broken: dict[int, tuple[Callable[[], Any], int]] = {
+            count: ((lambda turns=turns: merge_trajectories(turns)), _num_tokens(turns))
+            for count, turns in episodes(f"every turn, {where}").items()
+        }
+        add(f"  edited every turn, {where}", "turns", broken)
     collating: dict[int, tuple[Callable[[], Any], int]] = {}
     for count in (num_rows // 4, num_rows // 2, num_rows, num_rows * 2):
         rows = make_rows(*lengths_of("short", count))
         collating[count] = _padding(rows), len(rows.input_ids.values)
     add("left padded, short", "rows", collating)
     return found
+
+
+def _num_tokens(trajectories: list[list[Turn]]) -> int:
+    return sum(len(t.prompt_ids) + len(t.response_ids) for own in trajectories for t in own)
 
 
 def _padding(rows: Rows) -> Callable[[], Any]:

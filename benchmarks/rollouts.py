@@ -112,7 +112,17 @@ def make_sequences(low: int, high: int, num_rows: int) -> tuple[Ragged[Any], Rag
 def make_trajectories(
     size: str, *, breaks: str, num_trajectories: int, num_turns: int = 8
 ) -> list[list[Turn]]:
-    """Trajectories of several turns, each with its whole prompt."""
+    """Trajectories of several turns, each with its whole prompt.
+
+    Args:
+        size: "short" or "long".
+        breaks: "none"; or when the context is edited, "turn 4" or "every turn", and where: its
+            first token, or ", late" the last of the response before, or ", inside" one in its
+            middle. An edit stays.
+        num_trajectories: how many.
+        num_turns: of each.
+    """
+    when, _, where = breaks.partition(", ")
     rng = np.random.default_rng(4)
     first, (low, high), observed = (
         (512, (128, 256), (64, 256)) if size == "short" else (2048, (512, 1024), (512, 2048))
@@ -123,14 +133,17 @@ def make_trajectories(
 
     made: list[list[Turn]] = []
     for _ in range(num_trajectories):
-        prompt, turns = tokens(first), list[Turn]()
+        prompt, turns, place = tokens(first), list[Turn](), 0
         for index in range(num_turns):
-            if index and (breaks == "every turn" or (breaks == "turn 4" and index == 4)):
+            if index and (when == "every turn" or (when == "turn 4" and index == 4)):
                 prompt = prompt.copy()
-                prompt[0] += 1
+                prompt[place] += 1
             count = int(rng.integers(low, high + 1))
             turns.append(_turn(prompt, tokens(count), rng))
             seen = tokens(int(rng.integers(observed[0], observed[1] + 1)))
+            place = {"": 0, "late": len(prompt) + count - 1, "inside": len(prompt) + count // 2}[
+                where
+            ]
             prompt = np.concatenate([prompt, turns[-1].response_ids, seen])
         made.append(turns)
     return made
