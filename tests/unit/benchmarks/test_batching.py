@@ -45,7 +45,7 @@ def test_a_tiny_run_measures_everything_and_says_what_was_reached(tmp_path: Path
     assert "30 times the loop" in done.stdout
     assert "8 times the loop" in done.stdout
     found = json.loads(results.read_text())
-    assert sum(line["goal"] is not None for line in found["lines"]) == 11
+    assert sum(line["goal"] is not None for line in found["lines"]) == 19
     assert all(line["ours_ms"] > 0 for line in found["lines"])
     assert all(line["limit_ms"] > 0 for line in found["lines"] if line["goal"] is not None)
     assert {point["unit"]: list(point["ns_per_token"]) for point in found["growth"]} == {
