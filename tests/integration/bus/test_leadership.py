@@ -90,9 +90,9 @@ async def test_a_run_that_does_not_exist_has_no_leader(async_client: redis.async
 
 
 async def test_word_of_a_trouble_is_left_by_who_leads_and_goes_with_him(run: Any) -> None:
-    note = {"what": "planning_trouble", "trouble": "the moon is full"}
-
-    by_leader = await note_trouble(run.client, run.name, **note, owner="p")
+    by_leader = await note_trouble(
+        run.client, run.name, "planning_trouble", "the moon is full", owner="p"
+    )
     by_other = await note_trouble(
         run.client, run.name, "planning_trouble", "no moon at all", owner="q"
     )

@@ -71,7 +71,10 @@ def test_case_4_all_responses_empty_give_no_response_column() -> None:
 
 
 def test_case_5_an_empty_prompt() -> None:
-    padded = pad(numbered(([], [5]), ([3, 4], [6])))
+    # Its token may stand there, and is not trained: nothing scores it.
+    batch = numbered(([], [5]), ([3, 4], [6]))
+    masked = Ragged(np.array([0, 1], np.uint8), batch.loss_mask.offsets)
+    padded = pad(replace(batch, loss_mask=masked))
 
     assert padded.input_ids_BT.tolist() == [[PAD, PAD, 5], [3, 4, 6]]
     assert padded.attention_mask_BT.tolist() == [[0, 0, 1], [1, 1, 1]]
@@ -119,7 +122,7 @@ def test_weights_of_tokens_stand_where_their_tokens_are() -> None:
 
 
 def test_positions_count_from_the_first_real_token() -> None:
-    padded = pad(rows("ab|C", "|D"))
+    padded = pad(rows("ab|C", "|d"))
 
     assert padded.position_ids_BT.tolist() == [[0, 1, 2], [0, 0, 0]]
     assert padded.position_ids_BT.dtype == np.int64
@@ -180,6 +183,10 @@ def slow_left_padded(batch: Rows, *, width: int, response_width: int) -> LeftPad
     )
 
 
+def _trained(num_prompt_tokens: int, response: str) -> str:
+    return response if num_prompt_tokens else response[:1].lower() + response[1:]
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.text("aB", max_size=6)), max_size=6),
     st.integers(0, 3),
@@ -191,7 +198,8 @@ def test_agrees_with_placing_token_by_token(
     parts: list[tuple[int, str]], more: int, more_response: int, has_logprobs: bool, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    batch = rows(*["a" * prompt + "|" + response for prompt, response in parts])
+    # The first token of all is never trained.
+    batch = rows(*["a" * prompt + "|" + _trained(prompt, response) for prompt, response in parts])
     numbers = rng.standard_normal(len(batch.rewards.values)).astype(np.float32)
     batch = replace(
         batch,

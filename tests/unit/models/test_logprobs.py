@@ -78,10 +78,10 @@ def test_a_mask_of_zeros_gives_zeros_that_can_be_differentiated(model_of: ModelO
 
 
 def test_a_wanted_token_without_a_prompt_is_refused(model_of: ModelOf) -> None:
-    tensors = to_torch(testing.mini_batch("abC", "DE"))
+    tensors = to_torch(testing.mini_batch("abC", "|dE"))
 
     with pytest.raises(BatchingError, match="prompt is empty"):
-        response_logprobs(model_of("qwen2"), tensors, mask_BR=tensors.loss_mask_BR)
+        response_logprobs(model_of("qwen2"), tensors, mask_BR=tensors.response_mask_BR)
 
 
 def _logprobs_by_all_logits(model: PreTrainedModel, text: str, *, temperature: float) -> Tensor:
