@@ -1,17 +1,13 @@
-"""The runs that this replica takes part in: those of the store at the start, later by name."""
+"""The runs that this replica takes part in."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
 
 import redis.asyncio
-from redis.exceptions import RedisError
 
 from turnstream.errors import RunNotFoundError
-from turnstream.store import keys
-from turnstream.store.replies import translate
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.leader import Hook, no_hook
 from turnstream_server.batcher.lookout import Look, no_look
@@ -62,28 +58,24 @@ class RunRegistry:
         self._before_write = before_write
         self._entries: dict[str, _Entry] = {}
 
-    async def find_all(self) -> None:
-        """Take part in every run of the store that has not come to its end.
+    async def take_part(self, run: str) -> None:
+        """Take part in a run, unless it has come to its end, or is gone.
 
-        After that nothing is planned, and a trainer's first call names the run; but evaluations
+        After its end nothing is planned, and a trainer's first call names the run; but evaluations
         may outlast it.
 
         Raises:
             StoreUnavailableError: the store cannot be reached.
         """
+        if self._takes_part(run):
+            return
         try:
-            names: Any = await self._client.execute_command("SMEMBERS", keys.RUNS)
-        except (RedisError, OSError) as error:
-            raise translate(error) from error
-        for name in sorted(names):
-            run = keys.decode_name(name.decode())
-            try:
-                frontier = await read_frontier_async(self._client, run)
-            except RunNotFoundError:  # of a run that was deleted, the name may be left over
-                continue
-            is_over = frontier.is_finished and not await is_evaluating(self._client, run)
-            if not is_over and not self._takes_part(run):
-                self._entries[run] = self._begin(run, frontier)
+            frontier = await read_frontier_async(self._client, run)
+        except RunNotFoundError:  # of a run that was deleted, the name may be left over
+            return
+        is_over = frontier.is_finished and not await is_evaluating(self._client, run)
+        if not is_over and not self._takes_part(run):
+            self._entries[run] = self._begin(run, frontier)
 
     async def find(self, run: str) -> RunView:
         """The view of a run; from the first call on, this replica takes part in it.
@@ -130,4 +122,12 @@ class RunRegistry:
             upkeep=self._upkeep,
             before_write=self._before_write,
         )
-        return _Entry(view, self._tasks.create_task(planner.run(), name=f"planner of {run}"))
+        task = self._tasks.create_task(planner.run(), name=f"planner of {run}")
+        task.add_done_callback(lambda ended: self._forget(run, ended))
+        return _Entry(view, task)
+
+    def _forget(self, run: str, ended: asyncio.Task[None]) -> None:
+        """Keep nothing of a run that is gone; one of its name may have begun since."""
+        entry = self._entries.get(run)
+        if entry is not None and entry.task is ended:
+            del self._entries[run]

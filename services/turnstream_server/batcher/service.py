@@ -18,6 +18,7 @@ import grpc.aio
 from turnstream.errors import InvalidConfigError
 from turnstream.store.connection import connect_async
 from turnstream_server.batcher.assembler import Assembler
+from turnstream_server.batcher.finder import RunFinder
 from turnstream_server.batcher.health import HealthServicer, StoreWatch, health_handlers
 from turnstream_server.batcher.leader import Hook, no_hook
 from turnstream_server.batcher.lookout import Lookout
@@ -99,7 +100,9 @@ async def serving(options: BatcherOptions, *, before_write: Hook = no_hook) -> A
             look=lookout.reasons,
         )
         stack.push_async_callback(runs.close)
-        await runs.find_all()
+        finder = RunFinder(options.redis_url, runs.take_part)
+        stack.push_async_callback(finder.close)
+        await finder.start()
         health = StoreWatch(options.redis_url)
         stack.push_async_callback(health.close)
         await health.start()

@@ -24,7 +24,7 @@ from turnstream.records.events import decode_event
 from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encode_snapshot
 from turnstream.store import keys
 from turnstream.store.replies import translating
-from turnstream.store.runs import read_config
+from turnstream.store.runs import list_run, read_config
 from turnstream.store.scripts import Argument, Script, run_command
 from turnstream.types import RecoveryToken, VersionAnnounced
 from turnstream_server.bus.cold import files_up_to
@@ -101,8 +101,7 @@ def fork_run(
     if origin is None:
         origin = _make_fork(client, run, new_run, token, config=config)
         reach("fork.after_made")
-    with translating():
-        client.sadd(keys.RUNS, keys.encode_name(new_run))
+    list_run(client, new_run)
     _copy_records(client, new_run, origin)
     return origin
 

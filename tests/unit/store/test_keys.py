@@ -59,7 +59,8 @@ def test_the_payload_of_two_trajectories_is_in_two_slots() -> None:
 def test_every_key_is_declared(run: str, group_id: str) -> None:
     payload = keys.trajectory_keys(run, keys.trajectory_id(TrajectoryKey(group_id, 1)))
 
-    declared = [keys.declared_type(key) for key in (*keys.run_keys(run), *payload, keys.RUNS)]
+    everything = (*keys.run_keys(run), *payload, keys.RUNS, keys.NEWS)
+    declared = [keys.declared_type(key) for key in everything]
 
     assert None not in declared
 

@@ -102,7 +102,12 @@ meta       hash    epoch, writer, turns, bytes, sealed (0 or 1); made by the fir
 Of a deleted run stay `deleted`, `wake` with one entry, and `meta` of the trajectories that somebody
 may still write to; all of them expire.
 
-One key is global: `ts:runs`, the set of run names.
+Two keys are global:
+
+=========  ======  ==========================================================================
+ts:runs    set     the names of all runs
+ts:news    stream  runs that were made, or opened again, about the newest 1,000; field `n` = name
+=========  ======  ==========================================================================
 """
 
 from __future__ import annotations
@@ -116,6 +121,11 @@ from turnstream.types.names import decode_name, encode_name
 
 RUNS = "ts:runs"
 """Set of the (encoded) names of all runs."""
+
+NEWS = "ts:news"
+"""Stream of the (encoded) names of runs for which a batcher is needed from now on."""
+
+_GLOBAL_TYPES = {RUNS: "set", NEWS: "stream"}
 
 _RUN_TYPES = {
     "events": "stream",
@@ -333,8 +343,8 @@ def declared_type(key: str) -> str | None:
     >>> declared_type("ts:{a}:ledger"), declared_type("ts:{a/g/0/0}:meta"), declared_type("a")
     ('hash', 'hash', None)
     """
-    if key == RUNS:
-        return "set"
+    if key in _GLOBAL_TYPES:
+        return _GLOBAL_TYPES[key]
     match = _KEY.fullmatch(key)
     if match is None:
         return None

@@ -6,6 +6,7 @@ import redis
 
 from turnstream.records.events import encode_event
 from turnstream.store import keys
+from turnstream.store.runs import tell_batchers
 from turnstream.store.scripts import Command, Script, run_command
 from turnstream.types import RunReopened
 
@@ -55,7 +56,9 @@ def reopen_run(client: redis.Redis, run: str) -> bool:
     names = keys.run_keys(run)
     record = encode_event(RunReopened())
     command = _REOPEN_RUN((names.frontier, names.events, names.wake), record)
-    return bool(run_command(client, command))
+    was_closed = bool(run_command(client, command))
+    tell_batchers(client, run)  # one that began after the run had ended has let it lie
+    return was_closed
 
 
 def _set_paused(run: str, is_paused: int, reason: str) -> Command:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 import redis
 
@@ -22,6 +22,9 @@ from turnstream.store.replies import translating
 from turnstream.store.scripts import Command, Script, run_command
 from turnstream.store.wait_reasons import no_version
 from turnstream.types import Leftover, RunClosed, VersionAnnounced
+
+_NUM_NEWS: Final = 1_000
+"""Whoever has missed more reads the list of all runs."""
 
 _CREATE_RUN = Script("create_run")
 _CLOSE_RUN = Script("close_run")
@@ -52,9 +55,29 @@ def create_run(client: redis.Redis, run: str, config: BatchingConfig) -> int:
         revision, stored = read_config(client, run)
         if config not in (stored, _first_config(client, run)):
             raise
+    list_run(client, run)
+    return revision
+
+
+def list_run(client: redis.Redis, run: str) -> None:
+    """Let a run that was made be found by its name, and by every batcher at once.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached; to be repeated.
+    """
     with translating():
         client.sadd(keys.RUNS, keys.encode_name(run))
-    return revision
+    tell_batchers(client, run)
+
+
+def tell_batchers(client: redis.Redis, run: str) -> None:
+    """Say that a run needs a planner from now on: it is new, or takes groups again.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached; to be repeated.
+    """
+    with translating():
+        client.xadd(keys.NEWS, {"n": keys.encode_name(run)}, maxlen=_NUM_NEWS, approximate=True)
 
 
 def list_runs(client: redis.Redis) -> list[str]:

@@ -1,0 +1,239 @@
+"""A batcher finds the runs that are made, or opened again, while it serves."""
+
+import asyncio
+import gc
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from turnstream import testing
+from turnstream.store import keys
+from turnstream.store.life import reopen_run
+from turnstream.store.runs import close_run, create_run
+from turnstream.testing import group, wait_until_async
+from turnstream.types import RecoveryToken
+from turnstream_server.batcher.finder import RunFinder
+from turnstream_server.batcher.runs import RunView
+from turnstream_server.bus.deletion import delete_run
+from turnstream_server.bus.forks import fork_run
+from turnstream_server.bus.frontier import read_frontier
+
+pytestmark = [pytest.mark.redis]
+
+START = RecoveryToken(lineage="main", step=0, chain_hash="")
+
+
+class Met(list[str]):
+    """The runs that a finder has met, in order.
+
+    Attributes:
+        defects: runs that cannot be met.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.defects: set[str] = set()
+
+    async def meet(self, run: str) -> None:
+        """What a finder is given to call."""
+        self.append(run)
+        if run in self.defects:
+            raise ValueError(run)
+
+    async def has(self, *runs: str) -> None:
+        """Return when these have been met."""
+
+        async def are_met() -> bool:
+            return set(runs) <= set(self)
+
+        await wait_until_async(are_met, describe=f"{runs} in {list(self)}")
+
+
+@pytest.fixture
+def met() -> Met:
+    return Met()
+
+
+@pytest.fixture
+async def finder(own_server, met) -> AsyncIterator[RunFinder]:
+    finder = RunFinder(own_server.url, met.meet)
+    yield finder
+    await finder.close()
+
+
+@pytest.fixture
+async def counting(own_server, met) -> AsyncIterator[RunFinder]:
+    """One that looks at the number of runs all the time."""
+    finder = RunFinder(own_server.url, met.meet, count_every_s=0.1)
+    yield finder
+    await finder.close()
+
+
+def create(client: Any, *runs: str) -> None:
+    for run in runs:
+        create_run(client, run, testing.config())
+
+
+async def is_planned(client: Any, run: str) -> None:
+    async def has_batch() -> bool:
+        return read_frontier(client, run).planned > 0
+
+    await wait_until_async(has_batch, describe=f"a batch of {run}")
+
+
+async def test_a_run_that_is_made_after_a_batcher_began_is_planned_before_anybody_names_it(
+    house, client
+):
+    # A batcher looked for runs at its start only: until a trainer named it, a new run had no
+    # leader, and so no deadline, no result of an evaluation and no batch.
+    await house.start_batcher()
+
+    run = house.create_run(batch_groups=1)
+    await house.publish(run, group("g0"))
+
+    await is_planned(client, run)
+
+
+async def test_a_run_that_is_opened_again_is_planned_by_a_batcher_that_began_after_its_end(
+    house, client
+):
+    run = house.create_run(batch_groups=1)
+    first = await house.start_batcher()
+    close_run(client, run)
+
+    async def is_finished() -> bool:
+        return read_frontier(client, run).is_finished
+
+    await wait_until_async(is_finished)
+    await first.stop()
+    await house.start_batcher()
+
+    reopen_run(client, run)
+    await house.publish(run, group("g0"))
+
+    await is_planned(client, run)
+
+
+async def test_nothing_is_kept_of_a_run_that_is_deleted(house, client, caplog):
+    caplog.set_level(logging.CRITICAL)  # a record that is kept keeps its error, and that its frames
+    await house.start_batcher()
+    run = house.create_run()
+
+    def views() -> list[RunView]:
+        gc.collect()
+        return [each for each in gc.get_objects() if type(each) is RunView and each.run == run]
+
+    async def is_found() -> bool:
+        return len(views()) == 1
+
+    async def is_forgotten() -> bool:
+        return not views()
+
+    await wait_until_async(is_found)
+    delete_run(client, run)
+
+    await wait_until_async(is_forgotten)
+
+
+async def test_runs_that_are_there_and_runs_that_are_made_later_are_met(own_client, finder, met):
+    create(own_client, "a/1", "b")
+
+    await finder.start()
+    at_first = list(met)
+    create(own_client, "c d")
+    fork_run(own_client, "b", "fork", START)
+
+    await met.has("c d", "fork")
+    assert at_first == ["a/1", "b"]
+    assert len(met) == 4
+
+
+async def test_a_run_that_takes_the_place_of_a_deleted_one_is_met(own_client, finder, met):
+    # As many runs as before, so that their number says nothing.
+    create(own_client, "old")
+    await finder.start()
+
+    delete_run(own_client, "old")
+    create(own_client, "new")
+
+    await met.has("new")
+
+
+async def test_a_run_whose_maker_died_before_it_told_of_it_is_met_by_the_number_of_runs(
+    own_client, counting, met
+):
+    create(own_client, "before")
+    await counting.start()
+
+    own_client.sadd(keys.RUNS, "silent")
+
+    await met.has("silent")
+    assert list(met) == ["before", "silent"]
+
+
+async def test_a_new_run_costs_no_look_at_the_others(own_client, finder, met):
+    create(own_client, *(f"run {i}" for i in range(50)))
+    await finder.start()
+    own_client.config_resetstat()
+
+    create(own_client, "new")
+    await met.has("new")
+
+    assert met.count("new") == 1
+    assert len(met) == 51
+    assert "cmdstat_smembers" not in own_client.info("commandstats")
+
+
+async def test_more_runs_at_once_than_one_reply_tells_of_are_all_met(own_client, finder, met):
+    await finder.start()
+    many = [f"run {i}" for i in range(230)]
+
+    with own_client.pipeline() as pipeline:  # at one moment, and the stream keeps the last half
+        for run in many:
+            pipeline.sadd(keys.RUNS, keys.encode_name(run))
+            pipeline.xadd(keys.NEWS, {"n": keys.encode_name(run)}, maxlen=115, approximate=False)
+        pipeline.execute()
+
+    await met.has(*many)
+
+
+async def test_an_error_of_the_store_does_not_end_the_search(own_client, finder, met):
+    await finder.start()
+    own_client.set(keys.NEWS, "no stream")
+
+    async def is_refused() -> bool:
+        return own_client.info("errorstats").get("errorstat_WRONGTYPE") is not None
+
+    await wait_until_async(is_refused)
+    own_client.sadd(keys.RUNS, "meanwhile")
+    own_client.delete(keys.NEWS)
+    create(own_client, "later")
+
+    await met.has("meanwhile", "later")
+
+
+async def test_a_store_that_was_away_is_searched_when_it_is_back(
+    own_server, own_client, finder, met
+):
+    create(own_client, "before")
+    await finder.start()
+
+    await asyncio.to_thread(own_server.kill)
+    await asyncio.to_thread(own_server.restart)
+    own_client.sadd(keys.RUNS, "meanwhile")
+    create(own_client, "after")
+
+    await met.has("meanwhile", "after")
+
+
+async def test_a_run_that_cannot_be_met_hides_no_other_and_is_met_again(own_client, counting, met):
+    met.defects.add("bad")
+    create(own_client, "bad", "good")
+
+    await counting.start()
+
+    assert list(met) == ["bad", "good"]
+    met.clear()
+    await met.has("bad")
