@@ -8,6 +8,7 @@ from turnstream.errors import ConflictError, EndOfRunError, InvalidConfigError
 from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.connection import connect
+from turnstream.store.credits import credit
 from turnstream.store.life import reopen_run
 from turnstream.store.runs import close_run
 from turnstream.store.scripts import Script, run_command
@@ -74,15 +75,50 @@ async def test_what_is_carried_is_planned_when_the_run_is_reopened(house, client
     assert names(second) == ["g2", "late"]
 
 
+@pytest.mark.parametrize(
+    ("leftover", "num_left", "may_start"),
+    [("short", 1, 4), ("short", 3, 4), ("carry", 1, 3), ("drop", 1, 4)],
+)
+async def test_a_run_that_is_reopened_takes_no_group_beyond_its_staleness(
+    house, client, leftover, num_left, may_start
+):
+    # A short step counted as a whole batch: 7 of 4 groups could begin, and those of the second
+    # batch were trained a step too late.
+    run = house.create_run(batch_groups=4, max_staleness=0, max_planned_ahead=0)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+    found = []
+    for cycle in range(2):
+        await house.publish(run, *(group(f"{cycle}/{i}") for i in range(num_left)))
+        close_run(client, run, leftover=leftover)
+        await is_finished(client, run)
+        if leftover == "short":
+            await trainer.stepped(await trainer.get(cycle + 1))
+        await wait_until_async(lambda: is_settled(client, run))
+        reopen_run(client, run)
+        found.append(credit(client, run).num_groups)
+
+    assert found == [may_start, may_start - (leftover == "carry")]
+
+
+async def is_settled(client, run):
+    """Whether the ledger knows of what was dropped: nothing ready is left but what is kept."""
+    frontier = read_frontier(client, run)
+    return frontier.leftover != "drop" or frontier.num_live_groups == 0
+
+
+async def is_finished(client, run):
+    async def has_ended():
+        return read_frontier(client, run).is_finished
+
+    await wait_until_async(has_ended, describe="the end")
+
+
 async def test_a_successor_comes_to_the_same_end_and_goes_on_from_it(house, client):
     run = house.create_run(batch_groups=2)
     await trained(house, run, 3)
     close_run(client, run, leftover="drop")
-
-    async def is_finished():
-        return read_frontier(client, run).is_finished
-
-    await wait_until_async(is_finished, describe="the end")
+    await is_finished(client, run)
     for replica in house._replicas:
         await replica.stop()
     reopen_run(client, run)
@@ -171,11 +207,7 @@ async def test_an_evaluation_that_outlasts_its_run_is_ended_by_a_batcher_of_late
     run = house.create_run(batch_groups=2, lease_s=0.4)
     first = await house.start_batcher()
     close_run(client, run)
-
-    async def is_finished():
-        return read_frontier(client, run).is_finished
-
-    await wait_until_async(is_finished, describe="the end")
+    await is_finished(client, run)
     await first.stop()
     client.hset(keys.run_keys(run).frontier, "closed", 0)  # begun before the run was closed
     open_evaluation(house, run, "e/0/0")

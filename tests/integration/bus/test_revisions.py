@@ -117,28 +117,35 @@ async def test_a_revision_of_a_later_step_keeps_no_plan_from_being_written(
     assert (await read_frontier_async(run.client, run.name)).planned == 2
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 4), (3, 1)])
+@pytest.mark.parametrize(
+    ("before", "sizes", "after"), [(1, (1, 1), 4), (3, (3, 3), 1), (3, (3, 1), 2)]
+)
 async def test_the_steps_before_count_with_the_groups_that_they_had(
     async_client: redis.asyncio.Redis,
     start_run: StartRun,
     revise: Any,
     server: EmbeddedServer,
     before: int,
+    sizes: tuple[int, ...],
     after: int,
 ) -> None:
-    # Two batches are trained; from step 3 on they have other numbers of groups. Of these, one step
-    # may be live beyond the next.
+    # Two batches are trained, the last of them may be short; from step 3 on they have other numbers
+    # of groups. Of these, one step may be live beyond the next.
     run = await start_run(async_client, batch_groups=before, max_staleness=1)
-    most = 2 * before + 2 * after
-    await run.plan_steps(1)
+    most = sum(sizes) + 2 * after
     session = await run.start("s")
-    await run.step(session, 1)
-    await run.plan_steps(1)
-    await run.step(session, 2)
+    for step, size in enumerate(sizes, 1):
+        groups = [f"g{step}/{i}" for i in range(size)]
+        for group_id in groups:
+            await run.open(group_id)
+            await run.seal(group_id, 0)
+            await run.seal(group_id, 1)
+        await run.plan(*groups)
+        await run.step(session, step)
     revise(run, from_step=3, batch_groups=after, mini_batch_groups=after)
     await announce(run, 2, step=3)
 
-    for number in range(most - 2):
+    for number in range(2 * after):
         await run.open(f"new{number}")
     with pytest.raises(RejectedError, match=f"{most} groups are live, {most} are allowed"):
         await run.open("one too many")

@@ -1,4 +1,4 @@
-"""A run gets on at any pass rate above 0, by the real rule of admission, fold and planning.
+"""A run gets on at any pass rate above 0, and never too far, by the real admission and planning.
 
 Groups are filtered, abandoned, left short, left hanging or sampled by old weights, as chance has
 it, and one in so many passes. Whenever nobody has anything to do, another group may start; and so
@@ -35,13 +35,18 @@ from turnstream.types import (
     DeadlineFired,
     Event,
     GroupOpened,
+    Leftover,
     RefillGranted,
+    RunClosed,
+    RunFinished,
+    RunReopened,
     TrajectoryAbandoned,
     TrajectoryKey,
     VersionAnnounced,
 )
 
 FATES = ("equal", "abandoned", "short", "hangs", "old")
+LEFTOVERS: tuple[Leftover, ...] = ("short", "carry", "drop")
 NUM_STEPS = 4
 MAX_GROUPS = 2_000
 
@@ -53,27 +58,47 @@ class _Run:
         policy: of the run.
         rng: the order of things, and the fates.
         pass_every: at least one of so many groups passes.
+        num_closings: how often the run is closed, in one way or another, and reopened.
     """
 
-    def __init__(self, policy: BatchingConfig, rng: random.Random, *, pass_every: int) -> None:
+    def __init__(
+        self,
+        policy: BatchingConfig,
+        rng: random.Random,
+        *,
+        pass_every: int,
+        num_closings: int = 0,
+    ) -> None:
         self.config, self.rng, self.pass_every = policy, rng, pass_every
         self.fold, self.selector = RunFold(policy), Selector(policy)
         self.groups: dict[str, str] = {}  # name -> state, as in the store
         self.todo: list[Event] = []  # what generators will say
         self.hanging: list[str] = []
-        self.num_events = self.planned = self.stepped = 0
+        self.num_events = self.stepped = 0
+        self.sizes: list[int] = []  # groups of every planned step
+        self.num_closings = num_closings
+        self.was_closed = self.is_closed = self.is_finished = False
+        self.most_begun = 0  # groups that were live and not trained, whenever one began
         self.announce()
+
+    @property
+    def planned(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def num_live(self) -> int:
+        return len(self.groups) - Counter(self.groups.values())["dropped"]
 
     @property
     def credit(self) -> Credit:
         """What the store would answer."""
-        states = Counter(self.groups.values())
         return credit_of(
             self.config,
             stepped=self.stepped,
-            num_live=len(self.groups) - states["dropped"],
-            num_open=states["open"],
-            is_closed=False,
+            num_live=self.num_live,
+            num_open=Counter(self.groups.values())["open"],
+            is_closed=self.is_closed,
+            num_revised=sum(self.sizes) - self.planned * self.config.batch_groups,
         )
 
     def go_on(self) -> None:
@@ -83,9 +108,14 @@ class _Run:
             *([self.say_something] if self.todo else []),
             *([self.plan] if self.due else []),
             *([self.step] if self.planned > self.stepped else []),
+            *([self.close] if self.num_closings and not self.is_closed and self.is_rare() else []),
+            *([self.reopen] if self.is_finished or (self.is_closed and self.is_rare()) else []),
+            *([self.finish] if self.fold.is_finished and not self.is_finished else []),
         ]
         if not acts and self.hanging:  # nobody does anything until a deadline
             acts = [self.fire]
+        if not acts and self.is_closed:
+            acts = [self.reopen]
         assert acts, f"nobody can go on: {self.credit.sentence}, {self.fold.num_ready} are ready"
         self.rng.choice(acts)()
 
@@ -96,6 +126,7 @@ class _Run:
         group_id = f"g{number}"
         self.groups[group_id] = "open"
         self.post(GroupOpened(group_id=group_id, prompt_uid="", num_samples=2))
+        self.most_begun = max(self.most_begun, self.num_live - sum(self.sizes[: self.stepped]))
         self.write(group_id, "passes" if number % self.pass_every == 0 else self.fate())
 
     def fate(self) -> str:
@@ -124,7 +155,26 @@ class _Run:
         if self.groups[group_id] == "open":  # for a refill, which hangs as well
             self.post(DeadlineFired(group_id=group_id, num_refills=1))
 
+    # whoever runs it
+
+    def is_rare(self) -> bool:
+        return self.rng.random() < 0.1
+
+    def close(self) -> None:
+        self.num_closings -= 1
+        self.was_closed = True
+        self.is_closed = True
+        self.post(RunClosed(reason="", leftover=self.rng.choice(LEFTOVERS)))
+
+    def reopen(self) -> None:
+        self.is_closed = self.is_finished = False
+        self.post(RunReopened())
+
     # the store and the planner
+
+    def finish(self) -> None:
+        self.is_finished = True
+        self.post(RunFinished(step=self.planned))
 
     def post(self, event: Event) -> None:
         self.num_events += 1
@@ -154,7 +204,7 @@ class _Run:
             return ()
         if self.selector.choice is not None:
             return self.selector.choice.groups
-        number = num_groups_to_plan(self.fold.num_ready, self.config, is_final=False)
+        number = num_groups_to_plan(self.fold.num_ready, self.config, is_final=self.fold.is_final)
         return self.fold.ready[:number]
 
     def plan(self) -> None:
@@ -174,11 +224,11 @@ class _Run:
             config_revision=1,
             masked_versions=choice.masked_versions if choice else (),
         )
-        assert len(manifest.groups) == self.config.batch_groups
+        assert len(manifest.groups) == self.config.batch_groups or self.was_closed
         self.fold.take(groups)
         self.selector.pass_step(step)
         self.groups |= {group.group_id: "planned" for group in groups}
-        self.planned = step
+        self.sizes.append(len(groups))
 
     # the trainer
 
@@ -216,16 +266,42 @@ def policies(draw: st.DrawFn) -> BatchingConfig:
     return replace(config(batch_groups), **fields)
 
 
-@given(policy=policies(), seed=st.integers(0, 2**32), pass_every=st.integers(1, 40))
+@given(
+    policy=policies(),
+    seed=st.integers(0, 2**32),
+    pass_every=st.integers(1, 40),
+    num_closings=st.integers(0, 3),
+)
 def test_a_run_gets_on_at_any_pass_rate_above_0(
-    policy: BatchingConfig, seed: int, pass_every: int
+    policy: BatchingConfig, seed: int, pass_every: int, num_closings: int
 ) -> None:
-    run = _Run(policy, random.Random(seed), pass_every=pass_every)
+    rng = random.Random(seed)
+    run = _Run(policy, rng, pass_every=pass_every, num_closings=num_closings)
 
     while run.stepped < NUM_STEPS and len(run.groups) < MAX_GROUPS:
         run.go_on()
 
     assert run.stepped == NUM_STEPS
+
+
+@given(
+    policy=policies(),
+    seed=st.integers(0, 2**32),
+    pass_every=st.integers(1, 3),
+    num_closings=st.integers(0, 6),
+)
+def test_no_group_begins_beyond_what_the_steps_within_max_staleness_take(
+    policy: BatchingConfig, seed: int, pass_every: int, num_closings: int
+) -> None:
+    # A short step of a closed run counted as a whole batch: after it was reopened, groups of as
+    # many steps more could begin, and were trained by weights that were older than allowed.
+    rng = random.Random(seed)
+    run = _Run(policy, rng, pass_every=pass_every, num_closings=num_closings)
+
+    while run.stepped < NUM_STEPS + num_closings and len(run.groups) < MAX_GROUPS:
+        run.go_on()
+
+    assert run.most_begun <= (policy.max_staleness + 1) * policy.batch_groups
 
 
 @pytest.mark.parametrize("fate", FATES)

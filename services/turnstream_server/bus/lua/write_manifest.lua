@@ -7,7 +7,8 @@
 -- Keys, all in the run's slot:
 --   KEYS[1] leader    hash    read: epoch
 --   KEYS[2] frontier  hash    read and changed: planned, the number of the newest batch; read:
---                             next_revision, paused; changed: open_groups, planned_groups
+--                             next_revision, paused; changed: open_groups, planned_groups;
+--                             revised_groups, where the batch has other than batch_groups groups
 --   KEYS[3] batches   hash    step -> "<trajectories planned up to it>:<manifest hash>"; added
 --   KEYS[4] plan      stream  added: "<step>-0", field r = record
 --   KEYS[5] ledger    hash    trajectory id: "sealed:<epoch>" becomes "planned:<step>"
@@ -22,7 +23,7 @@
 --   KEYS[12] wake     stream  added, so that whoever waits for capacity is told
 --   KEYS[13] tasks    hash    removed: groups as which prompts of the run were given out
 --   KEYS[14] prompts  hash    removed: these prompts, which are done; changed: done
---   KEYS[15] config   hash    read: newest
+--   KEYS[15] config   hash    read: newest, and that revision's JSON
 --   KEYS[16] held     hash    read; removed: samples that were never begun
 --   KEYS[17] budget   hash    changed: reserved, stored, planned
 -- Arguments:
@@ -193,6 +194,10 @@ redis.call('HSET', KEYS[3], ARGV[2],
   string.format('%.0f:%s', total + num_trajectories, ARGV[3]))
 redis.call('HSET', KEYS[2], 'planned', ARGV[2])
 redis.call('HINCRBY', KEYS[2], 'planned_groups', num_groups)
+local batch_groups = cjson.decode(redis.call('HGET', KEYS[15], in_force)).batch_groups
+if num_groups ~= batch_groups then
+  redis.call('HINCRBY', KEYS[2], 'revised_groups', num_groups - batch_groups)
+end
 if num_bytes > 0 then
   redis.call('HINCRBY', BUDGET, 'stored', string.format('%.0f', -num_bytes))
   redis.call('HINCRBY', BUDGET, 'planned', string.format('%.0f', num_bytes))

@@ -65,11 +65,16 @@ def most_live_groups(
     >>> most_live_groups(3, batch_groups=8, max_staleness=2, num_revised=2 * (4 - 8))
     40
 
+    So must a short step of a run that was closed and reopened. Where the third step had 1 group:
+
+    >>> most_live_groups(3, batch_groups=8, max_staleness=2, num_revised=1 - 8)
+    41
+
     Args:
         version_step: steps trained so far.
         batch_groups: groups of one step now.
         max_staleness: steps that a group may lag.
-        num_revised: groups that steps planned before revisions had above `batch_groups`; below
-            0 where they had fewer.
+        num_revised: groups that planned steps, short ones and those before revisions, had above
+            `batch_groups`; below 0 where they had fewer.
     """
     return (max_staleness + version_step + 1) * batch_groups + num_revised

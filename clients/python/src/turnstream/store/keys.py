@@ -37,8 +37,9 @@ frontier   hash    stepped, committed, session_epoch, session, dp_world_size, li
                    version_floor, what its versions must be above; inherited, 1 once `past` is
                    whole;
                    next_revision, first step of the next config that is not in force, or 0;
-                   revised_groups, added to the groups that may be live, because the steps before
-                   a revision of batch_groups had others; paused, the reason, while the run is;
+                   revised_groups, added to the groups that may be live, because planned steps had
+                   others than batch_groups: before a revision of it, or short; paused, the
+                   reason, while the run is;
                    leftover, see RunClosed, while it is closed; finished, 1 once nothing more of it
                    will be planned
 batches    hash    step -> `<trajectories planned up to it>:<manifest hash>`; from `released` on

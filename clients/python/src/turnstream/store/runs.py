@@ -77,7 +77,8 @@ def tell_batchers(client: redis.Redis, run: str) -> None:
         StoreUnavailableError: the store cannot be reached; to be repeated.
     """
     with translating():
-        client.xadd(keys.NEWS, {"n": keys.encode_name(run)}, maxlen=_NUM_NEWS, approximate=True)
+        words = ("MAXLEN", "~", _NUM_NEWS, "*", "n", keys.encode_name(run))
+        client.execute_command("XADD", keys.NEWS, *words)
 
 
 def list_runs(client: redis.Redis) -> list[str]:

@@ -3,7 +3,7 @@
 --
 -- A new group needs capacity, by the rule of batching/capacity.py: (max_staleness + stepped + 1) *
 -- batch_groups groups may ever have been opened, not counting those that were dropped untrained;
--- revised_groups is added, where steps before had other batch_groups; and max_open_groups, where the
+-- revised_groups is added, where steps before had others than batch_groups; and max_open_groups, where the
 -- run has such a bound, may be open at once. A paused run takes none. A known group never waits. One
 -- that is opened to evaluate needs no capacity, also while the run is paused: it counts among no
 -- groups.
