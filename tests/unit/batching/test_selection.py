@@ -84,6 +84,12 @@ def policy(name: Any, batch_groups: int = 1, **fields: Any) -> BatchingConfig:
 # Step 4 trains the weights made after step 3: those of version v were made after step v.
 HISTORY = [*announced(0, 1, 2, 3), *opened("a", "b", "c")]
 
+# Not every version is announced: 10, 20 and 30 were, after steps 1, 2 and 3.
+SPARSE = [
+    *(VersionAnnounced(version=10 * step, step=step, lineage="main") for step in (1, 2, 3)),
+    *opened("a", "b", "c"),
+]
+
 
 @pytest.mark.parametrize(
     ("selection", "expected"),
@@ -129,12 +135,32 @@ def test_a_token_that_will_not_be_trained_makes_no_group_expire() -> None:
     assert told.chosen == ["a"]
 
 
-def test_what_nobody_announced_is_not_old() -> None:
+def test_what_is_above_all_that_was_announced_is_not_old() -> None:
     told = Told(policy("drop"), HISTORY)
 
     told.tell(one("a", 77), BatchDue(step=40))
 
     assert told.chosen == ["a"]
+
+
+def test_a_group_of_versions_that_nobody_announced_expires_with_those_above_them() -> None:
+    # Versions 0 and 15 were trained at any age, while version 10 expired.
+    told = Told(policy("drop"), SPARSE)
+
+    told.tell(one("a", 0), one("b", 15), one("c", 25), BatchDue(step=5))
+
+    assert told.expired == ["a", "b"]
+    assert told.chosen == ["c"]
+
+
+def test_tokens_of_versions_that_nobody_announced_are_masked_with_those_above_them() -> None:
+    told = Told(policy("mask"), SPARSE)
+    mixed = one("a", turns=[shape(2, 3)], turn_versions=[[(5, 1), (25, 2)]])
+
+    told.tell(mixed, BatchDue(step=5))
+
+    assert told.selector.choice is not None
+    assert told.selector.choice.masked_versions == (5,)
 
 
 def test_old_tokens_are_trained_where_the_run_keeps_them() -> None:

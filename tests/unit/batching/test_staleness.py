@@ -53,9 +53,45 @@ def announced(*steps: int, lineage: str = "main", into: VersionSteps | None = No
 def test_only_versions_above_the_greatest_age_are_old() -> None:
     versions = announced(0, 1, 2, 2)
 
-    assert versions.older_than(1, train_step=3) == {0}
-    assert versions.older_than(0, train_step=3) == {0, 1}
-    assert versions.older_than(2, train_step=3) == set()
+    assert versions.older_than(1, train_step=3, among=range(4)) == {0}
+    assert versions.older_than(0, train_step=3, among=range(4)) == {0, 1}
+    assert versions.older_than(0, train_step=3, among=[1, 2]) == {1}
+    assert versions.older_than(2, train_step=3, among=range(4)) == set()
+
+
+def test_a_version_that_nobody_announced_is_as_old_as_the_oldest_above_it() -> None:
+    versions = VersionSteps({10: 1, 20: 2, 30: 3})
+
+    def old(max_age: int) -> frozenset[int]:
+        return versions.older_than(max_age, train_step=4, among=[0, 10, 15, 25, 30, 35])
+
+    assert old(2) == set()
+    assert old(1) == {0, 10}
+    assert old(0) == {0, 10, 15}
+    assert versions.older_than(0, train_step=99, among=[31, 35]) == set()
+
+
+def test_a_version_below_weights_of_a_dead_lineage_is_as_old_as_they_are() -> None:
+    versions = VersionSteps({10: 5, 20: 2, 30: 3})
+
+    assert versions.older_than(1, train_step=5, among=[5, 10, 15, 20]) == {5, 15, 20}
+
+
+@given(
+    st.dictionaries(st.integers(0, 30), st.integers(0, 9), max_size=6),
+    st.integers(0, 3),
+    st.sets(st.integers(0, 40)),
+)
+def test_ages_are_those_of_a_loop_over_all_versions(
+    steps: dict[int, int], max_age: int, asked: set[int]
+) -> None:
+    old = VersionSteps(steps).older_than(max_age, train_step=8, among=asked)
+
+    def made_by(version: int) -> int:
+        return min((step for above, step in steps.items() if above > version), default=99)
+
+    expected = {v for v in asked if 7 - steps.get(v, made_by(v)) > max_age}
+    assert old == expected
 
 
 def test_a_version_of_a_dead_lineage_ages_from_the_fork() -> None:
@@ -65,7 +101,7 @@ def test_a_version_of_a_dead_lineage_ages_from_the_fork() -> None:
     announced(1, 2, lineage="main-1", into=versions)
 
     assert versions.steps == {0: 0, 1: 1, 2: 1, 3: 1, 4: 1, 5: 2}
-    assert versions.older_than(0, train_step=3) == {0, 1, 2, 3, 4}
+    assert versions.older_than(0, train_step=3, among=range(6)) == {0, 1, 2, 3, 4}
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("ab")), max_size=12))
@@ -75,7 +111,7 @@ def test_no_token_ever_grows_younger(history: list[tuple[int, str]]) -> None:
     for train_step, (step, lineage) in enumerate(history, start=1):
         announced(step, lineage=lineage, into=versions)
         newest = len(versions.steps) - 1
-        old = versions.older_than(2, train_step=train_step)
+        old = versions.older_than(2, train_step=train_step, among=versions.steps)
         assert before <= old | {newest}
         before = old
 
@@ -131,7 +167,7 @@ def test_masks_what_a_loop_over_tokens_masks(
     mask = np.array([m for _, count, m in pieces for _ in range(count)], np.uint8)
     versions = [version for version, count, _ in pieces for _ in range(count)]
 
-    old = announced(*STEPS.values()).older_than(max_age, train_step=4)
+    old = announced(*STEPS.values()).older_than(max_age, train_step=4, among=STEPS)
     given_columns = columns(runs, mask)
     kept = masked_columns(given_columns, is_masked=[False], masked_versions=old)
     oldest = oldest_trained_version(runs, mask)

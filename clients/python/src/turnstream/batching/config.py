@@ -89,9 +89,10 @@ class BatchingConfig:
             as the engines can work on; bounds admission too (batching.capacity). 0 means no limit.
         max_age_policy: what becomes of tokens more than `max_staleness` steps older than the
             weights they would train, when their batch is planned. "keep" trains them, "mask" leaves
-            them untrained, "drop" expires their group, which makes room for another. A plan that is
-            made ahead of the trainer is made for weights that do not exist yet: where most groups
-            are as old as `max_planned_ahead`, let `max_staleness` be larger than that.
+            them untrained, "drop" expires their group, which makes room for another. Of a version
+            that nobody announced they are as old as the oldest announced one above it. A plan that
+            is made ahead of the trainer is made for weights that do not exist yet: where most
+            groups are as old as `max_planned_ahead`, let `max_staleness` be larger than that.
         selection: which of the complete groups a batch takes: those that were opened first, those
             whose oldest trained token is of the oldest version, or those that were complete first.
         max_planned_ahead: batches planned beyond the last stepped one; 0 if `max_staleness` is 0.

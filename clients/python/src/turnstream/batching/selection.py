@@ -93,8 +93,13 @@ class Selector:
 
     def num_over_age(self, groups: Sequence[ReadyGroup], *, step: int) -> int:
         """How many of these groups have tokens that are older than the run allows."""
-        old = self.versions.older_than(self._config.max_staleness, train_step=step)
+        old = self._old_versions(groups, step=step)
         return sum(_has_old_tokens(group, old, self._config) for group in groups)
+
+    def _old_versions(self, groups: Sequence[ReadyGroup], *, step: int) -> frozenset[int]:
+        """Those that sampled these groups, and are older than the run allows."""
+        max_age = self._config.max_staleness
+        return self.versions.older_than(max_age, train_step=step, among=_sampled(groups))
 
     def _reconsider(self, changed: TrajectoryKey, fold: RunFold) -> None:
         chosen = self.choice.groups if self.choice is not None else ()
@@ -104,7 +109,7 @@ class Selector:
 
     def _choose(self, event_id: str, step: int, fold: RunFold) -> list[Decision]:
         config = self._config
-        old = self.versions.older_than(config.max_staleness, train_step=step)
+        old = self._old_versions(fold.ready, step=step)
         is_expired = _EXPIRED[config.max_age_policy]
         expired = [group for group in fold.ready if is_expired(group, old, config)]
         left_over = fold.take(expired)

@@ -6,7 +6,7 @@ Age is counted in steps, not in versions: two versions of the same step are of t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,16 +67,35 @@ class VersionSteps:
             self.lineage = announced.lineage
         self.steps[announced.version] = announced.step
 
-    def older_than(self, max_age: int, *, train_step: int) -> frozenset[int]:
-        """The announced versions whose tokens are more than `max_age` steps old in this step.
+    def older_than(self, max_age: int, *, train_step: int, among: Iterable[int]) -> frozenset[int]:
+        """Those of some versions whose tokens are more than `max_age` steps old in this step.
 
-        Of a version that nobody announced nothing says that it is old.
+        A version that nobody announced was made before those above it, and so it is at least as old
+        as the oldest of them. Of one above all that were announced nothing says that it is old::
+
+            announced   10 made after step 1, 20 after step 2
+            in step 4   5, 10 and 15 are 2, 2 and 1 steps old; 25 may be new
         """
+        made_by = self._made_by(set(among))
         return frozenset(
             version
-            for version in self.steps
-            if age(version, train_step=train_step, step_of_version=self.steps) > max_age
+            for version in made_by
+            if age(version, train_step=train_step, step_of_version=made_by) > max_age
         )
+
+    def _made_by(self, versions: Collection[int]) -> dict[int, int]:
+        """By which step each of these was made; without those above all that were announced."""
+        made_by: dict[int, int] = {}
+        oldest_above: int | None = None
+        announced = sorted(self.steps)
+        for version in sorted(versions, reverse=True):
+            while announced and announced[-1] > version:
+                step = self.steps[announced.pop()]
+                oldest_above = step if oldest_above is None else min(oldest_above, step)
+            step = self.steps.get(version, oldest_above)
+            if step is not None:
+                made_by[version] = step
+        return made_by
 
 
 def tokens_of(trajectory: SealedTrajectory, versions: Collection[int]) -> list[int]:
