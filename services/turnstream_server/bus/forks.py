@@ -238,20 +238,32 @@ def _next_row_id(client: redis.Redis, run: str, step: int) -> int | None:
 
 def _read_versions(client: redis.Redis, run: str, *, through_step: int) -> _Versions:
     """The versions that the history up to a step knows, as old as the planner takes them for."""
-    known = VersionSteps()
+    known, forks = VersionSteps(), _read_forks(client, run)
     records: dict[int, tuple[str, bytes]] = {}
     for _, record in stream_entries(client, keys.run_keys(run).versions):
         announced = decode_event(record)
         assert isinstance(announced, VersionAnnounced)  # nothing else is written there
         known.announce(announced)
         records[announced.version] = (announced.lineage, record)
-    steps = {version: step for version, step in known.steps.items() if step <= through_step}
+    made_by = {
+        version: min([step, *(fork for newest, fork in forks if version <= newest)])
+        for version, step in known.steps.items()
+    }
+    steps = {version: step for version, step in made_by.items() if step <= through_step}
     return _Versions(
         records=[(version, records[version][1]) for version in steps],
         steps=steps,
         lineage=records[max(steps)][0] if steps else "",
         highest=max(records, default=-1),
     )
+
+
+def _read_forks(client: redis.Redis, run: str) -> list[tuple[int, int]]:
+    """The rollbacks of a run: the newest version then, and the step that was gone back to."""
+    with translating():
+        found: Any = client.hget(keys.run_keys(run).frontier, "forks")
+    pairs = [pair.split(":") for pair in (found or b"").decode().split(",") if pair]
+    return [(int(version), int(step)) for version, step in pairs]
 
 
 def _copy_records(client: redis.Redis, new_run: str, origin: Origin) -> None:

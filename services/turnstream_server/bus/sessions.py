@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import redis.asyncio
 
 from turnstream.errors import InvalidConfigError
+from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.scripts import Script, run_command_async
-from turnstream.types import RecoveryToken
+from turnstream.types import RecoveryToken, RolledBack
 
 _START = Script("start_session", "turnstream_server.bus")
 _STEPPED = Script("stepped", "turnstream_server.bus")
@@ -79,11 +80,15 @@ async def start_session(
     names = keys.run_keys(run)
     step, chain_hash = ("", "") if token is None else (token.step, token.chain_hash)
     command = _START(
-        (names.frontier, names.batches, names.wake, names.sessions),
+        (
+            *(names.frontier, names.batches, names.wake, names.sessions),
+            *(names.events, names.versions),
+        ),
         session,
         dp_world_size,
         step,
         chain_hash,
+        encode_event(RolledBack(step=step or 0)),
     )
     epoch, next_step, lineage, stepped, committed = await run_command_async(client, command)
     return TrainerSession(

@@ -72,6 +72,35 @@ async def test_groups_that_are_too_old_expire_and_make_room_for_fresh_ones(house
         assert read_frontier(client, run).num_live_groups == 3
 
 
+@pytest.mark.parametrize("is_led_anew", [False, True])
+async def test_tokens_of_weights_that_were_undone_age_from_the_step_that_was_gone_back_to(
+    house, is_led_anew
+):
+    # What undone weights had sampled was as old as the first announcement behind the fork.
+    run = house.create_run(batch_groups=1, max_staleness=2, max_age_policy="drop")
+    replica = await house.start_batcher()
+    trainer = house.trainer(replica, run)
+    await trainer.start()
+    tokens = []
+    for step in range(1, 5):
+        await house.publish(run, of_version(f"g{step}", step - 1))
+        tokens.append(await trainer.stepped(await trainer.get(step)))
+        await trainer.committed(tokens[-1])
+    await trainer.announce_version(4, step=4)
+
+    await trainer.start("back", token=str(tokens[0]))
+    for step in (2, 3, 4):
+        await trainer.stepped(await trainer.get(step))
+    if is_led_anew:
+        await replica.stop()
+        trainer = house.trainer(await house.start_batcher(), run)
+        trainer.session_epoch = 2
+    await house.publish(run, of_version("undone", 4), of_version("new", 5))
+    (fresh,) = await trainer.get(5)
+
+    assert names(fresh) == ["new"]
+
+
 async def test_a_leader_that_starts_from_a_snapshot_knows_the_age_of_versions_of_before(house):
     run = house.create_run(batch_groups=1, max_staleness=1, max_age_policy="drop")
     upkeep = Upkeep(snapshot_events=1, snapshot_steps=1)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from turnstream.errors import ConflictError, FencedError, InvalidConfigError, StoreBehindError
-from turnstream.types import RecoveryToken
+from turnstream.records.events import decode_event
+from turnstream.types import Event, RecoveryToken, RolledBack
 from turnstream_server.bus.sessions import start_session
 
 pytestmark = pytest.mark.redis
@@ -169,6 +170,25 @@ async def test_a_token_is_proof_of_a_checkpoint_that_nobody_could_report(run: An
     await run.start("second", token)
 
     assert await run.frontier() == (2, 1, 1)
+
+
+async def test_a_trainer_that_goes_back_tells_the_plan_so_once(run: Any) -> None:
+    async def rollbacks() -> list[Event]:
+        entries = await run.client.xrange(run.keys.events)
+        events = [decode_event(fields[b"r"]) for _, fields in entries]
+        return [event for event in events if isinstance(event, RolledBack)]
+
+    await run.plan_steps(3)
+    session = await run.start("first")
+    tokens = [await run.step(session, step) for step in (1, 2, 3)]
+
+    await run.start("on", tokens[2])
+    going_on = await rollbacks()
+    await run.start("back", tokens[0])
+    await run.start("back", tokens[0])
+
+    assert going_on == []
+    assert await rollbacks() == [RolledBack(step=1)]
 
 
 async def test_the_checkpoint_of_an_abandoned_lineage_can_be_continued(run: Any) -> None:

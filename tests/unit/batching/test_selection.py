@@ -17,6 +17,7 @@ from turnstream.types import (
     Event,
     GroupOpened,
     RewardPosted,
+    RolledBack,
     RunClosed,
     SealedTrajectory,
     Status,
@@ -151,6 +152,15 @@ def test_a_group_of_versions_that_nobody_announced_expires_with_those_above_them
 
     assert told.expired == ["a", "b"]
     assert told.chosen == ["c"]
+
+
+def test_a_group_of_undone_weights_expires_by_the_step_that_was_gone_back_to() -> None:
+    told = Told(policy("drop"), HISTORY)
+
+    told.tell(RolledBack(step=1), one("a", 3), one("b"), BatchDue(step=4))
+
+    assert told.expired == ["a"]
+    assert told.chosen == ["b"]
 
 
 def test_tokens_of_versions_that_nobody_announced_are_masked_with_those_above_them() -> None:

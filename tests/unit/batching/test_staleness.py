@@ -104,6 +104,18 @@ def test_a_version_of_a_dead_lineage_ages_from_the_fork() -> None:
     assert versions.older_than(0, train_step=3, among=range(6)) == {0, 1, 2, 3, 4}
 
 
+def test_a_dead_version_ages_from_the_fork_and_not_from_the_first_announcement_behind_it() -> None:
+    # The trainer went back to step 5 and announced again after step 10: the version of the undone
+    # step 10 was one step old in step 12.
+    versions = announced(0, 5, 10)
+
+    versions.roll_back(5)
+    announced(10, lineage="main-1", into=versions)
+
+    assert versions.steps == {0: 0, 1: 5, 2: 5, 3: 10}
+    assert versions.older_than(5, train_step=12, among=range(4)) == {0, 1, 2}
+
+
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("ab")), max_size=12))
 def test_no_token_ever_grows_younger(history: list[tuple[int, str]]) -> None:
     versions, before = VersionSteps(), frozenset[int]()

@@ -39,6 +39,7 @@ from turnstream.types import (
     Purpose,
     RefillGranted,
     RewardPosted,
+    RolledBack,
     RunClosed,
     RunFinished,
     RunReopened,
@@ -94,6 +95,7 @@ EVENTS: dict[str, Event] = {
     "run_closed_with_carry": RunClosed(reason="enough", leftover="carry"),
     "run_reopened": RunReopened(),
     "run_finished": RunFinished(step=7),
+    "rolled_back": RolledBack(step=7),
     "config_revised": ConfigRevised(revision=2, step=7),
     "trajectory_of_two_versions": sealed(
         "g0",

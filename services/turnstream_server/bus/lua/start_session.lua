@@ -7,14 +7,17 @@
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] frontier  hash    read and changed: stepped, committed, session_epoch, session,
---                             session_token, dp_world_size, lineage, checkpoints, rollbacks; read:
---                             released
+--                             session_token, dp_world_size, lineage, checkpoints, rollbacks,
+--                             forks; read: released
 --   KEYS[2] batches   hash    read: step -> "<trajectories planned up to it>:<manifest hash>"
 --   KEYS[3] wake      stream  added, so that calls of the session before find out
 --   KEYS[4] sessions  hash    session name -> its epoch; added
+--   KEYS[5] events    stream  added, where steps are undone: field r = the rolled_back record
+--   KEYS[6] versions  stream  read: the newest
 -- Arguments:
 --   ARGV[1] session name     ARGV[2] dp_world_size
 --   ARGV[3] token's step, "" without a token    ARGV[4] token's manifest hash
+--   ARGV[5] the rolled_back record of that step
 -- Reply: {session epoch; next step; lineage; stepped before; committed before}
 -- Errors:
 --   NORUN     no such run
@@ -80,6 +83,25 @@ else
   end
 end
 
+-- Versions up to the newest are as old as this step, at least. An earlier fork behind a later step
+-- says nothing any more.
+local function note_fork()
+  local newest = redis.call('XREVRANGE', KEYS[6], '+', '-', 'COUNT', 1)[1]
+  local noted = {}
+  for version, at in string.gmatch(redis.call('HGET', KEYS[1], 'forks') or '', '(%d+):(%d+)') do
+    if tonumber(at) < step then
+      noted[#noted + 1] = version .. ':' .. at
+    end
+  end
+  if newest then
+    local version = tonumber(string.match(newest[1], '^%d+')) - 1
+    noted[#noted + 1] = string.format('%.0f:%.0f', version, step)
+  end
+  if #noted > 0 then
+    redis.call('HSET', KEYS[1], 'forks', table.concat(noted, ','))
+  end
+end
+
 -- 2. Begin.
 if step ~= stepped then
   -- "main", "main-1", "main-2" ...; of a forked run "maze@12", "maze@12-1" ...
@@ -93,6 +115,8 @@ if step ~= stepped then
     end
   end
   redis.call('HSET', KEYS[1], 'rollbacks', table.concat(told, ','))
+  note_fork()
+  redis.call('XADD', KEYS[5], '*', 'r', ARGV[5])
 end
 local kept = {}
 for earlier in string.gmatch(checkpoints or '', '%d+') do

@@ -26,6 +26,7 @@ from turnstream.types import (
     BatchDue,
     Event,
     RewardPosted,
+    RolledBack,
     SealedTrajectory,
     TrajectoryDied,
     TrajectoryKey,
@@ -73,6 +74,8 @@ class Selector:
         match event:
             case VersionAnnounced():
                 self.versions.announce(event)
+            case RolledBack(step=step):
+                self.versions.roll_back(step)
             case TrajectoryDied() | SealedTrajectory() | RewardPosted():
                 self._reconsider(event.key, fold)
             case BatchDue() if self.choice is None and event.step > self._last_step:

@@ -60,12 +60,19 @@ class VersionSteps:
         self.lineage = lineage
 
     def announce(self, announced: VersionAnnounced) -> None:
-        """Take in the next announcement; the first one of a lineage says where it began."""
+        """Take in the next announcement.
+
+        The first one of a lineage shows that it began there at the latest, also where a history of
+        an older release tells of no rollback.
+        """
         if announced.lineage != self.lineage:
-            fork = announced.step
-            self.steps = {version: min(step, fork) for version, step in self.steps.items()}
+            self.roll_back(announced.step)
             self.lineage = announced.lineage
         self.steps[announced.version] = announced.step
+
+    def roll_back(self, step: int) -> None:
+        """Another history begins behind this step."""
+        self.steps = {version: min(made, step) for version, made in self.steps.items()}
 
     def older_than(self, max_age: int, *, train_step: int, among: Iterable[int]) -> frozenset[int]:
         """Those of some versions whose tokens are more than `max_age` steps old in this step.

@@ -22,6 +22,7 @@ from turnstream.types import (
     Purpose,
     RefillGranted,
     RewardPosted,
+    RolledBack,
     RunClosed,
     RunFinished,
     RunReopened,
@@ -285,6 +286,14 @@ def _decode_reopened(_: wire.RunReopened) -> RunReopened:
     return RunReopened()
 
 
+def _encode_rollback(event: RolledBack) -> wire.Event:
+    return wire.Event(rolled_back=wire.RolledBack(step=event.step))
+
+
+def _decode_rollback(message: wire.RolledBack) -> RolledBack:
+    return RolledBack(step=message.step)
+
+
 def _encode_finished(event: RunFinished) -> wire.Event:
     return wire.Event(run_finished=wire.RunFinished(step=event.step))
 
@@ -368,6 +377,7 @@ _ENCODERS: Final[dict[type, Callable[[Any], wire.Event]]] = {
     ConfigRevised: _encode_revised,
     RunReopened: _encode_reopened,
     RunFinished: _encode_finished,
+    RolledBack: _encode_rollback,
 }
 _DECODERS: Final[dict[str, Callable[[Any], Event]]] = {
     "group_opened": _decode_group_opened,
@@ -384,4 +394,5 @@ _DECODERS: Final[dict[str, Callable[[Any], Event]]] = {
     "config_revised": _decode_revised,
     "run_reopened": _decode_reopened,
     "run_finished": _decode_finished,
+    "rolled_back": _decode_rollback,
 }

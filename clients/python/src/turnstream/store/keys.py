@@ -40,6 +40,8 @@ frontier   hash    stepped, committed, session_epoch, session, dp_world_size, li
                    revised_groups, added to the groups that may be live, because planned steps had
                    others than batch_groups: before a revision of it, or short; paused, the
                    reason, while the run is;
+                   forks, `<version>:<step>,...`: what was announced up to the version is as old as
+                   that step, at least, because the trainer went back to it;
                    leftover, see RunClosed, while it is closed; finished, 1 once nothing more of it
                    will be planned
 batches    hash    step -> `<trajectories planned up to it>:<manifest hash>`; from `released` on

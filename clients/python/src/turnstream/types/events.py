@@ -65,6 +65,13 @@ class VersionAnnounced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RolledBack:
+    """The trainer began again behind this step: weights that were made beyond it are gone."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunClosed:
     """No group will be opened any more, unless the run is reopened.
 
@@ -166,4 +173,5 @@ Event = (
     | ConfigRevised
     | RunReopened
     | RunFinished
+    | RolledBack
 )

@@ -55,6 +55,7 @@ from turnstream.types import (
     Purpose,
     RefillGranted,
     RewardPosted,
+    RolledBack,
     RunClosed,
     RunFinished,
     RunReopened,
@@ -148,6 +149,7 @@ def events() -> st.SearchStrategy[Event]:
         ),
         st.builds(RunClosed, reason=text, leftover=st.sampled_from(["short", "carry", "drop"])),
         st.builds(RunReopened),
+        st.builds(RolledBack, step=st.integers(0, 2**40)),
         st.builds(RunFinished, step=st.integers(0, 2**40)),
         st.builds(
             DeadlineFired,
