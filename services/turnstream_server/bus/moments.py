@@ -98,7 +98,7 @@ class RunSnapshot:
         planner: name of the batcher that planned last; empty if none ever did, or it has left.
         planner_left_s: of its lease; 0 or below where it has ended.
         batch_groups: groups of one step.
-        max_planned_ahead: batches planned beyond the last stepped one.
+        max_planned_ahead: batches planned beyond the one that is to be stepped next.
         most_live_groups: groups that may be live after the last step.
         num_ready: groups that can be planned.
         num_waiting: groups that are not decided.

@@ -95,18 +95,19 @@ async def test_a_group_of_which_too_few_members_have_a_reward_ends_whole(house):
     assert _states(house, run) == {TrajectoryState.INCOMPLETE: 2, TrajectoryState.PLANNED: 2}
 
 
-async def test_no_batch_is_planned_further_ahead_than_the_run_allows(house):
-    run = house.create_run(batch_groups=1, max_planned_ahead=1)
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+async def test_the_step_that_a_trainer_is_at_is_planned_and_so_many_ahead_of_it(house, ahead):
+    run = house.create_run(batch_groups=1, max_planned_ahead=ahead)
     trainer = house.trainer(await house.start_batcher(), run)
     await house.publish(run, *(group(f"g{i}") for i in range(4)))
     await trainer.start()
 
-    await trainer.get(2)
-    with pytest.raises(NotReadyError):
-        await trainer.get(3, wait_s=0.3)
+    await trainer.get(1 + ahead)
+    with pytest.raises(NotReadyError, match=f"step {2 + ahead} is planned when step 1 is stepped"):
+        await trainer.get(2 + ahead, wait_s=0.2)
 
     with connect(house.url) as client:
-        assert read_frontier(client, run).planned == 2
+        assert read_frontier(client, run).planned == 1 + ahead
 
 
 async def test_a_seal_that_its_writer_could_not_post_is_posted_for_it(house):

@@ -14,6 +14,7 @@ import redis
 from turnstream.errors import ConflictError, InvalidTurnError, NotReadyError
 from turnstream.generator import AsyncPublisher, Publisher, RewardOutcome, post_reward
 from turnstream.store import keys
+from turnstream.store.credits import credit
 from turnstream.testing import group, trajectory, turn
 from turnstream.types import GroupOpened, RewardPosted, SealedTrajectory, TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
@@ -109,6 +110,22 @@ async def test_of_many_tasks_of_one_publisher_one_gets_a_refill(
 
     names = [type(result).__name__ for result in results]
     assert sorted(names) == [*["NotReadyError"] * 7, "Refill"]
+
+
+def test_a_group_begins_past_a_refill_that_waits_and_takes_no_room_from_it(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client, batch_groups=1, max_staleness=1, max_planned_ahead=0)
+
+    with Publisher(server.url, run) as publisher:
+        open_group(publisher)
+        grant(client, run)
+        with publisher.group("the last that has room", 1):
+            num_left = credit(client, run).num_groups
+            refill = publisher.next_refill(5)
+
+    assert num_left == 0
+    assert refill.key == AGAIN
 
 
 def test_without_a_refill_says_so_in_time(
