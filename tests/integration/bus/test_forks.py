@@ -107,46 +107,6 @@ async def test_a_fork_has_the_history_up_to_the_token_and_nothing_open(
     assert await origin.dump() == before
 
 
-@pytest.mark.parametrize(
-    ("first", "then", "expected", "forks"),
-    [
-        (1, 2, {1: 1, 2: 1, 3: 2, 4: 4}, b"2:1,3:2"),
-        (2, 1, {1: 1, 2: 1, 3: 1, 4: 4}, b"3:1"),  # the first says nothing any more
-    ],
-)
-async def test_versions_that_were_undone_are_as_old_in_a_fork_as_in_its_origin(
-    async_client: redis.asyncio.Redis,
-    client: redis.Redis,
-    start_run: StartRun,
-    first: int,
-    then: int,
-    expected: dict[int, int],
-    forks: bytes,
-) -> None:
-    # The trainer announces version 1 after step 3 and 2 after step 4, goes back to one step,
-    # announces 3 after step 3, goes back to another one, and announces 4 after step 4.
-    run = await start_run(async_client)
-    await run.plan_steps(4)
-    await run.commit(await run.start("s"), 1, 2, 3, 4)
-    await announce(async_client, run.name, 1, step=3)
-    await announce(async_client, run.name, 2, step=4)
-    second = await run.start("second", run.token(first))
-    for step in range(first + 1, 4):
-        await run.step(second, step)
-    await announce(async_client, run.name, 3, step=3, epoch=2)
-    third = await run.start("third", run.token(then))
-    for step in range(then + 1, 5):
-        await run.commit_token(third, await run.step(third, step))
-    await announce(async_client, run.name, 4, step=4, epoch=3)
-
-    new_run = f"fork of {run.name}"
-    fork_run(client, run.name, new_run, run.token(4))
-
-    record: Any = client.hget(keys.run_keys(new_run).snapshot, "record")
-    assert decode_snapshot(record).versions == expected
-    assert client.hget(run.keys.frontier, "forks") == forks
-
-
 async def test_its_trainer_starts_with_the_token_of_the_checkpoint_and_no_other(
     client: redis.Redis, async_client: redis.asyncio.Redis, origin: Any
 ) -> None:

@@ -95,8 +95,8 @@ class BatchingConfig:
             groups are as old as `max_planned_ahead`, let `max_staleness` be larger than that.
         selection: which of the complete groups a batch takes: those that were opened first, those
             whose oldest trained token is of the oldest version, or those that were complete first.
-        max_planned_ahead: batches planned beyond the one that is to be stepped next, which itself is
-            planned as soon as its groups are ready. 0 if `max_staleness` is 0.
+        max_planned_ahead: batches planned beyond the one that is to be stepped next, which
+            itself is planned as soon as its groups are ready. 0 if `max_staleness` is 0.
         pad_token_id: written into padding positions; never read by the loss.
         max_tokens_per_micro_batch: what one forward pass may cost; 0 means no limit.
         micro_batch_cost: how a pass is computed, and so what it costs (batching.microbatch): rows x
