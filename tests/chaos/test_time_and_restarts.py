@@ -10,11 +10,16 @@ import pytest
 
 from harness.machine import Machine
 from harness.rig import Rig, config
+from turnstream.generator import Publisher, RewardOutcome, post_reward
 from turnstream.store import keys
+from turnstream.testing import group, ids
+from turnstream.types import TrajectoryKey
+from turnstream.worker import ObserverStream
 
 pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(120)]
 
 HOUR_S = 3600.0
+LONG: dict[str, Any] = {"group_deadline_s": HOUR_S / 2, "reward_deadline_s": HOUR_S / 2}
 
 
 @pytest.mark.parametrize("jumps", [(HOUR_S, 0.0), (-HOUR_S, 0.0)], ids=["ahead", "back"])
@@ -41,6 +46,54 @@ def test_a_clock_that_jumps_by_an_hour_ends_no_lease_and_loses_nothing(
     for rank in ranks:
         rank.kill()
     rig.drain()
+
+
+@pytest.mark.parametrize("jumps", [(HOUR_S, 0.0), (-HOUR_S, 0.0)], ids=["ahead", "back"])
+def test_a_clock_that_jumps_by_an_hour_ends_no_deadline_and_no_observer(
+    start_rig: Callable[..., Rig], tmp_path: Path, jumps: tuple[float, ...]
+) -> None:
+    # Fault 24: of a group and of a reward, half an hour each, and an observer of ten minutes.
+    machine = Machine(tmp_path)
+    rig = start_rig(
+        config=config(batch_groups=1, mini_batch_groups=1, **LONG), binary=machine.binary
+    )
+    before: Any = rig.client.time()
+    rig.start_batcher()
+    with (
+        Publisher(rig.store_url, rig.run) as publisher,
+        ObserverStream(rig.address(), rig.run, "audit", first_step=1, expiry_s=600) as observer,
+    ):
+        hangs, waits = (publisher.trajectory(name, 0, num_samples=1) for name in ("hangs", "waits"))
+        for episode in (hangs, waits):
+            episode.append(ids("ab"), ids("c"), logprobs=[-1.0], version=0)
+        waits.seal(awaits_reward=True)
+        publisher.flush(10)
+
+        for step, wrong_by_s in enumerate(jumps, start=1):
+            machine.set_clock(wrong_by_s=wrong_by_s)
+            rig.wait(lambda w=wrong_by_s: _is_wrong_by(rig, before, w), "the jump")
+            _wait_for_looks(rig)
+            publisher.publish(group(f"g{step}")).result(10)
+            assert next(observer).info.step == step
+            observer.seen()
+
+        counts = rig.counts()
+        assert counts == {"accepted": 6, "open": 1, "awaiting_reward": 1, "planned": 4}
+        hangs.append(ids("abcd"), ids("e"), logprobs=[-1.0], version=0).result(10)
+        outcome = post_reward(rig.client, rig.run, TrajectoryKey("waits", 0), 1.0)
+        assert outcome is RewardOutcome.POSTED
+        hangs.seal(1.0)
+
+
+def _wait_for_looks(rig: Rig) -> None:
+    """Until the timekeeper has looked at the store's clock a few times."""
+    seen: set[Any] = set()
+
+    def is_so() -> bool:
+        seen.add(rig.client.hget(keys.run_keys(rig.run).clock, "at_ms"))
+        return len(seen) > 3
+
+    rig.wait(is_so, "looks at the clock")
 
 
 def _is_wrong_by(rig: Rig, before: tuple[int, int], wrong_by_s: float) -> bool:

@@ -147,7 +147,7 @@ class BatchesServicer:
     async def observe(self, request: wire.ObserveRequest) -> wire.ObserveReply:
         """Declare an observer."""
         view = await self._find_run(request.run)
-        next_step = await declare_observer(
+        declared = await declare_observer(
             self._client,
             request.run,
             observer=request.observer,
@@ -157,10 +157,17 @@ class BatchesServicer:
         frontier = await view.refresh()
         _, config = await view.newest_config()
         logger.info(
-            "observer %r of run %s begins at step %d", request.observer, request.run, next_step
+            "observer %r of run %s begins at step %d",
+            request.observer,
+            request.run,
+            declared.next_step,
+            extra={"first_missed": declared.first_missed},
         )
         return wire.ObserveReply(
-            next_step=next_step, config_json=encode_config(config), lineage=frontier.lineage
+            next_step=declared.next_step,
+            config_json=encode_config(config),
+            lineage=frontier.lineage,
+            first_missed=declared.first_missed,
         )
 
     async def observed(self, request: wire.ObservedRequest) -> wire.ObservedReply:

@@ -1,8 +1,9 @@
 """The one place where time becomes events: scripts that are due are run, while this replica leads.
 
-Time is the store's, so that every replica means the same by it. But a clock may jump, and a store
-may stand still for a while, in which nobody can renew what then looks as if it had ended. So the
-timekeeper watches that clock with its own, and tells every script for how long it has been steady.
+Leases are by the store's clock, so that every replica means the same by it. But a clock may jump,
+and a store may stand still for a while, in which nobody can renew what then looks as if it had
+ended. So the timekeeper watches that clock with its own, and tells every script for how long it has
+been steady. Deadlines and observers are by the run's time, which it counts with its own clock.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from redis.exceptions import RedisError
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.store.replies import translate
+from turnstream_server.bus.clock import LONGEST_MOST_S, RunClock
 from turnstream_server.bus.deadlines import fire_deadlines
 from turnstream_server.bus.leases import give_up_lapsed
+from turnstream_server.bus.observers import forget_observers
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +40,8 @@ LOOKS_PER_DEADLINE: Final = 20
 """A deadline that is set while the timekeeper sleeps fires late by so small a part of it."""
 
 LONGEST_PAUSE_S: Final = 5.0
-"""Between two looks at the deadlines, which generators of any release may set."""
+"""Between two looks at the run's clock, at the observers, and at the deadlines, which generators of
+any release may set."""
 
 
 Sleep = Callable[[float], Awaitable[object]]
@@ -51,10 +55,12 @@ class Moment(NamedTuple):
             cannot be deceived by a jump in between.
         steady_s: for how long the store has answered without a gap, and its clock has kept pace
             with ours.
+        own_s: our own clock, when the answer was in.
     """
 
     server_ms: int
     steady_s: float
+    own_s: float
 
 
 class DueScript(NamedTuple):
@@ -90,7 +96,7 @@ class SteadyClock:
         if was_silent or abs(ahead_s - self._ahead_s) > self._tolerance_s:
             self._since_s, self._ahead_s = now_s, ahead_s
         self._read_s = now_s
-        return Moment(server_ms, now_s - self._since_s)
+        return Moment(server_ms, now_s - self._since_s, now_s)
 
 
 class Timekeeper:
@@ -155,17 +161,33 @@ def timekeeper(
     sleep: Sleep = asyncio.sleep,
 ) -> Timekeeper:
     """The timekeeper of a run, with every script that a run has, and others."""
+    tolerance_s = config.lease_s * TOLERANCE_LEASES
+    most_s = min(LONGEST_MOST_S, tolerance_s)
+    clock = RunClock(client, run, leader_epoch=leader_epoch, most_s=most_s)
     return Timekeeper(
         client,
         [
+            going_clock(clock, config=config),
             lapsed_leases(client, run, leader_epoch=leader_epoch, config=config),
-            passed_deadlines(client, run, leader_epoch=leader_epoch, config=config),
+            passed_deadlines(client, run, clock, leader_epoch=leader_epoch, config=config),
+            silent_observers(client, run, clock, leader_epoch=leader_epoch),
             *others,
         ],
-        tolerance_s=config.lease_s * TOLERANCE_LEASES,
+        tolerance_s=tolerance_s,
         longest_pause_s=config.lease_s / LOOKS_PER_LEASE,
         sleep=sleep,
     )
+
+
+def going_clock(clock: RunClock, *, config: BatchingConfig) -> DueScript:
+    """Counts the run's time; before every other script that goes by it."""
+    pause_s = min(LONGEST_PAUSE_S, config.lease_s / LOOKS_PER_LEASE)
+
+    async def tick(moment: Moment) -> float:
+        await clock.tick(server_ms=moment.server_ms, own_s=moment.own_s)
+        return pause_s
+
+    return DueScript("the run's clock", tick)
 
 
 def lapsed_leases(
@@ -186,14 +208,33 @@ def lapsed_leases(
 
 
 def passed_deadlines(
-    client: redis.asyncio.Redis, run: str, *, leader_epoch: int, config: BatchingConfig
+    client: redis.asyncio.Redis,
+    run: str,
+    clock: RunClock,
+    *,
+    leader_epoch: int,
+    config: BatchingConfig,
 ) -> DueScript:
     """Writes the events of groups and rewards whose deadline has passed."""
     deadlines_s = [s for s in (config.group_deadline_s, config.reward_deadline_s) if s > 0]
     pause_s = min([LONGEST_PAUSE_S, *(s / LOOKS_PER_DEADLINE for s in deadlines_s)])
 
-    async def fire(_: Moment) -> float:
-        next_ms = await fire_deadlines(client, run, leader_epoch=leader_epoch)
+    async def fire(moment: Moment) -> float:
+        run_ms = clock.at(moment.own_s)
+        next_ms = await fire_deadlines(client, run, run_ms=run_ms, leader_epoch=leader_epoch)
         return pause_s if next_ms < 0 else min(pause_s, next_ms / 1000)
 
     return DueScript("passed deadlines", fire)
+
+
+def silent_observers(
+    client: redis.asyncio.Redis, run: str, clock: RunClock, *, leader_epoch: int
+) -> DueScript:
+    """Forgets observers that were silent for longer than their expiry."""
+
+    async def forget(moment: Moment) -> float:
+        run_ms = clock.at(moment.own_s)
+        next_ms = await forget_observers(client, run, run_ms=run_ms, leader_epoch=leader_epoch)
+        return LONGEST_PAUSE_S if next_ms < 0 else min(LONGEST_PAUSE_S, next_ms / 1000)
+
+    return DueScript("silent observers", forget)

@@ -1,4 +1,4 @@
-"""Deadlines of groups and rewards that have passed, by the server's clock, written as events."""
+"""Deadlines of groups and rewards that have passed, by the run's clock, written as events."""
 
 from __future__ import annotations
 
@@ -16,8 +16,16 @@ _FIRE = Script("fire_deadlines", "turnstream_server.bus")
 _PER_CALL: Final = 200
 
 
-async def fire_deadlines(client: redis.asyncio.Redis, run: str, *, leader_epoch: int) -> int:
+async def fire_deadlines(
+    client: redis.asyncio.Redis, run: str, *, run_ms: int, leader_epoch: int
+) -> int:
     """Write the events of all deadlines that have passed.
+
+    Args:
+        client: of the store.
+        run: name of the run.
+        run_ms: the run's time, see RunClock.
+        leader_epoch: of the planner.
 
     Returns:
         Milliseconds until the next one is due; -1 where there is none.
@@ -30,7 +38,7 @@ async def fire_deadlines(client: redis.asyncio.Redis, run: str, *, leader_epoch:
     script_keys = (names.leader, names.deadlines, names.members, names.events, names.config)
     arguments: list[str | bytes] = []
     while True:
-        command = _FIRE(script_keys, leader_epoch, _PER_CALL, *arguments)
+        command = _FIRE(script_keys, leader_epoch, run_ms, _PER_CALL, *arguments)
         _, next_ms, *due = await run_command_async(client, command)
         if not due:
             return int(next_ms)

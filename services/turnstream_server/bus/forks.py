@@ -177,7 +177,7 @@ def _make_fork(
     command = _FORK(
         (
             *(names.frontier, names.config, names.counts, names.batches),
-            *(names.snapshot, names.versions, names.deleted),
+            *(names.snapshot, names.versions, names.deleted, names.clock),
         ),
         str(origin),
         encode_config(config),

@@ -136,6 +136,7 @@ def _grant(run: str, wanted: RefillWanted, attempt: int, leader_epoch: int) -> C
         (
             *(names.leader, names.groups, names.ledger, names.members, names.refills),
             *(names.deadlines, names.config, names.events, names.wake, names.frontier),
+            names.clock,
         ),
         leader_epoch,
         keys.encode_name(key.group_id),

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 import redis
 import redis.asyncio
 
 from turnstream.errors import InvalidConfigError
-from turnstream.store import keys
+from turnstream.store import clock, keys
+from turnstream.store.replies import translating
 from turnstream.store.scripts import Script, run_command_async
 from turnstream_server.bus.pages import hash_fields, server_ms
 
+logger = logging.getLogger(__name__)
+
 _OBSERVE = Script("observe", "turnstream_server.bus")
 _OBSERVED = Script("observed", "turnstream_server.bus")
+_FORGET = Script("forget_observers", "turnstream_server.bus")
+
+MOST_FORGOTTEN: Final = 256
+"""Of so many forgotten observers stays written what they had seen: whoever makes up a new name each
+time fills no store."""
+
+
+class Declared(NamedTuple):
+    """Where an observer begins.
+
+    Attributes:
+        next_step: that it has not seen.
+        first_missed: it was forgotten, and missed the steps from here to the one before
+            `next_step`; 0 where it missed none, or nobody knows any more.
+    """
+
+    next_step: int
+    first_missed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,30 +56,35 @@ class Observer:
 
 
 def read_observers(client: redis.Redis, run: str) -> tuple[Observer, ...]:
-    """The observers of a run, by name; also those that expired and were not missed yet.
+    """The observers of a run, by name; also those that are forgotten, as far as they are known.
 
     Raises:
         StoreUnavailableError: the store cannot be reached.
     """
-    found = dict(hash_fields(client, keys.run_keys(run).observers))
-    now_ms = server_ms(client)
-    return tuple(_observer(name, found[name].decode(), now_ms) for name in sorted(found))
+    names = keys.run_keys(run)
+    found = dict(hash_fields(client, names.observers))
+    with translating():
+        fields: Any = client.hmget(names.clock, *clock.FIELDS)
+    run_ms = clock.run_ms(fields, now_ms=server_ms(client))
+    return tuple(_observer(name, found[name].decode(), run_ms) for name in sorted(found))
 
 
-def _observer(name: str, entry: str, now_ms: int) -> Observer:
-    seen, expires_ms, expiry_ms = map(int, entry.split(":"))
+def _observer(name: str, entry: str, run_ms: int) -> Observer:
+    """One that is forgotten was silent for its expiry at least, and has nothing left."""
+    seen, expires_ms, expiry_ms = map(int, entry.split(":")[:3])
+    expires_ms = expires_ms or run_ms
     return Observer(
         name=keys.decode_name(name),
         seen=seen,
-        silent_s=max(0, now_ms - (expires_ms - expiry_ms)) / 1_000,
-        left_s=(expires_ms - now_ms) / 1_000,
+        silent_s=max(0, run_ms - (expires_ms - expiry_ms)) / 1_000,
+        left_s=(expires_ms - run_ms) / 1_000,
     )
 
 
 async def declare_observer(
     client: redis.asyncio.Redis, run: str, *, observer: str, first_step: int | None, expiry_s: float
-) -> int:
-    """Declare an observer, or let one come back; gives the next step that it has not seen.
+) -> Declared:
+    """Declare an observer, or let one come back where it was; one that was forgotten begins anew.
 
     Args:
         client: of the store.
@@ -79,12 +107,12 @@ async def declare_observer(
         raise InvalidConfigError("first_step", f"{first_step}; steps count from 1")
     names = keys.run_keys(run)
     command = _OBSERVE(
-        (names.frontier, names.observers),
+        (names.frontier, names.observers, names.clock),
         keys.encode_name(observer),
         first_step or 0,
         int(expiry_s * 1000),
     )
-    return await run_command_async(client, command)
+    return Declared(*await run_command_async(client, command))
 
 
 async def note_observed(
@@ -97,6 +125,38 @@ async def note_observed(
         StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(run)
-    command = _OBSERVED((names.observers,), keys.encode_name(observer), step)
+    command = _OBSERVED((names.observers, names.clock), keys.encode_name(observer), step)
     expiry_ms: int = await run_command_async(client, command)
     return expiry_ms / 1000
+
+
+async def forget_observers(
+    client: redis.asyncio.Redis, run: str, *, run_ms: int, leader_epoch: int
+) -> int:
+    """Forget the observers that were silent for longer than their expiry, and say so in the log.
+
+    Args:
+        client: of the store.
+        run: name of the run.
+        run_ms: the run's time, see RunClock.
+        leader_epoch: of the planner.
+
+    Returns:
+        Milliseconds until the next one expires; -1 where there is none.
+
+    Raises:
+        FencedError: another planner leads the run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    command = _FORGET((names.leader, names.observers), leader_epoch, run_ms, MOST_FORGOTTEN)
+    next_ms, *forgotten = await run_command_async(client, command)
+    for name, seen, expiry_ms in zip(*[iter(forgotten)] * 3, strict=True):
+        logger.warning(
+            "run %s: observer %r was silent for %g s; nothing behind step %d is kept for it",
+            run,
+            keys.decode_name(name.decode()),
+            expiry_ms / 1_000,
+            seen,
+        )
+    return int(next_ms)

@@ -49,7 +49,7 @@ async def announce_revision(
     command = _ANNOUNCE(
         (
             *(names.leader, names.frontier, names.config, names.events),
-            *(names.wake, names.groups, names.deadlines),
+            *(names.wake, names.groups, names.deadlines, names.clock),
         ),
         leader_epoch,
         revised.revision,

@@ -13,7 +13,7 @@ from turnstream.batching.capacity import most_live_groups
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import RecordError
 from turnstream.records.events import decode_event
-from turnstream.store import keys
+from turnstream.store import clock, keys
 from turnstream.store.replies import translating
 from turnstream.store.runs import newest_version, read_config
 from turnstream.store.tasks import read_prompt_counts
@@ -267,20 +267,21 @@ def _oldest(
     reward_due_ms = _scores(
         client, names.deadlines, {f"reward:{key.trajectory_id}": key for key in awaited}
     )
+    run_now_ms = _run_ms(client, names, now_ms)
     return tuple(
         WaitingGroup(
             group_id=name,
             age_s=_ago_s(opened_ms.get(name), now_ms),
             num_sealed=len(waiting[name].sealed),
             num_needed=waiting[name].num_needed,
-            deadline_left_s=_left_s(group_due_ms.get(name), now_ms),
+            deadline_left_s=_left_s(group_due_ms.get(name), run_now_ms),
             open_members=_open_members(waiting[name], leases, now_ms),
             awaited=tuple(
                 AwaitedReward(
                     sample=key.sample,
                     attempt=key.attempt,
                     since_s=_ago_s(sealed_ms.get(key), now_ms),
-                    deadline_left_s=_left_s(reward_due_ms.get(key), now_ms),
+                    deadline_left_s=_left_s(reward_due_ms.get(key), run_now_ms),
                 )
                 for key in sorted(waiting[name].awaited)[:MAX_MEMBERS]
             ),
@@ -327,6 +328,12 @@ def _moments(
         elif isinstance(event, SealedTrajectory) and event.key in trajectories:
             sealed_ms.setdefault(event.key, entry_ms(entry_id))
     return opened_ms, sealed_ms
+
+
+def _run_ms(client: redis.Redis, names: keys.RunKeys, now_ms: int) -> int:
+    with translating():
+        fields: Any = client.hmget(names.clock, *clock.FIELDS)
+    return clock.run_ms(fields, now_ms=now_ms)
 
 
 def _ago_s(ms: int | None, now_ms: int) -> float | None:

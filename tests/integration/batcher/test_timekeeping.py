@@ -57,7 +57,7 @@ async def test_a_trajectory_waits_to_be_taken_over_before_it_is_given_up(
     settings = dataclasses.replace(config(), lease_s=LEASE_S, takeover_s=TAKEOVER_S)
     script = lapsed_leases(client, run, leader_epoch=1, config=settings)
 
-    pause_s = await script.run(Moment(ended_ms + after_ms, steady_s))
+    pause_s = await script.run(Moment(ended_ms + after_ms, steady_s, 0.0))
 
     assert pause_s == LEASE_S / 10
     with connect(house.url) as reader:

@@ -59,9 +59,8 @@ from turnstream_server.embedded import EmbeddedServer
 @pytest.fixture
 async def async_client(server: EmbeddedServer) -> AsyncIterator[redis.asyncio.Redis]:
     """An asyncio client of `server`."""
-    client = connect_async(server.url)
-    yield client
-    await client.aclose()
+    async with connect_async(server.url) as client:
+        yield client
 
 
 @pytest.fixture
@@ -226,10 +225,16 @@ class RunDriver:
         epoch = self.leader_epoch if leader_epoch is None else leader_epoch
         return await grant_refill(self.client, self.name, wanted, leader_epoch=epoch)
 
+    async def run_ms(self) -> int:
+        """The run's own time, which goes on by what a test says."""
+        ms: Any = await self.client.hget(self.keys.clock, "ms")
+        return int(ms)
+
     async def fire(self, *, leader_epoch: int | None = None) -> int:
         """Fire the deadlines that have passed."""
         epoch = self.leader_epoch if leader_epoch is None else leader_epoch
-        return await fire_deadlines(self.client, self.name, leader_epoch=epoch)
+        now = {"run_ms": await self.run_ms(), "leader_epoch": epoch}
+        return await fire_deadlines(self.client, self.name, **now)
 
     async def make_due(self) -> None:
         """Let every deadline pass."""
@@ -378,20 +383,16 @@ class RunDriver:
 
     async def dump(self) -> dict[str, Any]:
         """Everything that the store holds of the run, but for the id of the last wake-up."""
-        hashes = (
-            *("ledger", "counts", "groups", "frontier", "batches", "leader"),
-            *("members", "rewards"),
-            *("past", "ended", "reasons", "over", "snapshot"),
-        )
         content: dict[str, Any] = {}
-        for name in hashes:
+        for name in (
+            *("ledger", "counts", "groups", "frontier", "batches", "leader", "clock"),
+            *("members", "rewards", "past", "ended", "reasons", "over", "snapshot", "observers"),
+        ):
             content[name] = await self.client.execute_command("HGETALL", getattr(self.keys, name))
         for name in ("deadlines", "refills", "rewarded"):
-            key = getattr(self.keys, name)
-            content[name] = await self.client.execute_command("ZRANGE", key, 0, -1)
+            content[name] = await self.client.zrange(getattr(self.keys, name), 0, -1)
         for name in ("events", "plan", "versions", "wake"):
-            key = getattr(self.keys, name)
-            content[name] = await self.client.execute_command("XRANGE", key, "-", "+")
+            content[name] = await self.client.xrange(getattr(self.keys, name))
         return content
 
     async def last_wake_up(self) -> Any:

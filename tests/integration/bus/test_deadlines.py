@@ -53,7 +53,7 @@ async def test_a_group_has_a_deadline_from_its_opening_where_the_run_says_so(
 
     assert (await members_of(run, "deadlines"), await run.fire()) == ([], -1)
     assert await members_of(timed, "deadlines") == [b"group:a"]
-    assert HOUR_MS - 60_000 < next_ms <= HOUR_MS
+    assert next_ms == HOUR_MS
 
 
 async def test_a_deadline_that_has_passed_is_an_event_once(timed: Any) -> None:
@@ -82,13 +82,13 @@ async def test_more_deadlines_than_fit_into_one_call_all_fire(timed: Any) -> Non
     assert len({event.group_id for event in fired}) == len(fired) == 250
 
 
-async def test_a_clock_that_was_set_back_does_not_put_a_deadline_off(timed: Any) -> None:
+async def test_no_deadline_is_later_than_one_that_is_set_now(timed: Any) -> None:
     await timed.open("a")
     await timed.client.zadd(timed.keys.deadlines, {"group:a": 10**15})
 
     await timed.fire()
 
-    assert HOUR_MS - 60_000 < await timed.fire() <= HOUR_MS
+    assert await timed.fire() == HOUR_MS
 
 
 async def test_only_the_leader_fires_deadlines(timed: Any) -> None:
@@ -119,7 +119,7 @@ async def test_a_record_made_before_a_refill_is_not_written_after_it(timed: Any)
     names, num_events = timed.keys, len(await timed.events())
     script_keys = (names.leader, names.deadlines, names.members, names.events, names.config)
     stale = Script("fire_deadlines", "turnstream_server.bus")(
-        script_keys, timed.leader_epoch, 9, "group:a", 0, b"a record of refill 0"
+        script_keys, timed.leader_epoch, 9, 9, "group:a", 0, b"a record of refill 0"
     )
 
     reply = await run_command_async(timed.client, stale)
@@ -157,7 +157,7 @@ async def test_a_refill_is_granted_once_and_gives_the_group_a_new_deadline(timed
     assert (granted, again) == (True, False)
     assert await timed.dump() == before
     assert (await timed.events())[-1] == RefillGranted(key=TrajectoryKey("a", 1, 1), number=1)
-    assert await timed.fire() > HOUR_MS - 60_000
+    assert await timed.fire() == HOUR_MS
 
 
 async def test_the_deadline_of_a_refilled_group_names_its_refills(timed: Any) -> None:
@@ -290,7 +290,7 @@ async def test_a_reward_that_does_not_come_is_an_event(timed: Any) -> None:
 
     await timed.fire()
 
-    assert half_an_hour_ms <= HOUR_MS / 2
+    assert half_an_hour_ms == HOUR_MS / 2
     awaited = TrajectoryKey("a", 1)
     assert (await timed.events())[-1] == DeadlineFired(group_id="a", awaited=awaited)
 

@@ -5,18 +5,38 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from turnstream.errors import InvalidConfigError, ObserverExpiredError, RunNotFoundError
-from turnstream.testing import wait_until_async
-from turnstream_server.bus.observers import declare_observer, note_observed
+from turnstream.errors import (
+    FencedError,
+    InvalidConfigError,
+    ObserverExpiredError,
+    RunNotFoundError,
+)
+from turnstream_server.bus import observers
+from turnstream_server.bus.observers import (
+    Declared,
+    declare_observer,
+    forget_observers,
+    note_observed,
+)
 
 pytestmark = pytest.mark.redis
 
 
 async def declare(
     run: Any, observer: str = "o", *, first_step: int | None = None, expiry_s: float = 60.0
-) -> int:
+) -> Declared:
     return await declare_observer(
         run.client, run.name, observer=observer, first_step=first_step, expiry_s=expiry_s
+    )
+
+
+async def forget(run: Any, *, after_ms: int = 0, leader_epoch: int | None = None) -> int:
+    """Forget the observers that are silent when so much of the run's time has passed."""
+    return await forget_observers(
+        run.client,
+        run.name,
+        run_ms=await run.run_ms() + after_ms,
+        leader_epoch=run.leader_epoch if leader_epoch is None else leader_epoch,
     )
 
 
@@ -25,8 +45,8 @@ async def test_a_new_observer_begins_where_it_says_or_behind_the_last_stepped_ba
 ) -> None:
     await run.client.hset(run.keys.frontier, "stepped", 4)
 
-    assert await declare(run, "from the start", first_step=1) == 1
-    assert await declare(run, "from here") == 5
+    assert await declare(run, "from the start", first_step=1) == (1, 0)
+    assert await declare(run, "from here") == (5, 0)
 
 
 async def test_an_observer_comes_back_behind_what_it_has_seen(run: Any) -> None:
@@ -36,43 +56,109 @@ async def test_an_observer_comes_back_behind_what_it_has_seen(run: Any) -> None:
 
     again = await declare(run, first_step=1)
 
-    assert again == 8
+    assert again == (8, 0)
 
 
-async def test_a_silent_observer_is_forgotten_and_told_so(run: Any) -> None:
-    await declare(run, expiry_s=0.05)
-    await wait_until_async(lambda: is_expired(run))
+async def test_a_silent_observer_is_forgotten_and_told_so(
+    run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    await declare(run, first_step=4, expiry_s=60)
 
-    with pytest.raises(ObserverExpiredError, match=r"observer o was silent for more than 0.05 s"):
-        await note_observed(run.client, run.name, observer="o", step=1)
-    with pytest.raises(ObserverExpiredError, match="observer o was never declared"):
-        await note_observed(run.client, run.name, observer="o", step=1)
+    left_ms = [await forget(run, after_ms=59_999), await forget(run, after_ms=60_000)]
+    again_ms = await forget(run, after_ms=60_000)
+
+    assert (left_ms, again_ms) == ([1, -1], -1)
+    assert [record.message for record in caplog.records] == [
+        f"run {run.name}: observer 'o' was silent for 60 s; nothing behind step 3 is kept for it"
+    ]
+    for _ in range(2):
+        with pytest.raises(ObserverExpiredError, match=r"observer o was silent for more than 60 s"):
+            await note_observed(run.client, run.name, observer="o", step=1)
+    with pytest.raises(ObserverExpiredError, match="observer nobody was never declared"):
+        await note_observed(run.client, run.name, observer="nobody", step=1)
 
 
-async def is_expired(run: Any) -> bool:
-    """Whether the server's clock is beyond the expiry of the observer "o"."""
-    found = await run.client.hget(run.keys.observers, "o")
-    seconds, microseconds = await run.client.time()
-    return int(found.split(b":")[1]) <= seconds * 1000 + microseconds // 1000
+async def test_only_the_planner_that_leads_forgets(run: Any) -> None:
+    await declare(run, expiry_s=1)
+    before = await run.dump()
+
+    with pytest.raises(FencedError):
+        await forget(run, after_ms=1_000, leader_epoch=run.leader_epoch - 1)
+
+    assert await run.dump() == before
 
 
-async def test_an_expired_observer_that_is_declared_anew_begins_anew(run: Any) -> None:
-    await declare(run, first_step=8, expiry_s=0.02)
-    await wait_until_async(lambda: is_expired(run))
+@pytest.mark.parametrize("at_ms", [1, 10**15], ids=["ahead", "back"])
+async def test_a_store_whose_clock_jumped_neither_forgets_an_observer_nor_keeps_it_for_long(
+    run: Any, at_ms: int
+) -> None:
+    # The jump lies behind the planner's last word, and before the observer's.
+    await run.client.hset(run.keys.clock, mapping={"at_ms": at_ms, "most_ms": 500})
+    await declare(run, expiry_s=60)
 
-    assert await declare(run, first_step=2) == 2
+    await note_observed(run.client, run.name, observer="o")
+
+    assert await forget(run) == 60_500
+
+
+async def test_an_observer_that_is_late_lives_on_until_it_is_forgotten(run: Any) -> None:
+    await declare(run, expiry_s=1)
+    await run.client.hincrby(run.keys.clock, "ms", 2_000)
+
+    await note_observed(run.client, run.name, observer="o")
+
+    assert await forget(run) == 1_000
+
+
+@pytest.mark.parametrize(
+    ("first_step", "told"), [(None, (7, 3)), (4, (4, 3)), (3, (3, 0)), (1, (1, 0))]
+)
+async def test_an_observer_that_was_forgotten_begins_anew_and_is_told_what_it_missed(
+    run: Any, first_step: int | None, told: tuple[int, int]
+) -> None:
+    # It went on at another step without a word.
+    await declare(run, first_step=1, expiry_s=1)
+    await note_observed(run.client, run.name, observer="o", step=2)
+    await forget(run, after_ms=1_000)
+    await run.client.hset(run.keys.frontier, "stepped", 6)
+
+    assert await declare(run, first_step=first_step) == told
+
+
+async def test_what_was_missed_is_told_until_something_is_seen(run: Any) -> None:
+    await declare(run, first_step=1, expiry_s=1)
+    await forget(run, after_ms=1_000)
+    await run.client.hset(run.keys.frontier, "stepped", 6)
+
+    told = [await declare(run, expiry_s=1) for _ in range(2)]
+    await note_observed(run.client, run.name, observer="o")
+    await forget(run, after_ms=1_000)
+    told.append(await declare(run))
+    await note_observed(run.client, run.name, observer="o", step=7)
+    told.append(await declare(run))
+
+    assert told == [(7, 1), (7, 1), (7, 1), (8, 0)]
+
+
+async def test_of_many_forgotten_observers_those_that_saw_most_are_known(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observers, "MOST_FORGOTTEN", 2)
+    for step in (3, 1, 2):
+        await declare(run, f"o{step}", first_step=step, expiry_s=1)
+
+    await forget(run, after_ms=1_000)
+
+    assert set(await run.client.hkeys(run.keys.observers)) == {b"o2", b"o3"}
 
 
 async def test_every_call_prolongs_the_life_of_an_observer(run: Any) -> None:
     await declare(run, expiry_s=60)
-    before = await run.client.hget(run.keys.observers, "o")
+    await run.client.hincrby(run.keys.clock, "ms", 40_000)
 
-    async def is_prolonged() -> bool:
-        await note_observed(run.client, run.name, observer="o")
-        return await run.client.hget(run.keys.observers, "o") > before
+    expiry_s = await note_observed(run.client, run.name, observer="o")
 
-    assert await note_observed(run.client, run.name, observer="o") == 60
-    await wait_until_async(is_prolonged)
+    assert (expiry_s, await forget(run)) == (60, 60_000)
 
 
 @pytest.mark.parametrize(

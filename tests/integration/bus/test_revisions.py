@@ -164,7 +164,8 @@ async def test_groups_that_are_open_get_the_deadline_that_the_run_had_not(
 
     await announce(run, 2, step=2)
 
-    assert await run.client.zrange(run.keys.deadlines, 0, -1) == [
-        b"group:eval",
-        b"group:open",
+    due_ms = await run.run_ms() + 100_000
+    assert await run.client.zrange(run.keys.deadlines, 0, -1, withscores=True) == [
+        (b"group:eval", due_ms),
+        (b"group:open", due_ms),
     ]

@@ -179,11 +179,42 @@ def test_a_forgotten_observer_is_told_so(
     target = start_batcher().target
 
     with ObserverStream(target, run, "o", expiry_s=600, timeout_s=10) as observer:
-        client.hset(keys.run_keys(run).observers, "o", "0:1:600000")
+        client.hset(keys.run_keys(run).observers, "o", "0:0:600000")
         publish(1)
 
         with pytest.raises(ObserverExpiredError, match="silent for more than 600 s"):
             list(observer)
+
+
+def test_one_that_begins_again_after_it_was_forgotten_is_told_what_it_misses(
+    start_batcher: Any,
+    client: redis.Redis,
+    run: str,
+    publish: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # It was given step 4 behind step 1, without a word.
+    publish(4)
+    target = start_batcher().target
+    with ObserverStream(target, run, "o", first_step=1) as observer:
+        next(observer)
+        observer.seen()
+        assert not observer.missed
+    client.hset(keys.run_keys(run).observers, "o", "1:0:600000")
+    with BatchStream(target, run) as trainer:
+        for _ in range(3):
+            next(trainer)
+            trainer.stepped()
+
+    with ObserverStream(target, run, "o") as again, ObserverStream(target, run, "new") as new:
+        step = next(again).info.step
+        again.seen()
+    with ObserverStream(target, run, "o") as told:
+        assert not told.missed
+
+    assert (again.missed, step, len(new.missed)) == (range(2, 4), 4, 0)
+    warnings = [each.message for each in caplog.records if "forgotten" in each.message]
+    assert warnings == [f"observer 'o' of run {run} was forgotten, and misses the steps 2 to 3"]
 
 
 def test_only_a_finished_batch_is_acknowledged_and_only_by_rank_0(

@@ -42,7 +42,7 @@ def _never_heard(self: RunFold, event_id: str, event: Any) -> list[Any]:
 
 
 def _always_steady(_: SteadyClock, *, server_ms: int, now_s: float) -> Moment:
-    return Moment(server_ms, now_s)
+    return Moment(server_ms, now_s, now_s)
 
 
 CODE_GUARDS = (

@@ -14,6 +14,7 @@
 --   KEYS[5] wake       stream  added, so that all replicas, and whoever waits for capacity, are told
 --   KEYS[6] groups     hash    read: which are open, or evaluating
 --   KEYS[7] deadlines  zset    added: those of such groups that have none, where the run had none
+--   KEYS[8] clock      hash    read then: see run_clock.lua
 -- Arguments: ARGV[1] leader epoch    ARGV[2] the revision    ARGV[3] the record
 -- Reply:     1, or 0 where it was in force before
 -- Errors:
@@ -36,9 +37,11 @@ local function settings(number)
   return cjson.decode(redis.call('HGET', KEYS[3], number))
 end
 
+local CLOCK = KEYS[8]
+-- include: turnstream.store/run_clock.lua
+
 local function give_deadlines(deadline_s)
-  local time = redis.call('TIME')
-  local due_ms = time[1] * 1000 + math.floor(time[2] / 1000 + deadline_s * 1000)
+  local due_ms = run_ms() + deadline_s * 1000
   local groups = redis.call('HGETALL', KEYS[6])
   for i = 1, #groups, 2 do
     local state = string.match(groups[i + 1], '^%d+:(.*)$')

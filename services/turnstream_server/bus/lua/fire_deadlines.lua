@@ -1,17 +1,17 @@
 #!lua flags=allow-oom
--- Writes the events of deadlines that have passed, by the server's clock, and says which have passed
+-- Writes the events of deadlines that have passed, by the run's clock, and says which have passed
 -- and were not written: the events are records, which the caller makes.
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] leader     hash    read: epoch
---   KEYS[2] deadlines  zset    removed: what is written; moved: what a clock that was set back would
---                              keep from firing
+--   KEYS[2] deadlines  zset    removed: what is written; moved: what would fire later than one that
+--                              was set now
 --   KEYS[3] members    hash    read: group name -> "<num_needed>:<highest attempt>:<refills>:..."
 --   KEYS[4] events     stream  added per deadline: field r = the deadline_fired record
 --   KEYS[5] config     hash    read: newest, and that revision's JSON
 -- Arguments:
---   ARGV[1] leader epoch    ARGV[2] how many to name at most
---   ARGV[3...] three per deadline: its member, the refills of its group, the record
+--   ARGV[1] leader epoch    ARGV[2] the run's time, ms    ARGV[3] how many to name at most
+--   ARGV[4...] three per deadline: its member, the refills of its group, the record
 -- Reply: {how many were written; ms until the next one is due, 0 where one is, -1 without any; then
 --         two per deadline that is due: its member, the refills of its group}
 -- Errors:
@@ -20,8 +20,7 @@
 if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
   return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])
 end
-local time = redis.call('TIME')
-local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+local now_ms = tonumber(ARGV[2])
 
 local function num_refills(member)
   local group = string.match(member, '^group:(.*)$')
@@ -31,7 +30,7 @@ end
 
 -- 1. Write. A deadline that a refill has moved meanwhile is another one.
 local num_written = 0
-for i = 3, #ARGV, 3 do
+for i = 4, #ARGV, 3 do
   local due_ms = redis.call('ZSCORE', KEYS[2], ARGV[i])
   if due_ms and tonumber(due_ms) <= now_ms and num_refills(ARGV[i]) == ARGV[i + 1] then
     redis.call('ZREM', KEYS[2], ARGV[i])
@@ -40,13 +39,14 @@ for i = 3, #ARGV, 3 do
   end
 end
 
--- 2. The clock was set back, or the run has shorter deadlines now: count from now.
+-- 2. The run has shorter deadlines now, or they were set with less of its time than has passed: count
+-- from now.
 local config = cjson.decode(redis.call('HGET', KEYS[5], redis.call('HGET', KEYS[5], 'newest')))
 local longest_s = math.max(config.group_deadline_s or 0, config.reward_deadline_s or 0)
 if longest_s > 0 then
   local latest_ms = string.format('%.0f', now_ms + longest_s * 1000)
   for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. latest_ms, '+inf',
-      'LIMIT', 0, ARGV[2])) do
+      'LIMIT', 0, ARGV[3])) do
     redis.call('ZADD', KEYS[2], latest_ms, member)
   end
 end
@@ -54,7 +54,7 @@ end
 -- 3. What is due now, and when the next one is.
 local reply = {num_written, -1}
 local due = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', string.format('%.0f', now_ms),
-  'LIMIT', 0, ARGV[2])
+  'LIMIT', 0, ARGV[3])
 for _, member in ipairs(due) do
   reply[#reply + 1] = member
   reply[#reply + 1] = num_refills(member)

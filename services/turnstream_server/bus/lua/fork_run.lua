@@ -10,6 +10,7 @@
 --   KEYS[5] snapshot  hash    made here: position 0-0, step, record: what a planner begins with
 --   KEYS[6] versions  stream  made here: "<version + 1>-0", field r = the version_announced record
 --   KEYS[7] deleted   hash    read: there while late writers of a deleted run of this name are fenced
+--   KEYS[8] clock     hash    made here: it stands still until a planner leads, see keep_clock.lua
 -- Arguments:
 --   ARGV[1] "<origin>:<step>:<trajectories planned up to it>:<manifest hash>"
 --   ARGV[2] config as JSON    ARGV[3] lineage    ARGV[4] groups that count as trained
@@ -47,4 +48,7 @@ redis.call('HSET', KEYS[5], 'position', '0-0', 'step', step, 'record', ARGV[6])
 for i = 7, #ARGV, 2 do
   redis.call('XADD', KEYS[6], string.format('%.0f-0', ARGV[i] + 1), 'r', ARGV[i + 1])
 end
+local time = redis.call('TIME')
+local now_ms = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
+redis.call('HSET', KEYS[8], 'ms', now_ms, 'at_ms', now_ms, 'most_ms', 0)
 return 1

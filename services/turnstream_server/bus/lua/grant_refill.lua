@@ -14,6 +14,7 @@
 --   KEYS[8] events     stream  added, once: field r = the refill_granted record
 --   KEYS[9] wake       stream  added, so that whoever waits for a refill is told
 --   KEYS[10] frontier  hash    changed: open_groups
+--   KEYS[11] clock     hash    read: see run_clock.lua
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] group name    ARGV[3] number of the group's refill, from 1
 --   ARGV[4] trajectory id   ARGV[5] prompt_uid    ARGV[6] the record
@@ -47,6 +48,9 @@ if redis.call('HEXISTS', KEYS[3], ARGV[4]) == 1 or redis.call('ZSCORE', KEYS[5],
   return -1
 end
 
+local CLOCK = KEYS[11]
+-- include: turnstream.store/run_clock.lua
+
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 local attempt = tonumber(string.match(ARGV[4], '(%d+)$'))
@@ -60,7 +64,7 @@ redis.call('ZADD', KEYS[5], string.format('%.0f', now_ms), ARGV[4])
 local config = cjson.decode(redis.call('HGET', KEYS[7], redis.call('HGET', KEYS[7], 'newest')))
 local deadline_s = config.group_deadline_s or 0
 if deadline_s > 0 then
-  redis.call('ZADD', KEYS[6], string.format('%.0f', now_ms + deadline_s * 1000),
+  redis.call('ZADD', KEYS[6], string.format('%.0f', run_ms() + deadline_s * 1000),
     'group:' .. ARGV[2])
 end
 redis.call('XADD', KEYS[8], '*', 'r', ARGV[6])

@@ -1,13 +1,14 @@
 #!lua flags=allow-oom
 -- Gives up, for good, what no checkpoint that is kept can ask for: the steps up to the oldest of the
--- last committed ones that every live observer has seen. From here on a session that needs them is refused, so that their payload may
--- be removed at any later time, by whoever plans the run then.
+-- last committed ones that every observer has seen which is not forgotten. From here on a session that
+-- needs them is refused, so that their payload may be removed at any later time, by whoever plans the
+-- run then.
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] leader    hash  read: epoch
 --   KEYS[2] frontier  hash  changed: released, checkpoints
 --   KEYS[3] config    hash  read: newest, and that revision's JSON
---   KEYS[4] observers hash  read: name -> "<newest step seen>:<expires_ms>:<expiry in ms>"
+--   KEYS[4] observers hash  read: name -> "<newest step seen>:<expires_ms, 0 for forgotten>:..."
 -- Arguments: ARGV[1] leader epoch    ARGV[2] the newest step that may be given up, "" for any
 -- Reply:     the newest step that is given up, an integer
 -- Errors:
@@ -33,11 +34,9 @@ local first_kept = math.max(1, #steps - (config.retain_checkpoints or 2) + 1)
 local holds = {tonumber(ARGV[2]) or math.huge}
 holds[#holds + 1] = #steps >= (config.retain_checkpoints or 2) and steps[first_kept] or 0
 
-local time = redis.call('TIME')
-local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 for _, entry in ipairs(redis.call('HVALS', KEYS[4])) do
   local seen, expires_ms = string.match(entry, '^(%d+):(%d+):')
-  if tonumber(expires_ms) > now_ms then
+  if expires_ms ~= '0' then
     holds[#holds + 1] = tonumber(seen)
   end
 end

@@ -116,9 +116,10 @@ class BatchingConfig:
             take them over, at least 0.3.
         takeover_s: how long after that they wait for another writer, before they are given up.
         group_deadline_s: seconds from the opening of a group, or from its newest refill, after
-            which `deadline_policy` decides it; 0 means never.
+            which `deadline_policy` decides it; 0 means never. Counted while a batcher leads the
+            run, and by no clock that can be set.
         reward_deadline_s: seconds that a sealed trajectory waits for its reward, after which the
-            same policy goes on without it; 0 means for ever.
+            same policy goes on without it; 0 means for ever. Counted in the same way.
         deadline_policy: what becomes of a group whose deadline has fired. "drop": it is
             incomplete. "train_short": it trains with the members it has, two or more. "refill":
             samples that ended or hang are tried again, as are, without any deadline, samples that

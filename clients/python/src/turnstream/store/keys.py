@@ -17,7 +17,10 @@ groups     hash    group name -> `<num_samples>:<state>`; the state is `open`; t
 members    hash    group name -> `<num_needed>:<highest attempt>:<refills granted>:<prompt_uid>`, of
                    groups that need fewer members than samples, or had further attempts; the
                    prompt_uid is there once a refill was granted
-deadlines  zset    `group:<group name>` and `reward:<trajectory id>`, by when they fire in server ms
+deadlines  zset    `group:<group name>` and `reward:<trajectory id>`, by when they fire in ms of the
+                   run's own time
+clock      hash    the run's own time, which no jump of the store's clock changes: it was `ms` when
+                   the store said `at_ms`, and goes on by `most_ms` at most, see keep_clock.lua
 refills    zset    ids of granted attempts that nobody has opened, by when they were granted
 rewards    hash    trajectory id -> CRC of the reward that was posted for it, `late:<CRC>` where its
                    group was decided before
@@ -45,7 +48,9 @@ frontier   hash    stepped, committed, session_epoch, session, dp_world_size, li
                    leftover, see RunClosed, while it is closed; finished, 1 once nothing more of it
                    will be planned
 batches    hash    step -> `<trajectories planned up to it>:<manifest hash>`; from `released` on
-observers  hash    name -> `<newest step seen>:<expires_ms>:<expiry in ms>`
+observers  hash    name -> `<newest step seen>:<when it expires, in ms of the run's own time, or 0
+                   once it is forgotten>:<expiry in ms>`, and then `:<first step it missed>` where
+                   it was forgotten before and has seen nothing since
 leader     hash    epoch, owner, expires_ms, lease_ms; planning_trouble and release_trouble, what
                    keeps it from going on, where something does
 config     hash    revision -> JSON of the batching config; `newest` -> the revision in force;
@@ -147,6 +152,7 @@ _RUN_TYPES = {
     "sessions": "hash",
     "members": "hash",
     "deadlines": "zset",
+    "clock": "hash",
     "refills": "zset",
     "rewards": "hash",
     "rewarded": "zset",
@@ -192,6 +198,7 @@ class RunKeys(NamedTuple):
     sessions: str
     members: str
     deadlines: str
+    clock: str
     refills: str
     rewards: str
     rewarded: str
@@ -226,7 +233,7 @@ class RunKeys(NamedTuple):
         return (
             *(self.frontier, self.config, self.groups, self.ledger, self.counts, self.events),
             *(self.wake, self.leases, self.deadlines, self.members, self.refills, self.over),
-            *(self.held, self.budget),
+            *(self.held, self.budget, self.clock),
         )
 
     @property
@@ -234,7 +241,7 @@ class RunKeys(NamedTuple):
         """The keys of the script post_sealed."""
         return (
             *(self.ledger, self.counts, self.groups, self.events),
-            *(self.leases, self.deadlines, self.config, self.held, self.budget),
+            *(self.leases, self.deadlines, self.config, self.held, self.budget, self.clock),
         )
 
     @property

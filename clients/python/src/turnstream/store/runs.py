@@ -46,7 +46,7 @@ def create_run(client: redis.Redis, run: str, config: BatchingConfig) -> int:
         StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(run)
-    where = (names.frontier, names.config, names.counts, names.deleted)
+    where = (names.frontier, names.config, names.counts, names.deleted, names.clock)
     try:
         revision: int = run_command(client, _CREATE_RUN(where, encode_config(config)))
     except ConflictError as error:

@@ -126,6 +126,7 @@ def waits_command(run: str) -> Command:
         *(names.frontier, names.config, names.leader, names.budget, names.prompts, names.again),
         *(names.leases, names.ledger, names.refills, names.versions, names.counts),
         names.deadlines,
+        names.clock,
     )
     return READ_WAITS(where, MAX_LEASES, MAX_NAMED)
 
@@ -207,11 +208,11 @@ def _ints(words: Sequence[bytes | int | None]) -> list[int]:
 def _members(held: Sequence[Any], now_ms: int) -> Iterator[HeldMember]:
     """Those that the ledger calls open."""
     for i in range(0, len(held), 4):
-        name, end_ms, entry, due_ms = held[i : i + 4]
+        name, end_ms, entry, left_ms = held[i : i + 4]
         if entry is not None and entry.startswith(b"open:"):
             yield HeldMember(
                 key=keys.parse_trajectory_id(name.decode()),
                 writer=entry.decode().split(":", 2)[2],
                 lease_left_s=(int(end_ms) - now_ms) / 1_000,
-                deadline_left_s=None if due_ms is None else (int(due_ms) - now_ms) / 1_000,
+                deadline_left_s=None if left_ms is None else int(left_ms) / 1_000,
             )

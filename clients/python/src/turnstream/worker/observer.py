@@ -11,10 +11,14 @@ For a critic on other machines, a logger, a dashboard, an evaluation of what is 
 
 from __future__ import annotations
 
+import logging
+
 from turnstream.errors import InvalidConfigError
 from turnstream.records.configs import decode_config
 from turnstream.worker._calls import BatcherCalls, Share
 from turnstream.worker._stream import GIB, MiniBatches, check_rank
+
+logger = logging.getLogger(__name__)
 
 EXPIRY_S = 600.0
 
@@ -27,7 +31,13 @@ class ObserverStream(MiniBatches):
 
     An observer drives neither planning nor versions nor the ledger. Payload that it has not seen
     is kept for it while it lives: while it calls, which an iteration does by itself, at least
-    every `expiry_s`. One that is silent for longer is forgotten, and told so.
+    every `expiry_s`. One that is silent for longer is forgotten, and told so. The time is the
+    run's, which goes on while a batcher leads it, whatever clocks are set to.
+
+    One that begins again under the name of a forgotten one begins anew. What it missed is logged
+    as a warning, and said in `missed`, until it has seen a batch; with `first_step` it may ask for
+    those of the steps that are still retained. Of more than 256 forgotten names, those that had
+    seen least are not known any more.
 
     Iteration raises, beside what `BatchStream` raises:
         ObserverExpiredError: it was silent for longer than `expiry_s`.
@@ -35,6 +45,7 @@ class ObserverStream(MiniBatches):
     Attributes:
         config: of the run.
         lineage: the history of the run as it was when this began.
+        missed: steps that it does not get, because it was forgotten before it had seen them.
     """
 
     def __init__(
@@ -89,6 +100,15 @@ class ObserverStream(MiniBatches):
             max_prefetch_bytes=max_prefetch_bytes,
             timeout_s=timeout_s,
         )
+        self.missed = range(reply.first_missed or reply.next_step, reply.next_step)
+        if self.missed:
+            logger.warning(
+                "observer %r of run %s was forgotten, and misses the steps %d to %d",
+                observer,
+                run,
+                self.missed[0],
+                self.missed[-1],
+            )
 
     def seen(self) -> int:
         """Say that the batch whose last mini-batch was just yielded need not be kept any more.

@@ -7,6 +7,7 @@
 --   KEYS[2] config    hash  made here: "1" -> the JSON, newest -> "1"
 --   KEYS[3] counts    hash  made here: accepted and open, both 0
 --   KEYS[4] deleted   hash  read: there while late writers of a deleted run of this name are fenced
+--   KEYS[5] clock    hash  made here: it stands still until a planner leads, see keep_clock.lua
 -- Arguments: ARGV[1] config as JSON
 -- Reply:     the config revision, an integer
 -- Errors:
@@ -35,4 +36,7 @@ redis.call('HSET', KEYS[1], 'stepped', 0, 'committed', 0, 'session_epoch', 0, 's
   'opened_groups', 0, 'closed', 0)
 redis.call('HSET', KEYS[2], '1', ARGV[1], 'newest', '1')
 redis.call('HSET', KEYS[3], 'accepted', 0, 'open', 0)
+local time = redis.call('TIME')
+local now_ms = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
+redis.call('HSET', KEYS[5], 'ms', now_ms, 'at_ms', now_ms, 'most_ms', 0)
 return 1

@@ -32,6 +32,7 @@
 --   KEYS[12] over     hash    read: fingerprints of the groups that are over
 --   KEYS[13] held     hash    trajectory id -> "r<bytes>"; made here, for samples not begun, too
 --   KEYS[14] budget   hash    read: stored, planned, estimate; changed: reserved
+--   KEYS[15] clock    hash    read, where the run has such a deadline: see run_clock.lua
 -- Arguments:
 --   ARGV[1] group name    ARGV[2] "<num_samples>", or "<num_samples>/<num_needed>",
 --                         and ":eval" behind it where it is opened to evaluate
@@ -47,7 +48,7 @@
 --             wake has a newer entry
 
 local LEASES, DEADLINES, MEMBERS, REFILLS, OVER = KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
-local HELD, BUDGET = KEYS[13], KEYS[14]
+local HELD, BUDGET, CLOCK = KEYS[13], KEYS[14], KEYS[15]
 local FIRST_ESTIMATE = 65536  -- bytes of a trajectory, before any is sealed
 local LEAST_ESTIMATE = 16384  -- up to here a writer need not ask for more, see store/budget.py
 local RESERVE = 0.2           -- of the server's memory
@@ -79,6 +80,8 @@ local function shortage()
 end
 
 -- include: was_over.lua
+
+-- include: run_clock.lua
 local function estimate()
   local usual = tonumber(redis.call('HGET', BUDGET, 'estimate') or FIRST_ESTIMATE)
   return math.max(LEAST_ESTIMATE, usual)
@@ -174,9 +177,8 @@ else
   end
   local deadline_s = config.group_deadline_s or 0
   if deadline_s > 0 then
-    local time = redis.call('TIME')
-    local due_ms = time[1] * 1000 + math.floor(time[2] / 1000 + deadline_s * 1000)
-    redis.call('ZADD', DEADLINES, string.format('%.0f', due_ms), 'group:' .. ARGV[1])
+    redis.call('ZADD', DEADLINES, string.format('%.0f', run_ms() + deadline_s * 1000),
+      'group:' .. ARGV[1])
   end
   if begins == 'open' then
     redis.call('HINCRBY', KEYS[1], 'live_groups', 1)

@@ -18,6 +18,7 @@
 --   KEYS[8] held    hash    trajectory id: "r<bytes>", what was reserved, becomes "<bytes>"
 --   KEYS[9] budget  hash    changed: reserved, stored; estimate, a running mean over the last `settled`
 --                           trajectories or so
+--   KEYS[10] clock  hash    read, where a trajectory awaits its reward: see run_clock.lua
 -- Arguments: ARGV[1...] three per trajectory: its id; "<lease epoch>:<awaits>/<bytes>:<writer>", where
 --            <awaits> is "awaits" where the reward is posted later, else empty, and <bytes> are those
 --            of its records in the store. "/<bytes>" may be missing, then it goes on holding what was
@@ -27,6 +28,7 @@
 --        decided without it), or why not ("FENCED ...")
 
 local LEASES, DEADLINES, CONFIG, HELD, BUDGET = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
+local CLOCK = KEYS[10]
 local OVERHEAD = 4096  -- of keys, ledger entry, lease and events of a trajectory
 local MEAN_OVER = 16
 
@@ -49,13 +51,14 @@ local function is_decided(id)
   return group_states[group] ~= 'open' and group_states[group] ~= 'evaluating'
 end
 
+-- include: run_clock.lua
+
 local function await_reward(id)
   local config = cjson.decode(redis.call('HGET', CONFIG, redis.call('HGET', CONFIG, 'newest')))
   local deadline_s = config.reward_deadline_s or 0
   if deadline_s > 0 then
-    local time = redis.call('TIME')
-    local due_ms = time[1] * 1000 + math.floor(time[2] / 1000 + deadline_s * 1000)
-    redis.call('ZADD', DEADLINES, string.format('%.0f', due_ms), 'reward:' .. id)
+    redis.call('ZADD', DEADLINES, string.format('%.0f', run_ms() + deadline_s * 1000),
+      'reward:' .. id)
   end
 end
 

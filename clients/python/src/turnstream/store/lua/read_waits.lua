@@ -15,6 +15,7 @@
 --   KEYS[10] versions stream  its last id
 --   KEYS[11] counts   hash    the states named below
 --   KEYS[12] deadlines zset   of groups whose members are listed
+--   KEYS[13] clock    hash    see run_clock.lua
 -- Arguments: ARGV[1] how many leases at most    ARGV[2] of how many of these the group's deadline
 -- Reply: {server time in ms;
 --         stepped, planned, planned_groups, released, live_groups, open_groups, opened_groups,
@@ -28,7 +29,7 @@
 --         {bytes the server uses, the most it may, 0 for any};
 --         how many leases there are;
 --         four per lease, those first that end first: trajectory id, end in ms, ledger entry or
---         false, ms when the group's deadline fires or false}
+--         false, ms left until the group's deadline fires or false}
 -- Errors:
 --   NORUN     no such run
 
@@ -48,6 +49,9 @@ local function server_memory()
     string.match(info, '\nmaxmemory:(%d+)') or 0}
 end
 
+local CLOCK = KEYS[13]
+-- include: run_clock.lua
+
 local function members()
   local ends = redis.call('ZRANGE', KEYS[7], 0, ARGV[1] - 1, 'WITHSCORES')
   local found = {}
@@ -56,8 +60,9 @@ local function members()
     found[at + 1] = ends[i]
     found[at + 2] = ends[i + 1]
     found[at + 3] = redis.call('HGET', KEYS[8], ends[i])
-    found[at + 4] = (i - 1) / 2 < tonumber(ARGV[2])
+    local due_ms = (i - 1) / 2 < tonumber(ARGV[2])
       and redis.call('ZSCORE', KEYS[12], 'group:' .. string.match(ends[i], '^[^/]*'))
+    found[at + 4] = due_ms and string.format('%.0f', due_ms - run_ms())
   end
   return found
 end

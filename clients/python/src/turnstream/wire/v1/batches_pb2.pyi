@@ -123,14 +123,16 @@ class ObserveRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., observer: _Optional[str] = ..., first_step: _Optional[int] = ..., expiry_s: _Optional[float] = ...) -> None: ...
 
 class ObserveReply(_message.Message):
-    __slots__ = ("next_step", "config_json", "lineage")
+    __slots__ = ("next_step", "config_json", "lineage", "first_missed")
     NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_MISSED_FIELD_NUMBER: _ClassVar[int]
     next_step: int
     config_json: str
     lineage: str
-    def __init__(self, next_step: _Optional[int] = ..., config_json: _Optional[str] = ..., lineage: _Optional[str] = ...) -> None: ...
+    first_missed: int
+    def __init__(self, next_step: _Optional[int] = ..., config_json: _Optional[str] = ..., lineage: _Optional[str] = ..., first_missed: _Optional[int] = ...) -> None: ...
 
 class ObservedRequest(_message.Message):
     __slots__ = ("run", "observer", "step")

@@ -1,0 +1,24 @@
+#!lua
+-- Part of open_group, post_sealed, read_waits, grant_refill, announce_revision, observe and observed:
+-- the time of the run, as keep_clock.lua keeps it.
+--
+-- Never less than the time that the planner will count for this moment, so that nothing that begins
+-- now is over too early; more by most_ms at most, where the store's clock was set since the planner's
+-- last word. In a run without a clock, which an older release has made, it is the store's time.
+--
+-- Needs CLOCK  a key, hash  read: ms, at_ms, most_ms
+-- Gives run_ms(), an integer.
+
+local function run_ms()
+  local time = redis.call('TIME')
+  local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+  local ms, at_ms, most_ms = unpack(redis.call('HMGET', CLOCK, 'ms', 'at_ms', 'most_ms'))
+  if not ms then
+    return now_ms
+  end
+  local since_ms, longest_ms = now_ms - at_ms, tonumber(most_ms)
+  if since_ms < 0 or since_ms > longest_ms then
+    since_ms = longest_ms
+  end
+  return ms + since_ms
+end

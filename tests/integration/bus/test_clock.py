@@ -1,0 +1,142 @@
+"""The time of a run, which no jump of the store's clock changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from turnstream.errors import FencedError
+from turnstream.store import clock
+from turnstream_server.bus.clock import RunClock
+
+pytestmark = pytest.mark.redis
+
+HOUR_MS = 3_600_000
+MOST_MS = 15_000
+
+
+async def server_ms(run: Any) -> int:
+    seconds, microseconds = await run.client.time()
+    return seconds * 1000 + microseconds // 1000
+
+
+def term(run: Any, *, leader_epoch: int | None = None) -> RunClock:
+    """The clock of a leader that has just begun."""
+    epoch = run.leader_epoch if leader_epoch is None else leader_epoch
+    return RunClock(run.client, run.name, leader_epoch=epoch, most_s=MOST_MS / 1000)
+
+
+async def read(run: Any) -> int:
+    """The run's time, for whoever asks the store now."""
+    fields = await run.client.hmget(run.keys.clock, *clock.FIELDS)
+    return clock.run_ms(fields, now_ms=await server_ms(run))
+
+
+async def due_ms(run: Any, member: str) -> int:
+    return int(await run.client.zscore(run.keys.deadlines, member))
+
+
+async def test_the_runs_time_goes_on_with_the_clock_of_its_leader(run: Any) -> None:
+    leader = term(run)
+    first_ms = await run.run_ms()
+
+    for own_s, store_ms in ((70.0, 5_000), (75.0, 5_000 + HOUR_MS), (80.5, 10_000 - HOUR_MS)):
+        await leader.tick(server_ms=store_ms, own_s=own_s)
+
+    assert await run.run_ms() == leader.at(80.5) == first_ms + 10_500
+    assert leader.at(81.0) == first_ms + 11_000
+
+
+async def test_of_a_time_in_which_the_leader_stood_still_only_a_part_counts(run: Any) -> None:
+    leader = term(run)
+    first_ms = await run.run_ms()
+    await leader.tick(server_ms=5_000, own_s=70.0)
+
+    before_ms = leader.at(700.0)
+    await leader.tick(server_ms=5_000, own_s=700.0)
+
+    assert before_ms == leader.at(700.0) == await run.run_ms() == first_ms + MOST_MS
+
+
+@pytest.mark.parametrize(
+    ("gap_ms", "counted_ms"), [(4_000, 4_000), (MOST_MS + 1, 0), (HOUR_MS, 0), (-HOUR_MS, 0)]
+)
+async def test_a_new_leader_goes_on_where_the_last_one_ended(
+    run: Any, gap_ms: int, counted_ms: int
+) -> None:
+    await term(run).tick(server_ms=10_000_000, own_s=70.0)
+    last_ms = await run.run_ms()
+
+    leader = term(run)
+    await leader.tick(server_ms=10_000_000 + gap_ms, own_s=3.0)
+
+    assert leader.at(3.0) == await run.run_ms() == last_ms + counted_ms
+
+
+async def test_a_tick_that_comes_late_sets_nothing_back(run: Any) -> None:
+    late, leader = term(run), term(run)
+    for each in (late, leader):
+        await each.tick(server_ms=5_000, own_s=0.0)
+    await leader.tick(server_ms=10_000, own_s=5.0)
+    before = await run.dump()
+
+    await late.tick(server_ms=9_000, own_s=4.0)
+
+    assert await run.dump() == before
+
+
+async def test_only_the_leader_keeps_the_clock(run: Any) -> None:
+    before = await run.dump()
+
+    with pytest.raises(FencedError):
+        await term(run, leader_epoch=run.leader_epoch - 1).tick(server_ms=5_000, own_s=0.0)
+
+    assert await run.dump() == before
+
+
+async def test_while_nobody_leads_the_runs_time_stands_still(run: Any) -> None:
+    first_ms = await run.run_ms()
+    new_ms = await read(run)
+
+    await term(run).tick(server_ms=await server_ms(run) - HOUR_MS, own_s=0.0)
+
+    assert (new_ms, await read(run)) == (first_ms, first_ms + MOST_MS)
+
+
+async def test_a_run_of_a_release_without_a_clock_begins_with_the_time_of_the_store(
+    run: Any,
+) -> None:
+    await run.client.delete(run.keys.clock)
+    before_ms = await server_ms(run)
+    without_ms = await read(run)
+
+    await term(run).tick(server_ms=before_ms, own_s=0.0)
+
+    assert before_ms <= without_ms <= await server_ms(run)
+    assert await run.run_ms() == before_ms
+
+
+@pytest.mark.parametrize("jump_ms", [HOUR_MS, -HOUR_MS])
+async def test_whatever_begins_behind_a_jump_has_its_time_and_little_more(
+    async_client: Any, start_run: Any, jump_ms: int
+) -> None:
+    # A group that was opened while the clock was an hour ahead would have hung for an hour longer,
+    # one that was opened while it was back would have been dropped at once.
+    run = await start_run(
+        async_client,
+        group_deadline_s=100,
+        reward_deadline_s=10,
+        deadline_policy="refill",
+        max_refills=1,
+    )
+    await term(run).tick(server_ms=await server_ms(run) - jump_ms, own_s=0.0)
+
+    await run.open("a")
+    await run.open("b")
+    await run.grant("b", 0)
+    await run.seal("a", 0, awaits_reward=True)
+
+    latest_ms = await run.run_ms() + MOST_MS
+    dues = [await due_ms(run, name) for name in ("group:a", "group:b", "reward:a/0/0")]
+    assert dues == [latest_ms + 100_000, latest_ms + 100_000, latest_ms + 10_000]
