@@ -159,3 +159,79 @@ def test_more_leases_than_one_call_takes_travel_in_several() -> None:
 
     assert [len(call.lanes) for call in calls] == [256, 256, 88]
     assert [lane for call in calls for lane in call.lanes] == lanes
+
+
+def slept(desk: Any, *, lease_s: float) -> None:
+    """Its lease is known; then nothing happens for longer than that."""
+    desk.wait_out()
+    desk.answer([round(lease_s * 1000), b"OK"])
+    desk.now_s += lease_s + 0.1
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("why", ["was never opened, or is released", "is abandoned: it was silent"])
+def test_whoever_slept_asks_for_its_leases_before_it_writes_on(
+    new_desk: NewDesk, why: str, ends: bool
+) -> None:
+    # Its name was released so long ago that nobody refused it: the place of its payload was made
+    # anew by the first turn, and stayed for ever.
+    desk = new_desk()
+    (lane,) = desk.opened()
+    slept(desk, lease_s=30.0)
+
+    waiting = desk.append(lane)
+    if ends:
+        desk.seal(lane)
+    asked = desk.answer([30_000, f"FENCED g/0/0 {why}".encode()])
+
+    assert desk.said(asked) == ["heartbeat"]
+    with pytest.raises(FencedError, match=why):
+        waiting.raise_error()
+    assert desk.take() is None
+
+
+def test_whoever_slept_and_lost_nothing_goes_on(new_desk: NewDesk) -> None:
+    desk = new_desk()
+    (lane,) = desk.opened()
+    slept(desk, lease_s=30.0)
+    waiting = desk.append(lane)
+
+    rounds = [desk.said(desk.answer(*answers)) for answers in ([[30_000, b"OK"]], [1])]
+
+    assert rounds == [["heartbeat"], ["append"]]
+    assert not waiting.errors
+
+
+def test_of_an_answer_that_came_long_after_it_was_asked_for_nothing_is_known(
+    new_desk: NewDesk,
+) -> None:
+    # It slept while the answer was on its way.
+    desk = new_desk()
+    (lane,) = desk.opened()
+    desk.wait_out()
+    sent = desk.take()
+    desk.now_s += 100.0
+    desk.outbox.answered(sent, replies=[[30_000, b"OK"]], now_s=desk.now_s)
+
+    desk.append(lane)
+
+    assert desk.said(desk.answer()) == ["heartbeat"]
+
+
+def test_a_stored_trajectory_that_ends_is_judged_by_its_end_also_when_it_is_released(
+    new_desk: NewDesk,
+) -> None:
+    # All of it may have been stored, and trained, before the answer was lost.
+    desk = new_desk()
+    (lane,) = desk.opened()
+    desk.append(lane)
+    desk.answer(1)
+    slept(desk, lease_s=30.0)
+    desk.append(lane, "C")
+    end = desk.seal(lane)
+
+    desk.answer([30_000, b"FENCED g/0/0 was never opened, or is released"])
+
+    assert lane.error is None
+    assert not end.errors
+    assert desk.said(desk.answer(0)) == ["append"]

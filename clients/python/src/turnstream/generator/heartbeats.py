@@ -15,6 +15,9 @@ _FIRST_INTERVAL_S = 0.1
 """Until the first answer has said how long a lease is: a third of the shortest that a run may have.
 A publisher that is done before it needs no heartbeat."""
 
+_FIRST_LEASE_S = 60.0
+"""Until then, a silence is long where it is longer than a lease usually is."""
+
 
 class Heartbeats:
     """The leases of one publisher. Its owner sends what is due and hands in the answers."""
@@ -23,6 +26,9 @@ class Heartbeats:
         self._open: dict[Lane, None] = {}
         self._interval_s = _FIRST_INTERVAL_S
         self._due_s = 0.0
+        self._sent_s = 0.0
+        self._known_s = 0.0  # the leases were ours at this time
+        self._lease_s = _FIRST_LEASE_S
 
     @property
     def num_open(self) -> int:
@@ -33,6 +39,7 @@ class Heartbeats:
         """A trajectory has a lease from now on."""
         if not self._open:
             self._due_s = now_s + self._interval_s
+            self._known_s = now_s
         self._open[lane] = None
 
     def ended(self, lane: Lane) -> None:
@@ -49,14 +56,20 @@ class Heartbeats:
 
     def sent(self, now_s: float) -> None:
         """They are on their way: the next ones follow after the usual interval."""
+        self._sent_s = now_s
         self._due_s = now_s + self._interval_s
 
     def failed(self) -> None:
         """They were not answered: the next ones are due as soon as the store may be asked."""
         self._due_s = 0.0
 
+    def has_slept(self, now_s: float) -> bool:
+        """Whether what is open may be another's, or given up: nothing was heard for a lease."""
+        return bool(self._open) and now_s - self._known_s > self._lease_s
+
     def answered(self, *, lease_s: float) -> None:
-        """The store has said how long a lease is."""
+        """The store has said how long a lease is, some time since it was asked."""
+        self._known_s, self._lease_s = self._sent_s, lease_s
         interval_s = lease_s / BEATS_PER_LEASE
         self._due_s += interval_s - self._interval_s
         self._interval_s = interval_s

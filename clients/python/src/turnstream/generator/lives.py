@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from turnstream.errors import ConflictError, StoreBehindError, TurnstreamError
-from turnstream.generator.calls import NoteCall, PayloadCall
+from turnstream.generator.calls import Call, HeartbeatCall, NoteCall, PayloadCall
 from turnstream.generator.drafts import SealMaker, TurnRecord
 from turnstream.generator.heartbeats import Heartbeats
 from turnstream.generator.lanes import Lane, PendingTurn
@@ -183,13 +183,15 @@ class Lives:
     def renewed(self, lanes: Sequence[Lane], answers: Sequence[Any]) -> None:
         """Each lane's lease was renewed, or is lost.
 
-        A lane that ends is not judged by this: what ends it may have been done before.
+        A lane that ends is not judged by this: what ends it may have been done before. But where it
+        is given up, nothing of it may be written for the first time.
         """
         lease_ms, *states = answers
         self.heartbeats.answered(lease_s=lease_ms / 1000)
         for lane, state in zip(lanes, states, strict=True):
-            if state != b"OK" and not lane.is_ending:
-                self.fail(lane, refusal(state.decode()))
+            text = state.decode()
+            if text != "OK" and (not lane.is_ending or _is_gone_unwritten(lane, text)):
+                self.fail(lane, refusal(text))
 
     def refuse(self, lane: Lane, text: str, now_s: float) -> None:
         """The store refused something of a lane."""
@@ -208,6 +210,16 @@ class Lives:
             self.survived(lane, now_s)
             return True
         return False
+
+    def take(self, heartbeats: Sequence[HeartbeatCall], now_s: float) -> list[Call]:
+        """What is to be sent now, first to last.
+
+        Whoever has slept for longer than its leases asks for them alone: what was given up, and
+        released so long ago that nobody knows its name, would be made anew by a late write.
+        """
+        if heartbeats and self.heartbeats.has_slept(now_s):
+            return [*heartbeats]
+        return [*self.queues.take(), *self.reservations.due(), *heartbeats]
 
     def rewind(self, *, is_other: bool) -> None:
         """What is kept goes before everything that waits: it may be another start of the store.
@@ -308,6 +320,12 @@ class Lives:
             self._num_conflicts += 1
             token = f"{self._nonce}:{self._num_conflicts}"
             self.queues.notes.append(NoteCall(lane.trajectory_id, str(error), token))
+
+
+def _is_gone_unwritten(lane: Lane, text: str) -> bool:
+    """Whether a lane would write its first turns for nothing: its seal cannot be stored."""
+    is_gone = " is abandoned: " in text or text.endswith(" is released")
+    return is_gone and bool(lane.pending) and not lane.is_placed
 
 
 def _raise_error(lane: Lane) -> None:

@@ -13,7 +13,8 @@ takes, first to last::
     payload      per lane one call with the turns that wait, and the seal if it ends there
     rewards      for trajectories of whichever generator
     reservations of lanes that have outgrown what the store holds room for
-    heartbeats   of all open lanes, where they are due; whatever fails of them is asked again
+    heartbeats   of all open lanes, where they are due; whatever fails of them is asked again. They
+                 go alone where nothing was heard of the leases for a lease: see Lives.take
     waits        what the groups hang on that are about to be turned away
 
 What an answer means is told call by call (`answers.py`): to the groups that ask for leave
@@ -240,7 +241,7 @@ class Outbox:
         heartbeats = self._lives.heartbeats.due(now_s)
         self._queues.rewards.extend(self._reposts.due(now_s))
         asks = self._admissions.due(now_s)
-        calls = [*self._queues.take(), *self._lives.reservations.due(), *heartbeats, *asks]
+        calls = [*self._lives.take(heartbeats, now_s), *asks]
         if not calls:
             return self._look() if self._window.pause_s(now_s) == 0 else None
         if heartbeats:

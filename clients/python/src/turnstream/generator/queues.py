@@ -77,7 +77,11 @@ class Queues:
         calls += _drained(self.takeovers)
         num_bytes = 0
         while self._payload and num_bytes < _MAX_ROUND_BYTES:
-            call, num_call_bytes = _payload_call(self._payload.popleft())
+            lane = self._payload.popleft()
+            if lane.error is not None:  # a call of it would make the place of its payload anew
+                lane.is_queued = False
+                continue
+            call, num_call_bytes = _payload_call(lane)
             calls.append(call)
             num_bytes += num_call_bytes
         rest = (self.rewards, self.closings, self.notes)
