@@ -14,9 +14,7 @@ import grpc.aio
 import redis.asyncio
 
 from turnstream.errors import (
-    ConflictError,
     CorruptRecordError,
-    FencedError,
     InvalidConfigError,
     RejectedError,
     StoreBehindError,
@@ -31,11 +29,17 @@ from turnstream.store.wait_reasons import store_silent
 from turnstream.types import RecoveryToken, VersionAnnounced
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.assembler import Assembler
+from turnstream_server.batcher.callers import (
+    check_caller,
+    check_chain,
+    hear_caller,
+    note_handed,
+)
 from turnstream_server.batcher.chunks import data_messages, header_message
 from turnstream_server.batcher.payload import DamagedPayloadError
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.shares import PlannedBatch
-from turnstream_server.bus.frontier import Frontier, not_retained
+from turnstream_server.bus.frontier import not_retained
 from turnstream_server.bus.observers import declare_observer, note_observed
 from turnstream_server.bus.sessions import (
     TrainerSession,
@@ -129,12 +133,7 @@ class BatchesServicer:
         answer_s = max(_LEAST_ANSWER_S, wait_s * _ANSWER_SHARE)
         async with self.hearing_of_the_store(wait_s + answer_s):
             view = await self._find_run(request.run)
-            batch = await view.wait_for_batch(
-                request.step,
-                check=lambda frontier: _check_caller(request, frontier),
-                wait_s=min(wait_s, await self._longest_wait_s(request)),
-            )
-        _check_chain(request, batch)
+            batch = await self._planned(view, request, wait_s=wait_s)
         try:
             async for message in self._messages(batch, request):
                 yield message
@@ -241,6 +240,27 @@ class BatchesServicer:
             why = error.reasons or [unanswered(error, address=address, since_s=since_s)]
             raise StoreUnavailableError(error.message, why) from error
 
+    async def _planned(
+        self, view: RunView, request: wire.GetRequest, *, wait_s: float
+    ) -> PlannedBatch:
+        """The batch that is asked for, once the store knows that the rank has it, or what it has.
+
+        A step is acknowledged only where all ranks are known to have it from the same manifest.
+        """
+        await hear_caller(self._client, request)
+        try:
+            batch = await view.wait_for_batch(
+                request.step,
+                check=lambda frontier: check_caller(request, frontier),
+                wait_s=min(wait_s, await self._longest_wait_s(request)),
+            )
+            check_chain(request, batch)
+        except StoreBehindError:
+            await hear_caller(self._client, request)  # so that the other ranks hear of it too
+            raise
+        await note_handed(self._client, request, batch)
+        return batch
+
     async def _longest_wait_s(self, request: wire.GetRequest) -> float:
         """How long a Get may wait: an observer calls often enough to be seen alive."""
         if not request.observer:
@@ -337,47 +357,6 @@ def _parse_token(text: str) -> RecoveryToken:
         return RecoveryToken.parse(text)
     except ValueError as error:
         raise InvalidConfigError("recovery_token", f"{text!r} is not a recovery token") from error
-
-
-def _check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
-    """Refuse a rank that is not one of the run's present session, nor of an observer."""
-    if request.dp_rank >= request.dp_world_size:
-        raise InvalidConfigError(
-            "dp_rank", f"{request.dp_rank} is not below dp_world_size={request.dp_world_size}"
-        )
-    if request.previous_hash and frontier.planned < request.step - 1:
-        raise StoreBehindError(
-            f"step {request.step - 1} was delivered from the manifest {request.previous_hash!r}, "
-            f"but the newest batch of this store is {frontier.planned}"
-        )
-    if request.observer:
-        return
-    if request.session_epoch != frontier.session_epoch or not frontier.session_epoch:
-        raise FencedError(
-            f"trainer session {request.session_epoch} is over, {frontier.session_epoch} has begun"
-        )
-    if request.session and request.session != frontier.session:
-        raise FencedError(
-            f"trainer session {request.session!r} is over or was lost, "
-            f"{frontier.session!r} has its epoch {frontier.session_epoch}"
-        )
-    if request.dp_world_size != frontier.dp_world_size:
-        raise ConflictError(
-            f"the session has {frontier.dp_world_size} ranks, not {request.dp_world_size}"
-        )
-
-
-def _check_chain(request: wire.GetRequest, batch: PlannedBatch) -> None:
-    """Refuse to go on for a caller whose last batch is not the one before this.
-
-    The store may have lost it, and planned its number again with something else.
-    """
-    before = batch.manifest.previous_hash
-    if request.previous_hash and request.previous_hash != before:
-        raise StoreBehindError(
-            f"step {request.step - 1} was delivered from the manifest {request.previous_hash!r}, "
-            f"this store has {before!r} as step {request.step - 1}"
-        )
 
 
 def _log_start(request: wire.StartRequest, session: TrainerSession) -> None:

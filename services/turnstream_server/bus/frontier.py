@@ -96,6 +96,7 @@ class Frontier:
         paused: why the run is paused; None while it is not.
         num_revised_groups: see `revised_groups` in store.keys.
         rollbacks: the newest of them, the last one first.
+        lost_session: in which step the store is not what a rank of the session had; "": in none.
     """
 
     planned: int
@@ -119,6 +120,7 @@ class Frontier:
     leftover: str = "short"
     is_finished: bool = False
     rollbacks: tuple[Rollback, ...] = ()
+    lost_session: str = ""
 
     @property
     def pause(self) -> str:
@@ -191,4 +193,5 @@ def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
         paused=_text(fields.get(b"paused")),
         num_revised_groups=int(fields.get(b"revised_groups", 0)),
         rollbacks=_rollbacks(fields.get(b"rollbacks", b"").decode()),
+        lost_session=fields.get(b"session_lost", b"").decode().partition(":")[2],
     )

@@ -15,6 +15,7 @@ from turnstream.types import RecoveryToken, RolledBack
 _START = Script("start_session", "turnstream_server.bus")
 _STEPPED = Script("stepped", "turnstream_server.bus")
 _COMMITTED = Script("committed", "turnstream_server.bus")
+_HEAR_RANK = Script("hear_rank", "turnstream_server.bus")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,7 @@ async def start_session(
     command = _START(
         (
             *(names.frontier, names.batches, names.wake, names.sessions),
-            *(names.events, names.versions),
+            *(names.events, names.versions, names.ranks),
         ),
         session,
         dp_world_size,
@@ -98,6 +99,52 @@ async def start_session(
         previous_stepped=stepped,
         previous_committed=committed,
     )
+
+
+async def hear_rank(
+    client: redis.asyncio.Redis,
+    run: str,
+    *,
+    session_epoch: int,
+    dp_rank: int,
+    step: int,
+    manifest_hash: str,
+    has: bool,
+    session: str = "",
+) -> None:
+    """Note that a rank of the session has a batch, or is about to get it.
+
+    Where it has one that the store does not have, the ranks may differ in what they train: the
+    session is lost, and all its ranks are refused from now on.
+
+    Args:
+        client: of the store.
+        run: name of the run.
+        session_epoch: of the session.
+        dp_rank: which rank.
+        step: number of the batch.
+        manifest_hash: of the batch.
+        has: whether some of it has been delivered before.
+        session: its name; where it is given, it must be that of the epoch, too.
+
+    Raises:
+        StoreBehindError: the session is lost, by this or before; names the step that differs.
+        NotReadyError: the batch that the rank was about to get is not in the store any more.
+        FencedError: another session has begun.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    command = _HEAR_RANK(
+        (names.frontier, names.batches, names.ranks, names.wake),
+        session_epoch,
+        session,
+        dp_rank,
+        step,
+        manifest_hash,
+        "has" if has else "gets",
+    )
+    await run_command_async(client, command)
 
 
 async def acknowledge_stepped(
@@ -117,14 +164,19 @@ async def acknowledge_stepped(
 
     Raises:
         FencedError: another session has begun.
-        StoreBehindError: this store does not have the batch.
+        StoreBehindError: this store does not have the batch, or the session is lost.
         ConflictError: not the next step, or trained from another manifest.
+        NotReadyError: a rank is not known to have this batch; its next Get says that it has.
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(run)
     command = _STEPPED(
-        (names.frontier, names.batches, names.wake), session_epoch, step, manifest_hash, session
+        (names.frontier, names.batches, names.wake, names.ranks),
+        session_epoch,
+        step,
+        manifest_hash,
+        session,
     )
     lineage: bytes = await run_command_async(client, command)
     return RecoveryToken(lineage=lineage.decode(), step=step, chain_hash=manifest_hash)
@@ -142,6 +194,7 @@ async def acknowledge_committed(
 
     Raises:
         FencedError: another session has begun.
+        StoreBehindError: a rank has the step, or one before it, from another manifest.
         ConflictError: its step is not stepped, or was trained from another manifest.
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.

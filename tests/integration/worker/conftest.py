@@ -50,6 +50,7 @@ class FakeBatcher:
         self.refusals: list[TurnstreamError | None] = []
         self.calls: list[tuple[Any, ...]] = []
         self.waits_s: list[float] = []
+        self.parts: list[str] = []  # of every Get, the manifest of what it has of its step
         self.is_closed = False
         self.chunk_bytes = 300
         self.needs_stepped = True
@@ -123,6 +124,7 @@ class FakeBatcher:
         """A step, once it is there and its turn has come, with the next fault."""
         self.calls.append(("Get", request.step))
         self.waits_s.append(request.wait_s)
+        self.parts.append(request.manifest_hash)
         _check_epoch(request, context)
         with self.changed:
             fault = self.faults.pop(0) if self.faults else None

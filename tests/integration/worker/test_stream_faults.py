@@ -17,9 +17,12 @@ from turnstream.errors import (
     ConflictError,
     CorruptRecordError,
     FencedError,
+    RejectedError,
+    ReleasedError,
+    StoreBehindError,
 )
 from turnstream.types import Denominators
-from turnstream.worker import BatchStream, _prefetch
+from turnstream.worker import BatchStream, StreamStatistics, _prefetch
 
 pytestmark = pytest.mark.grpc
 
@@ -84,6 +87,21 @@ def test_a_stream_cut_short_is_fetched_again(batcher: Any, num_messages: int) ->
     assert [texts(mini_batch) for mini_batch in seen] == [["abCDEFG"]] * 2
     assert statistics.num_retries == 2
     assert statistics.num_damaged == 1  # an aborted call is not damage
+
+
+def test_whoever_has_a_part_of_a_step_says_of_which_manifest_it_is(batcher: Any) -> None:
+    batcher.add_step(1, "abCDEFG", num_mini_batches=2)
+    batcher.add_step(2, "abCDEFG")
+    batcher.chunk_bytes = 1 << 20
+    batcher.needs_stepped = False
+    batcher.faults = [cut_after(1), cut_after(3)]  # in the first mini-batch, and in the second
+
+    with open_stream(batcher) as stream:
+        for _ in range(3):
+            next(stream)
+        testing.wait_until(lambda: ("Get", 3) in batcher.calls, describe="the step after")
+
+    assert batcher.parts == ["", "", f"{1:064}", "", ""]
 
 
 def test_damaged_bytes_are_thrown_away_and_fetched_again(batcher: Any) -> None:
@@ -172,19 +190,42 @@ def test_a_batch_that_changes_between_two_attempts_is_refused(batcher: Any) -> N
 def test_what_was_pulled_ahead_is_yielded_before_the_error_that_ended_it(
     batcher: Any, abort_with: Any
 ) -> None:
-    def fenced(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        abort_with(context, FencedError("session 8 took over"))
+    def released(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        abort_with(context, ReleasedError("step 2 is no longer retained"))
         yield b""
 
     batcher.add_step(1, "abC")
-    batcher.faults = [None, fenced]
+    batcher.faults = [None, released]
 
     with open_stream(batcher) as stream:
         testing.wait_until(lambda: ("Get", 2) in batcher.calls)
         assert texts(next(stream)) == ["abC"]
         for _ in range(2):
-            with pytest.raises(FencedError, match="took over"):
+            with pytest.raises(ReleasedError, match="no longer retained"):
                 next(stream)
+
+
+@pytest.mark.parametrize("kind", [FencedError, StoreBehindError, ConflictError])
+def test_nothing_that_was_pulled_ahead_is_yielded_once_the_session_is_known_to_be_over(
+    batcher: Any, abort_with: Any, kind: type[RejectedError]
+) -> None:
+    def ended(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        abort_with(context, kind("the session is over"))
+        yield b""
+
+    batcher.add_step(1, "abC")
+    batcher.faults = [None, ended]
+
+    with open_stream(batcher) as stream:
+        testing.wait_until(lambda: _is_dropped(stream.statistics()), describe="the end")
+        with pytest.raises(kind, match="is over"):
+            next(stream)
+
+
+def _is_dropped(found: StreamStatistics) -> bool:
+    """Whether a mini-batch came, and neither it nor its bytes are held."""
+    held = (found.queued_mini_batches, found.queued_bytes)
+    return found.num_mini_batches == 1 and held == (0, 0)
 
 
 def test_an_inner_error_of_the_batcher_is_raised_soon(batcher: Any) -> None:

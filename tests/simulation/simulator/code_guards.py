@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 from unittest.mock import patch
 
-from simulator import trainers
+from simulator import ranks
 from simulator.breaks import Guard, method
 from turnstream.batching.readiness import RunFold
 from turnstream.batching.selection import Selector
@@ -77,12 +77,13 @@ CODE_GUARDS = (
     # trainers
     Guard(
         "get: the epoch and the name of the session",
-        lambda: patch.object(trainers, "_check_caller", lambda *_: None),
+        lambda: patch.object(ranks, "check_caller", lambda *_: None),
     ),
     Guard(
         "get: the batch before",
-        lambda: patch.object(trainers, "_check_chain", lambda *_: None),
+        lambda: patch.object(ranks, "check_chain", lambda *_: None),
     ),
+    Guard("get: a rank says what it has", lambda: patch.object(ranks, "hear_caller", _nothing)),
     # publishers
     Guard("window: what may be lost is kept", method(Window, "keep", lambda *_, **__: None)),
     Guard("outbox: what was lost is sent again", method(Outbox, "_meet", lambda *_, **__: None)),

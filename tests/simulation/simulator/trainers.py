@@ -10,6 +10,7 @@ from typing import Any
 from simulator.clients import AsyncClient
 from simulator.life import Life, patiently
 from simulator.processes import Process
+from simulator.ranks import Ranks
 from simulator.world import World
 from turnstream.batching.plan import Manifest
 from turnstream.errors import (
@@ -23,16 +24,13 @@ from turnstream.errors import (
 )
 from turnstream.store import keys
 from turnstream.types import RecoveryToken, VersionAnnounced
-from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.listener import RunListener
 from turnstream_server.batcher.runs import RunView
-from turnstream_server.batcher.servicer import _check_caller, _check_chain
 from turnstream_server.batcher.shares import PlannedBatch
 from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.sessions import (
     TrainerSession,
     acknowledge_committed,
-    acknowledge_stepped,
     start_session,
 )
 from turnstream_server.bus.versions import announce_version
@@ -56,11 +54,14 @@ class _Session:
     client: AsyncClient
     name: str
     begun: TrainerSession
+    ranks: Ranks
     said: list[tuple[int, str]] = field(default_factory=list)
 
     async def say(self, step: int, manifest_hash: str) -> RecoveryToken:
         """Acknowledge the step after those before."""
         token = await self.insist(lambda: self._say(step, manifest_hash))
+        if len(self.ranks.manifests) > 1:
+            self.world.blame(f"step {step} is acknowledged, of {sorted(self.ranks.manifests)}")
         self.said.append((step, manifest_hash))
         return token
 
@@ -89,16 +90,7 @@ class _Session:
 
     async def _say(self, step: int, manifest_hash: str) -> RecoveryToken:
         start = self.world.store.num_starts
-        token = await patiently(
-            lambda: acknowledge_stepped(
-                self.client,
-                self.life.run,
-                session_epoch=self.begun.session_epoch,
-                step=step,
-                manifest_hash=manifest_hash,
-                session=self.name,
-            )
-        )
+        token = await patiently(lambda: self.ranks.stepped(step, manifest_hash))
         planned = self.life.history.planned.get(step)
         if start == self.world.store.num_starts and planned != manifest_hash:
             self.world.blame(f"step {step} is {planned}, and is acknowledged as {manifest_hash}")
@@ -132,14 +124,9 @@ async def trainer(process: Process, life: Life) -> None:
         for step, own_hash in history.planned.items()
         if step < session.next_step and (step, own_hash) in history.all_trained
     }
-    asked = wire.GetRequest(
-        step=session.next_step,
-        session=name,
-        session_epoch=session.session_epoch,
-        dp_world_size=dp_world_size,
-    )
+    ranks = Ranks(client, life.run, name, session, dp_world_size=dp_world_size)
     try:
-        await _train_all(process, _Session(world, life, client, name, session), asked)
+        await _train_all(process, _Session(world, life, client, name, session, ranks))
     except EndOfRunError:
         life.is_ended = True
     except FencedError as error:
@@ -150,7 +137,7 @@ async def trainer(process: Process, life: Life) -> None:
         history.refused(error)
 
 
-async def _train_all(process: Process, session: _Session, asked: wire.GetRequest) -> None:
+async def _train_all(process: Process, session: _Session) -> None:
     """Batch after batch, until there is none any more."""
     client, life = session.client, session.life
     frontier = await patiently(lambda: read_frontier_async(client, life.run))
@@ -159,7 +146,7 @@ async def _train_all(process: Process, session: _Session, asked: wire.GetRequest
     listener = RunListener(client, life.run, after_step=frontier.planned)
     while True:
         try:
-            batch = await _get(view, asked)
+            batch = await session.ranks.pull(view)
         except NotReadyError:
             await session.say_again()  # the store may wait for a step that it has forgotten
             await _wait(listener)
@@ -167,8 +154,6 @@ async def _train_all(process: Process, session: _Session, asked: wire.GetRequest
             await asyncio.sleep(0.1 + 0.4 * process.world.rng.random())
         else:
             await _train(process, session, batch)
-            asked.step += 1
-            asked.previous_hash = batch.manifest_hash
 
 
 async def _wait(listener: RunListener) -> None:
@@ -181,15 +166,6 @@ async def _wait(listener: RunListener) -> None:
 
 def _ignore(_: object) -> None:
     """Nobody else wants to know."""
-
-
-async def _get(view: RunView, asked: wire.GetRequest) -> PlannedBatch:
-    """What the servicer does before it sends a batch."""
-    batch = await view.wait_for_batch(
-        asked.step, check=lambda frontier: _check_caller(asked, frontier), wait_s=0.0
-    )
-    _check_chain(asked, batch)
-    return batch
 
 
 async def _begin(

@@ -2,8 +2,8 @@
 -- Acknowledges that the checkpoint which holds a recovery token is on disk.
 --
 -- Keys, all in the run's slot:
---   KEYS[1] frontier  hash  read: session_epoch, stepped; changed: committed, which never
---                           falls here, and checkpoints
+--   KEYS[1] frontier  hash  read: session_epoch, stepped, session_lost; changed: committed, which
+--                           never falls here, and checkpoints
 --   KEYS[2] batches   hash  read: step -> "<trajectories planned up to it>:<manifest hash>"
 -- Arguments: ARGV[1] session epoch    ARGV[2] token's step    ARGV[3] token's manifest hash
 --            ARGV[4] session name, or "", see stepped.lua
@@ -11,10 +11,11 @@
 -- Errors:
 --   NORUN     no such run
 --   FENCED    another trainer session has begun
+--   BEHIND    a rank has this step, or one before it, from another manifest
 --   CONFLICT  the step was not stepped, or trained from another manifest
 
-local epoch, stepped, committed, checkpoints, session = unpack(redis.call('HMGET', KEYS[1],
-  'session_epoch', 'stepped', 'committed', 'checkpoints', 'session'))
+local epoch, stepped, committed, checkpoints, session, lost = unpack(redis.call('HMGET', KEYS[1],
+  'session_epoch', 'stepped', 'committed', 'checkpoints', 'session', 'session_lost'))
 if not epoch then
   return redis.error_reply('NORUN no such run')
 end
@@ -27,6 +28,9 @@ if (ARGV[4] or '') ~= '' and ARGV[4] ~= session then
     .. session .. '" has its epoch')
 end
 local step = tonumber(ARGV[2])
+if lost and step >= tonumber(string.match(lost, '^%d+')) then
+  return redis.error_reply('BEHIND ' .. string.match(lost, ':(.*)$'))
+end
 if step > tonumber(stepped) then
   return redis.error_reply('CONFLICT step ' .. step .. ' is not stepped; the newest such step is '
     .. stepped)

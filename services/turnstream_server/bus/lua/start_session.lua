@@ -8,12 +8,13 @@
 -- Keys, all in the run's slot:
 --   KEYS[1] frontier  hash    read and changed: stepped, committed, session_epoch, session,
 --                             session_token, dp_world_size, lineage, checkpoints, rollbacks,
---                             forks; read: released
+--                             forks; read: released; read and removed: session_lost
 --   KEYS[2] batches   hash    read: step -> "<trajectories planned up to it>:<manifest hash>"
 --   KEYS[3] wake      stream  added, so that calls of the session before find out
 --   KEYS[4] sessions  hash    session name -> its epoch; added
 --   KEYS[5] events    stream  added, where steps are undone: field r = the rolled_back record
 --   KEYS[6] versions  stream  read: the newest
+--   KEYS[7] ranks     hash    removed: what the ranks of the session before had
 -- Arguments:
 --   ARGV[1] session name     ARGV[2] dp_world_size
 --   ARGV[3] token's step, "" without a token    ARGV[4] token's manifest hash
@@ -22,15 +23,16 @@
 -- Errors:
 --   NORUN     no such run
 --   FENCED    the session has begun before, and another one since
---   BEHIND    this store does not have the batch that the token names
+--   BEHIND    this store does not have the batch that the token names; or the session is lost
 --   RELEASED  the batches after the one that the token names are no longer retained
 --   CONFLICT  no token, but batches are committed; or the session began otherwise, or has stepped
 
 local MAX_ROLLBACKS = 16  -- every reader of the frontier reads them
 
 local stepped, committed, epoch, session, began_with, world_size, lineage, planned, released,
-  checkpoints = unpack(redis.call('HMGET', KEYS[1], 'stepped', 'committed', 'session_epoch',
-    'session', 'session_token', 'dp_world_size', 'lineage', 'planned', 'released', 'checkpoints'))
+  checkpoints, lost = unpack(redis.call('HMGET', KEYS[1], 'stepped', 'committed', 'session_epoch',
+    'session', 'session_token', 'dp_world_size', 'lineage', 'planned', 'released', 'checkpoints',
+    'session_lost'))
 if not stepped then
   return redis.error_reply('NORUN no such run')
 end
@@ -42,6 +44,9 @@ if session == ARGV[1] and session ~= '' then
     return redis.error_reply('CONFLICT session ' .. session .. ' began with the token "'
       .. began_with .. '" for ' .. world_size .. ' ranks, not with "' .. token .. '" for '
       .. ARGV[2] .. '; every start of a trainer needs a session name of its own')
+  end
+  if lost then
+    return redis.error_reply('BEHIND ' .. string.match(lost, ':(.*)$'))
   end
   if stepped ~= tonumber(ARGV[3] == '' and 0 or ARGV[3]) then
     return redis.error_reply('CONFLICT session ' .. session .. ' is at step ' .. stepped
@@ -130,6 +135,8 @@ end
 redis.call('HSET', KEYS[1], 'stepped', step, 'committed', step, 'session_epoch', epoch + 1,
   'session', ARGV[1], 'session_token', token, 'dp_world_size', ARGV[2], 'lineage', lineage,
   'checkpoints', table.concat(kept, ','))
+redis.call('HDEL', KEYS[1], 'session_lost')
+redis.call('DEL', KEYS[7])
 redis.call('HSET', KEYS[4], ARGV[1], epoch + 1)
 redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', 'w', '')
 return {epoch + 1, step + 1, lineage, stepped, committed}

@@ -1,21 +1,26 @@
 #!lua flags=allow-oom
--- Acknowledges that the optimizer has taken the last update of a step.
+-- Acknowledges that the optimizer has taken the last update of a step, which all ranks of the session
+-- are known to have from the same manifest.
 --
 -- Keys, all in the run's slot:
---   KEYS[1] frontier  hash    read: session_epoch, lineage; changed: stepped
+--   KEYS[1] frontier  hash    read: session_epoch, lineage, dp_world_size, session_lost; changed:
+--                             stepped
 --   KEYS[2] batches   hash    read: step -> "<trajectories planned up to it>:<manifest hash>"
 --   KEYS[3] wake      stream  added, so that whoever waits for capacity is told
+--   KEYS[4] ranks     hash    read: dp_rank -> "<step>:<manifest hash>", the newest that it has
 -- Arguments: ARGV[1] session epoch    ARGV[2] step    ARGV[3] manifest hash
 --            ARGV[4] session name, or "": a store that lost a session may give its epoch to another
 -- Reply:     the run's lineage, for the recovery token; the same again for an earlier step
 -- Errors:
 --   NORUN     no such run
 --   FENCED    another trainer session has begun
---   BEHIND    this store has no such batch: it was lost
+--   BEHIND    this store has no such batch: it was lost; or the session is, see hear_rank.lua
 --   CONFLICT  not the next step, or trained from another manifest
+--   UNHEARD   a rank is not known to have this batch: its next call says so
 
-local epoch, stepped, lineage, session, planned = unpack(
-  redis.call('HMGET', KEYS[1], 'session_epoch', 'stepped', 'lineage', 'session', 'planned'))
+local epoch, stepped, lineage, session, planned, world_size, lost = unpack(redis.call('HMGET',
+  KEYS[1], 'session_epoch', 'stepped', 'lineage', 'session', 'planned', 'dp_world_size',
+  'session_lost'))
 if not epoch then
   return redis.error_reply('NORUN no such run')
 end
@@ -27,6 +32,9 @@ if (ARGV[4] or '') ~= '' and ARGV[4] ~= session then
   return redis.error_reply('FENCED trainer session "' .. ARGV[4] .. '" is over or was lost, "'
     .. session .. '" has its epoch')
 end
+if lost then
+  return redis.error_reply('BEHIND ' .. string.match(lost, ':(.*)$'))
+end
 local step = tonumber(ARGV[2])
 if step > tonumber(planned or 0) then
   return redis.error_reply('BEHIND step ' .. step .. ' was trained from the manifest "' .. ARGV[3]
@@ -35,12 +43,32 @@ end
 if step > stepped + 1 then
   return redis.error_reply('CONFLICT step ' .. step .. ' does not follow step ' .. stepped)
 end
-local hash = string.match(redis.call('HGET', KEYS[2], ARGV[2]) or '', ':(.*)$')
+
+local function hash_of(number)
+  return string.match(redis.call('HGET', KEYS[2], number) or '', ':(.*)$')
+end
+
+-- A batch behind this one follows it, by its hash.
+local function unheard_rank()
+  for rank = 1, tonumber(world_size) - 1 do
+    local newest, hash = string.match(redis.call('HGET', KEYS[4], rank) or '', '^(%d+):(.*)$')
+    if not newest or tonumber(newest) < step or hash_of(newest) ~= hash then
+      return rank
+    end
+  end
+end
+
+local hash = hash_of(ARGV[2])
 if hash ~= ARGV[3] then
   return redis.error_reply('CONFLICT step ' .. step .. ' has the manifest "' .. (hash or '')
     .. '", not "' .. ARGV[3] .. '"')
 end
 if step == stepped + 1 then
+  local rank = unheard_rank()
+  if rank then
+    return redis.error_reply('UNHEARD step ' .. step .. ': this store does not know that dp_rank '
+      .. rank .. ' has it from the manifest "' .. ARGV[3] .. '"')
+  end
   redis.call('HSET', KEYS[1], 'stepped', step)
   redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', 'w', '')
 end

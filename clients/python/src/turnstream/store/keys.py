@@ -46,7 +46,8 @@ frontier   hash    stepped, committed, session_epoch, session, dp_world_size, li
                    forks, `<version>:<step>,...`: what was announced up to the version is as old as
                    that step, at least, because the trainer went back to it;
                    leftover, see RunClosed, while it is closed; finished, 1 once nothing more of it
-                   will be planned
+                   will be planned;
+                   session_lost, `<step>:<why>`, while the ranks of the session differ in a step
 batches    hash    step -> `<trajectories planned up to it>:<manifest hash>`; from `released` on
 observers  hash    name -> `<newest step seen>:<when it expires, in ms of the run's own time, or 0
                    once it is forgotten>:<expiry in ms>`, and then `:<first step it missed>` where
@@ -65,6 +66,8 @@ tasks      hash    group name -> number of its prompt, while the group is not ov
 again      zset    numbers of prompts whose group failed, to be given out again
 leases     zset    id of every open trajectory -> when its writer's lease ends, ms of server time
 sessions   hash    name of every trainer session that ever began -> its epoch
+ranks      hash    dp_rank of the session, if it has several -> `<step>:<manifest hash>`, the newest
+                   batch that it is known to have, or was about to get
 past       hash    step -> compact record of a batch that is over
 ended      hash    number -> compact record of trajectories that ended untrained
 reasons    hash    `<state>:<reason>` -> how many of those in `ended`
@@ -150,6 +153,7 @@ _RUN_TYPES = {
     "config": "hash",
     "leases": "zset",
     "sessions": "hash",
+    "ranks": "hash",
     "members": "hash",
     "deadlines": "zset",
     "clock": "hash",
@@ -196,6 +200,7 @@ class RunKeys(NamedTuple):
     config: str
     leases: str
     sessions: str
+    ranks: str
     members: str
     deadlines: str
     clock: str

@@ -13,6 +13,7 @@ BEHIND     StoreBehindError            a recovery token that this store does not
 EXPIRED    ObserverExpiredError        an observer was silent for too long
 CLOSED     EndOfRunError               the run takes no new group
 RELEASED   ReleasedError               a step that is no longer retained
+UNHEARD    NotReadyError               a step that a rank is not known to have yet
 =========  ==========================  ===================================================
 
 Everything that passes by itself (no connection, a server that is loading, full, read-only or
@@ -30,6 +31,7 @@ from turnstream.errors import (
     ConflictError,
     EndOfRunError,
     FencedError,
+    NotReadyError,
     ObserverExpiredError,
     RejectedError,
     ReleasedError,
@@ -44,7 +46,7 @@ from turnstream.store.limits import is_silence
 RETRY_AFTER_S = 1.0
 """Said to a caller that was told to wait and cannot listen to the run's `wake` stream."""
 
-_REFUSALS: dict[str, type[RejectedError]] = {
+_REFUSALS: dict[str, type[RejectedError | NotReadyError]] = {
     "FENCED": FencedError,
     "CONFLICT": ConflictError,
     "GAP": TurnGapError,
@@ -53,6 +55,7 @@ _REFUSALS: dict[str, type[RejectedError]] = {
     "EXPIRED": ObserverExpiredError,
     "CLOSED": EndOfRunError,
     "RELEASED": ReleasedError,
+    "UNHEARD": NotReadyError,
 }
 _PASSING = frozenset(
     {

@@ -113,10 +113,13 @@ class BatcherCalls:
         self._session_epoch, self._session = reply.session_epoch, session
         return reply
 
-    def get(self, step: int, *, wait_s: float, previous_hash: str = "") -> Iterator[bytes]:
+    def get(
+        self, step: int, *, wait_s: float, previous_hash: str = "", manifest_hash: str = ""
+    ) -> Iterator[bytes]:
         """Ask for a step; gives the raw messages, to be read to their end.
 
-        It must follow the manifest that was delivered before it, where that is known.
+        It must follow the manifest that was delivered before it, and be made from the one that a
+        part of it was delivered from, where these are known.
 
         The call has no deadline of its own: a full queue may pause it.
 
@@ -133,6 +136,7 @@ class BatcherCalls:
             observer=self.share.observer,
             session=self._session,
             previous_hash=previous_hash,
+            manifest_hash=manifest_hash,
         )
         with self._get_lock:
             if self._closed.is_set():

@@ -18,9 +18,11 @@ from turnstream.errors import (
     BatchingError,
     ConflictError,
     CorruptRecordError,
+    FencedError,
     NotReadyError,
     RecordError,
     RejectedError,
+    StoreBehindError,
     TurnstreamError,
     UnavailableError,
     UnknownFormatError,
@@ -57,6 +59,9 @@ SILENT_S = 1.0
 
 MAX_BAD_IN_A_ROW = 3
 """The same damage so often is not of the wire: it is what the batcher has."""
+
+_ENDS_OF_SESSION = (FencedError, StoreBehindError, ConflictError)
+"""After these, what was pulled before must not be trained either: it comes to nothing."""
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +202,7 @@ class Prefetcher:
         except ClosedError:
             pass
         except Exception as error:  # noqa: BLE001 - raised where it is waited for
-            self._queue.fail(error)
+            self._queue.fail(error, drops=isinstance(error, _ENDS_OF_SESSION))
 
     def _pull(self) -> None:
         """One Get and what follows from its end."""
@@ -218,7 +223,10 @@ class Prefetcher:
         progress = self.progress
         messages = self._timed(
             self._calls.get(
-                progress.step, wait_s=self._next_wait_s(), previous_hash=progress.previous_hash
+                progress.step,
+                wait_s=self._next_wait_s(),
+                previous_hash=progress.previous_hash,
+                manifest_hash=progress.manifest_hash if progress.hashes else "",
             )
         )
         try:

@@ -62,10 +62,18 @@ class ByteQueue(Generic[Item]):
             self._items.append((item, num_bytes))
             self._changed.notify_all()
 
-    def fail(self, error: BaseException) -> None:
-        """Let whoever takes have the items that are left, and then, for ever, this error."""
+    def fail(self, error: BaseException, *, drops: bool = False) -> None:
+        """Let whoever takes have the items that are left, and then, for ever, this error.
+
+        Args:
+            error: to be raised.
+            drops: whether the items that are left are not to be had any more.
+        """
         with self._changed:
             self._failure = error
+            if drops:
+                self._num_bytes -= sum(num_bytes for _, num_bytes in self._items)
+                self._items.clear()
             self._changed.notify_all()
 
     def take(self, *, timeout_s: float, watch: Callable[[], float]) -> Item:

@@ -31,7 +31,7 @@ class StartReply(_message.Message):
     def __init__(self, session_epoch: _Optional[int] = ..., next_step: _Optional[int] = ..., config_json: _Optional[str] = ..., lineage: _Optional[str] = ..., newest_version: _Optional[int] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("run", "step", "dp_rank", "dp_world_size", "session_epoch", "wait_s", "observer", "session", "previous_hash")
+    __slots__ = ("run", "step", "dp_rank", "dp_world_size", "session_epoch", "wait_s", "observer", "session", "previous_hash", "manifest_hash")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class GetRequest(_message.Message):
     OBSERVER_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_HASH_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_HASH_FIELD_NUMBER: _ClassVar[int]
     run: str
     step: int
     dp_rank: int
@@ -50,7 +51,8 @@ class GetRequest(_message.Message):
     observer: str
     session: str
     previous_hash: str
-    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_world_size: _Optional[int] = ..., session_epoch: _Optional[int] = ..., wait_s: _Optional[float] = ..., observer: _Optional[str] = ..., session: _Optional[str] = ..., previous_hash: _Optional[str] = ...) -> None: ...
+    manifest_hash: str
+    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_world_size: _Optional[int] = ..., session_epoch: _Optional[int] = ..., wait_s: _Optional[float] = ..., observer: _Optional[str] = ..., session: _Optional[str] = ..., previous_hash: _Optional[str] = ..., manifest_hash: _Optional[str] = ...) -> None: ...
 
 class GetChunk(_message.Message):
     __slots__ = ("header", "data")

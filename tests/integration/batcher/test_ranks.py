@@ -1,0 +1,127 @@
+"""Two ranks of one session, and a store that loses a plan that one of them has."""
+
+import asyncio
+
+import pytest
+
+from turnstream.errors import NotReadyError, StoreBehindError
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.testing import group, wait_until_async
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+
+async def test_a_step_that_ranks_have_from_two_manifests_is_acknowledged_for_nobody(
+    house_at, own_server, past_of
+):
+    house = house_at(own_server.url)
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(lease_s=1.0), run)
+    await trainer.start("s", dp_world_size=2)
+    past = past_of(own_server)
+    await house.publish(run, group("lost"))
+    (lost,) = await trainer.get(1, dp_rank=1)
+    await asyncio.to_thread(past.come_back)
+    await house.publish(run, group("other"))
+
+    (other,) = await got(trainer, 1, dp_rank=0)
+
+    assert (hash_of(lost), lost.rows) != (hash_of(other), other.rows)
+    with pytest.raises(NotReadyError, match="does not know that dp_rank 1 has it"):
+        await trainer.stepped([other])
+    waiting = asyncio.create_task(trainer.get(2, dp_rank=0, previous_hash=hash_of(other)))
+    with pytest.raises(StoreBehindError, match=r"step 1 was delivered to dp_rank 1 .* as step 1"):
+        await trainer.get(2, dp_rank=1, previous_hash=hash_of(lost))
+    with pytest.raises(StoreBehindError, match="step 1 was delivered to dp_rank 1"):
+        await waiting
+    with pytest.raises(StoreBehindError, match="step 1 was delivered to dp_rank 1"):
+        await trainer.stepped([other])
+    await trainer.start("next", dp_world_size=2)
+    for dp_rank in range(2):
+        (again,) = await trainer.get(1, dp_rank=dp_rank)
+    assert (await trainer.stepped([again])).step == 1
+
+
+async def test_a_rank_that_has_a_part_of_a_batch_gets_no_part_of_another(house):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g0"))
+    await trainer.start("s")
+
+    (whole,) = await trainer.get(1)
+    await trainer.get(1, manifest_hash=hash_of(whole))
+    with pytest.raises(StoreBehindError, match="step 1 was delivered to dp_rank 0 from"):
+        await trainer.get(1, manifest_hash="0" * 64)
+
+
+async def test_a_batch_that_is_lost_while_a_rank_waits_for_the_next_ends_the_session(
+    house_at, own_server, past_of
+):
+    house = house_at(own_server.url)
+    run = house.create_run(batch_groups=1, max_planned_ahead=0)
+    replica = await house.start_batcher(lease_s=1.0)
+    trainer, other = house.trainer(replica, run), house.trainer(replica, run)
+    await trainer.start("s", dp_world_size=2)
+    await other.start("s", dp_world_size=2)
+    past = past_of(own_server)
+    await house.publish(run, group("lost"))
+    (lost,) = await trainer.get(1, dp_rank=1)
+    waiting = asyncio.create_task(got(trainer, 2, dp_rank=1, previous_hash=hash_of(lost)))
+    await asyncio.to_thread(past.come_back)
+
+    with pytest.raises(StoreBehindError, match="step 1 was delivered to dp_rank 1"):
+        await waiting
+    with pytest.raises(StoreBehindError, match="step 1 was delivered to dp_rank 1"):
+        await got(other, 1, dp_rank=0)
+
+
+async def test_a_rank_that_waits_while_its_last_batch_is_lost_tells_the_store_when_it_finds_out(
+    house,
+):
+    run = house.create_run(batch_groups=1, max_planned_ahead=0)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g0"))
+    await trainer.start("s")
+    (only,) = await trainer.get(1)
+    names = keys.run_keys(run)
+
+    with connect(house.url) as client:
+        before = num_reads(client)
+        waiting = asyncio.create_task(trainer.get(2, previous_hash=hash_of(only)))
+        await wait_until_async(lambda: is_read_since(client, before), describe="a call that waits")
+        client.hdel(names.batches, 1)
+        client.hset(names.frontier, "planned", 0)
+        client.xadd(names.wake, {"w": ""})
+        with pytest.raises(StoreBehindError):
+            await waiting
+
+        assert client.hget(names.frontier, "session_lost").startswith(b"1:step 1 was delivered")
+
+
+def num_reads(client):
+    """How often the store was asked for a whole frontier, or another hash."""
+    return client.info("commandstats")["cmdstat_hgetall"]["calls"]
+
+
+async def is_read_since(client, before):
+    return num_reads(client) > before
+
+
+def hash_of(pulled):
+    return pulled.mini_batch.info.manifest_hash
+
+
+async def got(trainer, step, **asked):
+    """What a rank gets that asks again while the store starts anew."""
+    pulled = []
+
+    async def gets():
+        try:
+            pulled[:] = await trainer.get(step, wait_s=1.0, **asked)
+        except ConnectionError:
+            return False
+        return True
+
+    await wait_until_async(gets, 25, describe=f"step {step}")
+    return pulled

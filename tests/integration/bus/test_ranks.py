@@ -1,0 +1,155 @@
+"""What the ranks of a session are known to have, and what follows where they differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from turnstream.errors import FencedError, NotReadyError, StoreBehindError
+from turnstream.store import keys
+from turnstream_server.bus.frontier import read_frontier_async
+from turnstream_server.bus.sessions import TrainerSession, hear_rank, start_session
+
+pytestmark = pytest.mark.redis
+
+OTHER = "0" * 64
+
+
+async def start(run: Any, session: str, *, dp_world_size: int = 2) -> TrainerSession:
+    return await start_session(
+        run.client, run.name, session=session, dp_world_size=dp_world_size, token=None
+    )
+
+
+async def hear(run: Any, session: TrainerSession, dp_rank: int, step: int, **said: Any) -> None:
+    if "manifest_hash" not in said:
+        said["manifest_hash"] = run.manifests[step].hash
+    whose: Any = {"session_epoch": session.session_epoch, "dp_rank": dp_rank, "step": step}
+    await hear_rank(run.client, run.name, **whose, **{"has": True, **said})
+
+
+async def test_a_step_is_acknowledged_once_every_rank_is_known_to_have_it(run: Any) -> None:
+    await run.plan_steps(1)
+    session = await start(run, "s", dp_world_size=3)
+    await hear(run, session, 1, 1, has=False)
+
+    with pytest.raises(NotReadyError, match="does not know that dp_rank 2 has it"):
+        await run.step(session, 1)
+    await hear(run, session, 2, 1)
+    await run.step(session, 1)
+
+    assert await run.frontier() == (1, 1, 0)
+
+
+async def test_a_rank_that_has_a_later_batch_has_those_before_it(run: Any) -> None:
+    await run.plan_steps(2)
+    session = await start(run, "s")
+    await hear(run, session, 1, 2)
+
+    await hear(run, session, 1, 1)  # a call that comes late
+    await run.step(session, 1)
+    await run.step(session, 2)
+
+    assert await run.frontier() == (2, 2, 0)
+
+
+async def test_what_the_ranks_of_a_session_before_had_does_not_count(run: Any) -> None:
+    await run.plan_steps(1)
+    await hear(run, await start(run, "first"), 1, 1)
+    second = await start(run, "second")
+
+    with pytest.raises(NotReadyError):
+        await run.step(second, 1)
+
+
+async def test_a_later_batch_that_the_store_has_no_more_proves_nothing(run: Any) -> None:
+    await run.plan_steps(2)
+    session = await start(run, "s")
+    await hear(run, session, 1, 2)
+    await run.client.hset(keys.run_keys(run.name).batches, 2, f"2:{OTHER}")
+
+    with pytest.raises(NotReadyError):
+        await run.step(session, 1)
+    await hear(run, session, 1, 1)
+    await run.step(session, 1)
+
+
+@pytest.mark.parametrize(
+    ("step", "why"),
+    [(2, f'from the manifest "{OTHER}", this store has "'), (3, "newest batch of this store is 2")],
+    ids=["another", "none"],
+)
+async def test_a_rank_with_another_batch_ends_the_session_for_all(
+    run: Any, step: int, why: str
+) -> None:
+    await run.plan_steps(2)
+    session = await start(run, "s")
+    await hear(run, session, 1, 2)
+    token = await run.step(session, 1)
+    before = await run.last_wake_up()
+
+    with pytest.raises(StoreBehindError, match=f"step {step} was delivered to dp_rank 1 .*{why}"):
+        await hear(run, session, 1, step, manifest_hash=OTHER)
+
+    assert await run.last_wake_up() != before
+    assert why in (await read_frontier_async(run.client, run.name)).lost_session
+    with pytest.raises(StoreBehindError, match=why):
+        await hear(run, session, 0, 1)
+    with pytest.raises(StoreBehindError, match=why):
+        await run.step(session, 2)
+    with pytest.raises(StoreBehindError, match=why):
+        await start(run, "s")
+    await run.commit_token(session, token)  # of a step in which they did not differ
+
+
+async def test_a_step_in_which_the_ranks_differ_is_not_committed(run: Any) -> None:
+    # Of two processes with one dp_rank, one was heard in time and the other one was not.
+    await run.plan_steps(2)
+    session = await start(run, "s")
+    await hear(run, session, 1, 2)
+    await run.step(session, 1)
+    token = await run.step(session, 2)
+
+    with pytest.raises(StoreBehindError):
+        await hear(run, session, 1, 2, manifest_hash=OTHER)
+
+    with pytest.raises(StoreBehindError, match="step 2 was delivered to dp_rank 1"):
+        await run.commit_token(session, token)
+    assert await run.frontier() == (2, 2, 0)
+
+
+async def test_another_session_goes_on_where_one_was_lost(run: Any) -> None:
+    await run.plan_steps(1)
+    lost = await start(run, "lost")
+    with pytest.raises(StoreBehindError):
+        await hear(run, lost, 1, 1, manifest_hash=OTHER)
+
+    session = await start(run, "s")
+    with pytest.raises(FencedError):
+        await hear(run, lost, 1, 1, manifest_hash=OTHER)
+    await hear(run, session, 1, 1)
+    await run.step(session, 1)
+
+    assert (await read_frontier_async(run.client, run.name)).lost_session == ""
+
+
+async def test_a_batch_that_was_lost_before_it_is_sent_costs_no_session(run: Any) -> None:
+    await run.plan_steps(1)
+    session = await start(run, "s")
+
+    with pytest.raises(NotReadyError, match="step 2: its plan is not in the store any more"):
+        await hear(run, session, 1, 2, manifest_hash=OTHER, has=False)
+
+    assert (await read_frontier_async(run.client, run.name)).lost_session == ""
+
+
+async def test_a_late_word_of_a_released_step_changes_nothing(run: Any) -> None:
+    await run.plan_steps(2)
+    session = await start(run, "s")
+    await run.client.hset(keys.run_keys(run.name).frontier, "released", 2)
+    before = await run.dump()
+
+    await hear(run, session, 1, 1, manifest_hash=OTHER)
+
+    assert await run.dump() == before

@@ -1,0 +1,94 @@
+"""The ranks of a simulated session: each asks for the batches by itself."""
+
+from __future__ import annotations
+
+from simulator.clients import AsyncClient
+from turnstream.errors import NotReadyError, StoreBehindError
+from turnstream.types import RecoveryToken
+from turnstream.wire.v1 import batches_pb2 as wire
+from turnstream_server.batcher.callers import (
+    check_caller,
+    check_chain,
+    hear_caller,
+    note_handed,
+)
+from turnstream_server.batcher.runs import RunView
+from turnstream_server.batcher.shares import PlannedBatch
+from turnstream_server.bus.sessions import TrainerSession, acknowledge_stepped
+
+
+class Ranks:
+    """All ranks of a session, of which the first one acknowledges.
+
+    Args:
+        client: of the store.
+        run: name of the run.
+        name: of the session.
+        begun: the session.
+        dp_world_size: number of ranks.
+    """
+
+    def __init__(
+        self, client: AsyncClient, run: str, name: str, begun: TrainerSession, *, dp_world_size: int
+    ) -> None:
+        self._client = client
+        self._step = begun.next_step - 1
+        self._batch: PlannedBatch | None = None
+        self._asked = [
+            wire.GetRequest(
+                run=run,
+                step=begun.next_step,
+                session=name,
+                session_epoch=begun.session_epoch,
+                dp_rank=rank,
+                dp_world_size=dp_world_size,
+            )
+            for rank in range(dp_world_size)
+        ]
+
+    @property
+    def manifests(self) -> set[str]:
+        """From which the batch was delivered that was pulled last."""
+        return {asked.previous_hash for asked in self._asked}
+
+    async def pull(self, view: RunView) -> PlannedBatch:
+        """The next batch of rank 0, once every rank has one; called again where it failed."""
+        for asked in self._asked:
+            if asked.step == self._step + 1:
+                batch = await self._get(view, asked)
+                asked.step, asked.previous_hash = asked.step + 1, batch.manifest_hash
+                self._batch = batch if asked.dp_rank == 0 else self._batch
+        assert self._batch is not None
+        self._step += 1
+        return self._batch
+
+    async def stepped(self, step: int, manifest_hash: str) -> RecoveryToken:
+        """Rank 0 acknowledges a step; where others were not heard, they ask for the next one."""
+        first = self._asked[0]
+        try:
+            return await acknowledge_stepped(
+                self._client,
+                first.run,
+                session_epoch=first.session_epoch,
+                step=step,
+                manifest_hash=manifest_hash,
+                session=first.session,
+            )
+        except NotReadyError:
+            for asked in self._asked:
+                await hear_caller(self._client, asked)
+            raise
+
+    async def _get(self, view: RunView, asked: wire.GetRequest) -> PlannedBatch:
+        """What the servicer does before it sends a batch."""
+        await hear_caller(self._client, asked)
+        try:
+            batch = await view.wait_for_batch(
+                asked.step, check=lambda frontier: check_caller(asked, frontier), wait_s=0.0
+            )
+            check_chain(asked, batch)
+        except StoreBehindError:
+            await hear_caller(self._client, asked)
+            raise
+        await note_handed(self._client, asked, batch)
+        return batch
