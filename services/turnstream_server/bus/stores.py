@@ -8,15 +8,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from turnstream.errors import InvalidConfigError
 from turnstream.store.connection import connect
+from turnstream.store.durability import SETTINGS, SYNCS, unsafe_setting
 from turnstream.store.replies import translate
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.settings import Settings, mask_password
 
 _OLDEST = {"valkey": 8, "redis": 7}
+_SYNCS = {"everysec": SYNCS, "fsync": ("always",)}
 
 
 @contextlib.contextmanager
@@ -57,15 +59,16 @@ def check_store(url: str, *, durability: str) -> None:
     with client:
         try:
             facts: dict[str, Any] = client.info()  # pyright: ignore[reportAssignmentType]  # sync
-            sync = _appendfsync(client) if durability == "fsync" else "everysec"
+            settings = _settings(client, durability=durability)
         except (RedisError, OSError) as error:
             raise translate(error) from error
     where = mask_password(url)
     check_version(facts, where=where)
     _check_setting(where, "appendonly", "yes" if facts["aof_enabled"] else "no", needed="yes")
     _check_setting(where, "maxmemory-policy", facts["maxmemory_policy"], needed="noeviction")
-    if durability == "fsync":
-        _check_setting(where, "appendfsync", sync, needed="always")
+    unsafe = unsafe_setting(settings, syncs=_SYNCS[durability])
+    if unsafe is not None:
+        raise InvalidConfigError(unsafe.setting, f"the server at {where} {unsafe.message}")
 
 
 def check_version(facts: Mapping[str, Any], *, where: str) -> None:
@@ -95,9 +98,20 @@ def _check_setting(where: str, setting: str, value: str, *, needed: str) -> None
         )
 
 
-def _appendfsync(client: redis.Redis) -> str:
-    found: Any = client.config_get("appendfsync")
-    return {_text(name): _text(value) for name, value in found.items()}.get("appendfsync", "")
+def _settings(client: redis.Redis, *, durability: str) -> dict[str, str]:
+    """How the server syncs; with `everysec`, one that does not let us ask is taken at its word.
+
+    Raises:
+        ResponseError: it does not let us ask.
+    """
+    try:
+        found: Any = client.config_get(*SETTINGS)
+    except ResponseError:
+        if durability == "fsync":
+            raise
+        return {}
+    told = {_text(name): _text(value) for name, value in found.items()}
+    return {"appendfsync": "", **told} if durability == "fsync" else told
 
 
 def _text(value: str | bytes) -> str:

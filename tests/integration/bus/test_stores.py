@@ -8,7 +8,7 @@ import pytest
 import redis
 from pydantic import SecretStr
 
-from turnstream.errors import InvalidConfigError, StoreUnavailableError
+from turnstream.errors import InvalidConfigError, RejectedError, StoreUnavailableError
 from turnstream_server.bus.stores import check_store, open_store
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.settings import Settings
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.redis
 @pytest.fixture
 def external(server: EmbeddedServer, client: redis.Redis) -> Iterator[EmbeddedServer]:
     """A server that plays the external one; its settings are put back."""
-    names = ("appendonly", "appendfsync", "maxmemory-policy")
+    names = ("appendonly", "appendfsync", "maxmemory-policy", "no-appendfsync-on-rewrite")
     before: dict[str, Any] = client.config_get(*names)  # pyright: ignore[reportAssignmentType]  # sync
     yield server
     for name, value in before.items():
@@ -54,6 +54,8 @@ def test_an_external_server_is_used_and_left_running(external: EmbeddedServer) -
         ("appendonly", "no", "yes", "everysec"),
         ("maxmemory-policy", "allkeys-lru", "noeviction", "everysec"),
         ("appendfsync", "everysec", "always", "fsync"),
+        ("appendfsync", "no", "everysec", "everysec"),
+        ("no-appendfsync-on-rewrite", "yes", "no", "everysec"),
     ],
 )
 def test_an_external_server_that_would_lose_data_is_refused(
@@ -73,6 +75,28 @@ def test_an_external_server_that_would_lose_data_is_refused(
     assert repr(value) in caught.value.message
     assert repr(needed) in caught.value.message
     assert external.url in caught.value.message
+
+
+def test_what_is_not_synced_during_a_rewrite_is_refused_though_each_write_is_synced(
+    external: EmbeddedServer, client: redis.Redis
+) -> None:
+    client.config_set("appendfsync", "always")
+    client.config_set("no-appendfsync-on-rewrite", "yes")
+
+    for durability in ("everysec", "fsync"):
+        with pytest.raises(InvalidConfigError, match=r"no-appendfsync-on-rewrite: .* has 'yes'"):
+            check_store(external.url, durability=durability)
+
+
+def test_a_server_that_does_not_say_how_it_syncs_is_taken_for_one_that_does_every_second(
+    external: EmbeddedServer, client: redis.Redis
+) -> None:
+    client.execute_command("ACL", "SETUSER", "guest", "on", ">s", "~*", "+@all", "-config")
+    url = external.url.replace("redis://", "redis://guest:s@")
+
+    check_store(url, durability="everysec")
+    with pytest.raises(RejectedError, match="denied access"):
+        check_store(url, durability="fsync")
 
 
 def test_a_server_that_is_away_is_unavailable() -> None:

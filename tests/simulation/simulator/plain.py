@@ -84,9 +84,10 @@ def _ping(store: Store, words: Words) -> Status:
 
 
 def _config(store: Store, words: Words) -> Any:
-    if [word.upper() for word in words[1:]] != [b"GET", b"APPENDFSYNC"]:
+    names = [b"APPENDFSYNC", b"NO-APPENDFSYNC-ON-REWRITE"]
+    if [word.upper() for word in words[1:]] != [b"GET", *names]:
         raise NotSimulatedError(b" ".join(words).decode())
-    return [b"appendfsync", store.appends_only]
+    return [b"appendfsync", store.appends_only, b"no-appendfsync-on-rewrite", b"no"]
 
 
 # strings

@@ -9,11 +9,13 @@ from typing import Any, Final, NamedTuple, cast
 
 from redis.exceptions import ResponseError
 
+from turnstream.errors import InvalidConfigError
 from turnstream.generator.lanes import Admission, Lane, RewardPost
 from turnstream.generator.receipts import Delivery
 from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.budget import RESERVE, reserve_command, settled_lease
+from turnstream.store.durability import SETTINGS, unsafe_setting
 from turnstream.store.groups import group_size
 from turnstream.store.leases import heartbeat_command, take_over_command
 from turnstream.store.replies import error_text
@@ -48,7 +50,7 @@ SCRIPTS = (
 _FIRST_WORDS: Final[Sequence[Sequence[Argument]]] = (
     *[("SCRIPT", "LOAD", script.source) for script in SCRIPTS],
     ("INFO", "server"),
-    ("CONFIG", "GET", "appendfsync"),
+    ("CONFIG", "GET", *SETTINGS),
 )
 _RUN_ID = re.compile(rb"\brun_id:(\w+)")
 
@@ -199,16 +201,28 @@ class Round(NamedTuple):
 
     def may_lose_writes(self, replies: Sequence[Any]) -> bool:
         """Whether the store may answer before it syncs to disk; known where `loads_scripts`."""
-        answer = replies[self._num_first - 1]
-        return isinstance(answer, Exception) or answer[1:] != [b"always"]
+        return self._settings(replies).get("appendfsync") != "always"
 
     def syncs_each_write(self, replies: Sequence[Any]) -> bool:
         """Whether the store syncs to disk before it answers; known where `loads_scripts`.
 
         A store that does not let us ask is taken for one that does.
         """
+        is_silent = isinstance(replies[self._num_first - 1], Exception)
+        return is_silent or self._settings(replies).get("appendfsync") == "always"
+
+    def refusal_of_store(self, replies: Sequence[Any]) -> InvalidConfigError | None:
+        """Why this store may have nothing: it says that it loses more than its mode allows."""
+        unsafe = unsafe_setting(self._settings(replies)) if self.loads_scripts else None
+        if unsafe is None:
+            return None
+        return InvalidConfigError(unsafe.setting, f"the store {unsafe.message}")
+
+    def _settings(self, replies: Sequence[Any]) -> dict[str, str]:
+        """What the store told of its settings; empty where it does not let us ask."""
         answer = replies[self._num_first - 1]
-        return isinstance(answer, Exception) or answer[1:] == [b"always"]
+        words = [word.decode() for word in answer] if isinstance(answer, list) else []
+        return dict(zip(words[::2], words[1::2], strict=True))
 
     @property
     def is_heartbeat(self) -> bool:
