@@ -6,11 +6,12 @@ import re
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
+import hiredis
 import pytest
 
 from harness.proxy import Proxy
@@ -113,15 +114,24 @@ def test_everything_a_generator_ever_sent_may_come_again_and_changes_nothing(
     rig.join(rig.start_generator(groups=12))
     before = rig.digest()
 
-    _replay(rig, proxied, copies=3)
+    answers = _replay(rig, proxied, copies=3)
     assert rig.digest() == before
     rig.store_url = rig.server.url
     rig.start_batcher()
     rig.join(rig.start_ranks(1, max_steps=2, checkpoint_every=1))
     before = rig.digest()
-    _replay(rig, proxied, copies=3)
+    answers += _replay(rig, proxied, copies=3)
 
     assert rig.digest() == before
+    texts = [*_texts(answers)]
+    assert "DUPLICATE" in texts
+    refused = [text for text in texts if text.startswith(("FENCED", "CONFLICT", "GAP"))]
+    assert {re.sub(r"^(\w+) \S+ ", r"\1 * ", text) for text in refused} <= {
+        "CONFLICT * is already sealed",  # an opening
+        "CONFLICT * is already planned",
+        "FENCED * is sealed: 1",  # a heartbeat
+        "FENCED * is planned: 1",
+    }
     rig.drain()
 
 
@@ -144,15 +154,19 @@ def test_everything_a_batcher_ever_sent_may_come_again_and_changes_nothing(
     rig.drain()
 
 
-def _replay(rig: Rig, proxied: Proxy, *, copies: int) -> None:
-    """Send every recorded connection again, so many times at once."""
+def _replay(rig: Rig, proxied: Proxy, *, copies: int) -> list[Any]:
+    """Send every recorded connection again, so many times at once; gives what is answered."""
+    answers: list[Any] = []
     port = int(rig.server.url.rpartition(":")[2].partition("/")[0])
 
     def send(data: bytes) -> None:
         with socket.create_connection(("127.0.0.1", port), timeout=10) as again:
             again.sendall(_impatient(data) + b"*1\r\n$4\r\nQUIT\r\n")
-            while again.recv(1 << 16):
-                pass
+            reader = hiredis.Reader()
+            while got := again.recv(1 << 16):
+                reader.feed(got)
+                while (answer := reader.gets()) is not False:
+                    answers.append(answer)
 
     senders = [
         threading.Thread(target=send, args=(data,), daemon=True)
@@ -164,6 +178,16 @@ def _replay(rig: Rig, proxied: Proxy, *, copies: int) -> None:
     for sender in senders:
         sender.join(20)
     assert not any(sender.is_alive() for sender in senders)
+    return answers
+
+
+def _texts(answers: Iterable[Any]) -> Iterator[str]:
+    """Each text and error, also those in lists."""
+    for answer in answers:
+        if isinstance(answer, list):
+            yield from _texts(answer)
+        elif isinstance(answer, bytes | Exception):
+            yield answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)
 
 
 def _impatient(data: bytes) -> bytes:

@@ -6,13 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from redis.exceptions import (
-    ResponseError,
-)
+from redis.exceptions import ResponseError
 
-from turnstream.errors import (
-    ConflictError,
-)
+from turnstream.errors import ConflictError, FencedError
 from turnstream.generator.receipts import Delivery
 from turnstream.types import TrajectoryKey
 
@@ -220,3 +216,63 @@ def test_a_group_that_was_over_is_asked_for_first_after_every_restart(new_desk: 
 
     assert [each[0] for each in asked] == ["open_group", "open_group"]
     assert desk.outbox.take_losses() == []
+
+
+NEVER_OR_OVER = b"FENCED g/0/0 was never opened, or is over"
+
+
+def test_a_seal_that_the_ledger_has_no_more_is_known_where_its_payload_says_that_it_is_over(
+    new_desk: NewDesk,
+) -> None:
+    # The answer to the first post was lost, and the run went on: trained, released, folded.
+    desk, end = _sealed(new_desk)
+
+    desk.answer([NEVER_OR_OVER])
+    was_done = end.is_done
+    asked = desk.answer(ResponseError("FENCED the trajectory is over, and its payload released"))
+
+    assert not was_done
+    assert (desk.said(asked), desk.records(asked)) == (["append"], [1])
+    assert (end.is_done, end.errors) == (True, {})
+    assert desk.outbox.tally.statistics().num_trajectories == 1
+    assert desk.outbox.is_idle
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "FENCED the trajectory was given up, and its payload released",
+        "FENCED the trajectory was never opened, or is released",
+    ],
+)
+def test_a_seal_that_came_to_nothing_is_refused_by_its_payload(
+    new_desk: NewDesk, said: str
+) -> None:
+    desk, end = _sealed(new_desk)
+
+    desk.answer([NEVER_OR_OVER])
+    desk.answer(ResponseError(said))
+
+    assert [type(error) for error in end.errors.values()] == [FencedError]
+    assert desk.outbox.is_idle
+
+
+def test_a_payload_that_is_there_is_not_asked_again(new_desk: NewDesk) -> None:
+    desk, end = _sealed(new_desk)
+
+    desk.answer([NEVER_OR_OVER])
+    desk.answer(0)
+    desk.answer([NEVER_OR_OVER])
+
+    assert [type(error) for error in end.errors.values()] == [FencedError]
+    assert desk.outbox.is_idle
+
+
+def _sealed(new_desk: NewDesk) -> tuple[Any, Delivery]:
+    """A trajectory whose payload is stored; its seal is posted next."""
+    desk = new_desk()
+    (lane,) = desk.opened()
+    desk.append(lane)
+    end = desk.seal(lane)
+    desk.answer(2)
+    return desk, end

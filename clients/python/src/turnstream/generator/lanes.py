@@ -47,6 +47,8 @@ class Lane:
         end: told when the lane has ended, once.
         has_ended: it has; it goes through all of this again where the store may have forgotten it.
         held_epoch: the epoch that it had before.
+        is_doubted: its seal is posted, and the run does not know it, or no longer: an answer may
+            have been lost, and the payload was asked.
     """
 
     key: TrajectoryKey
@@ -68,6 +70,7 @@ class Lane:
     error: TurnstreamError | None = None
     has_ended: bool = False
     held_epoch: int = 0
+    is_doubted: bool = False
 
     @property
     def is_ending(self) -> bool:

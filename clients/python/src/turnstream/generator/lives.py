@@ -18,7 +18,9 @@ from turnstream.generator.queues import Queues
 from turnstream.generator.receipts import Delivery
 from turnstream.generator.reservations import Reservations
 from turnstream.generator.rewinds import (
+    PAYLOAD_IS_OVER,
     has_survived,
+    is_forgotten,
     is_left_to_payload,
     leave_to_payload,
     rewind,
@@ -173,12 +175,19 @@ class Lives:
         for lane, answer in zip(lanes, answers, strict=True):
             text = answer.decode()
             if text in ("OK", "DUPLICATE", "SURPLUS"):
-                if not lane.has_ended:
-                    self.tally.add("num_trajectories")
-                    self.tally.add("merged_tokens", lane.merged_tokens)
-                self.end_well(lane, now_s)
+                self._is_known(lane, now_s)
+            elif is_forgotten(text) and not lane.is_doubted:
+                lane.is_doubted = True  # an answer may be lost: its payload is asked
+                self.advance(lane)
             else:
                 self.fail(lane, refusal(text))
+
+    def _is_known(self, lane: Lane, now_s: float) -> None:
+        """The run knows its seal."""
+        if not lane.has_ended:
+            self.tally.add("num_trajectories")
+            self.tally.add("merged_tokens", lane.merged_tokens)
+        self.end_well(lane, now_s)
 
     def renewed(self, lanes: Sequence[Lane], answers: Sequence[Any]) -> None:
         """Each lane's lease was renewed, or is lost.
@@ -208,6 +217,9 @@ class Lives:
             return True
         if has_survived(lane, text):
             self.survived(lane, now_s)
+            return True
+        if lane.is_doubted and text.startswith(PAYLOAD_IS_OVER):
+            self._is_known(lane, now_s)
             return True
         return False
 

@@ -17,6 +17,7 @@ from turnstream.store import keys
 from turnstream.store.replies import refusal
 
 REPOST_EVERY_S: Final = 0.5
+PAYLOAD_IS_OVER: Final = "FENCED the trajectory is over"
 _IS_OVER: Final = " was over: a name is used once"
 
 
@@ -98,7 +99,7 @@ def has_survived(lane: Lane, text: str) -> bool:
     """
     if lane.abandon_reason is None and text.endswith(" is already abandoned"):
         return False
-    is_beyond = (f"CONFLICT {lane.trajectory_id} is already ", "FENCED the trajectory is over")
+    is_beyond = (f"CONFLICT {lane.trajectory_id} is already ", PAYLOAD_IS_OVER)
     return lane.has_ended and (text.startswith(is_beyond) or _is_without(lane, text))
 
 
@@ -111,8 +112,13 @@ def is_left_to_payload(lane: Lane, text: str) -> bool:
     """
     is_asked_first = lane.epoch == 0 and lane.held_epoch > 0
     is_sealed = lane.has_ended and lane.seal is not None
-    is_unknown = _is_without(lane, text) or text.endswith(" was never opened, or is over")
+    is_unknown = _is_without(lane, text) or is_forgotten(text)
     return is_asked_first and is_sealed and is_unknown
+
+
+def is_forgotten(text: str) -> bool:
+    """Whether the ledger refuses a trajectory that it does not have: yet, or any more."""
+    return text.endswith(" was never opened, or is over")
 
 
 def _is_without(lane: Lane, text: str) -> bool:

@@ -1,0 +1,62 @@
+"""The answer to a seal's event is lost, and the run goes on without its generator."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from harness.proxy import Proxy
+from turnstream.generator import Publisher
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.store.scripts import Script
+from turnstream.testing import ids, wait_until_async
+from turnstream.types import TrajectoryState
+from turnstream_server.batcher.upkeep import Upkeep
+from turnstream_server.bus.ledger import read_ledger
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+
+async def test_a_seal_whose_answer_was_lost_is_known_though_the_run_has_forgotten_it(
+    house: Any,
+) -> None:
+    # It was trained, committed, released and folded before it came again, and was told "never
+    # opened, or is over", as a writer that lost its trajectory is.
+    run = house.create_run(batch_groups=1, retain_checkpoints=1)
+    small = Upkeep(snapshot_events=1, snapshot_steps=1, fold_ended=2)
+    trainer = house.trainer(await house.start_batcher(upkeep=small), run)
+    await trainer.start()
+
+    with Proxy(house.url) as proxy:
+        proxy.requests.unanswered = Script("post_sealed").sha.encode()
+        sealing = asyncio.create_task(asyncio.to_thread(_seal, proxy.url, run))
+        pulled = await trainer.get(1, wait_s=20)
+        await trainer.committed(await trainer.stepped(pulled))
+        await _folded(house.url, run)
+        proxy.requests.unanswered, proxy.replies.is_silent = b"", False
+        proxy.cut_all()
+        statistics = await sealing
+
+    assert (statistics.num_trajectories, statistics.num_lost) == (1, 0)
+    with connect(house.url) as client:
+        assert read_ledger(client, run).by_state[TrajectoryState.COMMITTED] == 1
+
+
+def _seal(url: str, run: str) -> Any:
+    with Publisher(url, run, timeout_s=60) as publisher:
+        writer = publisher.trajectory("g", 0, num_samples=1)
+        writer.append(ids("ab"), ids("c"))
+        writer.seal(1.0)
+        publisher.flush()
+        return publisher.statistics()
+
+
+async def _folded(url: str, run: str) -> None:
+    def is_folded() -> bool:
+        with connect(url) as client:
+            return not client.hexists(keys.run_keys(run).ledger, "g/0/0")
+
+    await wait_until_async(lambda: asyncio.to_thread(is_folded), 20, describe="the release")
