@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,151 +11,22 @@ import pytest
 
 from harness.checker import CHECKS, HistoryError, check
 from harness.episodes import episode
+from harness.forging import (
+    Lines,
+    Writing,
+    change,
+    edit_row,
+    every_share,
+    right_history,
+    share,
+    without,
+    write_group,
+)
 from harness.history import History, Line
 
-Lines = list[Line]
 Corrupt = Callable[[Lines], Lines]
 
-WRITER = "w"
-NUM_STEPS = 4
 COUNTS = {"accepted": 16, "committed": 16}
-
-
-class Writing:
-    """Lines in order, one tick apart."""
-
-    def __init__(self) -> None:
-        self.lines: Lines = []
-        self._clock = itertools.count()
-
-    def add(self, process: str, kind: str, **facts: Any) -> None:
-        """Append one."""
-        self.lines.append(Line(process, kind, float(next(self._clock)) / 1000, facts))
-
-
-def right_history() -> Lines:
-    """Two trainers of two ranks: the second begins behind step 2 of the three that the first took.
-
-    Every step has two groups of two, each group a mini-batch of its own.
-    """
-    writing = Writing()
-    for group in range(2 * NUM_STEPS):
-        write_group(writing, f"g{group}")
-    for step in range(1, NUM_STEPS + 1):
-        epoch = 1 + step // 3
-        who = f"batcher-{epoch}"
-        writing.add(who, "planned", step=step, epoch=epoch, manifest=f"m{step}")
-    write_session(writing, "first", after_step=0, steps=[1, 2, 3], commits=[2])
-    write_session(writing, "second", after_step=2, steps=[3, 4], commits=[4])
-    return writing.lines
-
-
-def write_group(writing: Writing, group: str) -> None:
-    writing.add("generator", "opening", group=group, num_samples=2)
-    writing.add("generator", "waiting", what="admission", deadline_s=1.0)
-    writing.add("generator", "waited", what="admission", outcome="")
-    writing.add("generator", "opened", group=group, num_samples=2)
-    for sample in range(2):
-        name = f"{group}/{sample}/0"
-        said = episode(name, writer=WRITER)
-        writing.add(
-            "generator",
-            "sealing",
-            trajectory=name,
-            writer=WRITER,
-            reward=said.reward,
-            rows=list(said.rows),
-            num_trained=list(said.num_trained),
-        )
-        writing.add("generator", "sealed", trajectory=name)
-    writing.add("generator", "alive", max_rss_bytes=1000, held_bytes=5, max_held_bytes=10)
-
-
-def write_session(
-    writing: Writing, session: str, *, after_step: int, steps: list[int], commits: list[int]
-) -> None:
-    whose = [{"session": session, "dp_rank": rank, "dp_world_size": 2} for rank in range(2)]
-    names = [f"{session}-{rank}" for rank in range(2)]
-    for name, who in zip(names, whose, strict=True):
-        writing.add(name, "session", token=None, after_step=after_step, **who)
-    version = {"first": 0, "second": 10}[session]
-    for step in steps:
-        for mini_batch in range(2):
-            for rank, (name, who) in enumerate(zip(names, whose, strict=True)):
-                writing.add(name, "received", **who, **share(step, mini_batch, rank))
-        manifest = f"m{step}"
-        writing.add(names[0], "updated", step=step, manifest=manifest, **whose[0])
-        for kind in ("stepped", *["committed"] * (step in commits)):
-            if kind == "committed":
-                writing.add(names[0], "checkpoint", step=step, token="", **whose[0])
-            writing.add(names[0], "waiting", what=kind, deadline_s=1.0)
-            writing.add(names[0], "waited", what=kind, outcome="")
-            writing.add(names[0], kind, step=step, token="", **whose[0])
-        writing.add(names[0], "announced", version=version + step, step=step, **whose[0])
-    weights = [f"m{step}" for step in range(1, steps[-1] + 1)]
-    writing.add(names[0], "done", weights=weights, **whose[0])
-
-
-def share(step: int, mini_batch: int, dp_rank: int) -> dict[str, Any]:
-    """What a rank gets: of a group's two trajectories, the one with its number."""
-    group = f"g{2 * (step - 1) + mini_batch}"
-    rows = rows_of(group)
-    mine = [row for row in rows if row["trajectory"] == f"{group}/{dp_rank}/0"]
-    trained = sum(row["num_trained"] for row in rows)
-    return {
-        "step": step,
-        "mini_batch": mini_batch,
-        "num_mini_batches": 2,
-        "manifest": f"m{step}",
-        "content": f"c{step}-{mini_batch}-{dp_rank}",
-        "denominators": [trained, len(rows), 2, 1, float(len(rows)), 0],
-        "num_micro_batches": 1,
-        "num_positions": 3,
-        "rows": mine,
-    }
-
-
-def rows_of(group: str) -> list[dict[str, Any]]:
-    said = [episode(f"{group}/{sample}/0", writer=WRITER) for sample in range(2)]
-    rows: list[dict[str, Any]] = []
-    for sample, each in enumerate(said):
-        for sequence, name in enumerate(each.rows):
-            rows.append(
-                {
-                    "row": 100 * int(group[1:]) + len(rows),
-                    "trajectory": f"{group}/{sample}/0",
-                    "sequence": sequence,
-                    "name": name,
-                    "num_trained": each.num_trained[sequence],
-                    "reward": each.reward,
-                    "advantage": each.reward - said[1 - sample].reward,
-                }
-            )
-    return rows
-
-
-def change(lines: Lines, kind: str, position: int = 0, **facts: Any) -> Lines:
-    """The lines with other facts in one line of a kind."""
-    chosen = [line for line in lines if line.kind == kind][position]
-    return [line.but(**facts) if line is chosen else line for line in lines]
-
-
-def without(lines: Lines, kind: str, position: int = 0) -> Lines:
-    """The lines without one of a kind."""
-    chosen = [line for line in lines if line.kind == kind][position]
-    return [line for line in lines if line is not chosen]
-
-
-def every_share(lines: Lines, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> Lines:
-    """The lines with the facts of every received share edited."""
-    return [line.but(**edit(line.facts)) if line.kind == "received" else line for line in lines]
-
-
-def edit_row(lines: Lines, position: int = 0, **facts: Any) -> Lines:
-    """The lines with other facts in the first row of a received share."""
-    share = [line for line in lines if line.kind == "received"][position]
-    first, *others = share["rows"]
-    return change(lines, "received", position, rows=[{**first, **facts}, *others])
 
 
 def a_batch_that_comes_twice(lines: Lines) -> Lines:
@@ -257,6 +127,63 @@ def a_step_that_two_leaders_wrote(lines: Lines) -> Lines:
     return [*lines, Line("batcher-2", "planned", lines[-1].at, twice)]
 
 
+def a_group_whose_last_member_never_sealed(lines: Lines) -> Lines:
+    return change(change(lines, "opening", num_samples=3), "opened", num_samples=3)
+
+
+def a_sample_that_is_trained_in_two_attempts(lines: Lines) -> Lines:
+    def add(facts: dict[str, Any]) -> dict[str, Any]:
+        if (facts["step"], facts["mini_batch"], facts["dp_rank"]) != (1, 0, 0):
+            return {}
+        again = {**facts["rows"][0], "row": 99, "trajectory": "g0/0/1"}
+        return {"rows": [*facts["rows"], again]}
+
+    return every_share(lines, add)
+
+
+def a_fenced_writer_that_is_trained(lines: Lines) -> Lines:
+    # "other" sealed something else, and was told that it counts.
+    said = next(line for line in lines if line.kind == "sealing")
+    own = episode(said["trajectory"], writer="other")
+    sealing = said.but(rows=list(own.rows), num_trained=list(own.num_trained))
+    told = next(line for line in lines if line.kind == "sealed")
+    return [
+        *[line for line in lines if line is not told],
+        replace(sealing, process="other"),
+        replace(told, process="other"),
+    ]
+
+
+def a_turn_that_is_gone_for_who_takes_over(lines: Lines) -> Lines:
+    turn = {"trajectory": "g0/0/0", "turn": 1}
+    taken = {"trajectory": "g0/0/0", "num_turns": 1}
+    return [*lines, Line("w", "appended", 100.0, turn), Line("h", "taken", 101.0, taken)]
+
+
+def a_turn_of_a_group_that_is_gone(lines: Lines) -> Lines:
+    turn = {"trajectory": "g50/0/0", "turn": 0}
+    return [*lines, Line("w", "appended", 100.0, turn)]
+
+
+def a_rank_without_the_last_mini_batch(lines: Lines) -> Lines:
+    last = [line for line in lines if line.kind == "received" and line["dp_rank"] == 1][-1]
+    return [line for line in lines if line is not last]
+
+
+def ranks_that_trained_from_two_manifests(lines: Lines) -> Lines:
+    def other(facts: dict[str, Any]) -> dict[str, Any]:
+        return {"manifest": "m9"} if facts["step"] == 4 and facts["dp_rank"] == 1 else {}
+
+    return every_share(lines, other)
+
+
+def an_update_from_another_manifest_than_was_delivered(lines: Lines) -> Lines:
+    def other(facts: dict[str, Any]) -> dict[str, Any]:
+        return {"manifest": "m9"} if facts["step"] == 4 else {}
+
+    return every_share(lines, other)
+
+
 CORRUPTIONS: list[tuple[str, Corrupt]] = [
     ("trained_once", a_batch_that_comes_twice),
     ("trained_once", a_row_twice_on_one_rank),
@@ -291,6 +218,14 @@ CORRUPTIONS: list[tuple[str, Corrupt]] = [
     ("steps_have_one_leader", lambda ls: change(ls, "planned", 2, epoch=1)),
     ("steps_have_one_leader", lambda ls: change(ls, "planned", 0, epoch=3)),
     ("steps_have_one_leader", lambda ls: change(ls, "planned", 0, manifest="m9")),
+    ("groups_have_their_members", a_group_whose_last_member_never_sealed),
+    ("groups_have_their_members", a_sample_that_is_trained_in_two_attempts),
+    ("writers_are_told_the_truth", a_fenced_writer_that_is_trained),
+    ("acknowledged_turns_are_kept", a_turn_that_is_gone_for_who_takes_over),
+    ("acknowledged_turns_are_kept", a_turn_of_a_group_that_is_gone),
+    ("steps_are_stepped_by_all_ranks", a_rank_without_the_last_mini_batch),
+    ("steps_are_stepped_by_all_ranks", ranks_that_trained_from_two_manifests),
+    ("steps_are_stepped_by_all_ranks", an_update_from_another_manifest_than_was_delivered),
     ("nothing_is_lost", a_lost_group),
 ]
 

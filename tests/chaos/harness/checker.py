@@ -18,6 +18,12 @@ from typing import Any
 
 from harness.history import History, Line
 from harness.leaders import steps_have_one_leader
+from harness.members import (
+    acknowledged_turns_are_kept,
+    groups_have_their_members,
+    steps_are_stepped_by_all_ranks,
+    writers_are_told_the_truth,
+)
 
 SLACK_S = 3.0
 """What a wait may last beyond its deadline: the machine has other things to do."""
@@ -376,4 +382,8 @@ CHECKS: tuple[Callable[[History], Violations], ...] = (
     versions_are_never_reused,
     stale_sessions_are_refused,
     steps_have_one_leader,
+    groups_have_their_members,
+    writers_are_told_the_truth,
+    acknowledged_turns_are_kept,
+    steps_are_stepped_by_all_ranks,
 )

@@ -1,0 +1,94 @@
+"""Whose work is trained: all members of a group, each of its own writer, with all of its turns."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from harness.history import History, Line, MiniBatchName
+
+Violations = Iterator[str]
+
+
+def groups_have_their_members(history: History) -> Violations:
+    """I4: a group that is trained has each member that it was opened with, once.
+
+    A member that a run may go on without is excused.
+    """
+    for name, rows in _trained(history):
+        attempts: dict[str, dict[int, set[str]]] = {}
+        for trajectory in rows:
+            group, sample, _ = trajectory.split("/")
+            attempts.setdefault(group, {}).setdefault(int(sample), set()).add(trajectory)
+        for group, by_sample in attempts.items():
+            for sample, tried in by_sample.items():
+                if len(tried) > 1:
+                    yield f"{name}: sample {sample} of {group} is trained as {sorted(tried)}"
+            for sample in range(history.members.get(group, 0)):
+                if sample not in by_sample and not _is_excused(history, group, sample):
+                    yield f"{name}: {group} is trained without its sample {sample}"
+
+
+def _is_excused(history: History, group: str, sample: int) -> bool:
+    return any(name.startswith(f"{group}/{sample}/") for name in history.excused)
+
+
+def writers_are_told_the_truth(history: History) -> Violations:
+    """Of several writers of a trajectory, the one is trained that was told so, with its rows."""
+    told: dict[str, set[str]] = {}
+    for line in history.of("sealed"):
+        told.setdefault(line["trajectory"], set()).add(line.process)
+    for name, rows in _trained(history):
+        for trajectory, found in rows.items():
+            said = [
+                list(seal["rows"])
+                for seal in history.seals.get(trajectory, ())
+                if seal.process in told.get(trajectory, ())
+            ]
+            got = [row["name"] for row in sorted(found, key=lambda row: row["sequence"])]
+            if said and got not in said:
+                yield f"{name}: {trajectory} is {got}, and {told[trajectory]} sealed {said}"
+
+
+def acknowledged_turns_are_kept(history: History) -> Violations:
+    """P1: whoever takes a trajectory over finds every turn that was acknowledged before."""
+    num_turns: dict[str, int] = {}
+    for line in history.of("appended", "taken"):
+        trajectory = line["trajectory"]
+        known = num_turns.get(trajectory, 0)
+        if line.kind == "taken" and line["num_turns"] < known:
+            yield f"{line.process} found {line['num_turns']} turns of {trajectory}, not {known}"
+        elif line.kind == "appended":
+            num_turns[trajectory] = max(known, line["turn"] + 1)
+    for trajectory in num_turns:
+        if trajectory.split("/")[0] not in history.members:
+            yield f"turns of {trajectory} were acknowledged, and its group was never opened"
+
+
+def steps_are_stepped_by_all_ranks(history: History) -> Violations:
+    """I5: a step that was acknowledged was delivered whole, to every rank, from one manifest."""
+    received: dict[tuple[str, int], list[Line]] = {}
+    for line in history.of("received"):
+        received.setdefault((line["session"], line["step"]), []).append(line)
+    updated = {(line["session"], line["step"]): line["manifest"] for line in history.of("updated")}
+    for line in history.of("stepped"):
+        key = line["session"], line["step"]
+        shares = received.get(key, [])
+        manifests = {share["manifest"] for share in shares} | {updated.get(key, "")}
+        if len(manifests) > 1:
+            yield f"step {key[1]} of {key[0]} was stepped from {sorted(manifests)}"
+        came = {(share["dp_rank"], share["mini_batch"]) for share in shares}
+        for share in shares[:1]:
+            due = itertools.product(range(share["dp_world_size"]), range(share["num_mini_batches"]))
+            if missing := sorted(set(due) - came):
+                yield f"step {key[1]} of {key[0]} was stepped without (rank, mini-batch) {missing}"
+
+
+def _trained(history: History) -> Iterator[tuple[MiniBatchName, dict[str, list[dict[str, Any]]]]]:
+    """Trajectory -> its rows, of every mini-batch that all ranks have."""
+    for name, lines in history.complete_mini_batches():
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for row in itertools.chain.from_iterable(line["rows"] for line in lines):
+            rows.setdefault(row["trajectory"], []).append(row)
+        yield name, rows
