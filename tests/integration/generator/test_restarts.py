@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import redis
 
-from turnstream.errors import InvalidConfigError, NotReadyError, StoreBehindError
+from turnstream.errors import NotReadyError, StoreBehindError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store import keys
 from turnstream.store.connection import connect_async
@@ -383,21 +383,6 @@ def test_nothing_is_kept_for_a_store_that_syncs_before_it_answers(
         statistics = publisher.statistics()
 
     assert statistics.kept_bytes == 0
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"), [("appendfsync", "no"), ("no-appendfsync-on-rewrite", "yes")]
-)
-def test_a_store_that_loses_more_than_its_last_seconds_is_given_nothing(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, setting: str, value: str
-) -> None:
-    run = new_run(own_client)
-    own_client.config_set(setting, value)
-
-    with Publisher(own_server.url, run) as publisher:
-        for name in ("g0", "g1"):
-            with pytest.raises(InvalidConfigError, match=f"{setting}: the store has '{value}'"):
-                publisher.publish(group(name)).result(10)
 
 
 def test_a_wait_for_the_disk_ends_by_its_deadline(

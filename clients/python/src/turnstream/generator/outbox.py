@@ -25,9 +25,7 @@ first asked which start of the store it leads to. Where that is another one, wha
 into the queues before everything else (`rewinds.py`), and takes the same way again.
 
 Where the store syncs to disk before it answers, a round is one write, so that a sync is paid for
-once a round and not for every few calls.
-
-Not thread-safe: the owner holds a lock.
+once a round and not for every few calls. Not thread-safe: the owner holds a lock.
 """
 
 from __future__ import annotations
