@@ -230,6 +230,7 @@ def test_a_generator_that_sleeps_through_its_lease_is_fenced_and_no_turns_are_mi
     assert _sealed_by(rig, LOST) == ["generator-helper"]
     rig.wait(lambda: _num_open(rig) == 0, "the other trajectories")
     end.touch()
+    zombie.wait(60)
     refusals = _refusals_of(rig, zombie="generator-w")
     assert all("FencedError" in error for error in refusals.values())
     rig.drain(num_lost=len(refusals))

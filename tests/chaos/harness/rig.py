@@ -234,10 +234,11 @@ class Rig:
         return {int(step): entry.decode().partition(":")[2] for step, entry in found.items()}
 
     def digest(self) -> dict[bytes, Any]:
-        """All that the store has, but for the lease of who plans the run."""
-        lease = keys.run_keys(self.run).leader.encode()
+        """All that the store has, but for the lease of who plans the run, and its time."""
+        own = keys.run_keys(self.run)
+        moving = {own.leader.encode(), own.clock.encode()}
         names: Any = self.client.keys("*")
-        return {name: _content(self.client, name) for name in sorted(names) if name != lease}
+        return {name: _content(self.client, name) for name in sorted({*names} - moving)}
 
     def wait(
         self, predicate: Callable[[], object], describe: str, *, timeout_s: float = 30.0

@@ -139,9 +139,9 @@ async def test_a_replay_that_was_trained_and_released_is_never_done_again(
     # Its ledger entry is gone then, and its group a fingerprint.
     upkeep = Upkeep(snapshot_events=1, snapshot_steps=1, fold_ended=1)
     run = house.create_run(batch_groups=1, retain_checkpoints=1)
-    trainer = house.trainer(await house.start_batcher(upkeep=upkeep), run)
     await house.publish(run, group_of_3("g0"))
     damage(house, run, TrajectoryKey("g0", 1))
+    trainer = house.trainer(await house.start_batcher(upkeep=upkeep), run)
     await trainer.start()
     await trainer.get(1)
     fix = tmp_path / "fix.json"
@@ -169,10 +169,10 @@ async def test_a_replay_that_was_trained_and_released_is_never_done_again(
 async def test_poison_beyond_the_bound_of_the_run_is_discarded_and_counted(house: Any) -> None:
     upkeep = Upkeep(fold_ended=1)
     run = house.create_run(batch_groups=1, max_dead_bytes=0)
-    trainer = house.trainer(await house.start_batcher(upkeep=upkeep), run)
     await house.publish(run, group_of_3("g0"))
     damage(house, run, TrajectoryKey("g0", 1))
     await house.publish(run, group_of_3("g1"))
+    trainer = house.trainer(await house.start_batcher(upkeep=upkeep), run)
     await trainer.start()
     await trainer.get(1)
 
@@ -193,12 +193,12 @@ async def test_poison_beyond_the_bound_of_the_run_is_discarded_and_counted(house
 
 async def test_the_command_lists_shows_writes_and_discards(house: Any, tmp_path: Path) -> None:
     run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
     await house.publish(run, group_of_3("g0"))
     damage(house, run, TrajectoryKey("g0", 1))
     with connect(house.url) as client:
         client.xadd(keys.run_keys(run).events, {"r": b"junk of nobody"})
     await house.publish(run, group_of_3("g1"))
+    trainer = house.trainer(await house.start_batcher(), run)
     await trainer.start()
     await trainer.get(1)
 

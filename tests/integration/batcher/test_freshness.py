@@ -77,7 +77,9 @@ async def test_tokens_of_weights_that_were_undone_age_from_the_step_that_was_gon
     house, is_led_anew
 ):
     # What undone weights had sampled was as old as the first announcement behind the fork.
-    run = house.create_run(batch_groups=1, max_staleness=2, max_age_policy="drop")
+    run = house.create_run(
+        batch_groups=1, max_staleness=2, max_age_policy="drop", retain_checkpoints=5
+    )
     replica = await house.start_batcher()
     trainer = house.trainer(replica, run)
     await trainer.start()
