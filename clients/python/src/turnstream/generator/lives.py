@@ -237,7 +237,7 @@ class Lives:
         """What is kept goes before everything that waits: it may be another start of the store.
 
         Args:
-            is_other: that is known.
+            is_other: that is known; a task may be taken before the first meeting with the store.
         """
         rewound = rewind(self.window.take(), queues=self.queues, tally=self.tally)
         if is_other:

@@ -346,7 +346,6 @@ class Outbox:
         known, self._incarnation = self._incarnation, sent.incarnation(replies)
         is_same = known == self._incarnation and (known is not None or not is_new)
         if not is_same and not self._window.is_settled:
-            # A task may be taken before the first meeting: nothing says that this is another store.
             self._lives.rewind(is_other=known is not None or self._incarnation is None)
 
     def woken(self) -> None:
