@@ -6,7 +6,7 @@ last. JSON: what `Publisher` would be told::
     {
       "turns": [
         {"prompt_ids": [1, 2], "response_ids": [3], "logprobs": [-0.5], "loss_mask": [1],
-         "rewards": [0.0], "version_runs": [[7, 1]], "extras": {}}
+         "rewards": [0.0], "version_runs": [[7, 1]], "anchor": "room 3", "extras": {}}
       ],
       "reward": 1.0, "status": "completed",
       "reward_components": {}, "sampling": {}, "tags": {}, "metrics": {}
@@ -48,9 +48,10 @@ _OF_TRAJECTORY: Final = (
     *("reward", "status", "reward_components"),
     *("sampling", "tags", "metrics"),
 )
+_ARRAYS: Final = ("prompt_ids", "response_ids", "logprobs", "loss_mask", "rewards")
 _OF_TURN: Final = (
-    *("prompt_ids", "response_ids", "logprobs", "loss_mask", "rewards"),
-    *("version_runs", "extras", "problem"),
+    *_ARRAYS,
+    *("version_runs", "anchor", "extras", "problem"),
 )
 
 
@@ -230,6 +231,7 @@ def _whole(stored: Sequence[StoredTurn], declared: Sequence[DeclaredColumn]) -> 
             rewards=turn.rewards,
             version_runs=turn.version_runs,
             extras=extras,
+            anchor=turn.anchor,
         )
         for turn, prompt_ids, extras in zip(
             stored, turn_prompts(stored), whole_extras(stored, declared), strict=True
@@ -239,15 +241,13 @@ def _whole(stored: Sequence[StoredTurn], declared: Sequence[DeclaredColumn]) -> 
 
 def _turn_fields(turn: Turn) -> dict[str, Any]:
     return {
-        name: value
-        for name in ("prompt_ids", "response_ids", "logprobs", "loss_mask", "rewards")
-        if (value := getattr(turn, name)) is not None
+        name: value for name in (*_ARRAYS, "anchor") if (value := getattr(turn, name)) is not None
     } | {"version_runs": turn.version_runs}
 
 
 def _turn_json(turn: Turn) -> dict[str, Any]:
     fields = {
-        name: value if name == "version_runs" else value.tolist()
+        name: value.tolist() if name in _ARRAYS else value
         for name, value in _turn_fields(turn).items()
     }
     extras = {name: values.tolist() for name, values in turn.extras.items()}

@@ -250,6 +250,7 @@ def _append(writer: TrajectoryWriter, episode: Trajectory) -> Iterator[Any]:
             rewards=turn.rewards,
             version_runs=turn.version_runs,
             extras=turn.extras or None,
+            anchor=turn.anchor,
             allow_empty=True,
         )
 

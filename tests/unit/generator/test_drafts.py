@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from turnstream.batching.anchors import anchor_hash
 from turnstream.errors import InvalidTurnError
 from turnstream.generator import checks
 from turnstream.generator.drafts import TrajectoryDraft, TurnRecord, draft_group
@@ -55,6 +56,29 @@ def test_only_what_no_earlier_turn_holds_is_encoded() -> None:
     assert (second.index, second.parent_turn, second.shared_tokens) == (1, 0, 3)
     assert (third.index, third.parent_turn, third.shared_tokens) == (2, 0, 2)
     assert third.token_ids.tolist() == [ord("x"), ord("f")]
+
+
+def test_a_turn_and_its_seal_say_the_state_that_it_began_in() -> None:
+    made = TrajectoryDraft(KEY)
+
+    said, unsaid = (
+        decode_turn(made.add(one).record)
+        for one in (turn("ab", "C", anchor="room 3"), turn("abc", "D"))
+    )
+
+    assert (said.anchor, unsaid.anchor) == (anchor_hash("room 3"), None)
+    assert seal(made).anchors == (anchor_hash("room 3"), None)
+    assert seal(draft(turn("ab", "C"))).anchors == ()
+
+
+def test_another_anchor_is_another_turn() -> None:
+    same, again, other = (
+        TrajectoryDraft(KEY).add(turn("ab", "C", anchor=anchor)).record
+        for anchor in ("room 3", b"room 3", "room 4")
+    )
+
+    assert same == again
+    assert same[-4:] != other[-4:]
 
 
 def test_the_seal_sums_the_turns_up() -> None:
@@ -201,6 +225,17 @@ def test_a_draft_goes_on_from_a_turn_that_has_no_items_of_the_prompt_it_shares()
     assert seal(resumed) == seal(whole)
 
 
+def test_what_is_taken_over_is_sealed_with_the_states_that_it_began_in() -> None:
+    turns = [turn("ab", "C", anchor="room 3"), turn("abc", "D", anchor=7)]
+    resumed = TrajectoryDraft(KEY)
+
+    for record, stored, shape in taken_turns([draft().add(turns[0]).record], ()):
+        resumed.restore(stored, TurnRecord(record, shape))
+    resumed.add(turns[1])
+
+    assert seal(resumed) == seal(draft(*turns))
+
+
 def test_a_draft_goes_on_in_the_rows_of_what_is_stored_however_that_was_linked() -> None:
     # Turn 1 is stored whole, as by a client that finds no prefixes: nobody went on in row 0.
     resumed = TrajectoryDraft(KEY)
@@ -211,6 +246,21 @@ def test_a_draft_goes_on_in_the_rows_of_what_is_stored_however_that_was_linked()
     links = [resumed.add(turn(prompt, "Z")).shape[:2] for prompt in ("abcdx", "abcdex")]
 
     assert links == [(0, 3), (1, 5)]
+
+
+def test_a_group_is_drafted_with_its_anchors_and_refused_with_the_place_of_a_wrong_one() -> None:
+    def drafted(anchor: Any) -> SealedTrajectory:
+        turns = (turn("a", "B", anchor="room 3"), turn("ab", "C", anchor=anchor))
+        (made,) = draft_group(group("g", trajectory(*turns)))
+        event = decode_event(made.seal(1))
+        assert isinstance(event, SealedTrajectory)
+        return event
+
+    assert drafted(b"x").anchors == (anchor_hash("room 3"), anchor_hash("x"))
+    with pytest.raises(
+        InvalidTurnError, match=r"trajectories\[0\]\.turns\[1\]\.anchor: 0\.5 is not"
+    ):
+        drafted(0.5)
 
 
 def test_a_group_is_drafted_in_order_and_its_errors_say_where() -> None:

@@ -52,6 +52,9 @@ async def test_a_letter_that_is_sound_after_all_is_replayed_as_it_is(office):
     (replayed,) = replay_letters(office.url, office.run, {"g/1/0": None})
 
     assert replayed.state is TrajectoryState.SEALED
+    before, again = office.seals()
+    assert again.payload_crcs == before.payload_crcs
+    assert again.anchors == before.anchors != ()
 
 
 async def test_however_often_a_letter_is_replayed_it_is_sealed_once(office, tmp_path):

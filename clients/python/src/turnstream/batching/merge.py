@@ -23,6 +23,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
+from turnstream.batching.anchors import anchor_hash
 from turnstream.batching.columns import (
     OBSERVED,
     PlacedTurns,
@@ -115,6 +116,7 @@ def store_turns(
                 rewards=turn.rewards,
                 version_runs=turn.version_runs,
                 extras=linked.pieces,
+                anchor=anchor_hash(turn.anchor),
             )
         )
     return stored

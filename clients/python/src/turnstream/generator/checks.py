@@ -13,10 +13,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from turnstream.batching.anchors import anchor_hash
 from turnstream.batching.figures import MAX_METRIC
 from turnstream.errors import InvalidTurnError
 from turnstream.store.keys import encode_name
-from turnstream.types import Group, Purpose, Status, Trajectory, TrajectoryKey, Turn, VersionRun
+from turnstream.types import (
+    Anchor,
+    Group,
+    Purpose,
+    Status,
+    Trajectory,
+    TrajectoryKey,
+    Turn,
+    VersionRun,
+)
 
 MAX_RECORD_BYTES = 64 * 1024 * 1024
 """Of one stored turn: a reader must hold several in memory."""
@@ -55,6 +65,7 @@ def checked_turn(
     rewards: Any = None,
     version: int | None = None,
     version_runs: Sequence[VersionRun] = (),
+    anchor: Anchor | None = None,
     allow_empty: bool = False,
 ) -> Turn:
     """A turn of arrays that fit each other, from lists, numpy arrays or torch tensors.
@@ -68,6 +79,7 @@ def checked_turn(
         rewards: (R,); None for none.
         version: of the weights that sampled all of the response.
         version_runs: which weights sampled which part of it, where there were several.
+        anchor: the state that the turn began in; its hash is kept.
         allow_empty: accept a response without tokens.
 
     Raises:
@@ -87,6 +99,7 @@ def checked_turn(
         loss_mask=mask,
         rewards=None if rewards is None else _rewards(rewards, num_tokens=len(response)),
         version_runs=_version_runs(version, version_runs, num_tokens=len(response)),
+        anchor=anchor_hash(anchor),
     )
 
 
@@ -99,6 +112,7 @@ def recheck_turn(turn: Turn) -> Turn:
         loss_mask=turn.loss_mask,
         rewards=turn.rewards,
         version_runs=turn.version_runs,
+        anchor=turn.anchor,
         allow_empty=True,
     )
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from turnstream.batching.anchors import anchor_hash
 from turnstream.batching.extras import ExtraIndex, LinkedTurn
 from turnstream.batching.merge import plan_sequences
 from turnstream.batching.prefix import PrefixIndex, PrefixMatch
@@ -61,6 +62,7 @@ class TrajectoryDraft:
         self._shapes: list[TurnShape] = []
         self._rewards: list[float] = []
         self._crcs: list[int] = []
+        self._anchors: list[int | None] = []
         self._num_bytes = 0
         self._has_logprobs = True
         self._oldest_version: int | None = None
@@ -122,6 +124,7 @@ class TrajectoryDraft:
         tags = checks.checked_tags(tags)
 
         turn_versions = self._turn_versions()
+        anchors = () if set(self._anchors) <= {None} else tuple(self._anchors)
 
         def make_seal(epoch: int) -> bytes:
             return encode_event(
@@ -134,6 +137,7 @@ class TrajectoryDraft:
                     turns=tuple(self._shapes),
                     turn_rewards=tuple(self._rewards),
                     payload_crcs=tuple(self._crcs),
+                    anchors=anchors,
                     oldest_version=self._oldest_version,
                     newest_version=self._newest_version,
                     turn_versions=turn_versions,
@@ -173,6 +177,7 @@ class TrajectoryDraft:
             rewards=turn.rewards,
             version_runs=turn.version_runs,
             extras=linked.pieces,
+            anchor=anchor_hash(turn.anchor),
         )
         num_bytes = stored.token_ids.nbytes + 4 * len(turn.response_ids) * (
             (turn.logprobs is not None) + (turn.rewards is not None)
@@ -192,6 +197,7 @@ class TrajectoryDraft:
             0.0 if turn.rewards is None else float(turn.rewards.sum(dtype=np.float64))
         )
         self._crcs.append(int.from_bytes(made.record[-4:], "little"))
+        self._anchors.append(anchor_hash(turn.anchor))
         self._num_bytes += len(made.record)
         counts = _trained_versions(turn, num_trained=made.shape.num_trained_tokens)
         self._versions.append(counts)

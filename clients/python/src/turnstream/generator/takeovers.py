@@ -156,6 +156,7 @@ def taken_turns(
                 rewards=turn.rewards,
                 version_runs=turn.version_runs,
                 extras=extras,
+                anchor=turn.anchor,
             ),
             turn.shape,
         )

@@ -16,7 +16,7 @@ from turnstream.generator.lanes import Lane
 from turnstream.generator.receipts import AsyncReceipt, Receipt
 from turnstream.generator.sender import Sender
 from turnstream.generator.writers import WriterState
-from turnstream.types import Status, VersionRun
+from turnstream.types import Anchor, Status, VersionRun
 
 
 class TrajectoryWriter(TrajectoryWriterBase[Sender]):
@@ -50,6 +50,7 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
         version: int | None = None,
         version_runs: Sequence[VersionRun] = (),
         extras: Mapping[str, Any] | None = None,
+        anchor: Anchor | None = None,
         allow_empty: bool = False,
     ) -> Receipt:
         """Send one turn, and return before the store has answered.
@@ -65,6 +66,9 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
             version_runs: where several versions sampled it.
             extras: values of the columns that the run declares, by name, each said of the whole
                 turn, as `prompt_ids` is: see `turnstream.types.extras`.
+            anchor: the state that the environment was in when the turn began, for
+                `estimator="gigpo"`: a text or bytes that are the same wherever the state is, or a
+                hash of 64 bits.
             allow_empty: accept a response without tokens.
 
         Raises:
@@ -80,6 +84,7 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
             rewards=rewards,
             version=version,
             version_runs=version_runs,
+            anchor=anchor,
             allow_empty=allow_empty,
         )
         turn = with_checked_extras(turn, extras, self._sender.learn_columns())
@@ -197,6 +202,7 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[AsyncSender]):
         version: int | None = None,
         version_runs: Sequence[VersionRun] = (),
         extras: Mapping[str, Any] | None = None,
+        anchor: Anchor | None = None,
         allow_empty: bool = False,
     ) -> AsyncReceipt:
         """Send one turn; return before the store has answered. See `TrajectoryWriter.append`."""
@@ -208,6 +214,7 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[AsyncSender]):
             rewards=rewards,
             version=version,
             version_runs=version_runs,
+            anchor=anchor,
             allow_empty=allow_empty,
         )
         turn = with_checked_extras(turn, extras, await self._sender.learn_columns())

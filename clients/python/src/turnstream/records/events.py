@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, cast, get_args
 
@@ -10,9 +10,9 @@ from google.protobuf.message import DecodeError
 
 from turnstream.errors import CorruptRecordError, RecordError
 from turnstream.records.framing import EVENT, read_header, write_frame
-from turnstream.records.keys import decode_key, decode_status, decode_trajectory_key, encode_key
+from turnstream.records.keys import by_name, decode_key, decode_trajectory_key, encode_key
+from turnstream.records.seals import decode_seal, encode_seal
 from turnstream.types import (
-    NO_PARENT,
     BatchDue,
     ConfigRevised,
     DeadlineFired,
@@ -30,9 +30,7 @@ from turnstream.types import (
     TrajectoryAbandoned,
     TrajectoryDied,
     TrajectoryKey,
-    TurnShape,
     VersionAnnounced,
-    VersionRun,
 )
 from turnstream.wire.v1 import records_pb2 as wire
 
@@ -106,121 +104,7 @@ def _decode_eval_opened(message: wire.GroupOpened) -> GroupOpened:
 
 
 def _encode_sealed(event: SealedTrajectory) -> wire.Event:
-    versions = event.turn_versions or ((),) * len(event.turns)
-    columns = zip(event.turns, event.turn_rewards, event.payload_crcs, versions, strict=True)
-    message = wire.TrajectorySealed(  # an empty map costs a microsecond, None nothing
-        key=encode_key(event.key),
-        lease_epoch=event.lease_epoch,
-        status=event.status.value,
-        reward=event.reward,
-        reward_components=event.reward_components or None,
-        turns=[
-            wire.TurnShape(
-                parent_turn=shape.parent_turn,
-                shared_tokens=shape.shared_tokens,
-                num_new_prompt_tokens=shape.num_new_prompt_tokens,
-                num_response_tokens=shape.num_response_tokens,
-                num_trained_tokens=shape.num_trained_tokens,
-                reward=reward,
-                payload_crc=crc,
-                trained_versions=[wire.VersionRun(version=v, count=n) for v, n in own],
-            )
-            for shape, reward, crc, own in columns
-        ],
-        oldest_version=event.oldest_version,
-        newest_version=event.newest_version,
-        num_payload_bytes=event.num_payload_bytes,
-        has_logprobs=event.has_logprobs,
-        sampling=event.sampling or None,
-        tags=event.tags or None,
-        metrics=event.metrics or None,
-        awaits_reward=event.awaits_reward,
-    )
-    return wire.Event(trajectory_sealed=message)
-
-
-def _decode_sealed(message: wire.TrajectorySealed) -> SealedTrajectory:
-    turns: list[TurnShape] = []
-    rewards: list[float] = []
-    crcs: list[int] = []
-    versions: list[tuple[VersionRun, ...]] = []
-    for turn in message.turns:
-        shape = TurnShape(
-            turn.parent_turn,
-            turn.shared_tokens,
-            turn.num_new_prompt_tokens,
-            turn.num_response_tokens,
-            turn.num_trained_tokens,
-        )
-        _check_shape(shape, earlier=turns)
-        turns.append(shape)
-        rewards.append(turn.reward)
-        crcs.append(turn.payload_crc)
-        versions.append(_decode_versions(turn))
-    return SealedTrajectory(
-        key=decode_key(message),
-        lease_epoch=message.lease_epoch,
-        status=decode_status(message.status),
-        reward=message.reward if message.HasField("reward") else None,
-        reward_components=_sorted(message.reward_components),
-        turns=tuple(turns),
-        turn_rewards=tuple(rewards),
-        payload_crcs=tuple(crcs),
-        turn_versions=_checked_versions(versions, turns),
-        oldest_version=message.oldest_version if message.HasField("oldest_version") else None,
-        newest_version=message.newest_version if message.HasField("newest_version") else None,
-        num_payload_bytes=message.num_payload_bytes,
-        has_logprobs=message.has_logprobs,
-        sampling=_sorted(message.sampling),
-        tags=_sorted(message.tags),
-        metrics=_sorted(message.metrics),
-        awaits_reward=message.awaits_reward,
-    )
-
-
-def _decode_versions(turn: wire.TurnShape) -> tuple[VersionRun, ...]:
-    return tuple(
-        [
-            VersionRun(run.version if run.HasField("version") else None, run.count)
-            for run in turn.trained_versions
-        ]
-    )
-
-
-def _checked_versions(
-    versions: list[tuple[VersionRun, ...]], turns: list[TurnShape]
-) -> tuple[tuple[VersionRun, ...], ...]:
-    if not any(versions):
-        return ()
-    for index, (own, shape) in enumerate(zip(versions, turns, strict=True)):
-        num_tokens = sum([run.num_tokens for run in own])
-        if num_tokens != shape.num_trained_tokens:
-            raise CorruptRecordError(
-                f"turn {index} of a seal trains {shape.num_trained_tokens} tokens, "
-                f"and its versions sampled {num_tokens}"
-            )
-    return tuple(versions)
-
-
-def _check_shape(shape: TurnShape, *, earlier: list[TurnShape]) -> None:
-    parent = shape.parent_turn
-    if not NO_PARENT <= parent < len(earlier):
-        raise CorruptRecordError(f"turn {len(earlier)} of a seal has the parent {parent}")
-    num_shareable = 0 if parent == NO_PARENT else earlier[parent].num_tokens
-    if shape.shared_tokens > num_shareable:
-        raise CorruptRecordError(
-            f"turn {len(earlier)} of a seal shares {shape.shared_tokens} tokens "
-            f"of {num_shareable} in turn {parent}"
-        )
-    if shape.num_trained_tokens > shape.num_response_tokens:
-        raise CorruptRecordError(
-            f"turn {len(earlier)} of a seal trains {shape.num_trained_tokens} "
-            f"of {shape.num_response_tokens} response tokens"
-        )
-
-
-def _sorted(values: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(sorted(values.items())) if values else {}
+    return wire.Event(trajectory_sealed=encode_seal(event))
 
 
 def _encode_abandoned(event: TrajectoryAbandoned) -> wire.Event:
@@ -343,7 +227,7 @@ def _decode_reward(message: wire.RewardPosted) -> RewardPosted:
     return RewardPosted(
         key=decode_key(message),
         reward=message.reward if message.HasField("reward") else None,
-        reward_components=_sorted(message.reward_components),
+        reward_components=by_name(message.reward_components),
     )
 
 
@@ -381,7 +265,7 @@ _ENCODERS: Final[dict[type, Callable[[Any], wire.Event]]] = {
 }
 _DECODERS: Final[dict[str, Callable[[Any], Event]]] = {
     "group_opened": _decode_group_opened,
-    "trajectory_sealed": _decode_sealed,
+    "trajectory_sealed": decode_seal,
     "trajectory_abandoned": _decode_abandoned,
     "trajectory_died": _decode_died,
     "version_announced": _decode_announced,

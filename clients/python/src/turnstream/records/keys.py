@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
 
 from turnstream.errors import CorruptRecordError
 from turnstream.types import Status, TrajectoryKey
@@ -51,3 +52,8 @@ def decode_status(text: str) -> Status:
     if status is None:
         raise CorruptRecordError(f"{text!r} is no status of a trajectory")
     return status
+
+
+def by_name(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, in order of name: maps of a message have no order of their own."""
+    return dict(sorted(values.items())) if values else {}

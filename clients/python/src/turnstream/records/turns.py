@@ -68,6 +68,7 @@ def encode_turn(turn: StoredTurn) -> bytes:
         num_response_tokens=turn.num_response_tokens,
         arrays=specs,
         version_runs=[wire.VersionRun(version=v, count=n) for v, n in turn.version_runs],
+        anchor=turn.anchor,
     )
     return write_frame(TURN, header.SerializeToString(), arrays.values())
 
@@ -99,6 +100,7 @@ def decode_turn(record: bytes) -> StoredTurn:
         version_runs=tuple(_version_runs(header.version_runs)),
         payload_crc=frame.crc,
         extras=extras,
+        anchor=header.anchor if header.HasField("anchor") else None,
     )
     contradiction = _contradiction(turn)
     if contradiction:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from turnstream.testing.letters import ids, mask
 from turnstream.types import (
     NO_PARENT,
+    Anchor,
     Group,
     Status,
     StoredTurn,
@@ -31,6 +32,7 @@ def turn(
     rewards: PerToken = None,
     version: int | None = None,
     extras: Mapping[str, NDArray[Any]] | None = None,
+    anchor: Anchor | None = None,
 ) -> Turn:
     """A turn from letters: the full prompt, then the response with its trained tokens as capitals.
 
@@ -41,6 +43,7 @@ def turn(
         rewards: per response token; a single number is written at the last one, 0.0 elsewhere.
         version: of the weights that sampled all of the response; None if unknown.
         extras: declared columns, each said of the whole turn.
+        anchor: the state that it began in.
     """
     loss_mask = mask(response)
     return Turn(
@@ -51,6 +54,7 @@ def turn(
         rewards=_per_token(rewards, where=_last(len(response))),
         version_runs=_runs(version, num_tokens=len(response)),
         extras=dict(extras or {}),
+        anchor=anchor,
     )
 
 

@@ -36,6 +36,7 @@ from turnstream.types.rows import (
 )
 from turnstream.types.turns import (
     NO_PARENT,
+    Anchor,
     Group,
     Purpose,
     SealedTrajectory,
@@ -51,6 +52,7 @@ from turnstream.types.turns import (
 
 __all__ = [
     "NO_PARENT",
+    "Anchor",
     "BatchDue",
     "ConfigRevised",
     "DeadlineFired",

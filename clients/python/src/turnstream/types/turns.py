@@ -17,6 +17,10 @@ from numpy.typing import NDArray
 from turnstream.types.extras import ExtraPiece
 from turnstream.types.names import encode_name
 
+Anchor = str | bytes | int
+"""Names the state that a turn began in: a text or bytes, of which 64 bits of a hash are kept, or
+such a hash, from 0 to 2^64 - 1 (`turnstream.batching.anchors`)."""
+
 NO_PARENT = -1
 """`parent_turn` of a turn whose prompt shares no token with an earlier turn."""
 
@@ -92,6 +96,7 @@ class Turn:
         version_runs: which weights sampled the response, covering all R tokens; empty if unknown.
         extras: values of the columns that the run declares, by name, each said of the whole turn:
             see `turnstream.types.extras`.
+        anchor: the state that the environment was in when the turn began; None if it is not said.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -101,6 +106,7 @@ class Turn:
     rewards: NDArray[np.float32] | None = None
     version_runs: tuple[VersionRun, ...] = ()
     extras: Mapping[str, NDArray[Any]] = field(default_factory=dict[str, NDArray[Any]])
+    anchor: Anchor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -119,6 +125,7 @@ class StoredTurn:
         logprobs, loss_mask, rewards: as in Turn; None has the meaning it has there.
         payload_crc: CRC-32 that the record carries: of the record, header and arrays; 0 before.
         extras: declared columns by name, in order of name: what the parent does not hold of them.
+        anchor: hash of the state that the turn began in, 64 bits; None if it is not said.
     """
 
     index: int
@@ -132,6 +139,7 @@ class StoredTurn:
     version_runs: tuple[VersionRun, ...] = ()
     payload_crc: int = 0
     extras: Mapping[str, ExtraPiece] = field(default_factory=dict[str, ExtraPiece])
+    anchor: int | None = None
 
     @property
     def new_prompt_ids(self) -> NDArray[np.int32]:
@@ -186,6 +194,8 @@ class SealedTrajectory:
         turns: the lengths of every turn, in order.
         turn_rewards: sum of the token rewards of every turn, same length as `turns`.
         payload_crcs: CRC-32 of every turn's payload, same length as `turns`.
+        anchors: hash of the state that every turn began in, None where it is unknown; empty where
+            no turn has any.
         oldest_version: the oldest version that sampled a trained token; None if unknown.
         newest_version: the newest such version.
         turn_versions: for every turn how many trained tokens each version sampled, ascending, None
@@ -206,6 +216,7 @@ class SealedTrajectory:
     turns: tuple[TurnShape, ...]
     turn_rewards: tuple[float, ...]
     payload_crcs: tuple[int, ...]
+    anchors: tuple[int | None, ...] = ()
     oldest_version: int | None = None
     newest_version: int | None = None
     turn_versions: tuple[tuple[VersionRun, ...], ...] = ()

@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from turnstream.testing.strategies.values import (
+    anchors,
     exactly,
     floats,
     floats32,
@@ -75,6 +76,7 @@ def stored_turns(draw: st.DrawFn) -> StoredTurn:
         rewards=None if rewards is None or not rewards.any() else rewards,
         version_runs=turn.version_runs,
         extras=draw(_extra_pieces(has_parent=parent != NO_PARENT)),
+        anchor=draw(anchors),
     )
 
 

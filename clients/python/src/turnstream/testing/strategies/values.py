@@ -24,6 +24,7 @@ logprobs_of_tokens = st.floats(-50, 0, width=32)
 numbers_by_name = st.dictionaries(names, st.floats(allow_nan=False), max_size=3).map(_ordered)
 texts_by_name = st.dictionaries(names, st.text(max_size=5), max_size=3).map(_ordered)
 crcs = st.integers(0, 2**32 - 1)
+anchors = st.none() | st.integers(0, 2**64 - 1)
 keys = st.builds(TrajectoryKey, names, st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1))
 
 

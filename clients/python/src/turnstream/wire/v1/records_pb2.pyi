@@ -26,23 +26,25 @@ class ArraySpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., num_shared: _Optional[int] = ...) -> None: ...
 
 class TurnHeader(_message.Message):
-    __slots__ = ("index", "parent_turn", "shared_tokens", "num_response_tokens", "arrays", "version_runs")
+    __slots__ = ("index", "parent_turn", "shared_tokens", "num_response_tokens", "arrays", "version_runs", "anchor")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     PARENT_TURN_FIELD_NUMBER: _ClassVar[int]
     SHARED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_RESPONSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ARRAYS_FIELD_NUMBER: _ClassVar[int]
     VERSION_RUNS_FIELD_NUMBER: _ClassVar[int]
+    ANCHOR_FIELD_NUMBER: _ClassVar[int]
     index: int
     parent_turn: int
     shared_tokens: int
     num_response_tokens: int
     arrays: _containers.RepeatedCompositeFieldContainer[ArraySpec]
     version_runs: _containers.RepeatedCompositeFieldContainer[VersionRun]
-    def __init__(self, index: _Optional[int] = ..., parent_turn: _Optional[int] = ..., shared_tokens: _Optional[int] = ..., num_response_tokens: _Optional[int] = ..., arrays: _Optional[_Iterable[_Union[ArraySpec, _Mapping]]] = ..., version_runs: _Optional[_Iterable[_Union[VersionRun, _Mapping]]] = ...) -> None: ...
+    anchor: int
+    def __init__(self, index: _Optional[int] = ..., parent_turn: _Optional[int] = ..., shared_tokens: _Optional[int] = ..., num_response_tokens: _Optional[int] = ..., arrays: _Optional[_Iterable[_Union[ArraySpec, _Mapping]]] = ..., version_runs: _Optional[_Iterable[_Union[VersionRun, _Mapping]]] = ..., anchor: _Optional[int] = ...) -> None: ...
 
 class TurnShape(_message.Message):
-    __slots__ = ("parent_turn", "shared_tokens", "num_new_prompt_tokens", "num_response_tokens", "num_trained_tokens", "reward", "payload_crc", "trained_versions")
+    __slots__ = ("parent_turn", "shared_tokens", "num_new_prompt_tokens", "num_response_tokens", "num_trained_tokens", "reward", "payload_crc", "trained_versions", "anchor")
     PARENT_TURN_FIELD_NUMBER: _ClassVar[int]
     SHARED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_NEW_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +53,7 @@ class TurnShape(_message.Message):
     REWARD_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_CRC_FIELD_NUMBER: _ClassVar[int]
     TRAINED_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    ANCHOR_FIELD_NUMBER: _ClassVar[int]
     parent_turn: int
     shared_tokens: int
     num_new_prompt_tokens: int
@@ -59,7 +62,8 @@ class TurnShape(_message.Message):
     reward: float
     payload_crc: int
     trained_versions: _containers.RepeatedCompositeFieldContainer[VersionRun]
-    def __init__(self, parent_turn: _Optional[int] = ..., shared_tokens: _Optional[int] = ..., num_new_prompt_tokens: _Optional[int] = ..., num_response_tokens: _Optional[int] = ..., num_trained_tokens: _Optional[int] = ..., reward: _Optional[float] = ..., payload_crc: _Optional[int] = ..., trained_versions: _Optional[_Iterable[_Union[VersionRun, _Mapping]]] = ...) -> None: ...
+    anchor: int
+    def __init__(self, parent_turn: _Optional[int] = ..., shared_tokens: _Optional[int] = ..., num_new_prompt_tokens: _Optional[int] = ..., num_response_tokens: _Optional[int] = ..., num_trained_tokens: _Optional[int] = ..., reward: _Optional[float] = ..., payload_crc: _Optional[int] = ..., trained_versions: _Optional[_Iterable[_Union[VersionRun, _Mapping]]] = ..., anchor: _Optional[int] = ...) -> None: ...
 
 class TrajectoryKey(_message.Message):
     __slots__ = ("group_id", "sample", "attempt")
@@ -291,7 +295,7 @@ class SequenceShape(_message.Message):
     def __init__(self, turns: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_trained_tokens: _Optional[int] = ...) -> None: ...
 
 class TrajectoryPlan(_message.Message):
-    __slots__ = ("key", "status", "reward", "advantage", "weight", "num_turn_tokens", "oldest_version", "newest_version", "has_logprobs", "sequences", "payload_crcs", "row_weights", "is_masked")
+    __slots__ = ("key", "status", "reward", "advantage", "weight", "num_turn_tokens", "oldest_version", "newest_version", "has_logprobs", "sequences", "payload_crcs", "row_weights", "is_masked", "turn_advantages")
     KEY_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     REWARD_FIELD_NUMBER: _ClassVar[int]
@@ -305,6 +309,7 @@ class TrajectoryPlan(_message.Message):
     PAYLOAD_CRCS_FIELD_NUMBER: _ClassVar[int]
     ROW_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     IS_MASKED_FIELD_NUMBER: _ClassVar[int]
+    TURN_ADVANTAGES_FIELD_NUMBER: _ClassVar[int]
     key: TrajectoryKey
     status: str
     reward: float
@@ -318,7 +323,8 @@ class TrajectoryPlan(_message.Message):
     payload_crcs: _containers.RepeatedScalarFieldContainer[int]
     row_weights: _containers.RepeatedScalarFieldContainer[float]
     is_masked: bool
-    def __init__(self, key: _Optional[_Union[TrajectoryKey, _Mapping]] = ..., status: _Optional[str] = ..., reward: _Optional[float] = ..., advantage: _Optional[float] = ..., weight: _Optional[float] = ..., num_turn_tokens: _Optional[int] = ..., oldest_version: _Optional[int] = ..., newest_version: _Optional[int] = ..., has_logprobs: bool = ..., sequences: _Optional[_Iterable[_Union[SequenceShape, _Mapping]]] = ..., payload_crcs: _Optional[_Iterable[int]] = ..., row_weights: _Optional[_Iterable[float]] = ..., is_masked: bool = ...) -> None: ...
+    turn_advantages: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, key: _Optional[_Union[TrajectoryKey, _Mapping]] = ..., status: _Optional[str] = ..., reward: _Optional[float] = ..., advantage: _Optional[float] = ..., weight: _Optional[float] = ..., num_turn_tokens: _Optional[int] = ..., oldest_version: _Optional[int] = ..., newest_version: _Optional[int] = ..., has_logprobs: bool = ..., sequences: _Optional[_Iterable[_Union[SequenceShape, _Mapping]]] = ..., payload_crcs: _Optional[_Iterable[int]] = ..., row_weights: _Optional[_Iterable[float]] = ..., is_masked: bool = ..., turn_advantages: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class GroupPlan(_message.Message):
     __slots__ = ("group_id", "prompt_uid", "trajectories")
