@@ -235,7 +235,7 @@ def test_gigpo_discounts_the_return_of_a_turn() -> None:
         turn_rewards=[np.array([0.0, 0.0, 1.0]), np.array([1.0])],
         anchors=[["s", "x", "y"], ["s"]],
         gamma=0.5,
-        step_weight=2.0,
+        turn_weight=2.0,
         divide_by_std=False,
     )
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pickle
 from typing import Any, get_args
 
@@ -24,12 +25,45 @@ def test_takes_every_estimator_that_a_plan_can_compute(estimator: str) -> None:
     assert make(estimator=estimator, component_weights=weights).estimator == estimator
 
 
-@pytest.mark.parametrize("estimator", ["gae", "gigpo"])
-def test_refuses_by_name_an_estimator_that_needs_more_than_the_plan_knows(estimator: str) -> None:
+def test_refuses_by_name_an_estimator_that_needs_more_than_the_plan_knows() -> None:
     with pytest.raises(
-        UnsupportedEstimatorError, match=rf"^{estimator}: it needs .* use turnstream"
+        UnsupportedEstimatorError,
+        match=r"^gae: it needs a critic's value .* turnstream\.batching\.token_advantages\.gae",
     ):
-        make(estimator=estimator)
+        make(estimator="gae")
+
+
+def test_takes_the_settings_of_gigpo_as_numbers() -> None:
+    config = make(estimator="gigpo", turn_weight=2, turn_discount=1, divide_by_std=False)
+
+    assert repr((config.turn_weight, config.turn_discount)) == "(2.0, 1.0)"
+    assert not config.divide_by_std
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("turn_weight", -0.1, "-0.1 is not a number from 0 to 1000"),
+        ("turn_weight", 1001, "1001 is not a number from 0 to 1000"),
+        ("turn_weight", math.nan, "nan is not a number from 0 to 1000"),
+        ("turn_discount", 1.01, "1.01 is not a number from 0 to 1"),
+        ("turn_discount", True, "True is not a number from 0 to 1"),
+    ],
+)
+def test_refuses_settings_of_gigpo_that_no_turn_can_have(field: str, value: Any, says: str) -> None:
+    with pytest.raises(InvalidConfigError, match=f"^{field}: {says}$"):
+        make(estimator="gigpo", **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("turn_weight", 0.5), ("turn_discount", 0.9), ("divide_by_std", False)]
+)
+def test_refuses_settings_of_gigpo_beside_an_estimator_that_does_not_read_them(
+    field: str, value: Any
+) -> None:
+    says = f"^{field}: {value} does not go with estimator='grpo': only gigpo reads it"
+    with pytest.raises(InvalidConfigError, match=says):
+        make(**{field: value})
 
 
 @pytest.mark.parametrize("source", ["sum_of_turns", "last_turn"])

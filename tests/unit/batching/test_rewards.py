@@ -9,6 +9,7 @@ import pytest
 from turnstream.batching.config import RewardSource
 from turnstream.batching.rewards import (
     planned_reward,
+    planned_turn_rewards,
     reward_problem,
     rewards_on_last_token,
     trajectory_reward,
@@ -37,6 +38,27 @@ def test_case_36_a_reward_of_an_earlier_turn_counts_in_the_sum_and_not_in_the_la
     ]
 
     assert rewards == [(1.0, 1.0), (6.0, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("outcome", [0.0, 0.0, 1.0]),
+        ("sum_of_turns", [0.25, 0.0, 0.5]),
+        ("last_turn", [0.0, 0.0, 0.5]),
+    ],
+)
+def test_what_the_turns_earned_is_in_sum_what_is_compared(
+    source: RewardSource, expected: list[float]
+) -> None:
+    trajectory = sealed(turns=[shape()] * 3, turn_rewards=[0.25, 0.0, 0.5])
+    of = replace(config(), reward_source=source)
+    penalised = replace(of, overlong_length=9, overlong_buffer=2)  # 9 response tokens: -1
+
+    assert planned_turn_rewards(trajectory, of) == expected
+    assert sum(expected) == planned_reward(trajectory, of)
+    assert planned_turn_rewards(trajectory, penalised) == [*expected[:2], expected[2] - 1.0]
+    assert sum(expected) - 1.0 == planned_reward(trajectory, penalised)
 
 
 def test_components_are_planned_as_their_weighted_sum() -> None:

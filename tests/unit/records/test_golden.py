@@ -102,6 +102,11 @@ EVENTS: dict[str, Event] = {
         turns=[shape(2, 3), shape(1, 2, parent=0, shared=5, trained=1)],
         turn_versions=[[(None, 1), (7, 2)], [(8, 1)]],
     ),
+    "trajectory_of_two_states": sealed(
+        "g0",
+        turns=[shape(2, 3), shape(1, 2, parent=0, shared=5), shape(4, 1)],
+        anchors=[0xCE7E7C3D821BD771, None, 0],
+    ),
 }
 
 
@@ -110,6 +115,10 @@ def golden_turn() -> StoredTurn:
         "de", "FgH", index=2, parent=1, shared=3, logprobs=[-0.5, 0.0, -1.25], rewards=1.0
     )
     return replace(turn, version_runs=(VersionRun(7, 1), VersionRun(None, 1), VersionRun(8, 1)))
+
+
+def golden_turn_with_an_anchor() -> StoredTurn:
+    return replace(stored_turn("ab", "C"), anchor=0xCE7E7C3D821BD771)
 
 
 def golden_manifest() -> Manifest:
@@ -138,6 +147,15 @@ def golden_masked_manifest() -> Manifest:
         mini_batches=(replace(plan.mini_batches[0], num_rows=3),),
         masked_versions=(3, 5),
     )
+
+
+def golden_manifest_by_turns() -> Manifest:
+    """One whose first trajectory has an advantage of its only turn."""
+    plan = manifest("g0", run="run", step=2)
+    first, second = plan.groups[0].trajectories
+    members = (replace(first, turn_advantages=(0.75,)), second)
+    groups = (replace(plan.groups[0], trajectories=members),)
+    return replace(plan, assembly_version=3, groups=groups)
 
 
 def golden_mini_batch() -> MiniBatch:
@@ -176,6 +194,17 @@ def test_a_turn_has_the_bytes_of_format_0():
     assert_same(decode_turn(record), replace(turn, payload_crc=0x68283278))
 
 
+def test_a_turn_with_an_anchor_has_the_bytes_of_format_0():
+    turn = golden_turn_with_an_anchor()
+
+    record = encode_turn(turn)
+
+    assert_golden("turn_with_an_anchor.hex", record)
+    assert_same(
+        decode_turn(record), replace(turn, payload_crc=int.from_bytes(record[-4:], "little"))
+    )
+
+
 @pytest.mark.parametrize("name", EVENTS)
 def test_an_event_has_the_bytes_of_format_0(name: str):
     record = encode_event(EVENTS[name])
@@ -206,6 +235,13 @@ def test_a_manifest_with_tags_and_metrics_has_the_bytes_of_format_0():
 
     assert_golden("manifest_figures.hex", record)
     assert decode_manifest(record) == golden_manifest_with_figures()
+
+
+def test_a_manifest_with_advantages_of_turns_has_the_bytes_of_format_0():
+    record = encode_manifest(golden_manifest_by_turns())
+
+    assert_golden("manifest_by_turns.hex", record)
+    assert decode_manifest(record) == golden_manifest_by_turns()
 
 
 def test_a_stored_config_of_format_0_is_read():

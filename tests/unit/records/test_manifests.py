@@ -61,6 +61,16 @@ def test_another_number_of_weights_than_of_rows_is_refused():
         decode_manifest(record)
 
 
+def test_another_number_of_advantages_than_of_turns_is_refused():
+    plan = manifest("g0")
+    member = replace(plan.groups[0].trajectories[0], turn_advantages=(0.5, 0.25))
+    group = replace(plan.groups[0], trajectories=(member, *plan.groups[0].trajectories[1:]))
+    record = encode_manifest(replace(plan, groups=(group,)))
+
+    with pytest.raises(CorruptRecordError, match="2 advantages for 1 turns"):
+        decode_manifest(record)
+
+
 def changed(**changes: Any) -> MiniBatchPlan:
     return replace(manifest("g0", "g1").mini_batches[0], **changes)
 

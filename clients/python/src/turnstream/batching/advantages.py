@@ -1,7 +1,8 @@
 """How good every trajectory was, compared with the others of its group.
 
-One number per trajectory, whatever the number of its rows: R is its reward, a group is a visit of
-a prompt, n its members. All is float64. What needs tokens is in `token_advantages`.
+One number per trajectory, whatever the number of its rows, and with gigpo one per turn. R is its
+reward, a group is a visit of a prompt, n its members. All is float64. What needs tokens is in
+`token_advantages`.
 
     grpo                   (R - mean) / (std + 1e-6), std over n - 1 (arXiv:2402.03300)
     grpo_population        the same, std over n
@@ -10,6 +11,8 @@ a prompt, n its members. All is float64. What needs tokens is in `token_advantag
     rloo                   R - mean of the other members (arXiv:2402.14740)
     maxrl                  (R - mean) / (mean + 1e-6), rewards of 0 and more
     opo                    R - mean weighted by trained tokens (arXiv:2505.23585)
+    gigpo                  grpo, or dr_grpo, of the trajectory and of each turn among those of its
+                           group that began in the same state (arXiv:2505.10978): see `gigpo`
     gdpo                   sum over named rewards of weight * grpo, then over the batch
                            (A - mean) / (std + 1e-6), std over n - 1 (arXiv:2601.05242)
     reinforce_pp           R, then whitened over the trained tokens of the batch; gamma is 1 and the
@@ -23,7 +26,8 @@ says so. Equal rewards give exactly 0, also where their mean is rounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +65,7 @@ def trajectory_advantages(
     estimator: Estimator,
     singleton: SingletonAdvantage = "zero",
     component_weights: Sequence[float] = (),
+    divide_by_std: bool = True,
 ) -> list[FloatArray]:
     """Float64 (n,) per group: the advantages of the trajectories of one whole batch.
 
@@ -69,6 +74,7 @@ def trajectory_advantages(
         estimator: one of the table above.
         singleton: what the only member of a group gets.
         component_weights: of the columns of `rewards`, for gdpo.
+        divide_by_std: for gigpo, of which this is the part of the whole trajectories.
 
     Raises:
         UnsupportedEstimatorError: these rewards make the estimator meaningless.
@@ -78,6 +84,8 @@ def trajectory_advantages(
     num_tokens = [group.num_tokens for group in groups]
     if estimator == "reinforce_pp":
         return _whitened([group.rewards for group in groups], num_tokens=num_tokens)
+    if estimator == "gigpo":
+        estimator = "grpo" if divide_by_std else "dr_grpo"
     estimate = _ESTIMATES[estimator]
     compared = [
         estimate(group) if len(group.rewards) > 1 else _singleton(group.rewards, singleton)
@@ -94,21 +102,33 @@ def gigpo(
     turn_rewards: Sequence[FloatArray],
     anchors: Sequence[Sequence[Hashable]],
     gamma: float = 1.0,
-    step_weight: float = 1.0,
+    turn_weight: float = 1.0,
     divide_by_std: bool = True,
+    singleton: SingletonAdvantage = "zero",
 ) -> list[FloatArray]:
-    """Float64 (turns,) per trajectory of one group: A_episode + step_weight * A_turn.
+    """Float64 (turns,) per trajectory of one group: A_trajectory + turn_weight * A_turn.
 
     GiGPO (arXiv:2505.10978). A turn's discounted return is compared with those of the turns of the
-    group that began in the same state; a state seen once gives 0.
+    group that began in the same state; a state seen once gives 0. What follows a turn is what was
+    sampled later in its trajectory, in order, whatever its context was: a turn that several
+    branches go on from is one turn with one return, over all of them, and each turn counts once,
+    whether any of its tokens is trained or not.
+
+    With rewards 1 and 0 at the end, two turns each, and both in state "s" first:
+
+    >>> both = [["s", "t"], ["s", "u"]]
+    >>> gigpo(np.array([1.0, 0.0]), turn_rewards=[np.array([0.0, 1.0]), np.zeros(2)],
+    ...       anchors=both, divide_by_std=False)
+    [array([1. , 0.5]), array([-1. , -0.5])]
 
     Args:
         rewards: (n,), of the whole trajectories.
         turn_rewards: (turns,) per trajectory.
         anchors: per trajectory and turn, a hash of the state it began in.
         gamma: discount per turn.
-        step_weight: of the turn's part.
+        turn_weight: of the turn's part.
         divide_by_std: GRPO in both parts; False takes `R - mean` in both.
+        singleton: what the only trajectory of a group gets for the first part.
 
     Raises:
         BatchingError: a trajectory has another number of anchors than of turns.
@@ -121,20 +141,16 @@ def gigpo(
     if not turn_rewards:
         return []
     compare = _grpo if divide_by_std else _centred
-    episode = compare(rewards) if len(rewards) > 1 else np.zeros(len(rewards))
+    whole = compare(rewards) if len(rewards) > 1 else _singleton(rewards, singleton)
     returns = np.concatenate([_discounted(own, gamma) for own in turn_rewards])
-    states = [state for own in anchors for state in own]
-    members: dict[Hashable, list[int]] = {}
-    for position, state in enumerate(states):
-        members.setdefault(state, []).append(position)
-    by_turn = np.zeros(len(states))
-    for positions in members.values():
+    by_turn = np.zeros(len(returns))
+    for positions in _places_by_state(anchors):
         if len(positions) > 1:
             by_turn[positions] = compare(returns[positions])
     cuts = np.cumsum([len(own) for own in turn_rewards])[:-1]
     return [
-        own_episode + step_weight * own
-        for own_episode, own in zip(episode, np.split(by_turn, cuts), strict=True)
+        of_trajectory + turn_weight * own
+        for of_trajectory, own in zip(whole, np.split(by_turn, cuts), strict=True)
     ]
 
 
@@ -147,6 +163,24 @@ def broadcast(
     """
     loss_mask = flat(loss_mask)
     per_token = np.repeat(advantage_B.astype(np.float32), loss_mask.lengths)
+    return Ragged(np.where(loss_mask.values, per_token, np.float32(0)), loss_mask.offsets)
+
+
+def broadcast_turns(
+    advantages: Ragged[np.float32], *, ends: Ragged[np.int64], loss_mask: Ragged[np.uint8]
+) -> Ragged[np.float32]:
+    """Every turn's advantage on the trained tokens of its response, 0.0 on all others.
+
+    Args:
+        advantages: of the turns of every row, one at least.
+        ends: where each turn's response ends, counted in the response tokens of its row.
+        loss_mask: of the rows; what stands between two responses is not trained.
+    """
+    loss_mask = flat(loss_mask)
+    counts_N = np.diff(ends.values, prepend=0)
+    first = ends.offsets[:-1]
+    counts_N[first] = ends.values[first]
+    per_token = np.repeat(advantages.values, counts_N)
     return Ragged(np.where(loss_mask.values, per_token, np.float32(0)), loss_mask.offsets)
 
 
@@ -247,6 +281,14 @@ def _whitened(
 
 def _singleton(rewards: FloatArray, singleton: SingletonAdvantage) -> FloatArray:
     return rewards.astype(np.float64) if singleton == "raw" else np.zeros(len(rewards))
+
+
+def _places_by_state(anchors: Sequence[Sequence[Hashable]]) -> Iterable[list[int]]:
+    """Of every state the turns that began in it, counted through all trajectories."""
+    places: dict[Hashable, list[int]] = {}
+    for place, state in enumerate(itertools.chain.from_iterable(anchors)):
+        places.setdefault(state, []).append(place)
+    return places.values()
 
 
 def _discounted(rewards: FloatArray, gamma: float) -> FloatArray:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from turnstream.batching.advantages import broadcast_turns
 from turnstream.batching.columns import RowPieces, TokenColumns, stored_row, token_columns
 from turnstream.batching.joining import (
     joined_column,
@@ -46,7 +47,8 @@ def assemble_rows(
     """The rows of these groups: merged, in the order of the plan, ids from `first_row_id` on.
 
     `logprobs` is None if no turn has any. Where some have and others not, those without have NaN
-    at their trained tokens and 0.0 at the others.
+    at their trained tokens and 0.0 at the others. `advantages` is None if no turn has one of its
+    own. A turn's tokens are trained in one row, however many others have them in their prompts.
 
     Args:
         groups: of a mini-batch, or consecutive ones of it.
@@ -73,6 +75,7 @@ def assemble_rows(
     )
     _check_lengths(planned, pieces, columns)
     rows = _rows(trajectories, columns, planned=planned, first_row_id=first_row_id)
+    rows = replace(rows, advantages=_turn_advantages(planned, pieces, columns))
     if not extra_columns:
         return rows
     merged = [
@@ -183,6 +186,28 @@ def _rows(
         rewards=columns.rewards,
         run_versions=columns.run_versions,
         run_counts=columns.run_counts,
+    )
+
+
+def _turn_advantages(
+    planned: Sequence[tuple[TrajectoryPlan, SequenceShape]],
+    pieces: Sequence[RowPieces],
+    columns: TokenColumns,
+) -> Ragged[np.float32] | None:
+    """Those of the turns at their tokens; of a trajectory whose turns have none, its own."""
+    if not any(trajectory.turn_advantages for trajectory, _ in planned):
+        return None
+    values = [
+        trajectory.turn_advantages[turn] if trajectory.turn_advantages else trajectory.advantage
+        for trajectory, row in planned
+        for turn in row.turns
+    ]
+    ends = [end for piece in pieces for _, end in piece.spans]
+    offsets = np.cumsum([0, *[len(row.turns) for _, row in planned]]).astype(np.int32)
+    return broadcast_turns(
+        Ragged(np.array(values, np.float32), offsets),
+        ends=Ragged(np.array(ends, np.int64), offsets),
+        loss_mask=columns.loss_mask,
     )
 
 

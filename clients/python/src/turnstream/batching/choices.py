@@ -16,6 +16,7 @@ Estimator = Literal[
     "maxrl",
     "opo",
     "gdpo",
+    "gigpo",
     "reinforce_pp",
     "reinforce_pp_baseline",
 ]

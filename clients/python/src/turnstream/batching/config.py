@@ -21,14 +21,18 @@ from turnstream.batching.choices import (
 from turnstream.batching.config_values import (
     checked_cost,
     checked_seconds,
-    checked_weights,
     require_at_least,
 )
 from turnstream.batching.declarations import checked_declarations
+from turnstream.batching.estimators import (
+    UNPLANNABLE_ESTIMATORS,
+    checked_settings,
+    require_plannable,
+)
 from turnstream.batching.microbatch import Budget, CostModel
 from turnstream.batching.packing import OverLong
 from turnstream.batching.progress import find_deadlock
-from turnstream.errors import InvalidConfigError, UnsupportedEstimatorError
+from turnstream.errors import InvalidConfigError
 from turnstream.types import DeclaredColumn
 
 __all__ = [
@@ -48,12 +52,6 @@ __all__ = [
     "Surplus",
 ]
 
-UNPLANNABLE_ESTIMATORS = {
-    "gae": "it needs a value for every token: use turnstream.batching.token_advantages.gae",
-    "gigpo": "it needs the anchor state of every turn: use turnstream.batching.advantages.gigpo",
-}
-"""Estimators that the plan of a batch, which reads no token, cannot compute; and what can."""
-
 LEAST_GROUP_BYTES = 4096
 """What `max_bytes` counts for a group of one trajectory of no length at all."""
 
@@ -71,6 +69,12 @@ class BatchingConfig:
         component_weights: (name, weight) of the reward components of `estimator="gdpo"`, two or
             more, kept in order of name; empty otherwise.
         singleton_advantage: of the only trajectory of a group: 0, or its raw reward.
+        turn_weight: of `estimator="gigpo"`, which adds to the advantage of a trajectory so many
+            times that of each turn among those of the group that began in the same state.
+        turn_discount: gamma of gigpo, from 0 to 1, by which a turn counts the rewards of each turn
+            after it less.
+        divide_by_std: whether gigpo divides what it compares by its deviation, as grpo does, or
+            takes the difference to the mean, as dr_grpo does.
         aggregation: the loss denominator the trainer uses.
         length_constant: tokens, the constant of `aggregation="constant"`; 0 otherwise.
         row_weights: what each row of a trajectory of several rows weighs in the loss: 1, an equal
@@ -143,6 +147,9 @@ class BatchingConfig:
     reward_source: RewardSource = "outcome"
     component_weights: tuple[tuple[str, float], ...] = ()
     singleton_advantage: SingletonAdvantage = "zero"
+    turn_weight: float = 1.0
+    turn_discount: float = 1.0
+    divide_by_std: bool = True
     aggregation: Aggregation = "token_mean"
     length_constant: int = 0
     row_weights: RowWeights = "per_row"
@@ -192,16 +199,14 @@ class BatchingConfig:
             object.__setattr__(
                 self, name, checked_seconds(getattr(self, name), least_s=least_s, field=name)
             )
-        if self.estimator in UNPLANNABLE_ESTIMATORS:
-            raise UnsupportedEstimatorError(
-                f"{self.estimator}: {UNPLANNABLE_ESTIMATORS[self.estimator]}"
-            )
+        require_plannable(self.estimator)
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise InvalidConfigError(
                     name, f"{getattr(self, name)!r} is not one of {', '.join(choices)}"
                 )
-        self._check_estimator()
+        for name, value in checked_settings(self).items():
+            object.__setattr__(self, name, value)
         self._check_combinations()
         self._check_micro_batches()
         self._check_overlong()
@@ -228,22 +233,6 @@ class BatchingConfig:
             b=self.cost_per_squared_token,
             alignment=self.alignment,
         )
-
-    def _check_estimator(self) -> None:
-        weights = checked_weights(self.component_weights)
-        object.__setattr__(self, "component_weights", weights)
-        if (self.estimator == "gdpo") != (len(weights) >= 2) or len(weights) == 1:
-            raise InvalidConfigError(
-                "component_weights",
-                f"{len(weights)} do not go with estimator={self.estimator!r}: "
-                "gdpo takes two or more, the others none",
-            )
-        if self.estimator == "reinforce_pp" and self.reward_source != "outcome":
-            raise InvalidConfigError(
-                "reward_source",
-                f"{self.reward_source!r} does not go with estimator='reinforce_pp': with rewards "
-                "inside a trajectory its tokens have different returns, and a plan reads no token",
-            )
 
     def _check_combinations(self) -> None:
         if self.batch_groups % self.mini_batch_groups:
@@ -309,12 +298,6 @@ class BatchingConfig:
                 "overlong_buffer",
                 f"{self.overlong_buffer} is more than overlong_length={self.overlong_length}",
             )
-        if self.overlong_buffer and self.estimator in _NO_PENALTY:
-            raise InvalidConfigError(
-                "overlong_buffer",
-                f"{self.overlong_buffer} does not go with estimator={self.estimator!r}: "
-                f"{_NO_PENALTY[self.estimator]}",
-            )
         if self.overlong_length and not (self.overlong_buffer or self.mask_truncated):
             raise InvalidConfigError(
                 "overlong_length",
@@ -352,12 +335,6 @@ _WEIGHTLESS: dict[str, str] = {
 }
 """Aggregations that divide by something other than the sum of weights, and why weights of rows
 would only distort them."""
-
-_NO_PENALTY: dict[str, str] = {
-    "gdpo": "it compares components one by one; give the penalty as one of them",
-    "maxrl": "it divides by the mean reward, and a penalty makes rewards negative",
-}
-"""Estimators whose rewards cannot take the penalty of long responses, and why."""
 
 _LEAST = {
     "batch_groups": 1,

@@ -40,8 +40,17 @@ def checked_cost(value: object, *, field: str) -> float:
     Raises:
         InvalidConfigError: names the field and the value.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e12:
-        raise InvalidConfigError(field, f"{value!r} is not a number from 0 to 1e12")
+    return checked_factor(value, most=1e12, field=field)
+
+
+def checked_factor(value: object, *, most: float, field: str) -> float:
+    """A number from 0 to `most`.
+
+    Raises:
+        InvalidConfigError: names the field and the value.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise InvalidConfigError(field, f"{value!r} is not a number from 0 to {most:g}")
     return float(value)
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from turnstream.batching.advantages import gigpo
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.filters import has_zero_variance
+from turnstream.batching.filters import ZERO_VARIANCE_TOLERANCE, has_zero_variance
 from turnstream.batching.lengths import is_masked, length_problem
-from turnstream.batching.rewards import planned_reward, reward_problem
+from turnstream.batching.rewards import planned_reward, planned_turn_rewards, reward_problem
 from turnstream.types import SealedTrajectory
 
 
@@ -21,17 +24,33 @@ def problem_of(sealed: SealedTrajectory, config: BatchingConfig) -> str:
 def teaches_nothing(compared: Sequence[SealedTrajectory], config: BatchingConfig) -> bool:
     """Whether all rewards are equal, those of masked members that are in the baseline included.
 
+    With gigpo, so are those that turns of one state still had before them.
+
     A group with less than two members that train a token has too few to say so, and is kept.
     """
     num_live = sum(_is_live(member, config) for member in compared)
     if num_live < 2:
         return False
     if config.estimator != "gdpo":
-        return has_zero_variance([planned_reward(member, config) for member in compared])
+        rewards = [planned_reward(member, config) for member in compared]
+        return has_zero_variance(rewards) and not _turns_differ(compared, config)
     return all(
         has_zero_variance([member.reward_components[name] for member in compared])
         for name, _ in config.component_weights
     )
+
+
+def _turns_differ(compared: Sequence[SealedTrajectory], config: BatchingConfig) -> bool:
+    if config.estimator != "gigpo" or not config.turn_weight:
+        return False
+    deviations = gigpo(
+        np.zeros(len(compared)),
+        turn_rewards=[np.array(planned_turn_rewards(member, config)) for member in compared],
+        anchors=[member.anchors for member in compared],
+        gamma=config.turn_discount,
+        divide_by_std=False,
+    )
+    return any(np.abs(own).max() > ZERO_VARIANCE_TOLERANCE for own in deviations)
 
 
 def _is_live(member: SealedTrajectory, config: BatchingConfig) -> bool:

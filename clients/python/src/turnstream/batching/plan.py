@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from turnstream.types import Denominators, Figures, Status, TrajectoryKey
 
-ASSEMBLY_VERSION = 2
+ASSEMBLY_VERSION = 3
 """Grows whenever a plan says something that the rules before would assemble to other rows, or to
 rows of which something else is said.
 
 A replica assembles plans of this version and of those before, and refuses newer ones by name: in
 version 0 all rows of a trajectory weigh alike and none is masked, before version 2 nothing is said
-of tags and metrics.
+of tags and metrics, before version 3 all turns of a trajectory have its advantage.
 """
 
 
@@ -43,12 +43,15 @@ class TrajectoryPlan:
 
     Attributes:
         reward: the one reward that the estimator saw.
-        advantage: float32 value, broadcast to every row by the row's own mask.
+        advantage: float32 value, broadcast to every row by the row's own mask; where turns have
+            advantages of their own, that of the whole trajectory among them, which no token has.
         weights: of its rows in the loss, float32 values, one per sequence.
         num_turn_tokens: tokens of all turns sent one by one, for the merge ratio.
         sequences: its rows, in order.
         is_masked: no token of it is trained, whatever its payload says.
         payload_crcs: CRC-32 of every turn's payload; the assembler refuses any other.
+        turn_advantages: float32 values, one per turn, each broadcast to the tokens that its turn
+            sampled, in whatever row they are trained; empty where all turns have `advantage`.
     """
 
     key: TrajectoryKey
@@ -63,6 +66,7 @@ class TrajectoryPlan:
     sequences: tuple[SequenceShape, ...]
     payload_crcs: tuple[int, ...]
     is_masked: bool = False
+    turn_advantages: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

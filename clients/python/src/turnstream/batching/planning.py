@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from turnstream.batching.advantages import GroupOutcomes, trajectory_advantages
+from turnstream.batching.advantages import GroupOutcomes, gigpo, trajectory_advantages
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.denominators import plan_denominators
 from turnstream.batching.figures import sum_up
@@ -23,7 +23,7 @@ from turnstream.batching.plan import (
     TrajectoryPlan,
 )
 from turnstream.batching.readiness import ReadyGroup
-from turnstream.batching.rewards import planned_reward
+from turnstream.batching.rewards import planned_reward, planned_turn_rewards
 from turnstream.batching.staleness import is_wholly_of, tokens_of, version_span
 from turnstream.errors import BatchingError
 from turnstream.types import SealedTrajectory
@@ -60,8 +60,8 @@ def plan_batch(
     """The immutable plan of one batch of these groups, in this order.
 
     Mini-batches take `mini_batch_groups` groups each; the last one of a short batch takes what is
-    left. Groups are never cut. Advantages are estimated once per trajectory over the whole batch,
-    in float64, and kept as float32 values.
+    left. Groups are never cut. Advantages are estimated once per trajectory, or per turn, over the
+    whole batch, in float64, and kept as float32 values.
 
     A plan that is made again after a crash is the same, to the bit. It is a function of the
     arguments, and the groups and `masked_versions` are one of the events alone: those complete
@@ -166,7 +166,16 @@ def _without(sequence: SequenceShape, lost: Sequence[int]) -> SequenceShape:
     return sequence._replace(num_trained_tokens=sequence.num_trained_tokens - num_lost)
 
 
-def _advantages(planned: Sequence[Sequence[_Member]], config: BatchingConfig) -> list[list[float]]:
+class _Advantage(NamedTuple):
+    """Of a trajectory, and of its turns where the estimator tells them apart; float32 values."""
+
+    value: float
+    turns: tuple[float, ...] = ()
+
+
+def _advantages(
+    planned: Sequence[Sequence[_Member]], config: BatchingConfig
+) -> list[list[_Advantage]]:
     """Of every trajectory of every group; 0 where its reward is left out."""
     compared = [[m for m in members if is_compared(m.sealed, config)] for members in planned]
     estimated = trajectory_advantages(
@@ -174,14 +183,42 @@ def _advantages(planned: Sequence[Sequence[_Member]], config: BatchingConfig) ->
         estimator=config.estimator,
         singleton=config.singleton_advantage,
         component_weights=[weight for _, weight in config.component_weights],
+        divide_by_std=config.divide_by_std,
     )
-    advantages: list[list[float]] = []
+    advantages: list[list[_Advantage]] = []
     for members, own, values in zip(planned, compared, estimated, strict=True):
-        by_key = dict(
-            zip([m.sealed.key for m in own], values.astype(np.float32).tolist(), strict=True)
-        )
-        advantages.append([by_key.get(member.sealed.key, 0.0) for member in members])
+        of_trajectories = values.astype(np.float32).tolist()
+        of_turns = _turn_advantages(own, config)
+        by_key = {
+            member.sealed.key: _Advantage(value, turns)
+            for member, value, turns in zip(own, of_trajectories, of_turns, strict=True)
+        }
+        advantages.append([by_key.get(m.sealed.key) or _left_out(m, config) for m in members])
     return advantages
+
+
+def _turn_advantages(
+    compared: Sequence[_Member], config: BatchingConfig
+) -> list[tuple[float, ...]]:
+    """Of the turns of every trajectory of a group; empty where they have that of the trajectory."""
+    if config.estimator != "gigpo":
+        return [()] * len(compared)
+    sealed = [member.sealed for member in compared]
+    estimated = gigpo(
+        _outcomes(compared, config).rewards,
+        turn_rewards=[np.array(planned_turn_rewards(each, config), np.float64) for each in sealed],
+        anchors=[each.anchors for each in sealed],
+        gamma=config.turn_discount,
+        turn_weight=config.turn_weight,
+        divide_by_std=config.divide_by_std,
+        singleton=config.singleton_advantage,
+    )
+    return [tuple(values.astype(np.float32).tolist()) for values in estimated]
+
+
+def _left_out(member: _Member, config: BatchingConfig) -> _Advantage:
+    is_by_turn = config.estimator == "gigpo"
+    return _Advantage(0.0, (0.0,) * len(member.sealed.turns) if is_by_turn else ())
 
 
 def _outcomes(members: Sequence[_Member], config: BatchingConfig) -> GroupOutcomes:
@@ -204,13 +241,15 @@ def _compared(member: SealedTrajectory, config: BatchingConfig) -> float | list[
     return planned_reward(member, config)
 
 
-def _trajectory_plan(member: _Member, advantage: float, config: BatchingConfig) -> TrajectoryPlan:
+def _trajectory_plan(
+    member: _Member, advantage: _Advantage, config: BatchingConfig
+) -> TrajectoryPlan:
     sealed = member.sealed
     return TrajectoryPlan(
         key=sealed.key,
         status=sealed.status,
         reward=planned_reward(sealed, config),
-        advantage=advantage,
+        advantage=advantage.value,
         weights=_weights(member.sequences, config),
         num_turn_tokens=sum([turn.num_tokens for turn in sealed.turns]),
         oldest_version=member.versions[0],
@@ -219,6 +258,7 @@ def _trajectory_plan(member: _Member, advantage: float, config: BatchingConfig) 
         sequences=member.sequences,
         payload_crcs=sealed.payload_crcs,
         is_masked=member.is_masked,
+        turn_advantages=advantage.turns,
     )
 
 

@@ -40,9 +40,24 @@ def planned_reward(trajectory: SealedTrajectory, config: BatchingConfig) -> floa
         return _sum([weight * components[name] for name, weight in config.component_weights])
     reward = trajectory_reward(trajectory, source=config.reward_source)
     assert reward is not None
+    return reward + _penalty(trajectory, config)
+
+
+def planned_turn_rewards(trajectory: SealedTrajectory, config: BatchingConfig) -> list[float]:
+    """What every turn earned: in sum the planned reward, which its source gives to the turns.
+
+    A reward of the outcome comes with the last turn, and so does the penalty of a long response.
+    """
+    if config.reward_source != "sum_of_turns":
+        return [0.0] * (len(trajectory.turns) - 1) + [planned_reward(trajectory, config)]
+    *before, last = trajectory.turn_rewards
+    return [*before, last + _penalty(trajectory, config)]
+
+
+def _penalty(trajectory: SealedTrajectory, config: BatchingConfig) -> float:
     if not config.overlong_buffer:
-        return reward
-    return reward + overlong_penalty(
+        return 0.0
+    return overlong_penalty(
         num_response_tokens(trajectory),
         max_tokens=config.overlong_length,
         buffer_tokens=config.overlong_buffer,
@@ -75,6 +90,18 @@ def reward_problem(trajectory: SealedTrajectory, config: BatchingConfig) -> str:
             return f"has a reward of {value}"
         if value is not None and value < 0 and config.estimator == "maxrl":
             return f"has a reward of {value}, and maxrl divides by the mean reward"
+    return _turn_problem(trajectory, config) if config.estimator == "gigpo" else ""
+
+
+def _turn_problem(trajectory: SealedTrajectory, config: BatchingConfig) -> str:
+    """Why the turns of this trajectory cannot be compared with others; empty if they can."""
+    anchors = trajectory.anchors or (None,) * len(trajectory.turns)
+    rewards = planned_turn_rewards(trajectory, config)
+    for index, (anchor, reward) in enumerate(zip(anchors, rewards, strict=True)):
+        if anchor is None:
+            return f"has no anchor at turn {index}, which estimator='gigpo' needs"
+        if not abs(reward) <= MAX_REWARD:
+            return f"has a reward of {reward} at turn {index}"
     return ""
 
 

@@ -107,6 +107,7 @@ def _encode_trajectory(plan: TrajectoryPlan) -> wire.TrajectoryPlan:
         payload_crcs=plan.payload_crcs,
         row_weights=() if is_uniform else plan.weights,
         is_masked=plan.is_masked,
+        turn_advantages=plan.turn_advantages,
     )
 
 
@@ -114,6 +115,10 @@ def _decode_trajectory(message: wire.TrajectoryPlan) -> TrajectoryPlan:
     weights = tuple(message.row_weights) or (message.weight,) * len(message.sequences)
     if len(weights) != len(message.sequences):
         raise CorruptRecordError(f"{len(weights)} weights for {len(message.sequences)} rows")
+    if len(message.turn_advantages) not in (0, len(message.payload_crcs)):
+        raise CorruptRecordError(
+            f"{len(message.turn_advantages)} advantages for {len(message.payload_crcs)} turns"
+        )
     return TrajectoryPlan(
         key=decode_key(message),
         status=decode_status(message.status),
@@ -127,6 +132,7 @@ def _decode_trajectory(message: wire.TrajectoryPlan) -> TrajectoryPlan:
         sequences=tuple(_decode_sequence(sequence) for sequence in message.sequences),
         payload_crcs=tuple(message.payload_crcs),
         is_masked=message.is_masked,
+        turn_advantages=tuple(message.turn_advantages),
     )
 
 

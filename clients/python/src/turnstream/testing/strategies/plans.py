@@ -22,6 +22,7 @@ from turnstream.batching.config import (
     SingletonAdvantage,
     Surplus,
 )
+from turnstream.batching.estimators import MAX_TURN_WEIGHT
 from turnstream.batching.microbatch import CostModel
 from turnstream.batching.plan import (
     GroupPlan,
@@ -33,6 +34,7 @@ from turnstream.batching.plan import (
 from turnstream.testing.strategies.extras import declared_columns
 from turnstream.testing.strategies.figures import figures
 from turnstream.testing.strategies.values import (
+    anchors,
     crcs,
     exactly,
     floats32,
@@ -89,6 +91,7 @@ def sealed_trajectories(draw: st.DrawFn) -> SealedTrajectory:
         turns=tuple(shapes),
         turn_rewards=tuple(draw(exactly(num_turns, floats32))),
         payload_crcs=tuple(draw(exactly(num_turns, crcs))),
+        anchors=draw(_turn_anchors(num_turns)),
         oldest_version=draw(optional_versions),
         newest_version=draw(optional_versions),
         turn_versions=draw(_turn_versions(shapes)),
@@ -111,6 +114,13 @@ def openings(draw: st.DrawFn) -> GroupOpened:
         num_samples=num_samples,
         num_needed=draw(st.integers(1, num_samples)),
         purpose=draw(st.sampled_from(Purpose)),
+    )
+
+
+def _turn_anchors(num_turns: int) -> st.SearchStrategy[tuple[int | None, ...]]:
+    """Of every turn, or nothing where none has one."""
+    return exactly(num_turns, anchors).map(
+        lambda own: () if all(each is None for each in own) else tuple(own)
     )
 
 
@@ -201,6 +211,9 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
         reward_source=draw(st.sampled_from(sources)),
         component_weights=tuple(draw(weights).items()) if estimator == "gdpo" else (),
         singleton_advantage=draw(st.sampled_from(get_args(SingletonAdvantage))),
+        turn_weight=draw(st.floats(0, MAX_TURN_WEIGHT)) if estimator == "gigpo" else 1.0,
+        turn_discount=draw(st.floats(0, 1)) if estimator == "gigpo" else 1.0,
+        divide_by_std=draw(st.booleans()) if estimator == "gigpo" else True,
         aggregation=aggregation,
         length_constant=draw(st.integers(1, 4096)) if aggregation == "constant" else 0,
         row_weights=draw(st.sampled_from(weights_of_rows)),
@@ -283,6 +296,8 @@ def _sequence_shapes(draw: st.DrawFn) -> SequenceShape:
 @st.composite
 def _trajectory_plans(draw: st.DrawFn) -> TrajectoryPlan:
     sequences = draw(st.lists(_sequence_shapes(), min_size=1, max_size=2))
+    num_turns = draw(st.integers(0, 3))
+    of_turns = exactly(num_turns, floats32).map(tuple)
     plans = st.builds(
         TrajectoryPlan,
         key=keys,
@@ -295,8 +310,9 @@ def _trajectory_plans(draw: st.DrawFn) -> TrajectoryPlan:
         newest_version=optional_versions,
         has_logprobs=st.booleans(),
         sequences=st.just(tuple(sequences)),
-        payload_crcs=st.lists(crcs, max_size=3).map(tuple),
+        payload_crcs=exactly(num_turns, crcs).map(tuple),
         is_masked=st.booleans(),
+        turn_advantages=st.just(()) | of_turns,
     )
     return draw(plans)
 

@@ -1,0 +1,146 @@
+"""Advantages of turns from publishers to the tensors of a worker, on a real store and batcher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import redis
+
+from turnstream import testing
+from turnstream.batching.config import BatchingConfig
+from turnstream.errors import ConflictError, InvalidTurnError
+from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.store.runs import create_run
+from turnstream.types import TrajectoryState
+from turnstream.worker import BatchStream
+from turnstream_server.bus.histories import read_history
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+
+@pytest.fixture
+def run(client: redis.Redis, request: pytest.FixtureRequest) -> str:
+    """A run of one group per batch, whose turns are compared with those of the same state."""
+    name = f"turns-{abs(hash(request.node.nodeid))}"
+    config = BatchingConfig(
+        batch_groups=1,
+        mini_batch_groups=1,
+        estimator="gigpo",
+        turn_discount=0.5,
+        turn_weight=2.0,
+        divide_by_std=False,
+        max_staleness=100,
+    )
+    create_run(client, name, config)
+    return name
+
+
+async def publish(url: str, run: str) -> None:
+    """Two trajectories: one by each publisher, two turns each, in one state at first."""
+    with Publisher(url, run) as publisher, publisher.trajectory("g", 0, num_samples=2) as episode:
+        episode.append(testing.ids("ab"), testing.ids("cd"), anchor="start")
+        episode.append(testing.ids("abcdx"), testing.ids("e"), anchor="door")
+        episode.seal(reward=1.0)
+    async with AsyncPublisher(url, run) as other:
+        episode_too = other.trajectory("g", 1, num_samples=2)
+        await episode_too.append(testing.ids("ab"), testing.ids("g"), anchor=b"start")
+        await episode_too.append(testing.ids("zz"), testing.ids("hi"), anchor=7)
+        await episode_too.seal(reward=0.0)
+
+
+async def test_every_turn_has_its_own_advantage_in_every_layout(
+    server: Any, start_batcher: Any, run: str
+) -> None:
+    # From "start" .5 is to come against 0: +-.25, twice, beside +-.5 for the trajectories.
+    await publish(server.url, run)
+
+    with BatchStream(start_batcher().target, run) as stream:
+        mini_batch = next(stream)
+
+    assert testing.spell(mini_batch.rows) == ["abCDxE", "abG", "zzHI"]
+    assert mini_batch.rows.advantage.tolist() == [0.5, -0.5, -0.5]
+    padded = mini_batch.to_torch()
+    assert padded.advantages_BR.tolist() == [
+        [1.0, 1.0, 0.0, 0.5],
+        [0.0, 0.0, 0.0, -1.0],
+        [0.0, 0.0, -0.5, -0.5],
+    ]
+    expected = [1.0, 1.0, 0.5, -1.0, -0.5, -0.5]
+    right = mini_batch.to_torch_right_padded()
+    (packed,) = mini_batch.to_torch_packed()
+    jagged = mini_batch.to_torch_jagged()
+    assert right.advantages_BT[right.loss_mask_BT].tolist() == expected
+    assert packed.advantages_N[packed.loss_mask_N].tolist() == expected
+    assert jagged.advantages_M[jagged.loss_mask_M].tolist() == expected
+
+
+async def test_ranks_share_them_out_also_where_one_has_an_inert_row_only(
+    server: Any, start_batcher: Any, run: str
+) -> None:
+    await publish(server.url, run)
+    target = start_batcher().target
+    options: Any = {"dp_world_size": 4, "session": "s"}
+
+    found: dict[int, list[float]] = {}
+    for dp_rank in range(4):
+        with BatchStream(target, run, dp_rank, **options) as stream:
+            rows = next(stream).rows
+        assert rows.advantages is not None
+        found |= dict(zip(rows.row_id.tolist(), map(list, rows.advantages), strict=True))
+
+    inert = [row_id for row_id in found if row_id < 0]
+    assert [found[row_id] for row_id in inert] == [[0.0]]
+    assert [found[row_id] for row_id in range(3)] == [[1.0, 1.0, 0.0, 0.5], [-1.0], [-0.5, -0.5]]
+
+
+async def test_a_trajectory_without_an_anchor_is_left_out_with_its_reason(
+    server: Any, start_batcher: Any, client: redis.Redis, run: str
+) -> None:
+    with Publisher(server.url, run) as publisher, publisher.group("early", 2) as group:
+        for sample in range(2):
+            episode = group.trajectory(sample)
+            episode.append(testing.ids("ab"), testing.ids("c"), anchor="start")
+            episode.append(testing.ids("abc"), testing.ids("d"))
+            episode.seal(1.0)
+    await publish(server.url, run)
+
+    with BatchStream(start_batcher().target, run) as stream:
+        mini_batch = next(stream)
+
+    assert set(mini_batch.rows.group_id) == {"g"}
+    history = read_history(client, run, "early/0/0")
+    assert history.state is TrajectoryState.INCOMPLETE
+    assert history.reason == "sample 0 has no anchor at turn 1, which estimator='gigpo' needs"
+
+
+async def test_what_is_no_anchor_is_refused_at_the_door_of_both_publishers(
+    server: Any, run: str
+) -> None:
+    says = "^anchor: -1 is not a whole number from 0"
+
+    with Publisher(server.url, run) as publisher:
+        episode = publisher.trajectory("g", 0, num_samples=1)
+        with pytest.raises(InvalidTurnError, match=says):
+            episode.append(testing.ids("ab"), testing.ids("c"), anchor=-1)
+        episode.append(testing.ids("ab"), testing.ids("c"), anchor=1)
+        episode.seal(1.0)
+    async with AsyncPublisher(server.url, run) as other:
+        episode_too = other.trajectory("h", 0, num_samples=1)
+        with pytest.raises(InvalidTurnError, match=says):
+            await episode_too.append(testing.ids("ab"), testing.ids("c"), anchor=-1)
+        await episode_too.append(testing.ids("ab"), testing.ids("c"), anchor=1)
+        await episode_too.seal(1.0)
+
+
+def test_a_turn_that_comes_again_with_another_anchor_is_another_turn(server: Any, run: str) -> None:
+    for anchor in ("start", b"start"):
+        with Publisher(server.url, run, writer="w") as publisher:
+            episode = publisher.trajectory("g", 0, num_samples=1)
+            episode.append([1], [2], anchor=anchor).result(10)
+
+    with Publisher(server.url, run, writer="w") as publisher:
+        episode = publisher.trajectory("g", 0, num_samples=1)
+        receipt = episode.append([1], [2], anchor="door")
+        with pytest.raises(ConflictError, match="turn 0 has another content"):
+            receipt.result(10)
