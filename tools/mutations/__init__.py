@@ -11,6 +11,7 @@ from mutations.rows import ROWS
 from mutations.scores import SCORES
 from mutations.shapes import SHAPES
 from mutations.sizes import SIZES
+from mutations.turns import TURNS
 
 __all__ = ["MUTATIONS", "Mutation"]
 
@@ -23,6 +24,7 @@ MUTATIONS = (
     *SHAPES,
     *SIZES,
     *SCORES,
+    *TURNS,
     *KEPT,
     *LOSSES,
 )

@@ -37,10 +37,11 @@ def archive_step(url: str, run: str, step: int, *, folder: Path) -> Path:
     """Write the rows of a step, the way one rank alone would get them, unless they are there.
 
     A column `mini_batch` tells the optimizer updates apart. `rewards` is as long as the response in
-    every row; `logprobs` is too, or null where no row of the mini-batch has any. The maps `tags`
-    and `metrics` are those of the row's trajectory, null where its seal cannot be read. The file
-    appears whole or not at all, and is on disk when this returns. Its metadata name run, step,
-    lineage and manifest hash.
+    every row; `logprobs` is too, or null where no row of the mini-batch has any, and `advantages`,
+    or null where `advantage` is that of every trained token. The maps `tags` and `metrics` are
+    those of the row's trajectory, null where its seal cannot be read. The file appears whole or
+    not at all, and is on disk when this returns. Its metadata name run, step, lineage and manifest
+    hash.
 
     Raises:
         ReleasedError: the step is no longer retained.
@@ -91,7 +92,8 @@ def _rows_of(share: EncodedMiniBatch, *, mini_batch: int) -> pa.Table:
     table = table.filter(~pc.field("is_padding")).drop_columns("is_padding")
     columns = dict(zip(table.column_names, table.columns, strict=True))
     columns.setdefault("rewards", _zeros_like(columns["loss_mask"]))
-    columns.setdefault("logprobs", pa.nulls(len(table), COLUMNS["logprobs"]))
+    for name in ("logprobs", "advantages"):
+        columns.setdefault(name, pa.nulls(len(table), COLUMNS[name]))
     columns["mini_batch"] = pa.array([mini_batch] * len(table), pa.int32())
     first = [name for name in ("mini_batch", *COLUMNS) if name in columns]
     order = [*first, *(name for name in columns if name not in first)]

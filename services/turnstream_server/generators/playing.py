@@ -81,7 +81,11 @@ class Player:
     ) -> _Seat | None:
         """The game after this response; None when it is over and its seal on the way."""
         await seat.trajectory.append(
-            seat.prompt_ids, response.token_ids, logprobs=response.logprobs, version=self.version
+            seat.prompt_ids,
+            response.token_ids,
+            logprobs=response.logprobs,
+            version=self.version,
+            anchor=seat.prompt_ids.astype("<i4").tobytes(),  # all that was said is where it stands
         )
         answer = game.step(seat.episode, response.token_ids)
         if answer.is_done:

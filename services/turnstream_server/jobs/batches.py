@@ -200,6 +200,7 @@ def _content(stored: StoredManifest) -> dict[str, Any]:
                         "status": member.status.value,
                         "reward": member.reward,
                         "advantage": member.advantage,
+                        "turn_advantages": list(member.turn_advantages),
                         "weights": list(member.weights),
                         "num_rows": len(member.sequences),
                     }
@@ -227,11 +228,16 @@ def _trajectories(batch: dict[str, Any]) -> dict[str, str]:
     return {
         keys.readable_name(trajectory["id"]): (
             f"reward {trajectory['reward']:g}, advantage {trajectory['advantage']:g}, "
-            f"mini-batch {index}"
+            f"{_of_turns(trajectory['turn_advantages'])}mini-batch {index}"
         )
         for index, mini_batch in enumerate(batch["mini_batches"])
         for trajectory in mini_batch["trajectories"]
     }
+
+
+def _of_turns(advantages: list[float]) -> str:
+    """As "of its turns 0.75 -1, "; empty where the estimator does not tell them apart."""
+    return f"of its turns {' '.join(f'{each:g}' for each in advantages)}, " if advantages else ""
 
 
 def _denominators(batch: dict[str, Any], index: int) -> dict[str, Any] | None:

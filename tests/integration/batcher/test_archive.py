@@ -114,6 +114,26 @@ async def test_steps_with_and_without_rewards_and_logprobs_have_the_same_columns
     assert schemas[0] == schemas[1]
 
 
+async def test_steps_with_and_without_advantages_of_turns_have_the_same_columns(house, tmp_path):
+    one, two = (turn("ab", "CD", anchor="s"), turn("abcde", "F", anchor="t"))
+    members = [trajectory(one, sample=0, reward=1.0), trajectory(one, two, sample=1, reward=0.0)]
+    tables = []
+    for fields in ({}, {"estimator": "gigpo", "turn_discount": 0.0, "divide_by_std": False}):
+        run = house.create_run(batch_groups=1, **fields)
+        await house.publish(run, group("a", *members))
+        await train(house, run, steps=1)
+        (path,) = await asyncio.to_thread(
+            lambda run=run: list(archive_run(house.url, run, tmp_path))
+        )
+        tables.append(pq.read_table(path))
+
+    whole, by_turn = tables
+    assert whole.schema.remove_metadata() == by_turn.schema.remove_metadata()
+    assert whole["advantages"].to_pylist() == [None, None]
+    # From "s" the one earns 1 at once, the other 0.
+    assert by_turn["advantages"].to_pylist() == [[1.0, 1.0], [-1.0, -1.0, 0.0, -0.5]]
+
+
 async def test_the_archive_has_the_labels_of_every_trajectory(house, tmp_path):
     run = house.create_run(batch_groups=1)
     labelled = trajectory(sample=0, tags={"env": "maze"}, metrics={"turns": 2})

@@ -16,6 +16,8 @@ import torch
 from transformers import PreTrainedModel
 
 from turnstream import testing
+from turnstream.batching.anchors import anchor_hash
+from turnstream.batching.merge import turn_prompts
 from turnstream.errors import InvalidConfigError, NotReadyError, StoreUnavailableError
 from turnstream.records.events import decode_event
 from turnstream.records.turns import decode_turn
@@ -134,6 +136,8 @@ async def test_games_are_published_turn_by_turn_with_logprobs_version_and_outcom
         assert trajectory.reward == _replayed(turns, secret=secret)
         assert trajectory.oldest_version == trajectory.newest_version == 3
         assert trajectory.sampling == {"temperature": 1.0}
+        prompts = [prompt.astype("<i4").tobytes() for prompt in turn_prompts(turns)]
+        assert trajectory.anchors == tuple(anchor_hash(prompt) for prompt in prompts)
         _check_logprobs(model, turns)
 
 

@@ -15,6 +15,7 @@ from turnstream.store.runs import create_run
 from turnstream.types import TrajectoryState
 from turnstream.worker import BatchStream
 from turnstream_server.bus.histories import read_history
+from turnstream_server.jobs.batches import difference, read_batch
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -73,6 +74,20 @@ async def test_every_turn_has_its_own_advantage_in_every_layout(
     assert right.advantages_BT[right.loss_mask_BT].tolist() == expected
     assert packed.advantages_N[packed.loss_mask_N].tolist() == expected
     assert jagged.advantages_M[jagged.loss_mask_M].tolist() == expected
+
+
+async def test_a_look_into_the_batch_shows_them(server: Any, start_batcher: Any, run: str) -> None:
+    await publish(server.url, run)
+    with BatchStream(start_batcher().target, run) as stream:
+        next(stream)
+
+    batch = read_batch(server.url, run, 1)
+
+    shown = batch["mini_batches"][0]["trajectories"]
+    assert [each["turn_advantages"] for each in shown] == [[1.0, 0.5], [-1.0, -0.5]]
+    assert difference(batch, {**batch, "mini_batches": []})[0] == (
+        "- g/0/0 reward 1, advantage 0.5, of its turns 1 0.5, mini-batch 0"
+    )
 
 
 async def test_ranks_share_them_out_also_where_one_has_an_inert_row_only(

@@ -163,7 +163,7 @@ def broadcast(
     """
     loss_mask = flat(loss_mask)
     per_token = np.repeat(advantage_B.astype(np.float32), loss_mask.lengths)
-    return Ragged(np.where(loss_mask.values, per_token, np.float32(0)), loss_mask.offsets)
+    return _where_trained(per_token, loss_mask)
 
 
 def broadcast_turns(
@@ -180,7 +180,12 @@ def broadcast_turns(
     counts_N = np.diff(ends.values, prepend=0)
     first = ends.offsets[:-1]
     counts_N[first] = ends.values[first]
-    per_token = np.repeat(advantages.values, counts_N)
+    return _where_trained(np.repeat(advantages.values, counts_N), loss_mask)
+
+
+def _where_trained(
+    per_token: NDArray[np.float32], loss_mask: Ragged[np.uint8]
+) -> Ragged[np.float32]:
     return Ragged(np.where(loss_mask.values, per_token, np.float32(0)), loss_mask.offsets)
 
 

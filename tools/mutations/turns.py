@@ -1,0 +1,166 @@
+"""Guards of what differs from turn to turn: anchors, and the advantages that they decide."""
+
+from __future__ import annotations
+
+from mutations.mutation import Mutation
+
+_BY_TURN = ("test_turn_advantages",)
+
+TURNS = (
+    # ----------------------------------------------------------------------------------
+    # anchors
+    Mutation(
+        "an anchor is a truth value",
+        "anchors.py",
+        "isinstance(anchor, bool) or ",
+        "",
+        ("test_anchors",),
+    ),
+    Mutation(
+        "an anchor has more than 64 bits",
+        "anchors.py",
+        "not 0 <= number < _LIMIT",
+        "not 0 <= number",
+        ("test_anchors",),
+    ),
+    Mutation(
+        "an anchor is read in the order of this machine",
+        "anchors.py",
+        '[:_NUM_BYTES], "big")',
+        '[:_NUM_BYTES], "little")',
+        ("test_anchors",),
+    ),
+    Mutation(
+        "a member needs no anchor",
+        "rewards.py",
+        "        if anchor is None:",
+        "        if False:",
+        _BY_TURN,
+    ),
+    # ----------------------------------------------------------------------------------
+    # advantages
+    Mutation(
+        "a turn is compared with turns of other states",
+        "advantages.py",
+        "places.setdefault(state, [])",
+        "places.setdefault(0, [])",
+        _BY_TURN,
+    ),
+    Mutation(
+        "a state that was seen once is compared with itself",
+        "advantages.py",
+        "        if len(positions) > 1:\n",
+        "        if len(positions) > 0:\n",
+        ("test_advantages",),
+    ),
+    Mutation(
+        "the only trajectory of a group gets what the run does not say",
+        "planning.py",
+        "        singleton=config.singleton_advantage,\n    )\n    return",
+        "    )\n    return",
+        _BY_TURN,
+    ),
+    Mutation(
+        "a turn counts later rewards in full",
+        "planning.py",
+        "gamma=config.turn_discount",
+        "gamma=1.0",
+        _BY_TURN,
+    ),
+    Mutation(
+        "turns weigh what the run does not say",
+        "planning.py",
+        "turn_weight=config.turn_weight",
+        "turn_weight=1.0",
+        _BY_TURN,
+    ),
+    Mutation(
+        "the part of the trajectory is divided though the run says no",
+        "planning.py",
+        "        divide_by_std=config.divide_by_std,\n    )\n    advantages",
+        "    )\n    advantages",
+        _BY_TURN,
+    ),
+    Mutation(
+        "the part of the turn is divided though the run says no",
+        "planning.py",
+        "        divide_by_std=config.divide_by_std,\n        singleton",
+        "        singleton",
+        _BY_TURN,
+    ),
+    Mutation(
+        "a trajectory that is left out has an advantage of one turn",
+        "planning.py",
+        "(0.0,) * len(member.sealed.turns)",
+        "(0.0,)",
+        _BY_TURN,
+    ),
+    Mutation(
+        "the penalty of a long response is in no turn",
+        "rewards.py",
+        "[*before, last + _penalty(trajectory, config)]",
+        "[*before, last]",
+        ("test_rewards",),
+    ),
+    Mutation(
+        "the reward of a turn leaves float32",
+        "rewards.py",
+        "        if not abs(reward) <= MAX_REWARD:",
+        "        if False:",
+        _BY_TURN,
+    ),
+    Mutation(
+        "turns that differ are filtered for their equal rewards",
+        "judging.py",
+        " and not _turns_differ(compared, config)",
+        "",
+        _BY_TURN,
+    ),
+    Mutation(
+        "turns that weigh nothing keep a group",
+        "judging.py",
+        " or not config.turn_weight",
+        "",
+        _BY_TURN,
+    ),
+    Mutation(
+        "a setting that no estimator reads passes",
+        "estimators.py",
+        'config.estimator != "gigpo" and checked[name] != unread',
+        "False",
+        ("test_config",),
+    ),
+    # ----------------------------------------------------------------------------------
+    # their tokens
+    Mutation(
+        "a turn has the advantage of its place in the row",
+        "assemble.py",
+        "        for turn in row.turns\n    ]",
+        "        for turn in range(len(row.turns))\n    ]",
+        _BY_TURN,
+    ),
+    Mutation(
+        "a row begins where the one before ended",
+        "advantages.py",
+        "    counts_N[first] = ends.values[first]\n",
+        "",
+        _BY_TURN,
+    ),
+    Mutation(
+        "a masked token has the advantage of its turn",
+        "assemble.py",
+        "        loss_mask=columns.loss_mask,\n    )\n\n\ndef _group_totals",
+        "        loss_mask=Ragged(\n"
+        "            np.ones_like(columns.loss_mask.values), columns.loss_mask.offsets\n"
+        "        ),\n    )\n\n\ndef _group_totals",
+        _BY_TURN,
+    ),
+    Mutation(
+        "a plan may have advantages of fewer turns",
+        "manifests.py",
+        "    if len(message.turn_advantages) not in (0, len(message.payload_crcs)):",
+        "    if False:",
+        ("test_manifests",),
+        "records",
+    ),
+)
