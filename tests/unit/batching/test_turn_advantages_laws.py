@@ -236,8 +236,9 @@ def test_every_layout_rank_and_pass_has_what_loops_over_turns_give(
             for found in laid_out(part):
                 assert found == pytest.approx(trained, rel=1e-5, abs=2e-5)
             assert part.advantages is not None
-            sums = map(loss_of, part.row_id.tolist(), part.advantages)
-            total += float(np.dot(row_scales(part, **scaling), [*sums]))
+            values = [own.tolist() for own in part.advantages]
+            sums = [*map(loss_of, part.row_id.tolist(), values)]
+            total += float(np.dot(row_scales(part, **scaling), sums))
     assert total == pytest.approx(
         float(np.dot(row_scales(whole, **scaling), losses)), rel=1e-4, abs=1e-3
     )
