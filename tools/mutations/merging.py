@@ -143,8 +143,8 @@ MERGING = (
     Mutation(
         "tokens observed between two turns are trained",
         "columns.py",
-        "np.tile(np.array([0, 1], np.uint8)",
-        "np.tile(np.array([1, 1], np.uint8)",
+        "np.tile(np.array([False, True])",
+        "np.tile(np.array([True, True])",
         ("test_merge",),
     ),
     Mutation(

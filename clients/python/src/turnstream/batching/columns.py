@@ -188,6 +188,7 @@ def placed_columns(placed: PlacedTurns) -> TokenColumns:
         BatchingError: more tokens than int32 offsets can count.
     """
     turns, gaps, counts = placed.turns, placed.gap_N.tolist(), placed.count_N.tolist()
+    responses = _Responses(counts, _sampled(gaps, counts))
     bounds = _bounds(placed.response_length_B)
     id_bounds = _bounds(placed.prompt_length_B + placed.response_length_B)
     num_tokens = int(bounds[-1])
@@ -199,10 +200,10 @@ def placed_columns(placed: PlacedTurns) -> TokenColumns:
         ((num_tokens,), np.uint8),
     )
     np.concatenate(placed.ids or [ids], out=ids)
-    _write_mask(mask, turns, gaps, counts)
-    _write_rewards(rewards, turns, gaps, counts)
+    _write_mask(mask, turns, responses)
+    _write_rewards(rewards, turns, responses)
     if has_logprobs:
-        _write_logprobs(logprobs, turns, gaps, counts)
+        _write_logprobs(logprobs, turns, responses)
     versions, run_counts = _run_columns(placed, gaps, counts)
     return TokenColumns(
         input_ids=Ragged(ids, id_bounds),
@@ -214,82 +215,91 @@ def placed_columns(placed: PlacedTurns) -> TokenColumns:
     )
 
 
+class _Responses(NamedTuple):
+    """Where the values of N turns stand in a column of response tokens.
+
+    Attributes:
+        counts: N, response tokens.
+        is_sampled: per token of the column, False where it was observed between two responses; None
+            where no token was.
+    """
+
+    counts: list[int]
+    is_sampled: NDArray[np.bool_] | None
+
+
+def _sampled(gaps: list[int], counts: list[int]) -> NDArray[np.bool_] | None:
+    if not any(gaps):
+        return None
+    pattern = np.tile(np.array([False, True]), len(counts))
+    return np.repeat(pattern, np.array([gaps, counts], np.int64).T.ravel())
+
+
 def _write_mask(
-    into: NDArray[np.uint8],
-    turns: Sequence[Turn | StoredTurn],
-    gaps: list[int],
-    counts: list[int],
+    into: NDArray[np.uint8], turns: Sequence[Turn | StoredTurn], responses: _Responses
 ) -> None:
+    counts, is_sampled = responses
     masks = [turn.loss_mask for turn in turns]
     if all(mask is None for mask in masks):
-        pattern = np.tile(np.array([0, 1], np.uint8), len(turns))
-        into[:] = np.repeat(pattern, np.array([gaps, counts], np.int64).T.ravel())
+        into[:] = 1 if is_sampled is None else is_sampled
         return
     ones = np.ones(max(counts), np.uint8)
     given = [
         ones[:count] if mask is None else mask for mask, count in zip(masks, counts, strict=True)
     ]
-    _write(into, given, gaps, counts, field="loss_mask")
+    _write(into, given, responses, field="loss_mask")
     if into.max(initial=0) > 1:
         raise _not_held(given, into.dtype, field="loss_mask")
 
 
 def _write_logprobs(
-    into: NDArray[np.float32],
-    turns: Sequence[Turn | StoredTurn],
-    gaps: list[int],
-    counts: list[int],
+    into: NDArray[np.float32], turns: Sequence[Turn | StoredTurn], responses: _Responses
 ) -> None:
     given = [
         _missing_logprobs(turn.loss_mask, count) if turn.logprobs is None else turn.logprobs
-        for turn, count in zip(turns, counts, strict=True)
+        for turn, count in zip(turns, responses.counts, strict=True)
     ]
-    _write(into, given, gaps, counts, field="logprobs")
+    _write(into, given, responses, field="logprobs")
 
 
 def _write_rewards(
-    into: NDArray[np.float32],
-    turns: Sequence[Turn | StoredTurn],
-    gaps: list[int],
-    counts: list[int],
+    into: NDArray[np.float32], turns: Sequence[Turn | StoredTurn], responses: _Responses
 ) -> None:
     arrays = [turn.rewards for turn in turns]
     if all(array is None for array in arrays):
         into.fill(0)
         return
-    zeros = np.zeros(max(counts), np.float32)
+    zeros = np.zeros(max(responses.counts), np.float32)
     given = [
         zeros[:count] if array is None else array
-        for array, count in zip(arrays, counts, strict=True)
+        for array, count in zip(arrays, responses.counts, strict=True)
     ]
-    _write(into, given, gaps, counts, field="rewards")
+    _write(into, given, responses, field="rewards")
 
 
 def _write(
-    into: NDArray[Any],
-    arrays: Sequence[NDArray[Any]],
-    gaps: list[int],
-    counts: list[int],
-    *,
-    field: str,
+    into: NDArray[Any], arrays: Sequence[NDArray[Any]], responses: _Responses, *, field: str
 ) -> None:
-    """Concatenate the arrays with zeros in the gaps before them."""
-    found = [len(array) for array in arrays]
+    """Concatenate the arrays, with zeros where tokens were observed.
+
+    Between thousands of short responses it is cheaper to copy all of them together first and then
+    to where they stand, than to copy thousands of short zeros as well.
+    """
+    counts, is_sampled = responses
+    found = [*map(len, arrays)]
     if found != counts:
         at = next(i for i, count in enumerate(counts) if found[i] != count)
         raise InvalidTurnError(field, f"{found[at]} values for {counts[at]} response tokens")
-    pieces = list(arrays)
-    if any(gaps):
-        zeros = np.zeros(max(gaps), into.dtype)
-        of_length = {gap: zeros[:gap] for gap in set(gaps)}
-        pieces *= 2
-        pieces[::2] = [of_length[gap] for gap in gaps]
-        pieces[1::2] = arrays
     try:
         with np.errstate(over="raise"):
-            np.concatenate(pieces, out=into)
+            if is_sampled is None:
+                np.concatenate(arrays, out=into)
+                return
+            values = np.concatenate(arrays, dtype=into.dtype)
     except (TypeError, FloatingPointError) as error:
         raise _not_held(arrays, into.dtype, field=field) from error
+    into.fill(0)
+    into[is_sampled] = values
 
 
 def _not_held(

@@ -176,12 +176,16 @@ def _num_held_behind(start: int, response: NDArray[np.int32], prompt: NDArray[np
     """Tokens of a response that a prompt has from there on; all but one if the last differs.
 
     A context is edited near its end, mostly: what is seen here need not be compared from the start.
+    One comparison says whether they differ and where; responses are short, beside prompts.
     """
     last = len(response) - 1
-    if last >= 0 and prompt.item(start + last) != response.item(last):
+    if last < 0:
+        return 0
+    if prompt.item(start + last) != response.item(last):
         return last
-    rest = prompt[start : start + len(response)]
-    return len(response) if rest.tobytes() == response.tobytes() else num_same(rest, response)
+    is_same = prompt[start : start + last + 1] == response
+    held = int(is_same.argmin())
+    return last + 1 if is_same.item(held) else held
 
 
 def _token(turns: TurnIds, row: int, position: int) -> int:
