@@ -22,7 +22,7 @@ PYPROJECTS := pyproject.toml clients/python/pyproject.toml
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check bench mutate simulate chaos proto
+.PHONY: help setup demo test check bench figures mutate simulate chaos proto
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -47,6 +47,9 @@ bench: $(STAMP) ## measure the path, the core, durability and stalls, beside the
 	$(BIN)/python benchmarks/batching.py --json benchmarks/results/batching.json
 	$(BIN)/python benchmarks/durability.py --json benchmarks/results/durability.json
 	$(BIN)/python benchmarks/stall.py --json benchmarks/results/stall.json
+
+figures: $(STAMP) ## put what `make bench` measured into docs/benchmarks.md
+	$(BIN)/python benchmarks/page.py
 
 mutate: $(STAMP) ## break the guards of the core and the losses one by one; each must fail a test
 	$(BIN)/python tools/mutate.py

@@ -316,6 +316,7 @@ def main() -> None:
     )
     report(everysec, fsync)
     if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps({"everysec": everysec, "fsync": fsync}, indent=2))
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import redis
@@ -238,6 +240,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trajectories", type=int, default=10_000_000)
     parser.add_argument("--group-size", type=int, nargs="*", default=[1, 8])
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     print("group of   trajectories   used_memory   MEMORY USAGE   seconds   ms a call", flush=True)
     weights: list[Weight] = []
@@ -247,6 +250,9 @@ def main() -> None:
         sizes = f"{weight.used_memory:9.2f} B   {weight.memory_usage:10.2f} B"
         times = f"{weight.seconds:7.0f}   {weight.mean_call_ms:9.3f}"
         print(f"{size:8}   {weight.trajectories:12,}   {sizes}   {times}", flush=True)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps([weight._asdict() for weight in weights], indent=2))
     if any(max(weight.used_memory, weight.memory_usage) > LIMIT_BYTES for weight in weights):
         raise SystemExit(f"more than {LIMIT_BYTES} bytes per finished trajectory")
 

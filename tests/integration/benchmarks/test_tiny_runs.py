@@ -15,6 +15,16 @@ pytestmark = pytest.mark.redis
 FOLDER = Path(__file__).parents[3] / "benchmarks"
 
 
+def page_of(name: str, folder: Path, results: Path) -> str:
+    page = folder / "page.md"
+    page.write_text(f"<!-- figures: {name} -->\n<!-- end of figures -->\n")
+    results.rename(folder / f"{name}.json")
+    subprocess.run(
+        [sys.executable, FOLDER / "page.py", "--results", folder, "--page", page], check=True
+    )
+    return page.read_text()
+
+
 def test_the_durability_benchmark_answers_both_questions(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
 
@@ -34,6 +44,7 @@ def test_the_durability_benchmark_answers_both_questions(tmp_path: Path) -> None
     )
     assert math.isfinite(found["everysec"]["bare"])
     assert found["everysec"]["bare"] < 1
+    assert "| difference, points |" in page_of("durability", tmp_path, results)
 
 
 @pytest.mark.grpc
@@ -51,3 +62,4 @@ def test_the_stall_benchmark_sees_the_batch_that_is_assembled_on_the_loop(tmp_pa
     assert "longest stall" in done.stdout
     assert found["num_bytes"] > 0
     assert min(found["idle_ms"], found["batcher_ms"], found["on_loop_ms"]) > 0
+    assert "| on loop |" in page_of("stall", tmp_path, results)

@@ -32,6 +32,16 @@ def loops() -> ModuleType:
     return module
 
 
+def page_of(name: str, folder: Path, results: Path) -> str:
+    page = folder / "page.md"
+    page.write_text(f"<!-- figures: {name} -->\n<!-- end of figures -->\n")
+    results.rename(folder / f"{name}.json")
+    subprocess.run(
+        [sys.executable, FOLDER / "page.py", "--results", folder, "--page", page], check=True
+    )
+    return page.read_text()
+
+
 def test_a_tiny_run_measures_everything_and_says_what_was_reached(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
 
@@ -52,6 +62,7 @@ def test_a_tiny_run_measures_everything_and_says_what_was_reached(tmp_path: Path
         "turns": ["8", "16", "32", "64"],
         "rows": ["4", "8", "16", "32"],
     }
+    assert "| merge short, breaks: none |" in page_of("batching", tmp_path, results)
 
 
 def test_the_loop_of_collation_makes_the_same_rectangles(loops: ModuleType) -> None:

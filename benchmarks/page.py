@@ -1,0 +1,246 @@
+"""Write the figures of docs/benchmarks.md from the results that `make bench` left.
+
+    make figures
+
+Every table of the page stands between two comments, `<!-- figures: NAME -->` and
+`<!-- end of figures -->`, and comes from `benchmarks/results/NAME.json`. What was not measured
+keeps its table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+COPY_GOAL = 2.0
+STALL_GOAL_MS = 50.0
+POINTS_GOAL = 5.0
+WEIGHT_GOAL = 16
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown; columns behind the first are aligned to the right.
+
+    >>> print(table(["job", "ms"], [["merge", "3"]]))
+    | job | ms |
+    |---|---:|
+    | merge | 3 |
+    """
+    lines = [titles, *rows]
+    ruler = "|---" + "|---:" * (len(titles) - 1) + "|"
+    drawn = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([drawn[0], ruler, *drawn[1:]])
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """A figure, or a dash where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def reached(is_reached: bool) -> str:
+    """What is said of a goal."""
+    return "reached" if is_reached else "missed"
+
+
+# ------------------------------------------------------------------------------ pages
+
+
+def pipeline(found: dict[str, Any]) -> str:
+    """CPU seconds of the whole path, by process, beside the floor."""
+    floor_s = sum(found["floor_s"].values())
+    titles = [name for name, value in found.items() if isinstance(value, dict) and "cpu_s" in value]
+    stages = [*found[titles[0]]["rounds"][0]["cpu_s"]]
+    rows = [
+        [
+            title,
+            number(found[title]["cpu_s"], 2),
+            *[
+                number(
+                    statistics.median(each["cpu_s"][stage] for each in found[title]["rounds"]), 2
+                )
+                for stage in stages
+            ],
+            f"{found[title]['cpu_s'] / floor_s:.2f}",
+            f"{found['trajectories'] / found[title]['wall_s']:.0f}",
+        ]
+        for title in titles
+    ]
+    parts = ", ".join(f"{name} {seconds:.3f}" for name, seconds in found["floor_s"].items())
+    size = f"{found['trajectories']} trajectories, {found['int64_bytes'] / 1e6:.1f} MB"
+    return "\n\n".join(
+        [
+            table(["", "CPU s", *stages, "times the floor", "trajectories/s"], rows),
+            f"{size}; the floor takes {floor_s:.3f} CPU s ({parts}).",
+        ]
+    )
+
+
+def batching(found: dict[str, Any]) -> str:
+    """Every job with a goal, the others, growth; and where a goal is missed, what the limit is."""
+    lines: list[dict[str, Any]] = found["lines"]
+    aimed = [line for line in lines if line["goal"] is not None]
+    titles = ["job", "loop ms", "ours ms", "times", "goal", "copy ms", "x copy", "limit ms"]
+    rows = [
+        [
+            _job(line["job"]),
+            number(line["loop_ms"]),
+            number(line["ours_ms"]),
+            number(line["gain"]),
+            number(line["goal"], 0),
+            number(line["copy_ms"]),
+            number(line["over_copy"]),
+            number(line["limit_ms"]),
+        ]
+        for line in lines
+    ]
+    parts = [table(titles, rows), _missed(aimed), _copied(aimed), _growth(found["growth"])]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _job(name: str) -> str:
+    """A name that is indented goes on with the line above."""
+    return f"… {name.strip()}" if name.startswith(" ") else name
+
+
+def _missed(aimed: list[dict[str, Any]]) -> str:
+    missed = [line for line in aimed if line["gain"] < line["goal"]]
+    said = [
+        f"- {line['job']}: {line['gain']:.1f} of {line['goal']:.0f} times; "
+        f"numpy's calls alone would be {line['loop_ms'] / line['limit_ms']:.1f} times"
+        for line in missed
+    ]
+    begin = f"{len(aimed) - len(missed)} of {len(aimed)} jobs reach their goal against the loop"
+    return f"{begin}; missed:\n\n" + "\n".join(said) if said else f"{begin}."
+
+
+def _copied(aimed: list[dict[str, Any]]) -> str:
+    above = [line for line in aimed if line["over_copy"] > COPY_GOAL]
+    said = [
+        f"- {line['job']}: {line['over_copy']:.1f} times the copy of {line['num_bytes'] / 1e6:.0f} "
+        f"MB; numpy's calls alone {line['limit_over_copy']:.1f} times"
+        for line in above
+    ]
+    begin = f"{len(aimed) - len(above)} of {len(aimed)} are within {COPY_GOAL:g} times the copy"
+    return f"{begin}; above:\n\n" + "\n".join(said) if said else f"{begin}."
+
+
+def _growth(growth: list[dict[str, Any]]) -> str:
+    rows = [
+        [
+            _job(each["job"]),
+            ", ".join(f"{count}: {ns:.2f}" for count, ns in each["ns_per_token"].items()),
+            f"{each['ratio']:.2f}",
+        ]
+        for each in growth
+    ]
+    return table(["as the work grows", "CPU ns per token, by turns or rows", "last / first"], rows)
+
+
+def durability(found: dict[str, Any]) -> str:
+    """What the append-only file costs, and how many turns reach the disk."""
+    every, sync = found["everysec"], found["fsync"]
+    delayed = ", 1 ms of it added" if sync["is_delayed"] else ""
+    rows = [
+        [
+            "`everysec`: share of the throughput, publishers",
+            f"{100 * every['publisher']:.1f} %",
+            "",
+        ],
+        ["`everysec`: share of the throughput, bare writes", f"{100 * every['bare']:.1f} %", ""],
+        [
+            "difference, points",
+            number(every["points"]),
+            f"at most {POINTS_GOAL:g}: {reached(every['points'] <= POINTS_GOAL)}",
+        ],
+        [
+            f"`fsync`: turns/s of {sync['publishers']} publishers",
+            number(sync["turns_per_s"], 0),
+            "",
+        ],
+        ["`fsync`: turns/s, one connection, one by one", number(sync["naive_per_s"], 0), ""],
+        [
+            "ratio",
+            number(sync["ratio"]),
+            f"{sync['goal']}: {reached(sync['ratio'] >= sync['goal'])}",
+        ],
+    ]
+    said = f"A sync takes {sync['sync_ms']:.2f} ms{delayed}."
+    return table(["", "measured", "goal"], rows) + f"\n\n{said}"
+
+
+def stall(rounds: list[dict[str, Any]]) -> str:
+    """The longest stalls of all rounds, and their own CPU time."""
+    rows = [
+        [
+            name.replace("_", " "),
+            *[
+                number(measure(each[f"{name}_{unit}"] for each in rounds))
+                for unit in ("ms", "own_ms")
+                for measure in (statistics.median, max)
+            ],
+        ]
+        for name in ("idle", "batcher", "on_loop")
+    ]
+    median = statistics.median(each["batcher_ms"] for each in rounds)
+    size = f"{rounds[0]['num_bytes'] / 1e6:.0f} MB"
+    goal = f"Goal: the batcher below {STALL_GOAL_MS:g} ms with {size}: "
+    titles = ["longest stall, ms", "median", "worst", "own CPU, median", "own CPU, worst"]
+    return table(titles, rows) + f"\n\n{goal}{reached(median < STALL_GOAL_MS)}."
+
+
+def ledger(weights: list[dict[str, Any]]) -> str:
+    """What a finished trajectory weighs in the store."""
+    rows = [
+        [
+            str(each["group_size"]),
+            f"{each['trajectories']:,}",
+            number(each["used_memory"], 2),
+            number(each["memory_usage"], 2),
+            reached(max(each["used_memory"], each["memory_usage"]) <= WEIGHT_GOAL),
+        ]
+        for each in weights
+    ]
+    titles = ["groups of", "trajectories", "bytes each, used_memory", "MEMORY USAGE"]
+    return table([*titles, f"at most {WEIGHT_GOAL}"], rows)
+
+
+PAGES: dict[str, Callable[[Any], str]] = {
+    "pipeline": pipeline,
+    "batching": batching,
+    "durability": durability,
+    "stall": stall,
+    "ledger": ledger,
+}
+
+
+def filled(text: str, *, results: Path) -> str:
+    """The page with the tables of all results that are there."""
+
+    def block(found: re.Match[str]) -> str:
+        path = results / f"{found[2]}.json"
+        if not path.exists():
+            return found[0]
+        return f"{found[1]}\n{PAGES[found[2]](json.loads(path.read_text()))}\n\n{found[3]}"
+
+    return BLOCK.sub(block, text)
+
+
+def main() -> None:
+    """Fill the page in place."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--page", type=Path, default=HERE.parent / "docs" / "benchmarks.md")
+    arguments = parser.parse_args()
+    text = arguments.page.read_text()
+    arguments.page.write_text(filled(text, results=arguments.results))
+
+
+if __name__ == "__main__":
+    main()
