@@ -87,13 +87,17 @@ def batch(
     out: Annotated[
         Path | None, typer.Option(help="Receives the exact bytes of its mini-batches, as Arrow.")
     ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="How turns merge, and where trajectories break.")
+    ] = False,
     dp_rank: Annotated[int, typer.Option(min=0, help="Whose bytes.")] = 0,
     dp_world_size: Annotated[int, typer.Option(min=1, help="Of so many ranks.")] = 1,
     redis: Redis = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what one batch of a run is made of, write its bytes, or compare it with another."""
+    """Show what one batch of a run is made of, how its turns merge, its bytes, its differences."""
     from turnstream_server.jobs import batches as jobs
+    from turnstream_server.jobs import merges
 
     url, folder = store_url(redis), environment().archive_dir
     if out is not None:
@@ -104,6 +108,10 @@ def batch(
         typer.echo(jobs.difference_json(url, run, step, diff, folder=folder))
     elif diff is not None:
         jobs.print_difference(url, run, step, diff, console(), folder=folder)
+    elif merge and as_json:
+        typer.echo(merges.merge_json(url, run, step))
+    elif merge:
+        merges.print_merge(url, run, step, console())
     elif as_json:
         typer.echo(jobs.batch_json(url, run, step, folder=folder))
     else:

@@ -10,7 +10,7 @@ from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.replies import translating
 from turnstream_server.batcher.assembler import check_assembly_version
-from turnstream_server.batcher.payload import PayloadReader
+from turnstream_server.batcher.payload import Payload, PayloadReader
 from turnstream_server.batcher.shares import PlannedBatch, encode_share
 from turnstream_server.bus.frontier import not_retained, read_frontier
 from turnstream_server.bus.manifests import read_plan
@@ -78,6 +78,21 @@ def read_planned_batch(url: str, run: str, step: int) -> PlannedBatch:
     return PlannedBatch(
         manifest=stored.manifest, manifest_hash=stored.hash, config=decode_config(config)
     )
+
+
+def read_batch_payload(url: str, batch: PlannedBatch) -> Payload:
+    """All turns of a planned batch, whole and as they were sealed.
+
+    Raises:
+        DamagedPayloadError: payload of it is damaged.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    reader = PayloadReader(url)
+    try:
+        members = [member for group in batch.manifest.groups for member in group.trajectories]
+        return reader.read(members, run=batch.manifest.run)
+    finally:
+        reader.close()
 
 
 def _share(
