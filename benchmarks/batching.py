@@ -289,6 +289,8 @@ def report(lines: list[Line]) -> None:
     own = [line for line in lines if line.goal is not None]
     within = [line for line in own if line.over_copy <= COPY_GOAL]
     print(f"  within {COPY_GOAL:g} times a copy of the bytes written: {len(within)} of {len(own)}")
+    print("    (numpy's calls alone: rectangles and bins a slice per row and column, into zeros;")
+    print("    merging a comparison per prompt, and a concatenation per column)")
     for line in own:
         if line.over_copy > COPY_GOAL:
             print(
