@@ -22,10 +22,13 @@ from turnstream.errors import (
 )
 from turnstream.generator import Publisher
 from turnstream.generator.publisher import GroupWriter, TrajectoryWriter
+from turnstream.generator.receipts import Receipt
 from turnstream.types import TrajectoryKey
 from turnstream_server.jobs.orphans import end_when_stdin_closes
 
 _POLL_S = 0.05
+_LONG_S = 1.0
+"""A write that takes longer asks why."""
 
 
 def main() -> None:
@@ -163,7 +166,7 @@ class _Generator:
                 turn.prompt_ids, turn.response_ids, version=self._options.version
             )
             with self._log.waiting("append", deadline_s=self._write_s):
-                receipt.result(self._write_s)
+                self._wait_for(receipt, name)
             self._log.write("appended", trajectory=name, turn=index)
             if index == first:
                 self._hang(name)
@@ -178,6 +181,18 @@ class _Generator:
         with self._log.waiting("seal", deadline_s=self._write_s):
             writer.seal(said.reward)
         self._log.write("sealed", trajectory=name)
+
+    def _wait_for(self, receipt: Receipt, name: str) -> None:
+        """Until the store has it; notes once why that takes so long."""
+        try:
+            receipt.result(_LONG_S)
+        except NotReadyError as slow:
+            self._log.write(
+                "told_to_wait",
+                trajectory=name,
+                reasons=[[reason.kind, reason.sentence] for reason in slow.reasons],
+            )
+            receipt.result(self._write_s)
 
 
 class _Leaving:
