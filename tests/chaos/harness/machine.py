@@ -20,19 +20,20 @@ class Machine:
 
     Args:
         folder: for the shim and its notes.
+        server: program of the server; None is the embedded one.
 
     Attributes:
         binary: the server on this machine, for `EmbeddedServer`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, server: Path | None = None) -> None:
         self._folder = folder
         self._shim = _build_shim(folder)
         self._synced = folder / "synced"
         self._synced.mkdir()
         variables = {**self.environment(), "TS_SYNCED": str(self._synced)}
         environment = " ".join(f'{name}="{value}"' for name, value in variables.items())
-        self.binary = server_with(folder, find_binary(), environment=environment)
+        self.binary = server_with(folder, server or find_binary(), environment=environment)
 
     def environment(self, of: str = "store") -> dict[str, str]:
         """What a process is told whose clock has this name."""
