@@ -26,6 +26,16 @@ NAMES: Final = frozenset(
         "revise.after",  # it was told, and nothing is planned by it yet
         "settle.before",  # groups that were dropped, the ledger does not know yet
         "settle.after",
+        "batch_due.before",  # the groups of a batch are to be chosen
+        "batch_due.after",  # the event is written at which they are, nobody has chosen
+        "grant_refill.before",  # a refill is wanted, the ledger does not know yet
+        "grant_refill.after",
+        "fire_deadlines.before",  # deadlines have passed, the run was not told
+        "fire_deadlines.after",  # it was told, nobody has folded it in
+        "give_up.before",  # leases have ended, nobody took over
+        "give_up.after",  # the run was told, the payload does not say so
+        "finish_run.before",  # nothing is left to plan
+        "finish_run.after",
         "mark_dead.before",  # damage was found, the ledger does not know yet
         "mark_dead.after",
         "replay.after_open",  # what a dead letter becomes is open, the letter does not say so

@@ -252,6 +252,7 @@ class Leader:
         """Say that nothing more is planned, where that is so."""
         frontier = self._view.frontier
         while self._fold.is_finished and not frontier.is_finished and frontier.paused is None:
+            reach("finish_run.before")
             await finish_run(
                 self._client,
                 self._view.run,
@@ -259,6 +260,7 @@ class Leader:
                 position=self._listener.position,
                 leader_epoch=self._epoch,
             )
+            reach("finish_run.after")
             await self._take_in(await self._listener.read_events())
             frontier = await self._view.refresh()
 
@@ -271,12 +273,14 @@ class Leader:
 
     async def _choose(self) -> None:
         """Write the event at which the groups of the next batch are chosen, and come to it."""
+        reach("batch_due.before")
         event_id = await announce_due(
             self._client,
             self._view.run,
             BatchDue(step=self._chain.next_step),
             leader_epoch=self._epoch,
         )
+        reach("batch_due.after")
         await self._come_to(event_id)
 
     async def _come_to(self, event_id: str) -> None:

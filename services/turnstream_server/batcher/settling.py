@@ -90,7 +90,10 @@ class Settler:
             reach("settle.after")
 
     async def _grant(self, wanted: RefillWanted) -> None:
-        if await grant_refill(self._client, self._run, wanted, leader_epoch=self._epoch):
+        reach("grant_refill.before")
+        is_new = await grant_refill(self._client, self._run, wanted, leader_epoch=self._epoch)
+        reach("grant_refill.after")
+        if is_new:
             logger.info("refill %d of group %s: %s", wanted.number, wanted.key.group_id, wanted.key)
 
 

@@ -11,6 +11,7 @@ from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.scripts import Script, run_command_async
 from turnstream.types import DeadlineFired
+from turnstream_server.failpoints import reach
 
 _FIRE = Script("fire_deadlines", "turnstream_server.bus")
 _PER_CALL: Final = 200
@@ -38,8 +39,12 @@ async def fire_deadlines(
     script_keys = (names.leader, names.deadlines, names.members, names.events, names.config)
     arguments: list[str | bytes] = []
     while True:
+        if arguments:
+            reach("fire_deadlines.before")
         command = _FIRE(script_keys, leader_epoch, run_ms, _PER_CALL, *arguments)
         _, next_ms, *due = await run_command_async(client, command)
+        if arguments:
+            reach("fire_deadlines.after")
         if not due:
             return int(next_ms)
         arguments = _with_records(due)

@@ -14,6 +14,7 @@ from turnstream.store.leases import MAX_LAPSED, LapsedTrajectory, list_lapsed_as
 from turnstream.store.scripts import Script, run_command_async, run_commands_async
 from turnstream.types import TrajectoryAbandoned
 from turnstream_server.bus.trajectories import post_seals_of
+from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,9 @@ async def give_up_lapsed(
     if not lapsed:
         return False
     await post_seals_of(client, run, [each.trajectory_id for each in lapsed])
+    reach("give_up.before")
     given_up = await _give_up(client, run, lapsed, until_ms=until_ms, leader_epoch=leader_epoch)
+    reach("give_up.after")
     await _end_payload(client, run, given_up)
     for each in given_up:
         logger.warning("run %s: %s is given up: %s", run, each.trajectory_id, _reason(each))

@@ -1,0 +1,120 @@
+"""Fault 13 again: batchers killed around the scripts that write what they decide, one by one."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.rig import Rig, config
+from turnstream.records.events import decode_event
+from turnstream.store import keys
+from turnstream.store.runs import close_run
+from turnstream.types import (
+    BatchDue,
+    DeadlineFired,
+    Event,
+    RefillGranted,
+    RunFinished,
+    TrajectoryAbandoned,
+)
+from turnstream_server.bus.manifests import read_plan
+
+pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(120)]
+
+LOST = "dead-0/1/0"
+"""Its generator dies behind the first turn; the other member is sealed by then."""
+
+CONFIG = config(
+    batch_groups=2,
+    mini_batch_groups=1,
+    selection="in_order",
+    deadline_policy="refill",
+    max_refills=1,
+    lease_s=1.0,
+)
+
+
+def test_a_batcher_killed_around_each_decision_is_followed_by_one_that_decides_the_same(
+    start_rig: Callable[..., Rig],
+) -> None:
+    # Ten of them in a row: choice, abandonment, refill and end are each decided once.
+    rig = start_rig(config=CONFIG)
+    rig.join(rig.start_generator("w", groups=4))
+    _die_around(rig, "batch_due")
+    _leave_open(rig)
+    _die_around(rig, "give_up")
+    _die_around(rig, "grant_refill")
+    assert _decisions(rig) == {BatchDue: 2, TrajectoryAbandoned: 1, RefillGranted: 1}
+    plans = rig.plan_hashes()
+
+    end = _start_helper(rig)
+    rig.wait(lambda: "dead-0/1/1" in rig.history().acknowledged, "the other attempt")
+    end.touch()
+    close_run(rig.client, rig.run)
+    _die_around(rig, "finish_run")
+    rig.start_batcher()
+    rig.drain()
+
+    assert plans.items() <= rig.plan_hashes().items()
+    assert _planned(rig) == [["w-0", "w-1"], ["w-2", "w-3"], ["dead-0"]]
+    once = {TrajectoryAbandoned: 1, RefillGranted: 1, RunFinished: 1}
+    assert _decisions(rig) == {BatchDue: 3, **once}
+    assert rig.counts() == {"accepted": 11, "committed": 10, "abandoned": 1}
+
+
+def test_a_batcher_killed_around_a_deadline_is_followed_by_one_that_fires_it_once(
+    start_rig: Callable[..., Rig],
+) -> None:
+    rig = start_rig(config=config(group_deadline_s=0.5, deadline_policy="drop", lease_s=60.0))
+    _leave_open(rig)
+
+    _die_around(rig, "fire_deadlines")
+    rig.start_batcher()
+    rig.wait(lambda: rig.counts().get("open", 0) == 0, "the decision")
+
+    rig.drain()
+    assert _decisions(rig) == {DeadlineFired: 1, RunFinished: 1}
+    entry: Any = rig.client.hget(keys.run_keys(rig.run).ledger, "dead-0/0/0")
+    assert entry.startswith(b"incomplete:")
+    assert b"its deadline passed" in entry
+    assert rig.planned() == 0
+
+
+def _die_around(rig: Rig, script: str) -> None:
+    """Batchers that come after one another die before this script, and behind it."""
+    for place in ("before", "after"):
+        doomed = rig.begin_batcher("doomed", failpoint=f"{script}.{place}")
+        rig.wait(lambda doomed=doomed: doomed.status is not None, f"the death {place} {script}")
+        assert doomed.status == -signal.SIGKILL
+
+
+def _leave_open(rig: Rig) -> None:
+    rig.start_generator("dead", groups=1, hang_in=LOST)
+    rig.wait_for_lines("hanging")
+    rig.kill_generator("dead")
+
+
+def _start_helper(rig: Rig) -> Path:
+    """A generator that takes what is to be tried again, until the file is made that this gives."""
+    end = rig.folder / "helped"
+    rig.start_generator("helper", groups=0, helps_until=end)
+    return end
+
+
+def _decisions(rig: Rig) -> Counter[type[Event]]:
+    """How often the run was told of each kind of decision."""
+    entries: Any = rig.client.xrange(keys.run_keys(rig.run).events)
+    events = [decode_event(fields[b"r"]) for _, fields in entries]
+    kinds = (BatchDue, DeadlineFired, RefillGranted, RunFinished, TrajectoryAbandoned)
+    return Counter(type(event) for event in events if isinstance(event, kinds))
+
+
+def _planned(rig: Rig) -> list[list[str]]:
+    """Groups of every batch."""
+    plans = [read_plan(rig.client, rig.run, step + 1) for step in range(rig.planned())]
+    return [[group.group_id for group in plan.manifest.groups] for plan in plans if plan]
