@@ -1,4 +1,4 @@
-"""Faults of trainers: killed ranks, both acknowledgements, rollbacks, another world size."""
+"""Faults of trainers: killed ranks, both acknowledgements, rollbacks."""
 
 from __future__ import annotations
 
@@ -153,19 +153,3 @@ def test_a_token_of_another_history_is_refused_by_name(fed: Rig) -> None:
     assert any("StoreBehindError" in line["error"] for line in fed.history().of("refused"))
     path.write_text(token)
     fed.drain()
-
-
-def test_the_world_may_change_from_four_to_three_to_four(fed: Rig) -> None:
-    # Fault 20: each change throws away a step that was begun.
-    for world_size in (4, 3):
-        ranks = fed.start_ranks(world_size, checkpoint_every=2, update_s=0.05)
-        before = fed.count("committed")
-        fed.wait_for_lines("committed", before + 1)
-        received = fed.count("received")
-        fed.wait_for_lines("received", received + 1)
-        for rank in ranks:
-            rank.kill()
-
-    fed.drain(4)
-
-    assert [session.dp_world_size for session in fed.history().sessions] == [4, 3, 4]
