@@ -6,8 +6,9 @@
 Two questions, each answered by ratios inside one run:
 
 - `everysec`: which share of the throughput does the append-only file take from publishers, and
-  which from bare pipelined writes of the same bytes? Each pair of runs, with the file and without
-  it, follows one another, and so do ours and the bare one.
+  which from bare pipelined writes of the same bytes? Those write the very records that publishers
+  had stored, one command each. Each pair of runs, with the file and without it, follows one
+  another, and so do ours and the bare one.
 - `fsync`: how many turns of 4 kB per second do publishers bring to disk, and how many one
   connection that waits for each answer? Where a sync takes less than 1 ms, 1 ms is added to it: a
   fast disk hides what the sync costs on others.
@@ -31,12 +32,11 @@ from typing import Any
 
 import redis
 from processes import Role, serve_role
-from workload import int64_bytes, make_groups
+from workload import GROUP_SIZE, make_groups
 
 HERE = Path(__file__)
 TURN_TOKENS = 1000
 OPEN_TRAJECTORIES = 128
-RECORDS_PER_ROUND_TRIP = 8
 NUM_PUBLISHERS = 2
 SLOW_SYNC_S = 1e-3
 FULL = {"groups": 512, "turns": 20_000, "naive": 500, "rounds": 5}
@@ -77,20 +77,55 @@ def start_publisher(config: dict[str, Any]) -> Any:
 
 
 def start_bare(config: dict[str, Any]) -> Any:
-    """Write records of the same bytes in pipelines, one stream per record."""
+    """Write the records that publishers have stored once more, in pipelines of a group each."""
     client = redis.Redis.from_url(config["redis_url"])
-    record = os.urandom(config["record_bytes"])
+    pipelines: list[list[tuple[str, bytes]]] = []
 
-    def work(_: dict[str, Any]) -> dict[str, Any]:
+    def work(message: dict[str, Any]) -> dict[str, Any]:
+        if message.get("learns"):
+            pipelines[:] = _stored_groups(client)
+            return {}
         start_s = time.monotonic()
-        for start in range(0, config["num_records"], RECORDS_PER_ROUND_TRIP):
+        for records in pipelines:
             pipeline = client.pipeline(transaction=False)
-            for index in range(start, start + RECORDS_PER_ROUND_TRIP):
-                pipeline.xadd(f"bare:{index}", {b"r": record})
+            for stream, record in records:
+                pipeline.xadd(stream, {b"r": record})
             pipeline.execute()
         return {"wall_s": time.monotonic() - start_s}
 
     return work
+
+
+def _stored_groups(client: redis.Redis) -> list[list[tuple[str, bytes]]]:
+    """What a run has stored, as bare writes of it: streams and records, by group.
+
+    The records of a trajectory go to a stream of their own, and all events to one, as in the run.
+    """
+    streams = _stored_records(client)
+    events = next(records for name, records in streams.items() if name.endswith(b":events"))
+    turns = [streams[name] for name in sorted(streams) if name.endswith(b":turns")]
+    groups = [turns[first : first + GROUP_SIZE] for first in range(0, len(turns), GROUP_SIZE)]
+    told = len(events) // len(groups)
+    if told * len(groups) != len(events):
+        raise ValueError(f"{len(events)} events are not as many for each of {len(groups)} groups")
+    return [
+        [
+            *((f"bare:{index}:{n}", each) for n, turn in enumerate(group) for each in turn),
+            *(("bare:events", each) for each in events[index * told : (index + 1) * told]),
+        ]
+        for index, group in enumerate(groups)
+    ]
+
+
+def _stored_records(client: redis.Redis) -> dict[bytes, list[bytes]]:
+    """The records of every stream that there is."""
+    found: dict[bytes, list[bytes]] = {}
+    for name in client.scan_iter(count=1000, _type="stream"):
+        entries: Any = client.xrange(name)
+        records = [fields[b"r"] for _, fields in entries if b"r" in fields]
+        if records:
+            found[name] = records
+    return found
 
 
 def start_naive(config: dict[str, Any]) -> Any:
@@ -149,27 +184,37 @@ def _start_role(name: str) -> Any:
 
 def measure_everysec(*, num_groups: int, pairs: int) -> dict[str, Any]:
     """The share of throughput that the append-only file takes, of ours and of bare writes."""
-    groups = make_groups(num_groups)
-    num_records = sum(len(group.trajectories) for group in groups)
-    record_bytes = int64_bytes(groups) // num_records
     shares: dict[str, list[float]] = {"publisher": [], "bare": []}
+    stored: dict[str, dict[str, int]] = {}
     with _server("everysec") as server:
         client = redis.Redis.from_url(server.url)
         common = {"redis_url": server.url, "groups": num_groups}
-        sizes = {"num_records": num_records, "record_bytes": record_bytes}
-        roles = {name: Role(HERE, name, common | sizes) for name in shares}
+        roles = {name: Role(HERE, name, common) for name in shares}
+        _timed_ingest(client, roles["publisher"], "warm-up", is_on=True)
+        roles["bare"].send({"learns": True})
+        roles["bare"].receive()
         for pair in range(pairs + 1):  # the first one warms up
             for name, role in roles.items():
-                wall_s = {
-                    is_on: _timed_ingest(client, role, f"{name}-{pair}-{is_on}", is_on=is_on)
-                    for is_on in ((True, False) if pair % 2 else (False, True))
-                }
+                wall_s: dict[bool, float] = {}
+                for is_on in (True, False) if pair % 2 else (False, True):
+                    run = f"{name}-{pair}-{is_on}"
+                    wall_s[is_on] = _timed_ingest(client, role, run, is_on=is_on)
+                    stored[name] = _size(client)
                 if pair:
                     shares[name].append(1 - wall_s[False] / wall_s[True])
         for role in roles.values():
             role.stop()
+    if stored["publisher"] != stored["bare"]:
+        raise ValueError(f"the bytes are not the same: {stored}")
     medians = {name: statistics.median(values) for name, values in shares.items()}
-    return {"pairs": shares, **medians, "points": 100 * (medians["publisher"] - medians["bare"])}
+    points = 100 * (medians["publisher"] - medians["bare"])
+    return {"pairs": shares, **medians, "points": points, "stored": stored}
+
+
+def _size(client: redis.Redis) -> dict[str, int]:
+    """Of all records that a server has."""
+    records = [record for each in _stored_records(client).values() for record in each]
+    return {"records": len(records), "bytes": sum(map(len, records))}
 
 
 def _timed_ingest(client: redis.Redis, role: Role, run: str, *, is_on: bool) -> float:
@@ -288,7 +333,9 @@ def report(everysec: dict[str, Any], fsync: dict[str, Any]) -> None:
     print("everysec: share of the throughput that the append-only file takes (median of pairs)")
     for name, title in (("publisher", "publishers"), ("bare", "bare pipelined writes")):
         pairs = " ".join(f"{100 * share:.0f}" for share in everysec["pairs"][name])
-        print(f"  {title:<28} {100 * everysec[name]:5.1f} %   [{pairs}]")
+        size = everysec["stored"][name]
+        what = f"{size['bytes']} bytes in {size['records']} records"
+        print(f"  {title:<28} {100 * everysec[name]:5.1f} %   [{pairs}]   {what}")
     print(f"  difference                   {everysec['points']:5.1f} points   (goal: at most 5)\n")
     delayed = ", and 1 ms is added" if fsync["is_delayed"] else ""
     print(f"fsync: turns of 4 kB per second; a sync takes {fsync['sync_ms']:.2f} ms{delayed}")
