@@ -231,7 +231,17 @@ CORRUPTIONS: list[tuple[str, Corrupt]] = [
 
 
 def test_a_right_history_has_no_contradiction() -> None:
-    check(History(right_history()), counts=COUNTS, is_drained=True)
+    history = History(right_history())
+
+    check(history, counts=COUNTS, is_drained=True)
+
+    # There was something to look at: two sessions, with step 3 in both; each check on its own.
+    assert [session.updated for session in history.sessions] == [(1, 2, 3), (3, 4)]
+    assert len(list(history.complete_mini_batches())) == 2 * (3 + 2)
+    assert len(history.acknowledged) == COUNTS["committed"]
+    assert {each.__name__: list(each(history)) for each in CHECKS} == {
+        each.__name__: [] for each in CHECKS
+    }
 
 
 def _name(value: object) -> str | None:
@@ -274,8 +284,13 @@ def test_a_sleep_of_the_process_is_no_late_answer() -> None:
     lines = a_wait_that_lasts(right_history())
     last = lines[-1].at
     slept = Line("generator", "paused", last, {"since": 0.1, "until": 59.9})
+    dozed = slept.but(until=50.0)
+    other = replace(slept, process="first-0")
 
     check(History([*lines, slept]), counts=COUNTS, is_drained=True)
+    for no_excuse in (dozed, other):
+        with pytest.raises(HistoryError, match="waits_end: generator: a wait for admission"):
+            check(History([*lines, no_excuse]), counts=COUNTS, is_drained=True)
 
 
 def test_what_was_rolled_back_does_not_survive() -> None:

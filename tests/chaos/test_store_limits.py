@@ -12,6 +12,7 @@ import pytest
 from harness.health import ask_health
 from harness.proxy import Proxy
 from harness.rig import Rig, asleep, config
+from harness.stored import lost_with
 from turnstream.errors import WaitKind
 from turnstream.store import keys
 from turnstream_server.batcher.health import Health
@@ -72,21 +73,15 @@ def test_a_full_server_holds_producers_up_while_consumers_go_on(full: Rig) -> No
     assert full.counts() == {"accepted": 142, "committed": 142}
 
 
-def _num_refused(rig: Rig) -> int:
-    """How often the server refused a write because its memory is full."""
+def _num_refused(rig: Rig, error: str = "OOM") -> int:
+    """How often the server refused a write because its memory, or its disk, is full."""
     errors: Any = rig.client.info("errorstats")
-    return errors.get("errorstat_OOM", {"count": 0})["count"]
+    return errors.get(f"errorstat_{error}", {"count": 0})["count"]
 
 
 def _memory(rig: Rig) -> dict[str, int]:
     memory: Any = rig.client.info("memory")
     return memory
-
-
-def _is_refused(rig: Rig) -> bool:
-    return any(
-        line.facts["retries"] > 2 or line.facts["waits"] for line in rig.history().of("alive")
-    )
 
 
 @pytest.fixture
@@ -113,22 +108,24 @@ def test_a_full_disk_refuses_writes_before_they_are_acknowledged(
     assert ask_health(rig.address()) == (Health.SERVING, "")
     _fill(small_disk)
     held = rig.start_generator("held", groups=16)
-    rig.wait(lambda: _is_refused(rig), "refused writes")
+    rig.wait(lambda: _num_refused(rig, "MISCONF") > 2, "refused writes")
     sealed = rig.count("sealed")
     refuses = "the store refuses writes: its last write to the disk failed"
     _wait_for_health(rig, Health.NOT_SERVING, refuses)
     first = reasons(read_snapshot(rig.client, rig.run))[0]
+    assert rig.count("sealed") == sealed
 
     (small_disk / "filler").unlink()
     rig.join(held)
     _wait_for_health(rig, Health.SERVING)
 
-    assert sealed < 4 * 2 + 16 * 2
     assert (first.kind, first.facts) == (
         ReasonKind.STORE_REFUSES_WRITES,
         {"reason": refuses},
     )
     rig.server.kill()  # what was acknowledged meanwhile is on the disk
+    assert lost_with(small_disk, rig.history(), run=rig.run, binary=None) == []
+    assert rig.count("sealed") == 4 * 2 + 16 * 2 > sealed
     rig.server.restart()
     rig.drain()
 
@@ -145,6 +142,7 @@ def test_a_full_disk_under_fsync_ends_the_server_and_loses_nothing(
     rig.wait(lambda: not rig.server.is_running, "the end of the server")
     _wait_for_health(rig, Health.NOT_SERVING, "the store cannot be reached")
 
+    assert lost_with(small_disk, rig.history(), run=rig.run, binary=None) == []
     (small_disk / "filler").unlink()
     rig.server.restart()
     _wait_for_health(rig, Health.SERVING)

@@ -107,15 +107,23 @@ def test_a_leader_that_died_before_the_clock_went_back_is_followed_in_time(
     # Fault 24: its lease ends an hour after the end of the world, by the clock that it was made by.
     machine = Machine(tmp_path)
     rig = start_rig(binary=machine.binary)
+    before: Any = rig.client.time()
     machine.set_clock(wrong_by_s=HOUR_S)
+    rig.wait(lambda: _is_wrong_by(rig, before, HOUR_S), "the jump")
     doomed = rig.start_batcher("doomed", failpoint="plan.before_write")
     rig.start_generator(groups=8)
     rig.wait(lambda: doomed.service.status is not None, "the leader's death")
+    leader: Any = rig.client.hgetall(keys.run_keys(rig.run).leader)
+    assert (leader[b"epoch"], rig.planned()) == (b"1", 0)
 
     machine.set_clock(wrong_by_s=0)
+    rig.wait(lambda: _is_wrong_by(rig, before, 0), "the jump back")
+    left_s = int(leader[b"expires_ms"]) / 1000 - before[0]
     rig.start_batcher()
 
-    rig.wait(lambda: rig.planned() > 0, "a plan by its successor", timeout_s=10)
+    rig.wait(lambda: rig.planned() > 0, "a plan by its successor")
+    assert left_s > HOUR_S / 2  # it could not be waited for
+    assert rig.client.hget(keys.run_keys(rig.run).leader, "epoch") == b"2"
     rig.drain()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -62,8 +63,15 @@ class Job:
         shown = subprocess.run(
             ["ps", "axeww", "-o", "pid=,stat=,command="], capture_output=True, check=True, text=True
         )
-        lines = [line for line in shown.stdout.splitlines() if self._mark in line]
+        lines = [line for line in shown.stdout.splitlines() if self._is_ours(line)]
         return [line[:200] for line in lines if not line.split()[1].startswith("Z")]
+
+    def _is_ours(self, line: str) -> bool:
+        """By its environment, which the store writes its title over, or by where it works."""
+        with contextlib.suppress(OSError):
+            works_in = Path(os.readlink(f"/proc/{line.split()[0]}/cwd"))
+            return self._mark in line or works_in.is_relative_to(self.folder)
+        return self._mark in line
 
     def files_outside(self) -> list[Path]:
         """What it wrote outside of its folder."""

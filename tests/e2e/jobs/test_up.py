@@ -46,9 +46,12 @@ def test_a_signal_stops_everything_and_says_so_in_one_line(job: Job, name: signa
 
 def test_nothing_survives_the_death_of_the_supervisor(job: Job) -> None:
     start_up(job)
+    before = job.processes()
 
     job.process.kill()
 
+    for service in ("cli up", "cli batcher", "valkey"):
+        assert [line for line in before if service in line], before
     wait_until(lambda: job.processes() == [], timeout_s=30, describe="the end of every process")
 
 

@@ -42,6 +42,7 @@ def test_the_durability_benchmark_answers_both_questions(tmp_path: Path) -> None
     assert found["fsync"]["ratio"] == pytest.approx(
         found["fsync"]["turns_per_s"] / found["fsync"]["naive_per_s"]
     )
+    assert found["everysec"]["stored"]["publisher"] == found["everysec"]["stored"]["bare"]
     assert math.isfinite(found["everysec"]["bare"])
     assert found["everysec"]["bare"] < 1
     assert "| difference, points |" in page_of("durability", tmp_path, results)
