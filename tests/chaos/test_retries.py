@@ -17,6 +17,10 @@ import pytest
 from harness.proxy import Proxy
 from harness.repeater import Repeated, Repeater
 from harness.rig import Rig, config
+from turnstream.generator import Publisher, RewardOutcome
+from turnstream.store import keys
+from turnstream.testing import ids
+from turnstream.worker import ObserverStream
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(120)]
@@ -58,7 +62,7 @@ def single(planned: Rig, tmp_path: Path) -> list[Any]:
     ):
         rig.start_batcher()
         rig.join(rig.start_ranks(2, checkpoint_every=1, max_steps=NUM_STEPS))
-        return _said(rig)
+        return [*_said(rig), *_observed(rig, rig.address())]
 
 
 def test_calls_that_come_three_times_at_once_have_the_outcome_of_single_calls(
@@ -69,22 +73,45 @@ def test_calls_that_come_three_times_at_once_have_the_outcome_of_single_calls(
             2, target=repeater.address, checkpoint_every=1, max_steps=NUM_STEPS
         )
         planned.join(ranks)
+        observed = _observed(planned, repeater.address)
         calls = [call for call in repeater.calls if _is_answered(call)]
         before = planned.digest()
         late = repeater.send_again(calls, num_copies=3)
 
-    assert _said(planned) == single
+    assert [*_said(planned), *observed] == single
     assert [call for call in calls if len(set(call.outcomes)) > 1] == []
     assert {_name(call) for call in calls if len(call.outcomes) == 3} == {
-        *("Start", "Get", "Stepped", "Committed", "AnnounceVersion"),
+        *("Start", "Get", "Stepped", "Committed", "AnnounceVersion", "Observe", "Observed"),
     }
+    assert _seen(planned) == NUM_STEPS
     assert planned.digest() == before
     for first, again in zip(calls, late, strict=True):
         if _name(first) == "Start":  # of a trainer that has come further since: a second one
             assert {outcome.code for outcome in again.outcomes} == {grpc.StatusCode.ALREADY_EXISTS}
+        elif _name(first) == "Observe":  # of one that has seen all since: it is told so
+            assert len({*again.outcomes}) == 1
+            assert {*again.outcomes} != {*first.outcomes}
         else:
             assert {*again.outcomes} == {*first.outcomes}, _name(first)
     planned.drain(2)
+
+
+def _observed(rig: Rig, target: str) -> list[Any]:
+    """What an observer is given, who says of each step that it was seen."""
+    found: list[Any] = []
+    with ObserverStream(target, rig.run, "audit", first_step=1, timeout_s=30) as observer:
+        for mini_batch in observer:
+            info = mini_batch.info
+            found.append((info.step, info.mini_batch, mini_batch.content_hash))
+            if mini_batch.is_last and observer.seen() == NUM_STEPS:
+                return found
+    raise AssertionError("the run ended before all was seen")
+
+
+def _seen(rig: Rig) -> int:
+    """The newest step that the observer has seen, by the store."""
+    entry: Any = rig.client.hget(keys.run_keys(rig.run).observers, "audit")
+    return int(entry.split(b":")[0])
 
 
 def _is_answered(call: Repeated) -> bool:
@@ -133,6 +160,46 @@ def test_everything_a_generator_ever_sent_may_come_again_and_changes_nothing(
         "FENCED * is planned: 1",
     }
     rig.drain()
+
+
+def test_take_overs_rewards_and_ends_that_come_again_change_nothing(
+    start_rig: StartRig,
+) -> None:
+    # Beside its turns: all of it three times, also what a writer sent that has lost its lease.
+    rig = start_rig(config=config(batch_groups=1, mini_batch_groups=1, lease_s=0.3, takeover_s=60))
+    with Proxy(rig.server.url) as proxied:
+        proxied.requests.is_recorded = True
+        _live_two_lives(rig, proxied.url)
+        before, counts = rig.digest(), rig.counts()
+
+        answers = _replay(rig, proxied, copies=3)
+
+    assert counts == {"accepted": 3, "sealed": 2, "abandoned": 1}
+    assert rig.digest() == before
+    assert "DUPLICATE" in [*_texts(answers)]
+    rig.start_batcher()
+    rig.wait(lambda: rig.planned() == 1, "a plan of what is whole")
+    rig.ledger().check()
+
+
+def _live_two_lives(rig: Rig, url: str) -> None:
+    """A writer gives up, waits for a reward and falls silent; another ends what it left open."""
+    with Publisher(url, rig.run, writer="first") as first:
+        left = first.trajectory("left", 0, num_samples=2)
+        left.append(ids("ab"), ids("CD")).result(10)
+        given_up = first.trajectory("left", 1, num_samples=2)
+        given_up.append(ids("ab"), ids("D")).result(10)
+        given_up.abandon("no answer")
+        rewarded = first.trajectory("rewarded", 0, num_samples=1)
+        rewarded.append(ids("ab"), ids("E"))
+        rewarded.seal(awaits_reward=True)
+        assert first.post_reward(rewarded.key, 0.5) is RewardOutcome.POSTED
+    with Publisher(url, rig.run, writer="second") as second:
+        rig.wait(lambda: second.lapsed(), "the end of the lease")
+        taken = second.take_over("left", 0)
+        taken.append(ids("abCD"), ids("F"))
+        taken.seal(1.0)
+        second.close_run()
 
 
 def test_everything_a_batcher_ever_sent_may_come_again_and_changes_nothing(

@@ -234,9 +234,9 @@ class Rig:
         return {int(step): entry.decode().partition(":")[2] for step, entry in found.items()}
 
     def digest(self) -> dict[bytes, Any]:
-        """All that the store has, but for the lease of who plans the run, and its time."""
+        """All that the store has, but for leases of who plans the run and observes it, and time."""
         own = keys.run_keys(self.run)
-        moving = {own.leader.encode(), own.clock.encode()}
+        moving = {name.encode() for name in (own.leader, own.clock, own.observers)}
         names: Any = self.client.keys("*")
         return {name: _content(self.client, name) for name in sorted({*names} - moving)}
 
