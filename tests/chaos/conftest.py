@@ -15,16 +15,23 @@ from turnstream_server.embedded import EmbeddedServer
 
 @pytest.fixture
 def start_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
-    """`start_rig(config=..., **options of the server)` starts a store with a run in it."""
+    """`start_rig(config=..., **options of the server)` starts a store with a run in it.
+
+    Whatever a test has done to it, the invariants hold at its end.
+    """
+    rigs: list[Rig] = []
     with ExitStack() as stack:
 
         def start(*, config: Any = None, data_dir: Path | None = None, **options: Any) -> Rig:
             folder = data_dir or tmp_path / "store"
             server = stack.enter_context(EmbeddedServer(folder, **options))
             more = {} if config is None else {"config": config}
-            return stack.enter_context(Rig(tmp_path, server, **more))
+            rigs.append(stack.enter_context(Rig(tmp_path, server, **more)))
+            return rigs[-1]
 
         yield start
+        for rig in rigs:
+            rig.check_end()
 
 
 @pytest.fixture

@@ -214,6 +214,7 @@ def test_a_power_cut_under_everysec_is_told_to_a_trainer_that_is_ahead_of_the_st
     rig.join(rig.start_ranks(1, target=target, checkpoint_every=1, max_steps=1))
     _wait_for_sync(rig, machine)
     machine.freeze_disk()
+    rig.loses_history = True
     rig.join(rig.start_generator("lost", groups=16))
     rig.join(rig.start_ranks(1, target=target, checkpoint_every=1, max_steps=4))
 
@@ -251,6 +252,7 @@ def test_a_power_cut_under_everysec_is_told_to_a_trainer_that_lives_on(
     rig.wait_for_lines("committed", 1)
     _wait_for_sync(rig, machine)
     machine.freeze_disk()
+    rig.loses_history = True
     rig.start_generator("again", groups=20, pause_s=0.1, to_disk=1, keep_s=20)
     rig.wait_for_lines("stepped", 3)
 

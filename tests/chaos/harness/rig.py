@@ -77,6 +77,7 @@ class Rig:
         store_url: what services and generators are told; a test may put a proxy there.
         excused: see History.
         loses_plans: the store forgets plans that were written, so that they are made again.
+        loses_history: it also forgets what was trained by them: the logs tell of two histories.
         ranks: of the newest session.
         environment: more variables of the processes that are started next.
         is_newer: whether they are of the next minor release; see harness.newer.
@@ -96,6 +97,7 @@ class Rig:
         self.store_url = server.url
         self.excused: set[str] = set()
         self.loses_plans = False
+        self.loses_history = False
         self.ranks: list[Service] = []
         self.environment: dict[str, str] = {}
         self.is_newer = False
@@ -112,11 +114,14 @@ class Rig:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for service in self._services:
-            service.kill()
+        self._kill_all()
         for stack in self._stacks:
             stack.stop()
         self.client.close()
+
+    def _kill_all(self) -> None:
+        for service in self._services:
+            service.kill()
 
     # -- processes ---------------------------------------------------------------------------
 
@@ -282,9 +287,22 @@ class Rig:
         """Prove the invariants from the logs and one reading of the ledger."""
         ledger = self.ledger()
         ledger.check()
+        check(self._whole_history(), counts=self.counts(), is_drained=is_drained)
+
+    def check_end(self) -> None:
+        """Prove what holds at the end of any test, also of one that wrote to the run itself.
+
+        The ledger adds up, and the logs do not contradict the promise.
+        """
+        self._kill_all()
+        if self.server.is_running:
+            self.ledger().check()
+        if not self.loses_history:
+            check(self._whole_history())
+
+    def _whole_history(self) -> History:
         plans = [] if self.loses_plans else self.plans()
-        history = History([*self._logs.lines(), *plans], excused=self.excused)
-        check(history, counts=self.counts(), is_drained=is_drained)
+        return History([*self._logs.lines(), *plans], excused=self.excused)
 
 
 def _content(client: redis.Redis, name: bytes) -> Any:
