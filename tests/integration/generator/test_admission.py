@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import redis
 
-from turnstream.errors import EndOfRunError, NotReadyError
+from turnstream.errors import EndOfRunError, GroupTooLargeError, NotReadyError
 from turnstream.generator import Publisher
 from turnstream.store.runs import close_run
 from turnstream.testing import group, ids, trajectory, turn, wait_until
@@ -222,3 +222,16 @@ def test_closing_a_publisher_that_waits_withdraws_the_group(
 
     assert receipt.is_done
     assert read(client, run).counts() == {"accepted": 2, "sealed": 2}
+
+
+def test_an_evaluation_above_the_budget_is_refused_at_once(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client, batch_groups=1, max_bytes=100_000)
+
+    with (
+        Publisher(server.url, run, admission_timeout_s=600) as publisher,
+        pytest.raises(GroupTooLargeError, match=r"group eval-1 needs .* max_bytes is 100000"),
+        publisher.group("eval-1", num_samples=2, purpose="eval"),
+    ):
+        pass

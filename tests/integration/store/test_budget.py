@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import redis
 
-from turnstream.errors import RejectedError
+from turnstream.errors import GroupTooLargeError, RejectedError
 from turnstream.store.budget import FIRST_BYTES, reserve_command, settled_lease
 from turnstream.store.scripts import run_command
 from turnstream_server.bus.budget import FIRST_ESTIMATE, read_budget
@@ -147,6 +147,64 @@ def test_an_evaluation_waits_for_bytes_also_where_the_trainer_has_nothing_to_do(
         run.do(run.open_group("f/0/0", group="f", num_samples="2:eval"))
     run.do(run.open_group("e/1/0", group="e", num_samples="2:eval"))
     run.do(run.open_group("g/0/0", group="g"))
+
+
+def test_an_evaluation_above_the_budget_is_refused_by_its_size_and_waits_for_nothing(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client, batch_groups=1, max_bytes=3 * FIRST_ESTIMATE)
+
+    with pytest.raises(GroupTooLargeError) as told:
+        run.do(run.open_group("e/0/0", group="e", num_samples="4:eval"))
+    run.do(run.open_group("f/0/0", group="f", num_samples="3:eval"))
+
+    assert told.value.retry_after_s is None
+    assert str(told.value) == (
+        "group e needs 262144 bytes, 65536 for each of its 4 trajectories, which is taken for one "
+        "until any is sealed; max_bytes is 196608: evaluate with fewer samples, or raise it"
+    )
+    assert client.hkeys(run.keys.groups) == [b"f"]
+    assert held(run) == (3 * FIRST_ESTIMATE, 0, 0)
+
+
+def test_an_evaluation_is_refused_by_what_trajectories_of_the_run_take(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client, batch_groups=1, max_bytes=3 * FIRST_ESTIMATE)
+    run.do(run.open_group("a/0/0", group="a", num_samples=1))
+    seal(run, "a/0/0", 100_000)
+
+    with pytest.raises(GroupTooLargeError, match="needs 208192 bytes, 104096 for each of its 2"):
+        run.do(run.open_group("e/0/0", group="e", num_samples="2:eval"))
+
+
+def test_a_training_group_above_the_budget_begins_when_the_trainer_waits_for_it(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client, batch_groups=1, max_staleness=1000, max_bytes=FIRST_ESTIMATE)
+    run.do(run.open_group("a/0/0", group="a", num_samples=1))
+
+    with pytest.raises(RejectedError, match="it begins when the trainer waits for it") as told:
+        run.do(run.open_group(group="b", num_samples=4))
+    client.hset(run.keys.frontier, mapping={"planned": 1, "planned_groups": 1, "stepped": 1})
+    run.do(run.open_group(group="b", num_samples=4))
+
+    assert told.value.retry_after_s is not None
+
+
+@pytest.mark.parametrize(("purpose", "allowed", "refused"), [("", 13, 14), (":eval", 12, 13)])
+def test_a_group_above_what_the_server_gives_is_refused_by_its_size(
+    full_server: EmbeddedServer, drive: Drive, purpose: str, allowed: int, refused: int
+) -> None:
+    with redis.Redis.from_url(full_server.url) as client:
+        run = drive(client, batch_groups=1)
+        client.hset(run.keys.budget, mapping={"estimate": 3_200_000, "settled": 1})
+
+        with pytest.raises(
+            GroupTooLargeError, match=r"of the 50000000 bytes .* it may have [34]\d{7}"
+        ):
+            run.do(run.open_group(group="a", num_samples=f"{refused}{purpose}"))
+        run.do(run.open_group(group="b", num_samples=f"{allowed}{purpose}"))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@
         ├── StoreBehindError                the store does not know what the token claims
         ├── ObserverExpiredError            an observer was silent for too long: declare it anew
         ├── ReleasedError                   a step that is no longer retained: names step and floor
+        ├── GroupTooLargeError              a group for whose bytes there can never be room
         ├── PromptsExhaustedError           every prompt of the run is done, and no other was added
         └── EndOfRunError                   the run is closed and everything in it was delivered
 
@@ -252,6 +253,10 @@ class ObserverExpiredError(RejectedError):
 
 class ReleasedError(RejectedError):
     """A step was asked for whose payload is no longer retained. Names it, and the oldest kept."""
+
+
+class GroupTooLargeError(RejectedError):
+    """A group needs more bytes than there can ever be room for. Names both, and what to change."""
 
 
 class PromptsExhaustedError(RejectedError):

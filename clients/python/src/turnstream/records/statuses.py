@@ -54,6 +54,7 @@ _STATUSES: Final[dict[type[TurnstreamError], _Status]] = {
     errors.StoreBehindError: _Status("FAILED_PRECONDITION", 409),
     errors.ObserverExpiredError: _Status("FAILED_PRECONDITION", 410),
     errors.ReleasedError: _Status("OUT_OF_RANGE", 410),
+    errors.GroupTooLargeError: _Status("FAILED_PRECONDITION", 413),
     errors.PromptsExhaustedError: _Status("OUT_OF_RANGE", 410),
     errors.EndOfRunError: _Status("OUT_OF_RANGE", 410),
 }

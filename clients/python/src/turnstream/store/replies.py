@@ -14,6 +14,7 @@ EXPIRED    ObserverExpiredError        an observer was silent for too long
 CLOSED     EndOfRunError               the run takes no new group
 RELEASED   ReleasedError               a step that is no longer retained
 UNHEARD    NotReadyError               a step that a rank is not known to have yet
+TOOLARGE   GroupTooLargeError          a group for which there can never be room
 =========  ==========================  ===================================================
 
 Everything that passes by itself (no connection, a server that is loading, full, read-only or
@@ -31,6 +32,7 @@ from turnstream.errors import (
     ConflictError,
     EndOfRunError,
     FencedError,
+    GroupTooLargeError,
     NotReadyError,
     ObserverExpiredError,
     RejectedError,
@@ -56,6 +58,7 @@ _REFUSALS: dict[str, type[RejectedError | NotReadyError]] = {
     "CLOSED": EndOfRunError,
     "RELEASED": ReleasedError,
     "UNHEARD": NotReadyError,
+    "TOOLARGE": GroupTooLargeError,
 }
 _PASSING = frozenset(
     {

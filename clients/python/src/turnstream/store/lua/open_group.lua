@@ -13,6 +13,7 @@
 -- a trainer that has nothing to do and waits for this very group there is room in any budget, and in
 -- half of the reserve; it never waits for an evaluation. The room is reserved here for all samples at
 -- once, and topped up in reserve.lua. Why that cannot deadlock: docs/decisions/0018-byte-budgets.md.
+-- A group that needs more than there can ever be room for does not wait.
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] frontier  hash    read: stepped, closed, revised_groups, paused, planned, planned_groups,
@@ -44,6 +45,7 @@
 --   CLOSED    a new group in a closed run
 --   CONFLICT  the group was opened with another num_samples or num_needed, for another purpose, or
 --             was over
+--   TOOLARGE  a new group needs more bytes than the run or the server may ever have for it
 --   WAIT      "WAIT <last wake id> <why>": no capacity, no room, or the run is paused; try again when
 --             wake has a newer entry
 
@@ -87,14 +89,38 @@ local function estimate()
   return math.max(LEAST_ESTIMATE, usual)
 end
 
--- Of the server: the bytes in use and the most it takes, 0 for any; 0, 0 where it does not say.
+-- Of the server: the bytes in use, the most it takes, 0 for any, and what it uses when it is empty;
+-- all 0 where it does not say.
+local info
 local function server_memory()
-  local info = redis.pcall('INFO', 'memory')
+  info = info or redis.pcall('INFO', 'memory')
   if type(info) ~= 'string' then
-    return 0, 0
+    return 0, 0, 0
   end
   return tonumber(string.match(info, 'used_memory:(%d+)') or 0),
-    tonumber(string.match(info, '\nmaxmemory:(%d+)') or 0)
+    tonumber(string.match(info, '\nmaxmemory:(%d+)') or 0),
+    tonumber(string.match(info, '\nused_memory_startup:(%d+)') or 0)
+end
+
+-- Why no room that comes would do; nil where some would. Of a run's budget the groups of a starving
+-- trainer may have any share, so that those to train are never too large for it.
+local function why_too_large(num_samples)
+  local needed = num_samples * estimate()
+  local usual = redis.call('HEXISTS', BUDGET, 'estimate') == 1 and 'what one usually takes'
+    or 'taken for one until any is sealed'
+  local needs = string.format('%.0f bytes, %.0f for each of its %.0f trajectories, which is %s',
+    needed, estimate(), num_samples, usual)
+  local most = config.max_bytes or 0
+  if begins == 'evaluating' and most > 0 and needed > most then
+    return string.format('%s; max_bytes is %.0f: evaluate with fewer samples, or raise it', needs,
+      most)
+  end
+  local _, memory, empty = server_memory()
+  local usable = memory * (1 - (begins == 'open' and RESERVE / 2 or RESERVE)) - empty
+  if memory > 0 and needed > usable then
+    return string.format('%s; of the %.0f bytes of the server it may have %.0f', needs, memory,
+      math.floor(usable))
+  end
 end
 
 local function why_no_room(num_samples)
@@ -112,8 +138,9 @@ local function why_no_room(num_samples)
     .. 'to %.0f; this group needs %.0f', reserved, stored, planned, (released or 0) + 1, step, needed)
   local most = config.max_bytes or 0
   if most > 0 and held + needed > most and not starves then
-    return string.format('%.0f of max_bytes=%.0f are held: %s; room comes as steps are committed '
-      .. 'and fall behind the retained checkpoints', held, most, by)
+    local comes = needed > most and 'above the budget, it begins when the trainer waits for it'
+      or 'room comes as steps are committed and fall behind the retained checkpoints'
+    return string.format('%.0f of max_bytes=%.0f are held: %s; %s', held, most, by, comes)
   end
   local used, memory = server_memory()
   local usable = memory * (1 - (starves and RESERVE / 2 or RESERVE))
@@ -159,6 +186,10 @@ else
   end
   if closed ~= '0' then
     return redis.error_reply('CLOSED the run takes no new group')
+  end
+  local too_large = why_too_large(samples)
+  if too_large then
+    return redis.error_reply('TOOLARGE group ' .. ARGV[1] .. ' needs ' .. too_large)
   end
   local why_not = begins == 'open' and shortage() or why_no_room(samples)
   if why_not then
