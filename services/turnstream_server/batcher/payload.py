@@ -37,7 +37,7 @@ class DamagedPayloadError(CorruptRecordError):
         self.damages = damages
 
     def __str__(self) -> str:
-        named = (f"{keys.trajectory_id(key)}: {reason}" for key, reason in self.damages)
+        named = (f"{key.readable_name}: {reason}" for key, reason in self.damages)
         return "damaged payload of " + "; ".join(named)
 
 

@@ -54,7 +54,7 @@ async def give_up_lapsed(
     reach("give_up.after")
     await _end_payload(client, run, given_up)
     for each in given_up:
-        logger.warning("run %s: %s is given up: %s", run, each.trajectory_id, _reason(each))
+        logger.warning("run %s: %s is given up: %s", run, each.key.readable_name, _reason(each))
     return len(lapsed) == MAX_LAPSED
 
 

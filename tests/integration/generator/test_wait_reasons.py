@@ -246,7 +246,7 @@ def test_a_receipt_says_which_turn_waits_and_how_long_the_store_has_been_away(
     run = new_run(own_client)
 
     with Publisher(own_server.url, run) as publisher:
-        writer = publisher.trajectory("g", 0, num_samples=1)
+        writer = publisher.trajectory("g#1", 0, num_samples=1)
         writer.append(ids("a"), ids("b")).result(10)
         own_server.kill()
         late = writer.append(ids("abc"), ids("d"))
@@ -260,7 +260,8 @@ def test_a_receipt_says_which_turn_waits_and_how_long_the_store_has_been_away(
         writer.abandon("over")
 
     turn = facts(waited.value, WaitKind.NOT_ACKNOWLEDGED)
-    assert (turn["group"], turn["sample"], turn["turn"], turn["turns_waiting"]) == ("g", 0, 1, 1)
+    assert (turn["group"], turn["sample"], turn["turn"], turn["turns_waiting"]) == ("g#1", 0, 1, 1)
+    assert waited.value.reasons[0].sentence.startswith("turn 1 of g#1/0/0 is not acknowledged")
     assert turn["silent_s"] > 0
     away = facts(waited.value, WaitKind.STORE_AWAY)
     assert away["since_s"] > 0

@@ -70,7 +70,7 @@ class AsyncPublisher(
         self._sender.require_open()
         declared = await self._sender.learn_columns()
         async with self._asking(
-            f"run {outbox.run!r}: {key.trajectory_id} was not taken over"
+            f"run {outbox.run!r}: {key.readable_name} was not taken over"
         ).asking_async():
             taken = await take_over_async(
                 self._client, outbox.run, writer=outbox.writer, key=key, declared=declared

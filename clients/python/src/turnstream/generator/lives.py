@@ -259,7 +259,7 @@ class Lives:
 
     def fail(self, lane: Lane, error: TurnstreamError) -> None:
         """It goes no further."""
-        _logger.warning("run %s: trajectory %s failed: %s", self.run, lane.trajectory_id, error)
+        _logger.warning("run %s: trajectory %s failed: %s", self.run, lane.key.readable_name, error)
         self.end(lane, error)
 
     def end_well(self, lane: Lane, now_s: float) -> None:

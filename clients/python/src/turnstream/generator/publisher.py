@@ -97,7 +97,7 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
         key = writers.checked_key(group_id, sample, attempt)
         outbox = self._outbox
         declared = self._sender.learn_columns()
-        with self._asking(f"run {outbox.run!r}: {key.trajectory_id} was not taken over").asking():
+        with self._asking(f"run {outbox.run!r}: {key.readable_name} was not taken over").asking():
             taken = take_over(
                 self._client, outbox.run, writer=outbox.writer, key=key, declared=declared
             )

@@ -86,7 +86,7 @@ def why_refused(lane: Lane, text: str) -> TurnstreamError:
     first, last = int(message.split()[-1]), lane.num_acknowledged - 1
     lost = f"turn {first}" if first == last else f"turns {first} to {last}"
     return StoreBehindError(
-        f"{lane.trajectory_id}: the store came back without {lost}, which it had acknowledged, "
+        f"{lane.key.readable_name}: the store came back without {lost}, which it had acknowledged, "
         "and which are no longer kept here"
     )
 

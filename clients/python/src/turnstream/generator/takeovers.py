@@ -133,7 +133,9 @@ def _posted(name: str, answers: Sequence[bytes]) -> Exception:
     text = answers[0].decode()
     if text not in ("OK", "DUPLICATE", "SURPLUS"):
         return refusal(text)
-    return ConflictError(f"{name} is sealed: its writer stored the seal before it was silent")
+    return ConflictError(
+        f"{keys.readable_name(name)} is sealed: its writer stored the seal before it was silent"
+    )
 
 
 def taken_turns(

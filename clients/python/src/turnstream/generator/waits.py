@@ -43,7 +43,7 @@ def _of_writes(
         place = "" if lane.epoch else ", which is not open yet,"
         yield WaitReason(
             WaitKind.NOT_ACKNOWLEDGED,
-            f"{what} of {lane.trajectory_id}{place} is not acknowledged; {answered}",
+            f"{what} of {lane.key.readable_name}{place} is not acknowledged; {answered}",
             {
                 "group": lane.key.group_id,
                 "sample": lane.key.sample,

@@ -180,6 +180,10 @@ _RUN_TYPES = {
     "budget": "hash",
 }
 _TRAJECTORY_TYPES = {"turns": "stream", "meta": "hash"}
+_NAME_IN_TEXT = re.compile(
+    r"(?:(?<=\bgroup )|(?<=\bobserver )|(?<=\bby )|(?<=\bof )|(?<=\d:))[A-Za-z0-9._%-]+"
+    r"|[A-Za-z0-9._%-]+(?=/\d+/\d+\b)"
+)
 _KEY = re.compile(r"ts:\{([^{}/]+)(/[^{}/]+/\d+/\d+)?\}:([a-z]+)")
 
 
@@ -335,6 +339,18 @@ def readable_name(trajectory_id: str) -> str:
     """
     group, separator, rest = trajectory_id.partition("/")
     return f"{decode_name(group)}{separator}{rest}"
+
+
+def with_readable_names(message: str) -> str:
+    """A message of a script with its names as people read them: scripts know only encoded ones.
+
+    Trajectories are known by their form, groups, observers and writers by the word before them.
+    What else is in a message stays as it is: a reason that somebody gave may have a percent sign.
+
+    >>> with_readable_names("group a%2Fb of a%2Fb/0/0 is open:1:host%3A7, not at 50%25")
+    'group a/b of a/b/0/0 is open:1:host:7, not at 50%25'
+    """
+    return _NAME_IN_TEXT.sub(lambda found: decode_name(found[0]), message)
 
 
 def run_of(key: str) -> str:

@@ -112,7 +112,7 @@ def _parse(reply: Sequence[Any]) -> list[LapsedTrajectory]:
         lapsed.append(
             LapsedTrajectory(
                 key=keys.parse_trajectory_id(trajectory_id.decode()),
-                writer=writer,
+                writer=keys.decode_name(writer),
                 epoch=int(epoch),
                 ended_ms=ended_ms,
             )

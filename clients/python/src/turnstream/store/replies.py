@@ -43,6 +43,7 @@ from turnstream.errors import (
     TurnGapError,
     TurnstreamError,
 )
+from turnstream.store.keys import with_readable_names
 from turnstream.store.limits import is_silence
 
 RETRY_AFTER_S = 1.0
@@ -83,12 +84,12 @@ _DENIED = (
 
 
 def refusal(text: str) -> TurnstreamError:
-    """The error that a script's `CODE message` stands for.
+    """The error that a script's `CODE message` stands for, its names as people read them.
 
     >>> refusal("GAP expected 3")
     TurnGapError('expected 3', None)
     """
-    code, _, message = text.partition(" ")
+    code, _, message = with_readable_names(text).partition(" ")
     if code == "WAIT":
         _, _, reason = message.partition(" ")
         return RejectedError(reason, RETRY_AFTER_S)

@@ -212,7 +212,7 @@ def _members(held: Sequence[Any], now_ms: int) -> Iterator[HeldMember]:
         if entry is not None and entry.startswith(b"open:"):
             yield HeldMember(
                 key=keys.parse_trajectory_id(name.decode()),
-                writer=entry.decode().split(":", 2)[2],
+                writer=keys.decode_name(entry.decode().split(":", 2)[2]),
                 lease_left_s=(int(end_ms) - now_ms) / 1_000,
                 deadline_left_s=None if left_ms is None else int(left_ms) / 1_000,
             )

@@ -81,6 +81,11 @@ class TrajectoryKey(NamedTuple):
         """Its name inside the run: `<encoded group>/<sample>/<attempt>`."""
         return f"{encode_name(self.group_id)}/{self.sample}/{self.attempt}"
 
+    @property
+    def readable_name(self) -> str:
+        """The same as people read it."""
+        return f"{self.group_id}/{self.sample}/{self.attempt}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:

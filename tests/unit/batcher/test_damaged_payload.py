@@ -1,0 +1,10 @@
+from __future__ import annotations
+
+from turnstream.types import TrajectoryKey
+from turnstream_server.batcher.payload import Damage, DamagedPayloadError
+
+
+def test_damage_is_told_by_the_names_that_people_wrote() -> None:
+    damages = (Damage(TrajectoryKey("a/b#1", 2), "a turn is missing"),)
+
+    assert str(DamagedPayloadError(damages)) == "damaged payload of a/b#1/2/0: a turn is missing"
