@@ -204,12 +204,16 @@ class BatchesServicer:
     async def announce_version(
         self, request: wire.AnnounceVersionRequest
     ) -> wire.AnnounceVersionReply:
-        """Tell generators of new weights."""
+        """Tell generators of new weights, in the lineage that the store has now.
+
+        The caller's session may have begun at another replica, a moment ago.
+        """
         view = await self._find_run(request.run)
+        frontier = await view.refresh()
         announced = VersionAnnounced(
             version=request.version,
             step=request.step,
-            lineage=view.frontier.lineage,
+            lineage=frontier.lineage,
             weights_uri=request.weights_uri,
         )
         await announce_version(

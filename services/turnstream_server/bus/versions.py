@@ -28,7 +28,7 @@ async def announce_version(
     """Tell generators and the plan that new weights exist. The very same again changes nothing.
 
     Raises:
-        FencedError: another trainer session has begun.
+        FencedError: another trainer session has begun, or the run goes on in another lineage.
         ConflictError: a higher version exists, or this one was announced with another content.
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
@@ -43,6 +43,7 @@ async def announce_version(
         announced.version,
         record,
         session,
+        announced.lineage,
     )
     await run_command_async(client, command)
 

@@ -36,7 +36,7 @@ from turnstream.types import (
 from turnstream_server.bus.budget import read_budget
 from turnstream_server.bus.deletion import delete_run
 from turnstream_server.bus.forks import fork_run, token_of_step
-from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.frontier import read_frontier, read_frontier_async
 from turnstream_server.bus.histories import read_history
 from turnstream_server.bus.ledger import read_ledger
 from turnstream_server.bus.past import find_past_step
@@ -73,7 +73,8 @@ async def origin(
 async def announce(
     client: redis.asyncio.Redis, run: str, version: int, *, step: int, epoch: int = 1
 ) -> None:
-    announced = VersionAnnounced(version=version, step=step, lineage="main", weights_uri="")
+    lineage = (await read_frontier_async(client, run)).lineage
+    announced = VersionAnnounced(version=version, step=step, lineage=lineage, weights_uri="")
     await announce_version(client, run, announced, session_epoch=epoch)
 
 

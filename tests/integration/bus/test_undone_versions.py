@@ -21,8 +21,9 @@ StartRun = Callable[..., Awaitable[Any]]
 
 
 async def announce(run: Any, version: int, *, step: int, epoch: int = 1) -> None:
-    """One lineage in all of them: what is told here is told by the rollbacks alone."""
-    announced = VersionAnnounced(version=version, step=step, lineage="main", weights_uri="")
+    """Every session but the first begins a lineage."""
+    lineage = "main" if epoch == 1 else f"main-{epoch - 1}"
+    announced = VersionAnnounced(version=version, step=step, lineage=lineage, weights_uri="")
     await announce_version(run.client, run.name, announced, session_epoch=epoch)
 
 

@@ -71,6 +71,19 @@ async def test_a_session_that_was_replaced_announces_nothing(run: Any) -> None:
     assert await run.events() == []
 
 
+async def test_weights_of_a_lineage_that_was_given_up_are_not_announced(run: Any) -> None:
+    # A replica that had not heard of the trainer's going back announced into the dead lineage.
+    await run.plan_steps(2)
+    await run.commit(await run.start("first"), 1, 2)
+    await run.start("back", run.token(1))
+    before = await run.dump()
+
+    with pytest.raises(FencedError, match='goes on in lineage "main-1", not in "main"'):
+        await announce(run, version(0, step=1), session_epoch=2)
+
+    assert await run.dump() == before
+
+
 async def test_a_version_below_0_is_refused(run: Any) -> None:
     with pytest.raises(InvalidConfigError, match="version: -1"):
         await announce(run, version(-1))

@@ -2,20 +2,21 @@
 -- Tells generators and the plan that new weights exist. A version is announced once.
 --
 -- Keys, all in the run's slot:
---   KEYS[1] frontier  hash    read: session_epoch; version_floor, the highest that the
---                             origin of a forked run has announced
+--   KEYS[1] frontier  hash    read: session_epoch, session, lineage; version_floor, the highest
+--                             that the origin of a forked run has announced
 --   KEYS[2] versions  stream  added: "<version + 1>-0", field r = the version_announced record
 --   KEYS[3] events    stream  added: the same record
 -- Arguments: ARGV[1] session epoch    ARGV[2] version    ARGV[3] the record
---            ARGV[4] session name, or "", see stepped.lua
+--            ARGV[4] session name, or "", see stepped.lua    ARGV[5] lineage that the record names
 -- Reply:     1, or 0 where the very same was announced before
 -- Errors:
 --   NORUN     no such run
---   FENCED    another trainer session has begun
+--   FENCED    another trainer session has begun, or the run goes on in another lineage: weights
+--             of a dead one would age as if nothing had been undone
 --   CONFLICT  the version was announced with another content, or a higher one was
 
-local epoch, session, floor = unpack(
-  redis.call('HMGET', KEYS[1], 'session_epoch', 'session', 'version_floor'))
+local epoch, session, floor, lineage = unpack(
+  redis.call('HMGET', KEYS[1], 'session_epoch', 'session', 'version_floor', 'lineage'))
 if not epoch then
   return redis.error_reply('NORUN no such run')
 end
@@ -26,6 +27,10 @@ end
 if (ARGV[4] or '') ~= '' and ARGV[4] ~= session then
   return redis.error_reply('FENCED trainer session "' .. ARGV[4] .. '" is over or was lost, "'
     .. session .. '" has its epoch')
+end
+if ARGV[5] ~= lineage then
+  return redis.error_reply('FENCED the run goes on in lineage "' .. lineage .. '", not in "' .. ARGV[5]
+    .. '"')
 end
 local id = string.format('%.0f-0', ARGV[2] + 1)
 local known = redis.call('XRANGE', KEYS[2], id, id)[1]

@@ -1,0 +1,47 @@
+"""What a replica announces that does not know yet that the trainer has gone back."""
+
+import contextlib
+
+import pytest
+
+from turnstream.store.connection import connect_async
+from turnstream.testing import group
+from turnstream.wire.v1 import batches_pb2 as wire
+from turnstream_server.batcher.assembler import Assembler
+from turnstream_server.batcher.runs import RunView
+from turnstream_server.batcher.servicer import BatchesServicer
+from turnstream_server.bus.frontier import read_frontier_async
+from turnstream_server.bus.versions import newest_version
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+
+async def test_a_replica_that_is_behind_announces_in_the_lineage_of_the_store(house):
+    # The lineage was that of the replica's view: weights made after a rollback that it had not
+    # heard of were announced in the lineage that was given up.
+    run = house.create_run(batch_groups=1, retain_checkpoints=5)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g1"), group("g2"))
+    await trainer.start()
+    tokens = [await trainer.stepped(await trainer.get(step)) for step in (1, 2)]
+
+    async with connect_async(house.url) as client, contextlib.AsyncExitStack() as stack:
+        before = await read_frontier_async(client, run)
+        behind = RunView(client, run, frontier=before, on_stepped=lambda _: None)
+        await trainer.start("back", token=str(tokens[0]))
+        assembler = Assembler(house.url, max_cache_bytes=1 << 20)
+        stack.push_async_callback(assembler.close)
+        request = wire.AnnounceVersionRequest(
+            run=run, version=5, step=1, session_epoch=trainer.session_epoch
+        )
+
+        async def find(_: str) -> RunView:
+            return behind
+
+        await BatchesServicer(client, find, assembler, wait_max_s=1).announce_version(request)
+
+        announced = await newest_version(client, run)
+
+    assert before.lineage == "main"
+    assert announced is not None
+    assert (announced.version, announced.lineage) == (5, "main-1")
