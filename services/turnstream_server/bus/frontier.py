@@ -85,6 +85,8 @@ class Frontier:
         num_opened_groups: groups ever opened.
         num_live_groups: those of them that were not dropped untrained.
         num_open_groups: those of them that may still change: neither decided, nor planned.
+        num_planned_groups: those that are in a batch.
+        at_plans: see store.keys.
         is_closed: no group will be opened any more.
         released: newest batch that is no longer retained; 0 before the first.
         origin: of a run that was forked from another; else None.
@@ -111,6 +113,8 @@ class Frontier:
     is_closed: bool
     released: int = 0
     num_open_groups: int = 0
+    num_planned_groups: int = 0
+    at_plans: str = ""
     origin: Origin | None = None
     version_floor: int = -1
     has_inherited: bool = False
@@ -184,6 +188,8 @@ def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
         is_closed=fields[b"closed"] == b"1",
         released=int(fields.get(b"released", 0)),
         num_open_groups=int(fields.get(b"open_groups", 0)),
+        num_planned_groups=int(fields.get(b"planned_groups", 0)),
+        at_plans=fields.get(b"at_plans", b"").decode(),
         origin=Origin.parse(fields[b"origin"].decode()) if b"origin" in fields else None,
         version_floor=int(fields.get(b"version_floor", -1)),
         has_inherited=b"inherited" in fields,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from turnstream.store.passing import RecentGroups, recent_groups
 from turnstream.store.tasks import PromptCounts
 from turnstream_server.bus.budget import ByteBudget
 from turnstream_server.bus.frontier import Frontier
@@ -135,6 +136,17 @@ class RunSnapshot:
     store_trouble: str = ""
     planning_trouble: str = ""
     release_trouble: str = ""
+
+    @property
+    def recent(self) -> RecentGroups:
+        """The groups that were decided lately."""
+        frontier = self.frontier
+        return recent_groups(
+            frontier.at_plans,
+            num_dropped=frontier.num_opened_groups - frontier.num_live_groups,
+            num_in_batches=frontier.num_planned_groups,
+            num_ready=self.num_ready,
+        )
 
     @property
     def has_offer(self) -> bool:

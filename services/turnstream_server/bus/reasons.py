@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
 
 from turnstream.errors import WaitKind
 from turnstream_server.bus.budget import ByteBudget
 from turnstream_server.bus.moments import RunSnapshot, WaitingGroup
-
-LOW_PASS_RATE: Final = 0.5
-"""Of the decided groups; below it, most of what generators do is for nothing."""
-
 
 ReasonKind = WaitKind
 
@@ -186,19 +181,21 @@ def _of_generators(snapshot: RunSnapshot) -> Iterator[Reason]:
 
 
 def _of_pass_rate(snapshot: RunSnapshot) -> Iterator[Reason]:
-    """Groups that were dropped, among those that were decided; a few say nothing."""
-    frontier = snapshot.frontier
-    dropped = frontier.num_opened_groups - frontier.num_live_groups
-    decided = frontier.num_opened_groups - snapshot.num_waiting
-    if decided < snapshot.batch_groups or decided - dropped >= LOW_PASS_RATE * decided:
-        return
-    shown = ", ".join(f"{number} x {reason}" for reason, number in snapshot.untrained)
-    yield Reason(
-        kind=ReasonKind.PASS_RATE_LOW,
-        sentence=f"{dropped} of {decided} decided groups were dropped"
-        + (f"; trajectories that ended untrained: {shown}" if shown else ""),
-        facts={"dropped": dropped, "decided": decided, **dict(snapshot.untrained)},
-    )
+    """Groups that were dropped, among those that were decided lately; a few say nothing."""
+    recent = snapshot.recent
+    if why := recent.why_low(least=snapshot.batch_groups):
+        shown = ", ".join(f"{number} x {reason}" for reason, number in snapshot.untrained)
+        yield Reason(
+            kind=ReasonKind.PASS_RATE_LOW,
+            sentence=why
+            + (f"; trajectories that ended untrained, of the whole run: {shown}" if shown else ""),
+            facts={
+                "dropped": recent.num_dropped,
+                "decided": recent.num_decided,
+                "since_step": recent.since_step,
+                **dict(snapshot.untrained),
+            },
+        )
 
 
 def _of_shortage(snapshot: RunSnapshot) -> Iterator[Reason]:

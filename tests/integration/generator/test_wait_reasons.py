@@ -160,7 +160,8 @@ def test_a_wait_for_leave_says_that_most_groups_are_dropped(
 ) -> None:
     run = new_run(client, **{**ONE_GROUP, "batch_groups": 2})
     names = keys.run_keys(run)
-    client.hset(names.frontier, mapping={"opened_groups": 9, "live_groups": 2, "open_groups": 1})
+    numbers = {"opened_groups": 19, "live_groups": 12, "open_groups": 1, "planned_groups": 10}
+    client.hset(names.frontier, mapping={**numbers, "at_plans": "4:0:8,5:0:10", "stepped": 5})
     client.hset(names.counts, mapping={"filtered": 12, "expired": 2})
 
     with (
@@ -170,7 +171,7 @@ def test_a_wait_for_leave_says_that_most_groups_are_dropped(
         publisher.publish(group("b")).result(10)
 
     rate = facts(caught.value, WaitKind.PASS_RATE_LOW)
-    assert rate == {"dropped": 7, "decided": 8, "filtered": 12, "expired": 2}
+    assert rate == {"dropped": 7, "decided": 10, "since_step": 4, "filtered": 12, "expired": 2}
 
 
 def test_a_wait_for_a_task_says_who_holds_the_prompts(

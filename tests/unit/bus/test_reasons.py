@@ -227,23 +227,41 @@ def test_a_refill_that_nobody_takes_is_named() -> None:
 
 def test_a_low_pass_rate_says_why_groups_were_dropped() -> None:
     seen = starved(
-        frontier={"num_opened_groups": 21, "num_live_groups": 9},
+        frontier={
+            "num_opened_groups": 31,
+            "num_live_groups": 19,
+            "num_planned_groups": 17,
+            "at_plans": "1:0:10,2:5:14",
+        },
         untrained=(("filtered: all rewards are equal", 40), ("abandoned: why", 2)),
     )
 
     found = the(ReasonKind.PASS_RATE_LOW, seen)
 
     assert found.sentence == (
-        "12 of 20 decided groups were dropped; trajectories that ended untrained: "
+        "12 of the 20 groups that were decided since step 1 was planned were dropped; "
+        "trajectories that ended untrained, of the whole run: "
         "40 x filtered: all rewards are equal, 2 x abandoned: why"
     )
 
 
-@pytest.mark.parametrize(("opened", "live"), [(21, 11), (4, 1)])
-def test_half_of_the_groups_and_a_few_groups_say_nothing(opened: int, live: int) -> None:
-    seen = starved(frontier={"num_opened_groups": opened, "num_live_groups": live})
+@pytest.mark.parametrize(("dropped", "planned"), [(10, 9), (2, 0)])
+def test_half_of_the_groups_and_a_few_groups_say_nothing(dropped: int, planned: int) -> None:
+    numbers = {"num_live_groups": planned + 2, "num_opened_groups": planned + 2 + dropped}
+    seen = starved(frontier={**numbers, "num_planned_groups": planned})
 
     assert ReasonKind.PASS_RATE_LOW not in kinds(seen)
+
+
+def test_a_pass_rate_is_judged_since_the_batch_before_the_newest_was_planned() -> None:
+    fell = {"num_opened_groups": 110, "num_live_groups": 104, "num_planned_groups": 102}
+    rose = {"num_opened_groups": 110, "num_live_groups": 12, "num_planned_groups": 10}
+
+    of_fall = the(ReasonKind.PASS_RATE_LOW, starved(frontier={**fell, "at_plans": "1:1:100"}))
+    of_rise = kinds(starved(frontier={**rose, "at_plans": "1:98:2,2:98:6"}))
+
+    assert {"dropped": 5, "decided": 8, "since_step": 1}.items() <= of_fall.facts.items()
+    assert ReasonKind.PASS_RATE_LOW not in of_rise
 
 
 def test_a_closed_run_with_nothing_left_is_over_and_needs_no_planner() -> None:

@@ -97,7 +97,15 @@ MOMENTS = [
         refills=(OpenRefill(group_id="g6", sample=2, attempt=1, since_s=30.0),),
         frontier={"paused": "the judge is down"},
     ),
-    of(frontier={"num_opened_groups": 82, "num_live_groups": 12}, untrained=(("filtered", 560),)),
+    of(
+        frontier={
+            "num_opened_groups": 116,
+            "num_live_groups": 36,
+            "num_planned_groups": 28,
+            "at_plans": "3:10:24,4:40:28",
+        },
+        untrained=(("filtered", 560),),
+    ),
     of(
         num_waiting=0,
         newest_version=4,
@@ -133,6 +141,7 @@ WAITS = WaitFacts(
     session_epoch=3,
     is_closed=False,
     paused=None,
+    at_plans="",
     planner="p",
     planner_left_s=5.0,
     reserved=0,

@@ -34,6 +34,7 @@ def waits(*members: HeldMember, config: dict[str, Any] | None = None, **fields: 
         "num_open": 0,
         "is_closed": False,
         "paused": None,
+        "at_plans": "",
         "planner": "b",
         "planner_left_s": 5.0,
         "newest_version": None,

@@ -38,7 +38,7 @@ local step, total, hash = string.match(ARGV[1], '^[^:]*:(%d+):(%d+):(.*)$')
 redis.call('HSET', KEYS[1], 'stepped', step, 'committed', step, 'planned', step, 'released', step,
   'folded', step, 'checkpoints', step == '0' and '' or step, 'session_epoch', 0, 'session', '',
   'dp_world_size', 0, 'lineage', ARGV[3], 'live_groups', ARGV[4], 'opened_groups', ARGV[4],
-  'planned_groups', ARGV[4], 'closed', 0, 'origin', ARGV[1], 'version_floor', ARGV[5])
+  'planned_groups', ARGV[4], 'at_plans', step .. ':0:' .. ARGV[4], 'closed', 0, 'origin', ARGV[1], 'version_floor', ARGV[5])
 redis.call('HSET', KEYS[2], '1', ARGV[2], 'newest', '1')
 redis.call('HSET', KEYS[3], 'accepted', total, 'planned', total, 'open', 0)
 if step ~= '0' then

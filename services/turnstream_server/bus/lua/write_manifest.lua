@@ -7,8 +7,9 @@
 -- Keys, all in the run's slot:
 --   KEYS[1] leader    hash    read: epoch
 --   KEYS[2] frontier  hash    read and changed: planned, the number of the newest batch; read:
---                             next_revision, paused; changed: open_groups, planned_groups;
---                             revised_groups, where the batch has other than batch_groups groups
+--                             next_revision, paused, opened_groups, live_groups; changed:
+--                             open_groups, planned_groups, at_plans; revised_groups, where the
+--                             batch has other than batch_groups groups
 --   KEYS[3] batches   hash    step -> "<trajectories planned up to it>:<manifest hash>"; added
 --   KEYS[4] plan      stream  added: "<step>-0", field r = record
 --   KEYS[5] ledger    hash    trajectory id: "sealed:<epoch>" becomes "planned:<step>"
@@ -193,7 +194,11 @@ redis.call('HINCRBY', KEYS[6], 'planned', num_trajectories)
 redis.call('HSET', KEYS[3], ARGV[2],
   string.format('%.0f:%s', total + num_trajectories, ARGV[3]))
 redis.call('HSET', KEYS[2], 'planned', ARGV[2])
-redis.call('HINCRBY', KEYS[2], 'planned_groups', num_groups)
+local num_planned = redis.call('HINCRBY', KEYS[2], 'planned_groups', num_groups)
+local ever, live, at_plans = unpack(
+  redis.call('HMGET', KEYS[2], 'opened_groups', 'live_groups', 'at_plans'))
+redis.call('HSET', KEYS[2], 'at_plans', string.format('%s,%s:%.0f:%.0f',
+  string.match(at_plans or '0:0:0', '[^,]+$'), ARGV[2], ever - live, num_planned))
 local batch_groups = cjson.decode(redis.call('HGET', KEYS[15], in_force)).batch_groups
 if num_groups ~= batch_groups then
   redis.call('HINCRBY', KEYS[2], 'revised_groups', num_groups - batch_groups)

@@ -35,7 +35,8 @@ frontier   hash    stepped, committed, session_epoch, session, dp_world_size, li
                    released, the newest step whose payload may be gone; folded, the newest step
                    of which a compact record is left; ends, number of the newest of `ended`;
                    cold, the newest step whose compact record is in a file;
-                   planned_groups, the number of groups in batches;
+                   planned_groups, the number of groups in batches; at_plans, as of the newest
+                   two plans `<step>:<groups dropped by then>:<planned_groups>`, the newer last;
                    of a forked run: origin, `<run>:<step>:<trajectories>:<manifest hash>`;
                    version_floor, what its versions must be above; inherited, 1 once `past` is
                    whole;

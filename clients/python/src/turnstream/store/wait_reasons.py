@@ -10,7 +10,6 @@ from turnstream.store.credits import CreditReason, credit_of
 from turnstream.store.waits import MAX_LEASES, MAX_NAMED, HeldMember, WaitFacts
 from turnstream.types import GroupOpened, Purpose
 
-_LOW_PASS_RATE: Final = 0.5  # of decided groups, as `turnstream why` has it
 _LEAST_ESTIMATE: Final = 16_384  # as in open_group.lua, also what follows
 _RESERVE: Final = 0.2
 _ORDER: Final = list(WaitKind)
@@ -197,15 +196,19 @@ def _of_shortage(waits: WaitFacts) -> Iterator[WaitReason]:
     else:
         sentence = f"{has}, and no generator has a group open"
         yield WaitReason(WaitKind.OUT_OF_DATA, sentence, facts)
-    dropped = waits.num_opened - waits.num_live
-    decided = waits.num_opened - waits.num_open
-    if decided >= needed and decided - dropped < _LOW_PASS_RATE * decided:
+    recent = waits.recent
+    if why := recent.why_low(least=needed):
         ended = ", ".join(f"{number} x {state}" for state, number in waits.untrained)
         yield WaitReason(
             WaitKind.PASS_RATE_LOW,
-            f"{dropped} of {decided} decided groups were dropped"
-            + (f"; trajectories that ended untrained: {ended}" if ended else ""),
-            {"dropped": dropped, "decided": decided, **dict(waits.untrained)},
+            why
+            + (f"; trajectories that ended untrained, of the whole run: {ended}" if ended else ""),
+            {
+                "dropped": recent.num_dropped,
+                "decided": recent.num_decided,
+                "since_step": recent.since_step,
+                **dict(waits.untrained),
+            },
         )
 
 

@@ -13,6 +13,7 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.errors import TurnstreamError
 from turnstream.records.configs import decode_config
 from turnstream.store import keys
+from turnstream.store.passing import RecentGroups, recent_groups
 from turnstream.store.scripts import Command, Script, run_command, run_command_async
 from turnstream.types import TrajectoryKey
 
@@ -56,6 +57,7 @@ class WaitFacts:
         num_open: those of them that are not decided.
         num_opened: groups ever opened.
         num_revised: see `revised_groups` in store.keys.
+        at_plans: see store.keys.
         session_epoch: of the trainer session; 0 before the first.
         paused: why the run is paused; None while it is not.
         planner: name of the batcher that planned last; empty if none ever did.
@@ -85,6 +87,7 @@ class WaitFacts:
     session_epoch: int
     is_closed: bool
     paused: str | None
+    at_plans: str
     planner: str
     planner_left_s: float
     reserved: int
@@ -106,6 +109,16 @@ class WaitFacts:
     def num_ready(self) -> int:
         """Groups that are decided, and in no batch."""
         return max(0, self.num_live - self.num_open - self.planned_groups)
+
+    @property
+    def recent(self) -> RecentGroups:
+        """The groups that were decided lately."""
+        return recent_groups(
+            self.at_plans,
+            num_dropped=self.num_opened - self.num_live,
+            num_in_batches=self.planned_groups,
+            num_ready=self.num_ready,
+        )
 
     @property
     def is_starved(self) -> bool:
@@ -160,7 +173,7 @@ def parse_waits(run: str, reply: Sequence[Any]) -> WaitFacts:
         reply
     )
     now_ms = int(now)
-    *numbers, closed, paused = frontier
+    *numbers, closed, paused, at_plans = frontier
     stepped, planned, planned_groups, released, live, opened, ever, revised, epoch = _ints(numbers)
     reserved, stored, planned_bytes, _ = _ints(budget)
     added, last, done, again = _ints(prompts)
@@ -180,6 +193,7 @@ def parse_waits(run: str, reply: Sequence[Any]) -> WaitFacts:
         session_epoch=epoch,
         is_closed=closed == b"1",
         paused=None if paused is None else paused.decode(),
+        at_plans=(at_plans or b"").decode(),
         planner=(owner or b"").decode(),
         planner_left_s=(int(expires_ms or now_ms) - now_ms) / 1_000,
         reserved=reserved,

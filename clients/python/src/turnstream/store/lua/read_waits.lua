@@ -19,7 +19,7 @@
 -- Arguments: ARGV[1] how many leases at most    ARGV[2] of how many of these the group's deadline
 -- Reply: {server time in ms;
 --         stepped, planned, planned_groups, released, live_groups, open_groups, opened_groups,
---         revised_groups, session_epoch, closed, paused of the frontier, as an array;
+--         revised_groups, session_epoch, closed, paused, at_plans of the frontier, as an array;
 --         the config's JSON;
 --         {owner, expires_ms};  {reserved, stored, planned, estimate};
 --         {added, next, done, how many are to be given out again};
@@ -35,7 +35,7 @@
 
 local frontier = redis.call('HMGET', KEYS[1], 'stepped', 'planned', 'planned_groups', 'released',
   'live_groups', 'open_groups', 'opened_groups', 'revised_groups', 'session_epoch', 'closed',
-  'paused')
+  'paused', 'at_plans')
 if not frontier[1] then
   return redis.error_reply('NORUN no such run')
 end
