@@ -45,7 +45,8 @@ class WaitingGroup:
     """A group that is not decided; of its members a bounded number is named.
 
     Attributes:
-        age_s: seconds since it was opened; None where no event tells, so it is an old one.
+        age_s: seconds since it was opened; None where neither an event nor the planner's snapshot
+            tells.
         num_sealed: samples with a member that is sealed, and rewarded.
         deadline_left_s: until its deadline fires; None without one.
         open_members: those that are being written.

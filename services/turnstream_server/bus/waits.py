@@ -29,6 +29,7 @@ from turnstream_server.bus.moments import (
     SilentWriter,
     WaitingGroup,
 )
+from turnstream_server.bus.openings import openings_in_snapshot
 from turnstream_server.bus.pages import PAGE, entry_ms, hash_fields, server_ms, stream_entries
 from turnstream_server.bus.past import past_reasons
 from turnstream_server.bus.states import STATES_WITH_REASON, TOP_REASONS, parse_entry
@@ -257,10 +258,10 @@ def _oldest(
     leases: Mapping[TrajectoryKey, int],
     now_ms: int,
 ) -> tuple[WaitingGroup, ...]:
-    """The groups that have waited longest; those without an event are older than any with one."""
+    """The groups that have waited longest; one of which nothing tells is an old one."""
     names = keys.run_keys(run)
     awaited = {key for group in waiting.values() for key in group.awaited}
-    opened_ms, sealed_ms = _moments(client, names, waiting, awaited)
+    opened_ms, sealed_ms = _moments(client, run, waiting, awaited)
     oldest = sorted(waiting, key=lambda name: (opened_ms.get(name, 0), name))[:MAX_GROUPS]
     due = {f"group:{keys.encode_name(name)}": name for name in oldest}
     group_due_ms = _scores(client, names.deadlines, due)
@@ -309,16 +310,19 @@ def _open_members(
 
 def _moments(
     client: redis.Redis,
-    names: keys.RunKeys,
+    run: str,
     groups: Mapping[str, _Group],
     trajectories: set[TrajectoryKey],
 ) -> tuple[dict[str, int], dict[TrajectoryKey, int]]:
-    """When groups were opened and trajectories sealed, as far as events are kept."""
+    """When groups were opened and trajectories sealed, as far as events are kept.
+
+    Of a group whose event is gone the planner's snapshot tells.
+    """
     opened_ms: dict[str, int] = {}
     sealed_ms: dict[TrajectoryKey, int] = {}
     if not groups:
         return opened_ms, sealed_ms
-    for entry_id, record in stream_entries(client, names.events):
+    for entry_id, record in stream_entries(client, keys.run_keys(run).events):
         try:
             event = decode_event(record)
         except RecordError:
@@ -327,6 +331,10 @@ def _moments(
             opened_ms.setdefault(event.group_id, entry_ms(entry_id))
         elif isinstance(event, SealedTrajectory) and event.key in trajectories:
             sealed_ms.setdefault(event.key, entry_ms(entry_id))
+    if opened_ms.keys() < groups.keys():
+        born_ms = openings_in_snapshot(client, run)
+        known = ((name, born_ms.get(keys.encode_name(name))) for name in groups)
+        opened_ms = {name: ms for name, ms in known if ms is not None} | opened_ms
     return opened_ms, sealed_ms
 
 

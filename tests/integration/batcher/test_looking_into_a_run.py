@@ -20,6 +20,7 @@ from turnstream.types import DeclaredColumn, GroupOpened, Purpose, VersionRun
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.histories import TrajectoryNotFoundError
 from turnstream_server.bus.pages import entry_ms, readable_events, server_ms
+from turnstream_server.bus.waits import read_snapshot
 from turnstream_server.jobs.batches import (
     batch_json,
     difference_json,
@@ -121,7 +122,13 @@ async def test_what_hangs_longest_is_the_oldest_also_when_its_event_is_gone(hous
 
     states, is_age_of = await states_with_births(house, run)
     told = await history(house, run, "old%2F1/0/0")
+    with connect(house.url) as client:
+        least_s = (server_ms(client) - born_ms["old/1"]) / 1_000
+        waiting = await asyncio.to_thread(read_snapshot, client, run)
+        most_s = (server_ms(client) - born_ms["old/1"]) / 1_000
 
+    assert [each.group_id for each in waiting.groups] == ["old/1", "young"]
+    assert least_s <= (waiting.groups[0].age_s or 0.0) <= most_s
     assert is_age_of("open", born_ms["old/1"])
     assert not states["open"]["may_be_older"]
     assert told["opened_ms"] == born_ms["old/1"]
