@@ -27,7 +27,7 @@ async def test_a_replica_that_is_behind_announces_in_the_lineage_of_the_store(ho
 
     async with connect_async(house.url) as client, contextlib.AsyncExitStack() as stack:
         before = await read_frontier_async(client, run)
-        behind = RunView(client, run, frontier=before, on_stepped=lambda _: None)
+        views = {run: RunView(client, run, frontier=before, on_stepped=lambda _: None)}
         await trainer.start("back", token=str(tokens[0]))
         assembler = Assembler(house.url, max_cache_bytes=1 << 20)
         stack.push_async_callback(assembler.close)
@@ -35,8 +35,8 @@ async def test_a_replica_that_is_behind_announces_in_the_lineage_of_the_store(ho
             run=run, version=5, step=1, session_epoch=trainer.session_epoch
         )
 
-        async def find(_: str) -> RunView:
-            return behind
+        async def find(run: str) -> RunView:
+            return views[run]
 
         await BatchesServicer(client, find, assembler, wait_max_s=1).announce_version(request)
 

@@ -192,7 +192,7 @@ def test_a_training_group_above_the_budget_begins_when_the_trainer_waits_for_it(
     assert told.value.retry_after_s is not None
 
 
-@pytest.mark.parametrize(("purpose", "allowed", "refused"), [("", 13, 14), (":eval", 12, 13)])
+@pytest.mark.parametrize(("purpose", "allowed", "refused"), [("", 13, 14), (":eval", 11, 13)])
 def test_a_group_above_what_the_server_gives_is_refused_by_its_size(
     full_server: EmbeddedServer, drive: Drive, purpose: str, allowed: int, refused: int
 ) -> None:
