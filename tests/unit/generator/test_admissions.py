@@ -23,7 +23,7 @@ def waits_reply() -> list[Any]:
     numbers = [b"0", None, None, None, b"4", b"0", b"4", None, None]
     members: list[Any] = []
     return [
-        *(b"100000", [*numbers, b"0", b"why"], config, [b"batcher", b"105000"]),
+        *(b"100000", [*numbers, b"0", b"why", None], config, [b"batcher", b"105000"]),
         *([None] * 4, [None, None, None, 0], 0, None, [None] * 5, [0, 0], 0, members),
     ]
 
