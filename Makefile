@@ -9,7 +9,7 @@ JSON ?=
 # Of `make chaos`: how long, and which faults; a seed that failed fails again.
 SECONDS ?= 1800
 SEED ?=
-# Of `make simulate`: how many lives, from which seed on.
+# Of `make simulate`: how many lives, from which seed on; with PROCESSES= on fewer than all cores.
 SEEDS ?= 2000
 FIRST ?= 0
 
@@ -54,9 +54,9 @@ figures: $(STAMP) ## put what `make bench` measured into docs/benchmarks.md
 mutate: $(STAMP) ## break the guards of the core and the losses one by one; each must fail a test
 	$(BIN)/python tools/mutate.py
 
-simulate: $(STAMP) ## lives of a run from seeds, on the real scripts in memory, on every core; SEEDS=2000 FIRST=0, or SEED=
+simulate: $(STAMP) ## lives of a run from seeds, on the real scripts in memory; SEEDS=2000 FIRST=0, or SEED=; PROCESSES=
 	PYTHONPATH=tests/simulation $(BIN)/python -m simulator --seeds $(SEEDS) --first $(FIRST) \
-	  $(if $(SEED),--seed $(SEED))
+	  $(if $(SEED),--seed $(SEED)) $(if $(PROCESSES),--processes $(PROCESSES))
 
 chaos: $(STAMP) ## random faults over a running stack; SECONDS=1800 SEED= JSON=FILE
 	PYTHONPATH=tests/chaos $(BIN)/python -m harness.soak --seconds $(SECONDS) \
