@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import os
 import subprocess
 import sys
@@ -10,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from simulator.__main__ import main
-from simulator.guards import first_seed, guard_of
+from simulator.breaks import Guard
+from simulator.guards import GUARDS, first_seed, guard_of
 from simulator.lives import lives
+from simulator.store import SCRIPTS
+from turnstream.store.scripts import Script
 
 PER_TEST = 75
 FIRST_SEEDS = range(0, 300, PER_TEST)
@@ -25,10 +29,13 @@ QUICKLY_SEEN = {
     "heartbeat: the lease is renewed": 240,
     "take_over: the next epoch": 160,
     "post_reward: what awaits none": 160,
+    "acquire_leader: the lease of another": 80,
     "write_manifest: the next step": 600,
     "settle_group: bytes of what was never begun": 200,
     "give_back: bytes of a batch": 160,
     "start_session: what was stepped comes back": 240,
+    "committed: the epoch and the name of the session": 600,
+    "announce_version: the epoch and the name of the session": 160,
     "fold: one member per sample": 160,
     "selector: what was chosen is planned": 40,
     "leader: plans take their groups in the replay": 160,
@@ -81,6 +88,23 @@ for verdict in lives_of(range(3, 6), num_processes=2, per_chunk=2): print(verdic
 @pytest.mark.parametrize("name", QUICKLY_SEEN)
 def test_a_guard_that_is_broken_is_seen_within_a_few_lives(name: str) -> None:
     assert first_seed(guard_of(name), range(QUICKLY_SEEN[name])) is not None
+
+
+@pytest.fixture(scope="module")
+def sources() -> list[bytes]:
+    """Every script as a store is given it."""
+    return [
+        Script(file.name.removesuffix(".lua"), package).source.encode()
+        for package in ("turnstream.store", "turnstream_server.bus")
+        for file in (importlib.resources.files(package) / "lua").iterdir()
+    ]
+
+
+@pytest.mark.parametrize("guard", GUARDS, ids=[each.name for each in GUARDS])
+def test_a_guard_of_the_table_is_in_the_code(guard: Guard, sources: list[bytes]) -> None:
+    with guard.broken():  # which refuses to end where no script has its text
+        for source in sources:
+            SCRIPTS.load(source)
 
 
 @pytest.mark.slow

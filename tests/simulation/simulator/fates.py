@@ -19,6 +19,7 @@ from turnstream_server.batcher.upkeep import Upkeep
 
 RUN = "life"
 _LONG = 1 / 16
+_OBSERVED, _PAUSED = 0.15, 0.1
 _SHORT_PACE = 0.5
 """Leases, deadlines, sleeps and delays of short lives take so much of those of long ones."""
 
@@ -32,6 +33,7 @@ class Fate:
         weather: of its storm.
         storm_s: how long that lasts.
         num_batchers, num_generators: its processes, beside one trainer.
+        has_observer, has_operator: whether somebody else sees its batches, or pauses it.
     """
 
     is_long: bool
@@ -39,6 +41,8 @@ class Fate:
     storm_s: float
     num_batchers: int
     num_generators: int
+    has_observer: bool
+    has_operator: bool
 
 
 def fate(rng: random.Random) -> Fate:
@@ -50,6 +54,8 @@ def fate(rng: random.Random) -> Fate:
             storm_s=rng.choice((2.0, 4.0, 10.0)),
             num_batchers=2,
             num_generators=rng.choice((1, 2, 3, 3)),
+            has_observer=rng.random() < _OBSERVED,
+            has_operator=rng.random() < _PAUSED,
         )
     return Fate(
         is_long=False,
@@ -57,6 +63,8 @@ def fate(rng: random.Random) -> Fate:
         storm_s=rng.choice((0.5, 1.0, 2.0)),
         num_batchers=rng.choice((1, 2, 2)),
         num_generators=rng.choice((1, 2, 2)),
+        has_observer=rng.random() < _OBSERVED,
+        has_operator=rng.random() < _PAUSED,
     )
 
 

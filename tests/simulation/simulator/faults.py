@@ -6,8 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from simulator.processes import Process
     from simulator.world import World
 
+_STOPS = 0.3
+"""Of the batchers that would be killed."""
 _LONGEST_FULL_S = 2.0
 _JUMPS_MS = (-3_600_000, -5_000, -500, 500, 5_000, 3_600_000)
 
@@ -56,10 +59,18 @@ class Faults:
         world = self._world
         living = [each for each in world.processes if not each.is_over and world.may_crash(each)]
         if living:
-            world.note("crash")
             process = world.rng.choice(living)
+            if process.name.startswith("batcher") and world.rng.random() < _STOPS:
+                self._stop(process)
+                return
+            world.note("crash")
             world.died.add(process.name)
             world.kill(process)
+
+    def _stop(self, process: Process) -> None:
+        """End a process as by SIGTERM: it says good-bye, maybe after it has slept for long."""
+        self._world.note("stop")
+        process.task.cancel()
 
     def _put_one_to_sleep(self) -> None:
         world = self._world

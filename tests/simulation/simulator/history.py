@@ -37,6 +37,7 @@ class History:
         planned: step -> manifest hash, as the store has it.
         all_trained: every step and manifest hash that was ever trained.
         releasable: the newest step that may be released.
+        newest_said: the newest step that the present session has acknowledged, or tried to.
         intended: step -> plans that were checked, and maybe not written.
         refusals: errors that callers were told, by type.
         mixed: refusals that no caller may see.
@@ -57,6 +58,7 @@ class History:
     checkpoints: list[RecoveryToken] = field(default_factory=list)
     intended: dict[int, list[Manifest]] = field(default_factory=dict)
     releasable: int = 0
+    newest_said: int = 0
     num_sessions: int = 0
     session: str = ""
     newest_version: int = 0
@@ -72,6 +74,7 @@ class History:
     ) -> None:
         """A session has begun: what was saved after its token is given up, and released no more."""
         self.session = name
+        self.newest_said = session.next_step - 1
         kept = [each for each in self.checkpoints if each.step < session.next_step - 1]
         self.checkpoints = [*kept, *([token] if token is not None and token.step else [])]
         self.releasable = released

@@ -31,6 +31,7 @@ class Laws:
         self._lows: Counter[str] = Counter()
         self._synced_lows: Counter[str] = Counter()
         self._leaders: dict[bytes, bytes] = {}
+        self._term: tuple[bytes, int] = b"", 0
         world.synced = self._note_synced
         world.went_back = self._go_back
         world.lost = life.history.lost.__setitem__
@@ -73,6 +74,7 @@ class Laws:
         self.seen.go_back()
         self._lows = Counter(self._synced_lows)
         self._leaders.clear()  # the store may give an epoch again
+        self._term = b"", 0
         self._life.history.went_back(synced_s)
 
     def _writers_stay_apart(self) -> Violations:
@@ -97,8 +99,31 @@ class Laws:
             yield f"folded, released, committed, stepped, planned are {order}"
         if number["planned"] != max(manifests, default=0):
             yield f"step {number['planned']} is the newest, plans are {sorted(manifests)}"
-        if number["released"] > self._life.history.releasable:
-            yield f"step {number['released']} is released, {self._life.history.releasable} may be"
+        yield from self._checkpoints_hold(number["committed"], number["released"])
+        if self.knows_session and number["stepped"] > self._life.history.newest_said:
+            yield f"step {number['stepped']} is stepped, {self._life.history.newest_said} was said"
+
+    @property
+    def knows_session(self) -> bool:
+        """Whether the session that the store knows is the newest that was told that it has begun.
+
+        Until it is told so, nobody else knows where it begins. A store that lost its start goes on
+        with the session before, and takes what that one says.
+        """
+        return self.seen.hash("frontier").get(b"session") == self._life.history.session.encode()
+
+    def _checkpoints_hold(self, committed: int, released: int) -> Violations:
+        """What is committed is on disk, and of the history that goes on; so is what is kept."""
+        history, is_known = self._life.history, self.knows_session
+        saved = max([token.step for token in history.checkpoints], default=0)
+        if is_known and committed > saved:
+            yield f"step {committed} is committed, but {saved} is the newest that was saved"
+        for name, entry in self.seen.hash("observers").items():
+            has_seen, expires_ms, _ = entry.split(b":", 2)
+            if int(has_seen) < released and int(expires_ms):
+                yield f"step {released} is released, {name!r} has seen {int(has_seen)}"
+        if released > history.releasable and (is_known or "cut" not in self._world.counts):
+            yield f"step {released} is released, {history.releasable} may be"
 
     def _leaders_stay_apart(self) -> Violations:
         """An epoch is of one planner alone."""
@@ -106,6 +131,19 @@ class Laws:
         epoch, owner = leader.get(b"epoch", b""), leader.get(b"owner")
         if owner and (before := self._leaders.setdefault(epoch, owner)) != owner:
             yield f"{before!r} and {owner!r} lead with the epoch {epoch!r}"
+        if owner == b"" and (before := self._leaders.get(epoch)):
+            for process in self._world.processes:
+                if process.name == before.decode() and not process.task.cancelling():
+                    yield f"{process.name} led with the epoch {epoch!r}, and somebody gave it back"
+        yield from self._terms_last(epoch, int(leader.get(b"expires_ms", 0)))
+
+    def _terms_last(self, epoch: bytes, expires_ms: int) -> Violations:
+        """Nobody leads before the lease of the leader before has ended, or was given back."""
+        before, until_ms = self._term
+        is_early = before not in (b"", epoch) and until_ms > self._world.store.now_ms
+        if is_early and not self._world.counts.keys() & {"jump", "stop"}:
+            yield f"the epoch {epoch!r} leads, and the lease of {before!r} has not ended"
+        self._term = epoch, expires_ms
 
     def _snapshot_holds(self) -> Violations:
         """A snapshot is of a later moment than the one before: what it knows is trimmed."""

@@ -110,6 +110,10 @@ LEDGER_GUARDS = (
         "open_group: groups that are open at a time",
         script("if most_open > 0 and most_open - (open or 0) <= 0 then", "if false then"),
     ),
+    Guard(
+        "open_group: a run that is paused",
+        script("  if paused then\n    return 'the run", "  if false then\n    return 'the run"),
+    ),
     Guard("open_group: a run that is closed", script("if closed ~= '0' then", "if false then")),
     Guard(
         "next_task: a request that is sent again",

@@ -8,10 +8,10 @@ import traceback
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from simulator import generators, services, trainers
+from simulator import bystanders, generators, services, trainers
 from simulator.borders import inside
 from simulator.clients import SyncClient
 from simulator.fates import RUN, Fate, fate, new_life, prompt
@@ -20,6 +20,7 @@ from simulator.life import Life
 from simulator.processes import Process
 from simulator.sums import are_evals_open, is_unfinished
 from simulator.world import World
+from turnstream.store.life import resume_run
 from turnstream.store.runs import create_run
 from turnstream.store.tasks import add_prompts
 
@@ -80,7 +81,8 @@ class _Supervisor:
 
     world: World
     life: Life
-    slots: list[_Slot] = field(default_factory=list)
+    slots: list[_Slot]
+    is_over: Callable[[], bool]
 
     def tend(self) -> None:
         """Look after every slot."""
@@ -107,7 +109,7 @@ class _Supervisor:
         world = self.world
         if slot.process is not None and slot.process.is_dead and slot.start_at_s < 0:
             slot.start_at_s = world.now_s + world.rng.random() * 2
-        is_needed = not self.life.is_ended or slot.name.startswith("batcher")
+        is_needed = not self.is_over() or slot.name.startswith("batcher")
         if world.now_s < slot.start_at_s or not is_needed:
             return
         slot.num_starts += 1
@@ -135,7 +137,12 @@ def _live_in(world: World, seed: int, drawn: Fate) -> Verdict:
     prompts = [prompt(rng, number) for number in range(life.num_prompts)]
     add_prompts(SyncRun(world), RUN, prompts, first=1)  # type: ignore[arg-type]
     laws = Laws(world, life)
-    supervisor = _Supervisor(world, life, _slots(drawn))
+
+    def is_over() -> bool:
+        """Unless another session has begun since, as by a call that came late."""
+        return life.is_ended and laws.knows_session
+
+    supervisor = _Supervisor(world, life, _slots(drawn), is_over)
 
     def after_step() -> None:
         laws.check_step()
@@ -144,10 +151,13 @@ def _live_in(world: World, seed: int, drawn: Fate) -> Verdict:
 
     world.after_step = after_step
     supervisor.tend()
+    if drawn.has_operator:
+        world.start("operator", lambda process: bystanders.operator(process, life))
     storm_s = drawn.storm_s
     world.run_until(lambda: world.now_s >= storm_s, max_steps=_MAX_STEPS, until_s=storm_s)
     world.calm_down()
     life.is_closing = True
+    resume_run(SyncRun(world), RUN)  # type: ignore[arg-type]
     if "cut" in world.counts:  # a run that is closed takes no group again that was lost
         storm_s += _FINDING_OUT_S
         world.run_until(
@@ -155,7 +165,7 @@ def _live_in(world: World, seed: int, drawn: Fate) -> Verdict:
         )
     world.start("closer", lambda process: generators.closer(process, life))
     has_ended = world.run_until(
-        lambda: life.is_ended and not are_evals_open(laws.seen),
+        lambda: is_over() and not are_evals_open(laws.seen),
         max_steps=_MAX_STEPS,
         until_s=storm_s + _CALM_S,
     )
@@ -188,6 +198,7 @@ def _slots(drawn: Fate) -> list[_Slot]:
         *[_Slot(f"batcher-{'ab'[n]}", services.batcher) for n in range(drawn.num_batchers)],
         *[_Slot(f"generator-{n}-", generators.generator) for n in range(drawn.num_generators)],
         _Slot("trainer", trainers.trainer),
+        *[_Slot("observer", bystanders.observer) for _ in range(drawn.has_observer)],
     ]
 
 

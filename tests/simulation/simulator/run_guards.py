@@ -12,10 +12,12 @@ _GROUP = (
     "\nlocal num_samples, state = string.match("
     "redis.call('HGET', KEYS[2], ARGV[2]) or '', '^(%d+):(.*)$')\n"
 )
-_SESSION = (
+_EPOCH = (
     "if epoch ~= ARGV[1] then\n"
     "  return redis.error_reply('FENCED trainer session ' .. ARGV[1] .. ' is over, ' .. epoch\n"
     "    .. ' has begun')\nend\n"
+)
+_NAME = (
     "if (ARGV[4] or '') ~= '' and ARGV[4] ~= session then\n"
     "  return redis.error_reply('FENCED trainer session \"' .. ARGV[4] .. '\" is over or was lost, \"'\n"
     "    .. session .. '\" has its epoch')\nend\n"
@@ -83,13 +85,6 @@ RUN_GUARDS = (
         script("if string.sub(entries[i] or '', 1, 8) == 'planned:' then", "if false then"),
     ),
     # the trainer
-    Guard(
-        "stepped: the epoch of the session",
-        script(
-            "if epoch ~= ARGV[1] then\n  return redis.error_reply('FENCED trainer session ' .. ARGV[1]",
-            "if false then\n  return redis.error_reply('FENCED trainer session ' .. ARGV[1]",
-        ),
-    ),
     Guard("stepped: a step counts once", script("if step == stepped + 1 then", "if true then")),
     Guard("committed: never falls", script("if step <= tonumber(committed) then", "if false then")),
     Guard(
@@ -183,11 +178,8 @@ RUN_GUARDS = (
     ),
     # sessions
     Guard(
-        "stepped: the name of the session",
-        script(
-            "if (ARGV[4] or '') ~= '' and ARGV[4] ~= session then\n  return redis.error_reply('FENCED trainer session \"' .. ARGV[4] .. '\" is over or was lost, \"'\n    .. session .. '\" has its epoch')\nend\nlocal step = tonumber(ARGV[2])\nif step > tonumber(planned",
-            "local step = tonumber(ARGV[2])\nif step > tonumber(planned",
-        ),
+        "every script of a session: its epoch and its name",
+        script(_EPOCH + _NAME, ""),
     ),
     Guard(
         "stepped: the manifest",
@@ -203,8 +195,8 @@ RUN_GUARDS = (
     Guard(
         "committed: the epoch and the name of the session",
         script(
-            _SESSION + "local step = tonumber(ARGV[2])\nif step > tonumber(stepped)",
-            "local step = tonumber(ARGV[2])\nif step > tonumber(stepped)",
+            _EPOCH + _NAME + "local step = tonumber(ARGV[2])\nif lost and",
+            "local step = tonumber(ARGV[2])\nif lost and",
         ),
     ),
     Guard(
@@ -214,7 +206,7 @@ RUN_GUARDS = (
     Guard(
         "announce_version: the epoch and the name of the session",
         script(
-            _SESSION + "local id = string.format('%.0f-0', ARGV[2] + 1)",
+            _EPOCH + _NAME + "local id = string.format('%.0f-0', ARGV[2] + 1)",
             "local id = string.format('%.0f-0', ARGV[2] + 1)",
         ),
     ),
@@ -277,5 +269,17 @@ RUN_GUARDS = (
     Guard(
         "finish_batch: the next step",
         script("if step <= folded then\n  return 0", "if false then\n  return 0"),
+    ),
+    # who stands beside the run
+    Guard(
+        "write_manifest: a run that is paused",
+        script(
+            "if paused then\n  return redis.error_reply('CONFLICT the run is paused",
+            "if false then\n  return redis.error_reply('CONFLICT the run is paused",
+        ),
+    ),
+    Guard(
+        "raise_floor: what an observer has not seen",
+        script("  if expires_ms ~= '0' then\n    holds", "  if false then\n    holds"),
     ),
 )

@@ -79,11 +79,19 @@ class Seen:
         if served.startswith("batcher") and served != owner and not is_free:
             self.world.blame(f"{served} writes {written} while {owner} leads")
 
+    def _note_going_on(self, written: object) -> None:
+        """A run that is paused takes no new group, and plans no batch."""
+        if b"paused" in self.hash("frontier"):
+            self.world.blame(f"{written}, and the run is paused")
+
     def _note_version(self, announced: VersionAnnounced) -> None:
-        """Weights belong to the history that goes on, not to one that was given up."""
-        lineage = self.hash("frontier")[b"lineage"].decode()
+        """Weights are of the session that is present, and of the history that goes on."""
+        frontier, served = self.hash("frontier"), self.world.served
+        lineage, session = frontier[b"lineage"].decode(), frontier[b"session"].decode()
         if announced.lineage != lineage:
             self.world.blame(f"{announced} while the run continues {lineage!r}")
+        if session.rpartition("-")[0] != served:
+            self.world.blame(f"{served} announces {announced} while {session!r} trains")
 
     def _note_entry(self, key: bytes, entry_id: EntryId, fields: Sequence[bytes]) -> None:
         if key == self._names["events"]:
@@ -94,11 +102,14 @@ class Seen:
                 self.opened.add(event.group_id)
                 if event.purpose is Purpose.EVAL:
                     self.evals.add(event.group_id)
+                else:
+                    self._note_going_on(event)
             elif isinstance(event, VersionAnnounced):
                 self._note_version(event)
         elif key == self._names["plan"]:
             manifest = decode_manifest(fields[1])
             self._note_planner(f"step {manifest.step}")
+            self._note_going_on(f"step {manifest.step} is planned")
             if manifest.step in self.manifests:
                 self.world.blame(f"step {manifest.step} is planned twice")
             self.manifests[manifest.step] = manifest, manifest_hash(fields[1])

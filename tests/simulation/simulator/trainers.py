@@ -36,6 +36,12 @@ from turnstream_server.bus.sessions import (
 from turnstream_server.bus.versions import announce_version
 
 _LONGEST_WAIT_S = 1.0
+_HANGS = 0.15
+_SHORTEST_HANG_S, _LONGEST_HANG_S = 0.55, 1.2
+"""How often a session hangs before it says something, and for how long: most of the time another
+begins meanwhile."""
+_LONGEST_SAVE_S = 0.5
+"""Of a checkpoint."""
 _FROM_THE_START = RecoveryToken(lineage="main", step=0, chain_hash="")
 
 
@@ -89,13 +95,15 @@ class _Session:
             await self._say(step, manifest_hash)
 
     async def _say(self, step: int, manifest_hash: str) -> RecoveryToken:
-        start = self.world.store.num_starts
+        start, history = self.world.store.num_starts, self.life.history
+        if self.is_present:
+            history.newest_said = max(history.newest_said, step)
         token = await patiently(lambda: self.ranks.stepped(step, manifest_hash))
-        planned = self.life.history.planned.get(step)
+        planned = history.planned.get(step)
         if start == self.world.store.num_starts and planned != manifest_hash:
             self.world.blame(f"step {step} is {planned}, and is acknowledged as {manifest_hash}")
         if self.is_present:
-            self.life.history.trained[step] = manifest_hash
+            history.trained[step] = manifest_hash
         return token
 
     @property
@@ -202,6 +210,7 @@ async def _begin(
                 return None  # it slept, and another began after it
             if int(frontier[b"stepped"]) != session.next_step - 1:
                 process.world.blame(f"{name} begins with step {session.next_step}: {frontier}")
+            life.is_ended = False
             history.begun(name, session, token, released=int(frontier.get(b"released", 0)))
             history.may_release(retained=life.config.retain_checkpoints)
             return session, dp_world_size
@@ -221,18 +230,30 @@ async def _train(process: Process, session: _Session, batch: PlannedBatch) -> No
         world.blame(f"step {manifest.step} was {before}, and comes as {batch.manifest_hash}")
     await asyncio.sleep(world.rng.random() * 0.3)
     token = await session.say(manifest.step, batch.manifest_hash)
-    if "cut" in world.counts:  # the store may have lost who is present, and take what comes
-        session.require_present()
+    await _hang(process)
     await _announce(session, manifest.step)
     if world.rng.random() < 0.6 or life.is_closing:
+        await asyncio.sleep(world.rng.random() * _LONGEST_SAVE_S)
+        await _hang(process)
         await _commit(session, token)
+
+
+async def _hang(process: Process) -> None:
+    """By chance, for so long that another session begins: what this one says then comes too late.
+
+    Whoever trains cannot know that, and says it: the store is to refuse it.
+    """
+    world = process.world
+    if world.rng.random() < _HANGS:
+        spread_s = _LONGEST_HANG_S - _SHORTEST_HANG_S
+        hangs_s = _SHORTEST_HANG_S + world.rng.random() * spread_s
+        process.hangs_until_s = world.now_s + hangs_s
+        await asyncio.sleep(hangs_s)
 
 
 async def _commit(session: _Session, token: RecoveryToken) -> None:
     """Save a checkpoint and say so, also where it is too late: the store is to refuse it."""
     life, history = session.life, session.life.history
-    if "cut" in session.world.counts:
-        session.require_present()
     history.saved(token, is_present=session.is_present, retained=life.config.retain_checkpoints)
     await session.insist(
         lambda: patiently(
