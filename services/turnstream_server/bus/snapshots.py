@@ -31,6 +31,8 @@ async def save_snapshot(
 ) -> None:
     """Keep what the planner knows after the event `position` and the plan of `step`.
 
+    A later one stays, where this call comes late.
+
     Raises:
         FencedError: another planner leads the run.
         StoreUnavailableError: the store cannot be reached.

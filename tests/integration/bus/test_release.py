@@ -185,3 +185,19 @@ async def test_events_go_up_to_the_snapshot_before_and_not_beyond(run: Any) -> N
     kept = await run.client.xrange(run.keys.events)
     assert kept == entries[len(entries) - len(kept) :]
     assert 30 <= len(kept) < 150
+
+
+@pytest.mark.parametrize(("position", "step"), [("9-5", 4), ("10-0", 1), ("10-3", 2)])
+async def test_a_snapshot_that_comes_late_replaces_no_later_one(
+    run: Any, position: str, step: int
+) -> None:
+    # The leader that led before leads with the same epoch again, which fences no call of its own:
+    # one from before its pause put the snapshot back, behind events that were trimmed.
+    where, epoch = (run.client, run.name), run.leader_epoch
+    await save_snapshot(*where, position="10-1", step=2, record=b"first", leader_epoch=epoch)
+    await save_snapshot(*where, position="10-3", step=3, record=b"newest", leader_epoch=epoch)
+
+    await save_snapshot(*where, position=position, step=step, record=b"late", leader_epoch=epoch)
+
+    kept = await run.client.hgetall(run.keys.snapshot)
+    assert kept == {b"position": b"10-3", b"step": b"3", b"record": b"newest", b"before": b"10-1"}

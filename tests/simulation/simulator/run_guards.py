@@ -139,7 +139,7 @@ RUN_GUARDS = (
             ("raise_floor", "\nlocal stepped, released, checkpoints"),
             ("fold_batch", "\nlocal released = tonumber"),
             ("finish_batch", "\nlocal step = tonumber(ARGV[2])\nlocal released"),
-            ("save_snapshot", "\nlocal before = redis.call('HGET', KEYS[2], 'position')"),
+            ("save_snapshot", '\n\n-- An event id is "<ms>-<number>".'),
             ("finish_run", "\nlocal closed, finished"),
         )
     ),
