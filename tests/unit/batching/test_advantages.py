@@ -67,7 +67,7 @@ def test_golden_vectors(estimator: Estimator, rewards: list[float], expected: li
 
 @pytest.mark.parametrize("estimator", WITHIN_A_GROUP)
 @pytest.mark.parametrize("reward", [2.0, 0.1, 0.0])
-@pytest.mark.parametrize("num_members", [2, 3, 7, 8])
+@pytest.mark.parametrize("num_members", [2, 3, 4, 7, 8])
 def test_equal_rewards_give_exactly_zero(
     estimator: Estimator, reward: float, num_members: int
 ) -> None:

@@ -68,6 +68,21 @@ def test_rows_come_in_the_order_of_the_plan() -> None:
     assert assembled.prompt_length.tolist() == [2, 2, 2]
 
 
+def test_case_18_every_row_has_the_status_of_its_trajectory_and_the_last_one_is_flagged() -> None:
+    # The reference writes the stop reason of the last turn of each row: "length" and "stop" here,
+    # with flags False, True. A trajectory of ours ends once, by one reason.
+    turns = [turn("ab", "CD"), turn("x", "Y"), turn("xyz", "U")]
+    key = TrajectoryKey("g0", 0)
+    plan, stored = planned(key, turns, status=Status.TRUNCATED)
+    group = GroupPlan(group_id="g0", prompt_uid="uid", trajectories=(plan,))
+
+    assembled = assemble_rows([group], {key: stored}, first_row_id=0)
+
+    assert spell(assembled) == ["abCD", "xYzU"]
+    assert assembled.is_last.tolist() == [False, True]
+    assert assembled.status == ["truncated", "truncated"]
+
+
 def test_rows_carry_what_the_plan_says_of_their_trajectory() -> None:
     key = TrajectoryKey("g/1", sample=3, attempt=2)
     plan, stored = planned(

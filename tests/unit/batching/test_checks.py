@@ -74,6 +74,7 @@ def test_a_mask_of_anything_but_0_and_1_is_refused() -> None:
 
 
 def test_case_8_a_single_number_is_no_row_of_rewards() -> None:
+    # The reference raises ValueError too.
     for number in (0.5, np.array(0.5)):
         with pytest.raises(BatchingError, match="row 1 is a single value"):
             Ragged.from_rows([[1.0], number], np.float32)
@@ -93,6 +94,7 @@ def test_case_8_a_value_that_its_column_cannot_hold_is_refused(
     values: Any, dtype: Any, message: str
 ) -> None:
     # A fractional mask was cut to 0, and a large token id wrapped round, without a word.
+    # The reference keeps the mask [.25, 1], in float32; of ours that is a weight of tokens.
     with pytest.raises(BatchingError, match=message):
         Ragged.from_rows([[1], values], dtype)
 
@@ -141,9 +143,25 @@ def trajectories(*members: tuple[str, int, bool]) -> Rows:
     )
 
 
+def test_case_22_rows_behind_the_last_flag_are_refused_and_not_dropped() -> None:
+    # The reference drops them without a word: of these 2 rows it gives 1.
+    with pytest.raises(BatchingError, match="row 1 is not flagged last, but .* ends there"):
+        require_whole_trajectories(trajectories(("g", 0, True), ("g", 1, False)))
+
+
+def test_case_22_two_trajectories_without_a_flag_between_them_are_refused() -> None:
+    # As the reference does: two ids inside one slice.
+    with pytest.raises(BatchingError, match="row 0 is not flagged last, but .* ends there"):
+        require_whole_trajectories(trajectories(("g", 0, False), ("h", 0, True)))
+
+
 def test_case_24_flags_of_numpy_are_flags() -> None:
     # The reference asks whether the last one `is True`, which numpy.True_ is not.
-    require_whole_trajectories(trajectories(("g", 0, False), ("g", 0, True)))
+    batch = trajectories(("g", 0, False), ("g", 0, True))
+
+    require_whole_trajectories(batch)
+    with pytest.raises(BatchingError, match="row 1 is not flagged last"):
+        require_whole_trajectories(replace(batch, is_last=np.zeros(2, np.bool_)))
 
 
 def test_case_25_a_trajectory_interrupted_by_another_is_refused() -> None:
@@ -184,8 +202,9 @@ def test_case_28_a_mini_batch_without_a_trained_token_goes_on_with_a_loss_of_zer
 
 
 def test_case_29_names_that_would_collide_as_text_are_different_trajectories() -> None:
-    # "a_1" + "_" + "0" and "a" + "_" + "1_0" are the same text.
-    batch = trajectories(("a_1", 0, True), ("a", 10, True))
+    # The reference joins ("a_1", "0") and ("a", "1_0") to the same "a_1_0". A sample of ours is a
+    # number, so that what could still be one text is "a1" + "0" and "a" + "10".
+    batch = trajectories(("a1", 0, True), ("a", 10, True))
 
     require_whole_trajectories(batch)
     assert batch.trajectory_id[0] != batch.trajectory_id[1]
@@ -194,8 +213,8 @@ def test_case_29_names_that_would_collide_as_text_are_different_trajectories() -
 def test_inert_rows_may_stand_anywhere() -> None:
     batch = rows("aB", "a|b", "aB", is_padding=[False, True, False])
 
-    require_whole_trajectories(
-        replace(
-            batch, sample=np.zeros(3, np.int32), is_last=np.array([False, False, True], np.bool_)
-        )
-    )
+    batch = replace(batch, sample=np.zeros(3, np.int32), is_last=np.array([False, False, True]))
+
+    require_whole_trajectories(batch)
+    with pytest.raises(BatchingError, match="row 0 is not flagged last"):
+        require_whole_trajectories(replace(batch, is_padding=np.zeros(3, np.bool_)))

@@ -147,6 +147,30 @@ def test_a_prompt_that_parts_within_one_that_brought_items_has_to_say_which_it_k
     assert store_turns([first, none], extra_columns=[IMAGES])[1].extras == {}
 
 
+def test_case_21_routes_and_images_are_carried_through_the_merge() -> None:
+    # The reference refuses to merge rows that have either.
+    first = with_columns(turn("ab", "C"), routes=routes(1, 2), images=images(1))
+    second = with_columns(turn("abcd", "E"), routes=routes(1, 2, 3, 4), images=images(1, 2))
+
+    (row,) = merge_turns([first, second], extra_columns=[IMAGES, ROUTES])
+
+    assert spell([row]) == ["abCdE"]
+    assert row.extras["routes"].values.tolist() == routes(1, 2, 3, 4).tolist()
+    assert row.extras["images"].values.tolist() == images(1, 2).tolist()
+
+
+def test_case_21_what_no_run_declares_is_refused_by_name() -> None:
+    # The reference refuses routes and images, whoever they are for.
+    given = {"routes": routes(1, 2), "images": images(1)}
+
+    for name, values in given.items():
+        one = with_columns(turn("ab", "C"), **{name: values})
+        for refuse in (store_turns, merge_turns):
+            for declared in ([], [TEACHER]):
+                with pytest.raises(InvalidTurnError, match=rf"^extras\['{name}'\]: the run decl"):
+                    refuse([one], extra_columns=declared)
+
+
 def test_another_image_behind_the_same_tokens_begins_a_row_of_its_own() -> None:
     turns = [
         with_columns(turn("ab", "C"), images=images(1)),
@@ -216,7 +240,8 @@ def test_items_of_a_turn_further_up_are_not_taken_for_those_of_the_parent() -> N
     assert column_of(rows, "images") == [images(number).tolist() for *_, number in given]
 
 
-def test_a_value_per_row_that_differs_is_refused_by_column_and_turns() -> None:
+def test_case_21_a_value_per_row_that_differs_is_refused_by_column_and_turns() -> None:
+    # This a merge cannot carry. The reference refuses the columns that it knows, and no other.
     turns = [
         with_columns(turn("ab", "C"), style=np.array([1], np.int8)),
         with_columns(turn("abcd", "E"), style=np.array([2], np.int8)),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from turnstream.batching.assemble import concatenate_rows, take_rows
 from turnstream.batching.joining import joined_column
-from turnstream.batching.minibatch import join_shares, rank_share
+from turnstream.batching.minibatch import cut_ranks, join_shares, rank_share
 from turnstream.errors import BatchingError
 from turnstream.records.batches import decode_mini_batch, encode_mini_batch
 from turnstream.testing import assert_same, mini_batch_info, operation_rows, rows
@@ -65,6 +65,9 @@ def test_every_rank_s_share_travels_and_the_shares_make_the_mini_batch_again(min
         for share in shares
     ]
 
+    cut = cut_ranks(real.input_ids.lengths, dp_world_size=3)
+    own = [share.row_id[~share.is_padding].tolist() for share in shares]
+    assert own == [real.row_id[[at for at in of if at < len(real)]].tolist() for of in cut]
     assert_same([mini.rows for mini in decoded], shares)
     assert_same(join_shares(shares), real)
 

@@ -129,6 +129,7 @@ def test_positions_count_from_the_first_real_token() -> None:
 
 
 def test_case_9_a_row_as_long_as_the_width_fits_and_one_longer_is_refused() -> None:
+    # The reference is as wide as its longest row, and above its limit warns once; nothing is cut.
     batch = rows("ab|CD", "abc|D")
 
     assert pad(batch, width=4).input_ids_BT.shape == (2, 4)

@@ -107,6 +107,7 @@ def test_case_20_a_turn_without_response_is_merged_too() -> None:
 
 
 def test_case_21_without_logprobs_there_are_none() -> None:
+    # As in the reference.
     (row,) = merge_turns([turn("ab", "CD"), turn("abcdef", "G")])
 
     assert row.logprobs is None

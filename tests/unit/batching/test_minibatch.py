@@ -22,7 +22,7 @@ from turnstream.batching.minibatch import (
 from turnstream.batching.outputs import join_by_row_id, response_values_left_padded
 from turnstream.batching.routes import left_padded_routes, route_column
 from turnstream.errors import BatchingError
-from turnstream.testing import assert_same, rows
+from turnstream.testing import assert_same, rows, spell
 from turnstream.types import ExtraColumn, Ragged, Rows
 
 CUT: dict[str, Any] = {"step": 1, "mini_batch": 0, "pad_token_id": 9}
@@ -94,6 +94,26 @@ def test_case_32_an_inert_row_is_empty_in_every_column() -> None:
     assert inert.logprobs.values.tolist() == [0, 0]
 
 
+def test_case_32_three_rows_become_five_and_the_real_ones_stay_as_they_are() -> None:
+    # Of these the reference makes five of which two are row 0, with masks of 0 and a pad_size of 2
+    # in the metadata; of ours the rows themselves say so.
+    batch = rows("abC", "abCDEF", "xY")
+
+    padded = rank_share(batch, dp_rank=0, dp_world_size=1, multiple_of=5, **CUT)
+
+    assert padded.is_padding.tolist() == [False] * 3 + [True] * 2
+    assert_same(take_rows(padded, range(3)), take_rows(batch, range(3)))
+    assert spell(take_rows(padded, [3, 4])) == [chr(9) * 2] * 2
+    assert padded.advantage.tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("multiple_of", [0, -1])
+def test_case_32_padding_to_no_number_of_rows_is_refused(multiple_of: int) -> None:
+    # As the reference refuses a pad size of -1.
+    with pytest.raises(BatchingError, match=f"multiple_of={multiple_of} must be at least 1"):
+        rank_share(FIVE, dp_rank=0, dp_world_size=1, multiple_of=multiple_of, **CUT)
+
+
 def test_case_32_inert_rows_have_the_types_of_real_ones() -> None:
     (_, padded) = shares(rows("abC"), 2)
     real = rows("abC")
@@ -126,6 +146,7 @@ def test_case_32_an_inert_row_has_the_dummy_routes_and_no_route_of_its_own() -> 
 
 
 def test_case_32_inert_rows_have_no_advantage_and_no_weight_per_token_either() -> None:
+    # The reference copies the advantages of row 0.
     one = Ragged.from_rows([[7.0]], np.float32)
     (_, padded) = shares(replace(rows("abC"), advantages=one, token_weights=one), 2)
 
@@ -135,6 +156,7 @@ def test_case_32_inert_rows_have_no_advantage_and_no_weight_per_token_either() -
 
 
 def test_case_32_without_padding_the_only_rank_gets_the_same_object() -> None:
+    # As in the reference, which notes a pad_size of 0.
     assert rank_share(FIVE, dp_rank=0, dp_world_size=1, **CUT) is FIVE
 
 

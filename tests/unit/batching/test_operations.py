@@ -45,6 +45,8 @@ def names(passes: list[list[Operation]]) -> list[list[str]]:
 
 
 def test_case_47_operations_of_different_losses_have_passes_of_their_own() -> None:
+    # The reference computes all five with the loss and the settings of the first, "ppo", and where
+    # those differ fails every one of them.
     text = datum(3)
     calls = [
         operation("a"),
@@ -58,6 +60,8 @@ def test_case_47_operations_of_different_losses_have_passes_of_their_own() -> No
 
 
 def test_case_47_an_operation_is_answered_with_its_own_sums_and_not_those_of_the_pass() -> None:
+    # The reference answers both with the sum of the pass, 7, which a client that sums its chunks
+    # counts twice.
     shared = operation_rows([operation("a", scored(2), scored(1)), operation("b")], first_row_id=5)
     assert shared.operations is not None
 
@@ -84,6 +88,7 @@ def test_inert_rows_are_in_no_sum() -> None:
 def test_case_48_only_the_operation_with_short_or_missing_advantages_is_refused(
     bad: Datum, problem: str
 ) -> None:
+    # The reference fails all requests of the pass.
     good = operation("good")
 
     accepted, refused = accepted_operations([operation("bad", scored(1), bad), good])

@@ -32,7 +32,8 @@ def values_of(parts: Mapping[int, NDArray[np.float32]]) -> dict[int, list[float]
 
 
 def test_case_46_a_padded_pass_gives_exactly_the_responses_and_no_padding_row() -> None:
-    # Response lengths 3, 1 and 2 in one pass of four rows over two ranks.
+    # Response lengths 3, 1 and 2 in one pass of four rows over two ranks. The reference cuts what
+    # came back to the length of the batch, by position.
     batch = rows("abCDE", "abC", "abCD")
     shares = [
         rank_share(batch, step=1, mini_batch=0, dp_rank=rank, dp_world_size=2, pad_token_id=0)

@@ -60,6 +60,7 @@ def test_a_masked_first_token_is_no_target_and_needs_none_before_it() -> None:
 
 
 def test_case_9_a_row_as_long_as_the_width_fits_and_one_longer_is_refused() -> None:
+    # The reference is as wide as its longest row, and above its limit warns once; nothing is cut.
     assert pad(rows("abcD"), width=4).input_ids_BT.shape == (1, 4)
     with pytest.raises(RowTooLongError) as caught:
         pad(rows("aB", "abcdE"), width=4)

@@ -169,6 +169,7 @@ def test_texts_are_no_numbers(field: str) -> None:
 def test_case_8_rewards_of_a_reward_model_are_taken_out_of_its_graph(
     dtype: torch.dtype, has_graph: bool
 ) -> None:
+    # So does the reference, though the text of its pull request says otherwise.
     rewards = torch.tensor([1.0, -0.5], dtype=dtype, requires_grad=has_graph)
 
     turn = check(rewards=rewards)
@@ -180,6 +181,7 @@ def test_case_8_rewards_of_a_reward_model_are_taken_out_of_its_graph(
 
 @pytest.mark.parametrize("rewards", [[1, 0], [True, False], torch.tensor([1, 0])])
 def test_case_8_whole_rewards_become_float32(rewards: Any) -> None:
+    # As in the reference.
     turn = check(rewards=rewards)
 
     assert turn.rewards is not None
@@ -188,6 +190,7 @@ def test_case_8_whole_rewards_become_float32(rewards: Any) -> None:
 
 @pytest.mark.parametrize("rewards", [0.5, np.array(0.5), torch.tensor(0.5), [[1.0, 0.0]]])
 def test_case_8_a_single_reward_is_no_reward_per_token(rewards: Any) -> None:
+    # The reference raises ValueError for rewards of no or two dimensions.
     with pytest.raises(InvalidTurnError, match=r"rewards: has the shape .* not one dimension"):
         check(rewards=rewards)
 
@@ -200,6 +203,8 @@ def test_case_7_an_empty_list_of_logprobs_is_not_the_same_as_none() -> None:
 
 
 def test_case_8_a_fractional_mask_is_refused_and_not_cut_to_0() -> None:
+    # The reference keeps [.25, 1] as its loss mask. A mask of ours says what is trained, and a
+    # fraction is the weight of a token: `batching.sft` keeps [.25, 1] as such.
     with pytest.raises(InvalidTurnError, match=r"loss_mask: 0\.25 at position 0 is neither"):
         check(loss_mask=[0.25, 1])
 
