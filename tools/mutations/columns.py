@@ -145,62 +145,6 @@ COLUMNS = (
     # ----------------------------------------------------------------------------------
     # router choices
     Mutation(
-        "lists of routes are taken",
-        "routes.py",
-        "if not isinstance(routes, np.ndarray):",
-        "if False:",
-        ("test_routes",),
-    ),
-    Mutation(
-        "routes that are no whole numbers are taken",
-        "routes.py",
-        'choices.dtype.kind not in "iu" or choices.ndim != 3',
-        "choices.ndim != 3",
-        ("test_routes",),
-    ),
-    Mutation(
-        "routes without layers are taken",
-        "routes.py",
-        'choices.dtype.kind not in "iu" or choices.ndim != 3',
-        'choices.dtype.kind not in "iu"',
-        ("test_routes",),
-    ),
-    Mutation(
-        "more routes than tokens are taken",
-        "routes.py",
-        "if not 1 <= len(choices) <= length:",
-        "if not 1 <= len(choices):",
-        ("test_routes",),
-    ),
-    Mutation(
-        "a row without a route is taken",
-        "routes.py",
-        "if not 1 <= len(choices) <= length:",
-        "if len(choices) > length:",
-        ("test_routes",),
-    ),
-    Mutation(
-        "an expert may be negative",
-        "routes.py",
-        "if smallest < 0 else",
-        "if False else",
-        ("test_routes",),
-    ),
-    Mutation(
-        "rows may have different numbers of layers",
-        "routes.py",
-        "if routes.shape[1:] != routes_B[0].shape[1:]\n            else",
-        "if False\n            else",
-        ("test_routes",),
-    ),
-    Mutation(
-        "routes of other rows are taken",
-        "routes.py",
-        "len(routes_B) != len(lengths_B) or not len(routes_B)",
-        "not len(routes_B)",
-        ("test_routes",),
-    ),
-    Mutation(
         "an expert that int16 cannot hold becomes negative",
         "routes.py",
         "(1 << 15, np.int16)",
@@ -219,20 +163,6 @@ COLUMNS = (
         "routes.py",
         "np.arange(shape[-1], dtype=dtype)",
         "np.zeros(shape[-1], dtype=dtype)",
-        ("test_routes",),
-    ),
-    Mutation(
-        "captured routes pass for missing ones",
-        "routes.py",
-        "        is_missing_N[start : start + len(row)] = False\n",
-        "",
-        ("test_routes",),
-    ),
-    Mutation(
-        "routes longer than the width run into a neighbour",
-        "routes.py",
-        "    require_fits(lengths_B, width)\n",
-        "",
         ("test_routes",),
     ),
     Mutation(

@@ -94,20 +94,6 @@ KEPT = (
         ("test_staleness",),
     ),
     Mutation(
-        "a masked token counts for the oldest version",
-        "staleness.py",
-        "if mask.any()]",
-        "]",
-        ("test_staleness",),
-    ),
-    Mutation(
-        "version runs that miss tokens are taken",
-        "staleness.py",
-        "if covered != len(loss_mask):",
-        "if False:",
-        ("test_staleness",),
-    ),
-    Mutation(
         "a version that nobody announced is of no age",
         "staleness.py",
         "if version not in step_of_version:",

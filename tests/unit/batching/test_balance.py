@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnstream.batching.balance import Method, Parts, balance, largest_part, token_cost
+from turnstream.batching.balance import Method, Parts, balance, largest_part
 from turnstream.errors import BatchingError
 
 weights_and_parts = st.tuples(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 6))
@@ -51,17 +51,6 @@ def test_auto_takes_the_greedy_method_where_it_is_better() -> None:
     best = balance(weights, num_parts=2, equal_count=True)
 
     assert (largest_part(differenced, weights), largest_part(best, weights)) == (28, 24)
-
-
-def test_counts_attention_when_the_cost_is_quadratic() -> None:
-    lengths = [100, 10, 10, 10, 10, 10]
-    cost = token_cost(a=1.0, b=1.0)
-
-    parts = balance([cost(length) for length in lengths], num_parts=2)
-
-    assert sorted(map(len, parts)) == [1, 5]
-    assert [token_cost(a=2.0, b=0.5)(length) for length in (0, 3)] == [0, 10.5]
-    assert token_cost()(7) == 7
 
 
 def test_refuses_equal_counts_that_do_not_divide() -> None:

@@ -145,13 +145,13 @@ def trajectories(*members: tuple[str, int, bool]) -> Rows:
 
 def test_case_22_rows_behind_the_last_flag_are_refused_and_not_dropped() -> None:
     # The reference drops them without a word: of these 2 rows it gives 1.
-    with pytest.raises(BatchingError, match="row 1 is not flagged last, but .* ends there"):
+    with pytest.raises(BatchingError, match=r"row 1 is not flagged last, but .* ends there"):
         require_whole_trajectories(trajectories(("g", 0, True), ("g", 1, False)))
 
 
 def test_case_22_two_trajectories_without_a_flag_between_them_are_refused() -> None:
     # As the reference does: two ids inside one slice.
-    with pytest.raises(BatchingError, match="row 0 is not flagged last, but .* ends there"):
+    with pytest.raises(BatchingError, match=r"row 0 is not flagged last, but .* ends there"):
         require_whole_trajectories(trajectories(("g", 0, False), ("h", 0, True)))
 
 

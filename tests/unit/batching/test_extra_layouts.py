@@ -52,6 +52,22 @@ def test_left_padded_columns_end_in_the_last_column() -> None:
     assert lists(placed["style"]) == [7, 0]
 
 
+def test_case_11_routes_stand_at_the_first_tokens_and_the_dummy_everywhere_else() -> None:
+    # As in the reference: lengths 2 + 1 with 2 captured, and 1 + 3 with 4.
+    captured = extra_column("first_tokens", np.full((6, 1, 2), 3, np.uint8), [0, 2, 6])
+    batch = rows("abC", "a|bcd", extras={"routes": captured})
+
+    routes = left_padded_extras(batch, width=4, response_width=3)["routes"]
+
+    assert routes.values[:, :, 0].tolist() == [
+        [[0, 1], [3, 3], [3, 3], [0, 1]],
+        [[3, 3], [3, 3], [3, 3], [3, 3]],
+    ]
+    assert routes.is_missing is not None
+    assert routes.is_missing.tolist() == [[1, 0, 0, 1], [0, 0, 0, 0]]
+    assert routes.values.dtype == np.uint8
+
+
 def test_case_11_uncaptured_tokens_have_the_dummy_choice_and_are_marked() -> None:
     routes = left_padded_extras(BATCH, width=4, response_width=2)["routes"]
 

@@ -155,7 +155,8 @@ def test_inert_rows_have_a_legal_value_of_every_declared_column() -> None:
         assert not column.values.values.any()
 
 
-def test_choices_are_stored_and_merged_in_the_narrowest_type() -> None:
+def test_case_11_choices_are_stored_and_merged_in_the_narrowest_type() -> None:
+    # As in the reference, experts 3 and 300 in one batch are int16.
     small, large = turn("ab", "C"), turn("xy", "Z")
     turns = [
         with_columns(small, routes=routes(1, 2)),

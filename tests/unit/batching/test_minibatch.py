@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from turnstream.batching.assemble import concatenate_rows, take_rows
 from turnstream.batching.balance import largest_part
+from turnstream.batching.extra_layouts import left_padded_extras
 from turnstream.batching.microbatch import Budget
 from turnstream.batching.minibatch import (
     INERT_LENGTH,
@@ -20,10 +21,9 @@ from turnstream.batching.minibatch import (
     rank_share,
 )
 from turnstream.batching.outputs import join_by_row_id, response_values_left_padded
-from turnstream.batching.routes import left_padded_routes, route_column
 from turnstream.errors import BatchingError
-from turnstream.testing import assert_same, rows, spell
-from turnstream.types import ExtraColumn, Ragged, Rows
+from turnstream.testing import assert_same, extra_column, rows, spell
+from turnstream.types import Ragged, Rows
 
 CUT: dict[str, Any] = {"step": 1, "mini_batch": 0, "pad_token_id": 9}
 FIVE = rows("abC", "abCDEF", "xY", "uvW", "kL")
@@ -132,17 +132,15 @@ def _arrays(column: Any) -> list[np.ndarray[Any, Any]]:
 
 def test_case_32_an_inert_row_has_the_dummy_routes_and_no_route_of_its_own() -> None:
     # As in the reference: experts 0 .. topk-1, and the router mask set on all of the row.
-    routes = route_column([np.full((2, 1, 2), 3, np.int64)], [3])
-    batch = replace(rows("abC"), extras={"routes": ExtraColumn(per="first_tokens", values=routes)})
-    (_, padded) = shares(batch, 2)
+    routes = extra_column("first_tokens", np.full((2, 1, 2), 3, np.uint8), [0, 2])
+    (_, padded) = shares(rows("abC", extras={"routes": routes}), 2)
 
-    placed = left_padded_routes(
-        padded.extras["routes"].values, lengths_B=padded.input_ids.lengths, width=3
-    )
+    placed = left_padded_extras(padded, width=3, response_width=1)["routes"]
 
-    assert placed.choices.tolist() == [[[[0, 1]]] * 3]
+    assert placed.values.tolist() == [[[[0, 1]]] * 3]
+    assert placed.is_missing is not None
     assert placed.is_missing.tolist() == [[True] * 3]
-    assert placed.choices.dtype == np.uint8
+    assert placed.values.dtype == np.uint8
 
 
 def test_case_32_inert_rows_have_no_advantage_and_no_weight_per_token_either() -> None:

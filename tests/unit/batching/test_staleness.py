@@ -12,7 +12,6 @@ from turnstream.batching.staleness import (
     VersionSteps,
     age,
     is_wholly_of,
-    oldest_trained_version,
     tokens_of,
     version_span,
 )
@@ -32,14 +31,6 @@ def test_age_counts_steps_and_not_versions() -> None:
 def test_refuses_a_version_that_nobody_announced() -> None:
     with pytest.raises(BatchingError, match="version 9 was never announced"):
         age(9, train_step=3, step_of_version=STEPS)
-
-
-def test_the_oldest_version_ignores_masked_and_observed_tokens() -> None:
-    runs = [VersionRun(0, 2), VersionRun(None, 1), VersionRun(2, 1), VersionRun(1, 1)]
-
-    assert oldest_trained_version(runs, np.array([0, 0, 0, 1, 1], np.uint8)) == 1
-    assert oldest_trained_version(runs, np.array([0, 1, 0, 1, 1], np.uint8)) == 0
-    assert oldest_trained_version(runs, np.zeros(5, np.uint8)) is None
 
 
 def announced(*steps: int, lineage: str = "main", into: VersionSteps | None = None) -> VersionSteps:
@@ -148,11 +139,6 @@ def test_a_seal_of_one_version_is_wholly_of_it() -> None:
     assert not is_wholly_of(MIXED, {3, 5})
 
 
-def test_refuses_version_runs_that_do_not_cover_the_response() -> None:
-    with pytest.raises(BatchingError, match="cover 2 tokens, the response has 3"):
-        oldest_trained_version([VersionRun(0, 2)], np.ones(3, np.uint8))
-
-
 def columns(runs: list[VersionRun], mask: NDArray[np.uint8]) -> TokenColumns:
     """Of one row, whose prompt is empty."""
     names = [-1 if version is None else version for version, _ in runs]
@@ -182,14 +168,11 @@ def test_masks_what_a_loop_over_tokens_masks(
     old = announced(*STEPS.values()).older_than(max_age, train_step=4, among=STEPS)
     given_columns = columns(runs, mask)
     kept = masked_columns(given_columns, is_masked=[False], masked_versions=old)
-    oldest = oldest_trained_version(runs, mask)
 
     expected = [
         0 if version is not None and 4 - 1 - STEPS[version] > max_age else int(m)
         for version, m in zip(versions, mask, strict=True)
     ]
-    trained = [v for v, m in zip(versions, mask, strict=True) if m and v is not None]
     assert (kept.loss_mask.values.tolist(), kept.loss_mask.values.dtype) == (expected, np.uint8)
     assert given_columns.loss_mask.values.tolist() == mask.tolist()
     assert kept.num_trained() == [sum(expected)]
-    assert oldest == min(trained, default=None)

@@ -63,6 +63,20 @@ def test_lists_and_arrays_become_arrays_of_the_declared_type(
         (POSITIONS, [[0, 2**31]] * 4, r"2147483648 at \[0, 1\] is not an int32 \(-2147483648 to"),
         (POSITIONS, [[0.0, 1.0]] * 4, "are numbers for int32, not float64"),
         (POSITIONS, [[0, 1]] * 3, "has 3 values for 2 prompt and 2 response tokens"),
+        (STYLE, [1, 2, 3], r"has the shape \(3,\), not \(n, 2\)"),
+        (STYLE, [1e6, 0], r"1000000(.0)? at \[0, 0\] is not a finite float16"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_column_value_and_position(
+    column: DeclaredColumn, values: Any, message: str
+) -> None:
+    with pytest.raises(InvalidTurnError, match=rf"^extras\['x'\]: .*{message}"):
+        checked(column, values)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
         (ROUTES, [[[0, 1]], [[-1, 2]]], r"-1 at \[1, 0, 0\] is not an expert \(0 to 255\)"),
         (
             replace(ROUTES, dtype="int16"),
@@ -73,13 +87,15 @@ def test_lists_and_arrays_become_arrays_of_the_declared_type(
         (ROUTES, [], "has 0 values for 1 to 4 first tokens"),
         (ROUTES, [[[0, 1]]] * 5, "has 5 values for 1 to 4 first tokens"),
         (ROUTES, [[[0, 1, 2]]], r"has the shape \(1, 1, 3\), not \(n, 1, 2\)"),
-        (STYLE, [1, 2, 3], r"has the shape \(3,\), not \(n, 2\)"),
-        (STYLE, [1e6, 0], r"1000000(.0)? at \[0, 0\] is not a finite float16"),
+        (ROUTES, [[[0, 1]], [[0, 1], [0, 1]]], "is no array of numbers"),
+        (ROUTES, [[[0.0, 1.0]]], "are numbers for uint8, not float64"),
+        (ROUTES, [[0, 1]], r"has the shape \(1, 2\), not \(n, 1, 2\)"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_column_value_and_position(
+def test_case_11_routes_that_are_none_are_refused_by_column_value_and_position(
     column: DeclaredColumn, values: Any, message: str
 ) -> None:
+    # So does the reference, which also refuses every list: of ours a list of numbers is taken.
     with pytest.raises(InvalidTurnError, match=rf"^extras\['x'\]: .*{message}"):
         checked(column, values)
 

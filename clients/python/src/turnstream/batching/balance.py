@@ -9,7 +9,7 @@ Source: Karmarkar and Karp, "The differencing method of set partitioning" (1982)
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from turnstream.errors import BatchingError
@@ -59,19 +59,6 @@ def balance(
 def largest_part(parts: Parts, weights: Sequence[float]) -> float:
     """Weight of the heaviest part: what every other part waits for."""
     return max((sum(weights[item] for item in part) for part in parts), default=0.0)
-
-
-def token_cost(a: float = 1.0, b: float = 0.0) -> Callable[[int], float]:
-    """Cost a * L + b * L * L of a row of L tokens.
-
-    A transformer block of hidden size h costs about 12 h h L + 2 h L L, so b / a = 1 / (6 h) counts
-    attention too.
-    """
-
-    def cost(length: int) -> float:
-        return a * length + b * length * length
-
-    return cost
 
 
 def _longest_first(weights: Sequence[float], num_parts: int, equal_count: bool) -> Parts:

@@ -16,8 +16,8 @@ captured it: for nearly all tokens the turn that sampled or first saw them. The 
 turn sampled went through the model only as a part of the next prompt, so that its choice is the
 next turn's: this is what the tokens behind it were sampled under. Captures begin at the first token
 of a prompt, so what a row has of them is its first tokens without a gap; behind them stands the
-dummy choice, and the mask of `turnstream.batching.routes` says so. A later capture of a token never
-replaces an earlier one: its log-probability was taken under the earlier.
+dummy choice, and the mask of `turnstream.batching.extra_layouts` says so. A later capture of a
+token never replaces an earlier one: its log-probability was taken under the earlier.
 
 **Items.** A turn that gives none keeps those of the tokens it shares. One that gives others than
 those of a row's last turn, so that the same placeholder tokens stand for another image, does not go

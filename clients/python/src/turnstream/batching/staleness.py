@@ -6,25 +6,10 @@ Age is counted in steps, not in versions: two versions of the same step are of t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Collection, Iterable, Mapping
 
 from turnstream.errors import BatchingError
-from turnstream.types import SealedTrajectory, VersionAnnounced, VersionRun
-
-
-def oldest_trained_version(
-    version_runs: Sequence[VersionRun], loss_mask: NDArray[np.uint8]
-) -> int | None:
-    """The oldest version that sampled a trained token; None if no such token names one.
-
-    Raises:
-        BatchingError: the runs do not cover the mask.
-    """
-    versions = [run.version for run, mask in _runs_of(version_runs, loss_mask) if mask.any()]
-    return min((version for version in versions if version is not None), default=None)
+from turnstream.types import SealedTrajectory, VersionAnnounced
 
 
 def age(version: int, *, train_step: int, step_of_version: Mapping[int, int]) -> int:
@@ -128,20 +113,3 @@ def version_span(
     """The oldest and the newest version of its trained tokens, these versions left out."""
     left = {v for own in trajectory.turn_versions for v, _ in own if v is not None} - set(without)
     return min(left, default=None), max(left, default=None)
-
-
-def _runs_of(
-    version_runs: Sequence[VersionRun], loss_mask: NDArray[np.uint8]
-) -> list[tuple[VersionRun, NDArray[np.uint8]]]:
-    """Each run with its part of the mask, as a view."""
-    covered = sum(run.num_tokens for run in version_runs)
-    if covered != len(loss_mask):
-        raise BatchingError(
-            f"version_runs cover {covered} tokens, the response has {len(loss_mask)}"
-        )
-    parts: list[tuple[VersionRun, NDArray[np.uint8]]] = []
-    start = 0
-    for run in version_runs:
-        parts.append((run, loss_mask[start : start + run.num_tokens]))
-        start += run.num_tokens
-    return parts
