@@ -40,8 +40,21 @@ ALIGNMENT = 16
 CAPACITY = 32_768
 MINI_BATCH_GROUPS = 8
 
-SETS = {"tau_bench": 38, "tau2": 20, "mint": 20}
-"""How many groups of each set are read: all of the first, and of the others the first ones."""
+SETS = {
+    "tau_bench_trajectories": 38,
+    "tau2_trajectories": 20,
+    "mint_trajectories": 20,
+    "gsm8k_samples": 989,
+    "game24_samples": 75,
+}
+"""How many groups of each set are read: of the two largest the first ones, of the others all."""
+
+PUBLISHED = {
+    "tau_bench_trajectories": (152, 1_824, 5_633_987, 599_503),
+    "gsm8k_samples": (3_956, 3_956, 794_644, 794_644),
+    "game24_samples": (7_500, 7_500, 682_978, 682_978),
+}
+"""Trajectories, turns, tokens turn by turn and tokens merged, of the sets that are read whole."""
 
 Payload = Mapping[TrajectoryKey, Sequence[StoredTurn]]
 TurnIds = tuple[list[int], list[int]]
@@ -52,10 +65,12 @@ class RealSet:
     """The same groups twice.
 
     Attributes:
+        name: of its file.
         payload: as our own path reads, encodes and stores them.
         turns: (prompt, response) of every turn, by the loader beside the file.
     """
 
+    name: str
     payload: Payload
     turns: Mapping[TrajectoryKey, Sequence[TurnIds]]
 
@@ -72,14 +87,15 @@ class RealSet:
 
 @pytest.fixture(scope="module", params=SETS)
 def real_set(request: pytest.FixtureRequest, data_folder: Path, stats: ModuleType) -> RealSet:
-    """One of the multi-turn sets."""
-    path = data_folder / f"{request.param}_trajectories.jsonl.gz"
+    """One of the recorded sets."""
+    path = data_folder / f"{request.param}.jsonl.gz"
     chat = ChatTokenizer.load(data_folder / "tokenizer")
     tokenizer = Tokenizer.from_file(str(data_folder / "tokenizer/tokenizer.json"))
     groups = read_groups(path)[: SETS[request.param]]
     uids = {group.prompt_uid for group in groups}
     lines = [line for line in stats.load(str(path)) if line["prompt_uid"] in uids]
     return RealSet(
+        name=request.param,
         payload={
             TrajectoryKey(group.prompt_uid, recording.sample): stored(chat.encode_turns(recording))
             for group in groups
@@ -96,7 +112,9 @@ def stored(turns: Sequence[Turn]) -> list[StoredTurn]:
     return [replace(turn, payload_crc=turn.index) for turn in store_turns(turns)]
 
 
-def plan(payload: Payload, keys: Sequence[TrajectoryKey]) -> tuple[MiniBatchPlan, Rows]:
+def plan(
+    payload: Payload, keys: Sequence[TrajectoryKey], *, merge: bool = True
+) -> tuple[MiniBatchPlan, Rows]:
     """A mini-batch of these trajectories, planned and assembled."""
     members = [
         sealed(
@@ -113,7 +131,7 @@ def plan(payload: Payload, keys: Sequence[TrajectoryKey]) -> tuple[MiniBatchPlan
     ]
     manifest = plan_batch(
         ready,
-        config=BatchingConfig(batch_groups=len(ready), mini_batch_groups=len(ready)),
+        config=BatchingConfig(batch_groups=len(ready), mini_batch_groups=len(ready), merge=merge),
         run="run",
         step=1,
         lineage="a",
@@ -133,6 +151,11 @@ def slow_rows(turns: Sequence[TurnIds]) -> list[tuple[list[int], int]]:
         else:
             rows.append((prompt + response, len(prompt)))
     return rows
+
+
+def slow_turns(turns: Sequence[TurnIds]) -> list[tuple[list[int], int]]:
+    """Tokens and prompt length of a row for every turn."""
+    return [(prompt + response, len(prompt)) for prompt, response in turns]
 
 
 def slow_bins(lengths: Sequence[int]) -> list[int]:
@@ -179,9 +202,11 @@ def test_every_trajectory_merges_into_the_one_row_of_its_file(real_set: RealSet)
         assert [int(mask.sum()) for mask in rows.loss_mask] == num_sampled
 
 
-def test_the_padding_of_every_layout_is_that_of_the_file(real_set: RealSet) -> None:
-    for keys in real_set.mini_batches:
-        planned, rows = plan(real_set.payload, keys)
+@pytest.mark.parametrize("merge", [True, False])
+def test_the_padding_of_every_layout_is_that_of_the_file(real_set: RealSet, merge: bool) -> None:
+    # Turn by turn the rows are many times as many tokens: those of a few groups are enough.
+    for keys in real_set.mini_batches if merge else real_set.mini_batches[:1]:
+        planned, rows = plan(real_set.payload, keys, merge=merge)
         width, response_width = planned.width, planned.response_width
         lengths = rows.input_ids.lengths.tolist()
         bins = pack(lengths, capacity=CAPACITY, alignment=ALIGNMENT)
@@ -191,7 +216,9 @@ def test_the_padding_of_every_layout_is_that_of_the_file(real_set: RealSet) -> N
         slots = packed(rows, bins=bins, pad_token_id=1, alignment=ALIGNMENT)
         flat = jagged(rows)
 
-        expected = [row for key in keys for row in slow_rows(real_set.turns[key])]
+        expected = [
+            row for key in keys for row in (slow_rows if merge else slow_turns)(real_set.turns[key])
+        ]
         num_tokens = sum(len(ids) for ids, _ in expected)
         widest = len(expected) * max(len(ids) for ids, _ in expected)
         responses = [len(ids) - prompt for ids, prompt in expected]
@@ -206,13 +233,15 @@ def test_the_padding_of_every_layout_is_that_of_the_file(real_set: RealSet) -> N
         assert padding_share(flat.input_ids_N.size, num_tokens) == 0
 
 
-@pytest.mark.parametrize("real_set", ["tau_bench"], indirect=True)
+@pytest.mark.parametrize("real_set", PUBLISHED, indirect=True)
 def test_the_figures_of_the_whole_set_are_the_published_ones(real_set: RealSet) -> None:
     found = merge_report(real_set.payload)
 
-    assert (found.num_trajectories, found.num_turns, found.num_rows) == (152, 1_824, 152)
-    assert (found.num_turn_tokens, found.num_row_tokens) == (5_633_987, 599_503)
-    assert round(found.merge_ratio, 2) == 9.40
+    num_trajectories, num_turns, num_turn_tokens, num_row_tokens = PUBLISHED[real_set.name]
+    assert (found.num_trajectories, found.num_rows) == (num_trajectories, num_trajectories)
+    assert (found.num_turns, found.num_turn_tokens) == (num_turns, num_turn_tokens)
+    assert found.num_row_tokens == num_row_tokens
+    assert round(found.merge_ratio, 2) == round(num_turn_tokens / num_row_tokens, 2)
 
 
 def test_a_trimmed_reply_breaks_the_merge_where_it_was_trimmed(
