@@ -15,18 +15,13 @@
 --             of a dead one would age as if nothing had been undone
 --   CONFLICT  the version was announced with another content, or a higher one was
 
+-- include: present_session.lua
+
 local epoch, session, floor, lineage = unpack(
   redis.call('HMGET', KEYS[1], 'session_epoch', 'session', 'version_floor', 'lineage'))
-if not epoch then
-  return redis.error_reply('NORUN no such run')
-end
-if epoch ~= ARGV[1] then
-  return redis.error_reply('FENCED trainer session ' .. ARGV[1] .. ' is over, ' .. epoch
-    .. ' has begun')
-end
-if (ARGV[4] or '') ~= '' and ARGV[4] ~= session then
-  return redis.error_reply('FENCED trainer session "' .. ARGV[4] .. '" is over or was lost, "'
-    .. session .. '" has its epoch')
+local refusal = refused(epoch, session, ARGV[1], ARGV[4])
+if refusal then
+  return refusal
 end
 if ARGV[5] ~= lineage then
   return redis.error_reply('FENCED the run goes on in lineage "' .. lineage .. '", not in "' .. ARGV[5]

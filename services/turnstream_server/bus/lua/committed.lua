@@ -14,18 +14,13 @@
 --   BEHIND    a rank has this step, or one before it, from another manifest
 --   CONFLICT  the step was not stepped, or trained from another manifest
 
+-- include: present_session.lua
+
 local epoch, stepped, committed, checkpoints, session, lost = unpack(redis.call('HMGET', KEYS[1],
   'session_epoch', 'stepped', 'committed', 'checkpoints', 'session', 'session_lost'))
-if not epoch then
-  return redis.error_reply('NORUN no such run')
-end
-if epoch ~= ARGV[1] then
-  return redis.error_reply('FENCED trainer session ' .. ARGV[1] .. ' is over, ' .. epoch
-    .. ' has begun')
-end
-if (ARGV[4] or '') ~= '' and ARGV[4] ~= session then
-  return redis.error_reply('FENCED trainer session "' .. ARGV[4] .. '" is over or was lost, "'
-    .. session .. '" has its epoch')
+local refusal = refused(epoch, session, ARGV[1], ARGV[4])
+if refusal then
+  return refusal
 end
 local step = tonumber(ARGV[2])
 if lost and step >= tonumber(string.match(lost, '^%d+')) then

@@ -20,18 +20,13 @@
 --   BEHIND  the session is lost, by this or before
 --   UNHEARD the rank was about to get what the store has no more
 
+-- include: present_session.lua
+
 local epoch, session, world_size, planned, released, lost = unpack(redis.call('HMGET', KEYS[1],
   'session_epoch', 'session', 'dp_world_size', 'planned', 'released', 'session_lost'))
-if not epoch then
-  return redis.error_reply('NORUN no such run')
-end
-if epoch ~= ARGV[1] then
-  return redis.error_reply('FENCED trainer session ' .. ARGV[1] .. ' is over, ' .. epoch
-    .. ' has begun')
-end
-if ARGV[2] ~= '' and ARGV[2] ~= session then
-  return redis.error_reply('FENCED trainer session "' .. ARGV[2] .. '" is over or was lost, "'
-    .. session .. '" has its epoch')
+local refusal = refused(epoch, session, ARGV[1], ARGV[2])
+if refusal then
+  return refusal
 end
 if lost then
   return redis.error_reply('BEHIND ' .. string.match(lost, ':(.*)$'))

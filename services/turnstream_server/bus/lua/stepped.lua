@@ -18,19 +18,14 @@
 --   CONFLICT  not the next step, or trained from another manifest
 --   UNHEARD   a rank is not known to have this batch: its next call says so
 
+-- include: present_session.lua
+
 local epoch, stepped, lineage, session, planned, world_size, lost = unpack(redis.call('HMGET',
   KEYS[1], 'session_epoch', 'stepped', 'lineage', 'session', 'planned', 'dp_world_size',
   'session_lost'))
-if not epoch then
-  return redis.error_reply('NORUN no such run')
-end
-if epoch ~= ARGV[1] then
-  return redis.error_reply('FENCED trainer session ' .. ARGV[1] .. ' is over, ' .. epoch
-    .. ' has begun')
-end
-if (ARGV[4] or '') ~= '' and ARGV[4] ~= session then
-  return redis.error_reply('FENCED trainer session "' .. ARGV[4] .. '" is over or was lost, "'
-    .. session .. '" has its epoch')
+local refusal = refused(epoch, session, ARGV[1], ARGV[4])
+if refusal then
+  return refusal
 end
 if lost then
   return redis.error_reply('BEHIND ' .. string.match(lost, ':(.*)$'))

@@ -1,0 +1,20 @@
+#!lua
+-- Part of stepped, committed, hear_rank and announce_version: whether a call is of the trainer session
+-- that the run has now.
+--
+-- Gives refused(epoch, session, own_epoch, own_session): the error, or nil. The first two are of the
+-- frontier, the others of the call; a call of an older release gives no name of its session, or "".
+
+local function refused(epoch, session, own_epoch, own_session)
+  if not epoch then
+    return redis.error_reply('NORUN no such run')
+  end
+  if epoch ~= own_epoch then
+    return redis.error_reply('FENCED trainer session ' .. own_epoch .. ' is over, ' .. epoch
+      .. ' has begun')
+  end
+  if (own_session or '') ~= '' and own_session ~= session then
+    return redis.error_reply('FENCED trainer session "' .. own_session .. '" is over or was lost, "'
+      .. session .. '" has its epoch')
+  end
+end
