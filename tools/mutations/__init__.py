@@ -1,6 +1,9 @@
 """The guards of the batching core and of the losses, each with the change that takes it away."""
 
 from mutations.columns import COLUMNS
+from mutations.combinations import COMBINATIONS
+from mutations.declared import DECLARED
+from mutations.evaluations import EVALUATIONS
 from mutations.kept import KEPT
 from mutations.layouts import LAYOUTS
 from mutations.losses import LOSSES
@@ -9,6 +12,7 @@ from mutations.mutation import Mutation
 from mutations.readiness import READINESS
 from mutations.rows import ROWS
 from mutations.scores import SCORES
+from mutations.settings import SETTINGS
 from mutations.shapes import SHAPES
 from mutations.sizes import SIZES
 from mutations.turns import TURNS
@@ -26,5 +30,9 @@ MUTATIONS = (
     *SCORES,
     *TURNS,
     *KEPT,
+    *SETTINGS,
+    *COMBINATIONS,
+    *DECLARED,
+    *EVALUATIONS,
     *LOSSES,
 )

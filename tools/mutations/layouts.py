@@ -22,6 +22,13 @@ LAYOUTS = (
         ("test_left_padded",),
     ),
     Mutation(
+        "a mask of more columns than int16 counts wraps round",
+        "layout.py",
+        "np.int16 if width <= np.iinfo(np.int16).max else np.int32",
+        "np.int16 if width <= np.iinfo(np.int16).max + 1 else np.int32",
+        ("test_left_padded",),
+    ),
+    Mutation(
         "long rows end one column early",
         "layout.py",
         "(ends_B - values.lengths).tolist()",

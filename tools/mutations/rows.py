@@ -52,8 +52,8 @@ ROWS = (
     Mutation(
         "a dead lineage ages from where it ended",
         "staleness.py",
-        "min(step, fork)",
-        "step",
+        "min(made, step) for",
+        "made for",
         ("test_staleness",),
     ),
     Mutation(

@@ -307,6 +307,27 @@ SHAPES = (
         ("test_sft",),
     ),
     Mutation(
+        "own targets are scaled by those of all sequences",
+        "sft.py",
+        'if loss_scale == "own_targets":\n        return Ragged(',
+        "if False:\n        return Ragged(",
+        ("test_sft",),
+    ),
+    Mutation(
+        "all targets are scaled by those of the first sequence",
+        "sft.py",
+        "total = weights.values.sum(dtype=np.float64)",
+        "total = weights[0].sum(dtype=np.float64)",
+        ("test_sft",),
+    ),
+    Mutation(
+        "targets are not scaled",
+        "sft.py",
+        "weights.values * scales_B.max(initial=0.0), weights.offsets",
+        "weights.values, weights.offsets",
+        ("test_sft",),
+    ),
+    Mutation(
         "weights of masked tokens count",
         "sft.py",
         "Ragged(flat(rows.token_weights).values * mask.values, mask.offsets)",

@@ -115,13 +115,6 @@ SIZES = (
         ("test_balance",),
     ),
     Mutation(
-        "the costs of attention are forgotten",
-        "balance.py",
-        "return a * length + b * length * length",
-        "return a * length",
-        ("test_balance",),
-    ),
-    Mutation(
         "a budget without end is taken",
         "microbatch.py",
         "0 <= number < math.inf for",

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from turnstream.batching.config import BatchingConfig, Estimator
+from turnstream.batching.microbatch import Budget, CostModel
 from turnstream.errors import InvalidConfigError, UnsupportedEstimatorError
 from turnstream.types import DeclaredColumn
 
@@ -92,6 +93,7 @@ def test_keeps_component_weights_in_order_of_name() -> None:
         {"estimator": "grpo", "component_weights": TWO[:1]},
         {"estimator": "gdpo", "component_weights": (*TWO, ("format", 2.0))},
         {"estimator": "gdpo", "component_weights": (*TWO, ("", 2.0))},
+        {"estimator": "gdpo", "component_weights": ((1, 2.0), (2, 2.0))},
         {"estimator": "gdpo", "component_weights": (*TWO, ("x", float("nan")))},
         {"estimator": "gdpo", "component_weights": (*TWO, ("x", "heavy"))},
         {"estimator": "gdpo", "component_weights": 7},
@@ -111,6 +113,7 @@ def test_refuses_component_weights_that_do_not_go_with_the_estimator(
         ("batch_groups", True),
         ("mini_batch_groups", 3),
         ("mini_batch_groups", 1.5),
+        ("max_staleness", 1.5),
         ("estimator", "best"),
         ("reward_source", "somewhere"),
         ("singleton_advantage", "one"),
@@ -118,10 +121,7 @@ def test_refuses_component_weights_that_do_not_go_with_the_estimator(
         ("length_constant", 5),
         ("row_weights", "per_token"),
         ("micro_batch_cost", "cubic"),
-        ("cost_per_token", -1.0),
         ("cost_per_token", "much"),
-        ("cost_per_squared_token", float("nan")),
-        ("cost_per_squared_token", float("inf")),
         ("over_long", "cut"),
         ("alignment", 0),
         ("passes_multiple_of", 0),
@@ -194,6 +194,13 @@ def test_refuses_costs_that_only_a_quadratic_model_reads(model: str, field: str)
         make(micro_batch_cost=model, **{field: 2})
 
 
+@pytest.mark.parametrize("field", ["cost_per_token", "cost_per_squared_token"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), 1e13, True, "2", None])
+def test_refuses_a_cost_that_is_no_number_of_a_cost(field: str, value: Any) -> None:
+    with pytest.raises(InvalidConfigError, match=rf"^{field}: {value!r} is not a number from 0"):
+        make(micro_batch_cost="quadratic", **{field: value})
+
+
 def test_refuses_to_refuse_long_rows_without_a_limit() -> None:
     with pytest.raises(InvalidConfigError, match=r"^over_long: 'refuse' without max_tokens"):
         make(over_long="refuse")
@@ -229,6 +236,11 @@ def test_refuses_settings_of_long_responses_that_do_nothing_or_do_not_go_togethe
         make(**fields)
 
 
+@pytest.mark.parametrize("fields", [{"overlong_buffer": 2}, {"mask_truncated": True}])
+def test_a_limit_of_length_may_punish_or_mask(fields: dict[str, Any]) -> None:
+    assert make(overlong_length=4, **fields).overlong_length == 4
+
+
 @pytest.mark.parametrize("name", ["drop", "mask"])
 @pytest.mark.parametrize(
     ("fields", "reason"),
@@ -239,6 +251,7 @@ def test_refuses_settings_of_long_responses_that_do_nothing_or_do_not_go_togethe
 )
 def test_refuses_ages_that_nothing_can_have(name: str, fields: Any, reason: str) -> None:
     assert make(**fields).max_age_policy == "keep"
+    assert make(max_age_policy=name, max_staleness=2, max_planned_ahead=2).max_staleness == 2
     with pytest.raises(InvalidConfigError, match=f"^max_age_policy: '{name}' with {reason}"):
         make(max_age_policy=name, **fields)
 
@@ -253,6 +266,19 @@ def test_a_pass_may_cost_what_the_run_says() -> None:
 
     assert config.budget.limit == 70
     assert config.budget.cost([4, 2]) == 6 * 4 + 4 * 4 + 6 * 2 + 2 * 2
+
+
+@pytest.mark.parametrize("model", get_args(CostModel))
+def test_a_pass_costs_by_the_model_and_the_alignment_of_the_run(model: CostModel) -> None:
+    config = make(micro_batch_cost=model, alignment=4, max_tokens_per_micro_batch=64)
+
+    assert config.budget == Budget(limit=64, model=model, alignment=4)
+
+
+def test_the_groups_of_a_batch_are_chosen_by_an_event_where_age_or_order_count() -> None:
+    assert not make().chooses_by_event
+    assert make(selection="oldest_weights").chooses_by_event
+    assert make(max_age_policy="mask").chooses_by_event
 
 
 def test_a_refusal_survives_pickling() -> None:
@@ -366,6 +392,11 @@ def test_refuses_by_name_deadlines_and_policies_that_cannot_work(
 ) -> None:
     with pytest.raises(InvalidConfigError, match=f"^{field}: "):
         make(**fields)
+
+
+@pytest.mark.parametrize("field", ["group_deadline_s", "reward_deadline_s"])
+def test_groups_train_short_after_a_deadline_of_either_kind(field: str) -> None:
+    assert make(deadline_policy="train_short", **{field: 1}).deadline_policy == "train_short"
 
 
 def test_seconds_are_floats_also_where_they_are_whole() -> None:

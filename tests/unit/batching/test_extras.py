@@ -12,7 +12,7 @@ from turnstream.batching.extras import ExtraIndex, whole_extras
 from turnstream.batching.merge import merge_trajectories, merge_turns, store_turns
 from turnstream.batching.prefix import PrefixMatch
 from turnstream.errors import InvalidTurnError, UnmergeableColumnError
-from turnstream.testing import spell, turn
+from turnstream.testing import assert_same, spell, turn
 from turnstream.types import NO_PARENT, DeclaredColumn, ExtraPiece, Turn
 
 ROUTES = DeclaredColumn(name="routes", per="first_tokens", dtype="int16", shape=(1, 2))
@@ -159,18 +159,6 @@ def test_case_21_routes_and_images_are_carried_through_the_merge() -> None:
     assert row.extras["images"].values.tolist() == images(1, 2).tolist()
 
 
-def test_case_21_what_no_run_declares_is_refused_by_name() -> None:
-    # The reference refuses routes and images, whoever they are for.
-    given = {"routes": routes(1, 2), "images": images(1)}
-
-    for name, values in given.items():
-        one = with_columns(turn("ab", "C"), **{name: values})
-        for refuse in (store_turns, merge_turns):
-            for declared in ([], [TEACHER]):
-                with pytest.raises(InvalidTurnError, match=rf"^extras\['{name}'\]: the run decl"):
-                    refuse([one], extra_columns=declared)
-
-
 def test_another_image_behind_the_same_tokens_begins_a_row_of_its_own() -> None:
     turns = [
         with_columns(turn("ab", "C"), images=images(1)),
@@ -204,6 +192,37 @@ def test_choices_behind_the_shared_tokens_are_the_turn_s_own() -> None:
 
     assert stored[1].extras["routes"].num_shared == 2
     assert column_of(rows, "routes")[1] == routes(1, 2, 6).tolist()
+
+
+def test_what_was_cut_away_is_put_back_whole_in_the_declared_type() -> None:
+    positions = np.arange(15, dtype=np.int32).reshape(5, 3)
+    declared = [IMAGES, POSITIONS, ROUTES]
+    turns = [
+        with_columns(
+            turn("ab", "C"), images=images(1), positions=positions[:3], routes=routes(1, 2)
+        ),
+        with_columns(
+            turn("abcd", "E"), images=images(1, 2), positions=positions, routes=routes(1, 2, 3, 4)
+        ),
+    ]
+
+    stored = store_turns(turns, extra_columns=declared)
+    whole = whole_extras(stored, declared)
+
+    assert [own["routes"].dtype for own in whole] == [np.int16, np.int16]
+    for found, given in zip(whole, turns, strict=True):
+        assert_same(found, dict(given.extras))
+    with pytest.raises(InvalidTurnError, match="1 values shared with turn 0"):
+        whole_extras([replace(stored[0], extras={}), stored[1]], [IMAGES])
+
+
+def test_a_column_without_values_comes_back_empty_or_left_out_as_it_may_be() -> None:
+    optional = replace(TEACHER, is_optional=True)
+    stored = store_turns([turn("ab", "C")], extra_columns=[IMAGES, optional])
+
+    (whole,) = whole_extras(stored, [IMAGES, optional])
+
+    assert_same(whole, {"images": images()})
 
 
 @pytest.mark.parametrize("held", [None, 1])
@@ -290,7 +309,8 @@ def test_a_turn_whose_columns_are_not_as_declared_is_refused(
 
 
 @pytest.mark.parametrize("declared", [(), (TEACHER,)])
-def test_a_column_that_is_not_declared_is_refused_by_name(declared: Any) -> None:
+def test_case_21_a_column_that_no_run_declares_is_refused_by_name(declared: Any) -> None:
+    # The reference refuses to merge beside routes and images, and drops whatever else a row has.
     undeclared = with_columns(turn("ab", "C"), routes=routes(1))
 
     for work in (merge_turns, store_turns):

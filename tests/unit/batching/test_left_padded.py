@@ -151,6 +151,15 @@ def test_no_rows_make_empty_rectangles() -> None:
     assert (padded.input_ids_BT.shape, padded.rewards_BR.shape) == ((0, 4), (0, 2))
 
 
+@pytest.mark.parametrize("width", [32_767, 32_768, 40_000])
+def test_a_mask_counts_its_columns_also_beyond_int16(width: int) -> None:
+    padded = pad(rows("a|B", "|"), width=width, response_width=width)
+
+    assert np.argwhere(padded.attention_mask_BT).tolist() == [[0, width - 2], [0, width - 1]]
+    assert np.argwhere(padded.response_mask_BR).tolist() == [[0, width - 1]]
+    assert padded.position_ids_BT[0, -2:].tolist() == [0, 1]
+
+
 def slow_left_padded(batch: Rows, *, width: int, response_width: int) -> LeftPadded:
     """Token by token."""
     num_rows = len(batch)

@@ -113,6 +113,13 @@ def test_attention_makes_a_long_row_worth_more_than_its_tokens() -> None:
     assert by_attention == [[0], [1, 2]]
 
 
+def test_golden_the_cost_of_a_transformer_of_4096_hidden_sizes() -> None:
+    # verl fixes 24576 * L + L * L: a = 6 h and b = 1 for h = 4096.
+    budget = Budget(limit=0, model="quadratic", a=24_576, b=1)
+
+    assert budget.cost([1000, 10]) == 24_576 * 1000 + 1000**2 + 24_576 * 10 + 10**2
+
+
 @pytest.mark.parametrize(
     "bad",
     [

@@ -71,6 +71,15 @@ def test_no_rows_make_an_empty_rectangle() -> None:
     assert pad(rows(), width=4).input_ids_BT.shape == (0, 4)
 
 
+def test_a_mask_counts_its_columns_also_beyond_int16() -> None:
+    batch = replace(rows("|" + "a" * 32_768, "ab|"), logprobs=None)
+
+    padded = pad(batch)
+
+    assert padded.attention_mask_BT.shape == (2, 32_768)
+    assert np.count_nonzero(padded.attention_mask_BT, axis=1).tolist() == [32_768, 2]
+
+
 def slow_right_padded(batch: Rows, *, width: int) -> RightPadded:
     """Token by token."""
     shape = len(batch), width

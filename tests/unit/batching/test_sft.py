@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -113,6 +113,35 @@ def test_fractions_are_summed_as_they_are_and_a_small_sum_is_not_blown_up() -> N
     assert loss_scales(batch, loss_scale="all_targets").tolist() == [1 / 2.75] * 3
 
 
+@pytest.mark.parametrize(
+    ("loss_scale", "expected"),
+    [
+        ("all_targets", [[0.25 / 3.75, 1 / 3.75], [0.5 / 3.75, 0, 2 / 3.75]]),
+        ("own_targets", [[0.25 / 1.25, 1 / 1.25], [0.5 / 2.5, 0, 2 / 2.5]]),
+        ("none", [[0.25, 1], [0.5, 0, 2]]),
+    ],
+)
+def test_every_target_is_scaled_by_the_sum_that_is_asked_for(
+    loss_scale: LossScale, expected: list[list[float]]
+) -> None:
+    # The reference divides all of them by 3: the sum of 3.75, truncated.
+    batch = learn("aaa", "aaaa", weights=[[0, 0.25, 1], [0, 0.5, 0, 2]])
+
+    scaled = scaled_weights(batch, loss_scale=loss_scale)
+
+    assert [row.tolist() for row in scaled] == [pytest.approx(row, rel=1e-6) for row in expected]
+    assert scaled.values.dtype == np.float32
+
+
+@pytest.mark.parametrize("loss_scale", get_args(LossScale))
+def test_a_row_without_a_target_is_scaled_too_and_stays_without_one(
+    loss_scale: LossScale,
+) -> None:
+    scaled = scaled_weights(learn("abc", "aB", "abc"), loss_scale=loss_scale)
+
+    assert [row.tolist() for row in scaled] == [[], [1], []]
+
+
 def test_without_token_weights_the_mask_is_the_weight_and_masked_tokens_have_none() -> None:
     batch = rows("abCd", "aB")
     weighted = replace(batch, token_weights=Ragged.from_rows([[0.5, 9], [3]], np.float32))
@@ -146,6 +175,12 @@ def test_case_43_sequences_aligned_for_two_tensor_parallel_ranks() -> None:
     np.testing.assert_allclose(made.target_weights_KW, [[1 / 3, 1 / 3, 0, 0, 1 / 3, 0]])
     assert [one.tolist() for one in made.cu_seqlens] == [[0, 4, 6]]
     assert made.sequence_lengths == ((3, 2),)
+
+
+def test_bins_are_scaled_by_the_targets_of_each_sequence_where_that_is_asked_for() -> None:
+    made = lay_out(learn("aBC", "dE"), [[1, 0]], loss_scale="own_targets")
+
+    np.testing.assert_array_equal(made.target_weights_KW, [[1, 0, 0.5, 0.5, 0]])
 
 
 def test_case_43_an_aligned_bin_is_never_above_its_capacity() -> None:
