@@ -127,13 +127,6 @@ EVALUATIONS = (
         ("test_evals",),
     ),
     Mutation(
-        "an attempt that was surplus is lost",
-        "evals.py",
-        "is None and key in group.seen:",
-        "is None and False:",
-        ("test_evals",),
-    ),
-    Mutation(
         "an evaluation waits for nobody",
         "evals.py",
         "[] if group.pending() else self._end(group, config)",

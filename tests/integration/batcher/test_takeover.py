@@ -215,7 +215,7 @@ async def test_a_closed_run_is_planned_when_a_call_names_it(house):
     assert pulled.mini_batch.rows.group_id == ["g0", "g0"]
 
 
-async def test_the_name_of_a_deleted_run_does_not_keep_a_batcher_from_starting(house):
+async def test_the_name_of_a_deleted_run_does_not_keep_a_batcher_from_starting(house, caplog):
     deleted, kept = house.create_run(batch_groups=1), house.create_run(batch_groups=1)
     house.delete_run(deleted)
     await house.publish(kept, group("g0"))
@@ -223,6 +223,7 @@ async def test_the_name_of_a_deleted_run_does_not_keep_a_batcher_from_starting(h
     await house.start_batcher()
 
     await _wait_for_plans(house, kept, 1)
+    assert "left alone" not in caplog.text  # as a run that fails to be met is
 
 
 async def test_a_planner_that_comes_later_goes_on_where_the_plan_ends(house):

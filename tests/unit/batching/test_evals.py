@@ -28,6 +28,9 @@ from turnstream.types import (
 )
 
 CONFIG = config()
+GDPO = dataclasses.replace(
+    CONFIG, estimator="gdpo", component_weights=(("format", 1.0), ("result", 2.0))
+)
 REFILLED = BatchingConfig(
     batch_groups=1,
     mini_batch_groups=1,
@@ -148,10 +151,32 @@ def test_a_reward_may_come_later_or_not_at_all() -> None:
     assert (ended.result.num_trajectories, ended.result.best) == (2, 0.25)
 
 
-def test_what_is_sealed_after_the_end_is_surplus_and_changes_nothing() -> None:
-    late = sealed("e", sample=1)
+def test_a_reward_that_no_seal_awaits_changes_nothing() -> None:
+    posted = [RewardPosted(key=TrajectoryKey("e", sample), reward=9.0) for sample in (0, 1)]
 
-    state, (ended, dropped) = fold([opened(), sealed("e"), DeadlineFired(group_id="e"), late, late])
+    _, (ended,) = fold([opened(), sealed("e", reward=0.5), *posted, abandoned(1)])
+
+    assert (ended.result.num_trajectories, ended.result.best) == (1, 0.5)
+
+
+def test_what_is_posted_is_added_to_what_the_seal_said() -> None:
+    said = dataclasses.replace(
+        sealed("e", reward=0.75), awaits_reward=True, reward_components={"format": 0.5}
+    )
+    posted = RewardPosted(key=said.key, reward=None, reward_components={"result": 0.25})
+
+    _, (by_outcome,) = fold([opened("e", 1), said, posted])
+    _, (by_components,) = fold([opened("e", 1), said, posted], GDPO)
+
+    assert by_outcome.result.best == 0.75
+    assert by_components.result.best == 0.5 + 2 * 0.25
+
+
+def test_what_is_sealed_after_the_end_is_surplus_and_changes_nothing() -> None:
+    end, late = DeadlineFired(group_id="e"), sealed("e", sample=1)
+    rest = [RewardPosted(key=TrajectoryKey("e", 1), reward=1.0), abandoned(1), end]
+
+    state, (ended, dropped) = fold([opened(), sealed("e"), end, late, late, *rest])
 
     assert ended.result.num_trajectories == 1
     assert (dropped.key, dropped.state) == (TrajectoryKey("e", 1), TrajectoryState.SURPLUS)
@@ -166,11 +191,38 @@ def test_another_attempt_of_a_sealed_sample_is_surplus() -> None:
     assert [each.state for each in decided] == [TrajectoryState.SURPLUS] * 2
 
 
+def test_the_end_of_another_attempt_loses_no_member() -> None:
+    other = TrajectoryDied(key=TrajectoryKey("e", 0, 1), reason="checksum")
+
+    _, (ended,) = fold([opened(), sealed("e"), other, sealed("e", sample=1)])
+
+    assert (len(ended.keys), ended.result.num_lost) == (2, 0)
+
+
+def test_a_sample_that_nobody_asked_for_is_surplus_though_its_writer_left_it_before() -> None:
+    stranger = sealed("e", sample=7)
+
+    _, (dropped,) = fold([opened(), abandoned(7), stranger])
+
+    assert (dropped.key, dropped.state) == (stranger.key, TrajectoryState.SURPLUS)
+
+
 def test_an_event_that_is_heard_again_changes_nothing() -> None:
     once = [opened(), sealed("e", reward=1.0), sealed("e", sample=1, reward=0.0)]
     twice = [each for event in once for each in (event, event)]
 
     assert fold(twice)[1] == fold(once)[1]
+
+
+def test_an_opening_that_is_heard_again_later_begins_nothing_anew() -> None:
+    first, second = sealed("e", reward=1.0), sealed("e", sample=1, reward=0.0)
+
+    state, (ended,) = fold([opened(), first, opened(), second, opened()])
+
+    assert ended.keys == (first.key, second.key)
+    assert state.num_open_groups == 0
+    assert state.decided == ("e",)
+    assert state.evaluating == ()
 
 
 def test_versions_beyond_those_that_may_grow_are_final() -> None:
@@ -187,14 +239,11 @@ def test_versions_beyond_those_that_may_grow_are_final() -> None:
 
 
 def test_components_are_weighed_as_the_run_weighs_them() -> None:
-    gdpo = dataclasses.replace(
-        CONFIG, estimator="gdpo", component_weights=(("format", 1.0), ("result", 2.0))
-    )
     full = dataclasses.replace(
         sealed("e", reward=None), reward_components={"format": 0.5, "result": 0.25}
     )
 
-    _, (ended,) = fold([opened(), full, sealed("e", sample=1, reward=9.0)], gdpo)
+    _, (ended,) = fold([opened(), full, sealed("e", sample=1, reward=9.0)], GDPO)
 
     assert ended.result.best == 9.0
     assert ended.result.reward.mean == 5.0

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from turnstream.batching.declarations import no_values
 from turnstream.batching.extras import ExtraIndex, whole_extras
 from turnstream.batching.merge import merge_trajectories, merge_turns, store_turns
 from turnstream.batching.prefix import PrefixMatch
@@ -135,6 +136,40 @@ def test_a_turn_that_gives_no_items_keeps_those_of_the_tokens_it_shares() -> Non
 
     assert spell(rows) == ["abCdE", "abxY", "qrS"]
     assert column_of(rows, "images") == [images(1).tolist(), images(1).tolist(), []]
+
+
+def test_a_row_may_get_its_first_items_in_a_later_turn() -> None:
+    turns = [turn("ab", "C"), with_columns(turn("abcd", "E"), images=images(1))]
+
+    rows = merge_turns(turns, extra_columns=[IMAGES])
+
+    assert spell(rows) == ["abCdE"]
+    assert column_of(rows, "images") == [images(1).tolist()]
+
+
+def test_a_prompt_that_parts_within_one_that_brought_no_new_items_keeps_those() -> None:
+    turns = [
+        with_columns(turn("ab", "C"), images=images(1)),
+        turn("abcde", "F"),
+        turn("abcdx", "Y"),
+    ]
+
+    rows = merge_turns(turns, extra_columns=[IMAGES])
+
+    assert spell(rows) == ["abCdeF", "abcdxY"]
+    assert column_of(rows, "images") == [images(1).tolist()] * 2
+
+
+def test_a_turn_that_was_stored_without_items_has_none_and_takes_none_over() -> None:
+    index = ExtraIndex([IMAGES, replace(TEACHER, is_optional=True)])
+    first = with_columns(turn("ab", "C"), images=images(1))
+    index.add(first, index.link(first, [PrefixMatch(NO_PARENT, 0)]))
+
+    second = index.as_stored(turn("abcd", "E"))
+
+    assert_same(second.extras, {"images": no_values(IMAGES)})
+    assert "images" not in index.link(second, [PrefixMatch(0, 3)]).pieces
+    assert index.as_stored(first).extras["images"].tolist() == images(1).tolist()
 
 
 def test_a_prompt_that_parts_within_one_that_brought_items_has_to_say_which_it_keeps() -> None:
