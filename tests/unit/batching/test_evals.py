@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.evals import MAX_OPEN_RESULTS
 from turnstream.batching.readiness import RunFold
-from turnstream.testing import config, sealed
+from turnstream.batching.rewards import MAX_REWARD
+from turnstream.testing import config, sealed, shape
 from turnstream.types import (
     DeadlineFired,
     EvalGroup,
@@ -231,11 +232,13 @@ def test_versions_beyond_those_that_may_grow_are_final() -> None:
     for version in newer:
         events += [opened(f"g{version}", 1), sealed(f"g{version}", version=version)]
     late = [opened("late", 1), sealed("late", version=0)]
+    newest = [opened("new", 1), sealed("new", version=MAX_OPEN_RESULTS)]
 
-    *_, ended = fold([*events, *late])[1]
+    *_, ended, grown = fold([*events, *late, *newest])[1]
 
     assert ended.result.version == 0
     assert ended.total is None
+    assert grown.total.num_groups == 2
 
 
 def test_components_are_weighed_as_the_run_weighs_them() -> None:
@@ -247,6 +250,29 @@ def test_components_are_weighed_as_the_run_weighs_them() -> None:
 
     assert ended.result.best == 9.0
     assert ended.result.reward.mean == 5.0
+
+
+def test_where_a_component_is_missing_the_outcome_counts() -> None:
+    half = dataclasses.replace(sealed("e", reward=3.0), reward_components={"format": 0.5})
+
+    _, (ended,) = fold([opened("e", 1), half], GDPO)
+
+    assert ended.result.best == 3.0
+
+
+def test_the_reward_comes_from_the_source_of_the_run() -> None:
+    of = dataclasses.replace(CONFIG, reward_source="sum_of_turns")
+    turns = sealed("e", reward=None, turns=[shape(), shape()], turn_rewards=[0.25, 0.5])
+
+    _, (ended,) = fold([opened("e", 1), turns], of)
+
+    assert ended.result.best == 0.75
+
+
+def test_a_reward_beyond_every_number_is_none() -> None:
+    _, (ended,) = fold([opened("e", 1), sealed("e", reward=2 * MAX_REWARD)])
+
+    assert (ended.result.num_trajectories, ended.result.best) == (1, None)
 
 
 def test_training_events_decide_the_same_with_evaluations_in_between() -> None:
