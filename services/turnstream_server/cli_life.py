@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from turnstream_server.cli_options import Redis, RunArgument, store_url
+from turnstream_server.cli_options import AsJson, Redis, RunArgument, store_url
 
 app = typer.Typer()
 
@@ -57,6 +57,28 @@ def resume(run: RunArgument, redis: Redis = None) -> None:
     from turnstream_server.jobs.life import resume
 
     typer.echo(resume(store_url(redis), run))
+
+
+@app.command(rich_help_panel=PANEL)
+def replan(
+    run: RunArgument,
+    step: Annotated[
+        int | None, typer.Option(min=1, help="The damaged step; else the first that is.")
+    ] = None,
+    wait_s: Annotated[
+        float, typer.Option(min=0, help="Seconds in which the batcher that plans the run answers.")
+    ] = 60.0,
+    redis: Redis = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan again from a step on whose payload was damaged, without it.
+
+    What is damaged becomes dead letters. The trainer session ends, and begins again with its token.
+    """
+    from turnstream_server.jobs.replanning import replan, replanned_json, replanned_text
+
+    done = replan(store_url(redis), run, step, wait_s=wait_s)
+    typer.echo(replanned_json(run, done) if as_json else f"planned again: {replanned_text(done)}")
 
 
 @app.command(rich_help_panel=PANEL)

@@ -22,6 +22,8 @@ NAMES: Final = frozenset(
         "plan.before_check",  # groups are chosen, their payload is not yet read
         "plan.before_write",
         "plan.after_write",
+        "replan.before_write",  # what is damaged is known, the plans still stand
+        "replan.after_write",  # the plans are withdrawn, nothing is planned in their place
         "revise.before",  # a revision of the config is due, the run was not told
         "revise.after",  # it was told, and nothing is planned by it yet
         "settle.before",  # groups that were dropped, the ledger does not know yet

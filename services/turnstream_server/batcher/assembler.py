@@ -72,6 +72,23 @@ class Assembler:
         for mini_batch in range(len(batch.manifest.mini_batches)):
             await self._rows(batch, mini_batch)
 
+    async def examine(self, batch: PlannedBatch) -> tuple[Damage, ...]:
+        """What of a batch's payload is damaged in the store now, whatever is kept of it here.
+
+        Raises:
+            UnknownFormatError: the batch is to be assembled by rules of another release.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        check_assembly_version(batch.manifest)
+        damages: list[Damage] = []
+        for mini_batch in range(len(batch.manifest.mini_batches)):
+            build = functools.partial(self._build_rows, batch, mini_batch)
+            try:
+                await self.in_thread(build)
+            except DamagedPayloadError as error:
+                damages += error.damages
+        return tuple(damages)
+
     async def share(
         self, batch: PlannedBatch, *, mini_batch: int, dp_rank: int, dp_world_size: int
     ) -> EncodedMiniBatch:

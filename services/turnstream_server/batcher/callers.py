@@ -63,11 +63,20 @@ async def _note(
 
 
 def check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
-    """Refuse a rank that is not one of the run's present session, nor of an observer."""
+    """Refuse a rank that is not one of the run's present session, nor of an observer.
+
+    Raises:
+        FencedError: its session is over.
+        StoreBehindError: this store has not planned what it has got before.
+        ConflictError: the session has another number of ranks.
+        InvalidConfigError: there is no such rank.
+    """
     if request.dp_rank >= request.dp_world_size:
         raise InvalidConfigError(
             "dp_rank", f"{request.dp_rank} is not below dp_world_size={request.dp_world_size}"
         )
+    if not request.observer:
+        _check_not_withdrawn(request, frontier)
     if request.previous_hash and frontier.planned < request.step - 1:
         raise StoreBehindError(
             f"step {request.step - 1} was delivered from the manifest {request.previous_hash!r}, "
@@ -92,10 +101,20 @@ def check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
         )
 
 
+def _check_not_withdrawn(request: wire.GetRequest, frontier: Frontier) -> None:
+    """Refuse a rank of a session that ended with its plans, as long as no other has begun."""
+    is_older = 0 < request.session_epoch < frontier.session_epoch
+    if is_older and not frontier.has_session:
+        raise FencedError(
+            f"trainer session {request.session_epoch} is over: payload was damaged and plans were "
+            "withdrawn; begin another session with the token of the last checkpoint"
+        )
+
+
 def check_chain(request: wire.GetRequest, batch: PlannedBatch) -> None:
     """Refuse to go on for a caller who has a part of another batch, or another one before this.
 
-    The store may have lost it, and planned its number again with something else.
+    The store may have lost it, or withdrawn it, and planned its number again with something else.
     """
     own = batch.manifest_hash
     if request.manifest_hash and request.manifest_hash != own:

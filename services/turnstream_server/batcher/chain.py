@@ -105,6 +105,7 @@ class PlanChain:
             first_row_id=self.next_row_id,
             config_revision=self._in_force.revision,
             revised_at=self._in_force.since,
+            revision=self._view.frontier.revision_of(self.next_step),
             chosen_at="" if choice is None else choice.chosen_at,
             masked_versions=() if choice is None else choice.masked_versions,
         )

@@ -30,6 +30,7 @@ from turnstream_server.batcher.letters import LetterBox
 from turnstream_server.batcher.listener import PAGE_EVENTS, EventEntry, RunListener
 from turnstream_server.batcher.memory import PlannerMemory, event_position
 from turnstream_server.batcher.payload import DamagedPayloadError
+from turnstream_server.batcher.replanning import Replanner
 from turnstream_server.batcher.revising import ConfigInForce
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.settling import Settler
@@ -94,6 +95,7 @@ class Leader:
         self._letters = LetterBox(client, view.run, epoch=epoch)
         self._settler = Settler(client, view.run, self._letters, epoch=epoch)
         self._chain = PlanChain(client, view, self._in_force, epoch=epoch)
+        self._replanner = Replanner(client, view, assembler, epoch=epoch)
         self._memory = PlannerMemory(client, view.run, assembler, epoch=epoch, upkeep=upkeep)
 
     @property
@@ -122,6 +124,7 @@ class Leader:
         ]
         try:
             while True:
+                await self._replan()
                 await self._plan_what_is_due()
                 await self._finish()
                 # A choice of groups is not part of a snapshot; it stands for a moment only.
@@ -133,6 +136,15 @@ class Leader:
         finally:
             self._view.explain = None
             self._view.undecided = list
+
+    async def _replan(self) -> None:
+        """Withdraw plans of damaged payload, where somebody asks, and begin anew behind them."""
+        request = self._view.frontier.replan
+        if request is None:
+            return
+        if await self._replanner.answer(request, self._snapshot(), config=self._config):
+            await self._replay()
+        await self._view.refresh()
 
     async def _replay(self) -> None:
         """Fold the history in; each plan takes its groups where it was made."""

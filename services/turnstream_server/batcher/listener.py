@@ -73,6 +73,11 @@ class RunListener:
         """Do not tell of the plan of this step: the caller has written it."""
         self._signals[self._plan] = f"{step}-0"
 
+    def fall_back(self, step: int) -> None:
+        """The newest plan is that of this step: later ones that were told of are withdrawn."""
+        if int(self._signals[self._plan].partition("-")[0]) > step:
+            self.pass_step(step)
+
     async def read_events(self) -> list[EventEntry]:
         """The next events that are there already, at most PAGE_EVENTS.
 

@@ -144,7 +144,7 @@ class RunPlanner:
             while (left_s := try_again_s - loop.time()) > 0:
                 news = await listener.wait(with_events=False, wait_s=left_s)
                 if news.is_frontier_old:
-                    await self._view.refresh()
+                    listener.fall_back((await self._view.refresh()).planned)
 
     async def _lead(self, epoch: int) -> None:
         leader = Leader(

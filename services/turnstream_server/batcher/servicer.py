@@ -17,7 +17,6 @@ from turnstream.errors import (
     CorruptRecordError,
     InvalidConfigError,
     RejectedError,
-    StoreBehindError,
     StoreUnavailableError,
     TurnstreamError,
 )
@@ -41,6 +40,7 @@ from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.shares import PlannedBatch
 from turnstream_server.bus.frontier import not_retained
 from turnstream_server.bus.observers import declare_observer, note_observed
+from turnstream_server.bus.replans import how_to_go_on, note_damage
 from turnstream_server.bus.sessions import (
     TrainerSession,
     acknowledge_committed,
@@ -141,7 +141,16 @@ class BatchesServicer:
             frontier = await view.refresh()
             if request.step <= frontier.released:
                 raise not_retained(request.step, frontier) from error
-            raise CorruptRecordError(f"step {request.step}: {error}") from error
+            raise await self._damaged(batch, error) from error
+
+    async def _damaged(self, batch: PlannedBatch, error: DamagedPayloadError) -> CorruptRecordError:
+        """What a rank is told of damage; noted in the run, where an operator finds it."""
+        run, step = batch.manifest.run, batch.manifest.step
+        sentence = f"step {step}: {error}"
+        await note_damage(
+            self._client, run, step=step, manifest_hash=batch.manifest_hash, sentence=sentence
+        )
+        return CorruptRecordError(f"{sentence}; {how_to_go_on(run)}")
 
     async def observe(self, request: wire.ObserveRequest) -> wire.ObserveReply:
         """Declare an observer."""

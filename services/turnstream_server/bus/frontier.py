@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import redis
 import redis.asyncio
@@ -70,6 +70,42 @@ class Rollback(NamedTuple):
         return cls(lineage, int(step), int(stepped))
 
 
+class PayloadDamage(NamedTuple):
+    """Payload that was damaged after it was planned.
+
+    Attributes:
+        step: whose batch it is of.
+        manifest_hash: of that batch.
+        sentence: names the trajectories, and what is wrong with them.
+    """
+
+    step: int
+    manifest_hash: str
+    sentence: str
+
+
+class ReplanRequest(NamedTuple):
+    """Somebody asks to plan again from a damaged step on.
+
+    Attributes:
+        name: of the request.
+        step: 0 for the first step that is damaged.
+    """
+
+    name: str
+    step: int
+
+
+class Withdrawn(NamedTuple):
+    """How often plans of the run were withdrawn, and the newest step that ever was."""
+
+    revision: int = 0
+    through_step: int = 0
+
+
+NONE_WITHDRAWN: Final = Withdrawn()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier:
     """The numbers of a run, as of one moment.
@@ -99,6 +135,10 @@ class Frontier:
         num_revised_groups: see `revised_groups` in store.keys.
         rollbacks: the newest of them, the last one first.
         lost_session: in which step the store is not what a rank of the session had; "": in none.
+        damage: what a rank was refused last because of its payload; None where nothing was, or its
+            plan was withdrawn since.
+        replan: a request to plan again that no leader has answered yet.
+        withdrawn: plans that were withdrawn because of damage.
     """
 
     planned: int
@@ -125,6 +165,18 @@ class Frontier:
     is_finished: bool = False
     rollbacks: tuple[Rollback, ...] = ()
     lost_session: str = ""
+    damage: PayloadDamage | None = None
+    replan: ReplanRequest | None = None
+    withdrawn: Withdrawn = NONE_WITHDRAWN
+
+    @property
+    def has_session(self) -> bool:
+        """Whether a trainer session has begun that is not over: plans that are withdrawn end it."""
+        return bool(self.session_epoch and self.session)
+
+    def revision_of(self, step: int) -> int:
+        """The number of the next plan of this step: 0, or one above those that were withdrawn."""
+        return self.withdrawn.revision if step <= self.withdrawn.through_step else 0
 
     @property
     def pause(self) -> str:
@@ -200,4 +252,25 @@ def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
         num_revised_groups=int(fields.get(b"revised_groups", 0)),
         rollbacks=_rollbacks(fields.get(b"rollbacks", b"").decode()),
         lost_session=fields.get(b"session_lost", b"").decode().partition(":")[2],
+        damage=_damage(fields.get(b"damaged")),
+        replan=_replan(fields.get(b"replan")),
+        withdrawn=_withdrawn(fields.get(b"withdrawn")),
     )
+
+
+def _damage(value: bytes | None) -> PayloadDamage | None:
+    if value is None:
+        return None
+    step, manifest_hash, sentence = value.decode().split(":", 2)
+    return PayloadDamage(int(step), manifest_hash, sentence)
+
+
+def _replan(value: bytes | None) -> ReplanRequest | None:
+    if value is None:
+        return None
+    name, _, step = value.decode().rpartition(":")
+    return ReplanRequest(name, int(step))
+
+
+def _withdrawn(value: bytes | None) -> Withdrawn:
+    return Withdrawn(*map(int, value.split(b":"))) if value else Withdrawn()

@@ -89,7 +89,9 @@ def openings_in_snapshot(client: redis.Redis, run: str) -> dict[str, int]:
         fold = decode_snapshot(record).restore_fold(config)
     except RecordError:
         return {}  # damaged, or of a newer release: the events have to do
-    return {keys.encode_name(name): entry_ms(event_id) for name, event_id in fold.openings()}
+    # A group whose plan was withdrawn has its place in place of a moment.
+    opened = {keys.encode_name(name): entry_ms(event_id) for name, event_id in fold.openings()}
+    return {name: opened_ms for name, opened_ms in opened.items() if opened_ms}
 
 
 def _newest_damaged_ms(client: redis.Redis, damaged: str) -> int:

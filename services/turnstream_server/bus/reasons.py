@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from turnstream.errors import WaitKind
 from turnstream_server.bus.budget import ByteBudget
 from turnstream_server.bus.moments import RunSnapshot, WaitingGroup
+from turnstream_server.bus.replans import how_to_go_on
 
 ReasonKind = WaitKind
 
@@ -100,6 +101,7 @@ def _of_services(snapshot: RunSnapshot) -> Iterator[Reason]:
             sentence=f"{snapshot.store_trouble}; nothing new is acknowledged",
             facts={"reason": snapshot.store_trouble},
         )
+    yield from _of_damage(snapshot)
     if not snapshot.planner or snapshot.planner_left_s <= 0:
         left_s = snapshot.planner_left_s
         since = f": the lease of {snapshot.planner} ended {-left_s:.0f} s ago"
@@ -121,7 +123,7 @@ def _of_services(snapshot: RunSnapshot) -> Iterator[Reason]:
     if frontier.planned >= frontier.stepped + 1 + snapshot.max_planned_ahead:
         step, awaited = frontier.planned + 1, frontier.stepped + 1
         trainer = f"trainer session {frontier.session_epoch} has it"
-        if not frontier.session_epoch:
+        if not frontier.has_session:
             trainer = "no trainer session has begun"
         yield Reason(
             kind=ReasonKind.TRAINER_NOT_STEPPED,
@@ -130,6 +132,17 @@ def _of_services(snapshot: RunSnapshot) -> Iterator[Reason]:
         )
     if not frontier.is_closed:
         yield from _of_capacity(snapshot)
+
+
+def _of_damage(snapshot: RunSnapshot) -> Iterator[Reason]:
+    """What a rank was refused, until it is stepped all the same or planned again."""
+    frontier, damage = snapshot.frontier, snapshot.frontier.damage
+    if damage is not None and frontier.stepped < damage.step <= frontier.planned:
+        yield Reason(
+            kind=ReasonKind.PAYLOAD_DAMAGED,
+            sentence=f"{damage.sentence}; {how_to_go_on(snapshot.run)}",
+            facts={"step": damage.step, "damage": damage.sentence},
+        )
 
 
 def _of_capacity(snapshot: RunSnapshot) -> Iterator[Reason]:

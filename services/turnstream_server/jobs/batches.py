@@ -34,6 +34,8 @@ def print_batch(
     """
     content = read_batch(url, run, step, folder=folder)
     console.print(f"step {step} of {run}: {content['state']}, {content['manifest_hash']}")
+    if content.get("revision"):
+        console.print("planned again, because payload of an earlier plan was damaged")
     if "trajectories" in content:
         names = ", ".join(keys.readable_name(each["id"]) for each in content["trajectories"])
         console.print(f"no longer retained; of its trajectories the names are kept: {names}")
@@ -212,6 +214,7 @@ def _content(stored: StoredManifest) -> dict[str, Any]:
     return {
         "run": manifest.run,
         "step": manifest.step,
+        "revision": manifest.revision,
         "manifest_hash": stored.hash,
         "previous_hash": manifest.previous_hash,
         "lineage": manifest.lineage,

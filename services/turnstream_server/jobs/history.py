@@ -12,7 +12,7 @@ from turnstream.records.manifests import decode_manifest
 from turnstream.store import keys
 from turnstream.store.replies import translating
 from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey
-from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.frontier import NONE_WITHDRAWN, read_frontier
 from turnstream_server.bus.ledger import LedgerCounts, read_ledger
 from turnstream_server.jobs.summary import (
     BatchFigures,
@@ -45,6 +45,7 @@ class RunHistory:
         self._names = keys.run_keys(run)
         self._next_event = "-"
         self._next_plan = "-"
+        self._withdrawn = NONE_WITHDRAWN
 
     @property
     def sealed(self) -> list[SealedFigures]:
@@ -67,6 +68,10 @@ class RunHistory:
                 self._first_event_ms = self._first_event_ms or int(entry_id.split("-")[0])
                 self._add_event(record)
                 self._next_event = f"({entry_id}"
+        frontier = read_frontier(self._client, self.run)
+        if frontier.withdrawn != self._withdrawn:
+            self._withdrawn, self._next_plan = frontier.withdrawn, "-"
+            self._batches = {s: b for s, b in self._batches.items() if s <= frontier.stepped}
         while entries := self._read(self._names.plan, self._next_plan):
             for entry_id, record in entries:
                 batch = figures_of_batch(decode_manifest(record))

@@ -16,9 +16,11 @@ from turnstream_server.bus.deletion import deleting_since_ms
 from turnstream_server.bus.frontier import Origin, Rollback
 from turnstream_server.bus.ledger import RunSummary, run_summary
 from turnstream_server.bus.observers import Observer, read_observers
+from turnstream_server.bus.replans import last_replanned
 from turnstream_server.jobs.ledger import duration
 from turnstream_server.jobs.life import pending_revisions
 from turnstream_server.jobs.looks import looking_at
+from turnstream_server.jobs.replanning import replanned_text
 
 
 def print_runs(url: str, console: Console) -> None:
@@ -73,8 +75,12 @@ def print_run(url: str, run: str, console: Console) -> None:
         seen = run_summary(client, run)
         revisions = read_revisions(client, run)
         observers = read_observers(client, run)
+        replanned = last_replanned(client, run)
     config = revisions.config(revisions.in_force)
-    console.print(_run_table(seen))
+    table = _run_table(seen)
+    if replanned is not None:
+        table.add_row("planned again", replanned_text(replanned))
+    console.print(table)
     if observers:
         console.print(_observer_table(observers))
     settings = Table("setting", "value", title=f"configuration, revision {revisions.in_force}")

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ import redis
 
 from turnstream.store import keys
 from turnstream.store.revisions import read_revisions
+from turnstream.testing import wait_until
 from turnstream_server import cli
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.embedded import EmbeddedServer
@@ -109,6 +111,50 @@ def test_pause_and_resume_keep_the_first_reason_and_say_what_was_to_do(
     assert again == Told(0, f"run {run} was paused before\n", "")
     assert resumed == Told(0, f"run {run} goes on\n", "")
     assert (reason, read_frontier(client, run).paused) == ("the disk is full", None)
+
+
+def test_replan_says_what_is_planned_again_as_text_and_as_json(
+    client: redis.Redis, run: str, turnstream: Shell
+) -> None:
+    answered = '{"first_step": 3, "newest_step": 4, "num_dead": 1, "dead": ["g/0/0"]}'
+    names = keys.run_keys(run)
+
+    def answer() -> None:
+        """What a leader would do."""
+        request = wait_until(lambda: read_frontier(client, run).replan)
+        assert request is not None
+        client.hset(names.frontier, "replanned", f"{request.name}:61000:{answered}")
+        client.hdel(names.frontier, "replan")
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(answer)
+        told = turnstream("replan", run)
+        pool.submit(answer)
+        as_json = turnstream("replan", run, "--json")
+    shown = turnstream("show", run)
+
+    since = "1970-01-01 00:01:01+00:00"
+    assert told == Told(0, f"planned again: steps 3 to 4, since {since}, without g/0/0\n", "")
+    assert json.loads(as_json.out) == {"run": run, "since_ms": 61000, **json.loads(answered)}
+    assert "planned again" in shown.out
+
+
+def test_replan_says_that_nobody_answers_and_what_becomes_of_it(
+    client: redis.Redis, run: str, turnstream: Shell
+) -> None:
+    told = turnstream("replan", run, "--wait-s", "0")
+    never = turnstream("replan", run, "--step", "7")
+
+    assert told.status == 1
+    assert "no batcher has answered within 0 s; the request stands" in told.err
+    assert read_frontier(client, run).replan is not None
+    assert "already asked to plan again its first damaged step" in never.err
+
+
+def test_replan_refuses_a_step_that_is_not_planned(run: str, turnstream: Shell) -> None:
+    assert turnstream("replan", run, "--step", "7") == Told(
+        1, "", "error: step 7 is not planned; 0 are\n"
+    )
 
 
 def test_why_says_as_json_that_a_run_is_paused_and_the_reason(

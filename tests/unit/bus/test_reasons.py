@@ -7,7 +7,7 @@ import pytest
 
 from turnstream.store.tasks import PromptCounts
 from turnstream_server.bus.budget import ByteBudget, HeldBytes
-from turnstream_server.bus.frontier import Frontier
+from turnstream_server.bus.frontier import Frontier, PayloadDamage
 from turnstream_server.bus.moments import (
     AwaitedReward,
     OpenMember,
@@ -102,6 +102,31 @@ def test_a_full_plan_waits_for_the_trainer(session_epoch: int, trainer: str) -> 
 
     assert found.sentence == f"step 5 is planned when step 3 is stepped; {trainer}"
     assert found.facts == {"step": 5, "awaited": 3, "session_epoch": session_epoch}
+
+
+def test_a_trainer_session_that_ended_with_withdrawn_plans_has_nothing() -> None:
+    seen = starved(frontier={"planned": 4, "session_epoch": 2, "session": ""})
+
+    found = the(ReasonKind.TRAINER_NOT_STEPPED, seen)
+
+    assert found.sentence.endswith("no trainer session has begun")
+
+
+def test_damaged_payload_is_said_with_the_command_that_helps_until_it_is_over() -> None:
+    damage = PayloadDamage(step=3, manifest_hash="ab", sentence="step 3: damaged payload of g/0/0")
+    seen = starved(frontier={"planned": 3, "damage": damage})
+    planned_again = starved(frontier={"planned": 2, "damage": damage})
+    stepped = starved(frontier={"planned": 3, "stepped": 3, "damage": damage})
+
+    found = reasons(seen)[0]
+
+    assert found.kind is ReasonKind.PAYLOAD_DAMAGED
+    assert found.sentence == (
+        "step 3: damaged payload of g/0/0; `turnstream replan maze` sets it aside, "
+        "and plans again without it"
+    )
+    assert found.facts == {"step": 3, "damage": "step 3: damaged payload of g/0/0"}
+    assert ReasonKind.PAYLOAD_DAMAGED not in {*kinds(planned_again), *kinds(stepped)}
 
 
 def test_a_plan_with_room_does_not_wait_for_the_trainer() -> None:

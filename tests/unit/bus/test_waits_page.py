@@ -28,7 +28,7 @@ from turnstream.testing import config, turn
 from turnstream.types import GroupOpened, TrajectoryKey
 from turnstream.worker._reasons import batcher_silent, no_batch, not_acknowledged, of_failure
 from turnstream_server.bus.budget import ByteBudget, HeldBytes
-from turnstream_server.bus.frontier import Frontier
+from turnstream_server.bus.frontier import Frontier, PayloadDamage
 from turnstream_server.bus.moments import (
     AwaitedReward,
     OpenMember,
@@ -83,6 +83,11 @@ def of(**changes: Any) -> RunSnapshot:
 LAPSED = replace(MEMBER, lease_left_s=-40.0)
 REWARD = AwaitedReward(sample=2, attempt=0, since_s=95.0, deadline_left_s=None)
 OVER = {"is_closed": True, "is_finished": True, "planned": 300, "stepped": 300}
+DAMAGE = PayloadDamage(
+    step=5,
+    manifest_hash="ab",
+    sentence="step 5: damaged payload of g6/2/0: its checksum differs",
+)
 MOMENTS = [
     of(groups=(replace(GROUP, open_members=(MEMBER,), not_begun=(2,)),)),
     of(store_trouble="the store refuses writes: its last write to the disk failed"),
@@ -122,6 +127,7 @@ MOMENTS = [
         planner="host:812:9f3c21aa",
         release_trouble="step 3 is not archived: [Errno 28] No space left on device",
     ),
+    of(frontier={"planned": 5, "damage": DAMAGE}),
     of(frontier={"is_closed": True}),
     of(frontier=OVER, num_ready=0, num_waiting=0),
 ]

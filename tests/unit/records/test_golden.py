@@ -36,6 +36,7 @@ from turnstream.types import (
     Event,
     GroupOpened,
     MiniBatch,
+    PlansWithdrawn,
     Purpose,
     RefillGranted,
     RewardPosted,
@@ -96,6 +97,7 @@ EVENTS: dict[str, Event] = {
     "run_reopened": RunReopened(),
     "run_finished": RunFinished(step=7),
     "rolled_back": RolledBack(step=7),
+    "plans_withdrawn": PlansWithdrawn(step=7, dead=(TrajectoryKey("g0", 3, 1),)),
     "config_revised": ConfigRevised(revision=2, step=7),
     "trajectory_of_two_versions": sealed(
         "g0",

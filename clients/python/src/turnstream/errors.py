@@ -145,6 +145,7 @@ class WaitKind(StrEnum):
     RUN_OVER = "run_over"
     STORE_REFUSES_WRITES = "store_refuses_writes"
     RUN_PAUSED = "run_paused"
+    PAYLOAD_DAMAGED = "payload_damaged"
     NO_PLANNER = "no_planner"
     PLANNING_FAILS = "planning_fails"
     TRAINER_NOT_STEPPED = "trainer_not_stepped"

@@ -7,11 +7,12 @@
 -- Keys, all in the run's slot:
 --   KEYS[1] leader    hash    read: epoch
 --   KEYS[2] frontier  hash    read and changed: planned, the number of the newest batch; read:
---                             next_revision, paused, opened_groups, live_groups; changed:
---                             open_groups, planned_groups, at_plans; revised_groups, where the
---                             batch has other than batch_groups groups
+--                             next_revision, paused, withdrawn, opened_groups, live_groups;
+--                             changed: open_groups, planned_groups, at_plans; revised_groups, where
+--                             the batch has other than batch_groups groups
 --   KEYS[3] batches   hash    step -> "<trajectories planned up to it>:<manifest hash>"; added
---   KEYS[4] plan      stream  added: "<step>-0", field r = record
+--   KEYS[4] plan      stream  added: "<step>-<revision>", field r = record; the revision is
+--                             0, but for steps whose plan was withdrawn
 --   KEYS[5] ledger    hash    trajectory id: "sealed:<epoch>" becomes "planned:<step>"
 --   KEYS[6] counts    hash    changed: sealed, planned (cumulative: stepped ones stay in it), open,
 --                             awaiting_reward, surplus
@@ -44,8 +45,8 @@ local TASKS, PROMPTS, HELD, BUDGET = KEYS[13], KEYS[14], KEYS[16], KEYS[17]
 local FIRST = 7  -- trajectory id
 local CHUNK = 1000  -- unpack fails above a few thousand values
 
-local stepped, planned, revised, paused = unpack(
-  redis.call('HMGET', KEYS[2], 'stepped', 'planned', 'next_revision', 'paused'))
+local stepped, planned, revised, paused, withdrawn = unpack(
+  redis.call('HMGET', KEYS[2], 'stepped', 'planned', 'next_revision', 'paused', 'withdrawn'))
 if not stepped then
   return redis.error_reply('NORUN no such run')
 end
@@ -122,7 +123,9 @@ for start = FIRST, #ARGV, CHUNK do
 end
 
 -- 2. Write.
-redis.call('XADD', KEYS[4], ARGV[2] .. '-0', 'r', ARGV[5])
+local revision, through = string.match(withdrawn or '0:0', '^(%d+):(%d+)$')
+revision = step <= tonumber(through) and revision or 0
+redis.call('XADD', KEYS[4], ARGV[2] .. '-' .. revision, 'r', ARGV[5])
 local num_bytes = 0
 for start = FIRST, #ARGV, CHUNK do
   local stop = math.min(start + CHUNK - 1, #ARGV)

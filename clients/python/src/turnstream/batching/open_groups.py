@@ -5,7 +5,8 @@ What happens to single attempts is heard by `turnstream.batching.readiness`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Final
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.decisions import (
@@ -19,7 +20,11 @@ from turnstream.batching.decisions import (
 from turnstream.batching.judging import teaches_nothing
 from turnstream.batching.lengths import is_compared
 from turnstream.batching.members import GroupMembers
-from turnstream.types import DeadlineFired, TrajectoryKey, TrajectoryState
+from turnstream.batching.withdrawing import WithdrawnGroup
+from turnstream.types import DeadlineFired, GroupOpened, TrajectoryKey, TrajectoryState
+
+_NO_MORE_REFILLS: Final = 1 << 30
+"""Refills that a group which was planned counts as having had: its prompt may be gone."""
 
 
 class OpenGroups:
@@ -67,6 +72,28 @@ class OpenGroups:
         """(group, id of the event that opened it) of all that are open or ready, oldest first."""
         for group_id, group in self._groups.items():
             yield group_id, group.opened_by
+
+    def put_back(self, groups: Iterable[WithdrawnGroup]) -> None:
+        """Undo that groups were taken: their plan is withdrawn. They come before all others.
+
+        What was decided of their samples stays: nobody joins them, and no refill replaces a member
+        that died. Those with fewer members than were planned are judged again by the event that
+        says so, PlansWithdrawn: until then they must not be planned.
+        """
+        members: dict[str, GroupMembers] = {}
+        ready: dict[str, ReadyGroup] = {}
+        for group in groups:
+            seen = self._decided.pop(group.group_id, set[TrajectoryKey]())
+            members[group.group_id] = _members_of(group, seen)
+            ready[group.group_id] = ReadyGroup(
+                group_id=group.group_id,
+                prompt_uid=group.prompt_uid,
+                members=group.members,
+                completed_by=group.completed_by,
+                opened_by=group.opened_by,
+            )
+        self._groups = {**members, **self._groups}
+        self._ready = {**ready, **self._ready}
 
     def _go_on_without(self, event_id: str, group: GroupMembers) -> list[Decision]:
         """An attempt ended and is no member: try again, go on with the others, or end the group."""
@@ -160,6 +187,26 @@ class OpenGroups:
         group_id = group.opened.group_id
         del self._groups[group_id]
         self._decided[group_id] = group.seen
+
+
+def _members_of(group: WithdrawnGroup, seen: set[TrajectoryKey]) -> GroupMembers:
+    """A group that was planned, with the members that it has left; all other samples have ended."""
+    num_samples = 1 + max(key.sample for key in group.planned)
+    opened = GroupOpened(
+        group_id=group.group_id,
+        prompt_uid=group.prompt_uid,
+        num_samples=num_samples,
+        num_needed=len(group.planned),
+    )
+    members = {member.key.sample: member for member in group.members}
+    return GroupMembers(
+        opened,
+        group.opened_by,
+        members=members,
+        ended=set(range(num_samples)) - members.keys(),
+        num_asked=_NO_MORE_REFILLS,
+        seen=seen | {*group.planned},
+    )
 
 
 def _shortage(group: GroupMembers) -> str:

@@ -105,7 +105,7 @@ class Manifest:
 
     Attributes:
         step: number of the batch, from 1.
-        revision: 0, or 1 where a damaged plan was replaced before anybody stepped it.
+        revision: 0, or a higher number where damaged plans of this step were withdrawn before.
         previous_hash: hex SHA-256 of the manifest before, "" for step 1: the chain.
         last_event_id: the event that completed the last group of this batch, or the BatchDue that
             it was chosen at.

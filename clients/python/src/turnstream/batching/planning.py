@@ -78,7 +78,7 @@ def plan_batch(
         previous_hash: of the manifest before; "" for the first.
         first_row_id: of the first row.
         config_revision: of `config`.
-        revision: 1 where a damaged plan is replaced.
+        revision: above 0 where a damaged plan is replaced.
         chosen_at: the BatchDue event that the groups were chosen at, if they were.
         masked_versions: ascending; no token that one of them sampled is trained.
         revised_at: the event since which the run has `config`.

@@ -4,6 +4,7 @@ A group is *decided* by the first `num_needed` members that are sealed and valid
 of it can become one any more, or by its deadline. It is *ready* with two or more valid members, or
 with one where one is needed; any other is dropped. The result depends on the order of events and on
 nothing else: no clock, no arrival time. Hearing an event again changes nothing.
+A plan that is withdrawn puts its groups back (see `OpenGroups.put_back`).
 
     opened ──> enough members, or every sample ended ──> ready ──> taken (it is in a manifest)
       │ ▲                                        │         └────> incomplete, if members die first
@@ -16,8 +17,7 @@ What has to be done about it is returned as decisions, all of which may be carri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Self
 
 from turnstream.batching.config import BatchingConfig
@@ -37,11 +37,13 @@ from turnstream.batching.judging import problem_of
 from turnstream.batching.lengths import is_compared
 from turnstream.batching.members import GroupMembers
 from turnstream.batching.open_groups import OpenGroups
+from turnstream.batching.rewards import with_posted_reward
 from turnstream.types import (
     DeadlineFired,
     Event,
     GroupOpened,
     Leftover,
+    PlansWithdrawn,
     RefillGranted,
     RewardPosted,
     RunClosed,
@@ -220,6 +222,8 @@ class RunFold(OpenGroups):
                 self._closed = False
             case RunFinished() if self._closed and self._leftover == "drop":
                 return [self._drop_leftover(group_id) for group_id in [*self._ready]]
+            case PlansWithdrawn(dead=dead):
+                return self._judge_again(event_id, {key.group_id for key in dead})
             case _:
                 pass
         return []
@@ -288,14 +292,7 @@ class RunFold(OpenGroups):
         sealed = group.awaiting.pop(event.key, None) if group else None
         if group is None or sealed is None:
             return []
-        components = {**sealed.reward_components, **event.reward_components}
-        rewarded = replace(
-            sealed,
-            reward=sealed.reward if event.reward is None else event.reward,
-            reward_components=dict(sorted(components.items())),
-            awaits_reward=False,
-        )
-        return self._place(event_id, group, rewarded)
+        return self._place(event_id, group, with_posted_reward(sealed, event))
 
     def _miss_reward(self, event_id: str, key: TrajectoryKey) -> list[Decision]:
         group = self._groups.get(key.group_id)
@@ -359,6 +356,19 @@ class RunFold(OpenGroups):
         if group.opened.group_id in self._ready and is_short:
             return self._decide(event_id, group)
         return []
+
+    def _judge_again(self, event_id: str, smaller: Set[str]) -> list[Decision]:
+        """Judge groups that were put back: by this configuration, and those that are smaller now.
+
+        What has been ready all the time was judged by it when it came into force.
+        """
+        decisions: list[Decision] = []
+        for group_id in [*self._ready]:
+            group = self._groups[group_id]
+            decisions += self._again(event_id, group)
+            if group_id in smaller and group_id in self._ready:
+                decisions += self._decide(event_id, group)
+        return decisions
 
     def _drop_leftover(self, group_id: str) -> GroupDropped:
         reason = "left over when the run was closed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from turnstream.batching.config import BatchingConfig, RewardSource
 from turnstream.batching.filters import overlong_penalty
 from turnstream.batching.lengths import num_response_tokens
 from turnstream.errors import BatchingError
-from turnstream.types import Ragged, SealedTrajectory
+from turnstream.types import Ragged, RewardPosted, SealedTrajectory
 
 MAX_REWARD = 1e30
 """Beyond it advantages leave float32."""
@@ -61,6 +62,17 @@ def _penalty(trajectory: SealedTrajectory, config: BatchingConfig) -> float:
         num_response_tokens(trajectory),
         max_tokens=config.overlong_length,
         buffer_tokens=config.overlong_buffer,
+    )
+
+
+def with_posted_reward(sealed: SealedTrajectory, posted: RewardPosted) -> SealedTrajectory:
+    """A trajectory that was sealed without its reward, with the one that came; it waits no more."""
+    components = {**sealed.reward_components, **posted.reward_components}
+    return replace(
+        sealed,
+        reward=sealed.reward if posted.reward is None else posted.reward,
+        reward_components=dict(sorted(components.items())),
+        awaits_reward=False,
     )
 
 

@@ -19,6 +19,7 @@ from turnstream.types import (
     Event,
     GroupOpened,
     Leftover,
+    PlansWithdrawn,
     Purpose,
     RefillGranted,
     RewardPosted,
@@ -247,6 +248,16 @@ def _decode_revised(message: wire.ConfigRevised) -> ConfigRevised:
     return ConfigRevised(revision=message.revision, step=message.step)
 
 
+def _encode_withdrawn(event: PlansWithdrawn) -> wire.Event:
+    dead = [encode_key(key) for key in event.dead]
+    return wire.Event(plans_withdrawn=wire.PlansWithdrawn(step=event.step, dead=dead))
+
+
+def _decode_withdrawn(message: wire.PlansWithdrawn) -> PlansWithdrawn:
+    dead = tuple(decode_trajectory_key(key) for key in message.dead)
+    return PlansWithdrawn(step=message.step, dead=dead)
+
+
 _ENCODERS: Final[dict[type, Callable[[Any], wire.Event]]] = {
     GroupOpened: _encode_group_opened,
     SealedTrajectory: _encode_sealed,
@@ -262,6 +273,7 @@ _ENCODERS: Final[dict[type, Callable[[Any], wire.Event]]] = {
     RunReopened: _encode_reopened,
     RunFinished: _encode_finished,
     RolledBack: _encode_rollback,
+    PlansWithdrawn: _encode_withdrawn,
 }
 _DECODERS: Final[dict[str, Callable[[Any], Event]]] = {
     "group_opened": _decode_group_opened,
@@ -279,4 +291,5 @@ _DECODERS: Final[dict[str, Callable[[Any], Event]]] = {
     "run_reopened": _decode_reopened,
     "run_finished": _decode_finished,
     "rolled_back": _decode_rollback,
+    "plans_withdrawn": _decode_withdrawn,
 }

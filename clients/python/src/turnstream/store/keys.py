@@ -5,7 +5,7 @@ The plan of a run lives in one slot, `ts:{<run>}:`, where scripts can be atomic:
 =========  ======  ==========================================================================
 events     stream  what the plan depends on, in order; field `r` = event record; where a generator
                    wrote it, `t` = the id of the trajectory that it is of
-plan       stream  manifests, ids `<step>-<revision>`; field `r` = manifest record
+plan       stream  manifests, ids `<step>-<revision>`, one per step; field `r` = manifest record
 wake       stream  one entry, no data: written whenever a refused call may now succeed
 versions   stream  announced weights, ids `<version + 1>-0`; field `r` = event record
 ledger     hash    trajectory id -> its state, see below
@@ -46,6 +46,12 @@ frontier   hash    stepped, committed, session_epoch, session, dp_world_size, li
                    reason, while the run is;
                    forks, `<version>:<step>,...`: what was announced up to the version is as old as
                    that step, at least, because the trainer went back to it;
+                   damaged, `<step>:<manifest hash>:<sentence>`, payload that a rank was refused;
+                   replan, `<name>:<step>`, a request to plan again that was not answered, and
+                   refused_replan, `<name>:<why>`, the last that came to nothing; replanned,
+                   `<name>:<server ms>:<JSON>`, the last that was done, see withdraw_plans.lua;
+                   withdrawn, `<revision>:<step>`, how often plans were withdrawn, and the newest
+                   step that ever was;
                    leftover, see RunClosed, while it is closed; finished, 1 once nothing more of it
                    will be planned;
                    session_lost, `<step>:<why>`, while the ranks of the session differ in a step

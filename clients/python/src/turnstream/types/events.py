@@ -159,6 +159,19 @@ class ConfigRevised:
     step: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlansWithdrawn:
+    """The plans from a step on, none of which was stepped, are void: their groups are ready again.
+
+    Attributes:
+        step: the first that is planned again.
+        dead: the members whose payload was damaged after they were planned; they are left out.
+    """
+
+    step: int
+    dead: tuple[TrajectoryKey, ...]
+
+
 Event = (
     GroupOpened
     | SealedTrajectory
@@ -174,4 +187,5 @@ Event = (
     | RunReopened
     | RunFinished
     | RolledBack
+    | PlansWithdrawn
 )

@@ -54,6 +54,7 @@ from turnstream.types import (
     Denominators,
     Event,
     GroupOpened,
+    PlansWithdrawn,
     Purpose,
     RefillGranted,
     RewardPosted,
@@ -161,6 +162,11 @@ def events() -> st.SearchStrategy[Event]:
         st.builds(RunReopened),
         st.builds(RolledBack, step=st.integers(0, 2**40)),
         st.builds(RunFinished, step=st.integers(0, 2**40)),
+        st.builds(
+            PlansWithdrawn,
+            step=st.integers(1, 2**40),
+            dead=st.lists(keys, max_size=3).map(tuple),
+        ),
         st.builds(
             DeadlineFired,
             group_id=names,

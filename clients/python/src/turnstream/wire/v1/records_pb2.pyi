@@ -248,8 +248,16 @@ class ConfigRevised(_message.Message):
     step: int
     def __init__(self, revision: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
+class PlansWithdrawn(_message.Message):
+    __slots__ = ("step", "dead")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    DEAD_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    dead: _containers.RepeatedCompositeFieldContainer[TrajectoryKey]
+    def __init__(self, step: _Optional[int] = ..., dead: _Optional[_Iterable[_Union[TrajectoryKey, _Mapping]]] = ...) -> None: ...
+
 class Event(_message.Message):
-    __slots__ = ("group_opened", "trajectory_sealed", "trajectory_abandoned", "trajectory_died", "version_announced", "run_closed", "deadline_fired", "refill_granted", "reward_posted", "batch_due", "eval_opened", "config_revised", "run_reopened", "run_finished", "rolled_back")
+    __slots__ = ("group_opened", "trajectory_sealed", "trajectory_abandoned", "trajectory_died", "version_announced", "run_closed", "deadline_fired", "refill_granted", "reward_posted", "batch_due", "eval_opened", "config_revised", "run_reopened", "run_finished", "rolled_back", "plans_withdrawn")
     GROUP_OPENED_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORY_SEALED_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORY_ABANDONED_FIELD_NUMBER: _ClassVar[int]
@@ -265,6 +273,7 @@ class Event(_message.Message):
     RUN_REOPENED_FIELD_NUMBER: _ClassVar[int]
     RUN_FINISHED_FIELD_NUMBER: _ClassVar[int]
     ROLLED_BACK_FIELD_NUMBER: _ClassVar[int]
+    PLANS_WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
     group_opened: GroupOpened
     trajectory_sealed: TrajectorySealed
     trajectory_abandoned: TrajectoryAbandoned
@@ -280,7 +289,8 @@ class Event(_message.Message):
     run_reopened: RunReopened
     run_finished: RunFinished
     rolled_back: RolledBack
-    def __init__(self, group_opened: _Optional[_Union[GroupOpened, _Mapping]] = ..., trajectory_sealed: _Optional[_Union[TrajectorySealed, _Mapping]] = ..., trajectory_abandoned: _Optional[_Union[TrajectoryAbandoned, _Mapping]] = ..., trajectory_died: _Optional[_Union[TrajectoryDied, _Mapping]] = ..., version_announced: _Optional[_Union[VersionAnnounced, _Mapping]] = ..., run_closed: _Optional[_Union[RunClosed, _Mapping]] = ..., deadline_fired: _Optional[_Union[DeadlineFired, _Mapping]] = ..., refill_granted: _Optional[_Union[RefillGranted, _Mapping]] = ..., reward_posted: _Optional[_Union[RewardPosted, _Mapping]] = ..., batch_due: _Optional[_Union[BatchDue, _Mapping]] = ..., eval_opened: _Optional[_Union[GroupOpened, _Mapping]] = ..., config_revised: _Optional[_Union[ConfigRevised, _Mapping]] = ..., run_reopened: _Optional[_Union[RunReopened, _Mapping]] = ..., run_finished: _Optional[_Union[RunFinished, _Mapping]] = ..., rolled_back: _Optional[_Union[RolledBack, _Mapping]] = ...) -> None: ...
+    plans_withdrawn: PlansWithdrawn
+    def __init__(self, group_opened: _Optional[_Union[GroupOpened, _Mapping]] = ..., trajectory_sealed: _Optional[_Union[TrajectorySealed, _Mapping]] = ..., trajectory_abandoned: _Optional[_Union[TrajectoryAbandoned, _Mapping]] = ..., trajectory_died: _Optional[_Union[TrajectoryDied, _Mapping]] = ..., version_announced: _Optional[_Union[VersionAnnounced, _Mapping]] = ..., run_closed: _Optional[_Union[RunClosed, _Mapping]] = ..., deadline_fired: _Optional[_Union[DeadlineFired, _Mapping]] = ..., refill_granted: _Optional[_Union[RefillGranted, _Mapping]] = ..., reward_posted: _Optional[_Union[RewardPosted, _Mapping]] = ..., batch_due: _Optional[_Union[BatchDue, _Mapping]] = ..., eval_opened: _Optional[_Union[GroupOpened, _Mapping]] = ..., config_revised: _Optional[_Union[ConfigRevised, _Mapping]] = ..., run_reopened: _Optional[_Union[RunReopened, _Mapping]] = ..., run_finished: _Optional[_Union[RunFinished, _Mapping]] = ..., rolled_back: _Optional[_Union[RolledBack, _Mapping]] = ..., plans_withdrawn: _Optional[_Union[PlansWithdrawn, _Mapping]] = ...) -> None: ...
 
 class SequenceShape(_message.Message):
     __slots__ = ("turns", "prompt_length", "num_tokens", "num_trained_tokens")

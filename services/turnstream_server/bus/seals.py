@@ -1,0 +1,90 @@
+"""What trajectories were sealed with, as their payload and the run's events still tell it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from typing import Any, Final
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from turnstream.errors import CorruptRecordError, RecordError
+from turnstream.records.events import decode_event
+from turnstream.store import keys
+from turnstream.store.replies import translate
+from turnstream.types import RewardPosted, SealedTrajectory, TrajectoryKey
+
+_SLICE: Final = 256
+"""Seals, or events, of one reply."""
+
+
+async def read_seals(
+    client: redis.asyncio.Redis, run: str, wanted: Sequence[TrajectoryKey]
+) -> dict[TrajectoryKey, SealedTrajectory | RecordError]:
+    """The seal of each of these trajectories, or why it cannot be read.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    seals: dict[TrajectoryKey, SealedTrajectory | RecordError] = {}
+    for start in range(0, len(wanted), _SLICE):
+        some = wanted[start : start + _SLICE]
+        pipeline = client.pipeline(transaction=False)
+        for key in some:
+            turns = keys.trajectory_keys(run, keys.trajectory_id(key)).turns
+            pipeline.execute_command("XREVRANGE", turns, "+", "-", "COUNT", 1)
+        try:
+            replies = await pipeline.execute()
+        except (RedisError, OSError) as error:
+            raise translate(error) from error
+        records = [entries[0][1][b"r"] if entries else b"" for entries in replies]
+        read = await asyncio.to_thread(lambda own=records, of=some: list(map(_read_seal, own, of)))
+        seals.update(zip(some, read, strict=True))
+    return seals
+
+
+async def read_posted_rewards(
+    client: redis.asyncio.Redis, run: str, wanted: Collection[TrajectoryKey]
+) -> dict[TrajectoryKey, RewardPosted]:
+    """The rewards that were posted for these trajectories, as far as events are kept.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    posted: dict[TrajectoryKey, RewardPosted] = {}
+    start = "-"
+    while wanted:
+        try:
+            entries: Any = await client.execute_command(
+                "XRANGE", keys.run_keys(run).events, start, "+", "COUNT", _SLICE
+            )
+        except (RedisError, OSError) as error:
+            raise translate(error) from error
+        if not entries:
+            break
+        for _, fields in entries:
+            event = _read_reward(fields[b"r"]) if b"t" in fields else None
+            if event is not None and event.key in wanted:
+                posted.setdefault(event.key, event)
+        start = f"({entries[-1][0].decode()}"
+        await asyncio.sleep(0)
+    return posted
+
+
+def _read_seal(record: bytes, key: TrajectoryKey) -> SealedTrajectory | RecordError:
+    try:
+        event = decode_event(record)
+    except RecordError as error:
+        return error
+    if not isinstance(event, SealedTrajectory) or event.key != key:
+        return CorruptRecordError(f"what stands in its place is another record: {event}")
+    return event
+
+
+def _read_reward(record: bytes) -> RewardPosted | None:
+    try:
+        event = decode_event(record)
+    except RecordError:
+        return None
+    return event if isinstance(event, RewardPosted) else None

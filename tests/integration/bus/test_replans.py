@@ -1,0 +1,337 @@
+"""The scripts of requests to plan again: what they check, and that a repeat changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from turnstream.errors import ConflictError, FencedError, NotReadyError
+from turnstream.records.events import decode_event
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.types import PlansWithdrawn, TrajectoryDied, TrajectoryKey
+from turnstream_server.bus.frontier import (
+    Frontier,
+    PayloadDamage,
+    ReplanRequest,
+    Withdrawn,
+    read_frontier_async,
+)
+from turnstream_server.bus.ledger import read_ledger_async
+from turnstream_server.bus.manifests import read_manifest, read_manifests
+from turnstream_server.bus.replans import (
+    Withdrawal,
+    await_replan,
+    note_damage,
+    refuse_replan,
+    request_replan,
+    withdraw_plans,
+)
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture
+def ask(server: Any):
+    """Leaves a request in a run."""
+
+    def leave(run: Any, step: int | None = None) -> ReplanRequest:
+        with connect(server.url) as client:
+            return ReplanRequest(request_replan(client, run.name, step=step), step or 0)
+
+    return leave
+
+
+def from_step(run: Any, first: int, **changes: Any) -> Withdrawal:
+    """The plans from a step on; the first trajectory of them is dead."""
+    plans = [stored for step, stored in sorted(run.manifests.items()) if step >= first]
+    members = [t.key for p in plans for g in p.manifest.groups for t in g.trajectories]
+    withdrawal = Withdrawal(
+        manifests=[stored.manifest for stored in plans],
+        manifest_hashes=[stored.hash for stored in plans],
+        dead=[TrajectoryDied(key=members[0], reason="checksum")],
+        lease_epochs=dict.fromkeys(members[1:], 1),
+        position="7-1",
+        snapshot=b"what a planner knows",
+    )
+    return dataclasses.replace(withdrawal, **changes)
+
+
+async def withdraw(run: Any, request: ReplanRequest, withdrawal: Withdrawal, **kwargs: Any) -> bool:
+    epoch = kwargs.get("leader_epoch", run.leader_epoch)
+    return await withdraw_plans(run.client, run.name, request, withdrawal, leader_epoch=epoch)
+
+
+async def digest(run: Any) -> dict[str, Any]:
+    return {name: await run.client.dump(name) for name in run.keys}
+
+
+async def frontier(run: Any) -> Frontier:
+    return await read_frontier_async(run.client, run.name)
+
+
+async def test_plans_are_withdrawn_from_a_step_on_and_nothing_else_is(run: Any, ask: Any) -> None:
+    await run.plan_steps(4)
+    session = await run.start("s")
+    await run.commit(session, 1)
+
+    assert await withdraw(run, ask(run, 3), from_step(run, 3))
+
+    seen = await frontier(run)
+    assert (seen.planned, seen.stepped, seen.committed) == (2, 1, 1)
+    assert (seen.session_epoch, seen.has_session) == (2, False)
+    assert (seen.withdrawn, seen.replan) == (Withdrawn(revision=1, through_step=4), None)
+    assert await read_manifests(run.client, run.name, first_step=1, max_count=9) == [
+        run.manifests[1],
+        run.manifests[2],
+    ]
+    assert set(await run.client.hkeys(run.keys.batches)) == {b"1", b"2"}
+    ledger = await run.client.hgetall(run.keys.ledger)
+    assert ledger[b"g3/0/0"] == b"dead:checksum"
+    assert ledger[b"g3/1/0"] == ledger[b"g4/0/0"] == b"sealed:1"
+    assert ledger[b"g2/0/0"] == b"planned:2"
+    groups = await run.client.hgetall(run.keys.groups)
+    assert (groups[b"g2"], groups[b"g3"], groups[b"g4"]) == (
+        b"2:planned",
+        b"2:decided",
+        b"2:decided",
+    )
+    assert int(await run.client.hget(run.keys.frontier, "planned_groups")) == 2
+    (await read_ledger_async(run.client, run.name)).check()
+    snapshot = await run.client.hgetall(run.keys.snapshot)
+    assert (snapshot[b"position"], snapshot[b"step"]) == (b"7-1", b"2")
+    assert (snapshot[b"record"], snapshot[b"before"]) == (b"what a planner knows", b"0-0")
+    entries = await run.client.xrange(run.keys.events)
+    assert [decode_event(fields[b"r"]) for _, fields in entries[-2:]] == [
+        TrajectoryDied(key=TrajectoryKey("g3", 0), reason="checksum"),
+        PlansWithdrawn(step=3, dead=(TrajectoryKey("g3", 0),)),
+    ]
+
+
+async def test_bytes_of_withdrawn_plans_are_stored_and_not_planned(run: Any, ask: Any) -> None:
+    await run.plan_steps(2)
+    await run.client.hset(run.keys.held, mapping={"g1/0/0": 5, "g2/0/0": 7, "g2/1/0": 11})
+    await run.client.hset(run.keys.budget, mapping={"stored": 1, "planned": 23})
+
+    await withdraw(run, ask(run, 2), from_step(run, 2))
+
+    budget = await run.client.hgetall(run.keys.budget)
+    assert (budget[b"stored"], budget[b"planned"]) == (b"19", b"5")
+
+
+async def test_what_is_planned_next_has_a_number_of_its_own(run: Any, ask: Any) -> None:
+    await run.plan_steps(2)
+    await withdraw(run, ask(run, 1), from_step(run, 1))
+    assert (await frontier(run)).revision_of(2) == 1
+    assert (await frontier(run)).revision_of(3) == 0
+
+    first = await run.plan("g2", step=1, previous_hash="", revision=1)
+    run.manifests.pop(2)
+    for group_id in ("x", "y"):
+        await run.open(group_id)
+        await run.seal(group_id, 0)
+        await run.seal(group_id, 1)
+        await run.plan(group_id)
+
+    assert await read_manifest(run.client, run.name, 1) == first
+    ids = [entry_id for entry_id, _ in await run.client.xrange(run.keys.plan)]
+    assert ids == [b"1-1", b"2-1", b"3-0"]
+
+
+async def test_a_step_that_is_not_planned_again_yet_keeps_its_number(run: Any, ask: Any) -> None:
+    await run.plan_steps(3)
+    await withdraw(run, ask(run, 1), from_step(run, 1))
+    run.manifests.clear()
+    await run.plan("g2", step=1, previous_hash="", revision=1)
+
+    await withdraw(run, ask(run, 1), from_step(run, 1))
+
+    assert (await frontier(run)).withdrawn == Withdrawn(revision=2, through_step=3)
+
+
+async def test_a_run_that_had_ended_has_not_ended_any_more(run: Any, ask: Any) -> None:
+    await run.plan_steps(1)
+    await run.client.hset(run.keys.frontier, mapping={"closed": 1, "finished": 1})
+
+    await withdraw(run, ask(run, 1), from_step(run, 1))
+
+    assert not (await frontier(run)).is_finished
+
+
+async def test_a_step_that_is_stepped_cannot_be_asked_for(run: Any, ask: Any) -> None:
+    await run.plan_steps(2)
+    await run.commit(await run.start("s"), 1)
+
+    with pytest.raises(ConflictError, match="step 1 is stepped, and stays as it was planned"):
+        ask(run, 1)
+    with pytest.raises(ConflictError, match="step 3 is not planned; 2 are"):
+        ask(run, 3)
+
+    assert (await frontier(run)).replan is None
+
+
+async def test_withdrawing_again_changes_nothing(run: Any, ask: Any) -> None:
+    await run.plan_steps(2)
+    request, withdrawal = ask(run, 2), from_step(run, 2)
+    await withdraw(run, request, withdrawal)
+    before = await digest(run)
+
+    assert not await withdraw(run, request, withdrawal)
+
+    assert await digest(run) == before
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "changes", "error", "match"),
+    [
+        ({"leader_epoch": 99}, {}, FencedError, "another planner leads"),
+        ({"name": "other"}, {}, ConflictError, "the request other does not stand"),
+        ({}, {"manifest_hashes": ["x", "y"]}, ConflictError, "steps 2 to 3 have other plans"),
+        ({}, {"lease_epochs": {}}, ConflictError, "have 4 trajectories, not 1"),
+        (
+            {},
+            {"dead": [TrajectoryDied(key=TrajectoryKey("g1", 0), reason="")]},
+            ConflictError,
+            "g1/0/0 is planned:1, not planned from step 2 on",
+        ),
+    ],
+)
+async def test_nothing_is_written_where_the_store_has_something_else(
+    run: Any, ask: Any, kwargs: dict[str, Any], changes: Any, error: Any, match: str
+) -> None:
+    await run.plan_steps(3)
+    request = ask(run, 2)
+    request = request._replace(name=kwargs.get("name", request.name))
+    before = await digest(run)
+
+    with pytest.raises(error, match=match):
+        await withdraw(run, request, from_step(run, 2, **changes), **kwargs)
+
+    assert await digest(run) == before
+
+
+async def test_nothing_is_withdrawn_where_a_group_is_over(run: Any, ask: Any) -> None:
+    await run.plan_steps(2)
+    await run.client.hset(run.keys.groups, "g2", "2:filtered")
+    request = ask(run, 1)
+    before = await digest(run)
+
+    with pytest.raises(ConflictError, match="group g2 is filtered, not planned"):
+        await withdraw(run, request, from_step(run, 1))
+
+    assert await digest(run) == before
+
+
+async def test_nothing_is_withdrawn_of_a_step_that_was_stepped_meanwhile(
+    run: Any, ask: Any
+) -> None:
+    await run.plan_steps(3)
+    session = await run.start("s")
+    request, withdrawal = ask(run, 1), from_step(run, 1)
+    await run.commit(session, 1)
+    before = await digest(run)
+
+    with pytest.raises(ConflictError, match="step 1 is stepped"):
+        await withdraw(run, request, withdrawal)
+
+    assert await digest(run) == before
+
+
+async def test_nothing_is_withdrawn_where_a_later_step_was_planned_meanwhile(
+    run: Any, ask: Any
+) -> None:
+    await run.plan_steps(2)
+    request, withdrawal = ask(run, 1), from_step(run, 1)
+    await run.plan_steps(1)
+
+    with pytest.raises(ConflictError, match="steps 1 to 2 have other plans"):
+        await withdraw(run, request, withdrawal)
+
+    assert (await frontier(run)).planned == 3
+
+
+async def test_one_request_stands_and_whoever_asks_the_same_waits_for_its_answer(
+    run: Any, ask: Any, server: Any
+) -> None:
+    await run.plan_steps(2)
+    first = ask(run, 2)
+
+    assert ask(run, 2) == first
+    with pytest.raises(ConflictError, match="already asked to plan again step 2"):
+        ask(run)
+    with (
+        connect(server.url) as client,
+        pytest.raises(NotReadyError, match="no batcher has answered"),
+    ):
+        await_replan(client, run.name, first.name, wait_s=0)
+    await refuse_replan(run.client, run.name, first, "all is well", leader_epoch=run.leader_epoch)
+    with connect(server.url) as client, pytest.raises(ConflictError, match="all is well"):
+        await_replan(client, run.name, first.name, wait_s=5)
+    assert ask(run).name != first.name
+
+
+async def test_only_a_leader_refuses_a_request_and_only_the_one_that_stands(
+    run: Any, ask: Any
+) -> None:
+    await run.plan_steps(1)
+    request = ask(run)
+
+    with pytest.raises(FencedError):
+        await refuse_replan(run.client, run.name, request, "no", leader_epoch=99)
+    other = request._replace(name="other")
+    await refuse_replan(run.client, run.name, other, "no", leader_epoch=run.leader_epoch)
+
+    assert (await frontier(run)).replan == request
+
+
+async def test_damage_is_noted_of_a_plan_that_stands_and_is_forgotten_with_it(
+    run: Any, ask: Any
+) -> None:
+    await run.plan_steps(2)
+    told = {"manifest_hash": run.manifests[2].hash, "sentence": "step 2: g2/0/0: checksum"}
+    await note_damage(run.client, run.name, step=2, manifest_hash="other", sentence="no")
+    assert (await frontier(run)).damage is None
+    await note_damage(run.client, run.name, step=2, **told)
+    assert (await frontier(run)).damage == PayloadDamage(2, *told.values())
+
+    await withdraw(run, ask(run, 2), from_step(run, 2))
+    await note_damage(run.client, run.name, step=2, **told)
+
+    assert (await frontier(run)).damage is None
+
+
+async def test_damage_of_a_stepped_step_is_not_noted(run: Any) -> None:
+    await run.plan_steps(1)
+    await run.commit(await run.start("s"), 1)
+
+    await note_damage(
+        run.client, run.name, step=1, manifest_hash=run.manifests[1].hash, sentence="late"
+    )
+
+    assert (await frontier(run)).damage is None
+
+
+async def test_an_observer_goes_back_to_the_first_step_that_is_withdrawn(
+    run: Any, ask: Any
+) -> None:
+    await run.plan_steps(3)
+    await run.client.hset(run.keys.observers, mapping={"far": "3:9:60", "near": "1:9:60"})
+
+    await withdraw(run, ask(run, 3), from_step(run, 3))
+
+    seen = await run.client.hgetall(run.keys.observers)
+    assert seen == {b"far": b"2:9:60", b"near": b"1:9:60"}
+
+
+async def test_dead_letters_of_a_withdrawal_have_their_size(run: Any, ask: Any) -> None:
+    await run.plan_steps(1)
+    meta = keys.trajectory_keys(run.name, "g1/0/0").meta
+    await run.client.hset(meta, "bytes", 168)
+
+    await withdraw(run, ask(run, 1), from_step(run, 1))
+
+    letter = await run.client.hget(run.keys.letters, "g1/0/0")
+    assert letter.endswith(b":168:")
+    assert await run.client.hget(run.keys.counts, "dead_bytes") == b"168"
