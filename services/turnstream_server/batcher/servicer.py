@@ -17,6 +17,7 @@ from turnstream.errors import (
     CorruptRecordError,
     InvalidConfigError,
     RejectedError,
+    StoreBehindError,
     StoreUnavailableError,
     TurnstreamError,
 )

@@ -659,11 +659,11 @@ def _damage_reasons(house, run: str) -> list[Reason]:
 async def _observe(house, run: str, *, seen_step: int) -> int:
     """The next step of an observer, which has seen another one since."""
     async with connect_async(house.url) as client:
-        next_step = await declare_observer(
+        declared = await declare_observer(
             client, run, observer="eyes", first_step=1, expiry_s=60.0
         )
         await note_observed(client, run, observer="eyes", step=seen_step)
-    return next_step
+    return declared.next_step
 
 
 async def _until(holds: Callable[[], bool]) -> None:

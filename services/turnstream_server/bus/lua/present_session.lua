@@ -4,10 +4,15 @@
 --
 -- Gives refused(epoch, session, own_epoch, own_session): the error, or nil. The first two are of the
 -- frontier, the others of the call; a call of an older release gives no name of its session, or "".
+-- Where plans were withdrawn no session is there: its name in the frontier is "".
 
 local function refused(epoch, session, own_epoch, own_session)
   if not epoch then
     return redis.error_reply('NORUN no such run')
+  end
+  if epoch ~= own_epoch and session == '' then
+    return redis.error_reply('FENCED trainer session ' .. own_epoch .. ' is over: payload was damaged '
+      .. 'and plans were withdrawn; begin another session with the token of the last checkpoint')
   end
   if epoch ~= own_epoch then
     return redis.error_reply('FENCED trainer session ' .. own_epoch .. ' is over, ' .. epoch
