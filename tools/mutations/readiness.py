@@ -91,8 +91,8 @@ READINESS = (
     ),
     Mutation(
         "a posted reward is not the one that is trained",
-        "readiness.py",
-        "reward=sealed.reward if event.reward is None else event.reward",
+        "rewards.py",
+        "reward=sealed.reward if posted.reward is None else posted.reward",
         "reward=sealed.reward",
         ("test_readiness_deadlines", "test_readiness_machine"),
     ),
@@ -127,8 +127,30 @@ READINESS = (
     Mutation(
         "the dead member of a ready group is not tried again",
         "open_groups.py",
-        "        if asked:\n            del self._ready[group_id]\n            return asked\n",
+        "        if asked:\n            del self._ready[group_id]\n"
+        "            group.is_cut = False\n            return asked\n",
         "",
         ("test_readiness_deadlines", "test_readiness_machine"),
+    ),
+    Mutation(
+        "a cut holds although a refill has opened its group again",
+        "open_groups.py",
+        "group.is_cut = False",
+        "pass",
+        ("test_readiness_cuts",),
+    ),
+    Mutation(
+        "a group that a refill opened stays open in the store",
+        "open_groups.py",
+        "if not has_more and not group.num_granted and",
+        "if not has_more and",
+        ("test_readiness_cuts",),
+    ),
+    Mutation(
+        "a cut that no leader has told of is forgotten",
+        "readiness.py",
+        "return group is None or group.is_cut",
+        "return group is None",
+        ("test_readiness_cuts",),
     ),
 )

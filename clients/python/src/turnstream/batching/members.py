@@ -24,6 +24,7 @@ class GroupMembers:
         num_granted: refills granted.
         last_fired: `num_refills` of the last deadline that fired; -1 before the first.
         seen: attempts of which the end was heard.
+        is_cut: whether it goes on without whatever is not sealed, until a refill opens it again.
     """
 
     opened: GroupOpened
@@ -39,6 +40,7 @@ class GroupMembers:
     num_granted: int = 0
     last_fired: int = -1
     seen: set[TrajectoryKey] = field(default_factory=set[TrajectoryKey])
+    is_cut: bool = False
 
     @property
     def has_enough(self) -> bool:

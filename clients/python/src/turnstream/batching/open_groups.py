@@ -106,6 +106,7 @@ class OpenGroups:
             return asked or self._decide_if_complete(event_id, group)
         if asked:
             del self._ready[group_id]
+            group.is_cut = False
             return asked
         return self._decide(event_id, group)
 
@@ -165,14 +166,16 @@ class OpenGroups:
     def _cut(self, group: GroupMembers) -> list[Decision]:
         """Go on without whatever is not sealed; it is surplus wherever it stands.
 
-        Where groups that are open are counted, the store is told of every group that is decided.
+        Where groups that are open are counted, the store is told of every group that is decided;
+        else of each that a refill opened again, where whatever was cut before may have begun anew.
         """
         has_more = group.pending() or group.awaiting or group.wanted or group.granted
-        if not has_more and not self._config.max_open_groups:
+        if not has_more and not group.num_granted and not self._config.max_open_groups:
             return []
         reason = f"its group was decided by {len(group.members)} of {group.opened.num_samples}"
         decisions: list[Decision] = [surplus_member(key, reason) for key in group.awaiting]
         group.end_all()
+        group.is_cut = True
         return [*decisions, GroupCut(group_id=group.opened.group_id, reason=reason)]
 
     def _drop(self, group: GroupMembers, state: TrajectoryState, reason: str) -> GroupDropped:

@@ -109,15 +109,16 @@ class RunFold(OpenGroups):
     def still_holds(self, decision: Decision) -> bool:
         """Whether a decision is to be carried out, after all that was heard since.
 
-        A refill may have been granted, and a group that was cut may be open again for a refill;
-        what was dropped stays so.
+        A refill may have been granted, and a group that was cut may be open again for a refill, or
+        decided again by a configuration that cuts none; what was dropped stays so.
         """
         match decision:
             case RefillWanted(key=key, number=number):
                 group = self._groups.get(key.group_id)
                 return group is not None and number in group.wanted
             case GroupCut(group_id=group_id):
-                return group_id not in self._groups or group_id in self._ready
+                group = self._groups.get(group_id)
+                return group is None or group.is_cut
             case _:
                 return True
 

@@ -1,0 +1,68 @@
+"""Groups that go on without what is not sealed, and are opened again by a refill."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from turnstream.batching.readiness import Decision, GroupCut, RefillWanted, RunFold
+from turnstream.testing import config, sealed
+from turnstream.types import Event, GroupOpened, RefillGranted, TrajectoryDied, TrajectoryKey
+
+REFILL = replace(config(), deadline_policy="refill", max_refills=2)
+OPENED = GroupOpened(group_id="g0", prompt_uid="", num_samples=3, num_needed=2)
+CUT: list[Event] = [OPENED, sealed(sample=0), sealed(sample=1)]
+DIED = TrajectoryDied(key=TrajectoryKey("g0", 0), reason="checksum")
+REFILLED: list[Event] = [
+    RefillGranted(key=TrajectoryKey("g0", 0, 1), number=1),
+    sealed(sample=0, attempt=1),
+]
+
+
+def hear(state: RunFold, *events: Event, at: int = 1) -> list[Decision]:
+    return [each for i, event in enumerate(events) for each in state.apply(f"{at + i}-0", event)]
+
+
+def test_a_cut_does_not_hold_while_its_group_is_open_again() -> None:
+    state = RunFold(REFILL)
+    (cut,) = hear(state, *CUT)
+    held_before = state.still_holds(cut)
+
+    hear(state, DIED, at=4)
+    held_while_open = state.still_holds(cut)
+    hear(state, *REFILLED, at=5)
+
+    assert (held_before, held_while_open, state.still_holds(cut)) == (True, False, True)
+
+
+def test_a_group_that_a_refill_opened_is_cut_again_when_it_is_decided() -> None:
+    # The store has it open: another attempt of the sample that was cut may have begun.
+    state = RunFold(REFILL)
+    cut = hear(state, *CUT)
+
+    asked, again = hear(state, DIED, *REFILLED, at=4)
+
+    assert isinstance(asked, RefillWanted)
+    assert [again] == cut
+
+
+def test_the_refill_of_a_group_that_was_never_cut_is_told_when_it_decides_the_group() -> None:
+    # It gave the group another deadline.
+    state = RunFold(REFILL)
+    hear(state, replace(OPENED, num_samples=2), sealed(sample=0), sealed(sample=1))
+
+    _, cut = hear(state, DIED, *REFILLED, at=4)
+
+    assert isinstance(cut, GroupCut)
+
+
+def test_a_cut_holds_no_more_once_a_config_that_keeps_surplus_has_decided_its_group() -> None:
+    state = RunFold(REFILL)
+    (cut,) = hear(state, *CUT)
+    hear(state, DIED, at=4)
+    state.revise("5-0", replace(REFILL, surplus="keep"))
+
+    decided = hear(state, *REFILLED, at=6)
+
+    assert decided == []
+    assert state.num_ready == 1
+    assert not state.still_holds(cut)
