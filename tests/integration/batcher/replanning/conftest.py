@@ -1,0 +1,176 @@
+"""Runs whose payload is damaged after it was planned, and what can be seen of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from turnstream.batching.plan import Manifest
+from turnstream.store import keys
+from turnstream.store.connection import connect, connect_async
+from turnstream.testing import group, trajectory, turn, wait_until_async
+from turnstream.types import TrajectoryKey, TrajectoryState
+from turnstream_server.bus.budget import read_budget
+from turnstream_server.bus.frontier import Frontier, read_frontier
+from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.bus.letters import read_letters
+from turnstream_server.bus.manifests import read_plan
+from turnstream_server.bus.observers import declare_observer, note_observed
+from turnstream_server.bus.reasons import Reason, ReasonKind, reasons
+from turnstream_server.bus.replans import Replanned, await_replan, request_replan
+from turnstream_server.bus.waits import read_snapshot
+
+
+@pytest.fixture
+def damage(house):
+    """Overwrites one byte of the first turn, or of another record, of a trajectory."""
+
+    def flip(run: str, key: TrajectoryKey, *, record: int = 0) -> None:
+        stream = keys.trajectory_keys(run, keys.trajectory_id(key)).turns
+        with connect(house.url) as client:
+            entries: Any = client.xrange(stream)
+            client.delete(stream)
+            for number, (entry_id, fields) in enumerate(entries):
+                stored = bytearray(fields[b"r"])
+                if number == record % len(entries):
+                    stored[-9] ^= 1
+                client.xadd(stream, {"r": bytes(stored)}, id=entry_id)
+
+    return flip
+
+
+@pytest.fixture
+def replan(house):
+    """Asks for it, and waits for the answer."""
+
+    def ask(run: str, step: int | None = None) -> Replanned:
+        with connect(house.url) as client:
+            return await_replan(client, run, request_replan(client, run, step=step), wait_s=10)
+
+    return lambda run, **where: asyncio.to_thread(ask, run, **where)
+
+
+@pytest.fixture
+def of_3():
+    """A group of three members."""
+
+    def build(group_id: str) -> Any:
+        members = [trajectory(turn("ab", "CD"), sample=s, reward=float(s)) for s in range(3)]
+        return group(group_id, *members)
+
+    return build
+
+
+@pytest.fixture
+def look(house) -> Look:
+    """Reads what the store has of a run."""
+    return Look(house.url)
+
+
+class Look:
+    """What the store has of a run, as tests compare it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def states(self, run: str) -> dict[TrajectoryState, int]:
+        """How many trajectories are in each state; the ledger adds up."""
+        with connect(self.url) as client:
+            ledger = read_ledger(client, run)
+        ledger.check()
+        return {state: number for state, number in ledger.by_state.items() if number}
+
+    def letters(self, run: str) -> dict[str, str]:
+        """The dead letters, with their reasons."""
+        with connect(self.url) as client:
+            return {each.trajectory_id: each.reason for each in read_letters(client, run).letters}
+
+    def plans(self, run: str) -> list[Manifest]:
+        """The plans, but for what names their run and the moment of an event."""
+        with connect(self.url) as client:
+            stored = [read_plan(client, run, step + 1) for step in range(self.planned(run))]
+        return [
+            replace(each.manifest, run="", previous_hash="", last_event_id="")
+            for each in stored
+            if each is not None
+        ]
+
+    def chain(self, run: str) -> list[int]:
+        """The steps whose plans make one chain, from the first on."""
+        with connect(self.url) as client:
+            stored = [read_plan(client, run, step + 1) for step in range(self.planned(run))]
+            hashes = {b"%d" % (step + 1): each.hash for step, each in enumerate(stored) if each}
+            entries: Any = client.hgetall(keys.run_keys(run).batches)
+        assert {step: entry.decode().partition(":")[2] for step, entry in entries.items()} == hashes
+        previous = ""
+        for each in stored:
+            assert each is not None
+            assert each.manifest.previous_hash == previous
+            previous = each.hash
+        return [each.manifest.step for each in stored if each is not None]
+
+    def digest(self, run: str) -> list[Any]:
+        """What of a run must not change where nothing is done; who leads, what was asked, may."""
+        names = keys.run_keys(run)
+        may_change = (names.leader, names.frontier, names.wake)
+        with connect(self.url) as client:
+            dumps = [client.dump(name) for name in names if name not in may_change]
+            frontier: Any = client.hgetall(names.frontier)
+        frontier.pop(b"refused_replan", None)
+        return [*dumps, frontier]
+
+    def frontier(self, run: str) -> Frontier:
+        """Its numbers."""
+        with connect(self.url) as client:
+            return read_frontier(client, run)
+
+    def planned(self, run: str) -> int:
+        """The newest step that is planned."""
+        return self.frontier(run).planned
+
+    def most_live(self, run: str) -> int:
+        """How many groups may be live now."""
+        with connect(self.url) as client:
+            return read_snapshot(client, run).most_live_groups
+
+    def damage_reasons(self, run: str) -> list[Reason]:
+        """What `turnstream why` says of damage."""
+        with connect(self.url) as client:
+            found = reasons(read_snapshot(client, run))
+        return [each for each in found if each.kind is ReasonKind.PAYLOAD_DAMAGED]
+
+    async def observe(self, run: str, *, seen_step: int) -> int:
+        """The next step of an observer, which has seen another one since."""
+        async with connect_async(self.url) as client:
+            declared = await declare_observer(
+                client, run, observer="eyes", first_step=1, expiry_s=60.0
+            )
+            await note_observed(client, run, observer="eyes", step=seen_step)
+        return declared.next_step
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until something holds."""
+
+        async def is_so() -> bool:
+            return holds()
+
+        await wait_until_async(is_so)
+
+    def held(self, run: str) -> tuple[int, int, int]:
+        """The sums of bytes: reserved, planned, and the rest of what is stored."""
+        with connect(self.url) as client:
+            held = read_budget(client, run).held
+        return held.reserved, held.planned, held.stored
+
+    def sum_held(self, run: str, state: str) -> int:
+        """The bytes of every trajectory in a state, one by one."""
+        names = keys.run_keys(run)
+        with connect(self.url) as client:
+            ledger: Any = client.hgetall(names.ledger)
+            held: Any = client.hgetall(names.held)
+        start = f"{state}:".encode()
+        return sum(int(held.get(name, 0)) for name, of in ledger.items() if of.startswith(start))

@@ -1,0 +1,206 @@
+"""What becomes of groups whose plan is withdrawn, and of what is left of them."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from turnstream.records.events import decode_event, encode_event
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.store.revisions import read_revisions, revise_config
+from turnstream.store.rewards import post_reward
+from turnstream.testing import group, trajectory, turn
+from turnstream.types import SealedTrajectory, TrajectoryKey, TrajectoryState
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+
+async def test_two_steps_are_planned_again_without_a_damaged_member(
+    house, damage, replan, look, of_3
+):
+    run = house.create_run(batch_groups=2)
+    first = await house.start_batcher()
+    trainer = house.trainer(first, run)
+    await house.publish(run, of_3("g0"), group("g1"), group("g2"), group("g3"))
+    await trainer.start("a")
+    before = await trainer.get(2)
+    damage(run, TrajectoryKey("g0", sample=1))
+
+    done = await replan(run)
+    await trainer.start("b")
+    pulled = [*await trainer.get(1), *await trainer.get(2)]
+
+    assert (done.first_step, done.newest_step, done.dead) == (1, 2, ("g0/1/0",))
+    assert [each.mini_batch.rows.trajectory_id for each in pulled] == [
+        ["g0/0/0", "g0/2/0", "g1/0/0", "g1/1/0"],
+        ["g2/0/0", "g2/1/0", "g3/0/0", "g3/1/0"],
+    ]
+    assert pulled[1].mini_batch.info.manifest_hash != before[0].mini_batch.info.manifest_hash
+    assert [each.mini_batch.info.revision for each in pulled] == [1, 1]
+    assert look.states(run) == {TrajectoryState.PLANNED: 8, TrajectoryState.DEAD: 1}
+    assert "checksum" in look.letters(run)["g0/1/0"]
+
+
+async def test_a_group_that_is_too_small_without_its_dead_makes_way_for_the_next(
+    house, damage, replan, look
+):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g0"), group("g1"), group("g2"))
+    await trainer.start("a")
+    await trainer.get(2)
+    damage(run, TrajectoryKey("g0", sample=0))
+
+    await replan(run)
+    await trainer.start("b")
+    pulled = [*await trainer.get(1), *await trainer.get(2)]
+
+    assert [each.mini_batch.rows.group_id for each in pulled] == [["g1", "g1"], ["g2", "g2"]]
+    assert look.states(run) == {
+        TrajectoryState.PLANNED: 4,
+        TrajectoryState.INCOMPLETE: 1,
+        TrajectoryState.DEAD: 1,
+    }
+    await look.until(lambda: look.sum_held(run, "incomplete") == 0)
+    assert look.held(run) == (0, look.sum_held(run, "planned"), look.sum_held(run, "dead"))
+
+
+async def test_a_group_whose_seals_are_all_damaged_is_left_out_whole(house, damage, replan, look):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g0"), group("g1"), group("g2"))
+    await trainer.start("a")
+    await trainer.get(2)
+    damage(run, TrajectoryKey("g0", sample=0))
+    damage(run, TrajectoryKey("g1", sample=0), record=-1)
+    damage(run, TrajectoryKey("g1", sample=1), record=-1)
+
+    done = await replan(run)
+    await trainer.start("b")
+    (pulled,) = await trainer.get(1)
+
+    assert set(done.dead) == {"g0/0/0", "g1/0/0", "g1/1/0"}
+    assert "its seal cannot be read" in look.letters(run)["g1/1/0"]
+    assert pulled.mini_batch.rows.group_id == ["g2", "g2"]
+    assert look.states(run) == {
+        TrajectoryState.PLANNED: 2,
+        TrajectoryState.INCOMPLETE: 1,
+        TrajectoryState.DEAD: 3,
+    }
+
+
+async def test_a_group_that_teaches_nothing_without_its_dead_is_filtered(
+    house, damage, replan, look
+):
+    run = house.create_run(batch_groups=1, drop_zero_variance=True)
+    trainer = house.trainer(await house.start_batcher(), run)
+    rewards = (1.0, 0.0, 0.0)
+    odd = group(
+        "g0", *[trajectory(turn("ab", "CD"), sample=s, reward=r) for s, r in enumerate(rewards)]
+    )
+    await house.publish(run, odd, group("g1"))
+    await trainer.start("a")
+    await trainer.get(2)
+    damage(run, TrajectoryKey("g0", sample=0))
+
+    await replan(run)
+    await trainer.start("b")
+    (pulled,) = await trainer.get(1)
+
+    assert pulled.mini_batch.rows.group_id == ["g1", "g1"]
+    assert look.states(run)[TrajectoryState.FILTERED] == 2
+
+
+async def test_a_seal_that_is_another_than_was_planned_is_set_aside(
+    house, damage, replan, look, of_3
+):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, of_3("g0"), of_3("g1"))
+    await trainer.start("a")
+    await trainer.get(2)
+    damage(run, TrajectoryKey("g0", sample=0))
+    turns = keys.trajectory_keys(run, "g1/0/0").turns
+    with connect(house.url) as client:
+        entries: Any = client.xrevrange(turns, count=1)
+        ((entry_id, fields),) = entries
+        seal = cast("SealedTrajectory", decode_event(fields[b"r"]))
+        client.xdel(turns, entry_id)
+        last = f"0-{int(entry_id.split(b'-')[1]) + 1}"
+        client.xadd(turns, {"r": encode_event(replace(seal, payload_crcs=(7,)))}, id=last)
+
+    done = await replan(run)
+
+    assert done.dead == ("g0/0/0", "g1/0/0")
+    assert look.letters(run)["g1/0/0"] == "its seal is not the one that it was planned with"
+
+
+async def test_a_reward_that_was_posted_later_is_still_that_of_its_trajectory(
+    house, damage, replan, look
+):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    members = [
+        replace(trajectory(turn("ab", "CD"), sample=s, reward=None), awaits_reward=True)
+        for s in range(3)
+    ]
+    await house.publish(run, group("g0", *members))
+    with connect(house.url) as client:
+        for sample in range(3):
+            post_reward(client, run, TrajectoryKey("g0", sample), reward=float(sample))
+    await trainer.start("a")
+    await trainer.get(1)
+    damage(run, TrajectoryKey("g0", sample=0))
+
+    await replan(run)
+    await trainer.start("b")
+    await trainer.get(1)
+
+    assert [member.reward for member in look.plans(run)[0].groups[0].trajectories] == [1.0, 2.0]
+
+
+async def test_a_short_step_that_is_planned_again_counts_in_the_capacity_as_it_is_now(
+    house, damage, replan, look, of_3
+):
+    run = house.create_run(batch_groups=2)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g0"), group("g1"), of_3("g2"), closes=True)
+    await trainer.start("a")
+    await trainer.get(2)
+    before = look.frontier(run)
+    damage(run, TrajectoryKey("g2", sample=1))
+
+    await replan(run)
+    await trainer.start("b")
+    (pulled,) = await trainer.get(2)
+
+    after = look.frontier(run)
+    assert pulled.mini_batch.rows.trajectory_id == ["g2/0/0", "g2/2/0"]
+    assert before.num_revised_groups == after.num_revised_groups == -1
+    assert before.num_live_groups == after.num_live_groups
+
+
+async def test_steps_of_two_configs_are_planned_again_by_the_later_one(
+    house, damage, replan, look, of_3
+):
+    run = house.create_run(batch_groups=1)
+    with connect(house.url) as client:
+        before = read_revisions(client, run).last.config
+        revise_config(client, run, replace(before, batch_groups=2), from_step=2)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, of_3("g0"), group("g1"), group("g2"))
+    await trainer.start("a")
+    await trainer.get(2)
+    most = look.most_live(run)
+    damage(run, TrajectoryKey("g0", sample=0))
+
+    await replan(run)
+    await trainer.start("b")
+    pulled = await trainer.get(1)
+
+    assert [each.mini_batch.rows.group_id for each in pulled] == [["g0", "g0"], ["g1", "g1"]]
+    assert pulled[0].mini_batch.info.config_revision == 2
+    assert (most, look.most_live(run)) == (1 + 2 * 1000, 2 + 2 * 1000)
+    with connect(house.url) as client:
+        assert read_revisions(client, run).last.from_step == 1

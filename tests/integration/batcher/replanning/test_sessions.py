@@ -1,0 +1,197 @@
+"""Trainers, observers and operators around a withdrawal: who is refused, who goes on."""
+
+import asyncio
+import logging
+
+import pytest
+
+from turnstream.errors import (
+    ConflictError,
+    CorruptRecordError,
+    FencedError,
+    StoreBehindError,
+)
+from turnstream.store.connection import connect
+from turnstream.testing import group
+from turnstream.types import TrajectoryKey, TrajectoryState
+from turnstream_server.bus.replans import Replanned
+from turnstream_server.jobs.history import RunHistory
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+
+async def test_the_session_is_over_and_another_goes_on_behind_what_was_stepped(
+    house, damage, replan, caplog, look, of_3
+):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g0"), of_3("g1"), group("g2"))
+    await trainer.start("a")
+    first = await trainer.get(1)
+    token = await trainer.stepped(first)
+    await trainer.committed(token)
+    old = await trainer.get(2)
+    damage(run, TrajectoryKey("g1", sample=2))
+
+    with caplog.at_level(logging.WARNING):
+        done = await replan(run)
+    with pytest.raises(FencedError, match="plans were withdrawn"):
+        await trainer.get(2)
+    with pytest.raises(FencedError, match="plans were withdrawn"):
+        await trainer.get(9, previous_hash=old[0].mini_batch.info.manifest_hash)
+    with pytest.raises(FencedError):
+        await trainer.stepped(old)
+    with pytest.raises(FencedError):
+        await trainer.start("a", token=str(token))
+    await trainer.start("b", token=str(token))
+    second = await trainer.get(2)
+    await trainer.stepped(second)
+    third = await trainer.get(3)
+    await trainer.stepped(third)
+
+    assert (done.first_step, done.newest_step) == (2, 3)
+    assert "plans of steps 2 to 3 are withdrawn" in caplog.text
+    trained = [each.mini_batch.rows for each in (*first, *second, *third)]
+    assert [rows.trajectory_id for rows in trained] == [
+        ["g0/0/0", "g0/1/0"],
+        ["g1/0/0", "g1/1/0"],
+        ["g2/0/0", "g2/1/0"],
+    ]
+    ids = [row_id for rows in trained for row_id in rows.row_id]
+    assert ids == list(range(6))
+    assert look.chain(run) == [1, 2, 3]
+    assert look.states(run)[TrajectoryState.DEAD] == 1
+
+
+async def test_a_step_that_is_stepped_stays_as_it_was_planned(house, damage, replan, look):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g0"), group("g1"))
+    await trainer.start("a")
+    await trainer.stepped(await trainer.get(1))
+    damage(run, TrajectoryKey("g0", sample=0))
+    before = look.digest(run)
+
+    with pytest.raises(ConflictError, match="step 1 is stepped"):
+        await replan(run, step=1)
+    with pytest.raises(ConflictError, match="step 3 is not planned; 2 are"):
+        await replan(run, step=3)
+    with pytest.raises(ConflictError, match="no payload of steps 2 to 2 is damaged"):
+        await replan(run)
+    with pytest.raises(ConflictError, match="no payload of step 2 is damaged"):
+        await replan(run, step=2)
+
+    assert look.digest(run) == before
+
+
+async def test_a_second_call_changes_nothing(house, damage, replan, look, of_3):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, of_3("g0"), group("g1"))
+    await trainer.start("a")
+    await trainer.get(2)
+    damage(run, TrajectoryKey("g0", sample=0))
+
+    both = await asyncio.gather(replan(run), replan(run), return_exceptions=True)
+    await trainer.start("b")
+    await trainer.get(2)
+    before = look.digest(run)
+    with pytest.raises(ConflictError, match="no payload of steps 1 to 2 is damaged"):
+        await replan(run)
+
+    assert sum(isinstance(each, Replanned) for each in both) >= 1
+    assert look.digest(run) == before
+
+
+async def test_whoever_goes_on_from_a_withdrawn_plan_is_refused_by_its_hash(
+    house, damage, replan, look, of_3
+):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, of_3("g0"), group("g1"))
+    await trainer.start("a")
+    seen = (await trainer.get(1))[0].mini_batch.info.manifest_hash
+    await trainer.get(2)
+    await look.observe(run, seen_step=2)
+    damage(run, TrajectoryKey("g0", sample=1))
+
+    await replan(run)
+    await look.until(lambda: look.planned(run) == 2)
+
+    with pytest.raises(StoreBehindError, match="step 1 was delivered from the manifest"):
+        await trainer.get(2, observer="eyes", previous_hash=seen)
+    assert await look.observe(run, seen_step=0) == 1
+
+
+async def test_a_step_that_comes_back_after_a_rollback_may_be_planned_again(
+    house, damage, replan, look, of_3
+):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g0"), of_3("g1"), group("g2"), group("g3"))
+    await trainer.start("a")
+    token = await trainer.stepped(await trainer.get(1))
+    await trainer.committed(token)
+    lost = await trainer.stepped(await trainer.get(2))
+    await look.until(lambda: look.planned(run) == 4)
+    await trainer.start("b", token=str(token))
+    damage(run, TrajectoryKey("g1", sample=0))
+
+    done = await replan(run)
+    with pytest.raises(StoreBehindError):
+        await trainer.start("c", token=str(lost))
+    await trainer.start("d", token=str(token))
+    for step in (2, 3, 4):
+        await trainer.stepped(await trainer.get(step))
+
+    assert (done.first_step, done.newest_step) == (2, 4)
+    assert look.chain(run) == [1, 2, 3, 4]
+    assert look.states(run) == {
+        TrajectoryState.COMMITTED: 2,
+        TrajectoryState.STEPPED: 6,
+        TrajectoryState.DEAD: 1,
+    }
+
+
+async def test_a_rank_and_an_operator_are_told_what_is_damaged_and_what_helps(
+    house, damage, replan, look, of_3
+):
+    run = house.create_run(batch_groups=1)
+    planner = house.trainer(await house.start_batcher(), run)
+    other = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, of_3("g0"))
+    await planner.start("a")
+    await planner.get(1)
+    damage(run, TrajectoryKey("g0", sample=1))
+    other.session_epoch = planner.session_epoch
+
+    with pytest.raises(CorruptRecordError, match=f"g0/1/0: .*`turnstream replan '{run}'`"):
+        await other.get(1)
+    (reason,) = look.damage_reasons(run)
+    await replan(run)
+
+    assert reason.facts["step"] == 1
+    assert "damaged payload of g0/1/0: the checksum" in reason.sentence
+    assert f"`turnstream replan '{run}'`" in reason.sentence
+    assert look.damage_reasons(run) == []
+
+
+async def test_whoever_looks_on_sees_what_was_planned_again(house, damage, replan, of_3):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, of_3("g0"), group("g1"))
+    await trainer.start("a")
+    await trainer.get(2)
+    damage(run, TrajectoryKey("g0", sample=0))
+    with connect(house.url) as client:
+        history = RunHistory(client, run)
+        history.refresh()
+        before = [batch.num_sequences for batch in history.batches]
+
+        await replan(run)
+        await trainer.start("b")
+        await trainer.get(2)
+        history.refresh()
+
+        assert before == [3, 2]
+        assert [batch.num_sequences for batch in history.batches] == [2, 2]

@@ -1,0 +1,171 @@
+"""Whoever plans or serves behind a withdrawal goes on as if the plans had never been."""
+
+import asyncio
+
+import pytest
+
+from turnstream.errors import (
+    EndOfRunError,
+)
+from turnstream.store import keys
+from turnstream.store.connection import connect, connect_async
+from turnstream.store.life import pause_run, resume_run
+from turnstream.testing import group
+from turnstream.types import TrajectoryKey, TrajectoryState
+from turnstream_server.batcher.listener import RunListener
+from turnstream_server.batcher.upkeep import Upkeep
+from turnstream_server.bus.forks import fork_run
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+
+@pytest.mark.parametrize("selection", ["ready_first", "in_order"])
+async def test_a_leader_that_begins_behind_the_withdrawal_plans_what_the_one_before_would_have(
+    house, damage, replan, selection, look, of_3
+):
+    # One leader goes on itself. The other is gone right after, as a pause lets us see.
+    runs = [
+        house.create_run(batch_groups=2, selection=selection, drop_zero_variance=True)
+        for _ in range(2)
+    ]
+    first = await house.start_batcher(lease_s=0.5)
+    for run in runs:
+        trainer = house.trainer(first, run)
+        await house.publish(run, of_3("g0"), group("g1"), group("g2"), group("g3"), group("g4"))
+        await trainer.start("a")
+        await trainer.get(2)
+        damage(run, TrajectoryKey("g0", sample=1))
+        damage(run, TrajectoryKey("g2", sample=0))
+    await replan(runs[0])
+    await look.until(lambda: look.planned(runs[0]) == 2)
+    with connect(house.url) as client:
+        pause_run(client, runs[1])
+    await replan(runs[1])
+    assert look.planned(runs[1]) == 0
+    await first.stop()
+
+    second = await house.start_batcher()
+    with connect(house.url) as client:
+        resume_run(client, runs[1])
+    await look.until(lambda: look.planned(runs[1]) == 2)
+    for run in runs:
+        trainer = house.trainer(second, run)
+        await trainer.start("b")
+        await trainer.stepped(await trainer.get(1))
+        await house.publish(run, group("g5"), group("g6"))
+        await trainer.get(3)
+
+    assert look.plans(runs[0]) == look.plans(runs[1])
+    assert look.chain(runs[1]) == [1, 2, 3]
+    assert look.states(runs[0]) == look.states(runs[1])
+
+
+async def test_snapshots_and_events_lead_on_from_a_withdrawal_to_the_same_plans(
+    house, damage, replan, look, of_3
+):
+    run = house.create_run(batch_groups=1)
+    often = Upkeep(snapshot_events=1, snapshot_steps=1)
+    first = await house.start_batcher(lease_s=0.5, upkeep=often)
+    trainer = house.trainer(first, run)
+    await house.publish(run, of_3("g0"), of_3("g1"))
+    await trainer.start("a")
+    await trainer.get(2)
+    damage(run, TrajectoryKey("g0", sample=1))
+    await replan(run)
+    await trainer.start("b")
+    await trainer.get(2)
+    await first.stop()
+
+    second = house.trainer(await house.start_batcher(upkeep=often), run)
+    await second.start("c")
+    await second.stepped(await second.get(1))
+    await house.publish(run, group("g2"))
+    (pulled,) = await second.get(3)
+
+    assert pulled.mini_batch.rows.trajectory_id == ["g2/0/0", "g2/1/0"]
+    assert pulled.mini_batch.rows.row_id[0] == 5
+    assert look.chain(run) == [1, 2, 3]
+
+
+async def test_another_replica_serves_what_was_planned_again_and_all_that_follows(
+    house, damage, replan, of_3
+):
+    run = house.create_run(batch_groups=1)
+    planner = house.trainer(await house.start_batcher(), run)
+    other = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, of_3("g0"), group("g1"))
+    await planner.start("a")
+    await planner.get(2)
+    other.session_epoch = planner.session_epoch
+    await other.get(2)
+    damage(run, TrajectoryKey("g0", sample=1))
+
+    await replan(run)
+    await other.start("b")
+    (pulled,) = await other.get(1)
+    await other.stepped([pulled])
+    (second,) = await other.get(2)
+    later = asyncio.create_task(other.get(3, wait_s=8))
+    await house.publish(run, group("g2"))
+    (third,) = await later
+
+    assert pulled.mini_batch.rows.trajectory_id == ["g0/0/0", "g0/2/0"]
+    assert second.mini_batch.rows.group_id == ["g1", "g1"]
+    assert third.mini_batch.info.revision == 0
+
+
+async def test_a_replica_hears_of_plans_below_those_that_were_withdrawn(house):
+    run = house.create_run()
+    plan = keys.run_keys(run).plan
+    async with connect_async(house.url) as client:
+        listener = RunListener(client, run, after_step=3)
+        listener.fall_back(1)
+        await client.xadd(plan, {"r": ""}, id="2-1")
+
+        heard = [await listener.wait(with_events=False, wait_s=0.05)]
+        listener.fall_back(2)
+        heard.append(await listener.wait(with_events=False, wait_s=0.05))
+
+    assert [news.is_frontier_old for news in heard] == [True, False]
+
+
+async def test_a_run_that_had_ended_ends_again_with_what_is_left(house, damage, replan, look):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g0"), group("g1"), closes=True)
+    await trainer.start("a")
+    await trainer.get(2)
+    await look.until(lambda: look.frontier(run).is_finished)
+    damage(run, TrajectoryKey("g0", sample=0))
+
+    await replan(run)
+    await trainer.start("b")
+    (pulled,) = await trainer.get(1)
+    await trainer.stepped([pulled])
+
+    assert pulled.mini_batch.rows.group_id == ["g1", "g1"]
+    with pytest.raises(EndOfRunError):
+        await trainer.get(2)
+
+
+async def test_what_was_planned_again_is_released_and_forked_like_anything_else(
+    house, damage, replan, look, of_3
+):
+    run = house.create_run(batch_groups=1, retain_checkpoints=1)
+    trainer = house.trainer(await house.start_batcher(upkeep=Upkeep(snapshot_events=1)), run)
+    await house.publish(run, of_3("g0"), group("g1"))
+    await trainer.start("a")
+    await trainer.get(2)
+    damage(run, TrajectoryKey("g0", sample=0))
+    await replan(run)
+    await trainer.start("b")
+    for step in (1, 2):
+        token = await trainer.stepped(await trainer.get(step))
+        await trainer.committed(token)
+        with connect(house.url) as client:
+            fork_run(client, run, f"{run} at {step}", token)
+
+    await look.until(lambda: look.frontier(run).released == 2)
+    await look.until(lambda: len(look.plans(run)) == 0)
+
+    assert look.states(run) == {TrajectoryState.COMMITTED: 4, TrajectoryState.DEAD: 1}
