@@ -16,12 +16,14 @@ from mutations.settings import SETTINGS
 from mutations.shapes import SHAPES
 from mutations.sizes import SIZES
 from mutations.turns import TURNS
+from mutations.withdrawing import WITHDRAWING
 
 __all__ = ["MUTATIONS", "Mutation"]
 
 MUTATIONS = (
     *MERGING,
     *READINESS,
+    *WITHDRAWING,
     *ROWS,
     *COLUMNS,
     *LAYOUTS,

@@ -80,6 +80,7 @@ def test_groups_come_back_before_all_others_in_the_order_of_their_plans() -> Non
 
     assert decided == []
     assert names(fold) == ["a", "b", "c"]
+    assert fold.decided == ()
     assert [group.completed_by for group in fold.ready[:2]] == ["9-0", "9-0"]
     assert len(fold.ready[0].members) == 3
 
@@ -143,6 +144,17 @@ def test_a_fold_that_has_forgotten_a_group_knows_its_members_again() -> None:
 
     assert fold.apply("30-0", sealed("a", sample=1)) == []
     assert names(fold) == ["a"]
+
+
+def test_what_came_too_late_for_a_plan_does_not_join_its_group_when_it_is_heard_again() -> None:
+    fold = fold_with_plan("a", surplus="keep")
+    late = sealed("a", sample=1, attempt=1)
+    fold.apply("15-0", late)
+
+    withdraw(fold, back("a", 0, 2))
+
+    assert fold.apply("15-0", late) == []
+    assert [member.key.sample for member in fold.ready[0].members] == [0, 2]
 
 
 def test_groups_are_judged_by_the_config_in_force() -> None:
@@ -242,6 +254,15 @@ def test_components_whose_event_is_gone_are_not_known() -> None:
     rewarded = with_planned_reward(awaiting(), plan, posted=None, config=several)
 
     assert (rewarded.reward, rewarded.reward_components) == (None, {})
+
+
+def test_a_reward_that_its_turns_give_is_not_made_up_from_the_plan() -> None:
+    of_turns = replace(config(), reward_source="sum_of_turns")
+    plan = replace(trajectory_plan("a"), reward=0.25)
+
+    rewarded = with_planned_reward(awaiting(), plan, posted=None, config=of_turns)
+
+    assert (rewarded.reward, rewarded.awaits_reward) == (None, False)
 
 
 def test_a_reward_that_was_sealed_stays() -> None:

@@ -1,0 +1,148 @@
+"""Guards of what becomes of groups whose plans are withdrawn."""
+
+from __future__ import annotations
+
+from mutations.mutation import Mutation
+
+WITHDRAWING = (
+    Mutation(
+        "groups that come back stand behind those that were never planned",
+        "open_groups.py",
+        "self._ready = {**ready, **self._ready}",
+        "self._ready = {**self._ready, **ready}",
+        ("test_withdrawing",),
+    ),
+    Mutation(
+        "a group that came back is known as decided and over",
+        "open_groups.py",
+        "seen = self._decided.pop(group.group_id, set[TrajectoryKey]())",
+        "seen = self._decided.get(group.group_id, set[TrajectoryKey]())",
+        ("test_withdrawing",),
+    ),
+    Mutation(
+        "what was late for a group is heard again when it comes back",
+        "open_groups.py",
+        "seen=seen | {*group.planned},",
+        "seen={*group.planned},",
+        ("test_withdrawing",),
+    ),
+    Mutation(
+        "a seal of a plan that was withdrawn is surplus of its own group",
+        "open_groups.py",
+        "seen=seen | {*group.planned},",
+        "seen=seen,",
+        ("test_withdrawing",),
+    ),
+    Mutation(
+        "a group that was planned is refilled, although its prompt may be gone",
+        "open_groups.py",
+        "num_asked=_NO_MORE_REFILLS,",
+        "num_asked=0,",
+        ("test_withdrawing",),
+    ),
+    Mutation(
+        "the last living member of a withdrawn plan is trained alone",
+        "open_groups.py",
+        "num_needed=len(group.planned),",
+        "num_needed=1,",
+        ("test_withdrawing",),
+    ),
+    Mutation(
+        "a withdrawn group waits for its dead",
+        "open_groups.py",
+        "ended=set(range(num_samples)) - members.keys(),",
+        "ended=set[int](),",
+        ("test_withdrawing",),
+    ),
+    Mutation(
+        "a group that lost members is not judged again",
+        "readiness.py",
+        "if group_id in smaller and group_id in self._ready:",
+        "if False:",
+        ("test_withdrawing",),
+    ),
+    Mutation(
+        "a group that lost nobody is decided a second time",
+        "readiness.py",
+        "if group_id in smaller and group_id in self._ready:",
+        "if group_id in self._ready:",
+        ("test_withdrawing",),
+    ),
+    Mutation(
+        "a withdrawn group is decided after it was dropped",
+        "readiness.py",
+        "if group_id in smaller and group_id in self._ready:",
+        "if group_id in smaller:",
+        ("test_withdrawing",),
+    ),
+    Mutation(
+        "groups that come back are not judged by the config in force",
+        "readiness.py",
+        "            decisions += self._again(event_id, group)\n            if group_id in smaller",
+        "            if group_id in smaller",
+        ("test_withdrawing",),
+    ),
+    Mutation(
+        "the groups of a second plan come before those of the first",
+        "withdrawing.py",
+        "            place += 1\n",
+        "            place -= 1\n",
+        ("test_withdrawing",),
+    ),
+    Mutation(
+        "the dead are not among those who were planned",
+        "withdrawing.py",
+        "planned=planned,",
+        "planned=tuple(key for key in planned if key in members),",
+        ("test_withdrawing",),
+    ),
+    Mutation(
+        "a withdrawn group was complete at another event",
+        "withdrawing.py",
+        "completed_by=manifest.last_event_id,",
+        'completed_by="0-0",',
+        ("test_withdrawing",),
+    ),
+    Mutation(
+        "a reward of its own is replaced by that of the plan",
+        "withdrawing.py",
+        "    if not sealed.awaits_reward:\n        return sealed\n",
+        "",
+        ("test_withdrawing",),
+    ),
+    Mutation(
+        "the plan is believed where the posted reward is known",
+        "withdrawing.py",
+        "if posted is not None:",
+        "if False:",
+        ("test_withdrawing",),
+    ),
+    Mutation(
+        "components that nobody knows are made of the reward",
+        "withdrawing.py",
+        'if config.estimator == "gdpo" or',
+        "if",
+        ("test_withdrawing",),
+    ),
+    Mutation(
+        "rewards of turns that nobody knows are made of their sum",
+        "withdrawing.py",
+        ' or config.reward_source != "outcome":',
+        ":",
+        ("test_withdrawing",),
+    ),
+    Mutation(
+        "a penalty for length is taken twice",
+        "withdrawing.py",
+        "reward=plan.reward - penalty",
+        "reward=plan.reward",
+        ("test_withdrawing",),
+    ),
+    Mutation(
+        "what was withdrawn waits for its reward for ever",
+        "withdrawing.py",
+        "reward=plan.reward - penalty, awaits_reward=False)",
+        "reward=plan.reward - penalty)",
+        ("test_withdrawing",),
+    ),
+)
