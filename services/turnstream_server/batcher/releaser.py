@@ -258,7 +258,12 @@ class Releaser:
         least = min(self._upkeep.fold_ended, FOLD_SLICE)
         while len(self._ended) >= least and len(some := await self._foldable()) >= least:
             number += 1
-            await self._fold_ended(some, number=number)
+            try:
+                await self._fold_ended(some, number=number)
+            except ConflictError:
+                if await self._foldable() == some:
+                    raise
+                return True  # a plan was withdrawn meanwhile: a group of these may change again
         return has_more or number > state.num_records
 
     async def _find_ended(self) -> None:

@@ -143,6 +143,12 @@ class Look:
             found = reasons(read_snapshot(client, run))
         return [each for each in found if each.kind is ReasonKind.PAYLOAD_DAMAGED]
 
+    def num_folded(self, run: str) -> int:
+        """How many records there are of what ended untrained and left the ledger."""
+        with connect(self.url) as client:
+            records: Any = client.hlen(keys.run_keys(run).ended)
+        return records
+
     async def observe(self, run: str, *, seen_step: int) -> int:
         """The next step of an observer, which has seen another one since."""
         async with connect_async(self.url) as client:

@@ -4,14 +4,13 @@ import asyncio
 
 import pytest
 
-from turnstream.errors import (
-    EndOfRunError,
-)
+from turnstream.errors import EndOfRunError
 from turnstream.store import keys
 from turnstream.store.connection import connect, connect_async
 from turnstream.store.life import pause_run, resume_run
-from turnstream.testing import group
+from turnstream.testing import group, trajectory, turn
 from turnstream.types import TrajectoryKey, TrajectoryState
+from turnstream_server.batcher import releaser
 from turnstream_server.batcher.listener import RunListener
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.forks import fork_run
@@ -169,3 +168,45 @@ async def test_what_was_planned_again_is_released_and_forked_like_anything_else(
     await look.until(lambda: len(look.plans(run)) == 0)
 
     assert look.states(run) == {TrajectoryState.COMMITTED: 4, TrajectoryState.DEAD: 1}
+
+
+async def test_what_had_ended_in_a_withdrawn_group_leaves_the_ledger_when_it_is_planned_again(
+    house, damage, replan, look, caplog, monkeypatch
+):
+    # The releaser has found the group planned, and comes to it when it is not any more.
+    monkeypatch.setattr(releaser, "REST", 0)  # it would rest for longer than it is held up here
+    found, is_withdrawn, came_back = (asyncio.Event() for _ in range(3))
+
+    async def hold(act: str) -> None:
+        if act == "fold_ended":
+            found.set()
+            await is_withdrawn.wait()
+        elif is_withdrawn.is_set():
+            came_back.set()
+
+    run = house.create_run(batch_groups=1, deadline_policy="train_short", group_deadline_s=60.0)
+    upkeep = Upkeep(fold_ended=1, before=hold)
+    trainer = house.trainer(await house.start_batcher(upkeep=upkeep), run)
+    members = [
+        trajectory(turn("ab", "CD"), sample=sample, reward=reward)
+        for sample, reward in enumerate((0.0, 1.0, 2.0, None))
+    ]
+    await house.publish(run, group("g0", *members))
+    await trainer.start("a")
+    await trainer.get(1)
+    await found.wait()
+    damage(run, TrajectoryKey("g0", sample=0))
+    with connect(house.url) as client:
+        pause_run(client, run)
+    await replan(run)
+
+    is_withdrawn.set()
+    await came_back.wait()
+    with connect(house.url) as client:
+        resume_run(client, run)
+    await trainer.start("b")
+    (pulled,) = await trainer.get(1)
+    await look.until(lambda: look.num_folded(run) == 1)
+
+    assert pulled.mini_batch.rows.trajectory_id == ["g0/1/0", "g0/2/0"]
+    assert "failed" not in caplog.text
