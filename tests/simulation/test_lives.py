@@ -31,6 +31,7 @@ QUICKLY_SEEN = {
     "post_reward: what awaits none": 160,
     "acquire_leader: the lease of another": 80,
     "write_manifest: the next step": 600,
+    "withdraw_plans: bytes of a batch": 200,
     "settle_group: bytes of what was never begun": 200,
     "give_back: bytes of a batch": 160,
     "start_session: what was stepped comes back": 240,

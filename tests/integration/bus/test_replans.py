@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from turnstream.errors import ConflictError, FencedError, NotReadyError
+from turnstream.errors import ConflictError, FencedError, NotReadyError, RunNotFoundError
 from turnstream.records.events import decode_event
 from turnstream.store import keys
 from turnstream.store.connection import connect
@@ -66,6 +66,11 @@ async def withdraw(run: Any, request: ReplanRequest, withdrawal: Withdrawal, **k
 
 async def digest(run: Any) -> dict[str, Any]:
     return {name: await run.client.dump(name) for name in run.keys}
+
+
+async def last_wake(run: Any) -> bytes:
+    ((entry_id, _),) = await run.client.xrevrange(run.keys.wake, count=1) or [(b"", {})]
+    return entry_id
 
 
 async def frontier(run: Any) -> Frontier:
@@ -323,6 +328,44 @@ async def test_an_observer_goes_back_to_the_first_step_that_is_withdrawn(
 
     seen = await run.client.hgetall(run.keys.observers)
     assert seen == {b"far": b"2:9:60", b"near": b"1:9:60"}
+
+
+def test_a_run_that_is_not_there_cannot_be_asked(client: Any) -> None:
+    with pytest.raises(RunNotFoundError):
+        request_replan(client, "nowhere")
+
+    assert not client.exists(keys.run_keys("nowhere").frontier)
+
+
+async def test_whoever_waits_is_woken_by_a_request_and_by_its_answer(run: Any, ask: Any) -> None:
+    await run.plan_steps(2)
+    seen = [await last_wake(run)]
+
+    first = ask(run)
+    seen.append(await last_wake(run))
+    await refuse_replan(run.client, run.name, first, "no", leader_epoch=run.leader_epoch)
+    seen.append(await last_wake(run))
+    second = ask(run)
+    seen.append(await last_wake(run))
+    await withdraw(run, second, from_step(run, 1))
+    seen.append(await last_wake(run))
+
+    assert len(set(seen)) == len(seen)
+
+
+async def test_a_full_server_withdraws_plans(run: Any, ask: Any) -> None:
+    await run.plan_steps(2)
+    told = {"manifest_hash": run.manifests[1].hash, "sentence": "checksum"}
+    await run.client.config_set("maxmemory", 1)
+    try:
+        await note_damage(run.client, run.name, step=1, **told)
+        refused = ask(run)
+        await refuse_replan(run.client, run.name, refused, "no", leader_epoch=run.leader_epoch)
+        await withdraw(run, ask(run), from_step(run, 1))
+    finally:
+        await run.client.config_set("maxmemory", 0)
+
+    assert (await frontier(run)).planned == 0
 
 
 async def test_dead_letters_of_a_withdrawal_have_their_size(run: Any, ask: Any) -> None:

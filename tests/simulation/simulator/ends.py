@@ -28,6 +28,8 @@ def everything_ended(seen: Seen) -> Violations:
     for name, state in states.items():
         if state.partition(":")[0] in _UNFINISHED:
             yield f"P5: {name} is {state} at the end"
+        if state.startswith("dead:") and name not in seen.life.rotten:
+            yield f"{name} is {state}, and was never damaged"
         given_up = _GIVEN_UP.fullmatch(state)
         if given_up and seen.world.must_keep_leases(given_up[1]):
             yield f"{name} is {state}, who lives"
@@ -50,6 +52,8 @@ def _nothing_vanished(seen: Seen, states: dict[str, str]) -> Violations:
             continue
         state = states.get(name, "nowhere")
         group_id = keys.parse_trajectory_id(name).group_id
+        if name in seen.life.rotten and state.startswith("dead:"):
+            continue
         ends = {"evaluated"} if group_id in seen.evals else {"planned", *_DROPPED}
         if name in history.lost and _is_named_well(seen, name, state):
             continue

@@ -101,6 +101,7 @@ def _weather(rng: random.Random, *, density: float, pace: float) -> Weather:
         restart=often(0.003),
         fill=often(0.001),
         cut=often(0.006),
+        rot=often(0.2),
     )
 
 

@@ -31,6 +31,7 @@ class Faults:
             (weather.restart, self._restart_store),
             (weather.fill, self._fill_store),
             (weather.cut, self._sync_for_the_last_time),
+            (weather.rot, lambda: world.rot()),
         )
         self._all_chances = sum(chance for chance, _ in self._by_chance)
 

@@ -36,6 +36,7 @@ class History:
         ever_trained: the same as `trained`, of all histories.
         planned: step -> manifest hash, as the store has it.
         all_trained: every step and manifest hash that was ever trained.
+        most_withdrawn: the newest step that was trained by a plan that was withdrawn.
         releasable: the newest step that may be released.
         newest_said: the newest step that the present session has acknowledged, or tried to.
         intended: step -> plans that were checked, and maybe not written.
@@ -57,6 +58,7 @@ class History:
     all_trained: set[tuple[int, str]] = field(default_factory=set)
     checkpoints: list[RecoveryToken] = field(default_factory=list)
     intended: dict[int, list[Manifest]] = field(default_factory=dict)
+    most_withdrawn: int = 0
     releasable: int = 0
     newest_said: int = 0
     num_sessions: int = 0
@@ -90,6 +92,13 @@ class History:
         """What is before the checkpoints that are kept."""
         if len(self.checkpoints) >= retained:
             self.releasable = max(self.releasable, self.checkpoints[-retained].step)
+
+    def withdrew(self, first: int) -> None:
+        """The plans from a step on are void."""
+        self.most_withdrawn = max(self.most_withdrawn, *self.ever_trained, 0)
+        for known in (self.planned, self.trained, self.ever_trained, self.intended):
+            for step in [step for step in known if step >= first]:
+                del known[step]
 
     def went_back(self, synced_s: float) -> None:
         """The store came back as it was at a time."""

@@ -32,6 +32,7 @@ class Laws:
         self._synced_lows: Counter[str] = Counter()
         self._leaders: dict[bytes, bytes] = {}
         self._term: tuple[bytes, int] = b"", 0
+        self._num_withdrawn = 0
         world.synced = self._note_synced
         world.went_back = self._go_back
         world.lost = life.history.lost.__setitem__
@@ -55,12 +56,20 @@ class Laws:
         self._blame_all(history_repeats(self.seen))
 
     def _check_state(self) -> None:
+        self._let_plans_fall()
         self._blame_all(ledger_adds_up(self.seen))
         self._blame_all(self._frontier_holds())
         self._blame_all(self._leaders_stay_apart())
         self._blame_all(self._snapshot_holds())
         self._blame_all(self._payload_holds())
         self._blame_all(self._writers_stay_apart())
+
+    def _let_plans_fall(self) -> None:
+        """Where plans were withdrawn, what tells of the newest one begins again below it."""
+        num_withdrawn = sum([isinstance(each, tuple) for each in self.seen.plans])
+        if num_withdrawn != self._num_withdrawn:
+            self._num_withdrawn = num_withdrawn
+            del self._lows["planned"], self._lows[_SNAPSHOT_STEP]
 
     def _blame_all(self, violations: Violations) -> None:
         for text in violations:
@@ -73,6 +82,7 @@ class Laws:
     def _go_back(self, synced_s: float) -> None:
         self.seen.go_back()
         self._lows = Counter(self._synced_lows)
+        self._num_withdrawn = -1
         self._leaders.clear()  # the store may give an epoch again
         self._term = b"", 0
         self._life.history.went_back(synced_s)
@@ -151,7 +161,7 @@ class Laws:
         if snapshot:
             ms, seq = event_position(snapshot[b"position"].decode())
             yield from self._grows("the position of the snapshot", ms << 64 | seq)
-            yield from self._grows("the step of the snapshot", int(snapshot[b"step"]))
+            yield from self._grows(_SNAPSHOT_STEP, int(snapshot[b"step"]))
 
     def _payload_holds(self) -> Violations:
         """Whoever wrote to a trajectory does not do so any more when another has begun.
@@ -173,6 +183,7 @@ class Laws:
         self._lows[name] = number
 
 
+_SNAPSHOT_STEP = "the step of the snapshot"
 _NUMBERS = (
     *("planned", "stepped", "committed", "released", "folded", "session_epoch"),
     *("opened_groups", "ends", "closed"),

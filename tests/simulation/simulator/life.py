@@ -28,6 +28,7 @@ class Life:
         num_evals, max_evals: the same of evaluations.
         num_prompts: that the run carries.
         most_episodes: of one generator at a time.
+        rotten: trajectories whose payload was damaged after they were planned.
         publishers: those that ever began, each in its process.
     """
 
@@ -44,6 +45,7 @@ class Life:
     max_evals: int = 0
     num_prompts: int = 0
     most_episodes: int = 1
+    rotten: set[str] = field(default_factory=set)
     publishers: list[tuple[Process, AsyncPublisher]] = field(default_factory=list)
     token_ids: int = 0
 

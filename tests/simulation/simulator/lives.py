@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from simulator import bystanders, generators, services, trainers
+from simulator import bystanders, damage, generators, services, trainers
 from simulator.borders import inside
 from simulator.clients import SyncClient
 from simulator.fates import RUN, Fate, fate, new_life, prompt
@@ -137,6 +137,7 @@ def _live_in(world: World, seed: int, drawn: Fate) -> Verdict:
     prompts = [prompt(rng, number) for number in range(life.num_prompts)]
     add_prompts(SyncRun(world), RUN, prompts, first=1)  # type: ignore[arg-type]
     laws = Laws(world, life)
+    world.rot = lambda: damage.strike(laws.seen)
 
     def is_over() -> bool:
         """Unless another session has begun since, as by a call that came late."""
@@ -199,6 +200,7 @@ def _slots(drawn: Fate) -> list[_Slot]:
         *[_Slot(f"generator-{n}-", generators.generator) for n in range(drawn.num_generators)],
         _Slot("trainer", trainers.trainer),
         *[_Slot("observer", bystanders.observer) for _ in range(drawn.has_observer)],
+        *([_Slot("mender", damage.mender)] if drawn.weather.rot else []),
     ]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 
+from simulator.damage import PutBack, put_back
 from simulator.seen import Seen, Violations
 from turnstream.batching.plan import GroupPlan, Manifest, MiniBatchPlan
 from turnstream.batching.planning import event_order, plan_batch
@@ -54,6 +56,11 @@ def _was_intended(seen: Seen, manifest: Manifest) -> Violations:
     if config.surplus != "drop" or config.chooses_by_event:
         return  # what comes in between may change it: see `_history_repeats`
     for intended in seen.life.history.intended.pop(manifest.step, ()):
+        if (
+            intended.previous_hash != manifest.previous_hash
+            or intended.revision < manifest.revision
+        ):
+            continue  # it goes on from plans that were withdrawn
         if _names(intended) != _names(manifest):
             yield f"step {manifest.step} is not what a leader before was about to plan"
 
@@ -110,18 +117,38 @@ def history_repeats(seen: Seen) -> Violations:
     """Whoever folds all events from the first on plans every batch again, to the bit."""
     config = seen.life.config
     fold, selector = RunFold(config), Selector(config)
-    steps = sorted(seen.manifests)
+    due = deque(_in_order(seen))
     for event_id, record in seen.events:
         event = decode_event(record)
         fold.apply(event_id, event)
         selector.apply(event_id, event, fold)
-        while steps and event_order(seen.manifests[steps[0]][0].last_event_id) <= event_order(
-            event_id
-        ):
-            manifest, _ = seen.manifests[steps.pop(0)]
-            yield from _is_planned_again(seen, manifest, fold, selector)
-    if steps:
-        yield f"steps {steps} were planned at events that nobody wrote"
+        while due and event_order(due[0][0]) <= event_order(event_id):
+            _, what = due.popleft()
+            if isinstance(what, PutBack):
+                fold.put_back(what.groups)
+                selector = what.new_selector(seen, selector)
+            elif what is not None:
+                yield from _is_planned_again(seen, what, fold, selector)
+    if due:
+        yield f"at events that nobody wrote were planned or withdrawn: {due}"
+
+
+def _in_order(seen: Seen) -> Iterator[tuple[str, Manifest | PutBack | None]]:
+    """Plans and withdrawals, each with the event at which it follows from what was heard.
+
+    Between the position of a withdrawal and its event nothing is planned.
+    """
+    standing: list[Manifest] = []
+    for each in seen.plans:
+        if isinstance(each, Manifest):
+            standing.append(each)
+            yield each.last_event_id, each
+        else:
+            position, event_id, event = each
+            gone = [manifest for manifest in standing if manifest.step >= event.step]
+            standing = standing[: -len(gone)]
+            yield position, put_back(seen, gone, {*event.dead})
+            yield event_id, None
 
 
 def _is_planned_again(
@@ -144,6 +171,7 @@ def _is_planned_again(
         previous_hash=manifest.previous_hash,
         first_row_id=manifest.mini_batches[0].first_row_id,
         config_revision=manifest.config_revision,
+        revision=manifest.revision,
         chosen_at="" if choice is None else choice.chosen_at,
         masked_versions=() if choice is None else choice.masked_versions,
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from simulator.clients import AsyncClient
-from turnstream.errors import NotReadyError, StoreBehindError
+from simulator.life import URL, Life
+from turnstream.errors import CorruptRecordError, NotReadyError, StoreBehindError
 from turnstream.types import RecoveryToken
 from turnstream.wire.v1 import batches_pb2 as wire
+from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.callers import (
     check_caller,
     check_chain,
@@ -14,6 +16,7 @@ from turnstream_server.batcher.callers import (
 )
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.shares import PlannedBatch
+from turnstream_server.bus.replans import note_damage
 from turnstream_server.bus.sessions import TrainerSession, acknowledge_stepped
 
 
@@ -22,21 +25,29 @@ class Ranks:
 
     Args:
         client: of the store.
-        run: name of the run.
+        life: of the run.
         name: of the session.
         begun: the session.
         dp_world_size: number of ranks.
     """
 
     def __init__(
-        self, client: AsyncClient, run: str, name: str, begun: TrainerSession, *, dp_world_size: int
+        self,
+        client: AsyncClient,
+        life: Life,
+        name: str,
+        begun: TrainerSession,
+        *,
+        dp_world_size: int,
     ) -> None:
         self._client = client
+        self._life = life
+        self._assembler = Assembler(URL, max_cache_bytes=1)
         self._step = begun.next_step - 1
         self._batch: PlannedBatch | None = None
         self._asked = [
             wire.GetRequest(
-                run=run,
+                run=life.run,
                 step=begun.next_step,
                 session=name,
                 session_epoch=begun.session_epoch,
@@ -91,4 +102,20 @@ class Ranks:
             await hear_caller(self._client, asked)
             raise
         await note_handed(self._client, asked, batch)
+        if self._life.rotten:
+            await self._check_payload(batch)
         return batch
+
+    async def _check_payload(self, batch: PlannedBatch) -> None:
+        """Refuse damaged payload, as a replica does that assembles it for the first time."""
+        damages = await self._assembler.examine(batch)
+        if damages:
+            step, sentence = batch.manifest.step, f"damaged payload of {damages[0].key}"
+            await note_damage(
+                self._client,
+                self._life.run,
+                step=step,
+                manifest_hash=batch.manifest_hash,
+                sentence=sentence,
+            )
+            raise CorruptRecordError(sentence)

@@ -43,6 +43,14 @@ RUN_GUARDS = (
         "write_manifest: the next step",
         script("if step >= 1 and step <= last then", "if false then"),
     ),
+    Guard(
+        "withdraw_plans: the plans before it stay",
+        script("  redis.call('XADD', KEYS[4], entry[1], unpack(entry[2]))", ""),
+    ),
+    Guard(
+        "withdraw_plans: bytes of a batch",
+        script("'planned', string.format('%.0f', -num_bytes))", "'planned', 0)"),
+    ),
     Guard("write_manifest: the chain", script("if last_hash ~= ARGV[4] then", "if false then")),
     Guard(
         "write_manifest: what is sealed",

@@ -12,7 +12,13 @@ from turnstream.batching.plan import Manifest
 from turnstream.records.events import decode_event
 from turnstream.records.manifests import decode_manifest, manifest_hash
 from turnstream.store import keys
-from turnstream.types import GroupOpened, Purpose, SealedTrajectory, VersionAnnounced
+from turnstream.types import (
+    GroupOpened,
+    PlansWithdrawn,
+    Purpose,
+    SealedTrajectory,
+    VersionAnnounced,
+)
 
 Violations = Iterator[str]
 
@@ -23,7 +29,9 @@ class Seen:
     Attributes:
         values: of the store, by key.
         events: every event that was ever written, by its id.
-        manifests: every plan that was ever written, by step, with its hash.
+        manifests: every plan that was ever written, by step, with its hash; but those withdrawn.
+        plans: every plan that was ever written, in order; and in the place of a withdrawal the
+            position that its snapshot has, and the event.
         step_of: in which step a trajectory is planned.
         evals: groups that evaluate.
         opened: groups that were opened.
@@ -38,6 +46,7 @@ class Seen:
         self._names = {name: key.encode() for name, key in names.items()}
         self.events: list[tuple[str, bytes]] = []
         self.manifests: dict[int, tuple[Manifest, str]] = {}
+        self.plans: list[Manifest | tuple[str, str, PlansWithdrawn]] = []
         self.step_of: dict[str, int] = {}
         self.evals: set[str] = set()
         self.opened: set[str] = set()
@@ -62,12 +71,15 @@ class Seen:
         """The disk has all of it."""
         self._synced = (
             *(len(self.events), dict(self.manifests), dict(self.step_of)),
-            *(set(self.evals), set(self.opened)),
+            *(set(self.evals), set(self.opened), [*self.plans]),
         )
 
     def go_back(self) -> None:
         """The store lost what came after; so do we."""
-        num_events, self.manifests, self.step_of, self.evals, self.opened = self._synced
+        num_events, manifests, step_of, evals, opened, plans = self._synced
+        self.manifests, self.step_of, self.evals, self.opened = manifests, step_of, evals, opened
+        self.plans = plans
+        self.new_steps = [step for step in self.new_steps if step in self.manifests]
         del self.events[num_events:]
         planned = {step: own_hash for step, (_, own_hash) in self.manifests.items()}
         self.life.history.planned = planned
@@ -93,6 +105,18 @@ class Seen:
         if session.rpartition("-")[0] != served:
             self.world.blame(f"{served} announces {announced} while {session!r} trains")
 
+    def _note_withdrawal(self, event_id: str, event: PlansWithdrawn) -> None:
+        """Its plans are void; nothing of them was stepped."""
+        if event.step <= int(self.hash("frontier")[b"stepped"]):
+            self.world.blame(f"{event} of a step that is stepped")
+        if not any(keys.trajectory_id(key) in self.life.rotten for key in event.dead):
+            self.world.blame(f"{event}, and nothing of it was damaged")
+        self.plans.append((self.hash("snapshot")[b"position"].decode(), event_id, event))
+        self.manifests = {s: each for s, each in self.manifests.items() if s < event.step}
+        self.step_of = {name: s for name, s in self.step_of.items() if s < event.step}
+        self.new_steps = [step for step in self.new_steps if step < event.step]
+        self.life.history.withdrew(event.step)
+
     def _note_entry(self, key: bytes, entry_id: EntryId, fields: Sequence[bytes]) -> None:
         if key == self._names["events"]:
             self.events.append((bytes(entry_id).decode(), fields[1]))
@@ -106,12 +130,17 @@ class Seen:
                     self._note_going_on(event)
             elif isinstance(event, VersionAnnounced):
                 self._note_version(event)
+            elif isinstance(event, PlansWithdrawn):
+                self._note_withdrawal(self.events[-1][0], event)
         elif key == self._names["plan"]:
             manifest = decode_manifest(fields[1])
             self._note_planner(f"step {manifest.step}")
             self._note_going_on(f"step {manifest.step} is planned")
             if manifest.step in self.manifests:
-                self.world.blame(f"step {manifest.step} is planned twice")
+                if self.manifests[manifest.step][1] != manifest_hash(fields[1]):
+                    self.world.blame(f"step {manifest.step} is planned twice")
+                return  # a withdrawal writes those that stand again
+            self.plans.append(manifest)
             self.manifests[manifest.step] = manifest, manifest_hash(fields[1])
             self.life.history.planned[manifest.step] = manifest_hash(fields[1])
             self.new_steps.append(manifest.step)

@@ -72,12 +72,19 @@ def _after(entry_id: EntryId) -> EntryId:
     return EntryId(entry_id.ms, entry_id.seq + 1)
 
 
+def _before(entry_id: EntryId) -> EntryId:
+    if entry_id == (0, 0):
+        raise StoreError("ERR invalid end ID for the interval")
+    if entry_id.seq == 0:
+        return EntryId(entry_id.ms - 1, LAST_ID.seq)
+    return EntryId(entry_id.ms, entry_id.seq - 1)
+
+
 def _range_bounds(low: bytes, high: bytes) -> tuple[EntryId, EntryId]:
+    first = _after(_entry_id(low[1:], seq=0)) if low[:1] == b"(" else _entry_id(low, seq=0)
     if high[:1] == b"(":
-        raise NotSimulatedError("an open end of a range of a stream")
-    if low[:1] == b"(":
-        return _after(_entry_id(low[1:], seq=0)), _entry_id(high, seq=LAST_ID.seq)
-    return _entry_id(low, seq=0), _entry_id(high, seq=LAST_ID.seq)
+        return first, _before(_entry_id(high[1:], seq=LAST_ID.seq))
+    return first, _entry_id(high, seq=LAST_ID.seq)
 
 
 def _count(words: Words, at: int) -> int | None:

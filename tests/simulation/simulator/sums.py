@@ -76,7 +76,8 @@ def _groups_are_counted(seen: Seen) -> Violations:
     yield from _prompts_are_counted(seen, groups)
     live = int(frontier[b"live_groups"])
     # A rollback lowers the limit, and ends no group that was let in before it.
-    most_stepped = max(int(frontier[b"stepped"]), *seen.life.history.ever_trained, 0)
+    history = seen.life.history
+    most_stepped = max(int(frontier[b"stepped"]), *history.ever_trained, history.most_withdrawn)
     limit = _limit(seen, most_stepped)
     if not 0 <= live <= limit:
         yield f"{live} groups are live, {limit} are allowed"

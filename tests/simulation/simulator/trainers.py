@@ -15,6 +15,7 @@ from simulator.world import World
 from turnstream.batching.plan import Manifest
 from turnstream.errors import (
     ConflictError,
+    CorruptRecordError,
     EndOfRunError,
     FencedError,
     NotReadyError,
@@ -132,7 +133,7 @@ async def trainer(process: Process, life: Life) -> None:
         for step, own_hash in history.planned.items()
         if step < session.next_step and (step, own_hash) in history.all_trained
     }
-    ranks = Ranks(client, life.run, name, session, dp_world_size=dp_world_size)
+    ranks = Ranks(client, life, name, session, dp_world_size=dp_world_size)
     try:
         await _train_all(process, _Session(world, life, client, name, session, ranks))
     except EndOfRunError:
@@ -158,7 +159,7 @@ async def _train_all(process: Process, session: _Session) -> None:
         except NotReadyError:
             await session.say_again()  # the store may wait for a step that it has forgotten
             await _wait(listener)
-        except UnavailableError:
+        except (UnavailableError, CorruptRecordError):
             await asyncio.sleep(0.1 + 0.4 * process.world.rng.random())
         else:
             await _train(process, session, batch)

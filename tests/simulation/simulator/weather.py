@@ -22,6 +22,7 @@ class Weather:
         fill: the store is full for a while.
         cut: the power fails, and the store comes back without its last moments, unless it syncs
             before it answers.
+        rot: payload that is planned is damaged on the disk.
     """
 
     crash: float = 0.0
@@ -34,6 +35,7 @@ class Weather:
     restart: float = 0.0
     fill: float = 0.0
     cut: float = 0.0
+    rot: float = 0.0
     longest_sleep_s: float = 8.0
     longest_delay_s: float = 4.0
     longest_unsynced_s: float = 2.5

@@ -36,6 +36,7 @@ class World:
         synced: called when the disk has all of the store.
         went_back: called when the store came back as it was when that was so, with the time of it.
         lost: called when a publisher says that the store lost what it had acknowledged.
+        rot: damages payload that is planned.
         died: names of processes that were killed.
         served: name of the process whose call is carried out, or was last.
     """
@@ -53,6 +54,7 @@ class World:
     went_back: Callable[[float], None] = lambda _: None
     processes: list[Process] = field(default_factory=list)
     lost: Callable[[str, str], None] = lambda _, __: None
+    rot: Callable[[], None] = lambda: None
     served: str = ""
     may_crash: Callable[[Process], bool] = lambda _: True
 

@@ -1,0 +1,87 @@
+"""Payload that the disk damages after it was planned, and an operator who has it planned again."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from simulator.clients import SyncClient
+from simulator.life import Life
+from simulator.processes import Process
+from simulator.seen import Seen
+from turnstream.batching.plan import Manifest
+from turnstream.batching.selection import Selector
+from turnstream.batching.withdrawing import WithdrawnGroup, with_planned_reward, withdrawn_groups
+from turnstream.errors import ConflictError
+from turnstream.records.events import decode_event
+from turnstream.store import keys
+from turnstream.types import RewardPosted, SealedTrajectory, TrajectoryKey
+from turnstream_server.bus.replans import request_replan
+
+_UNASKED = 0.05
+"""How often an operator asks although nobody was refused anything."""
+
+
+def strike(seen: Seen) -> None:
+    """Flip a bit of a trajectory that is planned and not stepped."""
+    world, life = seen.world, seen.life
+    stepped = int(seen.hash("frontier")[b"stepped"])
+    names = [n for n, step in seen.step_of.items() if step > stepped and n not in life.rotten]
+    if not names:
+        return
+    world.note("rot")
+    name = world.rng.choice(names)
+    turns = seen.values[keys.trajectory_keys(life.run, name).turns.encode()]
+    position = world.rng.randrange(len(turns))
+    field, record = turns.entries[position]
+    turns.entries[position] = [field, record[:-9] + bytes([record[-9] ^ 1]) + record[-8:]]
+    life.rotten.add(name)
+
+
+async def mender(process: Process, life: Life) -> None:
+    """Has planned again what ranks are refused."""
+    random = process.world.rng.random
+    client = SyncClient(process, process.world.store)
+    while True:
+        await asyncio.sleep(0.1 + 0.4 * random())
+        damaged = client.execute_command("HGET", keys.run_keys(life.run).frontier, "damaged")
+        if damaged is not None or (life.rotten and random() < _UNASKED):
+            try:
+                request_replan(client, life.run)  # type: ignore[arg-type]
+            except ConflictError as error:
+                life.history.refused(error)
+
+
+@dataclass(frozen=True)
+class PutBack:
+    """What becomes of a fold at a position: plans from a step on are withdrawn."""
+
+    step: int
+    groups: tuple[WithdrawnGroup, ...]
+
+    def new_selector(self, seen: Seen, before: Selector) -> Selector:
+        """The selector of a leader that begins anew behind the plan that stands."""
+        selector = Selector(seen.life.config)
+        selector.versions = before.versions
+        selector.pass_step(self.step - 1)
+        return selector
+
+
+def put_back(seen: Seen, manifests: list[Manifest], dead: set[TrajectoryKey]) -> PutBack:
+    """The groups of withdrawn plans, from the events of the whole life."""
+    events = [decode_event(record) for _, record in seen.events]
+    sealed = {each.key: each for each in events if isinstance(each, SealedTrajectory)}
+    posted: dict[TrajectoryKey, RewardPosted] = {}
+    for each in events:
+        if isinstance(each, RewardPosted):
+            posted.setdefault(each.key, each)
+    members = {
+        plan.key: with_planned_reward(
+            sealed[plan.key], plan, posted=posted.get(plan.key), config=seen.life.config
+        )
+        for manifest in manifests
+        for group in manifest.groups
+        for plan in group.trajectories
+        if plan.key not in dead
+    }
+    return PutBack(manifests[0].step, tuple(withdrawn_groups(manifests, members)))
