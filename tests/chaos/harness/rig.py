@@ -77,7 +77,7 @@ class Rig:
         store_url: what services and generators are told; a test may put a proxy there.
         excused: see History.
         loses_plans: plans that were written are forgotten, or withdrawn: they are made again.
-        loses_history: the store also forgets what was trained by them: the logs tell of two histories.
+        loses_history: what was trained by them is forgotten too: the logs tell of two histories.
         ranks: of the newest session.
         environment: more variables of the processes that are started next.
         is_newer: whether they are of the next minor release; see harness.newer.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
 
 from simulator.clients import SyncClient
 from simulator.life import Life
@@ -31,7 +32,7 @@ def strike(seen: Seen) -> None:
         return
     world.note("rot")
     name = world.rng.choice(names)
-    turns = seen.values[keys.trajectory_keys(life.run, name).turns.encode()]
+    turns: Any = seen.values[keys.trajectory_keys(life.run, name).turns.encode()]
     position = world.rng.randrange(len(turns))
     field, record = turns.entries[position]
     turns.entries[position] = [field, record[:-9] + bytes([record[-9] ^ 1]) + record[-8:]]
