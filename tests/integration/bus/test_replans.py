@@ -29,6 +29,7 @@ from turnstream_server.bus.replans import (
     request_replan,
     withdraw_plans,
 )
+from turnstream_server.bus.snapshots import save_snapshot
 
 pytestmark = pytest.mark.redis
 
@@ -104,6 +105,7 @@ async def test_plans_are_withdrawn_from_a_step_on_and_nothing_else_is(run: Any, 
         b"2:decided",
     )
     assert int(await run.client.hget(run.keys.frontier, "planned_groups")) == 2
+    assert await run.client.hget(run.keys.frontier, "at_plans") == b"2:0:2"
     (await read_ledger_async(run.client, run.name)).check()
     snapshot = await run.client.hgetall(run.keys.snapshot)
     assert (snapshot[b"position"], snapshot[b"step"]) == (b"7-1", b"2")
@@ -124,6 +126,21 @@ async def test_bytes_of_withdrawn_plans_are_stored_and_not_planned(run: Any, ask
 
     budget = await run.client.hgetall(run.keys.budget)
     assert (budget[b"stored"], budget[b"planned"]) == (b"19", b"5")
+
+
+async def test_a_snapshot_from_before_that_comes_late_brings_no_plan_back(
+    run: Any, ask: Any
+) -> None:
+    await run.plan_steps(2)
+    await withdraw(run, ask(run, 2), from_step(run, 2, position="7-1"))
+
+    await save_snapshot(
+        run.client, run.name, position="7-1", step=2, record=b"late", leader_epoch=run.leader_epoch
+    )
+
+    kept = await run.client.hgetall(run.keys.snapshot)
+    assert (kept[b"step"], kept[b"record"]) == (b"1", b"what a planner knows")
+    assert await run.client.hget(run.keys.frontier, "at_plans") == b"1:0:1"
 
 
 async def test_what_is_planned_next_has_a_number_of_its_own(run: Any, ask: Any) -> None:

@@ -5,7 +5,7 @@
 -- Keys, all in the run's slot:
 --   KEYS[1] leader    hash  read: epoch
 --   KEYS[2] snapshot  hash  changed: position, step, record, which never fall; before, the position
---                           before
+--                           before; read: withdrawn_at
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] id of the event    ARGV[3] the newest plan that it includes
 --   ARGV[4] the record
@@ -26,10 +26,14 @@ local function is_later(one, other)
   return tonumber(number) > tonumber(other_number)
 end
 
-local before, step = unpack(redis.call('HMGET', KEYS[2], 'position', 'step'))
+local before, step, withdrawn_at = unpack(
+  redis.call('HMGET', KEYS[2], 'position', 'step', 'withdrawn_at'))
 before, step = before or '0-0', tonumber(step or 0)
 if is_later(before, ARGV[2]) or (before == ARGV[2] and step > tonumber(ARGV[3])) then
   return 0
+end
+if withdrawn_at == ARGV[2] then
+  return 0  -- whoever knows no more than that knows plans that are withdrawn, or the same
 end
 if before ~= ARGV[2] then
   redis.call('HSET', KEYS[2], 'before', before)

@@ -7,9 +7,9 @@
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] leader      hash    read: epoch
---   KEYS[2] frontier    hash    read: stepped, replan, replanned; changed: planned, planned_groups,
---                               session_epoch, session, withdrawn, replanned; removed: replan,
---                               damaged, finished
+--   KEYS[2] frontier    hash    read: stepped, replan, replanned, opened_groups, live_groups; changed:
+--                               planned, planned_groups, at_plans, session_epoch, session, withdrawn,
+--                               replanned; removed: replan, damaged, finished
 --   KEYS[3] batches     hash    removed: the steps
 --   KEYS[4] plan        stream  removed: their entries. The others are written again: an id below
 --                               one that was there can be added to a new stream only
@@ -17,7 +17,8 @@
 --                               "dead:<reason>"
 --   KEYS[6] counts      hash    changed: planned, sealed, dead, dead_bytes
 --   KEYS[7] groups      hash    group name -> "<num_samples>:planned" becomes ":decided"
---   KEYS[8] snapshot    hash    changed: position, step, record; before, the position before
+--   KEYS[8] snapshot    hash    changed: position, step, record; before, the position before; added:
+--                               withdrawn_at, this position
 --   KEYS[9] events      stream  added: the trajectory_died records, then that of plans_withdrawn
 --   KEYS[10] letters    hash    added: trajectory id -> "<since, server ms>:<bytes>:"
 --   KEYS[11] wake       stream  added, so that replicas, ranks and whoever asked are told
@@ -151,7 +152,19 @@ redis.call('HSET', KEYS[2], 'planned', string.format('%.0f', first - 1), 'sessio
   'session', '', 'replanned', ARGV[2] .. ':' .. since .. ':' .. ARGV[10], 'withdrawn',
   string.format('%.0f:%.0f', revision + 1, math.max(newest, tonumber(through))))
 redis.call('HDEL', KEYS[2], 'replan', 'damaged', 'finished')
-redis.call('HINCRBY', KEYS[2], 'planned_groups', -num_groups)
+local num_planned = redis.call('HINCRBY', KEYS[2], 'planned_groups', -num_groups)
+local ever, live, at_plans = unpack(
+  redis.call('HMGET', KEYS[2], 'opened_groups', 'live_groups', 'at_plans'))
+local stand = {}
+for plan in string.gmatch(at_plans or '', '[^,]+') do
+  if tonumber(string.match(plan, '^%d+')) < first then
+    stand[#stand + 1] = plan
+  end
+end
+if #stand == 0 then
+  stand[1] = string.format('%.0f:%.0f:%.0f', first - 1, ever - live, num_planned)
+end
+redis.call('HSET', KEYS[2], 'at_plans', table.concat(stand, ','))
 
 -- of configs that were in force from a later step on: the groups that admission counts for the steps
 -- between were those of the config before;
@@ -199,7 +212,7 @@ if before ~= ARGV[7] then
   redis.call('HSET', KEYS[8], 'before', before)
 end
 redis.call('HSET', KEYS[8], 'position', ARGV[7], 'step', string.format('%.0f', first - 1), 'record',
-  ARGV[8])
+  ARGV[8], 'withdrawn_at', ARGV[7])
 redis.call('XADD', KEYS[9], '*', 'r', ARGV[9])
 redis.call('XADD', KEYS[11], 'MAXLEN', 1, '*', 'w', '')
 return 1

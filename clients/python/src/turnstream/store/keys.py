@@ -35,8 +35,8 @@ frontier   hash    stepped, committed, session_epoch, session, dp_world_size, li
                    released, the newest step whose payload may be gone; folded, the newest step
                    of which a compact record is left; ends, number of the newest of `ended`;
                    cold, the newest step whose compact record is in a file;
-                   planned_groups, the number of groups in batches; at_plans, as of the newest
-                   two plans `<step>:<groups dropped by then>:<planned_groups>`, the newer last;
+                   planned_groups, the number of groups in batches; at_plans, as of the newest one
+                   or two plans `<step>:<groups dropped by then>:<planned_groups>`, the newer last;
                    of a forked run: origin, `<run>:<step>:<trajectories>:<manifest hash>`;
                    version_floor, what its versions must be above; inherited, 1 once `past` is
                    whole;
@@ -92,7 +92,8 @@ damaged    stream  events that nobody can read, under their own ids; fields `r` 
 evals      hash    version, or `unknown` -> record of what its evaluations gave
 evalgroups stream  evaluated groups, the newest of them; field `r` = record
 snapshot   hash    position, step, record: what the planner knew after the event `position`;
-                   before, the position of the snapshot before: the events below it go
+                   before, the position of the snapshot before: the events below it go;
+                   withdrawn_at, that of the newest one from which plans were withdrawn
 cold       hash    newest step of a file -> its name in the archive folder: compact records that
                    have left `past`
 deleted    hash    since_ms, fence_ms: the run is being deleted, or was and the key expires
