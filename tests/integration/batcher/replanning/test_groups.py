@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 
+from turnstream.errors import ConflictError
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store import keys
 from turnstream.store.connection import connect
@@ -40,6 +41,26 @@ async def test_two_steps_are_planned_again_without_a_damaged_member(
     assert [each.mini_batch.info.revision for each in pulled] == [1, 1]
     assert look.states(run) == {TrajectoryState.PLANNED: 8, TrajectoryState.DEAD: 1}
     assert "checksum" in look.letters(run)["g0/1/0"]
+
+
+async def test_steps_before_the_damage_stay_and_one_that_is_whole_is_not_planned_again(
+    house, damage, replan, look
+):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g0"), group("g1"))
+    await trainer.start("a")
+    (first,) = await trainer.get(1)
+    await trainer.get(2)
+    damage(run, TrajectoryKey("g1", sample=0))
+
+    with pytest.raises(ConflictError, match="no payload of step 1 is damaged"):
+        await replan(run, step=1)
+    done = await replan(run)
+
+    assert (done.first_step, done.newest_step, done.dead) == (2, 2, ("g1/0/0",))
+    (stands,) = look.plans(run)
+    assert stands.step == first.mini_batch.info.step == 1
 
 
 async def test_a_group_that_is_too_small_without_its_dead_makes_way_for_the_next(
