@@ -1,0 +1,76 @@
+"""A plan or a snapshot that the disk damaged: nobody plans on from it, and everybody is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from turnstream.errors import CorruptRecordError
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.testing import group, wait_until_async
+from turnstream_server.bus.reasons import Reason, ReasonKind, reasons
+from turnstream_server.bus.waits import read_snapshot
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+
+@pytest.fixture
+async def run(house):
+    """A run of two planned steps, whose batcher is gone."""
+    name = house.create_run(batch_groups=1)
+    batcher = await house.start_batcher()
+    trainer = house.trainer(batcher, name)
+    await house.publish(name, group("g0"), group("g1"))
+    await trainer.start("a")
+    await trainer.get(2)
+    await batcher.stop()
+    return name
+
+
+async def trouble(url: str, run: str) -> str:
+    """Why the run is not planned, as soon as a batcher says it."""
+
+    def found() -> tuple[Reason, ...]:
+        with connect(url) as client:
+            return reasons(read_snapshot(client, run))
+
+    async def is_told() -> bool:
+        return any(each.kind is ReasonKind.PLANNING_FAILS for each in found())
+
+    await wait_until_async(is_told)
+    return next(each.sentence for each in found() if each.kind is ReasonKind.PLANNING_FAILS)
+
+
+async def test_a_damaged_plan_is_told_to_its_ranks_and_to_whoever_asks_why(house, run):
+    with connect(house.url) as client:
+        names = keys.run_keys(run)
+        entries: Any = client.xrange(names.plan)
+        client.delete(names.plan)
+        for entry_id, fields in entries:
+            record = bytearray(fields[b"r"])
+            record[-9] ^= entry_id == b"2-0"
+            client.xadd(names.plan, {"r": bytes(record)}, id=entry_id)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start("b")
+
+    (first,) = await trainer.get(1)
+    with pytest.raises(CorruptRecordError, match="checksum of a manifest"):
+        await trainer.get(2)
+
+    assert first.mini_batch.rows.group_id == ["g0", "g0"]
+    assert "the checksum of a manifest record" in await trouble(house.url, run)
+
+
+async def test_a_damaged_snapshot_is_told_and_what_is_planned_is_delivered(house, run):
+    with connect(house.url) as client:
+        damaged: Any = {"position": "0-0", "step": 0, "record": b"\x00" * 64}
+        client.hset(keys.run_keys(run).snapshot, mapping=damaged)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start("b")
+
+    pulled = [*await trainer.get(1), *await trainer.get(2)]
+
+    assert [each.mini_batch.rows.group_id for each in pulled] == [["g0", "g0"], ["g1", "g1"]]
+    assert "snapshot record" in await trouble(house.url, run)
