@@ -12,16 +12,7 @@ _GROUP = (
     "\nlocal num_samples, state = string.match("
     "redis.call('HGET', KEYS[2], ARGV[2]) or '', '^(%d+):(.*)$')\n"
 )
-_EPOCH = (
-    "if epoch ~= ARGV[1] then\n"
-    "  return redis.error_reply('FENCED trainer session ' .. ARGV[1] .. ' is over, ' .. epoch\n"
-    "    .. ' has begun')\nend\n"
-)
-_NAME = (
-    "if (ARGV[4] or '') ~= '' and ARGV[4] ~= session then\n"
-    "  return redis.error_reply('FENCED trainer session \"' .. ARGV[4] .. '\" is over or was lost, \"'\n"
-    "    .. session .. '\" has its epoch')\nend\n"
-)
+_SESSION = "if refusal then\n  return refusal\nend\n"
 
 RUN_GUARDS = (
     # the plan
@@ -187,7 +178,7 @@ RUN_GUARDS = (
     # sessions
     Guard(
         "every script of a session: its epoch and its name",
-        script(_EPOCH + _NAME, ""),
+        script(_SESSION, ""),
     ),
     Guard(
         "stepped: the manifest",
@@ -203,7 +194,7 @@ RUN_GUARDS = (
     Guard(
         "committed: the epoch and the name of the session",
         script(
-            _EPOCH + _NAME + "local step = tonumber(ARGV[2])\nif lost and",
+            _SESSION + "local step = tonumber(ARGV[2])\nif lost and",
             "local step = tonumber(ARGV[2])\nif lost and",
         ),
     ),
@@ -214,9 +205,13 @@ RUN_GUARDS = (
     Guard(
         "announce_version: the epoch and the name of the session",
         script(
-            _EPOCH + _NAME + "local id = string.format('%.0f-0', ARGV[2] + 1)",
-            "local id = string.format('%.0f-0', ARGV[2] + 1)",
+            _SESSION + "if ARGV[5] ~= lineage then",
+            "if ARGV[5] ~= lineage then",
         ),
+    ),
+    Guard(
+        "announce_version: the lineage of the run",
+        script("if ARGV[5] ~= lineage then", "if false then"),
     ),
     Guard(
         "announce_version: a version is announced once",
