@@ -26,7 +26,7 @@ from turnstream_server.embedded import EmbeddedServer, EmbeddedServerError, find
 # Examples differ from run to run at a desk, where a new failure is welcome, and never on CI.
 # No deadlines: two busy cores make one example slow and the next one fast.
 settings.register_profile("dev", max_examples=50, deadline=None)
-settings.register_profile("ci", max_examples=300, deadline=None, derandomize=True)
+settings.register_profile("ci", max_examples=150, deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 # A shell that runs the tests in the background makes them ignore Ctrl-C, and so would every process

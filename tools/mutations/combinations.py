@@ -9,22 +9,22 @@ COMBINATIONS = (
     # what does not go together
     Mutation(
         "one component is enough to compare",
-        "config.py",
+        "estimators.py",
         "!= (len(weights) >= 2) or len(weights) == 1:",
         "!= (len(weights) >= 2):",
         ("test_config",),
     ),
     Mutation(
         "gdpo takes no components",
-        "config.py",
-        'if (self.estimator == "gdpo") != (len(weights) >= 2) or len(weights) == 1:',
+        "estimators.py",
+        'if (config.estimator == "gdpo") != (len(weights) >= 2) or len(weights) == 1:',
         "if len(weights) == 1:",
         ("test_config",),
     ),
     Mutation(
         "token returns are planned of rewards inside a trajectory",
-        "config.py",
-        'if self.estimator == "reinforce_pp" and self.reward_source != "outcome":',
+        "estimators.py",
+        'if config.estimator == "reinforce_pp" and config.reward_source != "outcome":',
         "if False:",
         ("test_config",),
     ),
@@ -142,8 +142,8 @@ COMBINATIONS = (
     ),
     Mutation(
         "components are punished for length",
-        "config.py",
-        "if self.overlong_buffer and self.estimator in _NO_PENALTY:",
+        "estimators.py",
+        "if config.overlong_buffer and config.estimator in _NO_PENALTY:",
         "if False:",
         ("test_config",),
     ),
