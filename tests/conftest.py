@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import redis
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.store import keys
@@ -27,7 +27,12 @@ from turnstream_server.embedded import EmbeddedServer, EmbeddedServerError, find
 # No deadlines: two busy cores make one example slow and the next one fast.
 settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile("ci", max_examples=150, deadline=None, derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "dev")
+# Whoever only asks whether there is an example that fails needs no small one.
+unshrunk = [phase for phase in Phase if phase not in (Phase.shrink, Phase.explain)]
+settings.register_profile("any", settings.get_profile("dev"), phases=unshrunk)
+settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev")
+)
 
 # A shell that runs the tests in the background makes them ignore Ctrl-C, and so would every process
 # that they start.
