@@ -146,7 +146,7 @@ def _growth(growth: list[dict[str, Any]]) -> str:
 def durability(found: dict[str, Any]) -> str:
     """What the append-only file costs, and how many turns reach the disk."""
     every, sync = found["everysec"], found["fsync"]
-    delayed = ", 1 ms of it added" if sync["is_delayed"] else ""
+    delayed = "; 1 ms is added to each" if sync["is_delayed"] else ""
     rows = [
         [
             "`everysec`: share of the throughput, publishers",

@@ -13,6 +13,7 @@ from turnstream.batching.denominators import (
     ShareCounts,
     check_share,
     count_denominators,
+    num_trained,
     row_scales,
 )
 from turnstream.batching.filters import row_weights
@@ -69,6 +70,10 @@ def test_the_mean_of_micro_batch_means_is_another_number() -> None:
 
     assert right == pytest.approx(3.428571, abs=1e-6)
     assert wrong / 2 == pytest.approx(3.583333, abs=1e-6)
+
+
+def test_a_row_without_a_response_has_no_trained_token_of_its_neighbour() -> None:
+    assert num_trained(rows("x|AB", "x|", "x|C", "x|")).tolist() == [2, 0, 1, 0]
 
 
 def test_an_inert_row_is_no_sequence() -> None:
