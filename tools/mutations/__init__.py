@@ -2,6 +2,7 @@
 
 from mutations.columns import COLUMNS
 from mutations.combinations import COMBINATIONS
+from mutations.corrections import CORRECTIONS
 from mutations.declared import DECLARED
 from mutations.evaluations import EVALUATIONS
 from mutations.kept import KEPT
@@ -37,4 +38,5 @@ MUTATIONS = (
     *DECLARED,
     *EVALUATIONS,
     *LOSSES,
+    *CORRECTIONS,
 )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 import redis.asyncio
 
 from turnstream.errors import ConflictError, FencedError, InvalidConfigError, StoreBehindError
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.shares import PlannedBatch
 from turnstream_server.bus.frontier import Frontier
-from turnstream_server.bus.sessions import hear_rank
+from turnstream_server.bus.sessions import TrainerSession, hear_rank
+
+logger = logging.getLogger(__name__)
 
 
 async def hear_caller(client: redis.asyncio.Redis, request: wire.GetRequest) -> None:
@@ -127,4 +131,35 @@ def check_chain(request: wire.GetRequest, batch: PlannedBatch) -> None:
         raise StoreBehindError(
             f"step {request.step - 1} was delivered from the manifest {request.previous_hash!r}, "
             f"this store has {before!r} as step {request.step - 1}"
+        )
+
+
+def log_start(request: wire.StartRequest, session: TrainerSession) -> None:
+    """Say in the log where a session begins, and what comes again to it."""
+    facts = {
+        "session_epoch": session.session_epoch,
+        "dp_world_size": request.dp_world_size,
+        "lineage": session.lineage,
+    }
+    logger.info(
+        "trainer session %r of run %s begins at step %d",
+        request.session,
+        request.run,
+        session.next_step,
+        extra=facts,
+    )
+    if session.is_rollback:
+        logger.warning(
+            "run %s goes back behind committed step %d; steps %s come again",
+            request.run,
+            session.previous_committed,
+            list(session.returning_steps),
+            extra=facts,
+        )
+    elif session.returning_steps:
+        logger.info(
+            "run %s: steps %s were not committed and come again",
+            request.run,
+            list(session.returning_steps),
+            extra=facts,
         )

@@ -33,6 +33,7 @@ from turnstream_server.batcher.callers import (
     check_caller,
     check_chain,
     hear_caller,
+    log_start,
     note_handed,
 )
 from turnstream_server.batcher.chunks import data_messages, header_message
@@ -43,7 +44,6 @@ from turnstream_server.bus.frontier import not_retained
 from turnstream_server.bus.observers import declare_observer, note_observed
 from turnstream_server.bus.replans import how_to_go_on, note_damage
 from turnstream_server.bus.sessions import (
-    TrainerSession,
     acknowledge_committed,
     acknowledge_stepped,
     start_session,
@@ -113,7 +113,7 @@ class BatchesServicer:
             token=token,
         )
         reach("session.after_start")
-        _log_start(request, session)
+        log_start(request, session)
         frontier = await view.refresh()
         _, config = await view.newest_config()
         newest = await newest_version(self._client, request.run)
@@ -371,33 +371,3 @@ def _parse_token(text: str) -> RecoveryToken:
         return RecoveryToken.parse(text)
     except ValueError as error:
         raise InvalidConfigError("recovery_token", f"{text!r} is not a recovery token") from error
-
-
-def _log_start(request: wire.StartRequest, session: TrainerSession) -> None:
-    facts = {
-        "session_epoch": session.session_epoch,
-        "dp_world_size": request.dp_world_size,
-        "lineage": session.lineage,
-    }
-    logger.info(
-        "trainer session %r of run %s begins at step %d",
-        request.session,
-        request.run,
-        session.next_step,
-        extra=facts,
-    )
-    if session.is_rollback:
-        logger.warning(
-            "run %s goes back behind committed step %d; steps %s come again",
-            request.run,
-            session.previous_committed,
-            list(session.returning_steps),
-            extra=facts,
-        )
-    elif session.returning_steps:
-        logger.info(
-            "run %s: steps %s were not committed and come again",
-            request.run,
-            list(session.returning_steps),
-            extra=facts,
-        )

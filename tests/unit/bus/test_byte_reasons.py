@@ -1,0 +1,92 @@
+"""Bytes as the reason of a wait: who holds them, and when they are none."""
+
+from __future__ import annotations
+
+import pytest
+
+from turnstream_server.bus.budget import ByteBudget, HeldBytes
+from turnstream_server.bus.frontier import Frontier
+from turnstream_server.bus.moments import RunSnapshot
+from turnstream_server.bus.reasons import ReasonKind, reasons
+
+
+def seen(budget: ByteBudget, *, planned: int) -> RunSnapshot:
+    """A run of which step 2 is stepped; the trainer waits for step 3, unless that is planned."""
+    frontier = Frontier(
+        planned=planned,
+        stepped=2,
+        committed=2,
+        session_epoch=1,
+        session="s",
+        dp_world_size=1,
+        lineage="main",
+        num_opened_groups=8,
+        num_live_groups=8,
+        is_closed=False,
+    )
+    return RunSnapshot(
+        run="maze",
+        frontier=frontier,
+        planner="p",
+        planner_left_s=5.0,
+        batch_groups=4,
+        max_planned_ahead=1,
+        most_live_groups=16,
+        num_ready=1,
+        num_waiting=1,
+        budget=budget,
+    )
+
+
+def kinds(snapshot: RunSnapshot) -> list[ReasonKind]:
+    return [reason.kind for reason in reasons(snapshot)]
+
+
+def held(*, planned: int = 0, reserved: int = 0, **limits: int) -> ByteBudget:
+    sums = HeldBytes(reserved=reserved, stored=0, planned=planned, estimate=1_000)
+    memory = {"max_bytes": 0, "server_used": 0, "server_max": 0, **limits}
+    return ByteBudget(held=sums, num_kept_steps=2, **memory)
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        (held(planned=50_000), []),
+        (held(planned=5_000, max_bytes=6_000), []),
+        (held(planned=5_000, max_bytes=5_999), [ReasonKind.OUT_OF_BYTES]),
+        (
+            held(planned=7_000, max_bytes=6_000),
+            [ReasonKind.OUT_OF_BYTES, ReasonKind.BUDGET_TOO_SMALL],
+        ),
+        (held(server_used=79_000, server_max=100_000), []),
+        (held(server_used=79_001, server_max=100_000), [ReasonKind.OUT_OF_BYTES]),
+        (held(server_used=78_000, reserved=1_001, server_max=100_000), [ReasonKind.OUT_OF_BYTES]),
+    ],
+)
+def test_bytes_are_a_reason_where_no_usual_group_has_room(
+    budget: ByteBudget, expected: list[ReasonKind]
+) -> None:
+    assert kinds(seen(budget, planned=3)) == (expected or [ReasonKind.NOTHING_WRONG])
+
+
+def test_bytes_are_no_reason_where_a_trainer_starves_for_which_groups_begin_all_the_same() -> None:
+    full = held(planned=5_000, max_bytes=5_999)
+    in_reserve = held(server_used=79_001, server_max=100_000)
+    beyond = held(server_used=89_001, server_max=100_000)
+
+    assert ReasonKind.OUT_OF_BYTES not in kinds(seen(full, planned=2))
+    assert ReasonKind.OUT_OF_BYTES not in kinds(seen(in_reserve, planned=2))
+    assert ReasonKind.OUT_OF_BYTES in kinds(seen(beyond, planned=2))
+
+
+def test_who_holds_the_bytes_is_said() -> None:
+    budget = held(planned=5_000, reserved=2_000, max_bytes=7_500)
+
+    (found,) = reasons(seen(budget, planned=3))
+
+    assert found.sentence == (
+        "generators wait for bytes: 7,000 of max_bytes=7,500 are held, 2,000 by open trajectories, "
+        "0 by sealed ones, 5,000 by the 2 steps that are kept; steps make room as they are "
+        "committed and fall behind the retained checkpoints"
+    )
+    assert found.facts["max_bytes"] == 7_500
