@@ -43,9 +43,12 @@ def test_cutting_and_joining_is_the_identity(mini: MiniBatch, data: st.DataObjec
 def test_taken_rows_have_their_own_values(mini: MiniBatch, data: st.DataObject):
     order = data.draw(st.permutations(range(len(mini.rows))))
 
-    taken = take_rows(take_rows(mini.rows, order), np.argsort(order).tolist())
+    taken = take_rows(mini.rows, order)
 
-    assert_same(taken, mini.rows)
+    assert taken.row_id.tolist() == mini.rows.row_id[order].tolist()
+    for place, position in enumerate(order):
+        assert_same(take_rows(taken, [place]), take_rows(mini.rows, [position]))
+    assert_same(take_rows(taken, np.argsort(order).tolist()), mini.rows)
 
 
 @given(mini=mini_batches() | operation_mini_batches())
