@@ -66,6 +66,23 @@ def test_a_reply_is_cut_in_its_middle(proxy: Proxy, through: redis.Redis) -> Non
     assert through.get("key") == b"x" * 1000
 
 
+def test_answers_are_cut_by_what_was_asked(
+    proxy: Proxy, through: redis.Redis, embedded: EmbeddedServer
+) -> None:
+    proxy.cut_answers(b"INCRBY", after_bytes=[0, None, 2])
+
+    through.set("key", b"x")  # asks something else
+    with pytest.raises(RedisConnectionError):
+        through.incrby("counter", 1)
+    through.incrby("counter", 1)
+    with pytest.raises(RedisConnectionError):
+        through.incrby("counter", 1)
+    through.incrby("counter", 1)
+
+    assert proxy.replies.num_cuts == 2
+    assert through.get("counter") == b"4"
+
+
 def test_a_direction_that_is_silent_takes_and_never_answers(
     proxy: Proxy, through: redis.Redis, embedded: EmbeddedServer
 ) -> None:

@@ -6,6 +6,8 @@ import contextlib
 import socket
 import threading
 import time
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Self
 from urllib.parse import urlsplit
@@ -58,6 +60,9 @@ class Proxy:
         self.requests = Lane()
         self.replies = Lane()
         self._lock = threading.Lock()
+        self._cut_request = b""
+        self._cuts: deque[int | None] = deque()
+        self._cut_clients: dict[socket.socket, int] = {}
         self._sockets: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
@@ -87,6 +92,18 @@ class Proxy:
         """
         with self._lock:
             self.replies.cut_after_bytes = after_bytes
+
+    def cut_answers(self, to: bytes, *, after_bytes: Iterable[int | None]) -> None:
+        """Reset connections in the answers to their requests with these bytes.
+
+        Args:
+            to: what every such request has in it.
+            after_bytes: for each of them in the order they come, after how many bytes of its
+                answer its connection is reset; None lets it pass, as those that come later.
+        """
+        with self._lock:
+            self._cut_request = to
+            self._cuts = deque(after_bytes)
 
     def cut_all(self) -> None:
         """Reset every connection that is open now."""
@@ -137,7 +154,9 @@ class Proxy:
                     sink.sendall(begun)
                     _swallow(source)
                     break
-                passed, is_cut = self._take(lane, data)
+                if lane is self.requests:
+                    self._await_answer(source, data)
+                passed, is_cut = self._take(lane, data, sink)
                 sink.sendall(passed)
                 if is_cut:
                     break
@@ -145,6 +164,7 @@ class Proxy:
             _reset(each)
             with self._lock:
                 self._sockets.discard(each)
+                self._cut_clients.pop(each, None)
 
     def _begun(self, lane: Lane, data: bytes) -> bytes | None:
         """What passes of the piece in which the connection stops; None where it goes on."""
@@ -156,9 +176,20 @@ class Proxy:
             lane.num_stops += 1
         return data[: data.index(wanted) + len(wanted) // 2]
 
-    def _take(self, lane: Lane, data: bytes) -> tuple[bytes, bool]:
+    def _await_answer(self, client: socket.socket, request: bytes) -> None:
+        """Note where the answer to a request is to be cut, if it is."""
+        with self._lock:
+            is_meant = self._cuts and self._cut_request in request
+            after_bytes = self._cuts.popleft() if is_meant else None
+            if after_bytes is not None:
+                self._cut_clients[client] = after_bytes
+
+    def _take(self, lane: Lane, data: bytes, sink: socket.socket) -> tuple[bytes, bool]:
         """What of these bytes passes, and whether the connection ends behind it."""
         with self._lock:
+            if sink in self._cut_clients:
+                lane.num_cuts += 1
+                return data[: self._cut_clients[sink]], True
             if lane.cut_after_bytes is None:
                 return data, False
             if lane.cut_after_bytes >= len(data):
