@@ -33,7 +33,7 @@ class BatchStream(MiniBatches):
 
     One thread pulls ahead, at most `max_prefetch_bytes`. A batcher that is away is called again
     with back-off; a cut or damaged transfer is fetched again and what was already yielded is not
-    yielded twice. Iteration ends when the run is closed and its last batch was delivered.
+    yielded twice. Iteration ends when the run is closed and its last batch is stepped.
 
     Iteration raises:
         NotReadyError: no data for `timeout_s`; carries the batcher's reason. Iterating again waits
