@@ -32,8 +32,9 @@ setup: $(STAMP) ## make the virtual environment .venv (every other target does i
 demo: $(STAMP) ## run the main job: all services as processes, live generators, a trainer; JSON=FILE
 	@$(BIN)/turnstream demo $(if $(JSON),--json "$(JSON)")
 
+# Three processes also on two cores: who tests leases and deadlines waits most of the time.
 test: $(STAMP) ## all tests: unit, contract, integration, e2e
-	$(BIN)/pytest -q -n 2 tests
+	$(BIN)/pytest -q -n 3 tests
 
 check: $(STAMP) ## the quick loop: lint, types, layers, unit and contract tests
 	$(BIN)/ruff check
