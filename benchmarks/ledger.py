@@ -122,7 +122,7 @@ class Life:
             self._call(
                 "write_manifest",
                 plan,
-                *(1, step, batch.manifest_hash, self._hash_before, "m", 1),
+                *(1, step, batch.manifest_hash, self._hash_before, "m", 1, "main"),
                 *ids,
             ),
             self._call(

@@ -114,6 +114,8 @@ class PlanChain:
     async def write(self, stored: StoredManifest) -> bool:
         """Write a plan; False where the step has got another config, or the run a pause.
 
+        Or the trainer went back meanwhile: the run goes on in another lineage than the plan names.
+
         Raises:
             FencedError: another planner leads the run.
             ConflictError: the plan contradicts the ledger.
@@ -124,7 +126,8 @@ class PlanChain:
         except ConflictError:
             frontier = await self._view.refresh()
             is_revised = 0 < frontier.next_revision <= stored.manifest.step
-            if is_revised or frontier.paused is not None:
+            went_back = frontier.lineage != stored.manifest.lineage
+            if is_revised or went_back or frontier.paused is not None:
                 return False
             raise
         return True

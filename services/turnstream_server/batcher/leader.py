@@ -319,7 +319,7 @@ class Leader:
         """Plan, check and write the next batch; False where it must be planned anew.
 
         Some of its payload was damaged, or the step has got another config meanwhile, or the run
-        was paused.
+        was paused, or its trainer went back.
         """
         stored = await self._assembler.in_thread(
             lambda: self._chain.draft(groups, self._selector.choice)

@@ -51,7 +51,8 @@ async def write_manifest(
     Raises:
         FencedError: another planner leads the run.
         ConflictError: the step has another plan or another config or is not the next one, the
-            chain differs, a trajectory is not sealed, or the run is paused: nothing was written.
+            chain differs, a trajectory is not sealed, the run is paused, or goes on in another
+            lineage: nothing was written.
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
@@ -85,6 +86,7 @@ async def write_manifest(
         manifest.previous_hash,
         stored.record,
         manifest.config_revision,
+        manifest.lineage,
         *ids,
     )
     await run_command_async(client, command)

@@ -1,5 +1,8 @@
+import asyncio
+
 import pytest
 
+from turnstream.batching.plan import Manifest
 from turnstream.errors import NotReadyError
 from turnstream.generator import Publisher
 from turnstream.store.connection import connect
@@ -119,6 +122,32 @@ async def test_a_seal_that_its_writer_could_not_post_is_posted_for_it(house):
     (pulled,) = await trainer.get(1)
 
     assert pulled.rows == ["abCD"]
+
+
+async def test_a_plan_that_a_trainer_overtakes_by_going_back_names_the_lineage_that_goes_on(house):
+    # The leader had not heard of it when it made the plan, which named the lineage given up.
+    is_held, may_write = asyncio.Event(), asyncio.Event()
+
+    async def hold(manifest: Manifest) -> None:
+        if manifest.step == 3:
+            is_held.set()
+            await may_write.wait()
+
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(before_write=hold), run)
+    await house.publish(run, group("g0"), group("g1"))
+    await trainer.start("a")
+    token = await trainer.stepped(await trainer.get(1))
+    await trainer.stepped(await trainer.get(2))
+    await house.publish(run, group("g2"))
+    await is_held.wait()
+
+    await trainer.start("back", token=str(token))
+    may_write.set()
+    (second,), (third,) = await trainer.get(2), await trainer.get(3)
+
+    assert (second.mini_batch.info.lineage, third.mini_batch.info.lineage) == ("main", "main-1")
+    assert third.mini_batch.rows.group_id == ["g2", "g2"]
 
 
 def _states(house, run: str) -> dict[TrajectoryState, int]:

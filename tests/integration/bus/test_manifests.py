@@ -125,6 +125,20 @@ async def test_a_manifest_that_names_a_trajectory_twice_is_refused(run: Any) -> 
         await run.plan("a", "a")
 
 
+async def test_a_plan_of_a_lineage_that_was_given_up_is_refused(run: Any) -> None:
+    await run.plan_steps(2)
+    session = await run.start("s")
+    await run.commit(session, 2)
+    await run.start("back", run.token(1))
+    await open_and_seal(run, "a")
+    before = await run.dump()
+
+    with pytest.raises(ConflictError, match='in lineage "main", and the run goes on in "main-1"'):
+        await run.plan("a", lineage="main")
+
+    assert await run.dump() == before
+
+
 async def test_a_planner_that_lost_its_leadership_writes_nothing(run: Any) -> None:
     await open_and_seal(run, "a", "b", "c")
     await run.kill("c", 0)

@@ -7,7 +7,7 @@
 -- Keys, all in the run's slot:
 --   KEYS[1] leader    hash    read: epoch
 --   KEYS[2] frontier  hash    read and changed: planned, the number of the newest batch; read:
---                             next_revision, paused, withdrawn, opened_groups, live_groups;
+--                             next_revision, paused, lineage, withdrawn, opened_groups, live_groups;
 --                             changed: open_groups, planned_groups, at_plans; revised_groups, where
 --                             the batch has other than batch_groups groups
 --   KEYS[3] batches   hash    step -> "<trajectories planned up to it>:<manifest hash>"; added
@@ -31,22 +31,23 @@
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] step    ARGV[3] manifest hash    ARGV[4] hash before, or ""
 --   ARGV[5] record          ARGV[6] revision of the config that it was planned with
---   ARGV[7...] trajectory ids
+--   ARGV[7] lineage that the plan names    ARGV[8...] trajectory ids
 -- Reply: 1, or 0 where this very manifest was written before
 -- Errors:
 --   NORUN     no such run
 --   FENCED    another planner leads
 --   CONFLICT  the step has another manifest, is not the next one, does not continue the chain, was
 --             planned with a config that is not the one of this step, or names a trajectory that is
---             not sealed, or whose group is over; or the run is paused
+--             not sealed, or whose group is over; or the run is paused, or goes on in another
+--             lineage
 
 local MEMBERS, DEADLINES, REFILLS, LEASES = KEYS[8], KEYS[9], KEYS[10], KEYS[11]
 local TASKS, PROMPTS, HELD, BUDGET = KEYS[13], KEYS[14], KEYS[16], KEYS[17]
-local FIRST = 7  -- trajectory id
+local FIRST = 8  -- trajectory id
 local CHUNK = 1000  -- unpack fails above a few thousand values
 
-local stepped, planned, revised, paused, withdrawn = unpack(
-  redis.call('HMGET', KEYS[2], 'stepped', 'planned', 'next_revision', 'paused', 'withdrawn'))
+local stepped, planned, revised, paused, lineage, withdrawn = unpack(redis.call('HMGET', KEYS[2],
+  'stepped', 'planned', 'next_revision', 'paused', 'lineage', 'withdrawn'))
 if not stepped then
   return redis.error_reply('NORUN no such run')
 end
@@ -91,6 +92,10 @@ revised = tonumber(revised or 0)
 if in_force ~= ARGV[6] or (revised > 0 and revised <= step) then
   return redis.error_reply('CONFLICT step ' .. step .. ' was planned with config revision ' .. ARGV[6]
     .. ', which is not the one of this step')
+end
+if lineage ~= ARGV[7] then
+  return redis.error_reply('CONFLICT step ' .. step .. ' was planned in lineage "' .. ARGV[7]
+    .. '", and the run goes on in "' .. lineage .. '"')
 end
 
 -- 1. Nothing is written before every trajectory has been looked at.
