@@ -114,7 +114,7 @@ class RunPlanner:
         except (FencedError, RunNotFoundError, UnavailableError):
             raise
         except Exception as error:
-            await self._note_trouble(str(error) or repr(error))
+            await first_of(self._note_trouble(str(error) or repr(error)))
             raise
 
     async def _meet(self, store: BoundStore) -> None:
