@@ -25,12 +25,7 @@ TOKENS_BEHIND: Final = 4
 def print_merge(url: str, run: str, step: int, console: Console) -> None:
     """The merge ratio of a batch, and the first mismatch of each trajectory of several rows.
 
-    Raises:
-        ReleasedError: the step is no longer retained.
-        NotReadyError: the step is not planned yet.
-        DamagedPayloadError: payload of it is damaged.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
+    Raises what `read_merge` raises.
     """
     found = read_merge(url, run, step)
     merge = "merge" if found["merge"] else "would merge, but for merge=False,"
@@ -56,15 +51,7 @@ def print_merge(url: str, run: str, step: int, console: Console) -> None:
 
 
 def merge_json(url: str, run: str, step: int) -> str:
-    """The same as JSON.
-
-    Raises:
-        ReleasedError: the step is no longer retained.
-        NotReadyError: the step is not planned yet.
-        DamagedPayloadError: payload of it is damaged.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """The same as JSON; raises what `read_merge` raises."""
     return json.dumps(read_merge(url, run, step), indent=2)
 
 
