@@ -107,7 +107,7 @@ def check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
 
 def _check_not_withdrawn(request: wire.GetRequest, frontier: Frontier) -> None:
     """Refuse a rank of a session that ended with its plans, as long as no other has begun."""
-    is_older = 0 < request.session_epoch < frontier.session_epoch
+    is_older = request.session_epoch < frontier.session_epoch
     if is_older and not frontier.has_session:
         raise FencedError(
             f"trainer session {request.session_epoch} is over: payload was damaged and plans were "

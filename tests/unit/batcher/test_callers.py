@@ -1,0 +1,49 @@
+"""Which error a rank is refused with, that calls with what it knows from another time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from turnstream.errors import FencedError, StoreBehindError
+from turnstream.wire.v1 import batches_pb2 as wire
+from turnstream_server.batcher.callers import check_caller
+from turnstream_server.bus.frontier import Frontier
+
+WITHDRAWN = Frontier(
+    planned=2,
+    stepped=2,
+    committed=2,
+    session_epoch=3,
+    session="",
+    dp_world_size=1,
+    lineage="main",
+    num_opened_groups=8,
+    num_live_groups=8,
+    is_closed=False,
+)
+"""A run whose session 2 ended with its plans, and no other has begun."""
+
+
+@pytest.mark.parametrize("session_epoch", [0, 2])
+def test_a_rank_of_a_session_that_ended_with_its_plans_is_told_so(session_epoch: int) -> None:
+    request = wire.GetRequest(step=9, dp_world_size=1, session_epoch=session_epoch)
+    request.previous_hash = "of a plan that is withdrawn"
+
+    with pytest.raises(FencedError, match="payload was damaged and plans were withdrawn"):
+        check_caller(request, WITHDRAWN)
+
+
+def test_a_rank_of_a_session_that_the_store_lost_is_told_what_the_store_has() -> None:
+    request = wire.GetRequest(step=9, dp_world_size=1, session_epoch=4, previous_hash="of step 8")
+
+    with pytest.raises(StoreBehindError, match=r"step 8 was delivered.*newest batch.*is 2"):
+        check_caller(request, WITHDRAWN)
+
+
+def test_a_rank_is_told_of_the_session_that_has_begun_since() -> None:
+    request = wire.GetRequest(step=3, dp_world_size=1, session_epoch=2)
+
+    with pytest.raises(FencedError, match="trainer session 2 is over, 3 has begun"):
+        check_caller(request, replace(WITHDRAWN, session="next"))
