@@ -15,8 +15,15 @@ WITHDRAWING = (
     Mutation(
         "a group that came back is known as decided and over",
         "open_groups.py",
-        "seen = self._decided.pop(group.group_id, set[TrajectoryKey]())",
+        " for name, seen in self._decided.items() if name not in members}",
+        " for name, seen in self._decided.items()}",
+        ("test_withdrawing",),
+    ),
+    Mutation(
+        "the fold that knows of the plans forgets what was decided of their groups",
+        "open_groups.py",
         "seen = self._decided.get(group.group_id, set[TrajectoryKey]())",
+        "seen = self._decided.pop(group.group_id, set[TrajectoryKey]())",
         ("test_withdrawing",),
     ),
     Mutation(

@@ -67,6 +67,14 @@ def withdraw(fold: RunFold, *groups: WithdrawnGroup) -> list[Any]:
     return fold.apply("20-0", PlansWithdrawn(step=1, dead=tuple(sorted(dead))))
 
 
+def record_of(fold: RunFold) -> bytes:
+    """All that it knows."""
+    known = PlannerSnapshot(
+        position="20-0", step=1, manifest_hash="", next_row_id=0, fold=fold.snapshot()
+    )
+    return encode_snapshot(known)
+
+
 def names(fold: RunFold) -> list[str]:
     return [group.group_id for group in fold.ready]
 
@@ -94,6 +102,16 @@ def test_a_group_goes_on_without_its_dead() -> None:
     (ready,) = fold.ready
     assert [member.key.sample for member in ready.members] == [0, 2]
     assert ready.completed_by == "20-0"
+
+
+def test_a_fold_that_shares_what_it_knows_stays_as_it_is() -> None:
+    # The leader's own fold, which goes on where the store refuses the withdrawal.
+    fold = fold_with_plan("a", "b")
+    before = record_of(fold)
+
+    RunFold.restore(config(2), fold.snapshot()).put_back([back("a", 0, 1)])
+
+    assert record_of(fold) == before
 
 
 @pytest.mark.parametrize("left", [(1,), ()])

@@ -76,6 +76,8 @@ class OpenGroups:
     def put_back(self, groups: Iterable[WithdrawnGroup]) -> None:
         """Undo that groups were taken: their plan is withdrawn. They come before all others.
 
+        A fold that shares what it knows, as after `RunFold.snapshot`, stays as it is.
+
         What was decided of their samples stays: nobody joins them, and no refill replaces a member
         that died. Those with fewer members than were planned are judged again by the event that
         says so, PlansWithdrawn: until then they must not be planned.
@@ -83,7 +85,7 @@ class OpenGroups:
         members: dict[str, GroupMembers] = {}
         ready: dict[str, ReadyGroup] = {}
         for group in groups:
-            seen = self._decided.pop(group.group_id, set[TrajectoryKey]())
+            seen = self._decided.get(group.group_id, set[TrajectoryKey]())
             members[group.group_id] = _members_of(group, seen)
             ready[group.group_id] = ReadyGroup(
                 group_id=group.group_id,
@@ -92,6 +94,7 @@ class OpenGroups:
                 completed_by=group.completed_by,
                 opened_by=group.opened_by,
             )
+        self._decided = {name: seen for name, seen in self._decided.items() if name not in members}
         self._groups = {**members, **self._groups}
         self._ready = {**ready, **self._ready}
 
