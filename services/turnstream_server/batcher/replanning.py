@@ -17,7 +17,7 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.batching.plan import Manifest, TrajectoryPlan
 from turnstream.batching.withdrawing import with_planned_reward, withdrawn_groups
 from turnstream.errors import ConflictError, RecordError
-from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encode_snapshot
+from turnstream.records.snapshots import PlannerSnapshot, encode_snapshot
 from turnstream.store import keys
 from turnstream.types import SealedTrajectory, TrajectoryDied, TrajectoryKey
 from turnstream_server.batcher.assembler import Assembler
@@ -94,7 +94,7 @@ class Replanner:
         Raises:
             ConflictError: nothing is.
         """
-        frontier = await self._view.refresh()
+        frontier = self._view.frontier
         first = request.step or frontier.stepped + 1
         if first <= frontier.stepped:
             raise ConflictError(f"step {first} is stepped, and stays as it was planned")
@@ -126,11 +126,13 @@ class Replanner:
         members: _Members = {}
         for key, (plan, _) in plans.items():
             seal = seals[key]
+            if key in damages:
+                continue
             if isinstance(seal, RecordError):
-                dead.setdefault(key, f"its seal cannot be read: {seal}")
+                dead[key] = f"its seal cannot be read: {seal}"
             elif seal.payload_crcs != plan.payload_crcs:
-                dead.setdefault(key, "its seal is not the one that it was planned with")
-            elif key not in dead:
+                dead[key] = "its seal is not the one that it was planned with"
+            else:
                 members[key] = seal
         late = {key for key, sealed in members.items() if sealed.awaits_reward}
         posted = await read_posted_rewards(self._client, self._view.run, late)
@@ -146,7 +148,7 @@ class Replanner:
         return Withdrawal(
             manifests=manifests,
             manifest_hashes=[batch.manifest_hash for batch in batches],
-            dead=[TrajectoryDied(key=key, reason=dead[key]) for key in plans if key in dead],
+            dead=[TrajectoryDied(key=key, reason=reason) for key, reason in dead.items()],
             lease_epochs={key: sealed.lease_epoch for key, sealed in members.items()},
             position=known.position,
             snapshot=snapshot,
@@ -178,7 +180,7 @@ def _before(
 ) -> PlannerSnapshot:
     """What a planner knows that has heard as many events, and has made none of these plans."""
     first = manifests[0]
-    fold = decode_snapshot(encode_snapshot(known)).restore_fold(config)
+    fold = known.restore_fold(config)
     fold.put_back(withdrawn_groups(manifests, members))
     return replace(
         known,

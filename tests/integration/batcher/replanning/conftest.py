@@ -132,6 +132,18 @@ class Look:
         """The newest step that is planned."""
         return self.frontier(run).planned
 
+    def num_kept_plans(self, run: str) -> int:
+        """How many plans are still there."""
+        with connect(self.url) as client:
+            kept: Any = client.xlen(keys.run_keys(run).plan)
+        return kept
+
+    def snapshot_step(self, run: str) -> int:
+        """The newest plan that the snapshot includes; 0 before the first."""
+        with connect(self.url) as client:
+            step: Any = client.hget(keys.run_keys(run).snapshot, "step")
+        return int(step or 0)
+
     def most_live(self, run: str) -> int:
         """How many groups may be live now."""
         with connect(self.url) as client:

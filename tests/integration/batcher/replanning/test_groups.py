@@ -111,6 +111,26 @@ async def test_a_group_whose_seals_are_all_damaged_is_left_out_whole(house, dama
     }
 
 
+async def test_a_member_whose_payload_is_gone_is_dead_like_one_that_is_damaged(
+    house, replan, look, of_3
+):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, of_3("g0"))
+    await trainer.start("a")
+    await trainer.get(1)
+    with connect(house.url) as client:
+        client.delete(keys.trajectory_keys(run, "g0/1/0").turns)
+
+    done = await replan(run)
+    await trainer.start("b")
+    (pulled,) = await trainer.get(1)
+
+    assert done.dead == ("g0/1/0",)
+    assert "0 turns" in look.letters(run)["g0/1/0"]
+    assert pulled.mini_batch.rows.trajectory_id == ["g0/0/0", "g0/2/0"]
+
+
 async def test_a_group_that_teaches_nothing_without_its_dead_is_filtered(
     house, damage, replan, look
 ):
@@ -178,6 +198,67 @@ async def test_a_reward_that_was_posted_later_is_still_that_of_its_trajectory(
     await trainer.start("b")
     await trainer.get(1)
 
+    assert [member.reward for member in look.plans(run)[0].groups[0].trajectories] == [1.0, 2.0]
+
+
+async def test_components_that_were_posted_later_are_still_those_of_their_trajectory(
+    house, damage, replan, look
+):
+    weights = (("right", 1.0), ("short", 1.0))
+    run = house.create_run(batch_groups=1, estimator="gdpo", component_weights=weights)
+    trainer = house.trainer(await house.start_batcher(), run)
+    members = [
+        replace(trajectory(turn("ab", "CD"), sample=s, reward=None), awaits_reward=True)
+        for s in range(3)
+    ]
+    await house.publish(run, group("g0", *members))
+    with connect(house.url) as client:
+        for sample in range(3):
+            posted = {"right": float(sample), "short": 1.0 - sample / 2}
+            post_reward(client, run, TrajectoryKey("g0", sample), reward_components=posted)
+    await trainer.start("a")
+    await trainer.get(1)
+    damage(run, TrajectoryKey("g0", sample=0))
+
+    await replan(run)
+    await trainer.start("b")
+    await trainer.get(1)
+
+    assert [member.reward for member in look.plans(run)[0].groups[0].trajectories] == [1.5, 2.0]
+
+
+async def test_a_penalty_is_taken_off_by_the_config_that_its_plan_was_made_with(
+    house, damage, replan, look
+):
+    # Of rewards whose event is gone only the plan tells, with the penalty of that time in it.
+    run = house.create_run(batch_groups=1, overlong_length=2, overlong_buffer=2)
+    with connect(house.url) as client:
+        before = read_revisions(client, run).last.config
+        after = replace(before, overlong_length=0, overlong_buffer=0)
+        revise_config(client, run, after, from_step=2)
+    trainer = house.trainer(await house.start_batcher(), run)
+    members = [
+        replace(trajectory(turn("ab", "CD"), sample=s, reward=None), awaits_reward=True)
+        for s in range(3)
+    ]
+    await house.publish(run, group("g0", *members))
+    with connect(house.url) as client:
+        for sample in range(3):
+            post_reward(client, run, TrajectoryKey("g0", sample), reward=float(sample))
+    await trainer.start("a")
+    await trainer.get(1)
+    await house.publish(run, group("g1"))
+    await trainer.get(2)
+    punished = look.plans(run)[0].groups[0].trajectories
+    with connect(house.url) as client:
+        client.xtrim(keys.run_keys(run).events, maxlen=0)
+    damage(run, TrajectoryKey("g0", sample=0))
+
+    await replan(run)
+    await trainer.start("b")
+    await trainer.get(1)
+
+    assert [member.reward for member in punished] == [-1.0, 0.0, 1.0]
     assert [member.reward for member in look.plans(run)[0].groups[0].trajectories] == [1.0, 2.0]
 
 

@@ -2,18 +2,22 @@
 
 import asyncio
 import logging
+from typing import Any
 
 import pytest
 
+from turnstream.batching.plan import Manifest
 from turnstream.errors import (
     ConflictError,
     CorruptRecordError,
     FencedError,
     StoreBehindError,
 )
+from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.testing import group
 from turnstream.types import TrajectoryKey, TrajectoryState
+from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.replans import Replanned
 from turnstream_server.jobs.history import RunHistory
 
@@ -82,6 +86,79 @@ async def test_a_step_that_is_stepped_stays_as_it_was_planned(house, damage, rep
         await replan(run, step=2)
 
     assert look.digest(run) == before
+
+
+async def test_nothing_is_planned_again_where_all_that_is_planned_is_stepped(house, replan, look):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g0"))
+    await trainer.start("a")
+    await trainer.stepped(await trainer.get(1))
+
+    with pytest.raises(ConflictError, match="step 2 is not planned; 1 are"):
+        await replan(run)
+    await house.publish(run, group("g1"))
+    await trainer.get(2)
+
+    assert look.planned(run) == 2
+
+
+async def test_a_step_that_was_released_before_anybody_answered_is_refused(house, replan, look):
+    # Nothing is left to examine, and a leader that asks for its plan would end its term by it.
+    is_held, may_write = asyncio.Event(), asyncio.Event()
+
+    async def hold(manifest: Manifest) -> None:
+        if manifest.step == 3:
+            is_held.set()
+            await may_write.wait()
+
+    run = house.create_run(batch_groups=1, max_planned_ahead=2, retain_checkpoints=1)
+    upkeep = Upkeep(snapshot_steps=1)
+    batcher = await house.start_batcher(before_write=hold, upkeep=upkeep)
+    trainer = house.trainer(batcher, run)
+    await house.publish(run, group("g0"), group("g1"))
+    await trainer.start("a")
+    await look.until(lambda: look.snapshot_step(run) == 2)
+    await house.publish(run, group("g2"))
+    await is_held.wait()
+    answer = asyncio.create_task(replan(run, step=1))
+    await look.until(lambda: look.frontier(run).replan is not None)
+    for step in (1, 2):
+        await trainer.committed(await trainer.stepped(await trainer.get(step)))
+    await look.until(lambda: look.num_kept_plans(run) == 0)
+
+    may_write.set()
+    with pytest.raises(ConflictError, match="step 1 is stepped, and stays as it was planned"):
+        await answer
+
+    await trainer.get(3)
+
+
+async def test_a_plan_that_is_damaged_itself_is_not_withdrawn_and_the_run_goes_on(
+    house, replan, look
+):
+    # More steps than a replica keeps plans of: the first is read from the store again.
+    num_steps = 10
+    run = house.create_run(batch_groups=1, max_planned_ahead=num_steps)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, *[group(f"g{number}") for number in range(num_steps)])
+    await look.until(lambda: look.planned(run) == num_steps)
+    plan = keys.run_keys(run).plan
+    with connect(house.url) as client:
+        entries: Any = client.xrange(plan)
+        client.delete(plan)
+        for entry_id, fields in entries:
+            record = bytearray(fields[b"r"])
+            record[-9] ^= entry_id == b"1-0"
+            client.xadd(plan, {"r": bytes(record)}, id=entry_id)
+
+    with pytest.raises(ConflictError, match="the checksum of a manifest record"):
+        await replan(run)
+    await house.publish(run, group("g10"))
+    await trainer.start("a")
+    (last,) = await trainer.get(num_steps + 1)
+
+    assert last.mini_batch.rows.group_id == ["g10", "g10"]
 
 
 async def test_a_second_call_changes_nothing(house, damage, replan, look, of_3):
@@ -195,3 +272,29 @@ async def test_whoever_looks_on_sees_what_was_planned_again(house, damage, repla
 
         assert before == [3, 2]
         assert [batch.num_sequences for batch in history.batches] == [2, 2]
+
+
+async def test_whoever_looks_on_keeps_what_is_released_and_forgets_what_is_not_planned_again(
+    house, damage, replan, look, of_3
+):
+    run = house.create_run(batch_groups=1, retain_checkpoints=1)
+    trainer = house.trainer(await house.start_batcher(upkeep=Upkeep(snapshot_steps=1)), run)
+    await house.publish(run, of_3("g0"), group("g1"))
+    await trainer.start("a")
+    first = await trainer.get(1)
+    with connect(house.url) as client:
+        history = RunHistory(client, run)
+        history.refresh()
+        await trainer.committed(await trainer.stepped(first))
+        await house.publish(run, of_3("g2"))
+        await look.until(lambda: look.planned(run) == 3 and look.num_kept_plans(run) == 2)
+        history.refresh()
+        before = [batch.num_sequences for batch in history.batches]
+        damage(run, TrajectoryKey("g1", sample=0))
+
+        await replan(run)
+        await look.until(lambda: look.planned(run) == 2)
+        history.refresh()
+
+        assert before == [3, 2, 3]
+        assert [batch.num_sequences for batch in history.batches] == [3, 3]

@@ -1,6 +1,7 @@
 """Whoever plans or serves behind a withdrawal goes on as if the plans had never been."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from turnstream_server.batcher import releaser
 from turnstream_server.batcher.listener import RunListener
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.forks import fork_run
+from turnstream_server.bus.openings import read_openings
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -126,6 +128,23 @@ async def test_a_replica_hears_of_plans_below_those_that_were_withdrawn(house):
         heard.append(await listener.wait(with_events=False, wait_s=0.05))
 
     assert [news.is_frontier_old for news in heard] == [True, False]
+
+
+async def test_a_group_that_came_back_was_opened_when_its_event_says(house, damage, replan, of_3):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, of_3("g0"))
+    await trainer.start("a")
+    await trainer.get(1)
+    damage(run, TrajectoryKey("g0", sample=0))
+    with connect(house.url) as client:
+        pause_run(client, run)
+
+        await replan(run)
+        openings = read_openings(client, run)
+
+        events: Any = client.xrange(keys.run_keys(run).events, count=1)
+    assert openings.oldest_ms(["g0"]) == (int(events[0][0].split(b"-")[0]), False)
 
 
 async def test_a_run_that_had_ended_ends_again_with_what_is_left(house, damage, replan, look):
