@@ -91,6 +91,19 @@ def test_a_conflict_is_told_to_the_run_and_a_lost_answer_does_not_make_it_two(
     assert desk.take() is None
 
 
+def test_two_conflicts_are_told_to_the_run_as_two(new_desk: NewDesk) -> None:
+    desk = new_desk()
+    for lane in desk.opened(2):
+        desk.append(lane)
+    conflict = ResponseError("CONFLICT turn 0 has another content")
+
+    desk.answer(conflict, conflict)
+    told = desk.answer(1, 1)
+
+    assert desk.said(told) == ["note_conflict", "note_conflict"]
+    assert len({command.args[-1] for command in told.commands}) == 2
+
+
 def test_a_refusal_stops_one_trajectory_and_no_other(new_desk: NewDesk) -> None:
     desk = new_desk()
     one, other = desk.opened(2)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from turnstream.store.budget import FIRST_BYTES
+from turnstream.store.budget import FIRST_BYTES, with_block
+from turnstream.types import TrajectoryKey
 
 NewDesk = Callable[..., Any]
 
@@ -88,3 +89,15 @@ def test_the_seal_says_how_many_bytes_are_stored(new_desk: NewDesk) -> None:
     posted = desk.answer([b"OK"])
 
     assert posted.commands[0].args[1] == f"1:/{lane.num_bytes + len(lane.seal_record)}:w"
+
+
+def test_what_is_stored_of_a_trajectory_that_was_taken_over_needs_room_as_well(
+    new_desk: NewDesk,
+) -> None:
+    desk = new_desk()
+    key, num_bytes = TrajectoryKey("g", sample=0), 10 * FIRST_BYTES
+
+    desk.outbox.adopt(key, epoch=4, num_turns=2, num_bytes=num_bytes, now_s=desk.now_s)
+
+    ((name, asked),) = desk.reserved(desk.answer())
+    assert (name, asked) == ("g/0/0", with_block(num_bytes))

@@ -132,9 +132,8 @@ class Lives:
         """The store has not opened it; the error, where that is not because it is beyond that."""
         if self._is_beyond(lane, text, now_s):
             return None
-        if lane.held_epoch and lane.seal is not None and " is already " in text:
+        if lane.seal_record and " is already " in text:
             lane.epoch = lane.held_epoch  # its seal had been posted, and the answer was lost
-            lane.seal_record = lane.seal(lane.epoch)
             self.queues.seals.append(lane)
         else:
             error = refusal(text)

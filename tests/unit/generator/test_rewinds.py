@@ -1,0 +1,178 @@
+"""Trajectories that are sent again to a store that may have lost them, without a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from redis.exceptions import ResponseError
+
+from turnstream.errors import ConflictError, FencedError, StoreBehindError, StoreUnavailableError
+from turnstream.generator.lanes import Lane
+from turnstream.generator.receipts import Delivery
+
+NewDesk = Callable[..., Any]
+
+
+def come_back(desk: Any) -> None:
+    """Another round is lost, and who answers may be another start of the store."""
+    if desk.outbox.is_idle:
+        desk.outbox.close_run("", Delivery())
+    desk.lose()
+    desk.wait_out()
+    desk.answer()
+
+
+def errors(delivery: Delivery) -> list[type[Exception]]:
+    return [type(error) for error in delivery.errors.values()]
+
+
+@pytest.fixture
+def sealed(new_desk: NewDesk) -> Callable[[], tuple[Any, Lane, Delivery]]:
+    """Makes a desk with a trajectory whose seal is stored, and posted next."""
+
+    def make() -> tuple[Any, Lane, Delivery]:
+        desk = new_desk(keep_s=5.0)
+        (lane,) = desk.opened()
+        desk.append(lane)
+        end = desk.seal(lane)
+        desk.answer(2)
+        return desk, lane, end
+
+    return make
+
+
+def test_what_another_ended_before_it_was_opened_is_refused(new_desk: NewDesk) -> None:
+    desk = new_desk()
+    (lane,) = desk.asked()
+    receipt, end = desk.append(lane), desk.seal(lane)
+
+    sent = desk.take()
+    replies = [*[b"sha"] * (sent.num_replies - 2), [b"appendfsync", b"everysec"]]
+    answer = [b"CONFLICT g/0/0 is already sealed"]
+    desk.outbox.answered(sent, replies=[*replies, answer], now_s=desk.now_s)
+
+    assert (errors(receipt), errors(end)) == ([ConflictError], [ConflictError])
+    assert desk.outbox.is_idle
+
+
+def test_what_another_writes_now_is_refused_where_its_seal_was_stored(sealed: Any) -> None:
+    desk, _, end = sealed()
+
+    come_back(desk)
+    desk.answer([b"CONFLICT g/0/0 is being written by x"])
+
+    assert errors(end) == [ConflictError]
+    assert desk.outbox.is_idle
+
+
+def test_what_is_sent_again_is_counted_as_that_and_as_nothing_else(sealed: Any) -> None:
+    desk, lane, _ = sealed()
+    desk.answer([b"OK"])
+    before = desk.outbox.tally.statistics()
+
+    come_back(desk)
+    desk.answer([1], b"OK")
+    held = desk.outbox.tally.statistics().inflight_bytes
+    desk.answer(0)
+    desk.answer([b"DUPLICATE"])
+
+    after = desk.outbox.tally.statistics()
+    assert (before.num_trajectories, after.num_trajectories) == (1, 1)
+    assert (before.num_turns, after.num_turns) == (1, 1)
+    assert (after.num_resent, after.num_duplicates, after.inflight_bytes, held) == (1, 2, 0, 0)
+    assert after.num_restarts == 1
+    assert lane.num_acknowledged == 1
+
+
+def test_a_seal_is_sent_again_after_its_turns_were_proven(new_desk: NewDesk) -> None:
+    desk = new_desk(keep_s=5.0)
+    (lane,) = desk.opened()
+    desk.append(lane)
+    desk.answer(1)
+    desk.now_s += 6.0
+    desk.seal(lane)
+    desk.answer(1)
+
+    come_back(desk)
+    again = desk.answer(1)
+
+    assert (desk.said(again)[0], desk.records(again)) == ("append", [1])
+    assert again.commands[0].args[1:3] == (1, 1)
+
+
+def test_what_had_ended_is_lost_where_the_store_stays_away(sealed: Any) -> None:
+    desk, _, _ = sealed()
+    desk.answer([b"OK"])
+
+    come_back(desk)
+    desk.outbox.fail_all(StoreUnavailableError("away"))
+
+    (lost,) = desk.outbox.take_losses()
+    assert isinstance(lost, StoreBehindError)
+    assert "g/0/0 was acknowledged" in str(lost)
+
+
+def test_turns_that_are_kept_no_longer_are_named_where_the_store_lost_them(
+    new_desk: NewDesk,
+) -> None:
+    desk = new_desk()
+    (lane,) = desk.opened()
+    desk.append(lane)
+    desk.answer(1)
+    desk.append(lane)
+
+    desk.answer(ResponseError("GAP the next turn is 0"))
+
+    with pytest.raises(StoreBehindError, match="came back without turn 0, which"):
+        desk.append(lane)
+
+
+def test_a_seal_that_is_refused_for_another_reason_is_not_asked_of_its_payload(
+    sealed: Any,
+) -> None:
+    desk, _, end = sealed()
+
+    desk.answer([b"FENCED g/0/0 is being written by x"])
+
+    assert errors(end) == [FencedError]
+    assert desk.outbox.is_idle
+
+
+def test_turns_of_a_trajectory_that_is_over_are_refused(new_desk: NewDesk) -> None:
+    desk = new_desk()
+    (lane,) = desk.opened()
+    receipt = desk.append(lane)
+
+    desk.answer(ResponseError("FENCED the trajectory is over, and its payload released"))
+
+    assert errors(receipt) == [FencedError]
+
+
+def test_turns_that_are_missing_of_what_had_ended_are_told_as_they_are(sealed: Any) -> None:
+    desk, _, _ = sealed()
+    desk.answer([b"OK"])
+
+    come_back(desk)
+    desk.answer([1], b"OK")
+    desk.answer(ResponseError("GAP the next turn is 0"))
+
+    (lost,) = desk.outbox.take_losses()
+    assert str(lost).startswith("g/0/0: the store came back without ")
+    assert desk.outbox.tally.statistics().inflight_bytes == 0
+    assert desk.outbox.tally.statistics().num_lost == 1
+
+
+def test_only_what_had_ended_is_a_loss(new_desk: NewDesk) -> None:
+    desk = new_desk(keep_s=5.0)
+    given_up, refused = desk.opened(2)
+    desk.outbox.abandon(given_up, "bored", end=Delivery())
+    desk.answer(1)
+    receipt = desk.append(refused)
+
+    come_back(desk)
+    desk.answer([b"CONFLICT g/0/0 is being written by x", b"CONFLICT g/1/0 is being written by x"])
+
+    assert errors(receipt) == [ConflictError]
+    assert desk.outbox.take_losses() == []
