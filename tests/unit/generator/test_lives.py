@@ -10,7 +10,7 @@ from redis.exceptions import ResponseError
 
 from turnstream.errors import ConflictError, FencedError
 from turnstream.generator.receipts import Delivery
-from turnstream.types import TrajectoryKey
+from turnstream.types import GroupOpened, TrajectoryKey
 
 NewDesk = Callable[..., Any]
 KEYS = [TrajectoryKey("g", sample) for sample in range(3)]
@@ -142,6 +142,15 @@ def test_an_adopted_trajectory_goes_on_behind_its_stored_turns(new_desk: NewDesk
 
     assert sent.commands[0].args[:3] == ("4/w", 2, 0)
     assert beat.commands[0].args == ("g/0/0", "4:w")
+
+
+def test_what_the_store_has_opened_for_a_task_is_held_from_then_on(new_desk: NewDesk) -> None:
+    desk = new_desk()
+    group = GroupOpened(group_id="g", prompt_uid="", num_samples=2)
+
+    desk.outbox.adopt_opened(group, {KEYS[0]: 3, KEYS[1]: 5}, now_s=desk.now_s)
+
+    assert desk.outbox.num_open == 2
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from redis.exceptions import ResponseError
 from turnstream.errors import ConflictError, FencedError, StoreBehindError, StoreUnavailableError
 from turnstream.generator.lanes import Lane
 from turnstream.generator.receipts import Delivery
+from turnstream.types import TrajectoryKey
 
 NewDesk = Callable[..., Any]
 
@@ -103,7 +104,7 @@ def test_a_seal_is_sent_again_after_its_turns_were_proven(new_desk: NewDesk) -> 
 
 
 def test_what_had_ended_is_lost_where_the_store_stays_away(sealed: Any) -> None:
-    desk, _, _ = sealed()
+    desk, _, end = sealed()
     desk.answer([b"OK"])
 
     come_back(desk)
@@ -112,6 +113,7 @@ def test_what_had_ended_is_lost_where_the_store_stays_away(sealed: Any) -> None:
     (lost,) = desk.outbox.take_losses()
     assert isinstance(lost, StoreBehindError)
     assert "g/0/0 was acknowledged" in str(lost)
+    assert errors(end) == []  # it was told long ago
 
 
 def test_turns_that_are_kept_no_longer_are_named_where_the_store_lost_them(
@@ -176,3 +178,136 @@ def test_only_what_had_ended_is_a_loss(new_desk: NewDesk) -> None:
 
     assert errors(receipt) == [ConflictError]
     assert desk.outbox.take_losses() == []
+
+
+def test_what_was_taken_over_is_taken_over_again(new_desk: NewDesk) -> None:
+    desk = new_desk(keep_s=5.0)
+    desk.opened()
+    key = TrajectoryKey("g", sample=1)
+    desk.outbox.adopt(key, epoch=4, num_turns=2, num_bytes=0, now_s=desk.now_s)
+
+    come_back(desk)
+
+    assert "take_over" in desk.said(desk.take())
+
+
+def test_no_lease_is_renewed_before_the_group_is_open_again(new_desk: NewDesk) -> None:
+    desk = new_desk(keep_s=5.0)
+    (lane,) = desk.opened()
+    desk.append(lane)
+    desk.answer(1)
+
+    come_back(desk)
+    before = desk.outbox.num_open
+    desk.answer([1], b"OK")
+
+    assert (before, desk.outbox.num_open) == (0, 1)
+
+
+def test_of_an_old_group_leases_and_room_are_asked_for_at_once(new_desk: NewDesk) -> None:
+    desk = new_desk(keep_s=5.0)
+    (lane,) = desk.opened()
+    desk.append(lane, response="B" * 5_000)
+    desk.answer(1)
+    desk.now_s += 6.0
+    desk.append(lane)
+    desk.answer(1)
+
+    come_back(desk)
+    again = desk.take()
+
+    assert "heartbeat" in desk.said(again)
+    assert [name for name, _ in desk.reserved(again)] == ["g/0/0"]
+
+
+def test_what_had_survived_twice_goes_again_from_its_first_turn(sealed: Any) -> None:
+    desk, lane, _ = sealed()
+    desk.answer([b"OK"])
+
+    come_back(desk)
+    desk.answer([b"CONFLICT g/0/0 is already planned"], b"OK")
+    acknowledged = lane.num_acknowledged
+    come_back(desk)
+    asked = desk.answer([1], b"OK", b"OK")
+    again = desk.answer(2)
+
+    assert (acknowledged, desk.said(asked)[0]) == (1, "open_group")
+    assert (again.commands[0].args[1], desk.records(again)) == (0, [2])
+
+
+def test_a_seal_that_goes_again_has_the_same_bytes(new_desk: NewDesk) -> None:
+    desk = new_desk(keep_s=5.0)
+    (lane,) = desk.opened()
+    desk.append(lane)
+    desk.seal(lane)
+    first = desk.answer(2)
+    desk.answer([b"OK"])
+
+    come_back(desk)
+    desk.answer([2], b"OK")  # the epoch of another lease
+    again = desk.answer(2)
+
+    assert again.commands[0].args[0].startswith("2:")
+    assert again.commands[0].args[-1] == first.commands[0].args[-1]
+
+
+def test_a_seal_that_was_posted_late_is_posted_again(sealed: Any) -> None:
+    desk, _, _ = sealed()
+    desk.now_s += 6.0
+    desk.answer([b"OK"])
+
+    come_back(desk)
+
+    assert desk.said(desk.answer(0, b"OK"))[0] == "append"
+    assert desk.said(desk.answer([b"DUPLICATE"])) == ["post_sealed"]
+
+
+def test_what_has_ended_and_is_not_sent_again_is_no_loss(sealed: Any) -> None:
+    desk, _, end = sealed()
+    desk.answer([b"OK"])
+
+    desk.outbox.fail_all(StoreUnavailableError("away"))
+
+    assert (desk.outbox.take_losses(), errors(end)) == ([], [])
+
+
+def test_what_waits_for_its_seal_to_be_posted_fails_with_all_others(sealed: Any) -> None:
+    desk, _, end = sealed()
+
+    desk.outbox.fail_all(StoreUnavailableError("away"))
+
+    assert errors(end) == [StoreUnavailableError]
+
+
+def test_what_had_ended_is_a_loss_until_its_seal_is_posted_again(sealed: Any) -> None:
+    desk, _, _ = sealed()
+    desk.answer([b"OK"])
+
+    come_back(desk)
+    desk.answer([1], b"OK")
+    desk.answer(0)
+    desk.outbox.fail_all(StoreUnavailableError("away"))
+
+    assert len(desk.outbox.take_losses()) == 1
+
+
+def test_a_trajectory_that_waits_for_leave_with_nothing_to_send_fails_with_all_others(
+    new_desk: NewDesk,
+) -> None:
+    desk = new_desk()
+    (lane,) = desk.asked()
+
+    desk.outbox.fail_all(StoreUnavailableError("away"))
+
+    with pytest.raises(StoreUnavailableError):
+        desk.append(lane)
+
+
+def test_nobody_asks_room_for_what_has_failed(new_desk: NewDesk) -> None:
+    desk = new_desk()
+    (lane,) = desk.opened()
+    desk.append(lane, response="B" * 10_000)
+
+    desk.outbox.fail_all(StoreUnavailableError("away"))
+
+    assert desk.take() is None
