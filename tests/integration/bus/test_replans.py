@@ -11,7 +11,7 @@ from turnstream.errors import ConflictError, FencedError, NotReadyError, RunNotF
 from turnstream.records.events import decode_event
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.types import PlansWithdrawn, TrajectoryDied, TrajectoryKey
+from turnstream.types import PlansWithdrawn, TrajectoryDied, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.frontier import (
     Frontier,
     PayloadDamage,
@@ -395,3 +395,25 @@ async def test_dead_letters_of_a_withdrawal_have_their_size(run: Any, ask: Any) 
     letter = await run.client.hget(run.keys.letters, "g1/0/0")
     assert letter.endswith(b":168:")
     assert await run.client.hget(run.keys.counts, "dead_bytes") == b"168"
+
+
+async def test_a_withdrawal_may_name_more_trajectories_than_lua_can_unpack(
+    run: Any, ask: Any
+) -> None:
+    groups = [f"g{number}" for number in range(4_500)]
+    ids = [f"{group}/{sample}/0" for group in groups for sample in (0, 1)]
+    pipeline = run.client.pipeline(transaction=False)
+    pipeline.hset(run.keys.ledger, mapping=dict.fromkeys(ids, "sealed:1"))
+    pipeline.hset(run.keys.groups, mapping=dict.fromkeys(groups, "2:open"))
+    pipeline.hset(run.keys.counts, mapping={"sealed": 9_000, "accepted": 9_000})
+    await pipeline.execute()
+    await run.plan(*groups)
+
+    await withdraw(run, ask(run, 1), from_step(run, 1))
+
+    counts = await read_ledger_async(run.client, run.name)
+    counts.check()
+    assert (counts.by_state[TrajectoryState.SEALED], counts.by_state[TrajectoryState.DEAD]) == (
+        8_999,
+        1,
+    )

@@ -228,7 +228,7 @@ class Lives:
         Whoever has slept for longer than its leases asks for them alone: what was given up, and
         released so long ago that nobody knows its name, would be made anew by a late write.
         """
-        if heartbeats and self.heartbeats.has_slept(now_s):
+        if self.heartbeats.has_slept(now_s):
             return [*heartbeats]
         return [*self.queues.take(), *self.reservations.due(), *heartbeats]
 
