@@ -74,37 +74,46 @@ def test_a_store_that_does_not_answer_ends_the_start():
         run_batcher(BatcherOptions(redis_url="redis://127.0.0.1:1/0"))
 
 
-async def test_a_replica_that_stops_while_it_meets_its_runs_stops_at_once(house):
-    # Below Python 3.12 the Redis client forgets a cancellation that comes just when it is done: a
-    # planner that was told to end while it greeted the store went on for ever.
-    for _ in range(20):
-        house.create_run()
+@pytest.fixture
+def forget_once(monkeypatch) -> Callable[[object, str], asyncio.Event]:
+    """Lets a call forget the first cancellation, and says when it may come.
 
-    async def serve_for(seconds: float) -> None:
-        async with serving(BatcherOptions(redis_url=house.url)):
-            await asyncio.sleep(seconds)
+    So does the Redis client below Python 3.12, where a cancellation comes just when it is done.
+    """
 
-    async with asyncio.timeout(60):
-        for attempt in range(20):
-            await serve_for(attempt / 500)
+    def replace(owner: object, name: str) -> asyncio.Event:
+        is_called, call = asyncio.Event(), getattr(owner, name)
+
+        async def forgetful(*args, **kwargs):
+            if not is_called.is_set():
+                is_called.set()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.Event().wait()
+            return await call(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, forgetful)
+        return is_called
+
+    return replace
 
 
-async def test_a_replica_stops_while_it_says_why_its_planning_failed(house, monkeypatch):
-    # Below Python 3.12 the Redis client forgets a cancellation that comes just when it is done, as
-    # this call does once: the planner went on for ever.
-    is_telling, note = asyncio.Event(), planner.note_trouble
+async def test_a_replica_that_stops_while_it_greets_the_store_stops_at_once(house, forget_once):
+    # The planner went on for ever.
+    house.create_run()
+    is_greeting = forget_once(planner.RunPlanner, "_meet")
+    batcher = await house.start_batcher()
+    await is_greeting.wait()
 
-    async def forgetful_note(*args, **kwargs):
-        if not is_telling.is_set():
-            is_telling.set()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.Event().wait()
-        await note(*args, **kwargs)
+    async with asyncio.timeout(10):
+        await batcher.stop()
 
+
+async def test_a_replica_stops_while_it_says_why_its_planning_failed(house, forget_once):
+    # The planner went on for ever.
     async def fail(_):
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(planner, "note_trouble", forgetful_note)
+    is_telling = forget_once(planner, "note_trouble")
     run = house.create_run(batch_groups=1)
     batcher = await house.start_batcher(before_write=fail)
     await house.publish(run, group("g0"))
