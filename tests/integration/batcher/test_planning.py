@@ -124,7 +124,9 @@ async def test_a_seal_that_its_writer_could_not_post_is_posted_for_it(house):
     assert pulled.rows == ["abCD"]
 
 
-async def test_a_plan_that_a_trainer_overtakes_by_going_back_names_the_lineage_that_goes_on(house):
+async def test_a_plan_that_a_trainer_overtakes_by_going_back_names_the_lineage_that_goes_on(
+    house, caplog
+):
     # The leader had not heard of it when it made the plan, which named the lineage given up.
     is_held, may_write = asyncio.Event(), asyncio.Event()
 
@@ -148,6 +150,7 @@ async def test_a_plan_that_a_trainer_overtakes_by_going_back_names_the_lineage_t
 
     assert (second.mini_batch.info.lineage, third.mini_batch.info.lineage) == ("main", "main-1")
     assert third.mini_batch.rows.group_id == ["g2", "g2"]
+    assert "failed" not in caplog.text
 
 
 def _states(house, run: str) -> dict[TrajectoryState, int]:
