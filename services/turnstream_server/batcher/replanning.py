@@ -94,7 +94,7 @@ class Replanner:
         Raises:
             ConflictError: nothing is.
         """
-        frontier = self._view.frontier
+        frontier = await self._view.refresh()
         first = request.step or frontier.stepped + 1
         if first <= frontier.stepped:
             raise ConflictError(f"step {first} is stepped, and stays as it was planned")

@@ -218,6 +218,12 @@ async def test_withdrawing_again_changes_nothing(run: Any, ask: Any) -> None:
             ConflictError,
             "g1/0/0 is planned:1, not planned from step 2 on",
         ),
+        (
+            {},
+            {"dead": [TrajectoryDied(key=TrajectoryKey("zz", 0), reason="")]},
+            ConflictError,
+            "zz/0/0 is unknown, not planned from step 2 on",
+        ),
     ],
 )
 async def test_nothing_is_written_where_the_store_has_something_else(
@@ -230,6 +236,22 @@ async def test_nothing_is_written_where_the_store_has_something_else(
 
     with pytest.raises(error, match=match):
         await withdraw(run, request, from_step(run, 2, **changes), **kwargs)
+
+    assert await digest(run) == before
+
+
+@pytest.mark.parametrize("place", [0, -1])
+async def test_nothing_is_withdrawn_where_one_of_the_plans_is_another(
+    run: Any, ask: Any, place: int
+) -> None:
+    await run.plan_steps(3)
+    request, withdrawal = ask(run, 2), from_step(run, 2)
+    hashes = [*withdrawal.manifest_hashes]
+    hashes[place] = "x"
+    before = await digest(run)
+
+    with pytest.raises(ConflictError, match="steps 2 to 3 have other plans"):
+        await withdraw(run, request, dataclasses.replace(withdrawal, manifest_hashes=hashes))
 
     assert await digest(run) == before
 
@@ -387,14 +409,17 @@ async def test_a_full_server_withdraws_plans(run: Any, ask: Any) -> None:
 
 async def test_dead_letters_of_a_withdrawal_have_their_size(run: Any, ask: Any) -> None:
     await run.plan_steps(1)
-    meta = keys.trajectory_keys(run.name, "g1/0/0").meta
-    await run.client.hset(meta, "bytes", 168)
+    dead = [TrajectoryDied(key=TrajectoryKey("g1", sample), reason="") for sample in (0, 1)]
+    for died, num_bytes in zip(dead, (168, 32), strict=True):
+        meta = keys.trajectory_keys(run.name, died.key.trajectory_id).meta
+        await run.client.hset(meta, "bytes", num_bytes)
 
-    await withdraw(run, ask(run, 1), from_step(run, 1))
+    await withdraw(run, ask(run, 1), from_step(run, 1, dead=dead, lease_epochs={}))
 
-    letter = await run.client.hget(run.keys.letters, "g1/0/0")
-    assert letter.endswith(b":168:")
-    assert await run.client.hget(run.keys.counts, "dead_bytes") == b"168"
+    letters = await run.client.hgetall(run.keys.letters)
+    assert letters[b"g1/0/0"].endswith(b":168:")
+    assert letters[b"g1/1/0"].endswith(b":32:")
+    assert await run.client.hget(run.keys.counts, "dead_bytes") == b"200"
 
 
 async def test_a_withdrawal_may_name_more_trajectories_than_lua_can_unpack(
