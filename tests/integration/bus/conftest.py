@@ -251,11 +251,9 @@ class RunDriver:
         leader_epoch = fields.pop("leader_epoch", self.leader_epoch)
         step = fields.pop("step", max(self.manifests, default=0) + 1)
         before = self.manifests.get(step - 1)
-        lineage = (await read_frontier_async(self.client, self.name)).lineage
-        plan = dataclasses.replace(
-            manifest(*group_ids, run=self.name, step=step),
-            **{"previous_hash": before.hash if before else "", "lineage": lineage, **fields},
-        )
+        fields.setdefault("previous_hash", before.hash if before else "")
+        fields.setdefault("lineage", (await read_frontier_async(self.client, self.name)).lineage)
+        plan = dataclasses.replace(manifest(*group_ids, run=self.name, step=step), **fields)
         stored = await write_manifest(self.client, self.name, plan, leader_epoch=leader_epoch)
         self.manifests[step] = stored
         return stored

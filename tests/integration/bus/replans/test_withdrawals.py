@@ -1,4 +1,4 @@
-"""The scripts of requests to plan again: what they check, and that a repeat changes nothing."""
+"""Plans that are withdrawn: what the script checks, and that a repeat changes nothing."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from turnstream.errors import ConflictError, FencedError, NotReadyError, RunNotFoundError
+from turnstream.errors import ConflictError, FencedError
 from turnstream.records.events import decode_event
 from turnstream.store import keys
-from turnstream.store.connection import connect
 from turnstream.types import PlansWithdrawn, TrajectoryDied, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.frontier import (
     Frontier,
@@ -23,26 +22,13 @@ from turnstream_server.bus.ledger import read_ledger_async
 from turnstream_server.bus.manifests import read_manifest, read_manifests
 from turnstream_server.bus.replans import (
     Withdrawal,
-    await_replan,
     note_damage,
     refuse_replan,
-    request_replan,
     withdraw_plans,
 )
 from turnstream_server.bus.snapshots import save_snapshot
 
 pytestmark = pytest.mark.redis
-
-
-@pytest.fixture
-def ask(server: Any):
-    """Leaves a request in a run."""
-
-    def leave(run: Any, step: int | None = None) -> ReplanRequest:
-        with connect(server.url) as client:
-            return ReplanRequest(request_replan(client, run.name, step=step), step or 0)
-
-    return leave
 
 
 def from_step(run: Any, first: int, **changes: Any) -> Withdrawal:
@@ -143,6 +129,17 @@ async def test_a_snapshot_from_before_that_comes_late_brings_no_plan_back(
     assert await run.client.hget(run.keys.frontier, "at_plans") == b"1:0:1"
 
 
+async def test_a_withdrawal_behind_the_newest_snapshot_keeps_the_events_since_the_one_before(
+    run: Any, ask: Any
+) -> None:
+    await run.plan_steps(2)
+    await run.client.hset(run.keys.snapshot, mapping={"position": "7-1", "before": "3-1"})
+
+    await withdraw(run, ask(run, 2), from_step(run, 2, position="7-1"))
+
+    assert await run.client.hget(run.keys.snapshot, "before") == b"3-1"
+
+
 async def test_what_is_planned_next_has_a_number_of_its_own(run: Any, ask: Any) -> None:
     await run.plan_steps(2)
     await withdraw(run, ask(run, 1), from_step(run, 1))
@@ -180,18 +177,6 @@ async def test_a_run_that_had_ended_has_not_ended_any_more(run: Any, ask: Any) -
     await withdraw(run, ask(run, 1), from_step(run, 1))
 
     assert not (await frontier(run)).is_finished
-
-
-async def test_a_step_that_is_stepped_cannot_be_asked_for(run: Any, ask: Any) -> None:
-    await run.plan_steps(2)
-    await run.commit(await run.start("s"), 1)
-
-    with pytest.raises(ConflictError, match="step 1 is stepped, and stays as it was planned"):
-        ask(run, 1)
-    with pytest.raises(ConflictError, match="step 3 is not planned; 2 are"):
-        ask(run, 3)
-
-    assert (await frontier(run)).replan is None
 
 
 async def test_withdrawing_again_changes_nothing(run: Any, ask: Any) -> None:
@@ -296,40 +281,6 @@ async def test_nothing_is_withdrawn_where_a_later_step_was_planned_meanwhile(
     assert (await frontier(run)).planned == 3
 
 
-async def test_one_request_stands_and_whoever_asks_the_same_waits_for_its_answer(
-    run: Any, ask: Any, server: Any
-) -> None:
-    await run.plan_steps(2)
-    first = ask(run, 2)
-
-    assert ask(run, 2) == first
-    with pytest.raises(ConflictError, match="already asked to plan again step 2"):
-        ask(run)
-    with (
-        connect(server.url) as client,
-        pytest.raises(NotReadyError, match="no batcher has answered"),
-    ):
-        await_replan(client, run.name, first.name, wait_s=0)
-    await refuse_replan(run.client, run.name, first, "all is well", leader_epoch=run.leader_epoch)
-    with connect(server.url) as client, pytest.raises(ConflictError, match="all is well"):
-        await_replan(client, run.name, first.name, wait_s=5)
-    assert ask(run).name != first.name
-
-
-async def test_only_a_leader_refuses_a_request_and_only_the_one_that_stands(
-    run: Any, ask: Any
-) -> None:
-    await run.plan_steps(1)
-    request = ask(run)
-
-    with pytest.raises(FencedError):
-        await refuse_replan(run.client, run.name, request, "no", leader_epoch=99)
-    other = request._replace(name="other")
-    await refuse_replan(run.client, run.name, other, "no", leader_epoch=run.leader_epoch)
-
-    assert (await frontier(run)).replan == request
-
-
 async def test_damage_is_noted_of_a_plan_that_stands_and_is_forgotten_with_it(
     run: Any, ask: Any
 ) -> None:
@@ -346,17 +297,6 @@ async def test_damage_is_noted_of_a_plan_that_stands_and_is_forgotten_with_it(
     assert (await frontier(run)).damage is None
 
 
-async def test_damage_of_a_stepped_step_is_not_noted(run: Any) -> None:
-    await run.plan_steps(1)
-    await run.commit(await run.start("s"), 1)
-
-    await note_damage(
-        run.client, run.name, step=1, manifest_hash=run.manifests[1].hash, sentence="late"
-    )
-
-    assert (await frontier(run)).damage is None
-
-
 async def test_an_observer_goes_back_to_the_first_step_that_is_withdrawn(
     run: Any, ask: Any
 ) -> None:
@@ -367,13 +307,6 @@ async def test_an_observer_goes_back_to_the_first_step_that_is_withdrawn(
 
     seen = await run.client.hgetall(run.keys.observers)
     assert seen == {b"far": b"2:9:60", b"near": b"1:9:60"}
-
-
-def test_a_run_that_is_not_there_cannot_be_asked(client: Any) -> None:
-    with pytest.raises(RunNotFoundError):
-        request_replan(client, "nowhere")
-
-    assert not client.exists(keys.run_keys("nowhere").frontier)
 
 
 async def test_whoever_waits_is_woken_by_a_request_and_by_its_answer(run: Any, ask: Any) -> None:

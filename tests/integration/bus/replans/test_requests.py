@@ -1,0 +1,88 @@
+"""Requests to plan again: which stand, and how they are answered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from turnstream.errors import ConflictError, FencedError, NotReadyError, RunNotFoundError
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream_server.bus.frontier import Frontier, read_frontier_async
+from turnstream_server.bus.replans import (
+    await_replan,
+    note_damage,
+    refuse_replan,
+    request_replan,
+)
+
+pytestmark = pytest.mark.redis
+
+
+async def frontier(run: Any) -> Frontier:
+    return await read_frontier_async(run.client, run.name)
+
+
+async def test_a_step_that_is_stepped_cannot_be_asked_for(run: Any, ask: Any) -> None:
+    await run.plan_steps(2)
+    await run.commit(await run.start("s"), 1)
+
+    with pytest.raises(ConflictError, match="step 1 is stepped, and stays as it was planned"):
+        ask(run, 1)
+    with pytest.raises(ConflictError, match="step 3 is not planned; 2 are"):
+        ask(run, 3)
+
+    assert (await frontier(run)).replan is None
+
+
+async def test_one_request_stands_and_whoever_asks_the_same_waits_for_its_answer(
+    run: Any, ask: Any, server: Any
+) -> None:
+    await run.plan_steps(2)
+    first = ask(run, 2)
+
+    assert ask(run, 2) == first
+    with pytest.raises(ConflictError, match="already asked to plan again step 2"):
+        ask(run)
+    with (
+        connect(server.url) as client,
+        pytest.raises(NotReadyError, match="no batcher has answered"),
+    ):
+        await_replan(client, run.name, first.name, wait_s=0)
+    await refuse_replan(run.client, run.name, first, "all is well", leader_epoch=run.leader_epoch)
+    with connect(server.url) as client, pytest.raises(ConflictError, match="all is well"):
+        await_replan(client, run.name, first.name, wait_s=5)
+    assert ask(run).name != first.name
+
+
+async def test_only_a_leader_refuses_a_request_and_only_the_one_that_stands(
+    run: Any, ask: Any
+) -> None:
+    await run.plan_steps(1)
+    request = ask(run)
+
+    with pytest.raises(FencedError):
+        await refuse_replan(run.client, run.name, request, "no", leader_epoch=99)
+    other = request._replace(name="other")
+    await refuse_replan(run.client, run.name, other, "no", leader_epoch=run.leader_epoch)
+
+    assert (await frontier(run)).replan == request
+
+
+async def test_damage_of_a_stepped_step_is_not_noted(run: Any) -> None:
+    await run.plan_steps(1)
+    await run.commit(await run.start("s"), 1)
+
+    await note_damage(
+        run.client, run.name, step=1, manifest_hash=run.manifests[1].hash, sentence="late"
+    )
+
+    assert (await frontier(run)).damage is None
+
+
+def test_a_run_that_is_not_there_cannot_be_asked(client: Any) -> None:
+    with pytest.raises(RunNotFoundError):
+        request_replan(client, "nowhere")
+
+    assert not client.exists(keys.run_keys("nowhere").frontier)
