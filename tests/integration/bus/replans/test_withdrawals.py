@@ -179,6 +179,20 @@ async def test_a_run_that_had_ended_has_not_ended_any_more(run: Any, ask: Any) -
     assert not (await frontier(run)).is_finished
 
 
+async def test_a_session_that_ended_with_its_plans_is_told_so_until_another_begins(
+    run: Any, ask: Any
+) -> None:
+    await run.plan_steps(2)
+    session = await run.start("a")
+    await withdraw(run, ask(run, 2), from_step(run, 2))
+
+    with pytest.raises(FencedError, match="1 is over: payload was damaged and plans were with"):
+        await run.step(session, 1)
+    await run.start("b")
+    with pytest.raises(FencedError, match="1 is over, 3 has begun"):
+        await run.step(session, 1)
+
+
 async def test_withdrawing_again_changes_nothing(run: Any, ask: Any) -> None:
     await run.plan_steps(2)
     request, withdrawal = ask(run, 2), from_step(run, 2)
