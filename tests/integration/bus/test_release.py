@@ -201,3 +201,15 @@ async def test_a_snapshot_that_comes_late_replaces_no_later_one(
 
     kept = await run.client.hgetall(run.keys.snapshot)
     assert kept == {b"position": b"10-3", b"step": b"3", b"record": b"newest", b"before": b"10-1"}
+
+
+async def test_a_leader_that_is_fenced_keeps_no_snapshot_and_removes_no_event(run: Any) -> None:
+    where = (run.client, run.name)
+    before = await run.dump()
+
+    with pytest.raises(FencedError):
+        await save_snapshot(*where, position="10-1", step=2, record=b"late", leader_epoch=99)
+    with pytest.raises(FencedError):
+        await trim_events(*where, leader_epoch=99)
+
+    assert await run.dump() == before
