@@ -306,3 +306,24 @@ async def test_steps_of_two_configs_are_planned_again_by_the_later_one(
     assert (most, look.most_live(run)) == (1 + 2 * 1000, 2 + 2 * 1000)
     with connect(house.url) as client:
         assert read_revisions(client, run).last.from_step == 1
+
+
+async def test_a_config_from_before_the_damaged_step_is_in_force_from_where_it_was(
+    house, damage, replan, of_3
+):
+    run = house.create_run(batch_groups=1)
+    with connect(house.url) as client:
+        before = read_revisions(client, run).last.config
+        revise_config(client, run, replace(before, drop_zero_variance=True), from_step=2)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g0"), group("g1"), of_3("g2"))
+    await trainer.start("a")
+    await trainer.stepped(await trainer.get(1))
+    await trainer.get(3)
+    damage(run, TrajectoryKey("g2", sample=0))
+
+    done = await replan(run)
+
+    assert done.first_step == 3
+    with connect(house.url) as client:
+        assert read_revisions(client, run).last.from_step == 2
