@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import redis
+import redis.asyncio
 
-from turnstream.errors import ConflictError, InvalidTurnError
+from turnstream.errors import ConflictError, FencedError, InvalidTurnError
 from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.generator.takeovers import take_over, take_over_async
 from turnstream.store import keys
 from turnstream.testing import ids, wait_until, wait_until_async
 from turnstream.types import TrajectoryKey
@@ -163,3 +165,72 @@ async def test_both_publishers_take_over_alike(
     async with AsyncPublisher(server.url, run) as publisher:
         with pytest.raises(ConflictError, match="g/0/0 is sealed"):
             await publisher.take_over("g", 0)
+
+
+class Sleepy(redis.Redis):
+    """Sleeps before a command, while somebody else does something."""
+
+    slept: tuple[str, Callable[[], None]]
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        """The reply."""
+        if args[0] == self.slept[0]:
+            self.slept[1]()
+        return super().execute_command(*args, **options)
+
+
+class SleepyAsync(redis.asyncio.Redis):
+    """The same, for asyncio."""
+
+    slept: tuple[str, Callable[[], None]]
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        if args[0] == self.slept[0]:
+            self.slept[1]()
+        return await super().execute_command(*args, **options)
+
+
+@pytest.fixture
+def left_open(server: EmbeddedServer, client: redis.Redis, new_run: NewRun) -> str:
+    """A run in which g/0/0 has one turn, and its lease has ended."""
+    run = new_run(client)
+    with Publisher(server.url, run) as gone:
+        gone.trajectory("g", 0, num_samples=1).append(ids("ab"), ids("c")).result(10)
+    client.zadd(keys.run_keys(run).leases, {"g/0/0": 1})
+    return run
+
+
+@pytest.fixture
+def another_seals(
+    server: EmbeddedServer, client: redis.Redis, left_open: str
+) -> Callable[[], None]:
+    """A third writer takes g/0/0 over, and seals it."""
+
+    def seal() -> None:
+        client.zadd(keys.run_keys(left_open).leases, {"g/0/0": 1})
+        with Publisher(server.url, left_open, writer="third") as third:
+            third.take_over("g", 0).seal(1.0)
+
+    return seal
+
+
+@pytest.mark.parametrize("command", ["XRANGE", "HMGET"])
+def test_who_sleeps_while_another_takes_over_and_seals_is_told_so(
+    server: EmbeddedServer, left_open: str, another_seals: Callable[[], None], command: str
+) -> None:
+    # The seal of the third writer came between what the second read of the payload: it was taken
+    # for a turn, and the payload for damaged.
+    with Sleepy.from_url(server.url) as sleepy:
+        sleepy.slept = command, another_seals
+        with pytest.raises(FencedError, match="epoch 2, and is by now that of epoch 3"):
+            take_over(sleepy, left_open, writer="second", key=KEY)
+
+
+@pytest.mark.parametrize("command", ["XRANGE", "HMGET"])
+async def test_who_sleeps_meanwhile_is_told_so_in_asyncio_too(
+    server: EmbeddedServer, left_open: str, another_seals: Callable[[], None], command: str
+) -> None:
+    async with SleepyAsync.from_url(server.url) as sleepy:
+        sleepy.slept = command, another_seals
+        with pytest.raises(FencedError, match="epoch 2, and is by now that of epoch 3"):
+            await take_over_async(sleepy, left_open, writer="second", key=KEY)

@@ -13,7 +13,7 @@ import redis.asyncio
 
 from turnstream.batching.extras import whole_extras
 from turnstream.batching.merge import turn_prompts
-from turnstream.errors import ConflictError
+from turnstream.errors import ConflictError, FencedError
 from turnstream.records.turns import decode_turn
 from turnstream.store import keys
 from turnstream.store.budget import lease_of_seal
@@ -24,6 +24,7 @@ from turnstream.types import DeclaredColumn, TrajectoryKey, Turn, TurnShape
 
 _APPEND = Script("append")
 _POST_SEALED = Script("post_sealed")
+_WHOSE = ("epoch", "sealed")
 
 
 class TakenTurn(NamedTuple):
@@ -83,10 +84,10 @@ def take_over(
     run_command(client, _fence(run, name, lease=f"{epoch}:{writer}"))
     payload = keys.trajectory_keys(run, name)
     with translating():
-        is_sealed: Any = client.hget(payload.meta, "sealed")
         entries: Any = client.xrange(payload.turns)
+        meta: Any = client.hmget(payload.meta, *_WHOSE)  # last: see _is_sealed
     records = [fields[b"r"] for _, fields in entries]
-    if is_sealed == b"1":
+    if _is_sealed(name, meta, epoch=epoch):
         raise _posted(
             name, run_command(client, _post(run, name, lease=(epoch, writer), seal=records[-1]))
         )
@@ -108,10 +109,10 @@ async def take_over_async(
     await run_command_async(client, _fence(run, name, lease=f"{epoch}:{writer}"))
     payload = keys.trajectory_keys(run, name)
     with translating():
-        is_sealed: Any = await client.execute_command("HGET", payload.meta, "sealed")
         entries: Any = await client.execute_command("XRANGE", payload.turns, "-", "+")
+        meta: Any = await client.execute_command("HMGET", payload.meta, *_WHOSE)
     records = [fields[b"r"] for _, fields in entries]
-    if is_sealed == b"1":
+    if _is_sealed(name, meta, epoch=epoch):
         post = _post(run, name, lease=(epoch, writer), seal=records[-1])
         raise _posted(name, await run_command_async(client, post))
     return Taken(epoch, num_samples, taken_turns(records, declared))
@@ -120,6 +121,24 @@ async def take_over_async(
 def _fence(run: str, name: str, *, lease: str) -> Command:
     """A first append without a record: what writers before us send from now on is refused."""
     return _APPEND(keys.trajectory_keys(run, name), lease, 0, 0)
+
+
+def _is_sealed(name: str, meta: Sequence[bytes | None], *, epoch: int) -> bool:
+    """Whether what was read before `meta` ends with a seal.
+
+    Nobody else has added to it, or released it, as long as it is ours afterwards.
+
+    Raises:
+        FencedError: it is not.
+    """
+    holder, sealed = meta
+    if holder != b"%d" % epoch:
+        whose = f"epoch {holder.decode()}" if holder else "nobody"
+        raise FencedError(
+            f"{keys.readable_name(name)} was taken over with epoch {epoch}, and is by now that of "
+            f"{whose}: its turns are not ours to go on from"
+        )
+    return sealed == b"1"
 
 
 def _post(run: str, name: str, *, lease: tuple[int, str], seal: bytes) -> Command:
