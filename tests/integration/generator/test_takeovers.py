@@ -185,6 +185,7 @@ class SleepyAsync(redis.asyncio.Redis):
     slept: tuple[str, Callable[[], None]]
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
+        """The reply."""
         if args[0] == self.slept[0]:
             self.slept[1]()
         return await super().execute_command(*args, **options)

@@ -1,22 +1,19 @@
-"""Who stands beside a run: an observer of its batches, and an operator who pauses it."""
+"""Who stands beside a run: an observer of its batches."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
-from simulator.clients import AsyncClient, SyncClient
+from simulator.clients import AsyncClient
 from simulator.life import Life, patiently
 from simulator.processes import Process
 from turnstream.errors import ObserverExpiredError, ReleasedError
-from turnstream.store.life import pause_run, resume_run
 from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.observers import declare_observer, note_observed
 
 _EXPIRY_S = 0.4
 _LONGEST_SILENCE_S = 0.5
 """A little above what it may be: by chance it is forgotten."""
-_LONGEST_PAUSE_S = 0.4
 
 
 async def observer(process: Process, life: Life) -> None:
@@ -51,15 +48,3 @@ async def _observe(process: Process, life: Life, client: AsyncClient, next_step:
             lambda step=step: note_observed(client, life.run, observer="observer", step=step)
         )
         next_step += has_seen
-
-
-async def operator(process: Process, life: Life) -> None:
-    """Pauses the run now and then during the storm, and resumes it unless it is killed before."""
-    rng = process.world.rng
-    client: Any = SyncClient(process, process.world.store)
-    while not life.is_closing:
-        await asyncio.sleep(rng.random() * _LONGEST_PAUSE_S)
-        if not life.is_closing:
-            pause_run(client, life.run, "to look at it")
-        await asyncio.sleep(rng.random() * _LONGEST_PAUSE_S)
-        resume_run(client, life.run)

@@ -46,7 +46,8 @@ def error_of(error: StoreError) -> Exception:
     return BaseParser.parse_error(str(error))
 
 
-def _parsed(name: bytes, reply: Any, options: dict[str, Any]) -> Any:
+def parsed(name: bytes, reply: Any, options: dict[str, Any]) -> Any:
+    """A reply as redis-py gives it."""
     callback = _CALLBACKS.get(name)
     if callback is None:
         return reply
@@ -74,7 +75,7 @@ class AsyncClient(redis.asyncio.Redis):
         (reply,) = await self.exchange([words])
         if type(reply) is StoreError:
             raise error_of(reply)
-        return _parsed(words[0], reply, options)
+        return parsed(words[0], reply, options)
 
     async def exchange(
         self, commands: Sequence[Sequence[bytes]], *, is_whole: bool = False
@@ -158,7 +159,7 @@ class AsyncPipeline:
                     raise error_of(reply)
                 replies.append(error_of(reply))
             else:
-                replies.append(_parsed(words[0], reply, options))
+                replies.append(parsed(words[0], reply, options))
         return replies
 
 
@@ -192,7 +193,7 @@ class SyncClient:
             reply = self._store.execute(words)
         except StoreError as error:
             raise error_of(error) from None
-        return _parsed(words[0], reply, options)
+        return parsed(words[0], reply, options)
 
     def script_load(self, script: Any) -> Any:
         """Let the store know a script."""

@@ -10,6 +10,7 @@ from simulator.clients import SyncClient
 from simulator.life import Life
 from simulator.processes import Process
 from simulator.seen import Seen
+from turnstream.batching.config import BatchingConfig
 from turnstream.batching.plan import Manifest
 from turnstream.batching.selection import Selector
 from turnstream.batching.withdrawing import WithdrawnGroup, with_planned_reward, withdrawn_groups
@@ -60,9 +61,9 @@ class PutBack:
     step: int
     groups: tuple[WithdrawnGroup, ...]
 
-    def new_selector(self, seen: Seen, before: Selector) -> Selector:
+    def new_selector(self, config: BatchingConfig, before: Selector) -> Selector:
         """The selector of a leader that begins anew behind the plan that stands."""
-        selector = Selector(seen.life.config)
+        selector = Selector(config)
         selector.versions = before.versions
         selector.pass_step(self.step - 1)
         return selector
@@ -78,7 +79,10 @@ def put_back(seen: Seen, manifests: list[Manifest], dead: set[TrajectoryKey]) ->
             posted.setdefault(each.key, each)
     members = {
         plan.key: with_planned_reward(
-            sealed[plan.key], plan, posted=posted.get(plan.key), config=seen.life.config
+            sealed[plan.key],
+            plan,
+            posted=posted.get(plan.key),
+            config=seen.config(manifest.config_revision),
         )
         for manifest in manifests
         for group in manifest.groups

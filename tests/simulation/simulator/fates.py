@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 
 from simulator.life import Life
 from simulator.weather import Weather
 from turnstream.batching.config import BatchingConfig
+from turnstream.batching.revising import changed_settings
 from turnstream.errors import InvalidConfigError
 from turnstream.store.tasks import Prompt
 from turnstream_server.batcher.upkeep import Upkeep
 
 RUN = "life"
 _LONG = 1 / 16
-_OBSERVED, _PAUSED = 0.15, 0.1
+_OBSERVED, _PAUSED, _REVISED, _REOPENED, _FORKED = 0.15, 0.1, 0.25, 0.12, 0.07
+_CHANGES = 0.5
+"""Of the settings of a config, when it is revised."""
 _SHORT_PACE = 0.5
 """Leases, deadlines, sleeps and delays of short lives take so much of those of long ones."""
 
@@ -33,7 +37,10 @@ class Fate:
         weather: of its storm.
         storm_s: how long that lasts.
         num_batchers, num_generators: its processes, beside one trainer.
-        has_observer, has_operator: whether somebody else sees its batches, or pauses it.
+        has_observer: whether somebody else sees its batches.
+        has_operator, has_reviser, has_reopener: whether somebody pauses it, revises its config, or
+            closes it and opens it again.
+        has_forker: whether somebody forks it; then the fork lives too.
     """
 
     is_long: bool
@@ -43,6 +50,9 @@ class Fate:
     num_generators: int
     has_observer: bool
     has_operator: bool
+    has_reviser: bool
+    has_reopener: bool
+    has_forker: bool
 
 
 def fate(rng: random.Random) -> Fate:
@@ -56,6 +66,9 @@ def fate(rng: random.Random) -> Fate:
             num_generators=rng.choice((1, 2, 3, 3)),
             has_observer=rng.random() < _OBSERVED,
             has_operator=rng.random() < _PAUSED,
+            has_reviser=rng.random() < _REVISED,
+            has_reopener=rng.random() < _REOPENED,
+            has_forker=rng.random() < _FORKED,
         )
     return Fate(
         is_long=False,
@@ -65,6 +78,9 @@ def fate(rng: random.Random) -> Fate:
         num_generators=rng.choice((1, 2, 2)),
         has_observer=rng.random() < _OBSERVED,
         has_operator=rng.random() < _PAUSED,
+        has_reviser=rng.random() < _REVISED,
+        has_reopener=rng.random() < _REOPENED,
+        has_forker=rng.random() < _FORKED,
     )
 
 
@@ -108,9 +124,11 @@ def _weather(rng: random.Random, *, density: float, pace: float) -> Weather:
 def new_life(rng: random.Random, *, is_long: bool) -> Life:
     """What the processes of a life share, at its beginning."""
     most_groups, most_evals, pace = (12, 5, 1.0) if is_long else (4, 1, _SHORT_PACE)
+    any_config = partial(_config, rng, most_batch_groups=4 if is_long else 2, pace=pace)
     return Life(
         run=RUN,
-        config=_config(rng, most_batch_groups=4 if is_long else 2, pace=pace),
+        config=any_config(),
+        another_config=lambda before: _another(rng, before, any_config()),
         upkeep=Upkeep(
             snapshot_events=rng.choice((8, 20, 1000)),
             snapshot_steps=rng.choice((1, 2, 64)),
@@ -133,6 +151,21 @@ def prompt(rng: random.Random, number: int) -> Prompt:
         num_samples=num_samples,
         num_needed=rng.randint(0, num_samples),
     )
+
+
+def _another(rng: random.Random, before: BatchingConfig, drawn: BatchingConfig) -> BatchingConfig:
+    """Some settings of one config, the others of another.
+
+    Who awaits a reward for an evaluation counts on its deadline: there is one, or there is none.
+    """
+    names = [each.name for each in changed_settings(before, drawn) if rng.random() < _CHANGES]
+    changes = {name: getattr(drawn, name) for name in names}
+    if not drawn.reward_deadline_s:
+        changes.pop("reward_deadline_s", None)
+    try:
+        return replace(before, **changes)
+    except InvalidConfigError:
+        return drawn if drawn.reward_deadline_s or not before.reward_deadline_s else before
 
 
 def _config(rng: random.Random, *, most_batch_groups: int, pace: float) -> BatchingConfig:
@@ -161,7 +194,7 @@ def _any_config(
         max_age_policy=rng.choice(("keep", "keep", "drop", "mask")),
         selection=rng.choice(("ready_first", "ready_first", "in_order", "oldest_weights")),
         drop_zero_variance=rng.random() < 0.3,
-        lease_s=pace * rng.choice((1.5, 3.0)),
+        lease_s=pace * rng.choice((0.6, 1.5, 3.0)),
         takeover_s=pace * rng.choice((0.0, 2.0, 4.0)),
         group_deadline_s=pace * rng.choice((0.0, 2.0, 5.0)),
         reward_deadline_s=pace * rng.choice((0.0, 1.0, 3.0)),

@@ -6,8 +6,7 @@ import asyncio
 import random
 from typing import Any
 
-from simulator.clients import AsyncClient
-from simulator.life import URL, Life, patiently
+from simulator.life import URL, Life
 from simulator.processes import Process
 from turnstream.errors import (
     EndOfRunError,
@@ -21,8 +20,6 @@ from turnstream.generator import AsyncPublisher
 from turnstream.generator.async_publisher import AsyncTrajectoryWriter
 from turnstream.generator.outbox import Outbox
 from turnstream.store import keys
-from turnstream.store.runs import close_command
-from turnstream.store.scripts import run_command_async
 from turnstream.types import TrajectoryKey
 
 REWARDS = (0.0, 0.5, 1.0)
@@ -73,7 +70,7 @@ async def _work(
     process: Process, life: Life, publisher: AsyncPublisher, is_given_tasks: bool
 ) -> None:
     rng = process.world.rng
-    while not life.is_ended:
+    while not (life.is_ended and life.is_closed_for_good):
         acts = _ACTS if not life.is_closing else _LAST_ACTS
         act = rng.choice(acts)
         if is_given_tasks and act in (_refill, _whole_group):  # it takes refills in one way
@@ -106,7 +103,7 @@ async def _whole_group(process: Process, life: Life, publisher: AsyncPublisher) 
     if life.num_begun >= life.max_groups:
         return
     name, num_samples, num_needed = _new_group(process, life)
-    process.begun.update(TrajectoryKey(name, sample) for sample in range(num_samples))
+    _begin_all(process, life, [TrajectoryKey(name, sample) for sample in range(num_samples)])
     async with publisher.group(name, num_samples, num_needed=num_needed) as group:
         for sample in range(num_samples):
             if process.world.rng.random() < 0.8:
@@ -119,7 +116,7 @@ async def _evaluation(process: Process, life: Life, publisher: AsyncPublisher) -
         return
     life.num_evals += 1
     name, num_samples = f"e{life.num_evals}", rng.choice((1, 2, 3))
-    process.begun.update(TrajectoryKey(name, sample) for sample in range(num_samples))
+    _begin_all(process, life, [TrajectoryKey(name, sample) for sample in range(num_samples)])
     async with publisher.group(name, num_samples, purpose="eval") as group:
         for sample in range(num_samples):
             if rng.random() < 0.9:
@@ -129,15 +126,24 @@ async def _evaluation(process: Process, life: Life, publisher: AsyncPublisher) -
 async def _task(process: Process, life: Life, publisher: AsyncPublisher) -> None:
     """Whatever the run gives: a refill, or one of its prompts."""
     task = await publisher.next_task(0.3)
+    for each in task.trajectories:
+        life.history.wrote(each.key, process.name)  # nobody else may write it now
     if any(each.key in process.begun - process.given_up for each in task.trajectories):
         if "cut" not in process.world.counts:
             process.world.blame(f"{process.name} is given the task {task.group_id} twice")
         return  # the store forgot that it has it, and is told again what was written of it
-    process.begun.update(trajectory.key for trajectory in task.trajectories)
+    _begin_all(process, life, [trajectory.key for trajectory in task.trajectories])
     process.given_up.difference_update(each.key for each in task.trajectories)
     async with task:
         for trajectory in task.trajectories:
             await _tolerantly(process, life, trajectory)
+
+
+def _begin_all(process: Process, life: Life, begun: list[TrajectoryKey]) -> None:
+    """These are opened together, by one call."""
+    process.begun.update(begun)
+    for key in begun:
+        life.history.wrote(key, process.name)
 
 
 async def _tolerantly(process: Process, life: Life, writer: AsyncTrajectoryWriter) -> None:
@@ -281,7 +287,7 @@ async def _episode(process: Process, life: Life, writer: AsyncTrajectoryWriter) 
         process.given_up.add(writer.key)
         return
     if chance < 0.25 and not life.is_closing:
-        await asyncio.sleep(rng.random() * 2 * life.config.lease_s)
+        await asyncio.sleep(rng.random() * 2 * life.in_force.lease_s)
     await _seal(life, writer, rng)
 
 
@@ -290,15 +296,9 @@ async def _seal(life: Life, writer: AsyncTrajectoryWriter, rng: random.Random) -
     name = keys.trajectory_id(key)
     crcs = tuple(writer._state.draft._crcs)
     history.said.setdefault(name, set()).add(crcs)
-    is_eval = key.group_id.startswith("e") and not life.config.reward_deadline_s
+    is_eval = key.group_id.startswith("e") and not life.in_force.reward_deadline_s
     awaits = rng.random() < 0.3 and not is_eval  # no run waits for its evaluations
     if awaits:
         history.awaiting.append(TrajectoryKey(*key))
     await writer.seal(None if awaits else rng.choice(REWARDS), awaits_reward=awaits)
     history.acknowledged.add(name)
-
-
-async def closer(process: Process, life: Life) -> None:
-    """Closes the run."""
-    client = AsyncClient(process)
-    await patiently(lambda: run_command_async(client, close_command(life.run, "the end")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from turnstream.batching.config import BatchingConfig
 from turnstream.batching.plan import Manifest
 from turnstream.errors import TurnGapError
 from turnstream.store import keys
@@ -40,6 +41,7 @@ class History:
         releasable: the newest step that may be released.
         newest_said: the newest step that the present session has acknowledged, or tried to.
         intended: step -> plans that were checked, and maybe not written.
+        revised: the configs whose storing was acknowledged, by number: first step, config.
         refusals: errors that callers were told, by type.
         mixed: refusals that no caller may see.
     """
@@ -64,6 +66,7 @@ class History:
     num_sessions: int = 0
     session: str = ""
     newest_version: int = 0
+    revised: dict[int, tuple[int, BatchingConfig]] = field(default_factory=dict)
     refusals: dict[str, int] = field(default_factory=dict)
     mixed: list[str] = field(default_factory=list)
 

@@ -12,8 +12,10 @@ from turnstream.batching.plan import GroupPlan, Manifest, MiniBatchPlan
 from turnstream.batching.planning import event_order, plan_batch
 from turnstream.batching.readiness import RunFold
 from turnstream.batching.selection import Selector
+from turnstream.batching.staleness import VersionSteps
 from turnstream.records.events import decode_event
 from turnstream.store import keys
+from turnstream.types import ConfigRevised
 
 
 def plan_holds(seen: Seen, manifest: Manifest, own_hash: str) -> Violations:
@@ -29,6 +31,7 @@ def plan_holds(seen: Seen, manifest: Manifest, own_hash: str) -> Violations:
         if group.group_id in seen.evals:
             yield f"step {manifest.step} trains the evaluation {group.group_id}"
     yield from _mini_batches_hold(manifest)
+    yield from _has_its_config(seen, manifest)
     yield from _was_intended(seen, manifest)
 
 
@@ -50,17 +53,24 @@ def _group_holds(seen: Seen, manifest: Manifest, group: GroupPlan) -> Violations
             yield f"I4: {name} has the advantage {member.advantage}, not {expected}"
 
 
+def _has_its_config(seen: Seen, manifest: Manifest) -> Violations:
+    """A plan is made by the last of the configs that are to be in force at its step."""
+    due = max(number for number, first in seen.revisions() if first <= manifest.step)
+    if manifest.config_revision != due:
+        yield f"step {manifest.step} has the config {manifest.config_revision}, and not {due}"
+
+
 def _was_intended(seen: Seen, manifest: Manifest) -> Violations:
     """Whoever was about to write the plan of this step before had the same."""
-    config = seen.life.config
-    if config.surplus != "drop" or config.chooses_by_event:
+    if any(each.surplus != "drop" or each.chooses_by_event for each in seen.life.ever_in_force):
         return  # what comes in between may change it: see `_history_repeats`
     for intended in seen.life.history.intended.pop(manifest.step, ()):
         if (
             intended.previous_hash != manifest.previous_hash
             or intended.revision < manifest.revision
+            or intended.config_revision < manifest.config_revision
         ):
-            continue  # it goes on from plans that were withdrawn
+            continue  # it goes on from plans that were withdrawn, or by a config that was revised
         if _names(intended) != _names(manifest):
             yield f"step {manifest.step} is not what a leader before was about to plan"
 
@@ -115,22 +125,76 @@ def _denominators_hold(manifest: Manifest, part: MiniBatchPlan) -> Violations:
 
 def history_repeats(seen: Seen) -> Violations:
     """Whoever folds all events from the first on plans every batch again, to the bit."""
-    config = seen.life.config
-    fold, selector = RunFold(config), Selector(config)
+    replay = _Replay(seen)
     due = deque(_in_order(seen))
     for event_id, record in seen.events:
-        event = decode_event(record)
-        fold.apply(event_id, event)
-        selector.apply(event_id, event, fold)
+        replay.apply(event_id, record)
         while due and event_order(due[0][0]) <= event_order(event_id):
             _, what = due.popleft()
             if isinstance(what, PutBack):
-                fold.put_back(what.groups)
-                selector = what.new_selector(seen, selector)
+                replay.put_back(what)
             elif what is not None:
-                yield from _is_planned_again(seen, what, fold, selector)
+                yield from replay.plan_again(what)
     if due:
         yield f"at events that nobody wrote were planned or withdrawn: {due}"
+
+
+class _Replay:
+    """What a leader does that begins with the first event, and knows what was planned."""
+
+    def __init__(self, seen: Seen) -> None:
+        self._seen = seen
+        self._config, self._number, self._since = seen.config(1), 1, "0-0"
+        self._fold, self._selector = RunFold(self._config), Selector(self._config)
+        begins = seen.begins_with
+        if begins is not None:
+            self._selector.versions = VersionSteps(begins.versions, lineage=begins.lineage)
+            self._selector.pass_step(begins.step)
+
+    def apply(self, event_id: str, record: bytes) -> None:
+        """Take the next event in."""
+        event = decode_event(record)
+        if isinstance(event, ConfigRevised):
+            self._config = self._seen.config(event.revision)
+            self._number, self._since = event.revision, event_id
+            self._selector.revise(self._config)
+            self._fold.revise(event_id, self._config)
+        else:
+            self._fold.apply(event_id, event)
+            self._selector.apply(event_id, event, self._fold)
+
+    def put_back(self, what: PutBack) -> None:
+        """Plans are withdrawn."""
+        self._fold.put_back(what.groups)
+        self._selector = what.new_selector(self._config, self._selector)
+
+    def plan_again(self, manifest: Manifest) -> Violations:
+        """The plan that was written follows from the events so far."""
+        config, fold, choice = self._config, self._fold, self._selector.choice
+        ready = fold.ready[: len(manifest.groups)]
+        if config.chooses_by_event:
+            ready = () if choice is None else choice.groups
+        if [each.group_id for each in ready] != [each.group_id for each in manifest.groups]:
+            yield f"step {manifest.step} is not planned again from the same events: other groups"
+            return
+        again = plan_batch(
+            ready,
+            config=config,
+            run=manifest.run,
+            step=manifest.step,
+            lineage=manifest.lineage,
+            previous_hash=manifest.previous_hash,
+            first_row_id=manifest.mini_batches[0].first_row_id,
+            config_revision=self._number,
+            revised_at=self._since,
+            revision=manifest.revision,
+            chosen_at="" if choice is None else choice.chosen_at,
+            masked_versions=() if choice is None else choice.masked_versions,
+        )
+        if again != manifest:
+            yield f"step {manifest.step} is not planned again from the same events"
+        fold.take(ready)
+        self._selector.pass_step(manifest.step)
 
 
 def _in_order(seen: Seen) -> Iterator[tuple[str, Manifest | PutBack | None]]:
@@ -149,33 +213,3 @@ def _in_order(seen: Seen) -> Iterator[tuple[str, Manifest | PutBack | None]]:
             standing = standing[: -len(gone)]
             yield position, put_back(seen, gone, {*event.dead})
             yield event_id, None
-
-
-def _is_planned_again(
-    seen: Seen, manifest: Manifest, fold: RunFold, selector: Selector
-) -> Violations:
-    config = seen.life.config
-    ready = fold.ready[: len(manifest.groups)]
-    choice = selector.choice
-    if config.chooses_by_event:
-        ready = () if choice is None else choice.groups
-    if [each.group_id for each in ready] != [each.group_id for each in manifest.groups]:
-        yield f"step {manifest.step} is not planned again from the same events: other groups"
-        return
-    again = plan_batch(
-        ready,
-        config=config,
-        run=manifest.run,
-        step=manifest.step,
-        lineage=manifest.lineage,
-        previous_hash=manifest.previous_hash,
-        first_row_id=manifest.mini_batches[0].first_row_id,
-        config_revision=manifest.config_revision,
-        revision=manifest.revision,
-        chosen_at="" if choice is None else choice.chosen_at,
-        masked_versions=() if choice is None else choice.masked_versions,
-    )
-    if again != manifest:
-        yield f"step {manifest.step} is not planned again from the same events"
-    fold.take(ready)
-    selector.pass_step(manifest.step)

@@ -8,14 +8,20 @@ from typing import Any
 from simulator.life import Life
 from simulator.values import EntryId
 from simulator.world import World
+from turnstream.batching.config import BatchingConfig
 from turnstream.batching.plan import Manifest
+from turnstream.records.configs import decode_config
 from turnstream.records.events import decode_event
 from turnstream.records.manifests import decode_manifest, manifest_hash
+from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot
 from turnstream.store import keys
 from turnstream.types import (
+    ConfigRevised,
     GroupOpened,
     PlansWithdrawn,
     Purpose,
+    RunClosed,
+    RunReopened,
     SealedTrajectory,
     VersionAnnounced,
 )
@@ -35,7 +41,10 @@ class Seen:
         step_of: in which step a trajectory is planned.
         evals: groups that evaluate.
         opened: groups that were opened.
+        is_closed: whether the run is closed, as its events say.
         new_steps: that were planned since they were taken.
+        by_hash: every plan that was ever written, also where it was withdrawn or lost.
+        begins_with: the snapshot of a fork that has just begun.
     """
 
     def __init__(self, world: World, life: Life) -> None:
@@ -50,9 +59,23 @@ class Seen:
         self.step_of: dict[str, int] = {}
         self.evals: set[str] = set()
         self.opened: set[str] = set()
+        self.is_closed = False
         self.new_steps: list[int] = []
         self._synced: tuple[Any, ...] = ()
+        self._configs: dict[bytes, BatchingConfig] = {}
+        self._most_live = 0
+        self.by_hash: dict[str, Manifest] = {}
+        self.begins_with = self._inherit()
         world.store.appended = self._note_entry
+
+    def _inherit(self) -> PlannerSnapshot | None:
+        """What a fork has from its origin, of whose names its own are independent."""
+        for manifest, own_hash in self.life.inherited:
+            self.manifests[manifest.step] = manifest, own_hash
+            for member in [each for group in manifest.groups for each in group.trajectories]:
+                self.step_of[f"of the origin: {keys.trajectory_id(member.key)}"] = manifest.step
+        record = self.hash("snapshot").get(b"record")
+        return None if record is None else decode_snapshot(record)
 
     def hash(self, name: str) -> dict[bytes, bytes]:
         """A hash of the run, by the name of its key."""
@@ -61,6 +84,38 @@ class Seen:
     def value(self, name: str) -> Any:
         """The value of a key of the run; None where there is none."""
         return self.values.get(self._names[name])
+
+    def config(self, number: int) -> BatchingConfig:
+        """A config of the run, by its number."""
+        text = self.hash("config")[b"%d" % number]
+        if text not in self._configs:
+            self._configs[text] = decode_config(text)
+        return self._configs[text]
+
+    def revisions(self) -> Iterator[tuple[int, int]]:
+        """The number of every config that the store has, and its first step."""
+        stored = self.hash("config")
+        for number in range(1, int(stored.get(b"last", 1)) + 1):
+            yield number, int(stored.get(b"from:%d" % number, 1))
+
+    def num_groups(self, step: int) -> int:
+        """How many groups a step has; of those of an origin, how many its fork counts for them."""
+        if step <= len(self.life.inherited):
+            return self.config(1).batch_groups
+        return len(self.manifests[step][0].groups)
+
+    def note_most_live(self) -> int:
+        """The most groups that may be live, as far as is known: at one time they were allowed.
+
+        Those of all plans, and so many batches more as may be planned or wait behind the stepped.
+        """
+        config, history = self.life.in_force, self.life.history
+        stepped = int(self.hash("frontier")[b"stepped"])
+        most_stepped = max(stepped, *history.ever_trained, history.most_withdrawn)
+        ahead = config.max_staleness + 1 + most_stepped - len(self.manifests)
+        usual = sum(map(self.num_groups, self.manifests))
+        self._most_live = max(self._most_live, usual + ahead * config.batch_groups)
+        return self._most_live
 
     def take_new_steps(self) -> list[int]:
         """Those that were planned since this was called."""
@@ -71,18 +126,21 @@ class Seen:
         """The disk has all of it."""
         self._synced = (
             *(len(self.events), dict(self.manifests), dict(self.step_of)),
-            *(set(self.evals), set(self.opened), [*self.plans]),
+            *(set(self.evals), set(self.opened), [*self.plans], self.is_closed),
         )
 
     def go_back(self) -> None:
         """The store lost what came after; so do we."""
-        num_events, manifests, step_of, evals, opened, plans = self._synced
+        num_events, manifests, step_of, evals, opened, plans, is_closed = self._synced
+        self.is_closed = is_closed
         self.manifests, self.step_of, self.evals, self.opened = manifests, step_of, evals, opened
         self.plans = plans
         self.new_steps = [step for step in self.new_steps if step in self.manifests]
         del self.events[num_events:]
         planned = {step: own_hash for step, (_, own_hash) in self.manifests.items()}
         self.life.history.planned = planned
+        self.life.goes_by(self.config(int(self.hash("config")[b"newest"])))
+        self.life.is_ended = self.life.is_ended and b"finished" in self.hash("frontier")
 
     def _note_planner(self, written: object) -> None:
         """What a planner writes, it writes while it leads; a forgotten seal anybody may post."""
@@ -117,30 +175,60 @@ class Seen:
         self.new_steps = [step for step in self.new_steps if step < event.step]
         self.life.history.withdrew(event.step)
 
+    def _note_revision(self, event: ConfigRevised) -> None:
+        """A config comes into force when the step before its first is planned."""
+        stored, planned = self.hash("config"), max(self.manifests, default=0)
+        first = int(stored.get(b"from:%d" % event.revision, 0))
+        if not first == event.step == planned + 1:
+            self.world.blame(f"{event} of a config from step {first} on, and {planned} is planned")
+        if event.revision <= int(stored[b"newest"]):
+            self.world.blame(f"{event}, and {int(stored[b'newest'])} is in force")
+        self.note_most_live()
+        self.life.goes_by(self.config(event.revision))
+        self.note_most_live()
+
     def _note_entry(self, key: bytes, entry_id: EntryId, fields: Sequence[bytes]) -> None:
         if key == self._names["events"]:
-            self.events.append((bytes(entry_id).decode(), fields[1]))
-            event = decode_event(fields[1])
-            self._note_planner(event)
-            if isinstance(event, GroupOpened):
-                self.opened.add(event.group_id)
-                if event.purpose is Purpose.EVAL:
-                    self.evals.add(event.group_id)
-                else:
-                    self._note_going_on(event)
-            elif isinstance(event, VersionAnnounced):
-                self._note_version(event)
-            elif isinstance(event, PlansWithdrawn):
-                self._note_withdrawal(self.events[-1][0], event)
+            self._note_event(bytes(entry_id).decode(), fields[1])
         elif key == self._names["plan"]:
-            manifest = decode_manifest(fields[1])
-            self._note_planner(f"step {manifest.step}")
-            self._note_going_on(f"step {manifest.step} is planned")
-            if manifest.step in self.manifests:
-                if self.manifests[manifest.step][1] != manifest_hash(fields[1]):
-                    self.world.blame(f"step {manifest.step} is planned twice")
-                return  # a withdrawal writes those that stand again
-            self.plans.append(manifest)
-            self.manifests[manifest.step] = manifest, manifest_hash(fields[1])
-            self.life.history.planned[manifest.step] = manifest_hash(fields[1])
-            self.new_steps.append(manifest.step)
+            self._note_plan(decode_manifest(fields[1]), manifest_hash(fields[1]))
+
+    def _note_event(self, event_id: str, record: bytes) -> None:
+        self.events.append((event_id, record))
+        event = decode_event(record)
+        self._note_planner(event)
+        match event:
+            case GroupOpened():
+                self._note_opening(event)
+            case VersionAnnounced():
+                self._note_version(event)
+            case PlansWithdrawn():
+                self._note_withdrawal(event_id, event)
+            case ConfigRevised():
+                self._note_revision(event)
+            case RunClosed():
+                self.is_closed = True
+            case RunReopened():
+                self.is_closed = self.life.is_ended = False
+            case _:
+                pass
+
+    def _note_opening(self, event: GroupOpened) -> None:
+        self.opened.add(event.group_id)
+        if event.purpose is Purpose.EVAL:
+            self.evals.add(event.group_id)
+        else:
+            self._note_going_on(event)
+
+    def _note_plan(self, manifest: Manifest, own_hash: str) -> None:
+        self._note_planner(f"step {manifest.step}")
+        self._note_going_on(f"step {manifest.step} is planned")
+        if manifest.step in self.manifests:
+            if self.manifests[manifest.step][1] != own_hash:
+                self.world.blame(f"step {manifest.step} is planned twice")
+            return  # a withdrawal writes those that stand again
+        self.by_hash[own_hash] = manifest
+        self.plans.append(manifest)
+        self.manifests[manifest.step] = manifest, own_hash
+        self.life.history.planned[manifest.step] = own_hash
+        self.new_steps.append(manifest.step)

@@ -65,22 +65,26 @@ def _bytes_add_up(seen: Seen) -> Violations:
 def _groups_are_counted(seen: Seen) -> Violations:
     frontier, groups = seen.hash("frontier"), seen.hash("groups")
     over = int(seen.hash("over").get(b"n", 0))
-    opened = int(frontier[b"opened_groups"]) + len(seen.evals)
+    inherited = sum([seen.num_groups(each.step) for each, _ in seen.life.inherited])
+    opened = int(frontier[b"opened_groups"]) - inherited + len(seen.evals)
     if opened != len(groups) + over:
         yield f"{opened} groups were opened: {len(groups)} and {over}"
     num_open = sum([entry.endswith(b":open") for entry in groups.values()])
     if num_open != int(frontier.get(b"open_groups", 0)):
         yield f"{frontier.get(b'open_groups')!r} groups are counted as open, {num_open} are"
-    if num_open > (seen.life.config.max_open_groups or math.inf):
-        yield f"{num_open} groups are open, {seen.life.config.max_open_groups} may be"
+    # A revision ends no group that was opened before it.
+    most_open = max(each.max_open_groups or math.inf for each in seen.life.ever_in_force)
+    if num_open > most_open:
+        yield f"{num_open} groups are open, {most_open} may be"
     yield from _prompts_are_counted(seen, groups)
+    usual = sum(seen.num_groups(step) for step in seen.manifests)
+    revised = usual - len(seen.manifests) * seen.life.in_force.batch_groups
+    if int(frontier.get(b"revised_groups", 0)) != revised:
+        yield f"{frontier[b'revised_groups']!r} groups are counted as revised, {revised} are"
+    # A rollback or a revision lowers the limit, and ends no group that was let in before it.
     live = int(frontier[b"live_groups"])
-    # A rollback lowers the limit, and ends no group that was let in before it.
-    history = seen.life.history
-    most_stepped = max(int(frontier[b"stepped"]), *history.ever_trained, history.most_withdrawn)
-    limit = _limit(seen, most_stepped)
-    if not 0 <= live <= limit:
-        yield f"{live} groups are live, {limit} are allowed"
+    if not 0 <= live <= (most := seen.note_most_live()):
+        yield f"{live} groups are live, {most} are allowed"
 
 
 def _prompts_are_counted(seen: Seen, groups: dict[bytes, bytes]) -> Violations:
@@ -97,11 +101,6 @@ def _prompts_are_counted(seen: Seen, groups: dict[bytes, bytes]) -> Violations:
     for name, number in tasks.items():
         if number in waiting or not groups.get(name, b"").endswith((b":open", b":decided")):
             yield f"prompt {number!r} is given out as {name!r}: {groups.get(name)!r}"
-
-
-def _limit(seen: Seen, stepped: int) -> int:
-    config = seen.life.config
-    return (config.max_staleness + stepped + 1) * config.batch_groups
 
 
 def are_evals_open(seen: Seen) -> bool:

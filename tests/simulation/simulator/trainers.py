@@ -137,7 +137,8 @@ async def trainer(process: Process, life: Life) -> None:
     try:
         await _train_all(process, _Session(world, life, client, name, session, ranks))
     except EndOfRunError:
-        life.is_ended = True
+        frontier: Any = world.store.values[keys.run_keys(life.run).frontier.encode()]
+        life.is_ended = frontier.get(b"finished") == b"1"  # unless it was opened again since
     except FencedError as error:
         history.refused(error)
     except (StoreBehindError, ConflictError) as error:
@@ -185,7 +186,7 @@ async def _begin(
     tokens: list[RecoveryToken | None] = [None, *history.checkpoints]
     token = tokens[-1]
     if rng.random() < 0.2:
-        token = rng.choice(tokens[-life.config.retain_checkpoints - 1 :])
+        token = rng.choice(tokens[-life.in_force.retain_checkpoints - 1 :])
     dp_world_size = rng.choice((2, 3, 4))
     # Of what is on disk, the newest that the store takes: a session that sleeps may have begun
     # after one that was given up here.
@@ -213,7 +214,7 @@ async def _begin(
                 process.world.blame(f"{name} begins with step {session.next_step}: {frontier}")
             life.is_ended = False
             history.begun(name, session, token, released=int(frontier.get(b"released", 0)))
-            history.may_release(retained=life.config.retain_checkpoints)
+            history.may_release(retained=life.in_force.retain_checkpoints)
             return session, dp_world_size
 
 
@@ -255,7 +256,7 @@ async def _hang(process: Process) -> None:
 async def _commit(session: _Session, token: RecoveryToken) -> None:
     """Save a checkpoint and say so, also where it is too late: the store is to refuse it."""
     life, history = session.life, session.life.history
-    history.saved(token, is_present=session.is_present, retained=life.config.retain_checkpoints)
+    history.saved(token, is_present=session.is_present, retained=life.in_force.retain_checkpoints)
     await session.insist(
         lambda: patiently(
             lambda: acknowledge_committed(

@@ -161,11 +161,13 @@ class World:
             process.is_queued = False
 
     def end(self) -> None:
-        """Kill everything."""
+        """Kill everything, and lose what is on its way."""
         self._requests.clear()
         self._stalled.clear()
         for process in [*self.processes]:
             self.kill(process)
+        self._requests.clear()
+        self._timers = Timers()  # nothing comes late any more
 
     def lose_connections(self) -> None:
         """Every call that is in flight fails; some were carried out before."""

@@ -1,0 +1,104 @@
+"""Who decides about a run while it goes on: pauses it, revises its config, closes and opens it.
+
+Each call may be lost, come late or twice, and whoever makes it may be killed: nobody follows him.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from simulator.asking import carried_out
+from simulator.clients import AsyncClient
+from simulator.life import Life, patiently
+from simulator.processes import Process
+from turnstream.errors import ConflictError
+from turnstream.store import keys
+from turnstream.store.life import pause_run, reopen_run, resume_run
+from turnstream.store.revisions import revise_config
+from turnstream.store.runs import close_run
+from turnstream.types import Leftover
+
+_LONGEST_PAUSE_S = 0.4
+_LONGEST_REST_S = 0.8
+"""Between two revisions, and while a run is open or closed."""
+_LEFTOVERS: tuple[Leftover | None, ...] = (None, "short", "carry", "drop")
+_AT_THE_END = b"short"
+"""What becomes of groups that make no whole batch."""
+_HEARD_OF_S = 0.1
+"""How much later than the others somebody may look at what he decides on."""
+
+
+async def pauser(process: Process, life: Life) -> None:
+    """Pauses the run now and then during the storm, and resumes it unless it is killed before."""
+    client, random = AsyncClient(process), process.world.rng.random
+    while not life.is_closing:
+        await asyncio.sleep(random() * _LONGEST_PAUSE_S)
+        if not life.is_closing:
+            await patiently(
+                lambda: carried_out(client, lambda c: pause_run(c, life.run, "to look at it"))
+            )
+        await asyncio.sleep(random() * _LONGEST_PAUSE_S)
+        await patiently(lambda: carried_out(client, lambda c: resume_run(c, life.run)))
+
+
+async def reviser(process: Process, life: Life) -> None:
+    """Two people revise the config now and then, and may be told that the other was faster."""
+    await asyncio.gather(*[_revise(process, life) for _ in range(2)])
+
+
+async def _revise(process: Process, life: Life) -> None:
+    client, rng = AsyncClient(process), process.world.rng
+    while not life.is_closing:
+        await asyncio.sleep(rng.random() * _LONGEST_REST_S)
+        frontier = _frontier(process, life)
+        step = int(frontier.get(b"planned", 0)) + rng.choice((0, 1, 1, 1, 2, 3))
+        config = life.another_config(life.in_force)
+        await asyncio.sleep(rng.random() * _HEARD_OF_S)
+        try:
+            number = await patiently(
+                lambda step=step, config=config: carried_out(
+                    client, lambda c: revise_config(c, life.run, config, from_step=max(1, step))
+                )
+            )
+        except ConflictError as error:
+            life.history.refused(error)
+        else:
+            if number > 1:  # else it is the first, which is from step 1 on
+                life.history.revised[number] = max(1, step), config
+
+
+async def reopener(process: Process, life: Life) -> None:
+    """Closes the run now and then during the storm, and opens it unless it is killed before."""
+    client, rng = AsyncClient(process), process.world.rng
+    while not life.is_closing:
+        await asyncio.sleep(rng.random() * _LONGEST_REST_S)
+        leftover = rng.choice(_LEFTOVERS)
+        if life.is_closing:
+            return
+        close = partial(close_run, run=life.run, reason="for a while", leftover=leftover)
+        try:
+            await patiently(partial(carried_out, client, close))
+        except ConflictError as error:  # an earlier call came late, and closed it otherwise
+            life.history.refused(error)
+        await asyncio.sleep(rng.random() * _LONGEST_REST_S)
+        await patiently(lambda: carried_out(client, lambda c: reopen_run(c, life.run)))
+
+
+async def closer(process: Process, life: Life) -> None:
+    """Closes the run for good: what somebody said before, and comes late, is undone."""
+    client = AsyncClient(process)
+    while True:
+        frontier = _frontier(process, life)
+        if b"paused" in frontier:
+            await patiently(lambda: carried_out(client, lambda c: resume_run(c, life.run)))
+        if frontier[b"closed"] == b"1" and frontier[b"leftover"] != _AT_THE_END:
+            await patiently(lambda: carried_out(client, lambda c: reopen_run(c, life.run)))
+        await patiently(lambda: carried_out(client, lambda c: close_run(c, life.run, "the end")))
+        await asyncio.sleep(_LONGEST_REST_S)
+
+
+def _frontier(process: Process, life: Life) -> dict[bytes, bytes]:
+    frontier = process.world.store.values[keys.run_keys(life.run).frontier.encode()]
+    assert isinstance(frontier, dict)
+    return frontier
