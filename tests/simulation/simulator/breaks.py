@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+from simulator.fates import fate
 from simulator.lua import Scripts
 from simulator.store import SCRIPTS
 
@@ -15,10 +17,21 @@ Break = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class Guard(NamedTuple):
-    """A guard and how it is broken."""
+    """A guard and how it is broken.
+
+    Attributes:
+        needs: what of its fate a life must have to show it, as `has_forker`; "" for any life.
+    """
 
     name: str
     broken: Break
+    needs: str = ""
+
+    def lives_of(self, seeds: range) -> list[int]:
+        """Those of the seeds whose lives may show that it is broken."""
+        if not self.needs:
+            return [*seeds]
+        return [seed for seed in seeds if getattr(fate(random.Random(seed)), self.needs)]
 
 
 @contextlib.contextmanager

@@ -58,6 +58,9 @@ async def forker(process: Process, life: Life) -> None:
             )
         except (ConflictError, ReleasedError, StoreBehindError) as error:
             life.history.refused(error)
+            there = _origin(on_the_spot(process.world))
+            if there is not None and there.step == token.step:
+                process.world.blame(f"who asks for the fork that is there is told: {error}")
         else:
             life.forked = content(process.world, FORK)
             return

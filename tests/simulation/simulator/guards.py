@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 from simulator.breaks import Guard
 from simulator.code_guards import CODE_GUARDS
+from simulator.late_guards import LATE_GUARDS
 from simulator.ledger_guards import LEDGER_GUARDS
 from simulator.lives import lives
 from simulator.run_guards import RUN_GUARDS
 
-GUARDS = (*LEDGER_GUARDS, *RUN_GUARDS, *CODE_GUARDS)
+GUARDS = (*LEDGER_GUARDS, *RUN_GUARDS, *LATE_GUARDS, *CODE_GUARDS)
 
 
 class Sight(NamedTuple):
@@ -44,7 +45,7 @@ def guard_of(name: str) -> Guard:
 def first_seed(guard: Guard, seeds: range) -> int | None:
     """The first of these lives that shows that a guard is broken."""
     with guard.broken():
-        for verdict in lives(seeds):
+        for verdict in lives(guard.lives_of(seeds)):
             if verdict.problems:
                 return verdict.seed
     return None
@@ -52,8 +53,9 @@ def first_seed(guard: Guard, seeds: range) -> int | None:
 
 def sight(name: str, seeds: range) -> Sight:
     """Every one of these lives that shows it."""
-    with guard_of(name).broken():
-        failed = [verdict for verdict in lives(seeds) if verdict.problems]
+    guard = guard_of(name)
+    with guard.broken():
+        failed = [verdict for verdict in lives(guard.lives_of(seeds)) if verdict.problems]
     shown = failed[0].problems[0].strip().splitlines() if failed else [""]
     is_traceback = shown[0].startswith("Traceback")
     return Sight(tuple(each.seed for each in failed), shown[-1 if is_traceback else 0])
@@ -75,7 +77,9 @@ def main(arguments: list[str] | None = None) -> int:
         for name, seen in zip(names, executor.map(partial(_sight, seeds), names), strict=True):
             num_unseen += not seen.seeds
             first = seen.seeds[0] if seen.seeds else "-"
-            shown = f"{len(seen.seeds):>4} of {len(seeds)}, first {first:>4}"
+            shown = (
+                f"{len(seen.seeds):>4} of {len(guard_of(name).lives_of(seeds))}, first {first:>4}"
+            )
             print(f"{shown}  {name}  ({seen.problem[:100] or 'unseen'})", flush=True)
     return 1 if num_unseen else 0
 

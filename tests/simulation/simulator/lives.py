@@ -7,7 +7,7 @@ import time
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from simulator.asking import on_the_spot
@@ -101,7 +101,7 @@ def _go_on_with_fork(world: World, laws: Laws, drawn: Fate) -> Iterator[Course]:
     yield course
 
 
-def lives(seeds: range) -> Iterator[Verdict]:
+def lives(seeds: Iterable[int]) -> Iterator[Verdict]:
     """Live through many."""
     with inside():
         for seed in seeds:

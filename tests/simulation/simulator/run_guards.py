@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from simulator.breaks import Guard, script
 
-_LEADER = (
+LEADER = (
     "if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then\n"
     "  return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])\nend"
 )
@@ -12,7 +12,7 @@ _GROUP = (
     "\nlocal num_samples, state = string.match("
     "redis.call('HGET', KEYS[2], ARGV[2]) or '', '^(%d+):(.*)$')\n"
 )
-_SESSION = "if refusal then\n  return refusal\nend\n"
+SESSION = "if refusal then\n  return refusal\nend\n"
 
 RUN_GUARDS = (
     # the plan
@@ -128,7 +128,7 @@ RUN_GUARDS = (
     ),
     # each check of an epoch by itself: what one lets through, another may still refuse
     *(
-        Guard(f"{name}: the epoch of the leader, here alone", script(_LEADER + rest, rest))
+        Guard(f"{name}: the epoch of the leader, here alone", script(LEADER + rest, rest))
         for name, rest in (
             ("write_manifest", "\nlocal step = tonumber(ARGV[2])\nlocal last"),
             ("settle_group", _GROUP + "local is_dropped"),
@@ -178,7 +178,7 @@ RUN_GUARDS = (
     # sessions
     Guard(
         "every script of a session: its epoch and its name",
-        script(_SESSION, ""),
+        script(SESSION, ""),
     ),
     Guard(
         "stepped: the manifest",
@@ -194,7 +194,7 @@ RUN_GUARDS = (
     Guard(
         "committed: the epoch and the name of the session",
         script(
-            _SESSION + "local step = tonumber(ARGV[2])\nif lost and",
+            SESSION + "local step = tonumber(ARGV[2])\nif lost and",
             "local step = tonumber(ARGV[2])\nif lost and",
         ),
     ),
@@ -205,7 +205,7 @@ RUN_GUARDS = (
     Guard(
         "announce_version: the epoch and the name of the session",
         script(
-            _SESSION + "if ARGV[5] ~= lineage then",
+            SESSION + "if ARGV[5] ~= lineage then",
             "if ARGV[5] ~= lineage then",
         ),
     ),

@@ -206,12 +206,18 @@ class Seen:
                 self._note_withdrawal(event_id, event)
             case ConfigRevised():
                 self._note_revision(event)
-            case RunClosed():
-                self.is_closed = True
-            case RunReopened():
-                self.is_closed = self.life.is_ended = False
+            case RunClosed() | RunReopened():
+                self._note_end(event)
             case _:
                 pass
+
+    def _note_end(self, event: RunClosed | RunReopened) -> None:
+        """A run that is open is closed, and one that is closed is opened."""
+        is_closed = isinstance(event, RunClosed)
+        if is_closed == self.is_closed:
+            self.world.blame(f"{event} is said twice")
+        self.is_closed = is_closed
+        self.life.is_ended = self.life.is_ended and is_closed
 
     def _note_opening(self, event: GroupOpened) -> None:
         self.opened.add(event.group_id)

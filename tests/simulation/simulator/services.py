@@ -19,6 +19,9 @@ _HANGS = 0.5
 _HANGS_LEASES = 5
 """How often at most such a thread hangs, and by how much longer than a lease."""
 
+_HESITATES, _LONGEST_HESITATION_S = 0.2, 0.3
+"""How often a plan that is checked is not written at once: much may come in between."""
+
 
 async def batcher(process: Process, life: Life) -> None:
     """A replica: it follows the run, and leads it while it can."""
@@ -30,6 +33,9 @@ async def batcher(process: Process, life: Life) -> None:
 
     async def note(manifest: Manifest) -> None:
         life.history.intended.setdefault(manifest.step, []).append(manifest)
+        random = process.world.rng.random
+        if random() < _HESITATES:
+            await asyncio.sleep(random() * _LONGEST_HESITATION_S)
 
     planner = RunPlanner(
         client,

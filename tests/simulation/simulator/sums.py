@@ -79,8 +79,9 @@ def _groups_are_counted(seen: Seen) -> Violations:
     yield from _prompts_are_counted(seen, groups)
     usual = sum(seen.num_groups(step) for step in seen.manifests)
     revised = usual - len(seen.manifests) * seen.life.in_force.batch_groups
-    if int(frontier.get(b"revised_groups", 0)) != revised:
-        yield f"{frontier[b'revised_groups']!r} groups are counted as revised, {revised} are"
+    counted = int(frontier.get(b"revised_groups", 0))
+    if counted != revised:
+        yield f"{counted} groups are counted as revised, {revised} are"
     # A rollback or a revision lowers the limit, and ends no group that was let in before it.
     live = int(frontier[b"live_groups"])
     if not 0 <= live <= (most := seen.note_most_live()):
