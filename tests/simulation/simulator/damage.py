@@ -1,4 +1,4 @@
-"""Payload that the disk damages after it was planned, and an operator who has it planned again."""
+"""Payload that the disk damages when it is sealed or planned, and who has it planned again."""
 
 from __future__ import annotations
 
@@ -20,15 +20,24 @@ from turnstream.store import keys
 from turnstream.types import RewardPosted, SealedTrajectory, TrajectoryKey
 from turnstream_server.bus.replans import request_replan
 
+_UNPLANNED = 0.02
+"""How often, of damaged payload, it is not planned yet."""
 _UNASKED = 0.05
 """How often an operator asks although nobody was refused anything."""
 
 
 def strike(seen: Seen) -> None:
-    """Flip a bit of a trajectory that is planned and not stepped."""
+    """Flip a bit of a trajectory that is planned and not stepped, or is sealed to be planned."""
     world, life = seen.world, seen.life
     stepped = int(seen.hash("frontier")[b"stepped"])
-    names = [n for n, step in seen.step_of.items() if step > stepped and n not in life.rotten]
+    planned = [name for name, step in seen.step_of.items() if step > stepped]
+    sealed = [
+        name.decode()
+        for name, entry in seen.hash("ledger").items()
+        if entry.startswith(b"sealed:") and not name.startswith(b"e")
+    ]
+    chosen = sealed if sealed and world.rng.random() < _UNPLANNED else planned
+    names = [name for name in chosen if name not in life.rotten]
     if not names:
         return
     world.note("rot")

@@ -82,7 +82,8 @@ def _is_named_well(seen: Seen, name: str, state: str) -> bool:
     has_no_leave = state == "nowhere" and seen.life.history.lost[name].endswith(_NO_LEAVE)
     is_left_out = state == "nowhere" and _is_decided(seen, keys.parse_trajectory_id(name).group_id)
     is_known = has_another or has_no_leave or is_left_out or is_half_gone
-    return bool(_GIVEN_UP.fullmatch(state)) or is_known
+    was_given_up = _GIVEN_UP.fullmatch(state) or _GIVEN_UP.search(seen.life.history.lost[name])
+    return bool(was_given_up) or is_known
 
 
 def _is_decided(seen: Seen, group_id: str) -> bool:

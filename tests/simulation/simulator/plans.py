@@ -64,6 +64,8 @@ def _was_intended(seen: Seen, manifest: Manifest) -> Violations:
     """Whoever was about to write the plan of this step before had the same."""
     if any(each.surplus != "drop" or each.chooses_by_event for each in seen.life.ever_in_force):
         return  # what comes in between may change it: see `_history_repeats`
+    if seen.life.rotten:
+        return  # so may what died of damage
     for intended in seen.life.history.intended.pop(manifest.step, ()):
         if (
             intended.previous_hash != manifest.previous_hash
@@ -172,6 +174,9 @@ class _Replay:
         """The plan that was written follows from the events so far."""
         config, fold, choice = self._config, self._fold, self._selector.choice
         ready = fold.ready[: len(manifest.groups)]
+        if self._seen.life.rotten:  # a group before them may have died of what this event knew not
+            names = {each.group_id for each in manifest.groups}
+            ready = tuple(each for each in fold.ready if each.group_id in names)
         if config.chooses_by_event:
             ready = () if choice is None else choice.groups
         if [each.group_id for each in ready] != [each.group_id for each in manifest.groups]:

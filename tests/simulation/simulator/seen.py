@@ -228,11 +228,11 @@ class Seen:
 
     def _note_plan(self, manifest: Manifest, own_hash: str) -> None:
         self._note_planner(f"step {manifest.step}")
-        self._note_going_on(f"step {manifest.step} is planned")
         if manifest.step in self.manifests:
             if self.manifests[manifest.step][1] != own_hash:
                 self.world.blame(f"step {manifest.step} is planned twice")
             return  # a withdrawal writes those that stand again
+        self._note_going_on(f"step {manifest.step} is planned")
         self.by_hash[own_hash] = manifest
         self.plans.append(manifest)
         self.manifests[manifest.step] = manifest, own_hash
