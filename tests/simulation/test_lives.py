@@ -15,10 +15,11 @@ from simulator.breaks import Guard
 from simulator.guards import GUARDS, first_seed, guard_of
 from simulator.lives import lives
 from simulator.store import SCRIPTS
+from simulator.unseen import UNSEEN
 from turnstream.store.scripts import Script
 
-PER_TEST = 75
-FIRST_SEEDS = range(0, 300, PER_TEST)
+PER_TEST = 45
+FIRST_SEEDS = range(0, 180, PER_TEST)
 
 QUICKLY_SEEN = {
     "open_group: capacity": 120,
@@ -45,6 +46,12 @@ QUICKLY_SEEN = {
     "window: what may be lost is kept": 160,
     "outbox: what was lost is sent again": 200,
     "every script: the epoch of the leader": 160,
+    "reopen_run: what was finished": 240,
+    "announce_revision: groups of the steps before": 600,
+    "revise_config: the order of steps": 600,
+    "write_manifest: a short step": 40,
+    "observe: what is not retained": 400,
+    "observed: never falls": 400,
 }
 """Guards that few lives show where they are broken, and how many at most: several times what it
 takes today, so that another order of things does not change it. `python -m simulator.guards` is
@@ -106,6 +113,16 @@ def test_a_guard_of_the_table_is_in_the_code(guard: Guard, sources: list[bytes])
     with guard.broken():  # which refuses to end where no script has its text
         for source in sources:
             SCRIPTS.load(source)
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_guard_that_no_life_shows_has_a_test_of_its_own(name: str) -> None:
+    file, _, test = UNSEEN[name][1].partition("::")
+
+    source = (Path(__file__).parents[1] / "integration/bus" / file).read_text()
+
+    assert guard_of(name).name == name
+    assert f"def {test}(" in source
 
 
 @pytest.mark.slow

@@ -132,6 +132,16 @@ async def test_a_dead_trajectory_is_set_aside_and_told_to_the_plan_once(run: Any
     (await read_ledger_async(run.client, run.name)).check()
 
 
+async def test_only_the_leader_sets_a_trajectory_aside(run: Any) -> None:
+    await run.open("a")
+    await run.seal("a", 0)
+
+    with pytest.raises(FencedError, match="another planner leads the run, not epoch 99"):
+        await run.kill("a", 0, leader_epoch=99)
+
+    assert (await states(run))[b"a/0/0"] == b"sealed:1"
+
+
 @pytest.mark.parametrize("state", ["open", "planned", "unknown"])
 async def test_only_a_sealed_trajectory_can_die(run: Any, state: str) -> None:
     if state != "unknown":

@@ -187,6 +187,11 @@ async def test_events_go_up_to_the_snapshot_before_and_not_beyond(run: Any) -> N
     assert 30 <= len(kept) < 150
 
 
+async def test_only_the_leader_trims_events(run: Any) -> None:
+    with pytest.raises(FencedError, match="another planner leads the run, not epoch 99"):
+        await trim_events(run.client, run.name, leader_epoch=99)
+
+
 @pytest.mark.parametrize(("position", "step"), [("9-5", 4), ("10-0", 1), ("10-3", 2)])
 async def test_a_snapshot_that_comes_late_replaces_no_later_one(
     run: Any, position: str, step: int

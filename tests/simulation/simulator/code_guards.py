@@ -63,6 +63,7 @@ CODE_GUARDS = (
     Guard(
         "planner: what belongs to one start of the store",
         method(BoundStore, "_meet", _meet_any),
+        "may_lose",
     ),
     Guard(
         "planner: seals that nobody posted",

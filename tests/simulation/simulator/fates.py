@@ -54,6 +54,11 @@ class Fate:
     has_reopener: bool
     has_forker: bool
 
+    @property
+    def may_lose(self) -> bool:
+        """Whether the store may come back without its last moments."""
+        return bool(self.weather.cut)
+
 
 def fate(rng: random.Random) -> Fate:
     """Drawn before anything else of the life."""
