@@ -221,17 +221,18 @@ def test_who_sleeps_while_another_takes_over_and_seals_is_told_so(
 ) -> None:
     # The seal of the third writer came between what the second read of the payload: it was taken
     # for a turn, and the payload for damaged.
-    with Sleepy.from_url(server.url) as sleepy:
-        sleepy.slept = command, another_seals
-        with pytest.raises(FencedError, match="epoch 2, and is by now that of epoch 3"):
-            take_over(sleepy, left_open, writer="second", key=KEY)
+    sleepy: Any = Sleepy.from_url(server.url)
+    sleepy.slept = command, another_seals
+    with sleepy, pytest.raises(FencedError, match="epoch 2, and is by now that of epoch 3"):
+        take_over(sleepy, left_open, writer="second", key=KEY)
 
 
 @pytest.mark.parametrize("command", ["XRANGE", "HMGET"])
 async def test_who_sleeps_meanwhile_is_told_so_in_asyncio_too(
     server: EmbeddedServer, left_open: str, another_seals: Callable[[], None], command: str
 ) -> None:
-    async with SleepyAsync.from_url(server.url) as sleepy:
-        sleepy.slept = command, another_seals
+    sleepy: Any = SleepyAsync.from_url(server.url)
+    sleepy.slept = command, another_seals
+    async with sleepy:
         with pytest.raises(FencedError, match="epoch 2, and is by now that of epoch 3"):
             await take_over_async(sleepy, left_open, writer="second", key=KEY)
