@@ -29,7 +29,7 @@ UNSEEN: Final[dict[str, tuple[str, str]]] = {
     f"keep_clock: {_EPOCH}": (_HARMLESS, "test_clock.py::test_only_the_leader_keeps_the_clock"),
     f"refuse_replan: {_EPOCH}": (
         _HARMLESS,
-        "test_replans.py::test_only_a_leader_refuses_a_request_and_only_the_one_that_stands",
+        "replans/test_requests.py::test_only_a_leader_refuses_a_request_and_only_the_one_that_stands",
     ),
     f"settle_members: {_EPOCH}": (
         _HARMLESS,
@@ -38,7 +38,7 @@ UNSEEN: Final[dict[str, tuple[str, str]]] = {
     f"trim_events: {_EPOCH}": (_HARMLESS, "test_release.py::test_only_the_leader_trims_events"),
     f"withdraw_plans: {_EPOCH}": (
         _SETTLED,
-        "test_replans.py::test_nothing_is_written_where_the_store_has_something_else",
+        "replans/test_withdrawals.py::test_nothing_is_written_where_the_store_has_something_else",
     ),
     "announce_revision: the step before is planned": (
         _NOT_ASKED,
@@ -110,27 +110,27 @@ UNSEEN: Final[dict[str, tuple[str, str]]] = {
     ),
     "note_damage: a step that is stepped": (
         _SETTLED,
-        "test_replans.py::test_damage_of_a_stepped_step_is_not_noted",
+        "replans/test_requests.py::test_damage_of_a_stepped_step_is_not_noted",
     ),
     "note_damage: a plan that was withdrawn": (
         _SETTLED,
-        "test_replans.py::test_damage_is_noted_of_a_plan_that_stands_and_is_forgotten_with_it",
+        "replans/test_withdrawals.py::test_damage_is_noted_of_a_plan_that_stands_and_is_forgotten_with_it",
     ),
     "request_replan: one at a time": (
         "there is one who asks",
-        "test_replans.py::test_one_request_stands_and_whoever_asks_the_same_waits_for_its_answer",
+        "replans/test_requests.py::test_one_request_stands_and_whoever_asks_the_same_waits_for_its_answer",
     ),
     "refuse_replan: the request that stands": (
         _SELDOM,
-        "test_replans.py::test_only_a_leader_refuses_a_request_and_only_the_one_that_stands",
+        "replans/test_requests.py::test_only_a_leader_refuses_a_request_and_only_the_one_that_stands",
     ),
     "withdraw_plans: once": (
         _SETTLED,
-        "test_replans.py::test_withdrawing_again_changes_nothing",
+        "replans/test_withdrawals.py::test_withdrawing_again_changes_nothing",
     ),
     "withdraw_plans: the request that stands": (
         _SETTLED,
-        "test_replans.py::test_nothing_is_written_where_the_store_has_something_else",
+        "replans/test_withdrawals.py::test_nothing_is_written_where_the_store_has_something_else",
     ),
 }
 """Guard -> why no life shows it, and the test in tests/integration/bus."""
