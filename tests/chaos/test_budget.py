@@ -11,7 +11,7 @@ import redis
 from harness.rig import Rig, config
 from turnstream_server.bus.budget import read_budget
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 StartRig = Callable[..., Rig]
 MAX_BYTES = 400_000  # some nine steps of this run

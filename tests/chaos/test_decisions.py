@@ -24,7 +24,7 @@ from turnstream.types import (
 )
 from turnstream_server.bus.manifests import read_plan
 
-pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 
 LOST = "dead-0/1/0"
 """Its generator dies behind the first turn; the other member is sealed by then."""

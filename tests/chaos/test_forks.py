@@ -15,7 +15,7 @@ from turnstream_server.bus.manifests import StoredManifest, read_plan
 from turnstream_server.bus.states import read_states
 from turnstream_server.embedded import EmbeddedServer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

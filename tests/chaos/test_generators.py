@@ -21,7 +21,7 @@ from turnstream.store.scripts import Script, run_command
 from turnstream.testing import ids, sealed, shape, stored_turn
 from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey, TurnShape
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

@@ -12,14 +12,17 @@ import pytest
 from harness.episodes import episode
 from harness.history import Line
 from harness.proxy import Proxy
-from harness.rig import Rig, asleep, config
+from harness.rig import GENERATOR_LEASE_S, PATIENCE_S, Rig, asleep, config
 from turnstream.store import keys
 from turnstream_server.jobs.stack import Service
 
-pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 
 StartRig = Callable[..., Rig]
 LEASE_S = 1.0
+"""So that a test need not wait long for its end. Who starves loses it too: where others may take
+over or give up what lives, it waits for long to be given up, or nobody is there yet to do it."""
+
 LOST = "w-1/0/0"
 """The trajectory that is left open, behind its first turn."""
 
@@ -28,8 +31,9 @@ CUT = "w-1/1/0"
 
 
 def _start_rig(start_rig: StartRig, **fields: Any) -> Rig:
-    """Batches of two groups; leases are short."""
-    return start_rig(config=config(batch_groups=2, mini_batch_groups=1, lease_s=LEASE_S, **fields))
+    """Batches of two groups; leases are short, unless `fields` says otherwise."""
+    small = {"batch_groups": 2, "mini_batch_groups": 1, "lease_s": LEASE_S}
+    return start_rig(config=config(**{**small, **fields}))
 
 
 def _start_hanging(rig: Rig, **options: Any) -> Service:
@@ -72,7 +76,9 @@ def test_what_a_killed_generator_left_is_kept_for_its_lease_and_the_run_goes_on_
 ) -> None:
     # Fault 1: abandoned, and its group is dropped with a reason.
     rig = _start_rig(start_rig, takeover_s=1.0)
+    others = rig.start_generator("v", groups=5)
     generator = _start_hanging(rig)
+    rig.join(others)
 
     generator.kill()
 
@@ -81,7 +87,6 @@ def test_what_a_killed_generator_left_is_kept_for_its_lease_and_the_run_goes_on_
     rig.start_batcher()
     rig.wait(lambda: _entry(rig).startswith("abandoned:"), "the end of the lease")
     assert _entry(rig) == "abandoned:the lease of w ended"
-    rig.start_generator("v", groups=5)
     rig.drain()
     assert _trained(rig) == {f"{g}/{s}/0" for g in ("w-0", *_groups("v", 5)) for s in range(2)}
 
@@ -117,10 +122,11 @@ def _num_open(rig: Rig) -> int:
 
 def test_the_group_of_a_killed_generator_is_filled_up_again(start_rig: StartRig) -> None:
     # Fault 1: abandoned, and tried again by whoever is free.
-    rig = _start_rig(start_rig, deadline_policy="refill", max_refills=4)
+    rig = _start_rig(start_rig, takeover_s=60.0, deadline_policy="refill", max_refills=4)
     rig.start_batcher()
     _start_hanging(rig).kill()
 
+    rig.end_leases()
     rig.wait(lambda: _entry(rig).startswith("abandoned:"), "the end of the lease")
     end = _start_helper(rig)
     rig.wait_for_lines("granted", 2)
@@ -193,8 +199,9 @@ def test_the_group_of_a_generator_killed_inside_a_turn_is_filled_up_again(
     start_inside: Callable[..., Rig], arrives: str
 ) -> None:
     # Fault 1, inside a chunk: nobody goes on, and nothing of the dead attempt is trained.
-    rig = start_inside(arrives, deadline_policy="refill", max_refills=4)
+    rig = start_inside(arrives, takeover_s=60.0, deadline_policy="refill", max_refills=4)
 
+    rig.end_leases()
     rig.wait(lambda: _entry(rig, CUT).startswith("abandoned:"), "the end of the lease")
     end = _start_helper(rig)
     rig.wait_for_lines("granted")
@@ -230,7 +237,7 @@ def test_a_generator_that_sleeps_through_its_lease_is_fenced_and_no_turns_are_mi
     assert _sealed_by(rig, LOST) == ["generator-helper"]
     rig.wait(lambda: _num_open(rig) == 0, "the other trajectories")
     end.touch()
-    zombie.wait(60)
+    zombie.wait(PATIENCE_S)
     refusals = _refusals_of(rig, zombie="generator-w")
     assert all("FencedError" in error for error in refusals.values())
     rig.drain(num_lost=len(refusals))
@@ -249,14 +256,18 @@ def test_a_member_that_hangs_for_ever_holds_up_nothing_beyond_its_deadline(
 ) -> None:
     # Fault 21: the generator lives and keeps its lease. Batches flow, and a restarted batcher,
     # which reads the same events again, is not held up anew.
-    refills = {"max_refills": 4} if policy == "refill" else {}
-    rig = _start_rig(start_rig, group_deadline_s=4.0, deadline_policy=policy, **refills)
-    batcher = rig.start_batcher().service
+    # All others are whole before a batcher leads: a deadline that passes is that of what hangs. Of
+    # what is tried again it is longer than anybody starves.
+    deadline: dict[str, Any] = {"group_deadline_s": 0.5}
+    if policy == "refill":
+        deadline = {"group_deadline_s": 4.0, "max_refills": 4}
+    rig = _start_rig(start_rig, lease_s=GENERATOR_LEASE_S, deadline_policy=policy, **deadline)
     hung = "h-0/2/0"
     rig.start_generator("h", groups=1, samples=3, hang_in=hung)
-    rig.wait_for_lines("hanging")
     end = _start_helper(rig)
-    rig.start_generator("w", groups=5)
+    rig.join(rig.start_generator("w", groups=5))
+    rig.wait_for_lines("hanging")
+    batcher = rig.start_batcher().service
     before = {f"h-0/{sample}/0" for sample in range(2)}
 
     rig.wait(lambda: rig.planned() >= 2, "batches of the other groups")
@@ -291,14 +302,14 @@ def test_a_token_that_is_no_longer_retained_is_refused_by_name_and_skips_nothing
     start_rig: StartRig,
 ) -> None:
     # Fault 19: checkpoint 1 is older than the two that the run retains.
-    rig = _start_rig(start_rig, retain_checkpoints=2)
+    rig = _start_rig(start_rig, lease_s=GENERATOR_LEASE_S, retain_checkpoints=2)
     rig.start_batcher()
     rig.start_generator(groups=12)
     rig.join(rig.start_ranks(1, checkpoint_every=1, max_steps=4))
     rig.wait(lambda: _released(rig) >= 2, "the release of what is older")
 
     (rank,) = rig.start_ranks(1, from_step=1)
-    rank.wait(30)
+    rank.wait(PATIENCE_S)
 
     assert rank.status == 3
     (refusal,) = [line["error"] for line in rig.history().of("refused") if line.process == _name(2)]

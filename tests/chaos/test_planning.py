@@ -15,7 +15,7 @@ from harness.rig import LEASE_S, Rig, asleep, config, is_asleep
 from turnstream.store import keys
 from turnstream_server.embedded import EmbeddedServer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 
 CONFIG = config(drop_zero_variance=True)
 NUM_PLANNED = CONFIG.max_planned_ahead + 1

@@ -12,7 +12,7 @@ from harness.newer import UNKNOWN_FIELD
 from harness.rig import Rig, config
 from turnstream.store import keys
 
-pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 
 StartRig = Callable[..., Rig]
 OPEN = "left-1/0/0"

@@ -13,7 +13,7 @@ from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.manifests import read_plan
 from turnstream_server.bus.replans import await_replan, request_replan
 
-pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 
 NUM_PLANNED = CONFIG.max_planned_ahead + 1
 

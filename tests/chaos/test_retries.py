@@ -23,7 +23,7 @@ from turnstream.testing import ids
 from turnstream.worker import ObserverStream
 from turnstream_server.embedded import EmbeddedServer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 
 StartRig = Callable[..., Rig]
 NUM_STEPS = 5

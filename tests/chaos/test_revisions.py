@@ -20,7 +20,7 @@ from turnstream.types import ConfigRevised, Event
 from turnstream_server.bus.manifests import read_plan
 from turnstream_server.embedded import EmbeddedServer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 
 REVISED = config(
     estimator="dr_grpo",

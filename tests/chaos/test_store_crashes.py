@@ -18,7 +18,7 @@ from turnstream.generator import Publisher
 from turnstream.testing import ids
 from turnstream_server.embedded import find_binary
 
-pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(600)]
 
 StartRig = Callable[..., Rig]
 

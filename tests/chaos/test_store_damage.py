@@ -15,7 +15,7 @@ from turnstream.store import keys
 from turnstream.store.runs import create_run
 from turnstream.testing import ids
 
-pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(600)]
 
 
 def test_a_torn_end_of_the_file_is_dropped_and_sent_again(rig: Rig) -> None:

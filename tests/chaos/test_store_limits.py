@@ -19,7 +19,7 @@ from turnstream_server.batcher.health import Health
 from turnstream_server.bus.reasons import ReasonKind, reasons
 from turnstream_server.bus.waits import read_snapshot
 
-pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(600)]
 
 StartRig = Callable[..., Rig]
 

@@ -16,7 +16,7 @@ from turnstream.testing import group, ids
 from turnstream.types import TrajectoryKey
 from turnstream.worker import ObserverStream
 
-pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 
 HOUR_S = 3600.0
 LONG: dict[str, Any] = {"group_deadline_s": HOUR_S / 2, "reward_deadline_s": HOUR_S / 2}

@@ -18,7 +18,7 @@ from turnstream_server.jobs.stack import Service
 from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.trainer.config import TrainerConfig
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_STEPS = 4
 MODEL = SmallModelSpec(vocab_size=32, hidden_size=16, num_layers=1, num_heads=2)

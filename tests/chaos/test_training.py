@@ -13,7 +13,7 @@ from harness.rig import Rig
 from turnstream.worker import BatchStream
 from turnstream_server.bus.frontier import read_frontier
 
-pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 
 NUM_STEPS = 6
 

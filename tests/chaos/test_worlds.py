@@ -17,7 +17,7 @@ from harness.rank import describe
 from harness.rig import Rig
 from turnstream.worker import BatchStream
 
-pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 
 Whole = dict[tuple[int, int], tuple[list[dict[str, Any]], list[float]]]
 """(step, mini-batch) -> its rows, by number, and its denominators."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import threading
+import time
 from pathlib import Path
 
 from harness.episodes import Episode, EpisodeTurn, episode
@@ -75,8 +76,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--hang-in", default="")
     parser.add_argument("--hang-until", type=Path, default=Path("/nowhere"))
     parser.add_argument("--helps-until", type=Path, default=None)
-    parser.add_argument("--timeout-s", type=float, default=60.0)
-    parser.add_argument("--admission-s", type=float, default=60.0)
+    parser.add_argument("--timeout-s", type=float, default=300.0)
+    parser.add_argument("--admission-s", type=float, default=300.0)
     return parser.parse_args()
 
 
@@ -183,16 +184,22 @@ class _Generator:
         self._log.write("sealed", trajectory=name)
 
     def _wait_for(self, receipt: Receipt, name: str) -> None:
-        """Until the store has it; notes once why that takes so long."""
-        try:
-            receipt.result(_LONG_S)
-        except NotReadyError as slow:
-            self._log.write(
-                "told_to_wait",
-                trajectory=name,
-                reasons=[[reason.kind, reason.sentence] for reason in slow.reasons],
-            )
-            receipt.result(self._write_s)
+        """Until the store has it; notes again and again why that takes so long."""
+        until_s = time.monotonic() + self._write_s
+        while (left_s := until_s - time.monotonic()) > _LONG_S:
+            try:
+                receipt.result(_LONG_S)
+            except NotReadyError as slow:
+                if receipt.is_done:
+                    raise
+                self._log.write(
+                    "told_to_wait",
+                    trajectory=name,
+                    reasons=[[reason.kind, reason.sentence] for reason in slow.reasons],
+                )
+            else:
+                return
+        receipt.result(left_s)
 
 
 class _Leaving:

@@ -61,7 +61,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--max-steps", type=int, default=0)
     parser.add_argument("--version-jump", type=int, default=1)
     parser.add_argument("--update-s", type=float, default=0.0)
-    parser.add_argument("--timeout-s", type=float, default=20.0)
+    parser.add_argument("--timeout-s", type=float, default=60.0)
+    parser.add_argument("--barrier-s", type=float, default=None)
     parser.add_argument("--failpoint", default="")
     return parser.parse_args()
 
@@ -102,6 +103,8 @@ class _Rank:
         self._checkpoints = checkpoints
         self._stream = stream
         self._weights = weights
+        barrier_s: float | None = options.barrier_s
+        self._barrier_s: float = options.timeout_s if barrier_s is None else barrier_s
         self._who = {
             "session": options.session,
             "dp_rank": options.dp_rank,
@@ -130,7 +133,7 @@ class _Rank:
     def _end_step(self, mini_batch: PulledMiniBatch) -> None:
         info = mini_batch.info
         self._weights.append(info.manifest_hash)
-        with self._log.waiting("barrier", deadline_s=self._options.timeout_s + _SLACK_S):
+        with self._log.waiting("barrier", deadline_s=self._barrier_s + _SLACK_S):
             self._meet(info.step)
         if self._options.dp_rank:
             return
@@ -149,7 +152,7 @@ class _Rank:
         folder = self._options.folder / "meetings" / self._options.session / str(step)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / str(self._options.dp_rank)).touch()
-        deadline = time.monotonic() + self._options.timeout_s
+        deadline = time.monotonic() + self._barrier_s
         while len(list(folder.iterdir())) < self._options.dp_world_size:
             if time.monotonic() > deadline:
                 raise PeerLostError(f"step {step}: a rank did not come")

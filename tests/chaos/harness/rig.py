@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import secrets
 import signal
 import stat
 import sys
@@ -32,8 +33,14 @@ from turnstream_server.jobs.stack import Service, Stack
 LEASE_S = 1.0
 """Of a planner: short, so that a test need not wait long for its successor."""
 
-GENERATOR_LEASE_S = 5.0
-"""What a killed generator left is given up after it; one that starves on a busy machine is not."""
+GENERATOR_LEASE_S = 30.0
+"""Longer than any process starves on a busy machine: what is open is lost where a test wants it."""
+
+PATIENCE_S = 180.0
+"""Bound of every wait for what comes at once on a quiet machine: who waits longer waits for ever."""
+
+ENDLESS = 1_000_000
+"""Groups of a generator that goes on until the run is closed, however long a test takes."""
 
 CONFIG = BatchingConfig(
     batch_groups=4,
@@ -106,6 +113,7 @@ class Rig:
         self._services: list[Service] = []
         self._generators: dict[str, Service] = {}
         self._numbers = itertools.count(1)
+        self._host = _own_host()
         self._ports: dict[str, int] = {}
         self.client: redis.Redis = connect(server.url)
         create_run(self.client, run, config)
@@ -129,23 +137,22 @@ class Rig:
         self, name: str = "batcher", *, failpoint: str = "", lease_s: float = LEASE_S
     ) -> StartedBatcher:
         """A batcher that answers; the same name again listens at the same address."""
-        port = self._ports.setdefault(name, free_port())
         stack = self._stack({"TURNSTREAM_FAILPOINT": failpoint, "TURNSTREAM_LEASE_S": str(lease_s)})
-        started = start_batcher(stack, name=name, listen=f"127.0.0.1:{port}")
+        started = start_batcher(stack, name=name, listen=self.address(name))
         self._services.append(started.service)
         return started
 
-    def begin_batcher(self, name: str, *, failpoint: str) -> Service:
-        """A batcher that may die before it answers."""
-        port = self._ports.setdefault(name, free_port())
+    def let_batcher_die(self, failpoint: str, *, name: str = "doomed") -> None:
+        """Start a batcher, which may die before it answers, and wait for its death."""
         environment = {"TURNSTREAM_FAILPOINT": failpoint, "TURNSTREAM_LEASE_S": str(LEASE_S)}
-        service = self._stack(environment).start(name, ["batcher", "--listen", f"127.0.0.1:{port}"])
-        self._services.append(service)
-        return service
+        arguments = ["batcher", "--listen", self.address(name)]
+        doomed = self.keep(self._stack(environment).start(name, arguments))
+        self.wait(lambda: doomed.status is not None, f"the death at {failpoint}")
+        assert doomed.status == -signal.SIGKILL, doomed.failure(f"{name} ended otherwise")
 
     def address(self, name: str = "batcher") -> str:
         """Where a batcher of this name listens, or will."""
-        return f"127.0.0.1:{self._ports.setdefault(name, free_port())}"
+        return f"{self._host}:{self._ports.setdefault(name, free_port())}"
 
     def start_generator(self, writer: str = "w", *, groups: int, **options: object) -> Service:
         """A generator that publishes `groups` groups; see harness.generator for the options."""
@@ -159,12 +166,20 @@ class Rig:
         self._generators[writer].kill()
 
     def start_ranks(
-        self, dp_world_size: int = 1, *, target: str | None = None, **options: object
+        self,
+        dp_world_size: int = 1,
+        *,
+        target: str | None = None,
+        targets: Sequence[str] = (),
+        **options: object,
     ) -> list[Service]:
-        """All ranks of a new trainer session; see harness.rank for the options."""
+        """All ranks of a new trainer session, with one batcher for all of them or one for each.
+
+        See harness.rank for the options.
+        """
         session = f"session-{next(self._numbers):03}"
+        targets = targets or [target or self.address()] * dp_world_size
         arguments = {
-            "target": target or self.address(),
             "run": self.run,
             "session": session,
             "folder": self.folder / "trainer",
@@ -174,7 +189,7 @@ class Rig:
             self._start(
                 f"{session}-rank-{dp_rank}",
                 "harness.rank",
-                {**arguments, "dp-rank": dp_rank, **options},
+                {**arguments, "target": targets[dp_rank], "dp-rank": dp_rank, **options},
             )
             for dp_rank in range(dp_world_size)
         ]
@@ -246,20 +261,41 @@ class Rig:
         return {name: _content(self.client, name) for name in sorted({*names} - moving)}
 
     def wait(
-        self, predicate: Callable[[], object], describe: str, *, timeout_s: float = 30.0
+        self, predicate: Callable[[], object], describe: str, *, timeout_s: float = PATIENCE_S
     ) -> None:
         """Wait until something is so."""
         wait_until(predicate, timeout_s=timeout_s, describe=describe)
 
-    def wait_for_lines(self, kind: str, count: int = 1, *, timeout_s: float = 30.0) -> None:
+    def wait_for_lines(self, kind: str, count: int = 1) -> None:
         """Wait until so many lines of a kind were logged."""
-        self.wait(lambda: self.count(kind) >= count, f"{count} {kind!r}", timeout_s=timeout_s)
+        self.wait(lambda: self.count(kind) >= count, f"{count} {kind!r}")
 
-    def join(self, services: Sequence[Service] | Service, *, timeout_s: float = 60.0) -> None:
+    def join(self, services: Sequence[Service] | Service) -> None:
         """Wait until processes have ended well."""
         for service in [services] if isinstance(services, Service) else services:
-            service.wait(timeout_s)
+            service.wait(PATIENCE_S)
             service.check()
+
+    # -- what may happen at once, so that nobody waits for it ----------------------------------
+
+    def end_leases(self) -> None:
+        """What is open now has no lease any more, since long ago. Of writers that are dead."""
+        leases = keys.run_keys(self.run).leases
+        names: Any = self.client.zrange(leases, 0, -1)
+        for name in names:
+            self.client.zadd(leases, {name: 1}, xx=True)
+
+    def stop_store(self) -> None:
+        """The store ends and has lost nothing; `server.restart` brings it back.
+
+        One that is killed while its disk syncs may not have written what it has acknowledged.
+        """
+        os.kill(self.server.pid, signal.SIGTERM)
+        self.wait(lambda: not self.server.is_running, "the end of the store")
+
+    def close_run(self) -> None:
+        """Let generators come to their end."""
+        close_run(self.client, self.run)
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -271,8 +307,8 @@ class Rig:
         """
         ranks = self.start_ranks(dp_world_size, **{"checkpoint_every": 1, **options})
         for generator in self._generators.values():
-            generator.wait(60)
-        close_run(self.client, self.run)
+            generator.wait(PATIENCE_S)
+        self.close_run()
         self.join(ranks)
         self.check(is_drained=True)
         assert len(self.lost_by_generators()) == num_lost, self.lost_by_generators()
@@ -303,6 +339,14 @@ class Rig:
     def _whole_history(self) -> History:
         plans = [] if self.loses_plans else self.plans()
         return History([*self._logs.lines(), *plans], excused=self.excused)
+
+
+def _own_host() -> str:
+    """A loopback address of one rig alone, on which nobody else takes a port that was found free.
+
+    All of 127.0.0.0/8 is this machine.
+    """
+    return ".".join(["127", *(str(1 + secrets.randbelow(254)) for _ in range(3))])
 
 
 def _content(client: redis.Redis, name: bytes) -> Any:

@@ -32,7 +32,8 @@ from turnstream_server.embedded import EmbeddedServer
 RECOVERY_S = 90.0
 """By when a step must be taken after a fault."""
 
-CONFIG = config(max_staleness=8)
+CONFIG = config(max_staleness=8, lease_s=5.0)
+"""What a killed generator left is given up soon."""
 
 MAX_STORE_BYTES = 1 << 30
 """Memory of the store: every step is kept, for half an hour."""
