@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -88,9 +87,7 @@ def test_a_batcher_killed_around_a_deadline_is_followed_by_one_that_fires_it_onc
 def _die_around(rig: Rig, script: str) -> None:
     """Batchers that come after one another die before this script, and behind it."""
     for place in ("before", "after"):
-        doomed = rig.begin_batcher("doomed", failpoint=f"{script}.{place}")
-        rig.wait(lambda doomed=doomed: doomed.status is not None, f"the death {place} {script}")
-        assert doomed.status == -signal.SIGKILL
+        rig.let_batcher_die(f"{script}.{place}")
 
 
 def _leave_open(rig: Rig) -> None:

@@ -126,7 +126,7 @@ def test_the_group_of_a_killed_generator_is_filled_up_again(start_rig: StartRig)
     rig.start_batcher()
     _start_hanging(rig).kill()
 
-    rig.end_leases()
+    rig.end_leases(ago_s=60.0)
     rig.wait(lambda: _entry(rig).startswith("abandoned:"), "the end of the lease")
     end = _start_helper(rig)
     rig.wait_for_lines("granted", 2)
@@ -201,7 +201,7 @@ def test_the_group_of_a_generator_killed_inside_a_turn_is_filled_up_again(
     # Fault 1, inside a chunk: nobody goes on, and nothing of the dead attempt is trained.
     rig = start_inside(arrives, takeover_s=60.0, deadline_policy="refill", max_refills=4)
 
-    rig.end_leases()
+    rig.end_leases(ago_s=60.0)
     rig.wait(lambda: _entry(rig, CUT).startswith("abandoned:"), "the end of the lease")
     end = _start_helper(rig)
     rig.wait_for_lines("granted")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.newer import UNKNOWN_FIELD
-from harness.rig import Rig, config
+from harness.rig import PATIENCE_S, Rig, config
 from turnstream.store import keys
 
 pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
@@ -22,18 +22,18 @@ OPEN = "left-1/0/0"
 def test_every_service_is_exchanged_one_by_one_for_a_newer_release_and_back(rig: Rig) -> None:
     # A rolling upgrade and downgrade under load: the trainer notices nothing of the batchers'.
     batchers = {name: rig.start_batcher(name).service for name in ("batcher", "other")}
-    rig.start_generator("first", groups=4)
-    rig.start_ranks(1, checkpoint_every=1, timeout_s=30)
+    rig.start_ranks(1, checkpoint_every=1)
+    _publish_and_train(rig, "first")
 
     for number, rig.is_newer in enumerate((True, False), 1):
         for name in ("other", "batcher"):
             batchers[name].ask_to_stop()
-            batchers[name].wait(20)
+            batchers[name].wait(PATIENCE_S)
             batchers[name] = rig.start_batcher(name).service
             _publish_and_train(rig, f"{name}-{number}")
         assert len(rig.history().sessions) == number
         rig.ranks[0].kill()
-        rig.start_ranks(1, checkpoint_every=1, timeout_s=30)
+        rig.start_ranks(1, checkpoint_every=1)
     rig.server.restart()
     _publish_and_train(rig, "last")
 
@@ -45,9 +45,10 @@ def test_every_service_is_exchanged_one_by_one_for_a_newer_release_and_back(rig:
 
 
 def _publish_and_train(rig: Rig, writer: str) -> None:
-    """A step more, of groups that are new."""
+    """A step more, of groups that are new; all others were trained before."""
+    stepped = rig.count("stepped")
     rig.start_generator(writer, groups=4)
-    rig.wait_for_lines("stepped", rig.count("stepped") + 1)
+    rig.wait_for_lines("stepped", stepped + 1)
 
 
 @pytest.mark.parametrize("is_newer", [True, False], ids=["downgrade", "upgrade"])
@@ -56,7 +57,7 @@ def test_a_whole_stack_that_is_killed_goes_on_from_a_cold_start_with_another_rel
 ) -> None:
     # With an open lease, and plans that the trainer has not seen. Nothing of the ledger changes,
     # and all that the one release wrote is trained by the other.
-    rig = start_rig(config=config(takeover_s=60.0))
+    rig = start_rig(config=config(takeover_s=600.0))
     _mix_fields_of_config(rig)
     rig.is_newer = is_newer
     rig.start_generator("left", groups=4, hang_in=OPEN)
@@ -67,6 +68,7 @@ def test_a_whole_stack_that_is_killed_goes_on_from_a_cold_start_with_another_rel
     for service in services:
         service.kill()
     rig.kill_generator("left")
+    _wait_for_writes(rig)
     before, streams = rig.counts(), _streams(rig)
     rig.server.kill()
 
@@ -79,15 +81,26 @@ def test_a_whole_stack_that_is_killed_goes_on_from_a_cold_start_with_another_rel
     assert all(newer == is_newer for stream in streams for _, newer in stream)
     rig.check()
     rig.start_batcher()
+    rig.end_leases()
     end = rig.folder / "helped"
     rig.start_generator("helper", groups=0, helps_until=end)
     rig.start_generator("later", groups=4)
-    rig.wait(lambda: rig.counts().get("open", 0) == 0, "the rest of the groups", timeout_s=60)
+    rig.wait(lambda: rig.counts().get("open", 0) == 0, "the rest of the groups")
     end.touch()
     rig.drain(2)
     assert OPEN in {line["trajectory"] for line in rig.history().of("taken")}
     received = rig.history().of("received")
     assert OPEN in {row["trajectory"] for line in received for row in line["rows"]}
+
+
+def _wait_for_writes(rig: Rig) -> None:
+    """Until what the server held back while its disk synced is in its file."""
+
+    def has_written() -> bool:
+        persistence: Any = rig.client.info("persistence")
+        return persistence["aof_buffer_length"] == 0
+
+    rig.wait(has_written, "the end of all writes")
 
 
 def _mix_fields_of_config(rig: Rig) -> None:

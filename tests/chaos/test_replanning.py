@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 from typing import Any
 
 import pytest
 
-from harness.rig import CONFIG, Rig
+from harness.rig import CONFIG, PATIENCE_S, Rig
 from turnstream.store import keys
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.manifests import read_plan
@@ -32,13 +31,11 @@ def test_a_leader_killed_around_a_withdrawal_is_followed_by_one_that_ends_it(
     _damage(rig, damaged)
 
     request = request_replan(rig.client, rig.run)
-    doomed = rig.begin_batcher("doomed", failpoint=failpoint)
-    rig.wait(lambda: doomed.status is not None, f"the death at {failpoint}")
-    assert doomed.status == -signal.SIGKILL
+    rig.let_batcher_die(failpoint)
     is_done = failpoint == "replan.after_write"
     assert read_frontier(rig.client, rig.run).planned == (0 if is_done else NUM_PLANNED)
     rig.start_batcher()
-    done = await_replan(rig.client, rig.run, request, wait_s=30)
+    done = await_replan(rig.client, rig.run, request, wait_s=PATIENCE_S)
     rig.excused = {damaged}
     rig.loses_plans = True
     rig.drain()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,9 +77,7 @@ def copied(published: Published, tmp_path: Path, start_rig: Callable[..., Rig]) 
 def test_a_batcher_killed_around_a_revision_is_followed_by_one_with_the_same_plan(
     copied: Rig, published: Published, failpoint: str
 ) -> None:
-    doomed = copied.begin_batcher("doomed", failpoint=failpoint)
-    copied.wait(lambda: doomed.status is not None, f"the death at {failpoint}")
-    assert doomed.status == -signal.SIGKILL
+    copied.let_batcher_die(failpoint)
     partial = plan_of(copied)
 
     copied.start_batcher()

@@ -278,12 +278,13 @@ class Rig:
 
     # -- what may happen at once, so that nobody waits for it ----------------------------------
 
-    def end_leases(self) -> None:
-        """What is open now has no lease any more, since long ago. Of writers that are dead."""
+    def end_leases(self, *, ago_s: float = 0.0) -> None:
+        """The leases of all that is open have ended so long ago. Their writers must be dead."""
         leases = keys.run_keys(self.run).leases
+        now: Any = self.client.time()
         names: Any = self.client.zrange(leases, 0, -1)
         for name in names:
-            self.client.zadd(leases, {name: 1}, xx=True)
+            self.client.zadd(leases, {name: (now[0] - ago_s) * 1000}, xx=True)
 
     def stop_store(self) -> None:
         """The store ends and has lost nothing; `server.restart` brings it back.
