@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from harness.history import History
-from harness.rig import ENDLESS, Rig, asleep, config, is_asleep
+from harness.rig import ENDLESS, PATIENCE_S, Rig, asleep, config, is_asleep
 from turnstream.store import keys
 from turnstream_server.embedded import EmbeddedServer
 
@@ -111,7 +111,7 @@ def test_a_batcher_killed_while_it_serves_is_followed_by_one_that_goes_on(rig: R
     # Fault 13, on the trainer's side: before and after every script that a trainer's call runs,
     # and in the middle of a transfer.
     rig.start_generator(groups=24)
-    ranks = rig.start_ranks(1, checkpoint_every=1)
+    ranks = rig.start_ranks(1, checkpoint_every=1, timeout_s=PATIENCE_S)
     for failpoint in (
         "session.before_start",
         "session.after_start",

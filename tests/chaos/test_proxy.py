@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 import redis
-from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
-from redis.retry import Retry
 
 from harness.proxy import Proxy
+from turnstream.store.connection import connect
+from turnstream.store.limits import ending_within
+from turnstream.testing import wait_until
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
@@ -32,8 +33,7 @@ def proxy(embedded: EmbeddedServer) -> Iterator[Proxy]:
 
 @pytest.fixture
 def through(proxy: Proxy) -> Iterator[redis.Redis]:
-    retry = Retry(NoBackoff(), 0)
-    with redis.Redis.from_url(proxy.url, retry=retry, socket_timeout=0.3) as client:
+    with connect(proxy.url, num_retries=0) as client:
         yield client
 
 
@@ -83,17 +83,32 @@ def test_answers_are_cut_by_what_was_asked(
     assert through.get("counter") == b"4"
 
 
+def test_connections_are_cut_behind_so_many_bytes_whatever_is_asked(
+    proxy: Proxy, through: redis.Redis
+) -> None:
+    proxy.cut_connections(after_bytes=[40, 600])
+
+    for num_passed in (0, 1):
+        for _ in range(num_passed):
+            assert through.echo(b"x" * 400) == b"x" * 400
+        with pytest.raises(RedisConnectionError):
+            through.echo(b"x" * 400)
+
+    assert proxy.replies.num_cuts == 2
+    assert through.echo(b"x" * 1000) == b"x" * 1000
+
+
 def test_a_direction_that_is_silent_takes_and_never_answers(
     proxy: Proxy, through: redis.Redis, embedded: EmbeddedServer
 ) -> None:
     through.ping()
     proxy.replies.is_silent = True
 
-    with pytest.raises(RedisTimeoutError):
+    with ending_within(0.1), pytest.raises(RedisTimeoutError):
         through.incr("counter")
 
     proxy.replies.is_silent = False
-    assert through.get("counter") == b"1"
+    wait_until(lambda: through.get("counter") == b"1", describe="the request, which arrived")
 
 
 def test_a_request_stops_within_its_bytes_and_is_never_whole(
@@ -102,10 +117,10 @@ def test_a_request_stops_within_its_bytes_and_is_never_whole(
     through.set("key", b"before")
     proxy.requests.stop_within = b"behind"
 
-    with pytest.raises(RedisTimeoutError):
+    with ending_within(0.1), pytest.raises(RedisTimeoutError):
         through.set("key", b"behind")
 
-    assert proxy.requests.num_stops == 1
+    wait_until(lambda: proxy.requests.num_stops == 1, describe="the stop")
     assert through.get("key") == b"before"
     assert through.set("key", b"behind")  # it stops once
 

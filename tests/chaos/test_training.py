@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from harness.proxy import Proxy
-from harness.rig import Rig
+from harness.rig import PATIENCE_S, Rig, is_asleep
 from turnstream.worker import BatchStream
 from turnstream_server.bus.frontier import read_frontier
 
@@ -37,39 +37,43 @@ def test_a_rank_killed_before_it_got_anything_is_missed_until_the_deadline(
     fed: Rig, proxy: Proxy
 ) -> None:
     # Fault 15: one rank's path to the batcher is dead, and the rank is killed.
-    whole = fed.start_ranks(2, timeout_s=2, update_s=0.3)
-    fed.wait_for_lines("session", 2)
+    proxy.replies.is_silent = True
+    whole, cut_off = fed.start_ranks(2, targets=[fed.address(), proxy.address], barrier_s=0.5)
+    fed.wait(lambda: len([*fed.history().of("waiting")]) >= 2, "the wait of the rank cut off")
 
-    whole[1].kill()
-    whole[0].wait(30)
+    cut_off.kill()
+    whole.wait(PATIENCE_S)
 
-    assert whole[0].status == 3  # a typed error, by its deadline
-    assert any("PeerLostError" in line["error"] for line in fed.history().of("refused"))
+    assert whole.status == 3  # a typed error, by its deadline
+    assert {line.process for line in fed.history().of("received")} == {"session-001-rank-0"}
+    (refused,) = fed.history().of("refused")
+    assert "PeerLostError" in refused["error"]
     fed.drain(2)
 
 
 def test_a_rank_killed_after_it_got_a_batch_gets_the_same_bytes_again(fed: Rig) -> None:
     # Fault 15: after the get, while the optimizer works.
-    ranks = fed.start_ranks(2, timeout_s=5, update_s=0.5)
-    fed.wait_for_lines("received", 3)
+    ranks = fed.start_ranks(2, failpoint="train.after_update=stop")
+    fed.wait(lambda: is_asleep(ranks[0].pid), "the end of the first update")
 
     for rank in ranks:
         rank.kill()
 
     fed.drain(2)
     begun = [line for line in fed.history().of("received") if line["step"] == 1]
-    assert len(begun) > 4  # two mini-batches and ranks, some of them twice
+    assert len(begun) == 2 * 4  # two mini-batches and ranks, all of them twice
 
 
 def test_a_transfer_cut_in_its_middle_is_never_half_accepted(fed: Rig, proxy: Proxy) -> None:
     # Fault 15: during the stream, in a header, a frame and between frames.
-    ranks = fed.start_ranks(1, target=proxy.address, update_s=0.02, max_steps=NUM_STEPS)
-    for number, after_bytes in enumerate((0, 60, 700, 1500, 5000)):
-        fed.wait_for_lines("received", 2 * number + 1)
-        proxy.cut_next_reply(after_bytes=after_bytes)
-    fed.join(ranks)
+    # The first two transfers begin with the session's start, of some 1,400 bytes; each mini-batch
+    # has some 4,700.
+    places = (700, 1470, 120, 230, 2500, 5100, 7500, 12000)
+    proxy.cut_connections(after_bytes=places)
 
-    assert proxy.replies.num_cuts >= 3
+    fed.join(fed.start_ranks(1, target=proxy.address, max_steps=NUM_STEPS))
+
+    assert proxy.replies.num_cuts == len(places)
     fed.drain()
 
 
@@ -84,7 +88,7 @@ def test_a_step_whose_answer_is_lost_is_taken_once_and_the_trainer_goes_on(
         fed.wait(lambda: read_frontier(fed.client, fed.run).stepped == 1, "the step")
         proxy.replies.is_silent = False
         proxy.cut_all()
-        token = answer.result(30)
+        token = answer.result(PATIENCE_S)
         trained += [next(stream), next(stream)]
         stream.stepped()
 
@@ -111,7 +115,7 @@ def test_a_trainer_killed_between_its_acknowledgements_trains_nothing_twice(
     # Faults 16, 17 and 18; with checkpoints every second step, so that two steps come back.
     count = 1 if failpoint.startswith("checkpoint") else 4
     ranks = fed.start_ranks(1, failpoint=f"{failpoint}@{count}", checkpoint_every=2)
-    ranks[0].wait(30)
+    ranks[0].wait(PATIENCE_S)
     assert ranks[0].status == -signal.SIGKILL
 
     fed.drain()
@@ -147,7 +151,7 @@ def test_a_token_of_another_history_is_refused_by_name(fed: Rig) -> None:
     path.write_text(token[:-4] + "beef")
 
     ranks = fed.start_ranks(1)
-    ranks[0].wait(30)
+    ranks[0].wait(PATIENCE_S)
 
     assert ranks[0].status == 3
     assert any("StoreBehindError" in line["error"] for line in fed.history().of("refused"))

@@ -63,6 +63,8 @@ class Proxy:
         self._cut_request = b""
         self._cuts: deque[int | None] = deque()
         self._cut_clients: dict[socket.socket, int] = {}
+        self._bytes_per_connection: deque[int] = deque()
+        self._bytes_left: dict[socket.socket, int] = {}
         self._sockets: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
@@ -105,6 +107,14 @@ class Proxy:
             self._cut_request = to
             self._cuts = deque(after_bytes)
 
+    def cut_connections(self, *, after_bytes: Iterable[int]) -> None:
+        """Reset the connections that come next, each behind so many bytes of what it is answered.
+
+        The first number is of the first connection; those that come behind the last one pass.
+        """
+        with self._lock:
+            self._bytes_per_connection = deque(after_bytes)
+
     def cut_all(self) -> None:
         """Reset every connection that is open now."""
         with self._lock:
@@ -134,6 +144,8 @@ class Proxy:
                 continue
             with self._lock:
                 self._sockets |= {client, server}
+                if self._bytes_per_connection:
+                    self._bytes_left[client] = self._bytes_per_connection.popleft()
             self._start(lambda c=client, s=server: self._pump(c, s, self.requests))
             self._start(lambda c=client, s=server: self._pump(s, c, self.replies))
 
@@ -165,6 +177,7 @@ class Proxy:
             with self._lock:
                 self._sockets.discard(each)
                 self._cut_clients.pop(each, None)
+                self._bytes_left.pop(each, None)
 
     def _begun(self, lane: Lane, data: bytes) -> bytes | None:
         """What passes of the piece in which the connection stops; None where it goes on."""
@@ -190,6 +203,11 @@ class Proxy:
             if sink in self._cut_clients:
                 lane.num_cuts += 1
                 return data[: self._cut_clients[sink]], True
+            if sink in self._bytes_left:
+                left = self._bytes_left[sink]
+                self._bytes_left[sink] = left - len(data)
+                lane.num_cuts += left < len(data)
+                return data[:left], left < len(data)
             if lane.cut_after_bytes is None:
                 return data, False
             if lane.cut_after_bytes >= len(data):

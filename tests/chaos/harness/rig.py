@@ -37,7 +37,7 @@ GENERATOR_LEASE_S = 30.0
 """Longer than any process starves on a busy machine: what is open is lost where a test wants it."""
 
 PATIENCE_S = 180.0
-"""Bound of every wait for what comes at once on a quiet machine: who waits longer waits for ever."""
+"""Bound of every wait for what comes soon on a quiet machine: who waits longer waits for ever."""
 
 ENDLESS = 1_000_000
 """Groups of a generator that goes on until the run is closed, however long a test takes."""
