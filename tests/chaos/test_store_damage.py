@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.episodes import episode
-from harness.rig import CONFIG, Rig, asleep
+from harness.rig import CONFIG, PATIENCE_S, Rig, asleep
 from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.runs import create_run
@@ -22,7 +22,7 @@ def test_a_torn_end_of_the_file_is_dropped_and_sent_again(rig: Rig) -> None:
     # Fault 8: a crash in the middle of a write. The store had acknowledged it, and comes back
     # without; the writer does nothing but live.
     turns = keys.trajectory_keys(rig.run, "g/0/0").turns
-    with Publisher(rig.server.url, rig.run, writer="w") as publisher:
+    with Publisher(rig.server.url, rig.run, writer="w", keep_s=60) as publisher:
         trajectory = publisher.trajectory("g", 0, num_samples=1)
         trajectory.append(ids("ab"), ids("CD")).result(10)
         with asleep(rig.server.pid):
@@ -54,7 +54,7 @@ def test_payload_that_was_damaged_on_disk_is_set_aside_and_never_trained(rig: Ri
     rig.join(rig.start_generator(groups=12, samples=3))
     damaged = next(iter(rig.history().seals))
     tokens = episode(damaged, writer="w").turns[0].response_ids.tobytes()
-    rig.server.kill()
+    rig.stop_store()
     path = _append_only_file(rig)
     whole = path.read_bytes()
     assert whole.count(tokens) == 1
@@ -100,14 +100,14 @@ def test_an_empty_server_is_noticed_and_nothing_begins_again_at_0(rig: Rig) -> N
     # Fault 10: the data set is gone, the address is the same.
     batcher = rig.start_batcher().service
     rig.start_generator(groups=40, pause_s=0.05, timeout_s=5)
-    rig.start_ranks(1, checkpoint_every=1, timeout_s=5)
+    rig.start_ranks(1, checkpoint_every=1)
     rig.wait_for_lines("committed", 2)
     rig.loses_history = True
     rig.server.kill()
     shutil.rmtree(rig.server.data_dir / "appendonlydir")
     rig.server.restart()
 
-    rig.ranks[0].wait(30)
+    rig.ranks[0].wait(PATIENCE_S)
     lost = [line["error"] for line in rig.history().of("refused")]
     rig.wait_for_lines("ended", 2)
 
@@ -116,7 +116,7 @@ def test_an_empty_server_is_noticed_and_nothing_begins_again_at_0(rig: Rig) -> N
     assert batcher.status is None
     create_run(rig.client, rig.run, CONFIG)  # as an operator would
     (ahead,) = rig.start_ranks(1)
-    ahead.wait(30)
+    ahead.wait(PATIENCE_S)
     assert ahead.status == 3
     assert any("StoreBehindError" in line["error"] for line in rig.history().of("refused"))
     assert rig.ledger().accepted == 0

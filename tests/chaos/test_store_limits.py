@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 from harness.health import ask_health
+from harness.history import Line
 from harness.proxy import Proxy
-from harness.rig import Rig, asleep, config
+from harness.rig import CONFIG, ENDLESS, Rig, asleep, config
 from harness.stored import lost_with
 from turnstream.errors import WaitKind
 from turnstream.store import keys
@@ -27,6 +29,8 @@ StartRig = Callable[..., Rig]
 HELD = "full-0/0/0"
 """Of three turns, the first of which is stored when the server becomes full."""
 
+NUM_PLANNED = CONFIG.max_planned_ahead + 1
+
 
 @pytest.fixture
 def full(start_rig: StartRig) -> Rig:
@@ -34,6 +38,7 @@ def full(start_rig: StartRig) -> Rig:
     rig = start_rig(config=config(max_staleness=20, retain_checkpoints=1))
     rig.start_batcher()
     rig.join(rig.start_generator("before", groups=32, samples=4))
+    rig.wait(lambda: rig.planned() == NUM_PLANNED, "all plans")  # no payload is read any more
     may_go_on = rig.folder / "go on"
     rig.start_generator("full", groups=3, hang_in=HELD, hang_until=may_go_on)
     rig.wait_for_lines("hanging")
@@ -51,26 +56,35 @@ def test_a_full_server_holds_producers_up_while_consumers_go_on(full: Rig) -> No
     def look() -> None:
         looks.append(_memory(full)["used_memory"])
 
-    full.wait_for_lines("told_to_wait")
+    began_s = time.monotonic()
+    full.wait(lambda: "OOM" in _told(full), "a producer that is told why it waits")
     full.wait(lambda: full.count("opening") == 34, "a producer that asks for leave")
     full.join(full.start_ranks(1, checkpoint_every=1, max_steps=1))
-    refused = _num_refused(full)
+    refused, lasted_s = _num_refused(full), time.monotonic() - began_s
     full.wait(lambda: _num_refused(full) > refused + 1, "both producers, which try again")
     look()
     held_up = full.history()
-    full.start_ranks(1, checkpoint_every=1, timeout_s=30)
+    full.start_ranks(1, checkpoint_every=1)
     full.wait(lambda: look() or full.count("done") == 4, "the end of both producers")
     full.ranks[0].kill()
-    full.drain(timeout_s=30)
+    full.drain()
 
-    (told,) = [dict(line["reasons"]) for line in held_up.of("told_to_wait")]
-    assert "OOM" in told[WaitKind.STORE_AWAY]
     assert {line["group"] for line in held_up.of("opened")}.isdisjoint({"late-0"})
     assert [line["trajectory"] for line in held_up.of("appended")][-1] == HELD
-    assert refused < 100  # they wait between two tries
+    assert refused < 30 + 10 * lasted_s  # they wait between two tries
     assert looks[0] > limit
     assert max(looks) < 1.1 * limit  # I8: what goes on takes little
     assert full.counts() == {"accepted": 142, "committed": 142}
+
+
+def _told(rig: Rig) -> str:
+    """What the producer was told last of the write that it waits for."""
+    told = [line["reasons"] for line in rig.history().of("told_to_wait") if _is_held(line)]
+    return dict(told[-1]).get(WaitKind.STORE_AWAY, "") if told else ""
+
+
+def _is_held(line: Line) -> bool:
+    return line["trajectory"] == HELD
 
 
 def _num_refused(rig: Rig, error: str = "OOM") -> int:
@@ -105,15 +119,16 @@ def test_a_full_disk_refuses_writes_before_they_are_acknowledged(
     rig.start_batcher()
     rig.start_generator("before", groups=4)
     rig.wait_for_lines("done")
-    assert ask_health(rig.address()) == (Health.SERVING, "")
+    _wait_for_health(rig, Health.SERVING)
     _fill(small_disk)
     held = rig.start_generator("held", groups=16)
     rig.wait(lambda: _num_refused(rig, "MISCONF") > 2, "refused writes")
-    sealed = rig.count("sealed")
+    rig.wait_for_lines("opening", 4 + 1)  # of the producer that is to be held up
+    counts = rig.counts()
     refuses = "the store refuses writes: its last write to the disk failed"
     _wait_for_health(rig, Health.NOT_SERVING, refuses)
     first = reasons(read_snapshot(rig.client, rig.run))[0]
-    assert rig.count("sealed") == sealed
+    assert rig.counts() == counts
 
     (small_disk / "filler").unlink()
     rig.join(held)
@@ -125,7 +140,7 @@ def test_a_full_disk_refuses_writes_before_they_are_acknowledged(
     )
     rig.server.kill()  # what was acknowledged meanwhile is on the disk
     assert lost_with(small_disk, rig.history(), run=rig.run, binary=None) == []
-    assert rig.count("sealed") == 4 * 2 + 16 * 2 > sealed
+    assert rig.count("sealed") == 4 * 2 + 16 * 2 > counts["accepted"]
     rig.server.restart()
     rig.drain()
 
@@ -147,7 +162,7 @@ def test_a_full_disk_under_fsync_ends_the_server_and_loses_nothing(
     rig.server.restart()
     _wait_for_health(rig, Health.SERVING)
 
-    rig.drain(timeout_s=30)
+    rig.drain()
 
 
 def _wait_for_health(rig: Rig, state: Health, trouble: str = "") -> None:
@@ -171,9 +186,9 @@ def _fill(disk: Path) -> None:
 
 def test_a_server_that_sleeps_for_less_than_a_lease_costs_nobody_a_lease(rig: Rig) -> None:
     # Fault 12
-    services = [rig.start_batcher(name, lease_s=5.0).service for name in ("batcher", "other")]
-    rig.start_generator(groups=24, pause_s=0.02)
-    rig.start_ranks(1, checkpoint_every=1, timeout_s=30)
+    services = [rig.start_batcher(name, lease_s=15.0).service for name in ("batcher", "other")]
+    rig.start_generator(groups=ENDLESS, pause_s=0.1)
+    rig.start_ranks(1, checkpoint_every=1)
     rig.wait_for_lines("stepped")
     leader = keys.run_keys(rig.run).leader
     owner: Any = rig.client.hget(leader, "owner")
@@ -185,6 +200,7 @@ def test_a_server_that_sleeps_for_less_than_a_lease_costs_nobody_a_lease(rig: Ri
     assert rig.client.hget(leader, "owner") == owner
     assert rig.client.hget(leader, "epoch") == b"1"
     assert [service.status for service in services] == [None, None]
+    rig.close_run()
     rig.ranks[0].kill()
     rig.drain()
 
