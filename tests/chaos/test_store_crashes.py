@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.machine import Machine
-from harness.rig import Rig, asleep
+from harness.rig import ENDLESS, PATIENCE_S, Rig, asleep, config
 from harness.stored import lost_with
 from turnstream.errors import StoreBehindError
 from turnstream.generator import Publisher
 from turnstream.testing import ids
 from turnstream_server.embedded import find_binary
+from turnstream_server.jobs.stack import Service
 
 pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(600)]
 
 StartRig = Callable[..., Rig]
+UNHINDERED = config(max_staleness=1000)
+"""No generator waits for a trainer."""
+
+ONE_TURN = 80
+"""Bytes in which one turn has room, and a second one has not."""
 
 
 def kind_of_server(kind: str) -> Path:
@@ -45,32 +52,37 @@ def test_a_server_that_is_killed_under_load_loses_nothing_it_acknowledged(
     machine = Machine(tmp_path, server=kind_of_server(kind))
     rig = start_rig(binary=machine.binary, durability=durability)
     batcher = rig.start_batcher().service
-    generators = [rig.start_generator(f"w{n}", groups=32, pause_s=0.1) for n in range(2)]
-    rig.start_ranks(1, checkpoint_every=1, timeout_s=30)
+    generators = [rig.start_generator(f"w{n}", groups=ENDLESS, pause_s=0.1) for n in range(2)]
+    rig.start_ranks(1, checkpoint_every=1)
 
     for number in range(3):
         rig.wait_for_lines("committed", number + 1)
-        _wait_between_syncs(rig, machine)
-        rig.server.kill()
+        if durability == "everysec":
+            _kill_between_syncs(rig, machine)
+        else:
+            rig.server.kill()
         data = rig.server.data_dir
         assert lost_with(data, rig.history(), run=rig.run, binary=machine.binary) == []
         rig.server.restart()
     rig.wait_for_lines("committed", 6)
 
     assert [service.status for service in (batcher, rig.ranks[0])] == [None, None]
+    rig.close_run()
     rig.join(generators)
     rig.ranks[0].kill()
     rig.drain()
 
 
-def _wait_between_syncs(rig: Rig, machine: Machine) -> None:
-    """Until a sync has ended, and what the server held back meanwhile is in its file.
+def _kill_between_syncs(rig: Rig, machine: Machine) -> None:
+    """While a sync lasts, a server answers before it writes. The generators are under way."""
 
-    With everysec the next one begins a second later. The generators are under way.
-    """
-    synced = machine.synced(rig.server.data_dir)
-    rig.wait(lambda: machine.synced(rig.server.data_dir) > synced, "the end of a sync")
-    rig.wait_for_lines("appended", rig.count("appended") + 3)
+    def kill() -> bool:
+        with contextlib.suppress(ProcessLookupError), asleep(rig.server.pid):
+            if machine.is_between_syncs(rig.server.data_dir):
+                rig.server.kill()
+        return not rig.server.is_running
+
+    rig.wait(kill, "a moment between two syncs")
 
 
 def test_a_server_that_is_killed_while_a_slow_disk_syncs_is_sent_again_what_it_held_back(
@@ -78,12 +90,10 @@ def test_a_server_that_is_killed_while_a_slow_disk_syncs_is_sent_again_what_it_h
 ) -> None:
     # Fault 6: with everysec, a server whose sync has not ended answers before it writes.
     machine = Machine(tmp_path)
-    rig = start_rig(binary=machine.binary)
+    rig = start_rig(binary=machine.binary, config=UNHINDERED)
     batcher = rig.start_batcher().service
     machine.slow_disk_down(sync_s=5.0)
-    generators = [
-        rig.start_generator(f"w{n}", groups=8, pause_s=0.3, to_disk=1, keep_s=3.0) for n in range(2)
-    ]
+    generators = _start_endless_generators(rig)
     lost: set[str] = set()
 
     def kill_with_loss() -> bool:
@@ -96,13 +106,34 @@ def test_a_server_that_is_killed_while_a_slow_disk_syncs_is_sent_again_what_it_h
     rig.wait(kill_with_loss, "an acknowledged trajectory that is not in the file")
     machine.slow_disk_down(sync_s=0.0)
     rig.server.restart()
+    _wait_for_all(rig, generators, "opened")
+    rig.close_run()
     rig.join(generators)
 
     assert batcher.status is None
-    assert sum(line["restarts"] for line in rig.history().of("done")) > 0
+    assert [line["restarts"] for line in rig.history().of("done")] == [1, 1]
     rig.loses_plans = True
     rig.drain()
-    assert rig.counts() == {"accepted": 32, "committed": 32}
+    assert rig.counts() == dict.fromkeys(("accepted", "committed"), rig.count("sealed"))
+
+
+def _start_endless_generators(rig: Rig) -> list[Service]:
+    """Two that keep what they were answered for longer than a test takes."""
+    return [rig.start_generator(f"w{n}", groups=ENDLESS, pause_s=0.2, keep_s=600) for n in range(2)]
+
+
+def _wait_for_all(rig: Rig, generators: Sequence[Service], kind: str) -> None:
+    """Until each has logged two lines more of a kind: the second is of a call that began since.
+
+    Where the store was started anew, it is one behind all that is sent again.
+    """
+    before = Counter(line.process for line in rig.history().of(kind))
+
+    def is_so() -> bool:
+        now = Counter(line.process for line in rig.history().of(kind))
+        return all(now[each.name] >= before[each.name] + 2 for each in generators)
+
+    rig.wait(is_so, f"two {kind!r} of every generator")
 
 
 def _held_back(rig: Rig) -> set[str]:
@@ -121,7 +152,7 @@ def test_a_power_cut_under_fsync_loses_nothing_it_acknowledged(
     rig = start_rig(binary=machine.binary, durability="fsync")
     rig.start_batcher()
     rig.start_generator(groups=24)
-    rig.start_ranks(1, checkpoint_every=1, timeout_s=30)
+    rig.start_ranks(1, checkpoint_every=1)
 
     for number in range(3):
         rig.wait_for_lines("sealed", 8 * (number + 1))
@@ -141,29 +172,28 @@ def test_a_power_cut_under_everysec_costs_generators_that_live_nothing(
 ) -> None:
     # Fault 7: what was acknowledged and never synced is sent again, by whoever wrote it.
     machine = Machine(tmp_path)
-    rig = start_rig(binary=machine.binary)
+    rig = start_rig(binary=machine.binary, config=UNHINDERED)
     _wait_for_sync(rig, machine)  # of the run itself
     batcher = rig.start_batcher().service
-    generators = [
-        rig.start_generator(f"w{n}", groups=10, pause_s=0.2, to_disk=1, keep_s=3.0)
-        for n in range(2)
-    ]
-    num_lost = 0
+    generators = _start_endless_generators(rig)
+    num_lost: list[int] = []
 
     for _ in range(2):
         machine.freeze_disk()
-        rig.wait_for_lines("sealed", rig.count("sealed") + 8)
+        _wait_for_all(rig, generators, "sealed")
         rig.server.kill()
-        num_lost += machine.lose_power(rig.server.data_dir)
+        num_lost.append(machine.lose_power(rig.server.data_dir))
         rig.server.restart()
+    _wait_for_all(rig, generators, "opened")
+    rig.close_run()
     rig.join(generators)
 
-    assert num_lost > 0
+    assert min(num_lost) > 0
     assert batcher.status is None
-    assert sum(line["restarts"] for line in rig.history().of("done")) > 0
+    assert [line["restarts"] for line in rig.history().of("done")] == [2, 2]
     rig.loses_plans = True
     rig.drain()
-    assert rig.counts() == {"accepted": 40, "committed": 40}
+    assert rig.counts() == dict.fromkeys(("accepted", "committed"), rig.count("sealed"))
 
 
 def test_a_power_cut_under_everysec_is_told_to_a_writer_whose_older_turns_are_gone(
@@ -172,15 +202,16 @@ def test_a_power_cut_under_everysec_is_told_to_a_writer_whose_older_turns_are_go
     # Fault 7: a loss of more than is kept is never a hole in a trajectory, and has a name.
     machine = Machine(tmp_path)
     rig = start_rig(binary=machine.binary)
-    with Publisher(rig.server.url, rig.run, writer="w", keep_s=0.5) as publisher:
+    # Of what it keeps there is room for one turn: the newest.
+    with Publisher(rig.server.url, rig.run, keep_s=600, max_kept_bytes=ONE_TURN) as publisher:
         begun = publisher.trajectory("begun", 0, num_samples=1)
         begun.append(ids("ab"), ids("CD")).result(10)
         _wait_for_sync(rig, machine)
         machine.freeze_disk()
         begun.append(ids("abCD"), ids("E")).result(10)
-        publisher.flush_to_disk(30)
         new = publisher.trajectory("new", 0, num_samples=1)
         new.append(ids("ab"), ids("CD")).result(10)
+        assert publisher.statistics().num_forgotten == 2
         rig.server.kill()
         assert machine.lose_power(rig.server.data_dir) > 0
         rig.server.restart()
@@ -222,7 +253,7 @@ def test_a_power_cut_under_everysec_is_told_to_a_trainer_that_is_ahead_of_the_st
     machine.lose_power(rig.server.data_dir)
     rig.server.restart()
     (ahead,) = rig.start_ranks(1, target=target)
-    ahead.wait(30)
+    ahead.wait(PATIENCE_S)
     refusals = [line["error"] for line in rig.history().of("refused")]
     rig.join(rig.start_generator("new", groups=12))
     rig.join(rig.start_ranks(1, target=target, from_step=1, checkpoint_every=1, max_steps=4))
@@ -253,14 +284,14 @@ def test_a_power_cut_under_everysec_is_told_to_a_trainer_that_lives_on(
     _wait_for_sync(rig, machine)
     machine.freeze_disk()
     rig.loses_history = True
-    rig.start_generator("again", groups=20, pause_s=0.1, to_disk=1, keep_s=20)
+    rig.start_generator("again", groups=20, pause_s=0.1, to_disk=1, keep_s=600)
     rig.wait_for_lines("stepped", 3)
 
     rig.server.kill()
     machine.lose_power(rig.server.data_dir)
     rig.server.restart()
-    rig.ranks[0].wait(60)
-    told = [line["error"] for line in rig.history().of("refused")][-1]
+    rig.ranks[0].wait(PATIENCE_S)
+    (told,) = [line["error"] for line in rig.history().of("refused") if "group" not in line.facts]
     rig.start_ranks(1, from_step=1, checkpoint_every=1, max_steps=4)
     rig.join(rig.ranks)
 

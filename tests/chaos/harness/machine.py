@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from harness.rig import server_with
 from turnstream_server.embedded import find_binary
+
+_EARLY_S = 0.5
+"""Behind the beginning of a sync: the next one is not due."""
 
 _SOURCE = Path(__file__).with_name("shim.c")
 
@@ -72,6 +76,22 @@ class Machine:
         """Bytes of the append-only files that are not on disk."""
         files = _append_only_files(data_dir)
         return sum(path.stat().st_size - self._synced_size(path) for path in files)
+
+    def is_between_syncs(self, data_dir: Path) -> bool:
+        """Whether a server, which sleeps now, has ended a sync, has written, and began no other.
+
+        With everysec there is no more than one in a second, of the clock or since the last one.
+        """
+        (path,) = _append_only_files(data_dir)
+        ended = self._synced / str(path.stat().st_ino)
+        began = ended.with_suffix(".began")
+        if not (began.exists() and ended.exists()):
+            return False
+        now_s, began_s = time.time(), began.stat().st_mtime
+        is_over = began_s <= ended.stat().st_mtime
+        has_written = path.stat().st_size > self._synced_size(path)
+        is_early = now_s - began_s < _EARLY_S and int(now_s) == int(began_s)
+        return is_over and has_written and is_early
 
     def synced(self, data_dir: Path) -> int:
         """Bytes of the append-only files that are on disk."""

@@ -367,6 +367,7 @@ def asleep(pid: int) -> Iterator[None]:
     """The process sleeps for as long as the block lasts."""
     os.kill(pid, signal.SIGSTOP)
     try:
+        wait_until(lambda: is_asleep(pid), timeout_s=PATIENCE_S, describe=f"the sleep of {pid}")
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
