@@ -29,11 +29,11 @@ def test_producers_of_a_slow_trainer_wait_within_the_budget_and_all_is_trained(
     def look() -> None:
         looks.append(read_budget(rig.client, rig.run).held.total)
 
-    rig.wait(lambda: look() or num_waits(rig) > 0, "producers that wait", timeout_s=60)
+    rig.wait(lambda: look() or num_waits(rig) > 0, "producers that wait")
     (slow,) = rig.start_ranks(1, checkpoint_every=1, update_s=0.1)
-    rig.wait(lambda: look() or rig.count("committed") >= 5, "a trainer that goes on", timeout_s=60)
+    rig.wait(lambda: look() or rig.count("committed") >= 5, "a trainer that goes on")
     slow.kill()
-    rig.drain(timeout_s=30)
+    rig.drain()
 
     assert MAX_BYTES / 2 < max(looks) <= MAX_BYTES
     assert rig.counts() == {"accepted": 240, "committed": 240}
@@ -51,11 +51,11 @@ def test_a_small_server_holds_producers_up_before_it_is_full(start_rig: StartRig
     def look() -> None:
         looks.append(used_memory(rig.client))
 
-    rig.wait(lambda: look() or num_waits(rig) > 0, "producers that wait", timeout_s=60)
+    rig.wait(lambda: look() or num_waits(rig) > 0, "producers that wait")
     (rank,) = rig.start_ranks(1, checkpoint_every=1)
-    rig.wait(lambda: look() or rig.count("committed") >= 10, "ten commits", timeout_s=90)
+    rig.wait(lambda: look() or rig.count("committed") >= 10, "ten commits")
     rank.kill()
-    rig.drain(timeout_s=30)
+    rig.drain()
 
     assert max(looks) < limit
     assert rig.counts() == {"accepted": 400, "committed": 400}

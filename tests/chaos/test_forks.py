@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.rig import CONFIG, Rig
+from harness.rig import CONFIG, ENDLESS, Rig
 from turnstream.types import RecoveryToken
 from turnstream_server.bus.forks import fork_run
 from turnstream_server.bus.manifests import StoredManifest, read_plan
@@ -26,7 +26,7 @@ def origin(tmp_path: Path) -> Iterator[Rig]:
         Rig(tmp_path / "a", server, run="a") as rig,
     ):
         rig.start_batcher()
-        rig.start_generator(groups=60, pause_s=0.05)
+        rig.start_generator(groups=ENDLESS, pause_s=0.1)
         rig.start_ranks(1, checkpoint_every=1)
         rig.wait_for_lines("committed", 3)
         yield rig
@@ -62,6 +62,7 @@ def test_a_run_and_its_fork_from_a_checkpoint_both_train_on(origin: Rig, tmp_pat
         received = list(history.of("received"))
         plans = [plan(fork, step) for step in range(3, 7)]
     origin.ranks[0].kill()
+    origin.close_run()
     origin.drain()  # the invariants of "a" hold, as if nobody had forked it
 
     assert [*dict.fromkeys(line["step"] for line in received)] == [3, 4, 5, 6]

@@ -16,7 +16,7 @@ import pytest
 
 from harness.proxy import Proxy
 from harness.repeater import Repeated, Repeater
-from harness.rig import Rig, config
+from harness.rig import PATIENCE_S, Rig, config
 from turnstream.generator import Publisher, RewardOutcome
 from turnstream.store import keys
 from turnstream.testing import ids
@@ -53,7 +53,7 @@ def planned(start_rig: StartRig) -> Rig:
 @pytest.fixture
 def single(planned: Rig, tmp_path: Path) -> list[Any]:
     """What two ranks say of these steps whose calls are sent once, over a copy of the store."""
-    planned.server.kill()
+    planned.stop_store()
     shutil.copytree(planned.server.data_dir, tmp_path / "single/store")
     planned.server.restart()
     with (
@@ -99,7 +99,7 @@ def test_calls_that_come_three_times_at_once_have_the_outcome_of_single_calls(
 def _observed(rig: Rig, target: str) -> list[Any]:
     """What an observer is given, who says of each step that it was seen."""
     found: list[Any] = []
-    with ObserverStream(target, rig.run, "audit", first_step=1, timeout_s=30) as observer:
+    with ObserverStream(target, rig.run, "audit", first_step=1, timeout_s=PATIENCE_S) as observer:
         for mini_batch in observer:
             info = mini_batch.info
             found.append((info.step, info.mini_batch, mini_batch.content_hash))
@@ -227,7 +227,7 @@ def _replay(rig: Rig, proxied: Proxy, *, copies: int) -> list[Any]:
     port = int(rig.server.url.rpartition(":")[2].partition("/")[0])
 
     def send(data: bytes) -> None:
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as again:
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as again:
             again.sendall(_impatient(data) + b"*1\r\n$4\r\nQUIT\r\n")
             reader = hiredis.Reader()
             while got := again.recv(1 << 16):
@@ -243,7 +243,7 @@ def _replay(rig: Rig, proxied: Proxy, *, copies: int) -> list[Any]:
     for sender in senders:
         sender.start()
     for sender in senders:
-        sender.join(20)
+        sender.join(PATIENCE_S)
     assert not any(sender.is_alive() for sender in senders)
     return answers
 

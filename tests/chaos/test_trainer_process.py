@@ -37,10 +37,10 @@ def test_a_trainer_killed_anywhere_ends_with_every_step_once_in_its_weights(
     rig.start_batcher()
     _publish(rig)
     doomed = _start_trainer(rig, "first", failpoint=failpoint)
-    rig.wait(lambda: doomed.status is not None, f"the death at {failpoint}", timeout_s=90)
+    rig.wait(lambda: doomed.status is not None, f"the death at {failpoint}")
     assert doomed.status == -signal.SIGKILL
 
-    rig.join(_start_trainer(rig, "second"), timeout_s=90)
+    rig.join(_start_trainer(rig, "second"))
 
     first, second = _dumped(rig.folder / "first"), _dumped(rig.folder / "second")
     again = range(first_again, NUM_STEPS + 1)

@@ -14,7 +14,7 @@ import pytest
 from harness.checker import check
 from harness.history import History, Line
 from harness.rank import describe
-from harness.rig import Rig
+from harness.rig import PATIENCE_S, Rig
 from turnstream.worker import BatchStream
 
 pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
@@ -29,7 +29,7 @@ def test_the_world_may_change_from_four_to_three_to_four(rig: Rig) -> None:
     rig.start_generator(groups=24)
     for world_size in (4, 3):
         ranks = rig.start_ranks(world_size, checkpoint_every=2, failpoint="train.after_stepped@3")
-        ranks[0].wait(60)
+        ranks[0].wait(PATIENCE_S)
         assert ranks[0].status == -signal.SIGKILL
         for rank in ranks:
             rank.kill()
@@ -78,7 +78,7 @@ def _pull_all(rig: Rig, *, session: str, dp_world_size: int, num_steps: int) -> 
         process = f"{session}-{dp_rank}"
         lines = [Line(process, "session", 0.0, {"token": None, "after_step": 0, **who})]
         with BatchStream(
-            rig.address(), rig.run, dp_rank, dp_world_size, session=session, timeout_s=30
+            rig.address(), rig.run, dp_rank, dp_world_size, session=session, timeout_s=PATIENCE_S
         ) as stream:
             for mini_batch in stream:
                 padding = mini_batch.rows.is_padding
