@@ -33,6 +33,9 @@ from turnstream_server.jobs.stack import Service, Stack
 LEASE_S = 1.0
 """Of a planner: short, so that a test need not wait long for its successor."""
 
+DOOMED_LEASE_S = 0.3
+"""Of one that leads alone until it dies: whoever comes next waits for the end of its lease."""
+
 GENERATOR_LEASE_S = 30.0
 """Longer than any process starves on a busy machine: what is open is lost where a test wants it."""
 
@@ -144,7 +147,7 @@ class Rig:
 
     def let_batcher_die(self, failpoint: str, *, name: str = "doomed") -> None:
         """Start a batcher, which may die before it answers, and wait for its death."""
-        environment = {"TURNSTREAM_FAILPOINT": failpoint, "TURNSTREAM_LEASE_S": str(LEASE_S)}
+        environment = {"TURNSTREAM_FAILPOINT": failpoint, "TURNSTREAM_LEASE_S": str(DOOMED_LEASE_S)}
         arguments = ["batcher", "--listen", self.address(name)]
         doomed = self.keep(self._stack(environment).start(name, arguments))
         self.wait(lambda: doomed.status is not None, f"the death at {failpoint}")
