@@ -33,6 +33,7 @@ def test_the_scripts_of_generators_are_these() -> None:
             "read_config.lua",
             "read_waits.lua",
             "reopen_run.lua",
+            "reopen_task.lua",
         ),
         *("reserve.lua", "revise_config.lua", "set_paused.lua", "take_over.lua"),
     ] == NAMES

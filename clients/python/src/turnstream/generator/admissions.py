@@ -65,7 +65,7 @@ class Admissions:
     ) -> list[Lane]:
         """Go on with a group of which the store has opened these members, with these epochs."""
         lanes = self._lives.begin_opened(epochs, now_s=now_s)
-        opening = Admission(group, encode_event(group), lanes, Delivery())
+        opening = Admission(group, encode_event(group), lanes, Delivery(), is_task=True)
         self._lives.window.keep(opening, now_s=now_s)
         return lanes
 

@@ -26,6 +26,7 @@ from turnstream.store.waits import READ_WAITS, waits_command
 from turnstream.types import TrajectoryAbandoned
 
 _OPEN_GROUP = Script("open_group")
+_REOPEN_TASK = Script("reopen_task")
 _APPEND = Script("append")
 _POST_SEALED = Script("post_sealed")
 _ABANDON = Script("abandon")
@@ -33,6 +34,7 @@ _READ_CONFIG = Script("read_config")
 _NOTE_CONFLICT = Script("note_conflict")
 SCRIPTS = (
     _OPEN_GROUP,
+    _REOPEN_TASK,
     _APPEND,
     _POST_SEALED,
     _ABANDON,
@@ -242,6 +244,7 @@ class CommandMaker:
         self._writer = writer
         names = keys.run_keys(run)
         self._group_keys = names.of_open_group
+        self._task_keys = names.of_next_task
         self._config_keys = (names.config,)
         self._seals_keys = names.of_post_sealed
         self._abandon_keys = (names.ledger, names.counts, names.events, names.leases)
@@ -294,14 +297,17 @@ class CommandMaker:
                 return waits_command(self._run)
 
     def _admission(self, admission: Admission) -> Command:
-        return _OPEN_GROUP(
-            self._group_keys,
-            keys.encode_name(admission.group.group_id),
-            group_size(admission.group),
+        group = admission.group
+        arguments = (
+            keys.encode_name(group.group_id),
+            group_size(group),
             self._writer,
             admission.record,
             *[lane.trajectory_id for lane in admission.lanes],
         )
+        if admission.is_task:
+            return _REOPEN_TASK(self._task_keys, group.prompt_uid, *arguments)
+        return _OPEN_GROUP(self._group_keys, *arguments)
 
     def _payload(self, call: PayloadCall) -> Command:
         lane = call.lane

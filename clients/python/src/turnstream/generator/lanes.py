@@ -99,6 +99,7 @@ class Admission:
         since_s: when it was first refused for lack of capacity; None before.
         reason: what the last refusal said.
         is_over: its wait has ended, and whoever waited was told.
+        is_task: the store gave it as a task, and may have forgotten that.
     """
 
     group: GroupOpened
@@ -108,6 +109,7 @@ class Admission:
     since_s: float | None = None
     reason: str = ""
     is_over: bool = False
+    is_task: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -254,6 +254,11 @@ class RunKeys(NamedTuple):
         )
 
     @property
+    def of_next_task(self) -> tuple[str, ...]:
+        """The keys of the scripts next_task and reopen_task."""
+        return (self.prompts, self.tasks, self.again, *self.of_open_group)
+
+    @property
     def of_post_sealed(self) -> tuple[str, ...]:
         """The keys of the script post_sealed."""
         return (

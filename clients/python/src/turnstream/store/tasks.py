@@ -176,9 +176,7 @@ def read_prompt_counts(client: redis.Redis, run: str) -> PromptCounts:
 
 def next_task_command(run: str, *, writer: str, request: str) -> Command:
     """The call by which a writer takes the next task; nothing is sent. See next_task.lua."""
-    names = keys.run_keys(run)
-    where = (names.prompts, names.tasks, names.again, *names.of_open_group)
-    return _NEXT_TASK(where, writer, request)
+    return _NEXT_TASK(keys.run_keys(run).of_next_task, writer, request)
 
 
 def parse_task(reply: Sequence[Any]) -> TakenTask | NoTask:
