@@ -6,9 +6,11 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # `make demo JSON=FILE` and `make chaos JSON=FILE` also write their summary there.
 JSON ?=
-# Of `make chaos`: how long, and which faults; a seed that failed fails again.
+# Of `make chaos`: how long, and which faults; a seed that failed fails again. Half of the time with fsync, half with
+# everysec, unless one of them is named.
 SECONDS ?= 1800
 SEED ?=
+DURABILITY ?=
 # Of `make simulate`: how many lives, from which seed on; with PROCESSES= on fewer than all cores.
 SEEDS ?= 2000
 FIRST ?= 0
@@ -59,9 +61,9 @@ simulate: $(STAMP) ## lives of a run from seeds, on the real scripts in memory; 
 	PYTHONPATH=tests/simulation $(BIN)/python -m simulator --seeds $(SEEDS) --first $(FIRST) \
 	  $(if $(SEED),--seed $(SEED)) $(if $(PROCESSES),--processes $(PROCESSES))
 
-chaos: $(STAMP) ## random faults over a running stack; SECONDS=1800 SEED= JSON=FILE
+chaos: $(STAMP) ## random faults over a running stack; SECONDS=1800 SEED= DURABILITY= JSON=FILE
 	PYTHONPATH=tests/chaos $(BIN)/python -m harness.soak --seconds $(SECONDS) \
-	  $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json "$(JSON)")
+	  $(if $(SEED),--seed $(SEED)) $(if $(DURABILITY),--durability $(DURABILITY)) $(if $(JSON),--json "$(JSON)")
 
 proto: $(PROTO_STAMP) ## compile proto/ with the pinned compiler
 	$(PROTO_VENV)/bin/python tools/generate_wire.py

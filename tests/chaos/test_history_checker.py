@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from harness.checker import CHECKS, HistoryError, check
-from harness.episodes import episode
+from harness.episodes import episode, prompt_payload
 from harness.forging import (
     Lines,
     Writing,
     change,
     edit_row,
     every_share,
+    renamed,
     right_history,
     share,
     without,
@@ -184,6 +185,20 @@ def an_update_from_another_manifest_than_was_delivered(lines: Lines) -> Lines:
     return every_share(lines, other)
 
 
+def a_task_with_another_payload(lines: Lines) -> Lines:
+    said = prompt_payload("p1").decode()
+    facts = {"group": "p1%231", "num_samples": 1, "trajectories": ["p1%231/0/0"], "prompt": "p1"}
+    return [
+        *lines,
+        Line("generator", "given", 100.0, {**facts, "payload": said}),
+        Line("generator", "given", 101.0, {**facts, "payload": f"{said}, or so"}),
+    ]
+
+
+def two_visits_of_a_prompt_that_are_trained(lines: Lines) -> Lines:
+    return renamed(lines, {"g0": "p%231", "g5": "p%232"})
+
+
 CORRUPTIONS: list[tuple[str, Corrupt]] = [
     ("trained_once", a_batch_that_comes_twice),
     ("trained_once", a_row_twice_on_one_rank),
@@ -226,6 +241,9 @@ CORRUPTIONS: list[tuple[str, Corrupt]] = [
     ("steps_are_stepped_by_all_ranks", a_rank_without_the_last_mini_batch),
     ("steps_are_stepped_by_all_ranks", ranks_that_trained_from_two_manifests),
     ("steps_are_stepped_by_all_ranks", an_update_from_another_manifest_than_was_delivered),
+    ("nothing_else_is_trained", lambda ls: change(ls, "opening", purpose="eval")),
+    ("nothing_else_is_trained", a_task_with_another_payload),
+    ("prompts_are_trained_once", two_visits_of_a_prompt_that_are_trained),
     ("nothing_is_lost", a_lost_group),
 ]
 
@@ -272,6 +290,38 @@ def test_a_wrong_history_contradicts_the_invariant(invariant: str, corrupt: Corr
 def test_a_ledger_that_the_history_contradicts_is_found(counts: dict[str, int]) -> None:
     with pytest.raises(HistoryError, match="ledger_adds_up"):
         check(History(right_history()), counts=counts)
+
+
+@pytest.mark.parametrize("num_evaluated", [1, 3])
+def test_evaluations_that_the_ledger_does_not_have_are_found(num_evaluated: int) -> None:
+    writing = Writing()
+    write_group(writing, "e")
+    later = [replace(line, at=line.at + 10.0) for line in writing.lines]
+    evaluation = change(later, "opening", purpose="eval")
+    history = History([*right_history(), *evaluation])
+    counts = {"accepted": 18, "committed": 16, "evaluated": 2}
+
+    check(history, counts=counts, is_drained=True)
+
+    wrong = {**counts, "accepted": 16 + num_evaluated, "evaluated": num_evaluated}
+    with pytest.raises(HistoryError, match="evaluations_add_up"):
+        check(history, counts=wrong, is_drained=True)
+
+
+def test_tasks_are_among_what_generators_were_told_of_and_tried() -> None:
+    name = "p1%231"
+    given = {"group": name, "num_samples": 2, "prompt": "p1", "trajectories": [f"{name}/0/0"]}
+    facts = {**given, "payload": prompt_payload("p1").decode()}
+    lines = [*right_history(), Line("v", "asking_task", 100.0, {"num_samples": 2})]
+    answered = [*lines, Line("v", "given", 101.0, facts)]
+    in_vain = [*lines, Line("v", "asked_task_in_vain", 101.0, {"num_samples": 2})]
+
+    for allowed, kept in ((0, in_vain), (0, lines), (2, lines), (1, answered), (2, answered)):
+        check(History(kept), counts={"accepted": 16 + allowed, "committed": 16, "open": allowed})
+
+    for wrong, kept in ((1, in_vain), (3, lines), (0, answered)):
+        with pytest.raises(HistoryError, match="ledger_adds_up"):
+            check(History(kept), counts={"accepted": 16 + wrong, "committed": 16, "open": wrong})
 
 
 def test_every_invariant_is_broken_above() -> None:

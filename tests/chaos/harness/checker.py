@@ -24,6 +24,8 @@ from harness.members import (
     steps_are_stepped_by_all_ranks,
     writers_are_told_the_truth,
 )
+from harness.prompts import evaluations_add_up, nothing_else_is_trained, prompts_are_trained_once
+from harness.versions import stale_sessions_are_refused, versions_are_never_reused
 
 SLACK_S = 3.0
 """What a wait may last beyond its deadline: the machine has other things to do."""
@@ -60,6 +62,8 @@ def check(
         found += [f"ledger_adds_up: {text}" for text in ledger_adds_up(history, counts)]
     if is_drained:
         found += [f"nothing_is_lost: {text}" for text in nothing_is_lost(history)]
+    if is_drained and counts is not None:
+        found += [f"evaluations_add_up: {text}" for text in evaluations_add_up(history, counts)]
     if found:
         shown = "\n  ".join(found[:20])
         raise HistoryError(f"{len(found)} contradictions\n  {shown}")
@@ -71,20 +75,29 @@ def ledger_adds_up(history: History, counts: Mapping[str, int]) -> Violations:
     accepted = counts["accepted"]
     if sum(states.values()) != accepted:
         yield f"{accepted} are accepted, but the states add up to {sum(states.values())}"
-    told = sum(line["num_samples"] for line in history.of("opened"))
-    told += sum(1 for _ in history.of("granted"))
-    tried = sum(history.members.values()) + sum(1 for _ in history.of("asking"))
-    tried -= sum(1 for _ in history.of("asked_in_vain"))
+    told, tried = _accepted(history)
     if not told <= accepted <= tried:
         yield f"{accepted} are accepted, but generators were told of {told} and tried {tried}"
     ended = accepted - states.get("open", 0) - states.get("abandoned", 0)
     sealed = ended - states.get("surplus", 0)  # which an open trajectory may be
-    if not len(history.acknowledged) <= ended or not sealed <= len(history.seals):
+    sure = len(history.acknowledged - history.excused)
+    if not sure <= ended or not sealed <= len(history.seals):
         yield (
             f"{ended} are sealed or further, but {len(history.acknowledged)} seals were "
             f"acknowledged and {len(history.seals)} were tried"
         )
     yield from _frontier_adds_up(history, states)
+
+
+def _accepted(history: History) -> tuple[int, int]:
+    """How many trajectories generators were told that they have, and how many they may have."""
+    told = sum(line["num_samples"] for line in history.of("opened"))
+    told += sum(1 for _ in history.of("granted"))
+    tried = sum(line["num_samples"] for line in history.of("opening", "asking_task"))
+    tried += sum(1 for _ in history.of("asking")) - sum(1 for _ in history.of("asked_in_vain"))
+    tried -= sum(line["num_samples"] for line in history.of("asked_task_in_vain"))
+    told += sum(len(line["trajectories"]) for line in history.of("given"))
+    return told - len(history.unknown), tried
 
 
 def _frontier_adds_up(history: History, states: Mapping[str, int]) -> Violations:
@@ -175,8 +188,8 @@ def restarts_return_what_followed(history: History) -> Violations:
 
 
 def _repetitions_differ(history: History) -> Violations:
-    whole: dict[tuple[int, int], tuple[str, Any]] = {}
-    share: dict[tuple[int, int, int, int], tuple[str, str]] = {}
+    whole: dict[tuple[int, int], tuple[Line, Any]] = {}
+    share: dict[tuple[int, int, int, int], Line] = {}
     for name, lines in history.complete_mini_batches():
         rows = sorted(
             (tuple(sorted(row.items())) for line in lines for row in line["rows"]),
@@ -184,27 +197,35 @@ def _repetitions_differ(history: History) -> Violations:
         )
         key = name.step, name.mini_batch
         said = (lines[0]["manifest"], lines[0]["denominators"], rows)
-        before = whole.setdefault(key, (name.session, said))
+        before = whole.setdefault(key, (lines[0], said))
         if before[1] != said:
-            yield f"step {key} differs in sessions {before[0]} and {name.session}"
+            if not history.may_differ(before[0], lines[0]):
+                yield f"step {key} differs in sessions {before[0]['session']} and {name.session}"
+            whole[key] = lines[0], said
     for line in history.of("received"):
         key = line["step"], line["mini_batch"], line["dp_rank"], line["dp_world_size"]
-        before = share.setdefault(key, (line["session"], line["content"]))
-        if before[1] != line["content"]:
-            yield f"the share {key} differs in sessions {before[0]} and {line['session']}"
+        before = share.setdefault(key, line)
+        if before["content"] != line["content"]:
+            if not history.may_differ(before, line):
+                sessions = f"{before['session']} and {line['session']}"
+                yield f"the share {key} differs in sessions {sessions}"
+            share[key] = line
 
 
 def groups_stay_whole(history: History) -> Violations:
     """I4: a group is in one mini-batch, with all members that sealed; baselines are over these."""
-    place: dict[str, tuple[int, int]] = {}
+    place: dict[str, tuple[tuple[int, int], Line]] = {}
     for name, lines in history.complete_mini_batches():
         members: dict[str, dict[str, dict[str, Any]]] = {}
         for row in itertools.chain.from_iterable(line["rows"] for line in lines):
             members.setdefault(_group(row["trajectory"]), {})[row["trajectory"]] = row
         for group, rows in members.items():
             here = name.step, name.mini_batch
-            if place.setdefault(group, here) != here:
-                yield f"group {group} is in {place[group]} and in {here}"
+            before, line = place.setdefault(group, (here, lines[0]))
+            if before != here:
+                if not history.may_differ(line, lines[0]):
+                    yield f"group {group} is in {before} and in {here}"
+                place[group] = here, lines[0]
             yield from _missing_members(history, group, rows)
             yield from _wrong_advantages(group, list(rows.values()))
 
@@ -235,6 +256,8 @@ def _wrong_advantages(group: str, rows: Sequence[dict[str, Any]]) -> Violations:
 def ranks_share_one_manifest(history: History) -> Violations:
     """I5: all ranks see one manifest, disjoint rows, and equally many passes and positions."""
     for name, lines in history.received.items():
+        if history.is_torn(lines):
+            continue
         for fact in ("manifest", "num_mini_batches", "num_micro_batches", "num_positions"):
             if len({line[fact] for line in lines}) > 1:
                 yield f"{name}: the ranks have several values of {fact}"
@@ -252,8 +275,9 @@ def ranks_share_one_manifest(history: History) -> Violations:
 
 def _updates_without_all_ranks(history: History) -> Violations:
     complete = {(name.session, name.step) for name, _ in history.complete_mini_batches()}
+    torn = {(n.session, n.step) for n, lines in history.received.items() if history.is_torn(lines)}
     for line in history.of("updated"):
-        if (line["session"], line["step"]) not in complete:
+        if (line["session"], line["step"]) not in complete | torn:
             yield f"step {line['step']} of {line['session']} was trained without all of its ranks"
 
 
@@ -331,31 +355,6 @@ def rows_are_what_was_said(history: History) -> Violations:
                 yield f"{name}: {trajectory} is {got}, its writers sealed {said}"
 
 
-def versions_are_never_reused(history: History) -> Violations:
-    """A version names one set of weights, also after a rollback, and they only grow."""
-    before = -1
-    for line in history.of("announced"):
-        if line["version"] <= before:
-            yield f"version {line['version']} was announced after {before}"
-        before = max(before, line["version"])
-
-
-def stale_sessions_are_refused(history: History) -> Violations:
-    """No call that began after a newer session had begun was taken from an older one."""
-    order = {session.name: number for number, session in enumerate(history.sessions)}
-    began = {}
-    for line in history.of("session"):
-        began.setdefault(line["session"], line.at)
-    asked: dict[str, Line] = {}
-    for line in history.of("waiting", "stepped", "committed"):
-        if line.kind == "waiting":
-            asked[line.process] = line
-            continue
-        newer = [name for name in began if order[name] > order[line["session"]]]
-        if any(began[name] < asked[line.process].at for name in newer):
-            yield f"{line.process}: {line.kind} of step {line['step']} came after {newer}"
-
-
 def nothing_is_lost(history: History) -> Violations:
     """P1, for a run that was trained to its end: groups that were sealed whole were trained."""
     trained = {
@@ -364,6 +363,8 @@ def nothing_is_lost(history: History) -> Violations:
         for row in history.rows(session=session, step=step)
     }
     for group, members in sorted(history.acknowledged_by_group.items()):
+        if group in history.evaluations:
+            continue  # see evaluations_add_up
         lost = members - trained - history.excused
         if len(members) == history.members.get(group) and lost:
             yield f"{', '.join(sorted(lost))} were acknowledged and never trained"
@@ -385,5 +386,8 @@ CHECKS: tuple[Callable[[History], Violations], ...] = (
     groups_have_their_members,
     writers_are_told_the_truth,
     acknowledged_turns_are_kept,
+    acknowledged_turns_are_kept,
     steps_are_stepped_by_all_ranks,
+    nothing_else_is_trained,
+    prompts_are_trained_once,
 )

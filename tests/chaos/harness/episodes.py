@@ -106,3 +106,8 @@ def _tokens(name: str, count: int) -> NDArray[np.int32]:
 
 def _number(seed: str, what: str) -> int:
     return zlib.crc32(f"{seed}|{what}".encode())
+
+
+def prompt_payload(prompt_uid: str) -> bytes:
+    """What a run is given with a prompt, and a generator gets with its task."""
+    return f"the payload of {prompt_uid}".encode()

@@ -1,189 +1,92 @@
-"""The faults that a long run draws from, each as a function of the running stack."""
+"""The faults that a long run draws from, each as a function of the running stack.
+
+One that did not come about says so (`InVainError`), and is not counted.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import random
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from harness.machine import Machine
+from harness.actions import pause_the_run, revise_the_run, shrink_the_budget
+from harness.doomed import FAILPOINTS
 from harness.proxy import Proxy
-from harness.rig import LEASE_S, Rig, asleep
+from harness.rig import LEASE_S, asleep
+from harness.running import InVainError, Stack
 from turnstream_server.jobs.stack import Service
 
 HOUR_S = 3600.0
+CUT_S = 1.0
+"""By when a reply comes that can be cut."""
+BEHIND_S = 1.5
+"""How far a disk may be behind under everysec; publishers keep what they sent for longer."""
 
-BATCHER_FAILPOINTS = (
-    "plan.before_check",
-    "plan.before_write",
-    "plan.after_write",
-    "session.before_start",
-    "session.after_start",
-    "get.after_header",
-    "get.after_data",
-    "stepped.before",
-    "stepped.after",
-    "committed.before",
-    "committed.after",
-)
-RANK_FAILPOINTS = (
-    "train.after_update",
-    "train.after_stepped",
-    "checkpoint.after_weights",
-    "checkpoint.before_committed",
-    "checkpoint.after_committed",
-)
+Fault = Callable[[Stack], None]
 
 
-@dataclass(slots=True, kw_only=True)
-class Stack:
-    """What a long run keeps running.
+def _one_of(stack: Stack, services: Iterable[Service]) -> Service:
+    """One that lives.
 
-    Attributes:
-        rig: around the store.
-        machine: the server's.
-        store: proxy before the store; generators and batchers go through it.
-        door: proxy before the first batcher; ranks go through it.
-        rng: decides whatever is left to chance.
-        batchers: by name.
-        generators: by writer.
-        num_writers: that there ever were.
+    Raises:
+        InVainError: none does.
     """
-
-    rig: Rig
-    machine: Machine
-    store: Proxy
-    door: Proxy
-    rng: random.Random
-    batchers: dict[str, Service] = field(default_factory=dict[str, Service])
-    generators: dict[str, Service] = field(default_factory=dict[str, Service])
-    num_writers: int = 0
-
-    def start(self) -> None:
-        """Two batchers, two generators and the ranks of a trainer."""
-        for name in ("batcher", "other"):
-            self.batchers[name] = self.rig.start_batcher(name).service
-        for _ in range(2):
-            self.start_generator()
-        self.start_ranks()
-
-    def start_generator(self) -> None:
-        """A generator that nobody was before."""
-        writer = f"w{self.num_writers}"
-        self.num_writers += 1
-        service = self.rig.start_generator(writer, groups=1_000_000, pause_s=0.1)
-        self.generators[writer] = service
-
-    def start_ranks(self, failpoint: str = "") -> None:
-        """A new session of one to four ranks; whoever is left of the one before is killed."""
-        for rank in self.rig.ranks:
-            rank.kill()
-        self.rig.start_ranks(
-            self.rng.randint(1, 4),
-            target=self.door.address,
-            checkpoint_every=3,
-            timeout_s=15,
-            update_s=0.02,
-            failpoint=failpoint,
-        )
-
-    def mend(self) -> None:
-        """Start again what has ended, as whoever supervises processes does."""
-        self.mend_services()
-        if any(rank.status is not None for rank in self.rig.ranks):
-            self.start_ranks()
-
-    def mend_services(self) -> None:
-        """The same, but for the ranks."""
-        for name, batcher in self.batchers.items():
-            if batcher.status is not None:
-                self.batchers[name] = self.rig.start_batcher(name).service
-        for writer, generator in list(self.generators.items()):
-            if generator.status is not None:
-                self.replace_generator(writer)
-
-    def replace_generator(self, writer: str) -> None:
-        """Another one takes a dead generator's place; what that left is given up with its lease."""
-        del self.generators[writer]
-        self.start_generator()
-
-    def pause(self, seconds: float) -> None:
-        """Let a fault last."""
-        threading.Event().wait(seconds)
+    living = [service for service in services if service.status is None]
+    if not living:
+        raise InVainError("nobody is there")
+    return stack.rng.choice(living)
 
 
 def kill_a_batcher(stack: Stack) -> None:
     """SIGKILL."""
-    name = stack.rng.choice(list(stack.batchers))
-    stack.batchers[name].kill()
+    _one_of(stack, stack.batchers.values()).kill()
 
 
 def put_a_batcher_to_sleep(stack: Stack) -> None:
     """SIGSTOP for twice its lease."""
-    name = stack.rng.choice(list(stack.batchers))
-    with asleep(stack.batchers[name].pid):
+    with asleep(_one_of(stack, stack.batchers.values()).pid):
         stack.pause(2 * LEASE_S)
-
-
-def kill_a_batcher_at_a_failpoint(stack: Stack) -> None:
-    """It dies at a step of planning or serving, if it comes there soon."""
-    stack.batchers["batcher"].kill()
-    failpoint = stack.rng.choice(BATCHER_FAILPOINTS)
-    doomed = stack.rig.start_batcher("batcher", failpoint=failpoint).service
-    stack.batchers["batcher"] = doomed
-    with contextlib.suppress(TimeoutError):
-        stack.rig.wait(lambda: doomed.status is not None, failpoint, timeout_s=3)
-    doomed.kill()
 
 
 def kill_a_rank(stack: Stack) -> None:
     """SIGKILL; the others go with it, and another world comes back."""
-    stack.rng.choice(stack.rig.ranks).kill()
-
-
-def kill_a_rank_at_a_failpoint(stack: Stack) -> None:
-    """Between the acknowledgements, or while it writes its checkpoint."""
-    failpoint = stack.rng.choice(RANK_FAILPOINTS)
-    stack.start_ranks(f"{failpoint}@{stack.rng.randint(1, 3)}")
-
-    def has_fallen() -> bool:
-        stack.mend_services()
-        return any(rank.status is not None for rank in stack.rig.ranks)
-
-    stack.rig.wait(has_fallen, f"a rank that falls at {failpoint}", timeout_s=90.0)
+    _one_of(stack, stack.rig.ranks).kill()
 
 
 def put_a_rank_to_sleep(stack: Stack) -> None:
     """SIGSTOP for a while."""
-    with asleep(stack.rng.choice(stack.rig.ranks).pid):
+    with asleep(_one_of(stack, stack.rig.ranks).pid):
         stack.pause(stack.rng.uniform(0.5, 2.0))
 
 
 def kill_a_generator(stack: Stack) -> None:
     """SIGKILL, wherever it is."""
-    stack.generators[stack.rng.choice(list(stack.generators))].kill()
+    _one_of(stack, stack.generators.values()).kill()
 
 
 def put_a_generator_to_sleep(stack: Stack) -> None:
     """SIGSTOP for a while."""
-    with asleep(stack.generators[stack.rng.choice(list(stack.generators))].pid):
+    with asleep(_one_of(stack, stack.generators.values()).pid):
         stack.pause(stack.rng.uniform(0.5, 2.0))
 
 
 def kill_the_store(stack: Stack) -> None:
     """SIGKILL and restart."""
-    stack.rig.server.kill()
-    stack.rig.server.restart()
+    stack.restart_store()
 
 
 def cut_the_stores_power(stack: Stack) -> None:
-    """The append-only file ends where it had been synced."""
-    stack.rig.server.kill()
-    stack.machine.lose_power(stack.rig.server.data_dir)
-    stack.rig.server.restart()
+    """The append-only file ends where it had been synced.
+
+    Under everysec the disk had been behind for a while by then; and now and then a generator goes
+    with it, which takes along what only it could send again.
+    """
+    if stack.durability == "everysec":
+        stack.machine.freeze_disk()
+        stack.pause(stack.rng.uniform(0.0, BEHIND_S))
+        if stack.rng.random() < 0.5:
+            kill_a_generator(stack)
+    stack.restart_store(power_off=True)
 
 
 def put_the_store_to_sleep(stack: Stack) -> None:
@@ -194,9 +97,7 @@ def put_the_store_to_sleep(stack: Stack) -> None:
 
 def lose_replies_of_the_store(stack: Stack) -> None:
     """Connections are reset behind requests that have arrived."""
-    for _ in range(3):
-        stack.store.cut_next_reply(after_bytes=stack.rng.randint(0, 400))
-        stack.pause(0.2)
+    _cut_replies(stack, stack.store, within_bytes=400)
 
 
 def cut_all_connections_to_the_store(stack: Stack) -> None:
@@ -221,17 +122,49 @@ def slow_the_store_down(stack: Stack) -> None:
 
 def cut_transfers_to_the_ranks(stack: Stack) -> None:
     """In the middle of frames."""
-    for _ in range(3):
-        stack.door.cut_next_reply(after_bytes=stack.rng.randint(0, 4000))
-        stack.pause(0.2)
+    _cut_replies(stack, stack.door, within_bytes=4000)
+
+
+def _cut_replies(stack: Stack, proxy: Proxy, *, within_bytes: int) -> None:
+    """Three of them, one after the other.
+
+    Raises:
+        InVainError: none came in time.
+    """
+    before = proxy.replies.num_cuts
+    for number in range(1, 4):
+        proxy.cut_next_reply(after_bytes=stack.rng.randint(0, within_bytes))
+        with contextlib.suppress(TimeoutError):
+            stack.rig.wait(
+                lambda number=number: proxy.replies.num_cuts >= before + number,
+                "a reply to cut",
+                timeout_s=CUT_S,
+            )
+    proxy.replies.cut_after_bytes = None
+    if proxy.replies.num_cuts == before:
+        raise InVainError("nobody asked for anything")
 
 
 def fill_the_stores_memory(stack: Stack) -> None:
-    """Writes are refused for a while."""
+    """Writes are refused for a while.
+
+    Raises:
+        InVainError: nobody wrote anything.
+    """
     memory: Any = stack.rig.client.info("memory")
+    before = _num_refused(stack)
     stack.rig.client.config_set("maxmemory", memory["used_memory"])
     stack.pause(2.0)
+    num_refused = _num_refused(stack) - before
     stack.rig.client.config_set("maxmemory", memory["maxmemory"])
+    if not num_refused:
+        raise InVainError("nothing was refused")
+
+
+def _num_refused(stack: Stack) -> int:
+    """How many commands the store had no memory for."""
+    errors: Any = stack.rig.client.info("errorstats")
+    return errors.get("errorstat_OOM", {"count": 0})["count"]
 
 
 def move_the_clock(stack: Stack) -> None:
@@ -239,12 +172,10 @@ def move_the_clock(stack: Stack) -> None:
     stack.machine.set_clock(wrong_by_s=stack.rng.uniform(-HOUR_S, HOUR_S))
 
 
-FAULTS: tuple[Callable[[Stack], None], ...] = (
+FAULTS: tuple[Fault, ...] = (
     kill_a_batcher,
     put_a_batcher_to_sleep,
-    kill_a_batcher_at_a_failpoint,
     kill_a_rank,
-    kill_a_rank_at_a_failpoint,
     put_a_rank_to_sleep,
     kill_a_generator,
     put_a_generator_to_sleep,
@@ -258,4 +189,8 @@ FAULTS: tuple[Callable[[Stack], None], ...] = (
     cut_transfers_to_the_ranks,
     fill_the_stores_memory,
     move_the_clock,
+    revise_the_run,
+    pause_the_run,
+    shrink_the_budget,
+    *FAILPOINTS,
 )

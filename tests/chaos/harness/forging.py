@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from harness.episodes import episode
@@ -150,3 +151,15 @@ def edit_row(lines: Lines, position: int = 0, **facts: Any) -> Lines:
     share = [line for line in lines if line.kind == "received"][position]
     first, *others = share["rows"]
     return change(lines, "received", position, rows=[{**first, **facts}, *others])
+
+
+def renamed(lines: Lines, names: Mapping[str, str]) -> Lines:
+    """The lines with other names of groups."""
+
+    def told(facts: dict[str, Any]) -> dict[str, Any]:
+        text = json.dumps(facts)
+        for name, other in names.items():
+            text = text.replace(f'"{name}"', f'"{other}"').replace(f'"{name}/', f'"{other}/')
+        return json.loads(text)
+
+    return [Line(line.process, line.kind, line.at, told(line.facts)) for line in lines]

@@ -2,6 +2,7 @@
 
 It may be told to hang in one trajectory, behind its first turn, until a file appears. Or to help:
 then it has no groups of its own, goes on with what others left, and tries again what is granted.
+Or to take tasks in place of groups of its own; or to open a group now and then to evaluate.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from turnstream.errors import (
     EndOfRunError,
     FencedError,
     NotReadyError,
+    PromptsExhaustedError,
+    StoreUnavailableError,
     TurnstreamError,
 )
 from turnstream.generator import Publisher
 from turnstream.generator.publisher import GroupWriter, TrajectoryWriter
 from turnstream.generator.receipts import Receipt
+from turnstream.store import keys
 from turnstream.types import TrajectoryKey
 from turnstream_server.jobs.orphans import end_when_stdin_closes
 
@@ -50,7 +54,7 @@ def main() -> None:
         log.usage = lambda: _usage(publisher)
         generator = _Generator(publisher, log, options)
         for number in range(options.first, options.first + options.groups):
-            if not generator.play(f"{options.writer}-{number}"):
+            if not generator.go_on(number):
                 break
             threading.Event().wait(options.pause_s)
         if options.helps_until is not None:
@@ -78,6 +82,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--helps-until", type=Path, default=None)
     parser.add_argument("--timeout-s", type=float, default=300.0)
     parser.add_argument("--admission-s", type=float, default=300.0)
+    parser.add_argument("--takes-tasks", type=int, default=0)
+    parser.add_argument("--evaluates-every", type=int, default=0)
     return parser.parse_args()
 
 
@@ -101,11 +107,45 @@ class _Generator:
         # A write waits for its answer, and behind it for what the publisher resends before.
         self._write_s: float = options.timeout_s + 5.0
 
-    def play(self, group_id: str) -> bool:
+    def go_on(self, number: int) -> bool:
+        """One group more, and an evaluation now and then; False once the run takes no more."""
+        if self._options.takes_tasks:
+            return self._take()
+        every, name = self._options.evaluates_every, f"{self._options.writer}-{number}"
+        if every and number % every == 0 and not self._play(f"{name}-eval", purpose="eval"):
+            return False
+        return self._play(name)
+
+    def _take(self) -> bool:
+        """One task; False once the run takes no more."""
+        self._log.write("asking_task", num_samples=self._options.samples)
+        try:
+            with self._log.waiting("task", deadline_s=self._options.admission_s + 5.0):
+                task = self._publisher.next_task(self._options.admission_s)
+        except (EndOfRunError, NotReadyError, PromptsExhaustedError) as error:
+            self._log.write("asked_task_in_vain", num_samples=self._options.samples)
+            return not isinstance(error, EndOfRunError)
+        except StoreUnavailableError as error:  # it may have been given, and is asked for again
+            self._log.write("not_answered", error=repr(error))
+            return True
+        with task:
+            self._log.write(
+                "given",
+                group=keys.encode_name(task.group_id),
+                num_samples=task.num_samples,
+                trajectories=[writer.key.trajectory_id for writer in task.trajectories],
+                prompt=task.prompt_uid,
+                payload=task.payload.decode(),
+            )
+            for writer in task.trajectories:
+                self._play_sample(writer)
+        return True
+
+    def _play(self, group_id: str, *, purpose: str = "train") -> bool:
         """One group; False once the run takes no more."""
         samples: int = self._options.samples
-        self._log.write("opening", group=group_id, num_samples=samples)
-        group = self._publisher.group(group_id, samples)
+        self._log.write("opening", group=group_id, num_samples=samples, purpose=purpose)
+        group = self._publisher.group(group_id, samples, purpose=purpose)
         try:
             with self._log.waiting("admission", deadline_s=self._options.admission_s + 5.0):
                 group.__enter__()

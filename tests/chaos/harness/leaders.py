@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from harness.history import History, Line
 
 _PLANNED = re.compile(
-    r" planned step (?P<step>\d+) of run (?P<run>\S+) .*"
+    r"^(?P<time>[-\d]+ [:\d]+),(?P<ms>\d+) .* planned step (?P<step>\d+) of run (?P<run>\S+) .*"
     r"\bmanifest_hash=(?P<manifest>\w+) leader_epoch=(?P<epoch>\d+)$"
 )
 
 
 def read_plans(folder: Path, *, run: str) -> list[Line]:
-    """A line "planned" for every plan that a batcher was told is written, without their times.
+    """A line "planned" for every plan that a batcher was told is written.
+
+    Its time is right where the batcher's clock is.
 
     A batcher that is killed between the writing and its note leaves none.
     """
@@ -26,17 +29,30 @@ def read_plans(folder: Path, *, run: str) -> list[Line]:
             plan = _PLANNED.search(text)
             if plan is not None and plan["run"] == run:
                 facts = {"step": int(plan["step"]), "epoch": int(plan["epoch"])}
-                found.append(
-                    Line(path.stem, "planned", 0.0, {**facts, "manifest": plan["manifest"]})
-                )
+                facts |= {"manifest": plan["manifest"]}
+                found.append(Line(path.stem, "planned", _monotonic_s(plan), facts))
     return found
 
 
+def _monotonic_s(plan: re.Match[str]) -> float:
+    """When a line was written, by the clock that the processes of the harness go by."""
+    wall_s = time.mktime(time.strptime(plan["time"], "%Y-%m-%d %H:%M:%S")) + int(plan["ms"]) / 1e3
+    return wall_s - (time.time() - time.monotonic())
+
+
 def steps_have_one_leader(history: History) -> Iterator[str]:
-    """I2 and I5, from what batchers noted: a step was written once, by whoever led alone."""
+    """I2 and I5, from what batchers noted: a step was written once, by whoever led alone.
+
+    What the store lost is written anew, and the epochs behind it may be given again.
+    """
     leaders: dict[int, str] = {}
     written: dict[int, Line] = {}
+    losses = list(history.losses)
     for line in history.of("planned"):
+        while losses and line.at > losses[0].at:
+            kept = losses.pop(0).planned
+            written = {step: plan for step, plan in written.items() if step <= kept}
+            leaders = {}
         step, epoch = line["step"], line["epoch"]
         if leaders.setdefault(epoch, line.process) != line.process:
             yield f"epoch {epoch} was of {leaders[epoch]} and of {line.process}"
@@ -48,5 +64,6 @@ def steps_have_one_leader(history: History) -> Iterator[str]:
         yield f"steps were written by older leaders than the steps before: epochs {epochs}"
     for line in history.of("received"):
         planned = written.get(line["step"])
-        if planned is not None and planned["manifest"] != line["manifest"]:
+        is_one = all(line["step"] <= loss.planned for loss in history.losses)
+        if planned is not None and is_one and planned["manifest"] != line["manifest"]:
             yield f"{line.process} got step {line['step']} by a plan that its leader did not write"

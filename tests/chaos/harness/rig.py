@@ -10,6 +10,7 @@ import secrets
 import signal
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +18,7 @@ from typing import Any, Self
 import redis
 
 from harness.checker import check
+from harness.cuts import KEPT, Cut, gone_with_their_writers, look_at, state_of, told_as_lost
 from harness.history import History, Line, Logs
 from harness.leaders import read_plans
 from turnstream.batching.config import BatchingConfig
@@ -24,6 +26,7 @@ from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.runs import close_run, create_run
 from turnstream.testing import wait_until
+from turnstream.types import RecoveryToken
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.ledger import LedgerCounts, read_ledger
 from turnstream_server.embedded import EmbeddedServer, free_port
@@ -88,6 +91,7 @@ class Rig:
         excused: see History.
         loses_plans: plans that were written are forgotten, or withdrawn: they are made again.
         loses_history: what was trained by them is forgotten too: the logs tell of two histories.
+        cuts: what was left where the store lost what it had not synced.
         ranks: of the newest session.
         environment: more variables of the processes that are started next.
         is_newer: whether they are of the next minor release; see harness.newer.
@@ -108,6 +112,7 @@ class Rig:
         self.excused: set[str] = set()
         self.loses_plans = False
         self.loses_history = False
+        self.cuts: list[Cut] = []
         self.ranks: list[Service] = []
         self.environment: dict[str, str] = {}
         self.is_newer = False
@@ -303,11 +308,11 @@ class Rig:
 
     # -- the end -----------------------------------------------------------------------------
 
-    def drain(self, dp_world_size: int = 1, *, num_lost: int = 0, **options: object) -> None:
+    def drain(self, dp_world_size: int = 1, *, num_lost: int | None = 0, **options: object) -> None:
         """Let generators come to their end, close the run, train all, and prove the invariants.
 
         Whatever was done to the store, it must have cost generators time and no trajectory but
-        the `num_lost` that others took over.
+        the `num_lost` that others took over; None where the caller knows better.
         """
         ranks = self.start_ranks(dp_world_size, **{"checkpoint_every": 1, **options})
         for generator in self._generators.values():
@@ -315,7 +320,8 @@ class Rig:
         self.close_run()
         self.join(ranks)
         self.check(is_drained=True)
-        assert len(self.lost_by_generators()) == num_lost, self.lost_by_generators()
+        if num_lost is not None:
+            assert len(self.lost_by_generators()) == num_lost, self.lost_by_generators()
 
     def lost_by_generators(self) -> list[str]:
         """Why generators lost trajectories or groups, unless the run took no more."""
@@ -341,8 +347,39 @@ class Rig:
             check(self._whole_history())
 
     def _whole_history(self) -> History:
-        plans = [] if self.loses_plans else self.plans()
-        return History([*self._logs.lines(), *plans], excused=self.excused)
+        lines = self._logs.lines()
+        seals, openings = self._gone(lines)
+        return History(
+            [*lines, *([] if self.loses_plans else self.plans())],
+            excused=self.excused | seals,
+            unknown=openings,
+            losses=self.cuts,
+        )
+
+    def gone(self) -> set[str]:
+        """Trajectories that a cut has taken, and nobody had to bring back, nor has."""
+        gone = self.history().acknowledged & self._gone(self._logs.lines())[0]
+        return {name for name in gone if state_of(self.client, self.run, name) not in KEPT}
+
+    def _gone(self, lines: Sequence[Line]) -> tuple[set[str], set[str]]:
+        told = told_as_lost(self.folder / "logs") if self.cuts else {}
+        return gone_with_their_writers(lines, self.cuts, told=told)
+
+    def note_cut(self, *, binary: Path) -> None:
+        """The store was killed, and has lost what it had not synced: look at what is left."""
+        lines, killed_s = self._logs.lines(), time.monotonic()
+        cut = look_at(self.server.data_dir, lines, run=self.run, binary=binary, at=killed_s)
+        # Until now nobody was answered; whoever is slow has written down by now what it was before.
+        self.cuts.append(dataclasses.replace(cut, at=time.monotonic()))
+
+    def checkpoint_of_store(self) -> int:
+        """The newest step with a checkpoint whose history the store has; 0 without one."""
+        hashes = self.plan_hashes()
+        for path in sorted((self.folder / "trainer").glob("*.token"), reverse=True):
+            token = RecoveryToken.parse(path.read_text())
+            if hashes.get(token.step) == token.chain_hash:
+                return token.step
+        return 0
 
 
 def _own_host() -> str:

@@ -1,140 +1,66 @@
 """Random faults over a running stack: `make chaos SECONDS=1800`.
 
-After every fault the ranks must take another step; at the end all of the run is trained, and the
-checker has the last word. The seed is printed first: the same one draws the same faults.
+Half of the time goes to a store with `fsync`, half to one with `everysec`. After every fault the
+ranks must take another step; at the end all of the run is trained, and the checker has the last
+word. The seed is printed first: the same one draws the same faults.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import random
 import secrets
-import statistics
 import tempfile
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import redis
 from rich.console import Console
-from rich.table import Table
 
-from harness.faults import FAULTS, Stack
+from harness.faults import FAULTS
 from harness.machine import Machine
+from harness.prompts import trained_prompts
 from harness.proxy import Proxy
+from harness.report import MAX_STORE_BYTES, Report, whole_json
 from harness.rig import Rig, config
+from harness.running import Draws, InVainError, Stack
+from turnstream.store.evals import eval_results
 from turnstream.store.runs import close_run
-from turnstream_server.embedded import EmbeddedServer
+from turnstream.store.tasks import read_prompt_counts
+from turnstream_server.embedded import Durability, EmbeddedServer
 
 RECOVERY_S = 90.0
 """By when a step must be taken after a fault."""
 
-CONFIG = config(max_staleness=8, lease_s=5.0)
+CONFIG = config(max_staleness=8, retain_checkpoints=8, lease_s=5.0)
 """What a killed generator left is given up soon."""
 
-MAX_STORE_BYTES = 1 << 30
-"""Memory of the store: every step is kept, for half an hour."""
+MODES: tuple[Durability, ...] = ("fsync", "everysec")
+
+NAMED = ("ConflictError", "FencedError", "StoreBehindError")
+"""What a generator may be told of a trajectory that a store has lost."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Survival:
-    """What became of one kind of fault.
-
-    Attributes:
-        num_injected: how often it was.
-        recoveries_s: seconds until the next step was taken, one for each that was survived.
-    """
-
-    num_injected: int = 0
-    recoveries_s: list[float] = field(default_factory=list[float])
-
-
-@dataclass(slots=True, kw_only=True)
-class Report:
-    """What a long run has shown."""
-
-    seed: int
-    seconds: float
-    faults: dict[str, Survival]
-    num_steps: int = 0
-    num_sessions: int = 0
-    num_acknowledged: int = 0
-    counts: dict[str, int] = field(default_factory=dict[str, int])
-    most_store_bytes: int = 0
-
-    def look(self, client: redis.Redis) -> None:
-        """I8: the store's memory is below its cap, whenever it can be asked."""
-        with contextlib.suppress(redis.RedisError, OSError):
-            memory: Any = client.info("memory")
-            self.most_store_bytes = max(self.most_store_bytes, memory["used_memory"])
-        assert self.most_store_bytes < MAX_STORE_BYTES
-
-    def as_json(self) -> str:
-        """For a file."""
-        faults = {
-            name: {
-                "injected": survival.num_injected,
-                "survived": len(survival.recoveries_s),
-                "median_recovery_s": _median(survival),
-                "longest_recovery_s": max(survival.recoveries_s, default=0.0),
-            }
-            for name, survival in self.faults.items()
-        }
-        facts = {
-            "seed": self.seed,
-            "seconds": self.seconds,
-            "steps": self.num_steps,
-            "trainer_sessions": self.num_sessions,
-            "acknowledged_trajectories": self.num_acknowledged,
-            "ledger": self.counts,
-            "most_store_bytes": self.most_store_bytes,
-            "faults": faults,
-        }
-        return json.dumps(facts, indent=2) + "\n"
-
-    def table(self) -> Table:
-        """For people."""
-        table = Table(
-            "fault",
-            "injected",
-            "survived",
-            "median s",
-            "longest s",
-            title=(
-                f"{self.num_steps} steps, {self.num_sessions} trainer sessions, "
-                f"{self.num_acknowledged} acknowledged trajectories, ledger {self.counts}"
-            ),
-        )
-        for name, survival in self.faults.items():
-            longest_s = max(survival.recoveries_s, default=0.0)
-            counts = (str(survival.num_injected), str(len(survival.recoveries_s)))
-            table.add_row(name, *counts, f"{_median(survival):.2f}", f"{longest_s:.2f}")
-        return table
-
-
-def _median(survival: Survival) -> float:
-    return statistics.median(survival.recoveries_s) if survival.recoveries_s else 0.0
-
-
-def soak(folder: Path, *, seconds: float, every_s: float, seed: int) -> Report:
+def soak(
+    folder: Path, *, seconds: float, every_s: float, draws: Draws, durability: Durability
+) -> Report:
     """Inject a fault about every `every_s` seconds, then train all and check everything.
 
-    Every kind of fault comes once before any comes again.
+    Every kind of fault comes once before any comes again, also from one store to the next that is
+    given the same `draws`.
 
     Raises:
         TimeoutError: no step was taken after a fault.
         HistoryError: the history contradicts the promise.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     machine = Machine(folder)
-    report = Report(seed=seed, seconds=seconds, faults={f.__name__: Survival() for f in FAULTS})
+    report = Report(durability=durability, seconds=seconds, faults=[f.__name__ for f in FAULTS])
     with (
         EmbeddedServer(
             folder / "store",
             binary=machine.binary,
-            durability="fsync",
+            durability=durability,
             max_memory_bytes=MAX_STORE_BYTES,
         ) as server,
         Rig(folder, server, config=CONFIG) as rig,
@@ -142,8 +68,9 @@ def soak(folder: Path, *, seconds: float, every_s: float, seed: int) -> Report:
         Proxy(rig.address()) as door,
     ):
         rig.store_url = store.url
-        rng = random.Random(seed)
-        stack = Stack(rig=rig, machine=machine, store=store, door=door, rng=rng)
+        stack = Stack(
+            rig=rig, machine=machine, store=store, door=door, draws=draws, durability=durability
+        )
         stack.start()
         _inject(stack, report, seconds=seconds, every_s=every_s)
         _finish(stack, report)
@@ -154,13 +81,16 @@ def _inject(stack: Stack, report: Report, *, seconds: float, every_s: float) -> 
     deadline_s = time.monotonic() + seconds
     steps = StepCounter(stack.rig.folder / "history")
     _await_step(stack, steps, report, after="the start")
-    bag: list[int] = []
     while time.monotonic() < deadline_s:
-        bag = bag or stack.rng.sample(range(len(FAULTS)), len(FAULTS))
-        fault = FAULTS[bag.pop()]
-        survival = report.faults[fault.__name__]
+        fault = stack.draws.draw("faults", FAULTS)
+        survival = report.survivals[fault.__name__]
+        try:
+            fault(stack)
+        except InVainError:
+            survival.num_in_vain += 1
+            _await_step(stack, steps, report, after=f"{fault.__name__}, which was in vain")
+            continue
         survival.num_injected += 1
-        fault(stack)
         began_s = time.monotonic()
         _await_step(stack, steps, report, after=fault.__name__)
         survival.recoveries_s.append(time.monotonic() - began_s)
@@ -185,13 +115,40 @@ def _finish(stack: Stack, report: Report) -> None:
         rank.kill()
     stack.mend_services()
     close_run(rig.client, rig.run)  # which ends the generators
-    rig.drain(2, timeout_s=30)
-    history = rig.history()
-    report.num_steps = sum(1 for _ in history.of("stepped"))
-    report.num_sessions = len(history.sessions)
-    report.num_acknowledged = len(history.acknowledged)
-    report.counts = rig.counts()
+    if stack.durability == "fsync":
+        rig.drain(2, timeout_s=30)
+    else:
+        rig.drain(2, timeout_s=30, from_step=rig.checkpoint_of_store(), num_lost=None)
+        _check_refusals(rig)
+    _check_prompts(rig)
+    _check_evaluations(rig)
     report.look(rig.client)
+    report.close(stack)
+
+
+def _check_refusals(rig: Rig) -> None:
+    """Generators were refused nothing but what a cut has taken, and by name."""
+    lost = {name for cut in rig.cuts for name in cut.seals}
+    groups = {name.split("/")[0] for name in lost}
+    for line in rig.history().of("refused"):
+        if not line.process.startswith("generator-") or line["error"] == "EndOfRunError":
+            continue
+        name = line.facts.get("trajectory", line.facts.get("group", ""))
+        assert line["error"].startswith(NAMED), line
+        assert name in lost or name.split("/")[0] in groups, line
+
+
+def _check_prompts(rig: Rig) -> None:
+    """Each prompt is left, or was trained once."""
+    counts = read_prompt_counts(rig.client, rig.run)
+    assert counts.num_given == 0, counts
+    assert counts.num_trained == len(trained_prompts(rig.history())), counts
+
+
+def _check_evaluations(rig: Rig) -> None:
+    """The results are of as many trajectories as the ledger says."""
+    results = eval_results(rig.client, rig.run)
+    assert sum(each.num_trajectories for each in results) == rig.counts().get("evaluated", 0)
 
 
 class StepCounter:
@@ -217,22 +174,39 @@ class StepCounter:
         return self._count
 
 
+def play(
+    folder: Path, *, modes: Sequence[Durability], seconds: float, every_s: float, seed: int
+) -> list[Report]:
+    """One store after the other, each for its share of the time."""
+    draws = Draws(random.Random(seed))
+    share_s = seconds / len(modes)
+    return [
+        soak(folder / mode, seconds=share_s, every_s=every_s, draws=draws, durability=mode)
+        for mode in modes
+    ]
+
+
 def main() -> None:
     """The long run."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=1800.0)
     parser.add_argument("--every-s", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--durability", choices=MODES, default=None)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     seed = secrets.randbelow(1 << 31) if options.seed is None else options.seed
+    modes = MODES if options.durability is None else (options.durability,)
     console = Console()
     console.print(f"seed {seed}")
     with tempfile.TemporaryDirectory(prefix="turnstream-chaos-") as folder:
-        report = soak(Path(folder), seconds=options.seconds, every_s=options.every_s, seed=seed)
-    console.print(report.table())
+        reports = play(
+            Path(folder), modes=modes, seconds=options.seconds, every_s=options.every_s, seed=seed
+        )
+    for report in reports:
+        console.print(report.table())
     if options.json is not None:
-        options.json.write_text(report.as_json(), encoding="utf-8")
+        options.json.write_text(whole_json(reports, seed=seed), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,220 @@
+"""What a long run keeps running, and what it leaves to chance."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from harness.episodes import prompt_payload
+from harness.machine import Machine
+from harness.proxy import Proxy
+from harness.rig import Rig, asleep
+from turnstream.errors import StoreUnavailableError
+from turnstream.store.tasks import Prompt, add_prompts, read_prompt_counts
+from turnstream_server.embedded import Durability
+from turnstream_server.jobs.stack import Service
+
+Choice = TypeVar("Choice")
+
+REACHED_S = 20.0
+"""By when a process comes to its failpoint, or does not."""
+
+NUM_PROMPTS = 100
+"""Prompts that a run has left, at least half of them: generators never wait for one."""
+
+
+REFUSED = 3
+"""The exit status of a rank that was refused by name. Where the store has lost what its checkpoint
+names, the next one goes back to one that it has."""
+
+
+class InVainError(Exception):
+    """A fault that did not come about: nobody was where it would have struck."""
+
+
+class Draws:
+    """Chance that leaves nothing out: each comes once before any comes again.
+
+    Args:
+        rng: decides the order.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self._bags: dict[str, list[int]] = {}
+
+    def draw(self, bag: str, choices: Sequence[Choice]) -> Choice:
+        """One of the choices of a bag."""
+        left = self._bags.setdefault(bag, [])
+        if not left:
+            left += self.rng.sample(range(len(choices)), len(choices))
+        return choices[left.pop()]
+
+
+@dataclass(slots=True, kw_only=True)
+class Stack:
+    """What a long run keeps running.
+
+    Attributes:
+        rig: around the store.
+        machine: the server's.
+        store: proxy before the store; generators and batchers go through it.
+        door: proxy before the first batcher; ranks go through it.
+        draws: decide whatever is left to chance.
+        batchers: by name.
+        generators: by writer.
+        num_writers: that there ever were.
+        num_sides: runs beside the one that is trained, that there ever were.
+        reached: failpoints at which a process has died, and how many did.
+        missed: failpoints that nobody came to in time.
+        durability: of the store.
+    """
+
+    rig: Rig
+    machine: Machine
+    store: Proxy
+    door: Proxy
+    draws: Draws
+    batchers: dict[str, Service] = field(default_factory=dict[str, Service])
+    generators: dict[str, Service] = field(default_factory=dict[str, Service])
+    num_writers: int = 0
+    num_sides: int = 0
+    reached: Counter[str] = field(default_factory=Counter[str])
+    missed: Counter[str] = field(default_factory=Counter[str])
+    durability: Durability = "fsync"
+
+    @property
+    def rng(self) -> random.Random:
+        """Of what need not come in turn."""
+        return self.draws.rng
+
+    def start(self) -> None:
+        """Two batchers, two generators, one of which takes tasks, and the ranks of a trainer."""
+        for name in ("batcher", "other"):
+            self.batchers[name] = self.rig.start_batcher(name).service
+        self.give_prompts()
+        for kind in ("own", "task"):
+            self.start_generator(kind)
+        self.start_ranks()
+
+    def start_generator(self, kind: str) -> None:
+        """A generator that nobody was before.
+
+        One of the kind "own" brings its prompts, and evaluates now and then; one of the kind "task"
+        takes what the run gives out.
+        """
+        writer = f"{kind}{self.num_writers}"
+        self.num_writers += 1
+        more = {"evaluates_every": 8} if kind == "own" else {"takes_tasks": 1}
+        service = self.rig.start_generator(writer, groups=1_000_000, pause_s=0.1, **more)
+        self.generators[writer] = service
+
+    def start_ranks(self, failpoint: str = "") -> None:
+        """A new session of one to four ranks; whoever is left of the one before is killed."""
+        was_refused = any(rank.status == REFUSED for rank in self.rig.ranks)
+        for rank in self.rig.ranks:
+            rank.kill()
+        goes_back = was_refused and self.durability == "everysec"
+        self.rig.start_ranks(
+            self.rng.randint(1, 4),
+            target=self.door.address,
+            checkpoint_every=3,
+            timeout_s=15,
+            update_s=0.02,
+            failpoint=failpoint,
+            **({"from_step": self.rig.checkpoint_of_store()} if goes_back else {}),
+        )
+
+    def mend(self) -> None:
+        """Start again what has ended, as whoever supervises processes does."""
+        self.mend_services()
+        self.mend_ranks()
+
+    def mend_services(self) -> None:
+        """The same, but for the ranks."""
+        for name, batcher in self.batchers.items():
+            if batcher.status is not None:
+                self.batchers[name] = self.rig.start_batcher(name).service
+        for writer, generator in list(self.generators.items()):
+            if generator.status is not None:
+                self.replace_generator(writer)
+        self.give_prompts()
+
+    def mend_ranks(self) -> None:
+        """Another session where one has ended."""
+        if any(rank.status is not None for rank in self.rig.ranks):
+            self.start_ranks()
+
+    def replace_generator(self, writer: str) -> None:
+        """Another one takes a dead generator's place; what that left is given up with its lease."""
+        del self.generators[writer]
+        self.start_generator(writer.rstrip("0123456789"))
+
+    def give_prompts(self) -> None:
+        """Let no generator be without a prompt. A store that has no room is given them later."""
+        client, run = self.rig.client, self.rig.run
+        with contextlib.suppress(StoreUnavailableError):
+            counts = read_prompt_counts(client, run)
+            if counts.num_left > NUM_PROMPTS // 2:
+                return
+            first = counts.num_added + 1
+            uids = [f"p{number}" for number in range(first, first + NUM_PROMPTS)]
+            prompts = [
+                Prompt(prompt_uid=uid, payload=prompt_payload(uid), num_samples=2) for uid in uids
+            ]
+            add_prompts(client, run, prompts, first=first)
+
+    def restart_store(self, *, power_off: bool = False) -> None:
+        """SIGKILL and restart; what was not synced is lost with its power.
+
+        Under everysec it is looked at what is left: see harness.cuts.
+        """
+        server = self.rig.server
+        server.kill()
+        if power_off:
+            self.machine.lose_power(server.data_dir)
+        if self.durability == "everysec":
+            self.rig.note_cut(binary=self.machine.binary)
+        server.restart()
+
+    def pause(self, seconds: float) -> None:
+        """Let a fault last."""
+        threading.Event().wait(seconds)
+
+    def doom(self, failpoint: str, occasion: Callable[[], object] = lambda: None) -> None:
+        """A batcher that leads every run dies at a failpoint; what brings it there is `occasion`.
+
+        Raises:
+            InVainError: it did not come there in time. It is dead all the same.
+        """
+        self.batchers["batcher"].kill()
+        with asleep(self.batchers["other"].pid):
+            doomed = self.rig.begin_batcher("batcher", failpoint=failpoint)
+            self.batchers["batcher"] = doomed
+            occasion()
+
+            def has_fallen() -> bool:
+                self.mend_ranks()
+                return doomed.status is not None
+
+            with contextlib.suppress(TimeoutError):
+                self.rig.wait(has_fallen, failpoint, timeout_s=REACHED_S)
+        self.note(failpoint, doomed)
+        self.mend_services()
+
+    def note(self, failpoint: str, doomed: Service) -> None:
+        """Whether a process has died at its failpoint; it is dead behind this.
+
+        Raises:
+            InVainError: it did not.
+        """
+        has_died = doomed.status == -9
+        doomed.kill()
+        (self.reached if has_died else self.missed)[failpoint] += 1
+        if not has_died:
+            raise InVainError(failpoint)
