@@ -150,11 +150,17 @@ class Rig:
         self._services.append(started.service)
         return started
 
+    def begin_batcher(
+        self, name: str, *, failpoint: str = "", lease_s: float = LEASE_S
+    ) -> Service:
+        """A batcher that nobody waits for: it may die before it answers."""
+        environment = {"TURNSTREAM_FAILPOINT": failpoint, "TURNSTREAM_LEASE_S": str(lease_s)}
+        arguments = ["batcher", "--listen", self.address(name)]
+        return self.keep(self._stack(environment).start(name, arguments))
+
     def let_batcher_die(self, failpoint: str, *, name: str = "doomed") -> None:
         """Start a batcher, which may die before it answers, and wait for its death."""
-        environment = {"TURNSTREAM_FAILPOINT": failpoint, "TURNSTREAM_LEASE_S": str(DOOMED_LEASE_S)}
-        arguments = ["batcher", "--listen", self.address(name)]
-        doomed = self.keep(self._stack(environment).start(name, arguments))
+        doomed = self.begin_batcher(name, failpoint=failpoint, lease_s=DOOMED_LEASE_S)
         self.wait(lambda: doomed.status is not None, f"the death at {failpoint}")
         assert doomed.status == -signal.SIGKILL, doomed.failure(f"{name} ended otherwise")
 

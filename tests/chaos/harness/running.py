@@ -95,8 +95,8 @@ class Stack:
 
     def start(self) -> None:
         """Two batchers, two generators, one of which takes tasks, and the ranks of a trainer."""
-        for name in ("batcher", "other"):
-            self.batchers[name] = self.rig.start_batcher(name).service
+        self.batchers["other"] = self.rig.begin_batcher("other")
+        self.batchers["batcher"] = self.rig.start_batcher().service
         self.give_prompts()
         for kind in ("own", "task"):
             self.start_generator(kind)

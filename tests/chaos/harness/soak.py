@@ -8,11 +8,14 @@ word. The seed is printed first: the same one draws the same faults.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import secrets
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -41,10 +44,23 @@ NAMED = ("ConflictError", "FencedError", "StoreBehindError")
 """What a generator may be told of a trajectory that a store has lost."""
 
 
-def soak(
-    folder: Path, *, seconds: float, every_s: float, draws: Draws, durability: Durability
-) -> Report:
-    """Inject a fault about every `every_s` seconds, then train all and check everything.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Length:
+    """How long faults are injected.
+
+    Attributes:
+        seconds: for so long.
+        num_faults: and no more than these.
+        every_s: with so much time between them, about.
+    """
+
+    seconds: float = math.inf
+    num_faults: int = sys.maxsize
+    every_s: float = 0.0
+
+
+def soak(folder: Path, *, length: Length, draws: Draws, durability: Durability) -> Report:
+    """Inject faults, then train all and check everything.
 
     Every kind of fault comes once before any comes again, also from one store to the next that is
     given the same `draws`.
@@ -55,7 +71,9 @@ def soak(
     """
     folder.mkdir(parents=True, exist_ok=True)
     machine = Machine(folder)
-    report = Report(durability=durability, seconds=seconds, faults=[f.__name__ for f in FAULTS])
+    report = Report(
+        durability=durability, seconds=length.seconds, faults=[f.__name__ for f in FAULTS]
+    )
     with (
         EmbeddedServer(
             folder / "store",
@@ -72,16 +90,18 @@ def soak(
             rig=rig, machine=machine, store=store, door=door, draws=draws, durability=durability
         )
         stack.start()
-        _inject(stack, report, seconds=seconds, every_s=every_s)
+        _inject(stack, report, length=length)
         _finish(stack, report)
     return report
 
 
-def _inject(stack: Stack, report: Report, *, seconds: float, every_s: float) -> None:
-    deadline_s = time.monotonic() + seconds
+def _inject(stack: Stack, report: Report, *, length: Length) -> None:
+    deadline_s = time.monotonic() + length.seconds
     steps = StepCounter(stack.rig.folder / "history")
     _await_step(stack, steps, report, after="the start")
-    while time.monotonic() < deadline_s:
+    for _ in range(length.num_faults):
+        if time.monotonic() > deadline_s:
+            break
         fault = stack.draws.draw("faults", FAULTS)
         survival = report.survivals[fault.__name__]
         try:
@@ -94,7 +114,8 @@ def _inject(stack: Stack, report: Report, *, seconds: float, every_s: float) -> 
         began_s = time.monotonic()
         _await_step(stack, steps, report, after=fault.__name__)
         survival.recoveries_s.append(time.monotonic() - began_s)
-        stack.pause(max(0.0, stack.rng.uniform(0.5, 1.5) * every_s - survival.recoveries_s[-1]))
+        until_next_s = stack.rng.uniform(0.5, 1.5) * length.every_s
+        stack.pause(max(0.0, until_next_s - survival.recoveries_s[-1]))
 
 
 def _await_step(stack: Stack, steps: StepCounter, report: Report, *, after: str) -> None:
@@ -174,16 +195,10 @@ class StepCounter:
         return self._count
 
 
-def play(
-    folder: Path, *, modes: Sequence[Durability], seconds: float, every_s: float, seed: int
-) -> list[Report]:
-    """One store after the other, each for its share of the time."""
+def play(folder: Path, *, modes: Sequence[Durability], length: Length, seed: int) -> list[Report]:
+    """One store after the other, each for so long."""
     draws = Draws(random.Random(seed))
-    share_s = seconds / len(modes)
-    return [
-        soak(folder / mode, seconds=share_s, every_s=every_s, draws=draws, durability=mode)
-        for mode in modes
-    ]
+    return [soak(folder / mode, length=length, draws=draws, durability=mode) for mode in modes]
 
 
 def main() -> None:
@@ -200,9 +215,8 @@ def main() -> None:
     console = Console()
     console.print(f"seed {seed}")
     with tempfile.TemporaryDirectory(prefix="turnstream-chaos-") as folder:
-        reports = play(
-            Path(folder), modes=modes, seconds=options.seconds, every_s=options.every_s, seed=seed
-        )
+        length = Length(seconds=options.seconds / len(modes), every_s=options.every_s)
+        reports = play(Path(folder), modes=modes, length=length, seed=seed)
     for report in reports:
         console.print(report.table())
     if options.json is not None:
