@@ -15,8 +15,8 @@ from turnstream_server import failpoints
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
 SEED = 17803
-"""Under fsync a run is paused, a batcher killed and the store; under everysec it is revised, forked by
-one that dies, and the power is cut. That does not take long."""
+"""Under fsync a run is paused, a batcher killed and the store; under everysec it is revised, forked
+by one that dies, and the power is cut. That does not take long."""
 NUM_FAULTS = 3
 
 
