@@ -85,7 +85,8 @@ def cut_the_stores_power(stack: Stack) -> None:
         stack.machine.freeze_disk()
         stack.pause(stack.rng.uniform(0.0, BEHIND_S))
         if stack.rng.random() < 0.5:
-            kill_a_generator(stack)
+            with contextlib.suppress(InVainError):
+                kill_a_generator(stack)
     stack.restart_store(power_off=True)
 
 
@@ -168,8 +169,15 @@ def _num_refused(stack: Stack) -> int:
 
 
 def move_the_clock(stack: Stack) -> None:
-    """By up to an hour, in either direction."""
-    stack.machine.set_clock(wrong_by_s=stack.rng.uniform(-HOUR_S, HOUR_S))
+    """By up to an hour: in either direction, but under everysec only forward.
+
+    A store whose clock is set back syncs no more until it has caught up.
+    """
+    if stack.durability == "everysec":
+        stack.clock_s += stack.rng.uniform(0.0, HOUR_S)
+    else:
+        stack.clock_s = stack.rng.uniform(-HOUR_S, HOUR_S)
+    stack.machine.set_clock(wrong_by_s=stack.clock_s)
 
 
 FAULTS: tuple[Fault, ...] = (

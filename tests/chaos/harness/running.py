@@ -73,6 +73,7 @@ class Stack:
         reached: failpoints at which a process has died, and how many did.
         missed: failpoints that nobody came to in time.
         durability: of the store.
+        clock_s: by how much the clock of the store is wrong.
     """
 
     rig: Rig
@@ -87,6 +88,7 @@ class Stack:
     reached: Counter[str] = field(default_factory=Counter[str])
     missed: Counter[str] = field(default_factory=Counter[str])
     durability: Durability = "fsync"
+    clock_s: float = 0.0
 
     @property
     def rng(self) -> random.Random:
