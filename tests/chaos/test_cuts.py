@@ -130,9 +130,26 @@ def test_the_ledger_may_be_without_what_is_excused_and_nothing_else() -> None:
 
     check(History([*lines, *opened, *sealed], excused=name, unknown=name), counts=counts)
 
-    for fewer in ({"excused": name}, {"unknown": name}):
+    for excused, unknown in ((name, ()), ((), name)):
+        history = History([*lines, *opened, *sealed], excused=excused, unknown=unknown)
         with pytest.raises(HistoryError, match="ledger_adds_up"):
-            check(History([*lines, *opened, *sealed], **fewer), counts=counts)
+            check(history, counts=counts)
+
+
+def test_a_group_of_which_a_member_is_gone_may_end_untrained() -> None:
+    lines = right_history()
+    opened = [Line("v", kind, 100.0, {"group": "x", "num_samples": 2}) for kind in OPENING]
+    sealed = [
+        Line("v", kind, 101.0, {"trajectory": f"x/{sample}/0"})
+        for sample in range(2)
+        for kind in ("sealing", "sealed")
+    ]
+    whole = [*lines, *opened, *sealed]
+
+    check(History(whole, gone={"x/1/0"}), is_drained=True)
+
+    with pytest.raises(HistoryError, match="nothing_is_lost: x/0/0 were acknowledged"):
+        check(History(whole, excused={"x/1/0"}), is_drained=True)
 
 
 def sealed_by(process: str, *, last_seen: float) -> list[Line]:

@@ -20,7 +20,9 @@ from turnstream_server.bus.reasons import ReasonKind, reasons
 from turnstream_server.bus.waits import read_snapshot
 
 IN_FORCE_S = 60.0
-FULL_S = 10.0
+FULL_S = 20.0
+LEAST_BYTES = 100_000
+"""Some two steps of the run."""
 MOST_GROUPS = 6
 """Of a batch, before and behind a revision."""
 AHEAD = 2
@@ -105,7 +107,7 @@ def shrink_the_budget(stack: Stack) -> None:
     """
     client, run = stack.rig.client, stack.rig.run
     before = read_revisions(client, run).last.config.max_bytes
-    max_bytes = read_budget(client, run).held.total
+    max_bytes = max(read_budget(client, run).held.planned, LEAST_BYTES)
     revise(stack, max_bytes=max_bytes)
     held = read_budget(client, run).held
     looks = [held.total]

@@ -112,6 +112,7 @@ class History:
         lines: in any order.
         excused: trajectories that need not be trained though they were acknowledged, because a
             test has damaged them or the run's policy drops them.
+        gone: those of them whose seal the store lost: their groups may end without them.
         unknown: trajectories that need not be known though their opening was acknowledged.
         losses: where the store lost steps that it had planned, in order of time.
     """
@@ -121,11 +122,13 @@ class History:
         lines: Iterable[Line],
         *,
         excused: Collection[str] = (),
+        gone: Collection[str] = (),
         unknown: Collection[str] = (),
         losses: Sequence[Loss] = (),
     ) -> None:
         self.lines = tuple(sorted(lines, key=lambda line: line.at))
-        self.excused = frozenset(excused)
+        self.excused = frozenset({*excused, *gone})
+        self.gone = frozenset(gone)
         self.unknown = frozenset(unknown)
         self.losses = tuple(losses)
 

@@ -357,7 +357,8 @@ class Rig:
         seals, openings = self._gone(lines)
         return History(
             [*lines, *([] if self.loses_plans else self.plans())],
-            excused=self.excused | seals,
+            excused=self.excused,
+            gone=seals,
             unknown=openings,
             losses=self.cuts,
         )
