@@ -386,7 +386,6 @@ CHECKS: tuple[Callable[[History], Violations], ...] = (
     groups_have_their_members,
     writers_are_told_the_truth,
     acknowledged_turns_are_kept,
-    acknowledged_turns_are_kept,
     steps_are_stepped_by_all_ranks,
     nothing_else_is_trained,
     prompts_are_trained_once,

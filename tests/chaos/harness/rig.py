@@ -150,9 +150,7 @@ class Rig:
         self._services.append(started.service)
         return started
 
-    def begin_batcher(
-        self, name: str, *, failpoint: str = "", lease_s: float = LEASE_S
-    ) -> Service:
+    def begin_batcher(self, name: str, *, failpoint: str = "", lease_s: float = LEASE_S) -> Service:
         """A batcher that nobody waits for: it may die before it answers."""
         environment = {"TURNSTREAM_FAILPOINT": failpoint, "TURNSTREAM_LEASE_S": str(lease_s)}
         arguments = ["batcher", "--listen", self.address(name)]
@@ -223,9 +221,7 @@ class Rig:
         command = [*_python(module, is_newer=self.is_newer), "--log", str(log)]
         for option, value in options.items():
             command += [f"--{option.replace('_', '-')}", str(value)]
-        service = self._stack({}).start_program(name, command)
-        self._services.append(service)
-        return service
+        return self.keep(self._stack({}).start_program(name, command))
 
     def _stack(self, environment: Mapping[str, str]) -> Stack:
         path = os.pathsep.join(filter(None, (str(_FOLDER), os.environ.get("PYTHONPATH"))))
