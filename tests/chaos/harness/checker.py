@@ -91,13 +91,18 @@ def ledger_adds_up(history: History, counts: Mapping[str, int]) -> Violations:
 
 def _accepted(history: History) -> tuple[int, int]:
     """How many trajectories generators were told that they have, and how many they may have."""
-    told = sum(line["num_samples"] for line in history.of("opened"))
-    told += sum(1 for _ in history.of("granted"))
+    # A name may come twice: a store that forgot a task gives it again, also to whoever had it.
+    told = {
+        f"{line['group']}/{sample}/0"
+        for line in history.of("opened")
+        for sample in range(line["num_samples"])
+    }
+    told |= {line["trajectory"] for line in history.of("granted")}
+    told |= {name for line in history.of("given") for name in line["trajectories"]}
     tried = sum(line["num_samples"] for line in history.of("opening", "asking_task"))
     tried += sum(1 for _ in history.of("asking")) - sum(1 for _ in history.of("asked_in_vain"))
     tried -= sum(line["num_samples"] for line in history.of("asked_task_in_vain"))
-    told += sum(len(line["trajectories"]) for line in history.of("given"))
-    return told - len(history.unknown), tried
+    return len(told - history.unknown), tried
 
 
 def _frontier_adds_up(history: History, states: Mapping[str, int]) -> Violations:

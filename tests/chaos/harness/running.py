@@ -129,7 +129,7 @@ class Stack:
             timeout_s=15,
             update_s=0.02,
             failpoint=failpoint,
-            **({"from_step": self.rig.checkpoint_of_store()} if goes_back else {}),
+            from_step=self.rig.checkpoint_of_store() if goes_back else -1,
         )
 
     def mend(self) -> None:
