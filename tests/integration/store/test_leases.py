@@ -26,10 +26,18 @@ def now_ms(client: redis.Redis) -> int:
     return seconds * 1000 + microseconds // 1000
 
 
-def left_s(run: Any, trajectory_id: str = "g/0/0") -> float:
-    """Seconds until a lease ends."""
-    end_ms = run.client.zscore(run.keys.leases, trajectory_id)
-    return (end_ms - now_ms(run.client)) / 1000
+def end_ms(run: Any, trajectory_id: str = "g/0/0") -> int:
+    """When a lease ends, by the store's clock."""
+    return int(run.client.zscore(run.keys.leases, trajectory_id))
+
+
+def lasts(run: Any, act: Callable[[], Any], *ids: str, lease_s: float = 30) -> bool:
+    """Whether leases, that of g/0/0 unless others are named, end so long after this act of now."""
+    began_ms = now_ms(run.client)
+    act()
+    done_ms = now_ms(run.client)
+    acts_ms = [end_ms(run, each) - lease_s * 1000 for each in ids or ("g/0/0",)]
+    return all(began_ms <= act_ms <= done_ms for act_ms in acts_ms)
 
 
 def lapse(run: Any, trajectory_id: str = "g/0/0", *, since_ms: int = 1) -> None:
@@ -48,12 +56,12 @@ def take_over(run: Any, writer: str = "second", trajectory_id: str = "g/0/0") ->
 def test_what_is_opened_has_a_lease_until_it_ends(client: redis.Redis, drive: Drive) -> None:
     run = drive(client, lease_s=30)
 
-    run.do(run.open_group("g/0/0", "g/1/0", "g/2/0", num_samples=3))
-    opened = [left_s(run, f"g/{sample}/0") for sample in range(3)]
+    ids = [f"g/{sample}/0" for sample in range(3)]
+    are_as_long = lasts(run, lambda: run.do(run.open_group(*ids, num_samples=3)), *ids)
     run.do(run.post_sealed("g/0/0", 1, b"seal"))
     run.do(run.abandon("g/1/0"))
 
-    assert all(29 < left <= 30 for left in opened)
+    assert are_as_long
     assert client.zrange(run.keys.leases, 0, -1) == [b"g/2/0"]
 
 
@@ -74,12 +82,12 @@ def test_opening_again_renews_the_lease_for_the_same_writer_alone(
     run.do(run.open_group("g/0/0"))
     lapse(run)
 
+    before_ms = end_ms(run)
     run.do(run.open_group("g/0/0", writer="other"))
-    of_another = left_s(run)
-    run.do(run.open_group("g/0/0"))
+    of_another_ms = end_ms(run)
 
-    assert of_another <= 0
-    assert 29 < left_s(run) <= 30
+    assert of_another_ms == before_ms
+    assert lasts(run, lambda: run.do(run.open_group("g/0/0")))
 
 
 def test_a_run_of_an_older_release_has_leases_of_a_minute(
@@ -89,15 +97,13 @@ def test_a_run_of_an_older_release_has_leases_of_a_minute(
     older = '{"batch_groups": 1, "max_staleness": 1, "format": 0}'
     client.hset(run.keys.config, "1", older)
 
-    run.do(run.open_group("g/0/0"))
-    opened_s = left_s(run)
+    is_opened_for_it = lasts(run, lambda: run.do(run.open_group("g/0/0")), lease_s=60)
     lease_ms, _ = heartbeat(run, ("g/0/0", 1))
     lapse(run)
-    take_over(run)
 
-    assert 59 < opened_s <= 60
+    assert is_opened_for_it
     assert lease_ms == 60_000
-    assert 59 < left_s(run) <= 60
+    assert lasts(run, lambda: take_over(run), lease_s=60)
 
 
 def test_a_heartbeat_renews_the_leases_of_its_writer(client: redis.Redis, drive: Drive) -> None:
@@ -105,10 +111,11 @@ def test_a_heartbeat_renews_the_leases_of_its_writer(client: redis.Redis, drive:
     run.do(run.open_group("g/0/0", "g/1/0"))
     lapse(run, since_ms=60_000)
 
-    reply = heartbeat(run, ("g/0/0", 1), ("g/1/0", 1))
+    replies: list[Any] = []
+    is_renewed = lasts(run, lambda: replies.append(heartbeat(run, ("g/0/0", 1), ("g/1/0", 1))))
 
-    assert reply == [30_000, b"OK", b"OK"]
-    assert 29 < left_s(run) <= 30
+    assert replies == [[30_000, b"OK", b"OK"]]
+    assert is_renewed
 
 
 def test_a_heartbeat_says_what_became_of_each_trajectory_that_is_lost(
@@ -152,23 +159,27 @@ def test_a_lapsed_trajectory_goes_to_another_writer_with_the_next_epoch(
     run.do(run.open_group("g/0/0", num_samples=2))
     lapse(run)
 
-    first, again = take_over(run), take_over(run)
+    replies: list[Any] = [take_over(run)]
+    is_leased = lasts(run, lambda: replies.append(take_over(run)))
 
-    assert first == again == [2, 2]
+    assert replies == [[2, 2]] * 2
     assert run.ledger() == {b"g/0/0": b"open:2:second"}
     assert run.counts() == {"accepted": 1, "open": 1}
-    assert 29 < left_s(run) <= 30
+    assert is_leased
 
 
 def test_a_lease_that_runs_is_not_taken_over(client: redis.Redis, drive: Drive) -> None:
     run = drive(client, lease_s=30)
     run.do(run.open_group("g/0/0"))
 
+    asked_ms = now_ms(client)
     with pytest.raises(ConflictError, match="g/0/0 is being written by w") as refusal:
         take_over(run)
+    told_ms = now_ms(client)
 
     assert refusal.value.retry_after_s is not None
-    assert 29 < refusal.value.retry_after_s <= 30
+    left_ms = round(refusal.value.retry_after_s * 1000)
+    assert end_ms(run) - told_ms <= left_ms <= end_ms(run) - asked_ms
     assert run.ledger() == {b"g/0/0": b"open:1:w"}
 
 
@@ -313,14 +324,18 @@ def test_a_lease_from_before_the_clock_was_set_back_is_cut(
     for name in ("g/0/0", "g/1/0"):
         lapse(run, name, since_ms=-3_630_000)
 
-    with pytest.raises(ConflictError):
-        take_over(run)
-    taken_s = left_s(run)
-    listed = list_lapsed(client, run.name)
+    def ask() -> None:
+        with pytest.raises(ConflictError):
+            take_over(run)
 
-    assert 29 < taken_s <= 30
+    listed: list[Any] = []
+    is_cut = [
+        lasts(run, ask),
+        lasts(run, lambda: listed.extend(list_lapsed(client, run.name)), "g/1/0"),
+    ]
+
+    assert is_cut == [True, True]
     assert listed == []
-    assert 29 < left_s(run, "g/1/0") <= 30
 
 
 def test_a_lease_key_is_declared() -> None:

@@ -17,6 +17,9 @@ from turnstream_server.embedded import EmbeddedServer, free_port
 
 pytestmark = pytest.mark.redis
 
+LONGEST_S = 20.0
+"""Far above any deadline here, on a machine that is busy, and below the socket's own timeout."""
+
 
 @pytest.fixture
 def silent() -> Iterator[redis.Redis]:
@@ -33,7 +36,7 @@ def test_a_call_ends_by_its_deadline(silent: redis.Redis) -> None:
     with pytest.raises(RedisTimeoutError), ending_within(0.1):
         silent.ping()
 
-    assert 0.1 <= time.monotonic() - began_s < 5.0
+    assert 0.1 <= time.monotonic() - began_s < LONGEST_S
 
 
 def test_of_two_deadlines_the_earlier_is_heeded(silent: redis.Redis) -> None:
@@ -42,7 +45,7 @@ def test_of_two_deadlines_the_earlier_is_heeded(silent: redis.Redis) -> None:
     with pytest.raises(RedisTimeoutError), ending_within(0.1), ending_within(60.0):
         silent.ping()
 
-    assert time.monotonic() - began_s < 5.0
+    assert time.monotonic() - began_s < LONGEST_S
 
 
 def test_a_server_that_is_silent_is_not_asked_again() -> None:
@@ -66,12 +69,12 @@ def test_tries_of_a_lost_connection_end_by_the_deadline_too() -> None:
         with pytest.raises(RedisError), ending_within(0.2):
             client.ping()
 
-        assert time.monotonic() - began_s < 5.0
+        assert time.monotonic() - began_s < LONGEST_S
 
 
 def test_a_connection_that_was_limited_has_its_own_timeout_again(server: EmbeddedServer) -> None:
     with connect(server.url) as client:
-        with ending_by(time.monotonic() + 5.0):
+        with ending_by(time.monotonic() + LONGEST_S):
             client.ping()
         (connection,) = client.connection_pool._available_connections
         limited_s = connection._sock.gettimeout()
@@ -79,5 +82,5 @@ def test_a_connection_that_was_limited_has_its_own_timeout_again(server: Embedde
         client.ping()
         own_s = connection._sock.gettimeout()
 
-    assert 0 < limited_s < 5.0
+    assert 0 < limited_s < LONGEST_S
     assert (own_s, connection.socket_timeout) == (SOCKET_TIMEOUT_S, SOCKET_TIMEOUT_S)

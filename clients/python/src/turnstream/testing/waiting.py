@@ -11,9 +11,13 @@ Value = TypeVar("Value")
 
 POLL_INTERVAL_S = 0.01
 
+TIMEOUT_S = 30.0
+"""What is to become true does so within milliseconds; a machine that is busy, or stands still for a
+moment, must not fail a test for that."""
+
 
 def wait_until(
-    predicate: Callable[[], Value], timeout_s: float = 10.0, describe: str = "the condition"
+    predicate: Callable[[], Value], timeout_s: float = TIMEOUT_S, describe: str = "the condition"
 ) -> Value:
     """Ask again and again until the answer is true, and give that answer.
 
@@ -37,7 +41,7 @@ def wait_until(
 
 async def wait_until_async(
     predicate: Callable[[], Awaitable[Value]],
-    timeout_s: float = 10.0,
+    timeout_s: float = TIMEOUT_S,
     describe: str = "the condition",
 ) -> Value:
     """`wait_until` for a predicate that must be awaited."""
