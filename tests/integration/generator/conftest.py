@@ -1,22 +1,27 @@
-"""What a store holds of a run, read back; and a proxy that loses replies."""
+"""What a store holds of a run, read back; and what is in a test's hands: answers, and time."""
 
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, Final
 
 import pytest
 import redis
 
+from harness.proxy import Proxy
 from turnstream.batching.merge import turn_prompts
+from turnstream.generator import async_sender, heartbeats, patience, sender
 from turnstream.records.events import decode_event
 from turnstream.records.turns import decode_turn
-from turnstream.store import keys
+from turnstream.store import asking, keys
+from turnstream.store.scripts import Script
 from turnstream.types import Event, SealedTrajectory, StoredTurn, TrajectoryKey
+
+LONG_S: Final = 30.0
+"""Whatever a test has to do is done by then, on a machine that is busy too."""
 
 
 class RunReader:
@@ -88,81 +93,72 @@ def read() -> Callable[[redis.Redis, str], RunReader]:
     return RunReader
 
 
-class Proxy:
-    """Stands between a client and a server, and can lose what the server answers."""
-
-    def __init__(self, server_url: str) -> None:
-        address = urlsplit(server_url)
-        self._server = (address.hostname or "", address.port or 0)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._sockets: list[socket.socket] = [self._listener]
-        self._loses_next = threading.Event()
-        self._threads: list[threading.Thread] = []
-        self._start(self._accept)
-
-    @property
-    def url(self) -> str:
-        """Where clients connect."""
-        return f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
-
-    def lose_next_reply(self) -> None:
-        """Cut the connection of whoever is answered next, before the answer arrives."""
-        self._loses_next.set()
-
-    @property
-    def has_lost(self) -> bool:
-        """Whether the reply that was to be lost is lost."""
-        return not self._loses_next.is_set()
-
-    def close(self) -> None:
-        """Close every connection and wait for the threads."""
-        for opened in self._sockets:
-            close(opened)
-        for thread in self._threads:
-            thread.join(5)
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                server = socket.create_connection(self._server)
-                self._sockets += [client, server]
-                self._start(lambda c=client, s=server: self._pump(c, s, is_reply=False))
-                self._start(lambda c=client, s=server: self._pump(s, c, is_reply=True))
-
-    def _pump(self, source: socket.socket, sink: socket.socket, *, is_reply: bool) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                if is_reply and self._loses_next.is_set():
-                    self._loses_next.clear()
-                    break
-                sink.sendall(data)
-        close(source)
-        close(sink)
-
-    def _start(self, target: Callable[[], None]) -> None:
-        self._threads.append(threading.Thread(target=target, daemon=True))
-        self._threads[-1].start()
-
-
-def close(opened: socket.socket) -> None:
-    """Close a socket under the thread that reads it."""
-    with contextlib.suppress(OSError):
-        opened.shutdown(socket.SHUT_RDWR)
-    opened.close()
-
-
 @pytest.fixture
 def proxy_to() -> Iterator[Callable[[str], Proxy]]:
     """`proxy_to(url)` starts a proxy."""
     with contextlib.ExitStack() as stack:
+        yield lambda url: stack.enter_context(Proxy(url))
 
-        def start(url: str) -> Proxy:
-            proxy = Proxy(url)
-            stack.callback(proxy.close)
-            return proxy
 
-        yield start
+@pytest.fixture
+def lose_answer() -> Callable[[Proxy, str], None]:
+    """`lose_answer(proxy, "append")`: the next call of that script is done, and its answer lost."""
+    return lambda proxy, name: proxy.cut_answers(Script(name).sha.encode(), after_bytes=[0])
+
+
+@pytest.fixture(autouse=True)
+def wait_for_answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """`wait_for_answers(seconds)`: for so long beyond its deadline a wait hangs on what was sent.
+
+    A store that is well answers late where its machine is busy. Only where it is meant to be silent
+    a test waits no longer than everybody does.
+    """
+
+    def wait(seconds: float) -> None:
+        for module in (patience, sender, async_sender, asking):
+            monkeypatch.setattr(module, "ANSWER_S", seconds)
+
+    wait(LONG_S)
+    return wait
+
+
+class Clock:
+    """The time of publishers: it stands still until it is told to go on."""
+
+    def __init__(self) -> None:
+        self._stopped_s = time.monotonic()
+        self._behind_s: float | None = None
+
+    def monotonic(self) -> float:
+        """Seconds, as of `time.monotonic`."""
+        if self._behind_s is None:
+            return self._stopped_s
+        return time.monotonic() - self._behind_s
+
+    def go_on(self, *, ahead_s: float = 0.0) -> None:
+        """Run from now on, so much later than it was."""
+        self._behind_s = time.monotonic() - self._stopped_s - ahead_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time of every publisher that the test makes stands still."""
+    clock = Clock()
+    for module in (sender, async_sender):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def without_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No heartbeat travels with what is counted."""
+    monkeypatch.setattr(heartbeats, "_FIRST_INTERVAL_S", LONG_S)
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases of a minute, which end in no test, are renewed ten times a second."""
+    monkeypatch.setattr(heartbeats, "BEATS_PER_LEASE", 600)
 
 
 @pytest.fixture(autouse=True)

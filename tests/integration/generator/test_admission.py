@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from turnstream.errors import EndOfRunError, GroupTooLargeError, NotReadyError
-from turnstream.generator import Publisher
+from turnstream.generator import Publisher, sender
 from turnstream.store.runs import close_run
 from turnstream.testing import group, ids, trajectory, turn, wait_until
 from turnstream_server.embedded import EmbeddedServer
@@ -50,9 +50,14 @@ def test_a_group_waits_for_capacity_and_starts_when_it_is_freed(
 
 
 def test_waiting_asks_again_only_when_capacity_may_be_free(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
+    server: EmbeddedServer,
+    client: redis.Redis,
+    new_run: NewRun,
+    read: Read,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = new_run(client, **ONE_GROUP)
+    monkeypatch.setattr(sender, "ASK_AGAIN_S", 600.0)  # of its own accord
 
     with Publisher(server.url, run) as publisher:
         publisher.publish(group("a")).result(10)

@@ -20,10 +20,13 @@ import redis
 
 from turnstream.errors import NotReadyError, StoreUnavailableError, UnavailableError, WaitKind
 from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.generator.receipts import AsyncReceipt, Receipt
 from turnstream.store.connection import address_of
+from turnstream.store.limits import ANSWER_S
 from turnstream.store.runs import wait_for_version
+from turnstream.store.scripts import Script
 from turnstream.store.tasks import Prompt, add_prompts, read_prompt_counts
-from turnstream.testing import group, ids, wait_until
+from turnstream.testing import group, ids, wait_until, wait_until_async
 from turnstream.types import TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 
@@ -31,9 +34,10 @@ pytestmark = pytest.mark.redis
 
 NewRun = Callable[..., str]
 Read = Callable[[redis.Redis, str], Any]
+Frozen = Callable[[], contextlib.AbstractContextManager[None]]
 ONE_GROUP = {"batch_groups": 1, "max_staleness": 0, "max_planned_ahead": 0}
 TIMEOUT_S = 0.3
-LONGEST_S = 6.0
+LONGEST_S = 20.0
 """Far above any deadline here, on a machine that is busy, and far below the socket's timeout."""
 
 SILENT = [WaitKind.STORE_SILENT]
@@ -60,14 +64,46 @@ def own_server() -> Iterator[EmbeddedServer]:
         yield server
 
 
-@contextlib.contextmanager
-def frozen(server: EmbeddedServer) -> Iterator[None]:
-    """Within, the server stands still."""
-    os.kill(server.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(server.pid, signal.SIGCONT)
+@pytest.fixture
+def frozen(
+    own_server: EmbeddedServer, wait_for_answers: Callable[[float], None]
+) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Within `frozen()` the store stands still, and is waited for as long as everybody does."""
+
+    @contextlib.contextmanager
+    def freeze() -> Iterator[None]:
+        wait_for_answers(ANSWER_S)
+        os.kill(own_server.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(own_server.pid, signal.SIGCONT)
+            wait_for_answers(LONGEST_S)
+
+    return freeze
+
+
+@pytest.fixture
+def silent_from(
+    own_server: EmbeddedServer,
+    proxy_to: Callable[[str], Any],
+    wait_for_answers: Callable[[float], None],
+) -> Iterator[Callable[[str], Any]]:
+    """`silent_from(words)` gives a way to the store that is silent from a request with them on."""
+
+    def connect(words: str) -> Any:
+        wait_for_answers(ANSWER_S)
+        proxy = proxy_to(own_server.url)
+        proxy.requests.unanswered = words.encode()
+        return proxy
+
+    return connect
+
+
+def speak(proxy: Any) -> None:
+    """Let a store answer again that was silent."""
+    proxy.requests.unanswered, proxy.replies.is_silent = b"", False
+    proxy.cut_all()
 
 
 def ended(call: Callable[[], object]) -> UnavailableError:
@@ -88,6 +124,16 @@ async def ended_async(call: Awaitable[object]) -> UnavailableError:
     return caught.value
 
 
+def is_asked_of_it(receipt: Receipt) -> bool:
+    """Whether the silent store has been sent what is waited for."""
+    return WaitKind.STORE_SILENT in kinds(ended(lambda: receipt.result(0)))
+
+
+async def is_asked_of_it_async(receipt: AsyncReceipt) -> bool:
+    """The same of one that is awaited."""
+    return WaitKind.STORE_SILENT in kinds(await ended_async(receipt.result(0)))
+
+
 def kinds(error: UnavailableError) -> list[str]:
     return [reason.kind for reason in error.reasons]
 
@@ -97,7 +143,7 @@ def facts(error: UnavailableError, kind: WaitKind) -> dict[str, Any]:
 
 
 def test_every_wait_of_a_publisher_ends_by_its_deadline_and_says_that_the_store_is_silent(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, frozen: Frozen
 ) -> None:
     run = new_run(own_client)
     with contextlib.ExitStack() as stack:
@@ -128,7 +174,7 @@ def test_every_wait_of_a_publisher_ends_by_its_deadline_and_says_that_the_store_
         }
         pool = stack.enter_context(ThreadPoolExecutor(len(calls)))
 
-        with frozen(own_server):
+        with frozen():
             waits = {name: pool.submit(ended, call) for name, call in calls.items()}
             errors = {name: wait.result() for name, wait in waits.items()}
 
@@ -144,7 +190,7 @@ def test_every_wait_of_a_publisher_ends_by_its_deadline_and_says_that_the_store_
 
 
 async def test_every_wait_of_an_asynchronous_publisher_ends_alike(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, frozen: Frozen
 ) -> None:
     run = new_run(own_client)
     async with contextlib.AsyncExitStack() as stack:
@@ -181,7 +227,7 @@ async def test_every_wait_of_an_asynchronous_publisher_ends_alike(
             "close_run": publishers["close_run"].close_run(),
         }
 
-        with frozen(own_server):
+        with frozen():
             found = await asyncio.gather(*[ended_async(call) for call in calls.values()])
 
     errors = dict(zip(calls, found, strict=True))
@@ -190,15 +236,16 @@ async def test_every_wait_of_an_asynchronous_publisher_ends_alike(
 
 
 def test_waits_with_a_deadline_of_their_own_end_by_it_long_before_the_store_counts_as_away(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, frozen: Frozen
 ) -> None:
     run = new_run(own_client)
     publisher = Publisher(own_server.url, run)
     episode = publisher.trajectory("g", 0, num_samples=1)
     episode.append(ids("a"), ids("b")).result(10)
 
-    with frozen(own_server):
+    with frozen():
         receipt = episode.append(ids("abc"), ids("d"))
+        wait_until(lambda: is_asked_of_it(receipt), describe="a round on its way")
         errors = [
             ended(lambda: receipt.result(TIMEOUT_S)),
             ended(lambda: publisher.flush(TIMEOUT_S)),
@@ -219,15 +266,16 @@ def test_waits_with_a_deadline_of_their_own_end_by_it_long_before_the_store_coun
 
 
 async def test_an_asynchronous_publisher_closes_by_the_deadline_too(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, frozen: Frozen
 ) -> None:
     run = new_run(own_client)
     publisher = AsyncPublisher(own_server.url, run)
     episode = publisher.trajectory("g", 0, num_samples=1)
     await (await episode.append(ids("a"), ids("b")))
 
-    with frozen(own_server):
+    with frozen():
         receipt = await episode.append(ids("abc"), ids("d"))
+        await wait_until_async(lambda: is_asked_of_it_async(receipt), describe="a round")
         waited = await ended_async(receipt.result(TIMEOUT_S))
         closed = await ended_async(publisher.close(TIMEOUT_S))
 
@@ -236,20 +284,22 @@ async def test_an_asynchronous_publisher_closes_by_the_deadline_too(
 
 
 def test_a_wait_for_leave_ends_by_its_deadline_while_the_publisher_is_held_by_a_silent_store(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+    own_client: redis.Redis, new_run: NewRun, silent_from: Callable[[str], Any], clock: Any
 ) -> None:
-    # The heartbeats of "a" are on their way to the store when the wait for "b" must end.
-    run = new_run(own_client, **ONE_GROUP, lease_s=0.3)
+    # What the wait for "b" hangs on is asked of the store, and not answered, when it must end.
+    run = new_run(own_client, **ONE_GROUP)
+    proxy = silent_from(Script("read_waits").sha)
     with (
-        Publisher(own_server.url, run, admission_timeout_s=1.0) as publisher,
+        Publisher(proxy.url, run, admission_timeout_s=1.0) as publisher,
         ThreadPoolExecutor(1) as pool,
     ):
         held = publisher.trajectory("a", 0, num_samples=1).__enter__()
         entered = pool.submit(ended, publisher.group("b", 2).__enter__)
-        wait_until(lambda: publisher.statistics().num_waits > 0, describe="a group that waits")
+        wait_until(lambda: proxy.replies.is_silent, describe="the silence of the store")
 
-        with frozen(own_server):
-            error = entered.result()
+        clock.go_on(ahead_s=1.0)
+        error = entered.result()
+        speak(proxy)
         held.abandon("over")
 
     assert type(error) is NotReadyError
@@ -259,18 +309,20 @@ def test_a_wait_for_leave_ends_by_its_deadline_while_the_publisher_is_held_by_a_
 
 
 async def test_the_asynchronous_publisher_keeps_that_deadline_too(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+    own_client: redis.Redis, new_run: NewRun, silent_from: Callable[[str], Any], clock: Any
 ) -> None:
-    run = new_run(own_client, **ONE_GROUP, lease_s=0.3)
-    async with AsyncPublisher(own_server.url, run, admission_timeout_s=1.0) as publisher:
+    run = new_run(own_client, **ONE_GROUP)
+    proxy = silent_from(Script("read_waits").sha)
+    async with AsyncPublisher(proxy.url, run, admission_timeout_s=1.0) as publisher:
         held = await publisher.trajectory("a", 0, num_samples=1).__aenter__()
         entered = asyncio.ensure_future(ended_async(publisher.group("b", 2).__aenter__()))
         await asyncio.to_thread(
-            wait_until, lambda: publisher.statistics().num_waits > 0, describe="a group that waits"
+            wait_until, lambda: proxy.replies.is_silent, describe="the silence of the store"
         )
 
-        with frozen(own_server):
-            error = await entered
+        clock.go_on(ahead_s=1.0)
+        error = await entered
+        speak(proxy)
         held.abandon("over")
 
     assert type(error) is NotReadyError
@@ -278,7 +330,7 @@ async def test_the_asynchronous_publisher_keeps_that_deadline_too(
 
 
 def test_a_task_that_was_asked_of_a_silent_store_is_the_next_one_and_is_not_lost(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, frozen: Frozen
 ) -> None:
     run = new_run(own_client)
     add_prompts(
@@ -287,7 +339,7 @@ def test_a_task_that_was_asked_of_a_silent_store_is_the_next_one_and_is_not_lost
     with Publisher(own_server.url, run) as publisher:
         with publisher.next_task(10) as first:
             write(first)
-        with frozen(own_server):
+        with frozen():
             ended(lambda: publisher.next_task(TIMEOUT_S))
         wait_until(
             lambda: read_prompt_counts(own_client, run).num_left == 0, describe="the task is taken"
@@ -308,15 +360,12 @@ def write(task: Any) -> None:
 
 
 def test_what_the_store_said_before_it_fell_silent_is_said_again(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+    own_client: redis.Redis, new_run: NewRun, silent_from: Callable[[str], Any]
 ) -> None:
     run = new_run(own_client)
-    with Publisher(own_server.url, run) as publisher, ThreadPoolExecutor(1) as pool:
-        taken = pool.submit(ended, lambda: publisher.next_task(1.0))
-        wait_until(lambda: is_listening(own_client), describe="a generator that waits for a task")
-
-        with frozen(own_server):
-            error = taken.result()
+    proxy = silent_from("XREAD")
+    with Publisher(proxy.url, run) as publisher:
+        error = ended(lambda: publisher.next_task(TIMEOUT_S))
 
     assert type(error) is StoreUnavailableError
     assert "the run was given no prompt" in error.reasons[0].sentence
@@ -324,19 +373,13 @@ def test_what_the_store_said_before_it_fell_silent_is_said_again(
     assert error.message.startswith(f"run {run!r}: no task: the store at ")
 
 
-def is_listening(client: redis.Redis) -> bool:
-    """Whether somebody waits in a blocking read."""
-    blocked: Any = client.info("clients")
-    return blocked["blocked_clients"] > 0
-
-
 def test_a_publisher_goes_on_after_it_gave_up_on_a_store_that_comes_back(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read, frozen: Frozen
 ) -> None:
     run = new_run(own_client)
     with Publisher(own_server.url, run, timeout_s=TIMEOUT_S) as publisher:
         publisher.publish(group("before")).result(10)
-        with frozen(own_server):
+        with frozen():
             ended(publisher.publish(group("lost")).result)
         publisher.publish(group("after")).result(10)
 

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.redis
 
 NewRun = Callable[..., str]
 Read = Callable[[redis.Redis, str], Any]
+LoseAnswer = Callable[[Any, str], None]
 KEY = TrajectoryKey("g", 0)
 
 
@@ -62,6 +63,8 @@ def test_a_reply_lost_after_the_write_was_applied_leaves_one_copy(
     new_run: NewRun,
     read: Read,
     proxy_to: Callable[[str], Any],
+    lose_answer: LoseAnswer,
+    without_heartbeats: None,
 ) -> None:
     run = new_run(client)
     proxy = proxy_to(server.url)
@@ -69,14 +72,14 @@ def test_a_reply_lost_after_the_write_was_applied_leaves_one_copy(
     with Publisher(proxy.url, run) as publisher:
         episode = publisher.trajectory("g", 0, num_samples=1)
         episode.append(ids("ab"), ids("c")).result(10)
-        proxy.lose_next_reply()
+        lose_answer(proxy, "append")
         episode.append(ids("abc"), ids("d")).result(10)
         after_append = publisher.statistics()
-        proxy.lose_next_reply()
+        lose_answer(proxy, "append")
         episode.seal(1.0)
         after_seal = publisher.statistics()
 
-    assert proxy.has_lost
+    assert proxy.replies.num_cuts == 2
     assert (after_append.num_duplicates, after_append.num_retries) == (1, 1)
     assert (after_seal.num_duplicates, after_seal.num_trajectories) == (2, 1)
     assert read(client, run).spelled(KEY) == [("ab", "c"), ("abc", "d")]
@@ -100,12 +103,12 @@ def test_a_group_whose_replies_are_lost_anywhere_arrives_once(
         publisher.publish(group("first")).result(10)
         for number in range(num_answered):
             publisher.publish(group(f"before-{number}"))
-        proxy.lose_next_reply()
+        proxy.cut_next_reply()
         publisher.publish(group("g")).result(10)
 
     stored = read(client, run)
     num_trajectories = 2 * (num_answered + 2)
-    assert proxy.has_lost
+    assert proxy.replies.num_cuts == 1
     assert stored.counts() == {"accepted": num_trajectories, "sealed": num_trajectories}
     assert len(stored.events()) == 3 * (num_answered + 2)
     assert stored.spelled(KEY) == [("ab", "cd")]
@@ -153,7 +156,7 @@ def test_a_server_that_forgot_the_scripts_is_told_them_again(
 ) -> None:
     run = new_run(own_client)
 
-    with Publisher(own_server.url, run, timeout_s=5) as publisher:
+    with Publisher(own_server.url, run) as publisher:
         publisher.publish(group("g")).result(10)
         own_client.script_flush()
         publisher.publish(group("h")).result(10)

@@ -15,7 +15,7 @@ from turnstream.errors import ConflictError, InvalidTurnError, NotReadyError
 from turnstream.generator import AsyncPublisher, Publisher, RewardOutcome, post_reward
 from turnstream.store import keys
 from turnstream.store.credits import credit
-from turnstream.testing import group, trajectory, turn
+from turnstream.testing import group, trajectory, turn, wait_until
 from turnstream.types import GroupOpened, RewardPosted, SealedTrajectory, TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 
@@ -32,6 +32,22 @@ def grant(client: redis.Redis, run: str) -> None:
     client.hset(names.members, "g", "2:1:1:the prompt")
     client.zadd(names.refills, {AGAIN.trajectory_id: 1})
     client.xadd(names.wake, {"w": ""}, maxlen=1, approximate=False)
+
+
+def grant_to_who_waits(client: redis.Redis, run: str) -> None:
+    """The same, once somebody waits for it."""
+    are_waiting(client, 1)
+    grant(client, run)
+
+
+def are_waiting(client: redis.Redis, number: int) -> None:
+    """Wait until so many read what is not there yet."""
+    wait_until(lambda: num_blocked(client) == number, describe=f"{number} who wait")
+
+
+def num_blocked(client: redis.Redis) -> int:
+    clients: Any = client.info("clients")
+    return clients["blocked_clients"]
 
 
 def open_group(publisher: Publisher) -> None:
@@ -66,9 +82,9 @@ def test_a_refill_is_waited_for_and_written_like_any_trajectory(
 
     with Publisher(server.url, run) as publisher:
         open_group(publisher)
-        granting = threading.Timer(0.05, grant, (client, run))
+        granting = threading.Thread(target=grant_to_who_waits, args=(client, run), daemon=True)
         granting.start()
-        refill = publisher.next_refill(10)
+        refill = publisher.next_refill(30)
         with publisher.refill_trajectory(refill) as writer:
             writer.append([1], [3])
             writer.seal(reward=0.0)
@@ -87,11 +103,17 @@ async def test_of_many_who_wait_for_a_refill_one_gets_it(
         open_group(publisher)
 
     async with AsyncPublisher(server.url, run) as one, AsyncPublisher(server.url, run) as other:
-        waiting = [asyncio.ensure_future(each.next_refill(0.5)) for each in (one, other)]
+        waiting = {asyncio.ensure_future(each.next_refill(30)) for each in (one, other)}
+        await asyncio.to_thread(are_waiting, client, 2)
         grant(client, run)
-        results = await asyncio.gather(*waiting, return_exceptions=True)
+        given, left = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.to_thread(are_waiting, client, len(left))  # after it was woken, too
+        (refill,) = [each.result() for each in given]
+        for each in left:
+            each.cancel()
 
-    assert sorted(type(result).__name__ for result in results) == ["NotReadyError", "Refill"]
+    assert refill.key == AGAIN
+    assert [each.cancelled() for each in left] == [True]
 
 
 async def test_of_many_tasks_of_one_publisher_one_gets_a_refill(

@@ -275,7 +275,7 @@ async def test_an_awaited_receipt_says_that_its_group_waits_for_leave(
 ) -> None:
     run = new_run(client, **ONE_GROUP)
 
-    async with AsyncPublisher(server.url, run, admission_timeout_s=2) as publisher:
+    async with AsyncPublisher(server.url, run, admission_timeout_s=600) as publisher:
         await (await publisher.publish(group("a")))
         receipt = await publisher.publish(group("b"))
         await asyncio.to_thread(
