@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import shutil
-import struct
-import subprocess
-import sys
+import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import grpc
 import grpc.aio
@@ -19,6 +15,7 @@ import pytest
 
 from turnstream import testing
 from turnstream.batching.config import BatchingConfig
+from turnstream.errors import NotReadyError
 from turnstream.generator import Publisher
 from turnstream.records.batches import decode_mini_batch
 from turnstream.records.events import encode_event
@@ -38,11 +35,12 @@ from turnstream.types import (
     TurnShape,
 )
 from turnstream.wire.v1 import batches_pb2 as wire
+from turnstream_server.batcher import lookout, servicer
 from turnstream_server.batcher.leader import Hook, no_hook
 from turnstream_server.batcher.options import BatcherOptions
 from turnstream_server.batcher.service import serving
 from turnstream_server.batcher.upkeep import DEFAULT_UPKEEP, Upkeep
-from turnstream_server.embedded import EmbeddedServer, find_binary
+from turnstream_server.embedded import EmbeddedServer
 
 _numbers = itertools.count(1)
 
@@ -54,70 +52,11 @@ def server() -> Iterator[EmbeddedServer]:
         yield server
 
 
-# Moves the clock of a process by the seconds that a file holds; monotonic time goes on as it was.
-CLOCK_SHIM = """
-#define _GNU_SOURCE
-#include <fcntl.h>
-#include <stdlib.h>
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <sys/time.h>
-#include <time.h>
-#include <unistd.h>
-
-static volatile long *offset_s;
-
-__attribute__((constructor)) static void open_offset(void) {
-    int file = open(getenv("CLOCK_OFFSET_FILE"), O_RDONLY);
-    offset_s = mmap(0, sizeof(long), PROT_READ, MAP_SHARED, file, 0);
-}
-int clock_gettime(clockid_t clock, struct timespec *now) {
-    int failed = syscall(SYS_clock_gettime, clock, now);
-    if (clock == CLOCK_REALTIME && offset_s) now->tv_sec += *offset_s;
-    return failed;
-}
-int gettimeofday(struct timeval *now, void *zone) {
-    struct timespec exact;
-    clock_gettime(CLOCK_REALTIME, &exact);
-    *now = (struct timeval){exact.tv_sec, exact.tv_nsec / 1000};
-    return 0;
-}
-time_t time(time_t *result) {
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    return result ? (*result = now.tv_sec) : now.tv_sec;
-}
-"""
-
-
-class ClockedServer(EmbeddedServer):
-    """A store whose clock can be set."""
-
-    def __init__(self, folder: Path, compiler: str) -> None:
-        self._offset = folder / "offset"
-        self.set_clock(0)
-        source, shim, program = (folder / name for name in ("shim.c", "shim.so", "server"))
-        source.write_text(CLOCK_SHIM)
-        subprocess.run([compiler, "-shared", "-fPIC", "-o", shim, source], check=True)
-        start = f'CLOCK_OFFSET_FILE={self._offset} LD_PRELOAD={shim} exec {find_binary()} "$@"'
-        program.write_text(f"#!/bin/sh\n{start}\n")
-        program.chmod(0o700)
-        super().__init__(binary=program)
-
-    def set_clock(self, offset_s: int) -> None:
-        """Let it go ahead of the true time by so much."""
-        with self._offset.open("r+b" if self._offset.exists() else "wb") as file:
-            file.write(struct.pack("q", offset_s))
-
-
-@pytest.fixture
-def clocked_server(tmp_path: Path) -> Iterator[ClockedServer]:
-    """A store of one's own, whose clock can be set."""
-    compiler = shutil.which("cc")
-    if compiler is None or not sys.platform.startswith("linux"):
-        pytest.skip("the clock is set by a C library for Linux")
-    with ClockedServer(tmp_path, compiler) as server:
-        yield server
+@pytest.fixture(autouse=True)
+def a_busy_store_answers_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas of a test wait for answers of their store as long as its machine may take."""
+    monkeypatch.setattr(lookout, "_LOOK_S", 30.0)
+    monkeypatch.setattr(servicer, "_LEAST_ANSWER_S", 30.0)
 
 
 class Replica:
@@ -187,7 +126,7 @@ class Trainer:
         return reply
 
     async def get(
-        self, step: int, *, dp_rank: int = 0, wait_s: float = 10.0, **knows: str
+        self, step: int, *, dp_rank: int = 0, wait_s: float = 30.0, **knows: str
     ) -> list[Pulled]:
         """All mini-batches of a step."""
         request = wire.GetRequest(
@@ -219,6 +158,21 @@ class Trainer:
             Pulled(header, decode_mini_batch(raw), bytes(raw))
             for header, raw in zip(headers, data, strict=True)
         ]
+
+    async def refused(self, step: int, *, words: str) -> NotReadyError:
+        """The end of a wait for a step that is not to come, once it has these words.
+
+        What a replica says is what it knows by then, which on a busy machine takes a moment.
+        """
+
+        async def ends() -> NotReadyError | None:
+            with pytest.raises(NotReadyError) as caught:
+                await self.get(step, wait_s=0.1)
+            return caught.value if re.search(words, str(caught.value)) else None
+
+        error = await testing.wait_until_async(ends, describe=f"to be told {words!r}")
+        assert error is not None
+        return error
 
     async def stepped(self, pulled: Sequence[Pulled]) -> RecoveryToken:
         """Acknowledge the step that these mini-batches are of."""
@@ -290,13 +244,28 @@ class House:
             client.delete(*names)
             client.xadd(names.wake, {"w": ""})
 
+    def end_leases(self, run: str, *trajectory_ids: str, ago_s: float = 3600) -> None:
+        """Let leases have ended so long ago: those of these trajectories, or all of the run."""
+        leases = keys.run_keys(run).leases
+        with connect(self.url) as client:
+            seconds, _ = cast("tuple[int, int]", client.time())
+            ends: Any = trajectory_ids or client.zrange(leases, 0, -1)
+            client.zadd(leases, dict.fromkeys(ends, (seconds - ago_s) * 1000), xx=True)
+
+    def pass_deadlines(self, run: str) -> None:
+        """Let every deadline that the run has been set be over."""
+        deadlines = keys.run_keys(run).deadlines
+        with connect(self.url) as client:
+            found: Any = client.zrange(deadlines, 0, -1)
+            client.zadd(deadlines, dict.fromkeys(found, 0), xx=True)
+
     async def publish(self, run: str, *groups: Group, closes: bool = False) -> None:
         """Send whole groups, in order, and close the run if told so."""
 
         def send() -> None:
             with Publisher(self.url, run) as publisher:
                 for group in groups:
-                    publisher.publish(group).result(10)
+                    publisher.publish(group).result(30)
                 if closes:
                     publisher.close_run()
 
@@ -347,7 +316,7 @@ class House:
         *,
         before_write: Hook = no_hook,
         lease_s: float = 5.0,
-        wait_max_s: float = 20.0,
+        wait_max_s: float = 60.0,
         upkeep: Upkeep = DEFAULT_UPKEEP,
     ) -> Replica:
         """A replica that answers."""

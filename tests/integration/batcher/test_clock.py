@@ -42,11 +42,15 @@ def observers(client: redis.Redis, run: str) -> dict[bytes, bytes]:
     return {name: entry for name, entry in found.items() if b":0:" not in entry}
 
 
-def make_due_soon(client: redis.Redis, run: str) -> None:
-    """A deadline of a group that is not there, in a moment of the run's time."""
+def with_one_due_soon(client: redis.Redis, run: str) -> set[bytes]:
+    """The deadlines, with that of a group that is not there, in a moment of the run's time."""
     names = keys.run_keys(run)
     ms: Any = client.hget(names.clock, "ms")
-    client.zadd(names.deadlines, {"group:soon": int(ms) + 200})
+    pipeline = client.pipeline(transaction=True)
+    pipeline.zadd(names.deadlines, {"group:soon": int(ms) + 200})
+    pipeline.zrange(names.deadlines, 0, -1)
+    found: Any = pipeline.execute()
+    return set(found[1])
 
 
 async def until(what: str, condition: Callable[[], bool]) -> None:
@@ -61,7 +65,9 @@ async def test_a_jump_ends_nothing_early_and_puts_nothing_off(house_at, clocked_
     # A living group was dropped within seconds, and an observer that calls was told it was silent.
     # Or what was to end in a moment held its place for an hour longer.
     house = house_at(clocked_server.url)
-    run = house.create_run(lease_s=LEASE_S, group_deadline_s=20, reward_deadline_s=20)
+    run = house.create_run(
+        lease_s=LEASE_S, takeover_s=600, group_deadline_s=20, reward_deadline_s=20
+    )
     await house.start_batcher()
     async with connect_async(house.url) as caller:
         for name, expiry_s in ((b"alive", 600), (b"silent", 0.5)):
@@ -70,8 +76,7 @@ async def test_a_jump_ends_nothing_early_and_puts_nothing_off(house_at, clocked_
             )
         with Publisher(house.url, run) as publisher, connect(house.url) as client:
             await asyncio.to_thread(open_and_await, publisher)
-            make_due_soon(client, run)
-            before = deadlines(client, run)
+            before = with_one_due_soon(client, run)
 
             clocked_server.set_clock(jump_s)
             await until("the deadline", lambda: b"group:soon" not in deadlines(client, run))

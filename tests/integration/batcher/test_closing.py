@@ -174,7 +174,7 @@ async def evaluation_ends(client, run):
     async def is_over():
         return client.hget(keys.run_keys(run).groups, "e") in (b"2:evaluated", None)
 
-    await wait_until_async(is_over, timeout_s=20, describe="the end of the evaluation")
+    await wait_until_async(is_over, describe="the end of the evaluation")
 
 
 @pytest.mark.parametrize("leftover", ["short", "carry", "drop"])

@@ -227,7 +227,7 @@ async def test_a_leader_killed_while_it_moves_records_is_followed_by_one_that_mo
 
     doomed = await asyncio.to_thread(
         lambda: subprocess.run(
-            [sys.executable, "-c", DOOMED, house.url, str(tmp_path), act], check=False, timeout=25
+            [sys.executable, "-c", DOOMED, house.url, str(tmp_path), act], check=False, timeout=60
         )
     )
     files = len(files_in(tmp_path))

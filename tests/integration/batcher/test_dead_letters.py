@@ -26,7 +26,7 @@ from turnstream_server.bus.ledger import read_ledger
 from turnstream_server.bus.letters import read_letters
 from turnstream_server.jobs.ledger import ledger_json
 
-pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
 async def until(predicate: Callable[[], object], describe: str) -> None:
@@ -35,7 +35,7 @@ async def until(predicate: Callable[[], object], describe: str) -> None:
     async def ask() -> object:
         return predicate()
 
-    await wait_until_async(ask, 20, describe)
+    await wait_until_async(ask, describe=describe)
 
 
 async def command(house: Any, *words: str) -> str:

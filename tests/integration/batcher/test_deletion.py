@@ -48,7 +48,7 @@ async def test_who_waits_for_a_batch_of_a_deleted_run_is_told_at_once(house):
     await wait_until_async(leads)
     await delete(house, run)
 
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(15):
         with pytest.raises(RunNotFoundError):
             await getting
 

@@ -39,7 +39,7 @@ async def _folded(url: str, run: str) -> None:
             names = keys.run_keys(run)
             return client.hlen(names.ended) > 0 and client.hlen(names.ledger) == 0
 
-    await wait_until_async(lambda: asyncio.to_thread(is_folded), 20, describe="the release")
+    await wait_until_async(lambda: asyncio.to_thread(is_folded), describe="the release")
 
 
 async def test_who_sealed_what_another_gave_up_after_the_store_forgot_it_is_told_so(

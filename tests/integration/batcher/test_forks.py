@@ -35,7 +35,7 @@ async def folded(house: Any, run: str, step: int) -> None:
         with connect(house.url) as client:
             return int(client.hget(keys.run_keys(run).frontier, "folded") or 0) == step
 
-    await wait_until_async(check, 25, describe=f"{step} folded steps")
+    await wait_until_async(check, describe=f"{step} folded steps")
 
 
 def fork(house: Any, run: str, new_run: str, token: RecoveryToken) -> None:

@@ -116,7 +116,6 @@ async def test_a_leader_that_starts_from_a_snapshot_knows_the_age_of_versions_of
         last = await train(trainer, step)
     await wait_until_async(
         lambda: asyncio.to_thread(lambda: 0 not in announced(house.url, run)),
-        25,
         describe="the announcement of version 0 to be gone",
     )
     await first.stop()

@@ -35,13 +35,13 @@ def calls(channel, name):
 
 async def check(channel, service=""):
     """The state, and why it is red."""
-    call = calls(channel, "Check")(StringValue(value=service), timeout=10)
+    call = calls(channel, "Check")(StringValue(value=service), timeout=60)
     state = Health((await call).value)
     return state, dict(await call.trailing_metadata()).get(TROUBLE, "")
 
 
 async def next_state(stream):
-    return Health((await asyncio.wait_for(stream.read(), 10)).value)
+    return Health((await asyncio.wait_for(stream.read(), 60)).value)
 
 
 @pytest.mark.parametrize("service", ["", SERVICE])
@@ -57,7 +57,7 @@ async def test_a_service_that_is_not_here_is_not_found(channel):
 
 
 async def test_a_store_that_is_gone_is_told_with_its_reason_until_it_is_back(server, channel):
-    stream = calls(channel, "Watch")(StringValue(value=SERVICE), timeout=30)
+    stream = calls(channel, "Watch")(StringValue(value=SERVICE), timeout=60)
     before = await next_state(stream)
 
     await asyncio.to_thread(server.kill)
@@ -73,8 +73,8 @@ async def test_a_store_that_is_gone_is_told_with_its_reason_until_it_is_back(ser
 
 
 async def test_whoever_watches_is_told_that_the_replica_stops(replica, channel):
-    known = calls(channel, "Watch")(StringValue(), timeout=30)
-    unknown = calls(channel, "Watch")(StringValue(value="other"), timeout=30)
+    known = calls(channel, "Watch")(StringValue(), timeout=60)
+    unknown = calls(channel, "Watch")(StringValue(value="other"), timeout=60)
     before = [await next_state(stream) for stream in (known, unknown)]
 
     await replica.stop()

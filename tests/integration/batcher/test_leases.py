@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -18,21 +18,33 @@ from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.testing import group, ids, wait_until_async
 from turnstream.types import TrajectoryState
+from turnstream_server.batcher import timekeeper
 from turnstream_server.bus.ledger import LedgerCounts, read_ledger
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
-LEASE_S = 0.6
+LEASE_S = 2.0
+TAKEOVER_S = 600.0
+"""For so long a generator of a test may stand still and lose nothing; the leases of the dead are
+let end longer ago."""
+
+STEADY_S = 1
+"""So long the clock is watched before a lease counts as ended: long enough for a writer that lives
+to be heard again."""
+
+BEATS_PER_S = 5
+LOOKS_PER_S = 50
 
 # Opens a group of two, writes turns of both samples, and then does what it is told, line by line.
 GENERATOR = """
 import sys
 from turnstream.errors import TurnstreamError
-from turnstream.generator import Publisher
+from turnstream.generator import Publisher, heartbeats
 from turnstream.testing import ids
 
-url, run, name = sys.argv[1:]
+url, run, name = sys.argv[1:4]
+heartbeats.BEATS_PER_LEASE = float(sys.argv[4])
 with Publisher(url, run, writer=name) as publisher, publisher.group(name, 2) as visit:
     for sample in range(2):
         episode = visit.trajectory(sample)
@@ -54,9 +66,9 @@ with Publisher(url, run, writer=name) as publisher, publisher.group(name, 2) as 
 class Generator:
     """A generator process, which is the writer of a group of its own name."""
 
-    def __init__(self, url: str, run: str, name: str) -> None:
+    def __init__(self, url: str, run: str, name: str, *, lease_s: float) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", GENERATOR, url, run, name],
+            [sys.executable, "-c", GENERATOR, url, run, name, str(BEATS_PER_S * lease_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -85,8 +97,8 @@ async def generate() -> AsyncIterator[Callable[..., Any]]:
     """Starts a generator that has written its turns: call it with url, run and its name."""
     with ExitStack() as stack:
 
-        async def start(url: str, run: str, name: str) -> Generator:
-            generator = Generator(url, run, name)
+        async def start(url: str, run: str, name: str, *, lease_s: float = LEASE_S) -> Generator:
+            generator = Generator(url, run, name, lease_s=lease_s)
             stack.callback(generator.close)
             assert await generator.reply() == "wrote"
             return generator
@@ -117,15 +129,25 @@ class Observer:
 
         await wait_until_async(is_so, describe=f"{states}")
 
-    async def renewed(self, number: int, *, trajectory_id: str) -> None:
-        """Wait until a lease was renewed so often."""
+    async def renewed_for(self, seconds: int, *, trajectory_id: str) -> None:
+        """Wait until a lease was renewed as often as its writer does it in this time."""
         ends: set[Any] = set()
 
         async def is_so() -> bool:
             ends.add(self.client.zscore(self.keys.leases, trajectory_id))
-            return len(ends) > number
+            return len(ends) > BEATS_PER_S * seconds
 
-        await wait_until_async(is_so, describe=f"{number} renewals of {trajectory_id}")
+        await wait_until_async(is_so, describe=f"renewals of {trajectory_id}")
+
+    def now_ms(self) -> int:
+        """The time of the store."""
+        seconds, microseconds = cast("tuple[int, int]", self.client.time())
+        return seconds * 1000 + microseconds // 1000
+
+    def end_leases(self, ended_ms: float) -> None:
+        """Let every lease have ended at this time, once the store hears of it."""
+        found: Any = self.client.zrange(self.keys.leases, 0, -1)
+        self.client.zadd(self.keys.leases, dict.fromkeys(found, ended_ms), xx=True)
 
     def ledger(self) -> dict[str, str]:
         """Where every trajectory is."""
@@ -149,11 +171,12 @@ def observe() -> Iterator[Callable[..., Observer]]:
 async def test_a_killed_generators_turns_go_on_in_another_and_are_trained_once(
     house, generate, observe
 ):
-    run = house.create_run(batch_groups=1, lease_s=LEASE_S, takeover_s=60)
+    run = house.create_run(batch_groups=1, takeover_s=TAKEOVER_S)
     trainer = house.trainer(await house.start_batcher(), run)
     doomed = await generate(house.url, run, "first")
     doomed.process.kill()
     doomed.process.wait()
+    house.end_leases(run, ago_s=1)
 
     def go_on() -> None:
         with Publisher(house.url, run, writer="second") as publisher:
@@ -164,11 +187,6 @@ async def test_a_killed_generators_turns_go_on_in_another_and_are_trained_once(
                 episode.append(context, ids("g"))
                 episode.seal(float(lapsed.key.sample))
 
-    async def is_lapsed() -> bool:
-        with Publisher(house.url, run) as publisher:
-            return len(publisher.lapsed()) == 2
-
-    await wait_until_async(is_lapsed, describe="the end of both leases")
     await asyncio.to_thread(go_on)
     await trainer.start()
     (pulled,) = await trainer.get(1)
@@ -183,12 +201,14 @@ async def test_a_killed_generators_group_is_given_up_and_makes_room_for_another(
     house, generate, observe
 ):
     # The run has leave for one group alone: it must not be held by the dead.
-    run = house.create_run(batch_groups=1, max_staleness=0, max_planned_ahead=0, lease_s=LEASE_S)
+    one_group = {"batch_groups": 1, "max_staleness": 0, "max_planned_ahead": 0}
+    run = house.create_run(**one_group, lease_s=LEASE_S, takeover_s=TAKEOVER_S)
     trainer = house.trainer(await house.start_batcher(), run)
     doomed = await generate(house.url, run, "first")
     doomed.process.kill()
     doomed.process.wait()
 
+    house.end_leases(run)
     await house.publish(run, group("g"))  # waits for leave
     await trainer.start()
     (pulled,) = await trainer.get(1)
@@ -201,16 +221,17 @@ async def test_a_killed_generators_group_is_given_up_and_makes_room_for_another(
     assert observer.counts().by_state[TrajectoryState.ABANDONED] == 2
 
 
-async def test_a_generator_that_slept_for_two_leases_is_fenced_and_trains_nothing(
+async def test_a_generator_that_slept_for_long_is_fenced_and_trains_nothing(
     house, generate, observe
 ):
-    run = house.create_run(batch_groups=1, lease_s=LEASE_S)
+    run = house.create_run(batch_groups=1, lease_s=LEASE_S, takeover_s=TAKEOVER_S)
     await house.start_batcher()
     observer = observe(house.url, run)
     awake = await generate(house.url, run, "awake")
     sleeper = await generate(house.url, run, "sleeper")
 
     os.kill(sleeper.process.pid, signal.SIGSTOP)
+    house.end_leases(run, "sleeper/0/0", "sleeper/1/0")
     await observer.until(abandoned=2)
     os.kill(sleeper.process.pid, signal.SIGCONT)
     late = await sleeper.finish()
@@ -226,21 +247,28 @@ async def test_a_generator_that_slept_for_two_leases_is_fenced_and_trains_nothin
 
 
 async def test_living_generators_lose_nothing_while_the_store_stands_still(
-    house_at, generate, observe, tmp_path
+    house_at, generate, observe, tmp_path, monkeypatch
 ):
-    # The pause is longer than a lease: when the store wakes up, every lease has ended.
+    # When the store wakes up, every lease has ended, as by a pause that is longer than a lease.
+    lease_s, pause_s = 30.0, 1.0
+    monkeypatch.setattr(timekeeper, "LOOKS_PER_LEASE", LOOKS_PER_S * lease_s)
+    monkeypatch.setattr(timekeeper, "TOLERANCE_LEASES", pause_s / 2 / lease_s)
+    monkeypatch.setattr(timekeeper, "STEADY_LEASES", STEADY_S / lease_s)
     with EmbeddedServer(tmp_path) as server:
         house = house_at(server.url)
-        run = house.create_run(batch_groups=1, lease_s=LEASE_S)
-        await house.start_batcher(lease_s=LEASE_S)
-        generators = [await generate(house.url, run, name) for name in ("a", "b")]
+        run = house.create_run(batch_groups=1, lease_s=lease_s)
+        await house.start_batcher()
+        generators = [await generate(house.url, run, name, lease_s=lease_s) for name in ("a", "b")]
         observer = observe(house.url, run)
-        await observer.renewed(3, trajectory_id="a/0/0")
+        await observer.renewed_for(STEADY_S, trajectory_id="a/0/0")  # the timekeeper is at work
 
+        ended_ms = observer.now_ms() + 1000 * pause_s / 2
         os.kill(server.pid, signal.SIGSTOP)
-        await asyncio.to_thread(_wait_in_a_process, 2 * LEASE_S)
+        ending = asyncio.create_task(asyncio.to_thread(observer.end_leases, ended_ms))
+        await asyncio.to_thread(_wait_in_a_process, pause_s)
         os.kill(server.pid, signal.SIGCONT)
-        await observer.renewed(6, trajectory_id="a/0/0")  # two leases long
+        await ending
+        await observer.renewed_for(STEADY_S, trajectory_id="a/0/0")
         answers = [await generator.finish() for generator in generators]
 
         assert answers == ["sealed", "sealed"]
@@ -254,21 +282,23 @@ def _wait_in_a_process(seconds: float) -> None:
 
 @pytest.mark.parametrize("jump_s", [3600, -3600])
 async def test_a_jump_of_the_stores_clock_costs_a_living_generator_nothing_and_frees_the_dead(
-    house_at, generate, observe, clocked_server, jump_s
+    house_at, generate, observe, clocked_server, monkeypatch, jump_s
 ):
+    monkeypatch.setattr(timekeeper, "LOOKS_PER_LEASE", LOOKS_PER_S * LEASE_S)
+    monkeypatch.setattr(timekeeper, "STEADY_LEASES", STEADY_S / LEASE_S)
     server = clocked_server
     house = house_at(server.url)
-    run = house.create_run(batch_groups=1, lease_s=LEASE_S, takeover_s=2 * LEASE_S)
+    run = house.create_run(batch_groups=1, lease_s=LEASE_S, takeover_s=0.75 * LEASE_S)
     await house.start_batcher()
     living, doomed = [await generate(house.url, run, name) for name in ("living", "doomed")]
     observer = observe(house.url, run)
-    await observer.renewed(4, trajectory_id="living/0/0")  # the timekeeper is at work
+    await observer.renewed_for(STEADY_S, trajectory_id="living/0/0")  # the timekeeper is at work
     doomed.process.kill()
     doomed.process.wait()
 
     server.set_clock(jump_s)
     await observer.until(abandoned=2)
-    await observer.renewed(6, trajectory_id="living/0/0")
+    await observer.renewed_for(1, trajectory_id="living/0/0")
 
     assert await living.finish() == "sealed"
     assert observer.counts().by_state[TrajectoryState.ABANDONED] == 2
@@ -276,7 +306,7 @@ async def test_a_jump_of_the_stores_clock_costs_a_living_generator_nothing_and_f
 
 
 async def test_a_group_of_which_one_member_was_given_up_trains_the_others(house, generate, observe):
-    run = house.create_run(batch_groups=1, lease_s=LEASE_S)
+    run = house.create_run(batch_groups=1, lease_s=LEASE_S, takeover_s=TAKEOVER_S)
     trainer = house.trainer(await house.start_batcher(), run)
 
     def write() -> None:
@@ -289,6 +319,7 @@ async def test_a_group_of_which_one_member_was_given_up_trains_the_others(house,
                 episode.seal(float(sample))
 
     await asyncio.to_thread(write)
+    house.end_leases(run)
     await trainer.start()
     (pulled,) = await trainer.get(1)
 

@@ -33,7 +33,7 @@ async def test_a_seal_whose_answer_was_lost_is_known_though_the_run_has_forgotte
     with Proxy(house.url) as proxy:
         proxy.requests.unanswered = Script("post_sealed").sha.encode()
         sealing = asyncio.create_task(asyncio.to_thread(_seal, proxy.url, run))
-        pulled = await trainer.get(1, wait_s=20)
+        pulled = await trainer.get(1, wait_s=60)
         await trainer.committed(await trainer.stepped(pulled))
         await _folded(house.url, run)
         proxy.requests.unanswered, proxy.replies.is_silent = b"", False
@@ -59,4 +59,4 @@ async def _folded(url: str, run: str) -> None:
         with connect(url) as client:
             return not client.hexists(keys.run_keys(run).ledger, "g/0/0")
 
-    await wait_until_async(lambda: asyncio.to_thread(is_folded), 20, describe="the release")
+    await wait_until_async(lambda: asyncio.to_thread(is_folded), describe="the release")

@@ -124,5 +124,5 @@ async def got(trainer, step, **asked):
             return False
         return True
 
-    await wait_until_async(gets, 25, describe=f"step {step}")
+    await wait_until_async(gets, describe=f"step {step}")
     return pulled

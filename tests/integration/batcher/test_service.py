@@ -34,7 +34,7 @@ def start_process(house) -> Iterator[Callable[[Path], subprocess.Popen]]:
     def start(address_file: Path) -> subprocess.Popen:
         command = [sys.executable, "-c", SERVE, house.url, str(address_file)]
         processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
-        wait_until(address_file.exists, 20, describe="the address of the batcher")
+        wait_until(address_file.exists, describe="the address of the batcher")
         return processes[-1]
 
     yield start
@@ -55,7 +55,7 @@ async def test_a_batcher_process_serves_until_a_signal_and_ends_without_complain
     (pulled,) = await trainer.get(1)
 
     process.send_signal(number)
-    _, complaints = process.communicate(timeout=10)
+    _, complaints = process.communicate(timeout=60)
 
     assert len(pulled.rows) == 2
     assert (process.returncode, complaints) == (0, "")

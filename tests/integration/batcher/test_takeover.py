@@ -83,11 +83,11 @@ def start_doomed(house, tmp_path) -> Iterator[Callable[[signal.Signals], Doomed]
 async def test_the_successor_of_a_killed_planner_writes_the_very_same_plan(house, start_doomed):
     run = house.create_run(batch_groups=2)
     doomed = start_doomed(signal.SIGKILL)
-    successor = house.trainer(await house.start_batcher(lease_s=LEASE_S), run)
     await house.publish(run, *(group(f"g{i}") for i in range(3)))
     plan = await doomed.plan()
-    assert await asyncio.to_thread(doomed.process.wait, 10) == -signal.SIGKILL
+    assert await asyncio.to_thread(doomed.process.wait, 60) == -signal.SIGKILL
 
+    successor = house.trainer(await house.start_batcher(lease_s=LEASE_S), run)
     await successor.start()
     (pulled,) = await successor.get(1)
 
@@ -106,7 +106,7 @@ async def test_the_successor_of_a_planner_killed_after_a_revision_has_its_plan_b
         revise_config(client, run, after, from_step=1)
     await house.publish(run, *(group(f"g{i}") for i in range(3)))
     plan = await doomed.plan()
-    assert await asyncio.to_thread(doomed.process.wait, 10) == -signal.SIGKILL
+    assert await asyncio.to_thread(doomed.process.wait, 60) == -signal.SIGKILL
 
     successor = house.trainer(await house.start_batcher(lease_s=LEASE_S), run)
     await successor.start()
@@ -137,7 +137,7 @@ async def test_the_successor_of_a_planner_killed_after_a_choice_does_not_choose_
     doomed = start_doomed(signal.SIGKILL)
     await house.publish(run, _of_version("old", version), _of_version("new", 3))
     plan = await doomed.plan()
-    assert await asyncio.to_thread(doomed.process.wait, 10) == -signal.SIGKILL
+    assert await asyncio.to_thread(doomed.process.wait, 60) == -signal.SIGKILL
     await house.publish(run, _of_version("after", 1))
 
     successor = house.trainer(await house.start_batcher(lease_s=LEASE_S), run)
@@ -164,7 +164,7 @@ async def test_a_planner_that_slept_through_its_lease_is_refused_and_serves_what
     doomed = start_doomed(signal.SIGSTOP)
     await house.publish(run, *(group(f"g{i}") for i in range(4)))
     plan = await doomed.plan()
-    successor = house.trainer(await house.start_batcher(lease_s=LEASE_S), run)
+    successor = house.trainer(await house.start_batcher(lease_s=60), run)
     await successor.start()
     (first,) = await successor.get(1)
 

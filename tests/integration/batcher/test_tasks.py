@@ -26,7 +26,10 @@ from turnstream_server.jobs.why import reasons_json
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
-LEASE_S = 0.6
+LEASE_S = 2.0
+TAKEOVER_S = 600.0
+"""For so long a generator that lives may stand still and lose nothing."""
+
 UIDS = ("p0", "p1", "p2", "p3", "p4")
 
 # Takes two tasks, writes a turn of each, says so, and holds them until it is killed.
@@ -111,7 +114,7 @@ def counts(url: str, run: str) -> PromptCounts:
 async def test_the_tasks_of_a_killed_generator_are_given_out_again_and_trained_once(
     house: Any, start: Callable[..., Any], policy: dict[str, Any]
 ) -> None:
-    run = house.create_run(batch_groups=1, lease_s=LEASE_S, **policy)
+    run = house.create_run(batch_groups=1, lease_s=LEASE_S, takeover_s=TAKEOVER_S, **policy)
     trainer = house.trainer(await house.start_batcher(), run)
     give(house.url, run, *UIDS)
     doomed = start(DOOMED, house.url, run)
@@ -119,11 +122,12 @@ async def test_the_tasks_of_a_killed_generator_are_given_out_again_and_trained_o
 
     doomed.kill()
     doomed.wait()
+    house.end_leases(run)
     diligent = start(DILIGENT, house.url, run)
     await trainer.start()
     trained: Counter[str] = Counter()
     for step in range(1, len(UIDS) + 1):
-        pulled = await trainer.get(step, wait_s=20)
+        pulled = await trainer.get(step)
         trained.update({uid for each in pulled for uid in each.mini_batch.rows.prompt_uid})
         assert all(row[:2] in {f"p{number}" for number in range(5)} for row in pulled[0].rows)
         await trainer.stepped(pulled)

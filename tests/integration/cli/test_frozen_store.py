@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from turnstream_server import cli
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.jobs import looks
 
-LONGEST_S = 6.0
+LONGEST_S = 20.0
 """Far above the deadline, on a machine that is busy, and far below the sockets' own timeouts."""
 
 
@@ -44,7 +45,7 @@ def test_why_gives_the_silence_of_the_store_as_the_reason(frozen_url: str) -> No
     assert time.monotonic() - began_s < LONGEST_S
     assert (shown.exit_code, told.exit_code) == (0, 0)
     address = address_of(frozen_url)
-    assert shown.output.startswith(f"store_silent: the store at {address} was asked 0.")
+    assert re.match(rf"store_silent: the store at {re.escape(address)} was asked \d", shown.output)
     (reason,) = json.loads(told.output)["reasons"]
     assert (reason["kind"], reason["facts"]["address"]) == (WaitKind.STORE_SILENT, address)
     assert 0.2 <= reason["facts"]["since_s"] < LONGEST_S

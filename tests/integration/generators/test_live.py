@@ -57,7 +57,7 @@ class LiveRun(NamedTuple):
 
     def config(self, writer: str = "live", **fields: Any) -> LiveGeneratorConfig:
         """Of a generator of this run."""
-        defaults = {"group_size": 2, "groups_per_round": 4, "timeout_s": 20.0, "game": GAME}
+        defaults = {"group_size": 2, "groups_per_round": 4, "timeout_s": 60.0, "game": GAME}
         return LiveGeneratorConfig(
             redis_url=self.url, run=self.name, writer=writer, **{**defaults, **fields}
         )
@@ -149,7 +149,7 @@ async def test_rounds_go_on_until_the_run_is_closed_and_every_game_is_finished(
     await _wait_for(lambda: live_run.count(TrajectoryState.SEALED) >= 16)
 
     close_run(live_run.client, live_run.name)
-    await asyncio.wait_for(generator, timeout=20)
+    await asyncio.wait_for(generator, timeout=60)
 
     ledger = read_ledger(live_run.client, live_run.name)
     ledger.check()
@@ -165,12 +165,12 @@ async def test_a_generator_that_is_stopped_abandons_its_games_and_says_why(
 
     def sample_for_ever(*_: object, **__: object) -> list[object]:
         has_begun.set()
-        may_end.wait(20)
+        may_end.wait(60)
         return []
 
     monkeypatch.setattr(playing, "sample_batch", sample_for_ever)
     generator = asyncio.create_task(generate(live_run.config()))
-    await asyncio.to_thread(has_begun.wait, 20)
+    await asyncio.to_thread(has_begun.wait, 60)
 
     generator.cancel()
     may_end.set()
@@ -197,7 +197,7 @@ async def test_two_generators_that_want_more_than_there_is_leave_for_do_not_bloc
     await _wait_for(lambda: run.count(TrajectoryState.SEALED) == 4 * 2)
 
     close_run(run.client, run.name)
-    await asyncio.wait_for(asyncio.gather(*generators), timeout=20)
+    await asyncio.wait_for(asyncio.gather(*generators), timeout=60)
     assert run.count(TrajectoryState.OPEN) == 0
 
 
@@ -334,4 +334,4 @@ async def _wait_for(condition: Callable[[], bool]) -> None:
     async def ask() -> bool:
         return condition()
 
-    await testing.wait_until_async(ask, 20.0, "the games")
+    await testing.wait_until_async(ask, 60.0, "the games")

@@ -55,7 +55,7 @@ def is_alive(pid: int) -> bool:
 def test_what_a_service_prints_is_in_its_log(tmp_path: Path, stack: Stack) -> None:
     service = stack.start_program("talker", python("print('hello')"))
 
-    stack.wait_for_all([service], timeout_s=10)
+    stack.wait_for_all([service], timeout_s=60)
 
     assert (tmp_path / "logs/talker.log").read_text() == "hello\n"
 
@@ -64,7 +64,7 @@ def test_a_service_that_failed_is_named_with_its_last_words(stack: Stack) -> Non
     service = stack.start_program("loser", python("raise SystemExit('no more disk')"))
 
     with pytest.raises(ServiceFailedError, match="loser ended with status 1") as caught:
-        stack.wait_for_all([service], timeout_s=10)
+        stack.wait_for_all([service], timeout_s=60)
 
     assert caught.value.log_lines == ("no more disk",)
     assert "no more disk" in str(caught.value)
@@ -76,7 +76,7 @@ def test_a_service_that_was_killed_is_named_with_the_signal(stack: Stack) -> Non
     os.kill(service.pid, signal.SIGKILL)
 
     with pytest.raises(ServiceFailedError, match="victim ended with SIGKILL"):
-        stack.wait_for_all([service], timeout_s=10)
+        stack.wait_for_all([service], timeout_s=60)
 
 
 def test_waiting_for_one_service_ends_when_another_fails(stack: Stack) -> None:
@@ -84,7 +84,7 @@ def test_waiting_for_one_service_ends_when_another_fails(stack: Stack) -> None:
     stack.start_program("loser", python("raise SystemExit(3)"))
 
     with pytest.raises(ServiceFailedError, match="loser ended with status 3"):
-        stack.wait_for_all([patient], timeout_s=10)
+        stack.wait_for_all([patient], timeout_s=60)
 
 
 def test_waiting_has_a_deadline(stack: Stack) -> None:
@@ -100,14 +100,14 @@ def test_a_service_is_ready_when_its_file_is_there(tmp_path: Path, stack: Stack)
 
     wait_until(lambda: service.status is not None)
 
-    assert stack.wait_for_file(path, of=service, timeout_s=10) == "h:1"
+    assert stack.wait_for_file(path, of=service, timeout_s=60) == "h:1"
 
 
 def test_a_service_that_ends_before_it_is_ready_is_an_error(tmp_path: Path, stack: Stack) -> None:
     service = stack.start_program("server", python("print('nothing to do')"))
 
     with pytest.raises(ServiceFailedError, match="server ended before it was ready") as caught:
-        stack.wait_for_file(tmp_path / "address", of=service, timeout_s=10)
+        stack.wait_for_file(tmp_path / "address", of=service, timeout_s=60)
 
     assert caught.value.log_lines == ("nothing to do",)
 
@@ -156,14 +156,14 @@ def test_no_service_survives_the_death_of_its_supervisor(tmp_path: Path, service
         supervisor.kill()
         supervisor.wait()
 
-        wait_until(lambda: not is_alive(pid), timeout_s=15, describe="the end of the service")
+        wait_until(lambda: not is_alive(pid), describe="the end of the service")
 
 
 def test_temporary_files_of_a_service_stay_in_the_folder(tmp_path: Path, stack: Stack) -> None:
     code = "import tempfile; print(tempfile.gettempdir())"
     service = stack.start_program("writer", python(code))
 
-    stack.wait_for_all([service], timeout_s=10)
+    stack.wait_for_all([service], timeout_s=60)
 
     assert service.log_path.read_text().strip() == str(tmp_path / "tmp")
 
@@ -175,7 +175,7 @@ def test_a_service_gets_the_variables_of_its_job_and_may_be_told_otherwise(
     code = "import os; print(os.environ['JOB'], os.environ['OMP_WAIT_POLICY'])"
     with Stack(tmp_path, {"JOB": "mine"}) as stack:
         service = stack.start_program("reader", python(code))
-        stack.wait_for_all([service], timeout_s=10)
+        stack.wait_for_all([service], timeout_s=60)
 
     assert service.log_path.read_text() == "mine ACTIVE\n"
 

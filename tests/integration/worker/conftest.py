@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import pytest
 
 from turnstream import testing
 from turnstream.errors import (
+    BatcherUnavailableError,
     EndOfRunError,
     FencedError,
     NotReadyError,
@@ -256,6 +258,24 @@ def abort_with() -> Callable[[Any, TurnstreamError], None]:
     return abort
 
 
+@pytest.fixture
+def pulled_in_the_end() -> Callable[[Iterator[Any]], Any]:
+    """`pulled_in_the_end(stream)` gives what comes next, however often it is not there in time."""
+
+    def pull(stream: Iterator[Any]) -> Any:
+        pulled: list[Any] = []
+
+        def is_there() -> bool:
+            with contextlib.suppress(NotReadyError, BatcherUnavailableError):
+                pulled.append(next(stream))
+            return bool(pulled)
+
+        testing.wait_until(is_there, describe="the next mini-batch")
+        return pulled[0]
+
+    return pull
+
+
 # --------------------------------------------------------------------- the batcher itself
 
 
@@ -276,14 +296,14 @@ class RealBatcher:
             target=lambda: asyncio.run(self._serve(is_ready)), daemon=True
         )
         self._thread.start()
-        assert is_ready.wait(10)
+        assert is_ready.wait(60)
 
     def stop(self) -> None:
         """Stop, as SIGTERM does."""
         if self._thread is None or self._loop is None or self._may_end is None:
             return
         self._loop.call_soon_threadsafe(self._may_end.set)
-        self._thread.join(10)
+        self._thread.join(60)
         self._thread = None
 
     async def _serve(self, is_ready: threading.Event) -> None:

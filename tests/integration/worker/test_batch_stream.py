@@ -24,6 +24,9 @@ from turnstream.worker import BatchStream
 
 pytestmark = pytest.mark.grpc
 
+LONGEST_S = 10.0
+"""Far above what a wait takes that is woken, on a machine that is busy, and below what it would."""
+
 
 def open_stream(batcher: Any, **changes: Any) -> BatchStream:
     return BatchStream(batcher.target, "run", **{"timeout_s": 10.0, **changes})
@@ -186,22 +189,25 @@ def test_a_failed_stepped_can_be_made_again(batcher: Any) -> None:
 
 def test_a_wait_ends_by_its_deadline_with_the_batchers_reason(batcher: Any) -> None:
     with open_stream(batcher, timeout_s=0.4) as stream:
+        testing.wait_until(lambda: len(batcher.calls) > 2)  # Start, a Get that was answered, a Get
         started_s = time.monotonic()
         with pytest.raises(NotReadyError, match="group g7 of step 1 is open") as caught:
             next(stream)
         waited_s = time.monotonic() - started_s
 
-    assert 0.3 < waited_s < 2.0
+    assert 0.4 <= waited_s < LONGEST_S
     assert caught.value.reasons[1:] == (WaitReason("member_open", "sample 3", {"sample": 3}),)
 
 
-def test_iterating_goes_on_after_a_wait_that_ended_without_data(batcher: Any) -> None:
+def test_iterating_goes_on_after_a_wait_that_ended_without_data(
+    batcher: Any, pulled_in_the_end: Any
+) -> None:
     with open_stream(batcher, timeout_s=0.4) as stream:
         with pytest.raises(NotReadyError):
             next(stream)
         batcher.add_step(1, "abC")
 
-        assert texts(next(stream)) == ["abC"]
+        assert texts(pulled_in_the_end(stream)) == ["abC"]
 
 
 def test_a_long_poll_that_ends_at_once_does_not_become_a_busy_loop(
@@ -213,10 +219,11 @@ def test_a_long_poll_that_ends_at_once_does_not_become_a_busy_loop(
 
     batcher.faults = [not_ready] * 1000
 
+    started_s = time.monotonic()
     with open_stream(batcher, timeout_s=1.0) as stream, pytest.raises(NotReadyError):
         next(stream)
 
-    assert len(batcher.calls) < 12
+    assert len(batcher.calls) < 12 * (time.monotonic() - started_s)
 
 
 def test_pulls_ahead_while_the_trainer_trains(batcher: Any) -> None:
@@ -259,7 +266,7 @@ def test_a_mini_batch_larger_than_the_bound_still_comes(batcher: Any) -> None:
 def test_close_cancels_a_get_that_waits_for_the_step_before(batcher: Any) -> None:
     batcher.add_step(1, "abC")
     batcher.add_step(2, "abD")
-    stream = open_stream(batcher)
+    stream = open_stream(batcher, timeout_s=600.0)  # the Get would last for as long as any may
     next(stream)
     testing.wait_until(lambda: ("Get", 2) in batcher.calls)
 
@@ -267,7 +274,7 @@ def test_close_cancels_a_get_that_waits_for_the_step_before(batcher: Any) -> Non
     stream.close()
     stream.close()
 
-    assert time.monotonic() - started_s < 0.5
+    assert time.monotonic() - started_s < LONGEST_S
     testing.wait_until(lambda: batcher.num_open_gets == 0)
     assert prefetch_threads() == []
     with pytest.raises(RejectedError, match="closed"):

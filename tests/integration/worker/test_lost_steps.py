@@ -76,7 +76,9 @@ def test_a_conflict_that_has_another_reason_is_told(batcher: Any) -> None:
             stream.stepped()
 
 
-def test_a_wait_without_a_batch_says_the_newest_step_again(batcher: Any) -> None:
+def test_a_wait_without_a_batch_says_the_newest_step_again(
+    batcher: Any, pulled_in_the_end: Callable[..., Any]
+) -> None:
     batcher.add_step(1, "abC")
     batcher.add_step(2, "abD")
 
@@ -89,10 +91,12 @@ def test_a_wait_without_a_batch_says_the_newest_step_again(batcher: Any) -> None
             batcher.stepped = 0  # forgotten
         batcher.add_step(3, "abE")
 
-        assert next(stream).info.step == 3
+        assert pulled_in_the_end(stream).info.step == 3
 
 
-def test_a_step_that_the_store_has_lost_is_told_to_a_trainer_that_waits(batcher: Any) -> None:
+def test_a_step_that_the_store_has_lost_is_told_to_a_trainer_that_waits(
+    batcher: Any, pulled_in_the_end: Callable[..., Any]
+) -> None:
     batcher.add_step(1, "abC")
 
     with BatchStream(batcher.target, RUN, timeout_s=2.0) as stream:
@@ -101,7 +105,7 @@ def test_a_step_that_the_store_has_lost_is_told_to_a_trainer_that_waits(batcher:
         batcher.refusals = [StoreBehindError("the newest batch of this store is 0")]
 
         with pytest.raises(StoreBehindError):
-            next(stream)
+            pulled_in_the_end(stream)
 
 
 def test_the_first_wait_after_a_failure_is_short(batcher: Any, abort_with: Any) -> None:

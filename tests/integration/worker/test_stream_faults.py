@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -284,13 +285,14 @@ def test_a_trainer_that_is_slower_than_the_stall_limit_is_not_cut_off(
     batcher: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A paused reader is not a silent batcher: the queue is full, nothing is being read.
-    monkeypatch.setattr(_prefetch, "STALL_GRACE_S", 0.05)
+    ahead_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s)
+    monkeypatch.setattr(_prefetch, "time", clock)
     batcher.add_step(1, "abC", num_mini_batches=4)
 
-    with open_stream(batcher, timeout_s=0.2, max_prefetch_bytes=1) as stream:
+    with open_stream(batcher, max_prefetch_bytes=1) as stream:
         testing.wait_until(lambda: stream.statistics().queued_mini_batches == 1)
-        paused_until_s = time.monotonic() + 0.3
-        testing.wait_until(lambda: time.monotonic() > paused_until_s)
+        ahead_s = 600.0
         seen = [next(stream).info.mini_batch for _ in range(4)]
 
         assert stream.statistics().num_retries == 0

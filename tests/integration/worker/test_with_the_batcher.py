@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,13 +13,21 @@ import pytest
 import redis
 
 from turnstream import testing
-from turnstream.errors import FencedError, NotReadyError, StoreBehindError
+from turnstream.errors import (
+    BatcherUnavailableError,
+    FencedError,
+    NotReadyError,
+    StoreBehindError,
+)
 from turnstream.generator import Publisher
 from turnstream.store.runs import create_run
 from turnstream.types import RecoveryToken
 from turnstream.worker import BatchStream, PulledMiniBatch
 
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]
+
+LONGEST_S = 10.0
+"""Far above what a wait takes that is woken, on a machine that is busy, and below what it would."""
 
 _numbers = itertools.count(1)
 
@@ -186,12 +195,18 @@ def test_a_wait_without_data_says_what_is_missing(
     start_batcher: Any, run: str, publish: Any
 ) -> None:
     publish(1)
+    told: list[str] = []
 
-    with (
-        BatchStream(start_batcher().target, run, timeout_s=0.8) as stream,
-        pytest.raises(NotReadyError, match=r"step 1 of run .* did not come within 0\.8 s: .*group"),
-    ):
-        next(stream)
+    def says_it() -> bool:
+        with pytest.raises((NotReadyError, BatcherUnavailableError)) as caught:
+            next(stream)
+        told.append(str(caught.value))
+        return ": 1 of 2 groups complete" in told[-1]
+
+    with BatchStream(start_batcher().target, run, timeout_s=0.4) as stream:
+        testing.wait_until(says_it, describe="what is missing")
+
+    assert re.match(r"step 1 of run .* did not come within 0\.4 s: .*group", told[-1])
 
 
 def test_groups_that_come_while_waiting_wake_the_stream(
@@ -203,7 +218,7 @@ def test_groups_that_come_while_waiting_wake_the_stream(
 
         assert len(pull(stream)) == 2
 
-    assert time.monotonic() - started_s < 2.0
+    assert time.monotonic() - started_s < LONGEST_S
 
 
 def test_a_batcher_restart_is_ridden_out(start_batcher: Any, run: str, publish: Any) -> None:
@@ -231,4 +246,4 @@ def test_close_ends_a_wait_for_the_next_batch_promptly(
     started_s = time.monotonic()
     stream.close()
 
-    assert time.monotonic() - started_s < 0.5
+    assert time.monotonic() - started_s < LONGEST_S

@@ -49,7 +49,7 @@ def replan(house):
 
     def ask(run: str, step: int | None = None) -> Replanned:
         with connect(house.url) as client:
-            return await_replan(client, run, request_replan(client, run, step=step), wait_s=10)
+            return await_replan(client, run, request_replan(client, run, step=step), wait_s=30)
 
     return lambda run, **where: asyncio.to_thread(ask, run, **where)
 

@@ -106,7 +106,7 @@ async def test_another_replica_serves_what_was_planned_again_and_all_that_follow
     (pulled,) = await other.get(1)
     await other.stepped([pulled])
     (second,) = await other.get(2)
-    later = asyncio.create_task(other.get(3, wait_s=8))
+    later = asyncio.create_task(other.get(3))
     await house.publish(run, group("g2"))
     (third,) = await later
 
