@@ -12,7 +12,7 @@ from turnstream.testing import wait_until
 if TYPE_CHECKING:
     from tests.e2e.conftest import Job
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 
 def start_up(job: Job) -> dict[str, str]:
@@ -37,7 +37,7 @@ def test_a_signal_stops_everything_and_says_so_in_one_line(job: Job, name: signa
     process = job.process
 
     process.send_signal(name)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=60)
 
     assert (process.returncode, output) == (130, "interrupted\n")
     assert job.processes() == []
@@ -52,7 +52,7 @@ def test_nothing_survives_the_death_of_the_supervisor(job: Job) -> None:
 
     for service in ("cli up", "cli batcher", "valkey"):
         assert [line for line in before if service in line], before
-    wait_until(lambda: job.processes() == [], timeout_s=30, describe="the end of every process")
+    wait_until(lambda: job.processes() == [], timeout_s=60, describe="the end of every process")
 
 
 def test_a_batcher_that_dies_ends_the_job_with_its_last_words(job: Job) -> None:
@@ -60,7 +60,7 @@ def test_a_batcher_that_dies_ends_the_job_with_its_last_words(job: Job) -> None:
     [batcher] = [line for line in job.processes() if "cli batcher" in line]
 
     os.kill(int(batcher.split()[0]), signal.SIGKILL)
-    output, _ = job.process.communicate(timeout=30)
+    output, _ = job.process.communicate(timeout=60)
 
     assert job.process.returncode == 1
     assert "error: batcher-0 ended with SIGKILL; its log is " in output
@@ -73,7 +73,7 @@ def test_data_is_kept_from_one_up_to_the_next(job: Job) -> None:
     with connect(start_up(job)["store"]) as client:
         client.set("kept", "1")
     job.process.send_signal(signal.SIGINT)
-    job.process.communicate(timeout=30)
+    job.process.communicate(timeout=60)
 
     with connect(start_up(job)["store"]) as client:
         assert client.get("kept") == b"1"

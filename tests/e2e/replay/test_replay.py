@@ -172,7 +172,7 @@ def test_a_replay_whose_process_dies_says_so_and_leaves_nothing(
     status, output = job.run(
         *("replay", str(data_folder / "tau_bench_trajectories.jsonl.gz")),
         *("--tokenizer", str(broken)),
-        timeout_s=60,
+        timeout_s=150,
     )
 
     assert status == 1

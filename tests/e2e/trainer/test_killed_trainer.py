@@ -22,7 +22,7 @@ from turnstream_server.jobs.stack import Stack
 from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.trainer.config import TrainerConfig
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
 RUN = "killed"
 NUM_STEPS = 4
@@ -101,13 +101,13 @@ def test_a_trainer_killed_after_stepped_and_before_committed_gets_the_batches_ag
         first = start_trainer(stack, config("first", batcher=batcher), name="first")
         wait_until(
             lambda: states() == {"stepped": (NUM_STEPS - 1) * GROUPS_PER_STEP * 2},
-            timeout_s=60,
+            timeout_s=150,
             describe="all steps but the last are stepped",
         )
         first.kill()
         publish(url, steps=range(NUM_STEPS, NUM_STEPS + 1), close=True)
         second = start_trainer(stack, config("second", batcher=batcher), name="second")
-        second.wait(60)
+        second.wait(150)
         second.check()
 
     before, after = dumped(tmp_path / "first"), dumped(tmp_path / "second")

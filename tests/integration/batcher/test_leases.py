@@ -29,7 +29,7 @@ TAKEOVER_S = 600.0
 """For so long a generator of a test may stand still and lose nothing; the leases of the dead are
 let end longer ago."""
 
-STEADY_S = 1
+STEADY_S = 2
 """So long the clock is watched before a lease counts as ended: long enough for a writer that lives
 to be heard again."""
 
@@ -138,6 +138,16 @@ class Observer:
             return len(ends) > BEATS_PER_S * seconds
 
         await wait_until_async(is_so, describe=f"renewals of {trajectory_id}")
+
+    async def looked(self, times: int) -> None:
+        """Wait until the timekeeper has looked at the store's clock so often."""
+        looks: set[Any] = set()
+
+        async def is_so() -> bool:
+            looks.add(self.client.hget(self.keys.clock, "at_ms"))
+            return len(looks) > times
+
+        await wait_until_async(is_so, describe=f"{times} looks at the clock")
 
     def now_ms(self) -> int:
         """The time of the store."""
@@ -249,7 +259,8 @@ async def test_a_generator_that_slept_for_long_is_fenced_and_trains_nothing(
 async def test_living_generators_lose_nothing_while_the_store_stands_still(
     house_at, generate, observe, tmp_path, monkeypatch
 ):
-    # When the store wakes up, every lease has ended, as by a pause that is longer than a lease.
+    # When the store wakes up, every lease has ended, as by a pause that is longer than a lease, and
+    # the generators are heard again a little later.
     lease_s, pause_s = 30.0, 1.0
     monkeypatch.setattr(timekeeper, "LOOKS_PER_LEASE", LOOKS_PER_S * lease_s)
     monkeypatch.setattr(timekeeper, "TOLERANCE_LEASES", pause_s / 2 / lease_s)
@@ -262,17 +273,25 @@ async def test_living_generators_lose_nothing_while_the_store_stands_still(
         observer = observe(house.url, run)
         await observer.renewed_for(STEADY_S, trajectory_id="a/0/0")  # the timekeeper is at work
 
+        pids = [generator.process.pid for generator in generators]
         ended_ms = observer.now_ms() + 1000 * pause_s / 2
-        os.kill(server.pid, signal.SIGSTOP)
+        _signal_all(signal.SIGSTOP, *pids, server.pid)
         ending = asyncio.create_task(asyncio.to_thread(observer.end_leases, ended_ms))
         await asyncio.to_thread(_wait_in_a_process, pause_s)
-        os.kill(server.pid, signal.SIGCONT)
+        _signal_all(signal.SIGCONT, server.pid)
         await ending
+        await observer.looked(3)
+        _signal_all(signal.SIGCONT, *pids)
         await observer.renewed_for(STEADY_S, trajectory_id="a/0/0")
         answers = [await generator.finish() for generator in generators]
 
         assert answers == ["sealed", "sealed"]
         assert observer.counts().by_state[TrajectoryState.ABANDONED] == 0
+
+
+def _signal_all(number: signal.Signals, *pids: int) -> None:
+    for pid in pids:
+        os.kill(pid, number)
 
 
 def _wait_in_a_process(seconds: float) -> None:
@@ -285,14 +304,13 @@ async def test_a_jump_of_the_stores_clock_costs_a_living_generator_nothing_and_f
     house_at, generate, observe, clocked_server, monkeypatch, jump_s
 ):
     monkeypatch.setattr(timekeeper, "LOOKS_PER_LEASE", LOOKS_PER_S * LEASE_S)
-    monkeypatch.setattr(timekeeper, "STEADY_LEASES", STEADY_S / LEASE_S)
     server = clocked_server
     house = house_at(server.url)
     run = house.create_run(batch_groups=1, lease_s=LEASE_S, takeover_s=0.75 * LEASE_S)
     await house.start_batcher()
     living, doomed = [await generate(house.url, run, name) for name in ("living", "doomed")]
     observer = observe(house.url, run)
-    await observer.renewed_for(STEADY_S, trajectory_id="living/0/0")  # the timekeeper is at work
+    await observer.renewed_for(1, trajectory_id="living/0/0")  # the timekeeper is at work
     doomed.process.kill()
     doomed.process.wait()
 

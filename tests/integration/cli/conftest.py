@@ -58,7 +58,7 @@ class Place:
     ) -> list[RecoveryToken]:
         """Step and commit the next batches of a run; the tokens."""
         tokens: list[RecoveryToken] = []
-        with BatchStream(self.target, run, recovery_token=after, timeout_s=20) as stream:
+        with BatchStream(self.target, run, recovery_token=after, timeout_s=60) as stream:
             for mini_batch in stream:
                 if mini_batch.is_last:
                     tokens.append(stream.stepped())
@@ -109,12 +109,12 @@ class _Batcher:
 
     def __enter__(self) -> _Batcher:
         self._thread.start()
-        assert self._is_ready.wait(20)
+        assert self._is_ready.wait(60)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._loop.call_soon_threadsafe(self._may_end.set)
-        self._thread.join(10)
+        self._thread.join(60)
 
     async def _serve(self) -> None:
         self._loop, self._may_end = asyncio.get_running_loop(), asyncio.Event()

@@ -12,7 +12,7 @@ import pytest
 from turnstream.errors import NotReadyError
 from turnstream.testing import group, trajectory, turn
 
-pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 RUN = "agents"
 MEMBERS = (

@@ -15,7 +15,7 @@ from turnstream.testing import group, trajectory
 from turnstream_server.bus.histories import TrajectoryNotFoundError
 from turnstream_server.bus.letters import LetterNotFoundError
 
-pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 # Two of these groups have names of which one is the other, encoded.
 GROUPS = ("task-7#1", "a/b", "a%2Fb")

@@ -17,7 +17,7 @@ from turnstream.generator import Publisher
 from turnstream.testing import group, ids, trajectory, turn
 from turnstream.worker import ObserverStream
 
-pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 RUN = "maze"
 

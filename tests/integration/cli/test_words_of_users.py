@@ -15,7 +15,7 @@ from turnstream.store.scripts import Script, run_command
 from turnstream.testing import group, ids, trajectory
 from turnstream_server.bus.letters import read_letters
 
-pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 RUN = "a[b]/c [/d]"
 PAUSE = "waiting for a [gpu] node [/x]"

@@ -32,7 +32,6 @@ def blocks(*, redis_url: str, batcher: str) -> list[str]:
 
 
 @pytest.mark.grpc
-@pytest.mark.timeout(60)
 def test_the_main_path_of_the_readme_runs(
     own_server: EmbeddedServer, own_client: redis.Redis, tmp_path: Path
 ) -> None:
@@ -55,7 +54,7 @@ def test_the_main_path_of_the_readme_runs(
         _finish_the_group(own_server.url)
         worker = threading.Thread(target=exec, args=(train, names), daemon=True)
         worker.start()
-        worker.join(45)
+        worker.join(90)
 
     assert not worker.is_alive()
     [(batch, denominators)] = trained

@@ -21,7 +21,6 @@ PAGE = Path(__file__).parents[3] / "docs/tasks.md"
 
 
 @pytest.mark.grpc
-@pytest.mark.timeout(60)
 def test_the_code_of_the_page_on_tasks_runs(
     own_server: EmbeddedServer, own_client: redis.Redis, tmp_path: Path
 ) -> None:

@@ -88,7 +88,7 @@ def silent_from(
     own_server: EmbeddedServer,
     proxy_to: Callable[[str], Any],
     wait_for_answers: Callable[[float], None],
-) -> Iterator[Callable[[str], Any]]:
+) -> Callable[[str], Any]:
     """`silent_from(words)` gives a way to the store that is silent from a request with them on."""
 
     def connect(words: str) -> Any:

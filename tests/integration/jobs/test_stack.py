@@ -132,7 +132,6 @@ def test_a_service_that_does_not_stop_is_killed(
 
 
 @pytest.mark.parametrize("service", [GOES_ON, DEAF])
-@pytest.mark.timeout(60)
 def test_no_service_survives_the_death_of_its_supervisor(tmp_path: Path, service: str) -> None:
     supervisor = subprocess.Popen(
         python(

@@ -127,4 +127,4 @@ def test_a_service_ends_when_its_standard_input_does() -> None:
 
     process.stdin.close()
 
-    assert process.wait(timeout=20) is not None
+    assert process.wait(timeout=60) is not None

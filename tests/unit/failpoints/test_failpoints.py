@@ -59,7 +59,7 @@ def test_a_process_sleeps_where_it_was_told_to() -> None:
         process.send_signal(signal.SIGCONT)
 
         assert process.stdout.read().count(b"passed") == 3
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
 
 
 @pytest.mark.parametrize("text", ["plan.nowhere", "plan.after_write@0", "plan.after_write=sing"])

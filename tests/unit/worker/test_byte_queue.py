@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -12,7 +13,7 @@ def forever() -> float:
     return 60.0
 
 
-def take(queue: ByteQueue[str], timeout_s: float = 5.0) -> str:
+def take(queue: ByteQueue[str], timeout_s: float = 30.0) -> str:
     return queue.take(timeout_s=timeout_s, watch=forever)
 
 
@@ -40,7 +41,7 @@ def test_a_reservation_waits_until_there_is_room() -> None:
     assert not reserved.wait(0.05)
     take(queue)
 
-    assert reserved.wait(5)
+    assert reserved.wait(30)
     assert queue.size().num_bytes == 3
     thread.join()
 
@@ -97,21 +98,24 @@ def test_close_wakes_both_sides() -> None:
     for queue in (full, empty):
         queue.close()
     for thread in threads:
-        thread.join(5)
+        thread.join(30)
 
     assert len(failures) == 2
 
 
 def test_the_watch_is_called_as_often_as_it_asks() -> None:
     queue = filled()
-    calls: list[None] = []
+    calls_s: list[float] = []
 
     def watch() -> float:
-        calls.append(None)
+        calls_s.append(time.monotonic())
+        if len(calls_s) == 5:
+            queue.close()
         return 0.01
 
-    with pytest.raises(TimeoutError):
-        queue.take(timeout_s=0.1, watch=watch)
+    with pytest.raises(ClosedError):
+        queue.take(timeout_s=60.0, watch=watch)
 
-    assert 3 <= len(calls) <= 12
+    assert len(calls_s) == 5
+    assert calls_s[-1] - calls_s[0] >= 3 * 0.01
     testing.wait_until(lambda: queue.size().num_items == 0)
