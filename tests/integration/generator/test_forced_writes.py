@@ -125,3 +125,16 @@ def test_a_store_that_is_killed_between_writes_ends_up_with_every_turn_once(
     stored = read(forcing_client, run)
     assert stored.counts() == {"accepted": 42, "sealed": 42}
     assert all(stored.spelled(key) == [("ab", "cd")] for key in stored.sealed())
+
+
+def test_nothing_is_kept_for_a_store_that_syncs_before_it_answers(
+    forcing_server: EmbeddedServer, forcing_client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(forcing_client)
+
+    with Publisher(forcing_server.url, run, keep_s=60.0) as publisher:
+        publisher.publish(group("g")).result(10)
+        publisher.flush_to_disk(20)
+        statistics = publisher.statistics()
+
+    assert statistics.kept_bytes == 0

@@ -458,20 +458,6 @@ def test_what_is_kept_is_bounded(
     assert statistics.num_forgotten > 0
 
 
-def test_nothing_is_kept_for_a_store_that_syncs_before_it_answers(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(own_client)
-    own_client.config_set("appendfsync", "always")
-
-    with Publisher(own_server.url, run, keep_s=60.0) as publisher:
-        publisher.publish(group("g")).result(10)
-        publisher.flush_to_disk(20)
-        statistics = publisher.statistics()
-
-    assert statistics.kept_bytes == 0
-
-
 def test_a_wait_for_the_disk_ends_by_its_deadline(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
 ) -> None:
