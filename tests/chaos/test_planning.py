@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from harness.history import History
-from harness.rig import ENDLESS, PATIENCE_S, Rig, asleep, config, is_asleep
+from harness.rig import ENDLESS, PATIENCE_S, Rig, config
+from harness.sleepers import asleep, is_asleep
 from turnstream.store import keys
 from turnstream_server.embedded import EmbeddedServer
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from harness.machine import Machine
-from harness.rig import ENDLESS, PATIENCE_S, Rig, asleep, config
+from harness.rig import ENDLESS, PATIENCE_S, Rig, config
+from harness.sleepers import asleep
 from harness.stored import lost_with
 from turnstream.errors import StoreBehindError
 from turnstream.generator import Publisher

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from harness.episodes import episode
-from harness.rig import CONFIG, PATIENCE_S, Rig, asleep
+from harness.rig import CONFIG, PATIENCE_S, Rig
+from harness.sleepers import asleep
 from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.runs import create_run

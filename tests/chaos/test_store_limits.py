@@ -13,7 +13,8 @@ import pytest
 from harness.health import ask_health
 from harness.history import Line
 from harness.proxy import Proxy
-from harness.rig import CONFIG, ENDLESS, Rig, asleep, config
+from harness.rig import CONFIG, ENDLESS, Rig, config
+from harness.sleepers import asleep
 from harness.stored import lost_with
 from turnstream.errors import WaitKind
 from turnstream.store import keys

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from harness.proxy import Proxy
-from harness.rig import PATIENCE_S, Rig, is_asleep
+from harness.rig import PATIENCE_S, Rig
+from harness.sleepers import is_asleep
 from turnstream.worker import BatchStream
 from turnstream_server.bus.frontier import read_frontier
 

@@ -18,6 +18,7 @@ proxy           a TCP proxy that cuts, delays and swallows
 health          what a batcher says of its health
 machine         clocks that jump, and a disk that is slow or loses its power
 rig             store, batchers, generators and ranks together
+sleepers        processes that are stopped for a while
 running         what a long run keeps running, and what it leaves to chance
 faults          what goes wrong in it
 doomed          every failpoint of the product, and what brings a process there

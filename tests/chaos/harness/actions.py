@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from harness.rig import asleep
 from harness.running import InVainError, Stack
+from harness.sleepers import asleep
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import ConflictError
 from turnstream.store.life import pause_run, resume_run

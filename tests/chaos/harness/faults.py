@@ -12,8 +12,9 @@ from typing import Any
 from harness.actions import pause_the_run, revise_the_run, shrink_the_budget
 from harness.doomed import FAILPOINTS
 from harness.proxy import Proxy
-from harness.rig import LEASE_S, asleep
+from harness.rig import LEASE_S
 from harness.running import InVainError, Stack
+from harness.sleepers import asleep
 from turnstream_server.jobs.stack import Service
 
 HOUR_S = 3600.0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from harness.rig import server_with
 from turnstream_server.embedded import find_binary
 
 _EARLY_S = 0.5
@@ -121,3 +122,14 @@ def _write_us(path: Path, seconds: float) -> None:
 
 def _append_only_files(data_dir: Path) -> list[Path]:
     return list(data_dir.glob("appendonlydir/*.incr.aof"))
+
+
+def server_with(
+    folder: Path, binary: Path, *, arguments: Sequence[str] = (), environment: str = ""
+) -> Path:
+    """A program that is the server with other arguments or variables, for `EmbeddedServer`."""
+    path = folder / f"server-{len(list(folder.glob('server-*')))}"
+    words = " ".join(arguments)
+    path.write_text(f'#!/bin/sh\n{environment} exec "{binary}" "$@" {words}\n')
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path

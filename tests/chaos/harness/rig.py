@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import os
 import secrets
 import signal
-import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +19,7 @@ from harness.checker import check
 from harness.cuts import KEPT, Cut, gone_with_their_writers, look_at, state_of, told_as_lost
 from harness.history import History, Line, Logs
 from harness.leaders import read_plans
+from harness.stored import content_of
 from turnstream.batching.config import BatchingConfig
 from turnstream.store import keys
 from turnstream.store.connection import connect
@@ -268,7 +267,7 @@ class Rig:
         own = keys.run_keys(self.run)
         moving = {name.encode() for name in (own.leader, own.clock, own.observers)}
         names: Any = self.client.keys("*")
-        return {name: _content(self.client, name) for name in sorted({*names} - moving)}
+        return {name: content_of(self.client, name) for name in sorted({*names} - moving)}
 
     def wait(
         self, predicate: Callable[[], object], describe: str, *, timeout_s: float = PATIENCE_S
@@ -391,46 +390,6 @@ def _own_host() -> str:
     All of 127.0.0.0/8 is this machine.
     """
     return ".".join(["127", *(str(1 + secrets.randbelow(254)) for _ in range(3))])
-
-
-def _content(client: redis.Redis, name: bytes) -> Any:
-    kind: Any = client.type(name)
-    readers: dict[bytes, Callable[[bytes], Any]] = {
-        b"string": client.get,
-        b"hash": client.hgetall,
-        b"stream": client.xrange,
-        b"set": client.smembers,
-        b"zset": lambda name: client.zrange(name, 0, -1, withscores=True),
-    }
-    return readers[kind](name)
-
-
-@contextlib.contextmanager
-def asleep(pid: int) -> Iterator[None]:
-    """The process sleeps for as long as the block lasts."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        wait_until(lambda: is_asleep(pid), timeout_s=PATIENCE_S, describe=f"the sleep of {pid}")
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-def is_asleep(pid: int) -> bool:
-    """Whether the process was stopped by a signal."""
-    text = Path(f"/proc/{pid}/stat").read_text()
-    return text.rpartition(")")[2].split()[0] == "T"
-
-
-def server_with(
-    folder: Path, binary: Path, *, arguments: Sequence[str] = (), environment: str = ""
-) -> Path:
-    """A program that is the server with other arguments or variables, for `EmbeddedServer`."""
-    path = folder / f"server-{len(list(folder.glob('server-*')))}"
-    words = " ".join(arguments)
-    path.write_text(f'#!/bin/sh\n{environment} exec "{binary}" "$@" {words}\n')
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
 
 
 def config(**fields: Any) -> BatchingConfig:

@@ -13,7 +13,8 @@ from typing import TypeVar
 from harness.episodes import prompt_payload
 from harness.machine import Machine
 from harness.proxy import Proxy
-from harness.rig import Rig, asleep
+from harness.rig import Rig
+from harness.sleepers import asleep
 from turnstream.errors import StoreUnavailableError
 from turnstream.store.tasks import Prompt, add_prompts, read_prompt_counts
 from turnstream_server.embedded import Durability

@@ -8,7 +8,7 @@ run that has released nothing, and whose trainer has not gone back.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +66,16 @@ def _has_turn(client: redis.Redis, run: str, line: Line) -> bool:
     writer = line.process.removeprefix("generator-")
     said = episode(name, writer=writer).turns[turn].response_ids
     return bool(entries) and np.array_equal(decode_turn(entries[0][1][b"r"]).response_ids, said)
+
+
+def content_of(client: redis.Redis, name: bytes) -> Any:
+    """What a key holds, of whatever kind it is."""
+    kind: Any = client.type(name)
+    readers: dict[bytes, Callable[[bytes], Any]] = {
+        b"string": client.get,
+        b"hash": client.hgetall,
+        b"stream": client.xrange,
+        b"set": client.smembers,
+        b"zset": lambda name: client.zrange(name, 0, -1, withscores=True),
+    }
+    return readers[kind](name)

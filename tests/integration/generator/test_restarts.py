@@ -15,7 +15,6 @@ from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store import keys
 from turnstream.store.connection import connect_async
 from turnstream.store.rewards import RewardOutcome
-from turnstream.store.tasks import Prompt, add_prompts, read_prompt_counts
 from turnstream.testing import group, ids, wait_until
 from turnstream.types import TrajectoryKey
 from turnstream_server.bus.release import release_payload
@@ -122,112 +121,6 @@ def test_a_restart_that_lost_nothing_changes_nothing(
     assert after[: len(before)] == before
     assert len(after) == 2 * len(before)
     assert (statistics.num_restarts, statistics.num_lost) == (1, 0)
-
-
-def test_a_task_that_the_store_forgot_is_opened_again_with_all_that_was_written(
-    own_server: EmbeddedServer,
-    own_client: redis.Redis,
-    new_run: NewRun,
-    read: Read,
-    past_of: PastOf,
-) -> None:
-    # A task was sent again as a take-over of what the store had forgotten, and refused: what was
-    # acknowledged of it was lost.
-    run = new_run(own_client)
-    add_prompts(own_client, run, [Prompt(prompt_uid="p", payload=b"", num_samples=2)])
-
-    with Publisher(own_server.url, run) as publisher:
-        past = past_of(own_server)
-        with publisher.next_task(10) as task:
-            for episode in task.trajectories:
-                episode.append(ids("ab"), ids("c")).result(10)
-                episode.seal(1.0)
-        publisher.flush()
-        past.come_back()
-        publisher.publish(group("h")).result(10)
-        publisher.flush()
-        statistics = publisher.statistics()
-
-    assert read(own_client, run).counts() == {"accepted": 4, "sealed": 4}
-    assert statistics.num_lost == 0
-
-
-def test_the_prompt_of_a_task_that_the_store_forgot_is_not_given_out_again(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, past_of: PastOf
-) -> None:
-    # The group came back as one that no prompt was given out as: its prompt was given to the next
-    # who asked, and trained twice.
-    run = new_run(own_client)
-    prompts = [Prompt(prompt_uid=uid, payload=b"", num_samples=1) for uid in "abcda"]
-    add_prompts(own_client, run, prompts)
-
-    with Publisher(own_server.url, run, keep_s=60.0) as publisher:
-        take_and_write(publisher)
-        with publisher.next_task(10):  # given up: "b" is to be given out again
-            pass
-        publisher.flush()
-        give_again(own_client, run, "b#1")
-        past = past_of(own_server)
-        names = [take_and_write(publisher) for _ in range(3)]
-        publisher.flush()
-        past.come_back()
-        publisher.publish(group("h")).result(10)
-        publisher.flush()
-        counts = read_prompt_counts(own_client, run)
-        tasks: Any = own_client.hgetall(keys.run_keys(run).tasks)
-        name = take_and_write(publisher)
-
-    assert (names, name) == (["b#2", "c#1", "d#1"], "a#2")
-    assert (counts.num_given, counts.num_left) == (4, 1)
-    given = {name: number for name, number in tasks.items() if not name.startswith(b"?")}
-    assert given == {b"a%231": b"1", b"b%232": b"2", b"c%231": b"3", b"d%231": b"4"}
-
-
-def give_again(client: redis.Redis, run: str, group_id: str) -> None:
-    """What a leader makes of a group whose only sample was given up."""
-    names, name = keys.run_keys(run), keys.encode_name(group_id)
-    number: Any = client.hget(names.tasks, name)
-    client.hset(names.groups, name, "1:incomplete")
-    client.hdel(names.tasks, name)
-    client.zadd(names.again, {number: int(number)})
-
-
-def write_one(task: Any) -> None:
-    (episode,) = task.trajectories
-    episode.append(ids("ab"), ids("c")).result(10)
-    episode.seal(1.0)
-
-
-def take_and_write(publisher: Publisher) -> str:
-    with publisher.next_task(10) as task:
-        write_one(task)
-    return task.group_id
-
-
-def test_a_task_that_comes_back_alone_leaves_the_prompts_before_it_to_others(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, past_of: PastOf
-) -> None:
-    # The generator of the first died with what it had; the second is still there.
-    run = new_run(own_client)
-    prompts = [Prompt(prompt_uid=uid, payload=b"", num_samples=1) for uid in ("a", "b")]
-    add_prompts(own_client, run, prompts)
-
-    with (
-        Publisher(own_server.url, run, writer="dies", keep_s=0.0) as dying,
-        Publisher(own_server.url, run, writer="lives", keep_s=60.0) as publisher,
-    ):
-        past = past_of(own_server)
-        take_and_write(dying)
-        take_and_write(publisher)
-        past.come_back()
-        publisher.publish(group("h")).result(10)
-        publisher.flush()
-        counts = read_prompt_counts(own_client, run)
-        name = take_and_write(publisher)
-
-    assert (counts.num_given, counts.num_left) == (1, 1)
-    assert name == "a#1"
-    assert read_prompt_counts(own_client, run).num_given == 2
 
 
 def test_what_survived_one_restart_is_sent_again_after_the_next(
