@@ -128,11 +128,14 @@ async def _task(process: Process, life: Life, publisher: AsyncPublisher) -> None
     task = await publisher.next_task(0.3)
     for each in task.trajectories:
         life.history.wrote(each.key, process.name)  # nobody else may write it now
-    if any(each.key in process.begun - process.given_up for each in task.trajectories):
-        if "cut" not in process.world.counts:
+    known = {each.key for each in task.trajectories} & (process.begun - process.given_up)
+    if known:
+        by_name = all(key.attempt and ("refill", key) not in process.begun for key in known)
+        if "cut" not in process.world.counts and not by_name:
             process.world.blame(f"{process.name} is given the task {task.group_id} twice")
-        return  # the store forgot that it has it, and is told again what was written of it
+        return  # opened by name at the same time; or forgotten by the store, which is told again
     _begin_all(process, life, [trajectory.key for trajectory in task.trajectories])
+    process.begun.update(("refill", each.key) for each in task.trajectories)
     process.given_up.difference_update(each.key for each in task.trajectories)
     async with task:
         for trajectory in task.trajectories:
