@@ -36,7 +36,7 @@ demo: $(STAMP) ## run the main job: all services as processes, live generators, 
 
 # Three processes also on two cores: who tests leases and deadlines waits most of the time.
 test: $(STAMP) ## all tests: unit, contract, integration, e2e
-	$(BIN)/pytest -q -n 3 tests
+	$(BIN)/pytest -q -n 3 --dist worksteal tests
 
 check: $(STAMP) ## the quick loop: lint, types, layers, unit and contract tests
 	$(BIN)/ruff check
