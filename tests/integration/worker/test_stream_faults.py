@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from turnstream.errors import (
 )
 from turnstream.types import Denominators
 from turnstream.worker import BatchStream, StreamStatistics, _prefetch
+from turnstream.worker._queue import ByteQueue
 
 pytestmark = pytest.mark.grpc
 
@@ -288,10 +290,19 @@ def test_a_trainer_that_is_slower_than_the_stall_limit_is_not_cut_off(
     ahead_s = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s)
     monkeypatch.setattr(_prefetch, "time", clock)
+    reservations, reserve = itertools.count(1), ByteQueue[Any].reserve
+    is_full = threading.Event()
+
+    def reserve_and_tell(queue: ByteQueue[Any], num_bytes: int) -> None:
+        if next(reservations) == 2:
+            is_full.set()
+        reserve(queue, num_bytes)
+
+    monkeypatch.setattr(ByteQueue, "reserve", reserve_and_tell)
     batcher.add_step(1, "abC", num_mini_batches=4)
 
     with open_stream(batcher, max_prefetch_bytes=1) as stream:
-        testing.wait_until(lambda: stream.statistics().queued_mini_batches == 1)
+        assert is_full.wait(30)
         ahead_s = 600.0
         seen = [next(stream).info.mini_batch for _ in range(4)]
 
