@@ -88,7 +88,7 @@ def fork_run(
             origin that waits for its step is not carried over.
 
     Raises:
-        RunNotFoundError: no such origin.
+        RunNotFoundError: no such origin; or the new run was deleted meanwhile.
         StoreBehindError: the origin does not have the batch that the token names.
         ReleasedError: the step is no longer retained.
         ConflictError: the step is not committed; the new name is taken, or its last run was deleted
@@ -270,7 +270,8 @@ def _copy_records(client: redis.Redis, new_run: str, origin: Origin) -> None:
     """Give the new run what is left of every batch before it, unless it has all of it.
 
     Raises:
-        ConflictError: the origin, or the new run, was deleted meanwhile.
+        ConflictError: the origin was deleted meanwhile.
+        RunNotFoundError: the new run was, and may have been made again from elsewhere.
     """
     if read_frontier(client, new_run).has_inherited:
         return

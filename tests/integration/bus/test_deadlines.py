@@ -112,20 +112,48 @@ async def test_only_the_leader_grants_refills(timed: Any) -> None:
     assert await timed.dump() == before
 
 
+async def write(run: Any, *record: Any) -> Any:
+    """Call the script with one record of a deadline, a few milliseconds after the run began."""
+    names = run.keys
+    script_keys = (names.leader, names.deadlines, names.members, names.events, names.config)
+    fire = Script("fire_deadlines", "turnstream_server.bus")
+    return await run_command_async(run.client, fire(script_keys, run.leader_epoch, 9, 9, *record))
+
+
 async def test_a_record_made_before_a_refill_is_not_written_after_it(timed: Any) -> None:
     await timed.open("a")
     await timed.grant("a", 1)
     await timed.make_due()
-    names, num_events = timed.keys, len(await timed.events())
-    script_keys = (names.leader, names.deadlines, names.members, names.events, names.config)
-    stale = Script("fire_deadlines", "turnstream_server.bus")(
-        script_keys, timed.leader_epoch, 9, 9, "group:a", 0, b"a record of refill 0"
-    )
+    before = await timed.events()
 
-    reply = await run_command_async(timed.client, stale)
+    reply = await write(timed, "group:a", 0, b"a record of refill 0")
 
     assert reply == [0, 0, b"group:a", b"1"]
-    assert await timed.client.xlen(names.events) == num_events
+    assert await timed.events() == before
+
+
+async def test_a_record_of_a_deadline_that_has_not_passed_is_not_written(timed: Any) -> None:
+    await timed.open("a")
+    await timed.client.zadd(timed.keys.deadlines, {"group:a": 10})
+    before = await timed.events()
+
+    reply = await write(timed, "group:a", 0, b"a record that came too early")
+
+    assert reply == [0, 1]
+    assert await timed.events() == before
+    assert await members_of(timed, "deadlines") == [b"group:a"]
+
+
+async def test_a_record_of_a_deadline_that_nothing_has_any_more_is_not_written(timed: Any) -> None:
+    await timed.open("a")
+    await timed.make_due()
+    await timed.fire()
+    before = await timed.events()
+
+    reply = await write(timed, "group:a", 0, b"the record again")
+
+    assert reply == [0, -1]
+    assert await timed.events() == before
 
 
 @pytest.mark.parametrize("how", ["planned", "dropped", "cut"])

@@ -158,6 +158,19 @@ async def test_a_tombstone_also_stands_where_nothing_was_ever_written(run: Any) 
         await append(run, "g/0/0", b"turn one", lease="1:w")
 
 
+async def test_a_tombstone_stays_as_it_was_when_the_payload_is_released_again(run: Any) -> None:
+    # A deletion that a planner's release meets must not say otherwise than what was said first.
+    release, where = Script("release_payload", "turnstream_server.bus"), (run.client, run.name)
+    names = keys.trajectory_keys(run.name, "g/0/0")
+    await release_payload(*where, ["g/0/0"], lease_s=600.0)
+
+    reply = await run_command_async(run.client, release(names, 1_000, "given up"))
+
+    assert reply == 0
+    assert await run.client.hgetall(names.meta) == {b"released": b"over"}
+    assert await run.client.pttl(names.meta) > 8_000_000
+
+
 async def test_after_the_tombstone_the_ledger_refuses_the_seal(released: Any) -> None:
     await released.fold(1)
 

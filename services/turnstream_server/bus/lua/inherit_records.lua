@@ -18,8 +18,8 @@
 if redis.call('HGET', KEYS[1], 'origin') ~= ARGV[1] then
   return redis.error_reply('NORUN no such run')
 end
-if ARGV[2] ~= '' and redis.call('HEXISTS', KEYS[1], 'inherited') == 1 then
-  return 1
+if redis.call('HEXISTS', KEYS[1], 'inherited') == 1 then
+  return 1  -- a call that comes late: what it brings is there, or in a file of the run's own by now
 end
 for i = 3, #ARGV, 2 do
   redis.call('HSETNX', ARGV[2] == '' and KEYS[2] or KEYS[3], ARGV[i], ARGV[i + 1])
