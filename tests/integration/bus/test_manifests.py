@@ -125,19 +125,6 @@ async def test_a_manifest_that_names_a_trajectory_twice_is_refused(run: Any) -> 
         await run.plan("a", "a")
 
 
-async def test_a_manifest_is_refused_whole_when_the_group_of_a_trajectory_is_gone(
-    run: Any,
-) -> None:
-    await open_and_seal(run, "a", "b")
-    await run.client.hdel(run.keys.groups, "b")
-    before = await run.dump()
-
-    with pytest.raises(ConflictError, match="group b of b/0/0 is over"):
-        await run.plan("a", "b")
-
-    assert await run.dump() == before
-
-
 async def test_a_plan_of_a_lineage_that_was_given_up_is_refused(run: Any) -> None:
     await run.plan_steps(2)
     session = await run.start("s")

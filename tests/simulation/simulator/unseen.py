@@ -11,6 +11,7 @@ _HARMLESS = "what a planner that was replaced says here, its successor says as w
 _SELDOM = "two calls must meet that are far apart in nearly all lives"
 _NOT_ASKED = "no process of the simulation asks for it: the code before it keeps it from that"
 _SETTLED = "another guard of the same call, or the next call, refuses it as well"
+_FEW = "few lives come to where it counts, and none of 150 did so that it showed"
 _EPOCH = "the epoch of the leader, here alone"
 
 UNSEEN: Final[dict[str, tuple[str, str]]] = {
@@ -132,5 +133,121 @@ UNSEEN: Final[dict[str, tuple[str, str]]] = {
         _SETTLED,
         "replans/test_withdrawals.py::test_nothing_is_written_where_the_store_has_something_else",
     ),
+    "mark_dead: once": (
+        _SELDOM,
+        "test_groups.py::test_a_dead_trajectory_is_set_aside_and_told_to_the_plan_once",
+    ),
+    "mark_dead: what is sealed": (
+        _NOT_ASKED,
+        "test_groups.py::test_only_a_sealed_trajectory_can_die",
+    ),
+    "fire_deadlines: what is due": (
+        _NOT_ASKED,
+        "test_deadlines.py::test_a_record_of_a_deadline_that_has_not_passed_is_not_written",
+    ),
+    "revise_config: another was faster": (
+        _SELDOM,
+        "../store/test_revisions.py::test_of_two_who_revise_at_once_the_second_is_told",
+    ),
+    "revise_config: the same again": (
+        _SELDOM,
+        "../store/test_revisions.py::test_the_same_revision_again_changes_nothing_even_when_its_step_is_planned",
+    ),
+    "fork_run: the same again": (
+        _SELDOM,
+        "test_overtaken_forks.py::test_of_two_who_make_the_same_fork_at_once_both_have_it",
+    ),
+    "fork_run: the name is taken": (
+        _SELDOM,
+        "test_overtaken_forks.py::test_a_name_that_is_taken_meanwhile_stays_with_whoever_took_it",
+    ),
+    "inherit_records: the origin": (
+        _SELDOM,
+        "test_overtaken_forks.py::test_a_fork_that_is_deleted_while_it_is_made_inherits_nothing",
+    ),
+    "observe: one that lives goes on": (
+        _FEW,
+        "test_observers.py::test_an_observer_comes_back_behind_what_it_has_seen",
+    ),
+    "forget_observers: one that lives": (
+        "it goes on with what was kept, or is told so by the next call",
+        "test_observers.py::test_an_observer_that_is_late_lives_on_until_it_is_forgotten",
+    ),
+    "hear_rank: the epoch and the name of the session": (
+        _SETTLED,
+        "test_ranks.py::test_another_session_goes_on_where_one_was_lost",
+    ),
+    "hear_rank: a rank that has more": (
+        _FEW,
+        "test_ranks.py::test_a_rank_that_has_a_later_batch_has_those_before_it",
+    ),
+    "withdraw_plans: a step that is stepped": (
+        _FEW,
+        "replans/test_withdrawals.py::test_nothing_is_withdrawn_of_a_step_that_was_stepped_meanwhile",
+    ),
+    "withdraw_plans: the plans that were looked at": (
+        _FEW,
+        "replans/test_withdrawals.py::test_nothing_is_withdrawn_where_one_of_the_plans_is_another",
+    ),
+    "withdraw_plans: the session is over": (
+        _FEW,
+        "replans/test_withdrawals.py::test_a_session_that_ended_with_its_plans_is_told_so_until_another_begins",
+    ),
+    "withdraw_plans: groups that a config counts": (
+        _FEW,
+        "../batcher/replanning/test_groups.py::test_a_short_step_that_is_planned_again_counts_in_the_capacity_as_it_is_now",
+    ),
+    "withdraw_plans: a config begins with them": (
+        _FEW,
+        "../batcher/replanning/test_groups.py::test_steps_of_two_configs_are_planned_again_by_the_later_one",
+    ),
+    "withdraw_plans: what observers have seen": (
+        _FEW,
+        "replans/test_withdrawals.py::test_an_observer_goes_back_to_the_first_step_that_is_withdrawn",
+    ),
+    "save_snapshot: a later one": (
+        _FEW,
+        "test_release.py::test_a_snapshot_that_comes_late_replaces_no_later_one",
+    ),
+    "save_snapshot: plans that were withdrawn": (
+        _FEW,
+        "replans/test_withdrawals.py::test_a_snapshot_from_before_that_comes_late_brings_no_plan_back",
+    ),
+    "settle_eval: once": (
+        _FEW,
+        "test_evals.py::test_ending_an_evaluation_again_changes_nothing",
+    ),
+    "settle_eval: a group that evaluates": (
+        _NOT_ASKED,
+        "test_evals.py::test_a_group_for_training_is_never_evaluated",
+    ),
+    "grant_refill: a group that is over": (
+        _FEW,
+        "test_deadlines.py::test_a_refill_opens_a_decided_group_again_and_never_one_that_is_over",
+    ),
+    "grant_refill: one follows the other": (
+        _NOT_ASKED,
+        "test_deadlines.py::test_refills_are_granted_in_order",
+    ),
+    "release_payload: once": (
+        "whoever writes late is refused by the second tombstone as by the first",
+        "test_release.py::test_a_tombstone_stays_as_it_was_when_the_payload_is_released_again",
+    ),
+    "finish_batch: what is released": (
+        _NOT_ASKED,
+        "test_folded_batches.py::test_a_released_step_beyond_the_floor_cannot_be_replaced",
+    ),
+    "write_manifest: steps without a gap": (
+        _NOT_ASKED,
+        "test_manifests.py::test_a_step_cannot_be_left_out",
+    ),
+    "write_manifest: a name once": (
+        _NOT_ASKED,
+        "test_manifests.py::test_a_manifest_that_names_a_trajectory_twice_is_refused",
+    ),
+    "write_manifest: a group that is over": (
+        _NOT_ASKED,
+        "test_folded_ends.py::test_a_group_that_is_gone_is_not_planned",
+    ),
 }
-"""Guard -> why no life shows it, and the test in tests/integration/bus."""
+"""Guard -> why no life shows it, and the test, from tests/integration/bus on."""
