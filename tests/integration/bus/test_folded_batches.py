@@ -44,6 +44,20 @@ async def test_folding_again_changes_nothing(released: Any) -> None:
     assert await released.dump() == before
 
 
+async def test_what_is_not_of_the_batch_stays_though_a_call_names_it(released: Any) -> None:
+    await released.open("g9")
+    before = await released.dump()
+    names = ("g9", "g9/0/0", "g3/0/0")  # an open group, its member, and one of a later batch
+
+    command = Script("fold_batch", "turnstream_server.bus")(
+        released.keys.of_fold_batch, released.leader_epoch, 1, 1, *names
+    )
+    num_folded = await run_command_async(released.client, command)
+
+    assert num_folded == 0
+    assert await released.dump() == before
+
+
 async def test_the_states_add_up_after_every_act_of_the_release(released: Any) -> None:
     async def check() -> None:
         counts = await read_ledger_async(released.client, released.name)

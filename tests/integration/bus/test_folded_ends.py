@@ -69,6 +69,32 @@ async def test_a_group_whose_surplus_is_folded_stays_until_its_batch_goes(run: A
     assert await run.hash_of("over") == {}
 
 
+async def test_a_group_that_is_folded_in_two_parts_leaves_one_fingerprint(run: Any) -> None:
+    await ended_group(run, "a", TrajectoryState.FILTERED)
+    await run.fold_ends("a/0/0")
+    before = await run.hash_of("over")
+
+    await run.fold_ends("a/1/0", number=2)
+
+    assert await run.hash_of("over") == before
+    assert await run.hash_of("ledger") == {}
+
+
+async def test_of_more_reasons_than_are_told_apart_the_others_count_together(run: Any) -> None:
+    await ended_group(run, "a", TrajectoryState.FILTERED)
+    reasons = {"filtered:why": 1} | {f"abandoned:{number}": 1 for number in range(999)}
+    await run.client.hset(run.keys.reasons, mapping=reasons)
+    await run.open("b", num_samples=1)
+    await run.abandon("b", 0)
+    await run.settle("b", TrajectoryState.INCOMPLETE)
+
+    await run.fold_ends("a/0/0", "a/1/0", "b/0/0")
+
+    counts = await run.hash_of("reasons")
+    assert (counts[b"filtered:why"], counts[b"abandoned:another reason"]) == (b"3", b"1")
+    assert b"abandoned:crashed" not in counts
+
+
 async def test_folding_ends_again_changes_nothing(run: Any) -> None:
     await ended_group(run, "a", TrajectoryState.FILTERED)
     await run.fold_ends("a/0/0", "a/1/0")
