@@ -91,6 +91,25 @@ async def test_no_deadline_is_later_than_one_that_is_set_now(timed: Any) -> None
     assert await timed.fire() == HOUR_MS
 
 
+async def test_the_longer_deadline_of_the_run_is_the_latest(
+    async_client: Any, start_run: Callable[..., Any]
+) -> None:
+    run = await start_run(async_client, group_deadline_s=60, reward_deadline_s=3600)
+    await run.open("a", num_samples=1)
+    await run.seal("a", 0, awaits_reward=True)
+    await run.client.zrem(run.keys.deadlines, "group:a")
+
+    assert await run.fire() == HOUR_MS
+
+
+async def test_a_deadline_from_before_the_run_had_none_stays_where_it_was(run: Any) -> None:
+    await run.open("a")
+    due_ms = await run.run_ms() + HOUR_MS
+    await run.client.zadd(run.keys.deadlines, {"group:a": due_ms})
+
+    assert await run.fire() == HOUR_MS
+
+
 async def test_only_the_leader_fires_deadlines(timed: Any) -> None:
     await timed.open("a")
     await timed.make_due()
