@@ -4,12 +4,19 @@ from typing import Any
 
 import pytest
 
-from turnstream.errors import ConflictError, FencedError, StoreUnavailableError
+from turnstream.batching.decisions import GroupCut
+from turnstream.errors import (
+    ConflictError,
+    FencedError,
+    RunNotFoundError,
+    StoreUnavailableError,
+)
+from turnstream.testing import manifest
 from turnstream.types import TrajectoryState
 from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.leadership import acquire_leadership, release_leadership
 from turnstream_server.bus.ledger import read_ledger_async
-from turnstream_server.bus.manifests import read_manifest, read_manifests
+from turnstream_server.bus.manifests import read_manifest, read_manifests, write_manifest
 
 pytestmark = pytest.mark.redis
 
@@ -137,6 +144,26 @@ async def test_a_plan_of_a_lineage_that_was_given_up_is_refused(run: Any) -> Non
         await run.plan("a", lineage="main")
 
     assert await run.dump() == before
+
+
+async def test_a_group_that_was_decided_before_is_no_longer_counted_as_open(run: Any) -> None:
+    await open_and_seal(run, "a", "b")
+    await run.carry_out(GroupCut(group_id="a", reason="enough"))
+
+    await run.plan("a")
+
+    assert await run.client.hget(run.keys.frontier, "open_groups") == b"1"
+
+
+async def test_nothing_is_planned_of_a_run_that_is_gone(run: Any) -> None:
+    await open_and_seal(run, "a")
+    await run.client.delete(run.keys.frontier)
+    plan = manifest("a", run=run.name, step=1)
+
+    with pytest.raises(RunNotFoundError):
+        await write_manifest(run.client, run.name, plan, leader_epoch=run.leader_epoch)
+
+    assert await run.client.exists(run.keys.plan) == 0
 
 
 async def test_a_planner_that_lost_its_leadership_writes_nothing(run: Any) -> None:
