@@ -11,7 +11,7 @@ from redis.exceptions import ResponseError
 from turnstream.errors import ConflictError, FencedError, StoreBehindError, StoreUnavailableError
 from turnstream.generator.lanes import Lane
 from turnstream.generator.receipts import Delivery
-from turnstream.types import TrajectoryKey
+from turnstream.types import GroupOpened, TrajectoryKey
 
 NewDesk = Callable[..., Any]
 
@@ -23,6 +23,14 @@ def come_back(desk: Any) -> None:
     desk.lose()
     desk.wait_out()
     desk.answer()
+
+
+def meet(desk: Any, run_id: bytes) -> None:
+    """A new connection is made, and the store says which it is, and takes what is sent to it."""
+    sent = desk.take()
+    settings = [b"appendfsync", b"everysec"]
+    replies = [*[b"sha"] * (sent.num_replies - 2), b"run_id:" + run_id, settings]
+    desk.outbox.answered(sent, replies=replies, now_s=desk.now_s)
 
 
 def errors(delivery: Delivery) -> list[type[Exception]]:
@@ -311,3 +319,22 @@ def test_nobody_asks_room_for_what_has_failed(new_desk: NewDesk) -> None:
     desk.outbox.fail_all(StoreUnavailableError("away"))
 
     assert desk.take() is None
+
+
+@pytest.mark.parametrize(("second", "num_restarts"), [(b"first", 0), (b"other", 1)])
+def test_a_restart_is_counted_where_another_store_answers_and_not_at_the_first_meeting(
+    new_desk: NewDesk, second: bytes, num_restarts: int
+) -> None:
+    # A task is taken over another connection: its leases are held before the store has said which.
+    desk = new_desk(keep_s=5.0)
+    group = GroupOpened(group_id="g", prompt_uid="", num_samples=1)
+    desk.outbox.adopt_opened(group, {TrajectoryKey("g", 0): 3}, now_s=desk.now_s)
+
+    meet(desk, b"first")
+    desk.answer([3])
+    desk.outbox.close_run("", Delivery())
+    desk.lose()
+    desk.wait_out()
+    meet(desk, second)
+
+    assert desk.outbox.tally.statistics().num_restarts == num_restarts

@@ -173,14 +173,14 @@ local function settings(number)
 end
 
 local function first_step(number)
-  return tonumber(redis.call('HGET', CONFIG, string.format('from:%.0f', number)) or 0)
+  return tonumber(redis.call('HGET', CONFIG, string.format('from:%.0f', number)))
 end
 
 -- (a short step had counted less than its config says, see write_manifest.lua)
 local newest_config = tonumber(redis.call('HGET', CONFIG, 'newest'))
 local usual, number = 0, newest_config
 for step = newest, first, -1 do
-  while number > 1 and not (0 < first_step(number) and first_step(number) <= step) do
+  while number > 1 and first_step(number) > step do
     number = number - 1
   end
   usual = usual + settings(number).batch_groups
@@ -189,13 +189,12 @@ if num_groups ~= usual then
   redis.call('HINCRBY', KEYS[2], 'revised_groups', string.format('%.0f', usual - num_groups))
 end
 for number = 2, newest_config do
-  local name = string.format('from:%.0f', number)
-  local from = tonumber(redis.call('HGET', CONFIG, name) or 0)
+  local from = first_step(number)
   if from > first then
     local fewer = settings(number - 1).batch_groups - settings(number).batch_groups
     redis.call('HINCRBY', KEYS[2], 'revised_groups',
       string.format('%.0f', (first - from) * fewer + 0))  -- no "-0"
-    redis.call('HSET', CONFIG, name, string.format('%.0f', first))
+    redis.call('HSET', CONFIG, string.format('from:%.0f', number), string.format('%.0f', first))
   end
 end
 

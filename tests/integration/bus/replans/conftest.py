@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from turnstream.store.connection import connect
+from turnstream.types import TrajectoryDied
 from turnstream_server.bus.frontier import ReplanRequest
-from turnstream_server.bus.replans import request_replan
+from turnstream_server.bus.replans import Withdrawal, request_replan, withdraw_plans
 
 
 @pytest.fixture
@@ -20,3 +21,26 @@ def ask(server: Any):
             return ReplanRequest(request_replan(client, run.name, step=step), step or 0)
 
     return leave
+
+
+@pytest.fixture
+def withdraw_from(ask: Any):
+    """Withdraws the plans of a run from a step on; the first trajectory of them is dead."""
+
+    async def withdraw(run: Any, first: int) -> None:
+        plans = [stored for step, stored in sorted(run.manifests.items()) if step >= first]
+        members = [t.key for p in plans for g in p.manifest.groups for t in g.trajectories]
+        withdrawal = Withdrawal(
+            manifests=[stored.manifest for stored in plans],
+            manifest_hashes=[stored.hash for stored in plans],
+            dead=[TrajectoryDied(key=members[0], reason="checksum")],
+            lease_epochs=dict.fromkeys(members[1:], 1),
+            position="7-1",
+            snapshot=b"what a planner knows",
+        )
+        request = ask(run, first)
+        await withdraw_plans(
+            run.client, run.name, request, withdrawal, leader_epoch=run.leader_epoch
+        )
+
+    return withdraw
