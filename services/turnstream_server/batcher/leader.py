@@ -90,7 +90,6 @@ class Leader:
         self._before_write = before_write
         self._fold = RunFold(self._config)
         self._selector = Selector(self._config)
-        self._last_event_id = "0-0"
         self._listener = RunListener(client, view.run, after_step=0)
         self._letters = LetterBox(client, view.run, epoch=epoch)
         self._settler = Settler(client, view.run, self._letters, epoch=epoch)
@@ -171,9 +170,7 @@ class Leader:
         self._selector = Selector(self._config)
         self._selector.versions = VersionSteps(snapshot.versions, lineage=snapshot.lineage)
         self._selector.pass_step(snapshot.step)
-        self._last_event_id = snapshot.position
         self._listener.start_after(snapshot.position)
-        self._listener.pass_step(snapshot.step)
         self._chain.restore(snapshot)
 
     def _snapshot(self) -> PlannerSnapshot:
@@ -234,7 +231,6 @@ class Leader:
 
     def _apply(self, entry: EventEntry) -> list[Decision]:
         """Fold an event in; gives what it decides. One that cannot be read is passed over."""
-        self._last_event_id = entry.event_id
         event = self._letters.read(entry) or self._in_force.told_at(entry.event_id)
         if event is None:
             return []
@@ -297,7 +293,7 @@ class Leader:
 
     async def _come_to(self, event_id: str) -> None:
         """Take in all events up to one that is written, whatever can be read of it."""
-        while event_position(self._last_event_id) < event_position(event_id):
+        while event_position(self._listener.position) < event_position(event_id):
             await self._take_in(await self._listener.read_events())
 
     def _due_groups(self) -> tuple[ReadyGroup, ...]:

@@ -34,6 +34,13 @@ async def test_a_plan_of_a_newer_release_is_refused_by_name(assembler: Assembler
         await assembler.share(batch_of_version(newer), mini_batch=0, dp_rank=0, dp_world_size=1)
 
 
+async def test_what_a_newer_release_planned_is_not_examined(assembler: Assembler) -> None:
+    newer = ASSEMBLY_VERSION + 1
+
+    with pytest.raises(UnknownFormatError, match=f"assembly has format version {newer}"):
+        await assembler.examine(batch_of_version(newer))
+
+
 @pytest.mark.parametrize("assembly_version", range(ASSEMBLY_VERSION + 1))
 async def test_the_payload_of_older_plans_is_fetched_all_the_same(
     assembler: Assembler, assembly_version: int

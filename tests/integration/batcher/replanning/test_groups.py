@@ -63,6 +63,23 @@ async def test_steps_before_the_damage_stay_and_one_that_is_whole_is_not_planned
     assert stands.step == first.mini_batch.info.step == 1
 
 
+async def test_damage_in_several_mini_batches_of_a_step_is_set_aside_at_once(
+    house, damage, replan, look, of_3
+):
+    run = house.create_run(batch_groups=2, mini_batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, of_3("g0"), of_3("g1"))
+    await trainer.start("a")
+    await trainer.get(1)
+    damage(run, TrajectoryKey("g0", sample=0))
+    damage(run, TrajectoryKey("g1", sample=2))
+
+    done = await replan(run)
+
+    assert done.dead == ("g0/0/0", "g1/2/0")
+    assert set(look.letters(run)) == {"g0/0/0", "g1/2/0"}
+
+
 async def test_a_group_that_is_too_small_without_its_dead_makes_way_for_the_next(
     house, damage, replan, look
 ):

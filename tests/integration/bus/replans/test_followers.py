@@ -1,0 +1,60 @@
+"""A replica that follows a run hears of the plans that are made behind a withdrawal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from turnstream.testing import wait_until_async
+from turnstream_server.batcher.assembler import Assembler
+from turnstream_server.batcher.planner import RunPlanner
+from turnstream_server.batcher.renewal import LeadershipKeeper
+from turnstream_server.batcher.runs import RunView
+from turnstream_server.batcher.tasks import cancel_all
+from turnstream_server.batcher.upkeep import DEFAULT_UPKEEP
+from turnstream_server.bus.frontier import read_frontier_async
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture
+async def view(run: Any, server: Any) -> AsyncIterator[RunView]:
+    """What a replica knows of a run that another one leads."""
+    frontier = await read_frontier_async(run.client, run.name)
+    view = RunView(run.client, run.name, frontier=frontier, on_stepped=lambda _: None)
+    assembler = Assembler(server.url, max_cache_bytes=1 << 20)
+    keeper = LeadershipKeeper(server.url, owner="follower", lease_s=60)
+    planner = RunPlanner(run.client, view, assembler, keeper=keeper, upkeep=DEFAULT_UPKEEP)
+    following = asyncio.create_task(planner.run())
+    yield view
+    await cancel_all([following])
+    await keeper.close()
+    await assembler.close()
+
+
+async def test_a_plan_with_the_number_of_one_that_was_withdrawn_is_heard_of(
+    run: Any, view: RunView, withdraw_from: Any
+) -> None:
+    # Groups that were decided are planned again without a word but the plan itself.
+    seen: list[int] = []
+
+    async def until_planned(step: int) -> None:
+        async def is_so() -> bool:
+            return view.frontier.planned == step
+
+        await wait_until_async(is_so)
+        seen.append(step)
+
+    await run.plan_steps(3)
+    await until_planned(3)
+    await withdraw_from(run, 1)
+    await until_planned(0)
+    run.manifests.clear()
+
+    await run.plan("g2", step=1, revision=1)
+    await until_planned(1)
+
+    assert seen == [3, 0, 1]
