@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -100,7 +101,7 @@ async def test_groups_are_chosen_by_the_config_of_the_snapshot_and_for_no_step_t
     await first.stop()
     await house.publish(run, group("g3"), group("g4"))
     with connect(house.url) as client:
-        late = client.xadd(keys.run_keys(run).events, {"r": encode_event(BatchDue(step=2))})
+        late: Any = client.xadd(keys.run_keys(run).events, {"r": encode_event(BatchDue(step=2))})
 
     await house.start_batcher(upkeep=often)
 
@@ -108,6 +109,8 @@ async def test_groups_are_chosen_by_the_config_of_the_snapshot_and_for_no_step_t
         with connect(house.url) as client:
             return read_plan(client, run, 3)
 
-    manifest = (await wait_until_async(planned)).manifest
+    third = await wait_until_async(planned)
+    assert third is not None
+    manifest = third.manifest
     assert [each.group_id for each in manifest.groups] == ["g3", "g4"]
     assert event_position(manifest.last_event_id) > event_position(late.decode())

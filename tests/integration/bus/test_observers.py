@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import redis
 import redis.asyncio
 
 from turnstream.errors import (
@@ -17,6 +18,7 @@ from turnstream_server.bus.observers import (
     declare_observer,
     forget_observers,
     note_observed,
+    read_observers,
 )
 
 pytestmark = pytest.mark.redis
@@ -168,6 +170,7 @@ async def test_every_call_prolongs_the_life_of_an_observer(run: Any) -> None:
         ({"first_step": 0}, "first_step"),
         ({"expiry_s": 0.0}, "expiry_s"),
         ({"expiry_s": float("nan")}, "expiry_s"),
+        ({"expiry_s": 1e9}, "expiry_s"),
     ],
 )
 async def test_an_observer_that_cannot_be_is_refused(run: Any, wrong: Any, field: str) -> None:
@@ -184,3 +187,17 @@ async def test_a_run_that_is_not_there_cannot_be_observed(
         await declare_observer(
             async_client, "no such run", observer="o", first_step=None, expiry_s=1
         )
+
+
+async def test_an_observer_that_is_forgotten_was_silent_for_its_expiry_and_none_for_less_than_0_s(
+    run: Any, client: redis.Redis
+) -> None:
+    # Whoever reads the clock may be behind the one that wrote down when it was heard.
+    heard_ms = await run.run_ms() + 10**9
+    entries = {"ahead": f"3:{heard_ms + 60_000}:60000", "gone": "4:0:60000"}
+    await run.client.hset(run.keys.observers, mapping=entries)
+
+    ahead, gone = read_observers(client, run.name)
+
+    assert (ahead.seen, ahead.silent_s) == (3, 0)
+    assert (gone.seen, gone.silent_s, gone.left_s) == (4, 60, 0)

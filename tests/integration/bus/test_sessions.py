@@ -9,7 +9,7 @@ import pytest
 from turnstream.errors import ConflictError, FencedError, InvalidConfigError, StoreBehindError
 from turnstream.records.events import decode_event
 from turnstream.types import Event, RecoveryToken, RolledBack
-from turnstream_server.bus.sessions import start_session
+from turnstream_server.bus.sessions import TrainerSession, start_session
 
 pytestmark = pytest.mark.redis
 
@@ -242,3 +242,18 @@ async def test_a_start_with_a_senseless_argument_names_it(
 
     with pytest.raises(InvalidConfigError, match=f"^{field}: "):
         await start_session(run.client, run.name, **arguments)
+
+
+@pytest.mark.parametrize(("next_step", "is_rollback"), [(3, True), (4, False)])
+def test_a_session_that_begins_with_a_committed_batch_is_a_rollback(
+    next_step: int, is_rollback: bool
+) -> None:
+    session = TrainerSession(
+        session_epoch=1,
+        next_step=next_step,
+        lineage="main",
+        previous_stepped=5,
+        previous_committed=3,
+    )
+
+    assert session.is_rollback == is_rollback
