@@ -88,7 +88,7 @@ async def test_a_group_that_is_open_is_finished_while_the_run_is_paused(house, c
     assert (frontier.paused, frontier.planned) == ("", 0)
 
 
-async def test_no_plan_is_written_once_a_run_is_paused(house, client):
+async def test_no_plan_is_written_once_a_run_is_paused(house, client, caplog):
     # The leader has made and checked its plan when the pause comes.
     run = house.create_run(batch_groups=1)
 
@@ -106,6 +106,7 @@ async def test_no_plan_is_written_once_a_run_is_paused(house, client):
     await trainer.refused(1, words="step 1: the run is paused")
 
     assert read_frontier(client, run).planned == 0
+    assert "failed" not in caplog.text
 
 
 async def test_why_names_the_pause_first(house, client):

@@ -177,7 +177,7 @@ def damage_revision(house, run):
     return damaged
 
 
-async def test_a_plan_that_was_made_before_the_revision_of_its_step_is_made_again(house):
+async def test_a_plan_that_was_made_before_the_revision_of_its_step_is_made_again(house, caplog):
     run = house.create_run(batch_groups=1, max_planned_ahead=0)
 
     async def revise_now(manifest):
@@ -191,6 +191,7 @@ async def test_a_plan_that_was_made_before_the_revision_of_its_step_is_made_agai
 
     assert info(pulled).config_revision == 2
     assert names(pulled) == ["g0", "g1"]
+    assert "failed" not in caplog.text
 
 
 async def test_groups_are_chosen_anew_where_the_revision_comes_after_the_choice(house):
