@@ -73,6 +73,7 @@ async def test_a_step_that_is_stepped_stays_as_it_was_planned(house, damage, rep
     await house.publish(run, group("g0"), group("g1"))
     await trainer.start("a")
     await trainer.stepped(await trainer.get(1))
+    await look.until(lambda: look.planned(run) == 2)
     damage(run, TrajectoryKey("g0", sample=0))
     before = look.digest(run)
 
