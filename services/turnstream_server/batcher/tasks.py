@@ -34,7 +34,7 @@ async def first_of(*works: Coroutine[Any, Any, Result]) -> Result:
     tasks = [asyncio.create_task(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return done.pop().result()
+        return next(task for task in tasks if task in done).result()
     finally:
         await cancel_all(tasks)
 

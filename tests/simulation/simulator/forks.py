@@ -25,7 +25,7 @@ from simulator.world import World
 from turnstream.batching.plan import Manifest
 from turnstream.errors import ConflictError, ReleasedError, RunNotFoundError, StoreBehindError
 from turnstream.records.compact import compact_batch, decode_batch
-from turnstream.store.runs import read_config
+from turnstream.store.configs import read_config
 from turnstream.types import RecoveryToken
 from turnstream_server.bus.forks import fork_run
 from turnstream_server.bus.frontier import Origin, read_frontier
@@ -72,8 +72,10 @@ def life_of_fork(world: World, seen: Seen) -> Life | None:
     origin = _origin(client)
     if origin is None and life.forked and "cut" not in world.counts:
         world.blame("the fork is gone")
-    if origin is None and life.history.checkpoints:  # nobody came to it
-        origin = fork_run(client, life.run, FORK, life.history.checkpoints[-1])
+    committed = read_frontier(client, life.run).committed
+    known = [token for token in life.history.checkpoints if token.step <= committed]
+    if origin is None and known:  # nobody came to it
+        origin = fork_run(client, life.run, FORK, known[-1])
     if origin is None:
         return None
     if life.forked not in ({}, content(world, FORK)) and "cut" not in world.counts:

@@ -33,6 +33,15 @@ class _Handle(asyncio.Handle):
         self._source_traceback = None
 
 
+class _Task(asyncio.Task[Any]):
+    """A task whose place in a set is a matter of the seed, and not of its address."""
+
+    number = 0
+
+    def __hash__(self) -> int:
+        return self.number
+
+
 class ProcessLoop(asyncio.AbstractEventLoop):
     """What asyncio's tasks, futures and timeouts need of a loop, and no more."""
 
@@ -111,7 +120,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def create_task(
         self, coro: Any, *, name: str | None = None, context: Context | None = None
     ) -> asyncio.Task[Any]:
-        task: asyncio.Task[Any] = asyncio.Task(coro, loop=self, name=name, context=context)
+        task = _Task(coro, loop=self, name=name, context=context)
+        task.number = self.process.world.rng.getrandbits(16)
         self.tasks[task] = None
         task.add_done_callback(self._forget)
         return task
