@@ -13,7 +13,6 @@ from turnstream.batching.planning import plan_batch
 from turnstream.batching.readiness import ReadyGroup
 from turnstream.batching.report import plan_report
 from turnstream.batching.selection import Choice
-from turnstream.errors import ConflictError
 from turnstream.records.snapshots import PlannerSnapshot
 from turnstream_server.batcher.revising import ConfigInForce
 from turnstream_server.batcher.runs import RunView
@@ -112,25 +111,19 @@ class PlanChain:
         return encode_for_store(manifest)
 
     async def write(self, stored: StoredManifest) -> bool:
-        """Write a plan; False where the step has got another config, or the run a pause.
-
-        Or the trainer went back meanwhile: the run goes on in another lineage than the plan names.
+        """Write a plan; False, with the view refreshed, where the step must be planned anew.
 
         Raises:
             FencedError: another planner leads the run.
             ConflictError: the plan contradicts the ledger.
             StoreUnavailableError: the store cannot be reached.
         """
-        try:
-            await write_manifest(self._client, self._view.run, stored, leader_epoch=self._epoch)
-        except ConflictError:
-            frontier = await self._view.refresh()
-            is_revised = 0 < frontier.next_revision <= stored.manifest.step
-            went_back = frontier.lineage != stored.manifest.lineage
-            if is_revised or went_back or frontier.paused is not None:
-                return False
-            raise
-        return True
+        is_written = await write_manifest(
+            self._client, self._view.run, stored, leader_epoch=self._epoch
+        )
+        if not is_written:
+            await self._view.refresh()
+        return is_written
 
     def warn_of(self, manifest: Manifest) -> None:
         """Say what is odd about a batch: of each kind once, or a run would say nothing else."""

@@ -43,16 +43,19 @@ def encode_for_store(manifest: Manifest) -> StoredManifest:
 
 async def write_manifest(
     client: redis.asyncio.Redis, run: str, planned: Manifest | StoredManifest, *, leader_epoch: int
-) -> StoredManifest:
+) -> bool:
     """Write the plan of the next step and move its trajectories to "planned", all or nothing.
 
     Writing the same plan again changes nothing.
 
+    Returns:
+        False where the step must be planned anew, and nothing was written: the run is paused, the
+        step has got another config, or the trainer went back to another lineage.
+
     Raises:
         FencedError: another planner leads the run.
-        ConflictError: the step has another plan or another config or is not the next one, the
-            chain differs, a trajectory is not sealed, the run is paused, or goes on in another
-            lineage: nothing was written.
+        ConflictError: the step has another plan or is not the next one, the chain differs, the
+            config is not in force, or a trajectory is not sealed: nothing was written.
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
@@ -89,8 +92,7 @@ async def write_manifest(
         manifest.lineage,
         *ids,
     )
-    await run_command_async(client, command)
-    return stored
+    return await run_command_async(client, command) >= 0
 
 
 async def read_manifest(client: redis.asyncio.Redis, run: str, step: int) -> StoredManifest | None:

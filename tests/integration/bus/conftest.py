@@ -37,7 +37,7 @@ from turnstream_server.bus.groups import Settlement, grant_refill, settle_groups
 from turnstream_server.bus.leadership import acquire_leadership
 from turnstream_server.bus.leases import give_up_lapsed
 from turnstream_server.bus.ledger import read_ledger_async
-from turnstream_server.bus.manifests import StoredManifest, write_manifest
+from turnstream_server.bus.manifests import StoredManifest, encode_for_store, write_manifest
 from turnstream_server.bus.release import (
     finish_batch,
     fold_batch,
@@ -248,13 +248,21 @@ class RunDriver:
 
     async def plan(self, *group_ids: str, **fields: Any) -> StoredManifest:
         """Plan the next step from samples 0 and 1 of these groups; `fields` replace its own."""
+        stored = await self.try_to_plan(*group_ids, **fields)
+        assert stored is not None, "the step must be planned anew"
+        return stored
+
+    async def try_to_plan(self, *group_ids: str, **fields: Any) -> StoredManifest | None:
+        """The same; None where the step must be planned anew."""
         leader_epoch = fields.pop("leader_epoch", self.leader_epoch)
         step = fields.pop("step", max(self.manifests, default=0) + 1)
         before = self.manifests.get(step - 1)
         fields.setdefault("previous_hash", before.hash if before else "")
         fields.setdefault("lineage", (await read_frontier_async(self.client, self.name)).lineage)
         plan = dataclasses.replace(manifest(*group_ids, run=self.name, step=step), **fields)
-        stored = await write_manifest(self.client, self.name, plan, leader_epoch=leader_epoch)
+        stored = encode_for_store(plan)
+        if not await write_manifest(self.client, self.name, stored, leader_epoch=leader_epoch):
+            return None
         self.manifests[step] = stored
         return stored
 

@@ -86,25 +86,41 @@ async def test_the_next_of_several_is_told_when_one_comes_into_force(run: Any, r
     assert (await read_frontier_async(run.client, run.name)).next_revision == 4
 
 
-@pytest.mark.parametrize("is_announced", [False, True])
-async def test_a_plan_made_with_another_config_than_that_of_its_step_is_refused(
-    run: Any, revise: Any, is_announced: bool
+async def test_a_plan_of_a_step_that_has_got_another_config_must_be_made_anew(
+    run: Any, revise: Any
 ) -> None:
     await run.plan_steps(1)
-    revise(run, from_step=2, max_staleness=7)
-    if is_announced:
-        await announce(run, 2, step=2)
-    before = await run.dump()
-
     await run.open("late")
     for sample in range(2):
         await run.seal("late", sample)
-    with pytest.raises(ConflictError, match="step 2 was planned with config revision 1"):
-        await run.plan("late", config_revision=1)
-    if is_announced:
-        await run.plan("late", config_revision=2)
+    revise(run, from_step=2, max_staleness=7)
+    before = await run.dump()
 
-    assert len((await run.dump())["plan"]) == len(before["plan"]) + is_announced
+    assert await run.try_to_plan("late", config_revision=1) is None
+    refused = await run.dump()
+    await announce(run, 2, step=2)
+    await run.plan("late", config_revision=2)
+
+    assert refused == before
+
+
+@pytest.mark.parametrize("revision", [1, 3])
+async def test_a_plan_made_with_a_config_that_is_not_in_force_is_refused(
+    run: Any, revise: Any, revision: int
+) -> None:
+    await run.plan_steps(1)
+    await run.open("late")
+    for sample in range(2):
+        await run.seal("late", sample)
+    revise(run, from_step=2, max_staleness=7)
+    await announce(run, 2, step=2)
+    before = await run.dump()
+
+    words = f"planned with config revision {revision}, and revision 2 is in force"
+    with pytest.raises(ConflictError, match=words):
+        await run.plan("late", config_revision=revision)
+
+    assert await run.dump() == before
 
 
 async def test_a_revision_of_a_later_step_keeps_no_plan_from_being_written(

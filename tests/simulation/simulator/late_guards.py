@@ -75,8 +75,12 @@ LATE_GUARDS = (
     ),
     Guard(
         "write_manifest: the config of its step",
-        script("if in_force ~= ARGV[6] or (revised > 0 and revised <= step) then", "if false then"),
+        script("if paused or is_revised or lineage", "if paused or lineage"),
         "has_reviser",
+    ),
+    Guard(
+        "write_manifest: the config in force",
+        script("if in_force ~= ARGV[6] then", "if false then"),
     ),
     Guard(
         "write_manifest: a short step",

@@ -32,14 +32,15 @@
 --   ARGV[1] leader epoch    ARGV[2] step    ARGV[3] manifest hash    ARGV[4] hash before, or ""
 --   ARGV[5] record          ARGV[6] revision of the config that it was planned with
 --   ARGV[7] lineage that the plan names    ARGV[8...] trajectory ids
--- Reply: 1, or 0 where this very manifest was written before
+-- Reply: 1; 0 where this very manifest was written before; -1 where the step must be planned anew
+--        and nothing was written, as the run is paused, the step has got another config, or the
+--        trainer went back to another lineage
 -- Errors:
 --   NORUN     no such run
 --   FENCED    another planner leads
 --   CONFLICT  the step has another manifest, is not the next one, does not continue the chain, was
---             planned with a config that is not the one of this step, or names a trajectory that is
---             not sealed, or whose group is over; or the run is paused, or goes on in another
---             lineage
+--             planned with a config that is not in force, or names a trajectory that is not sealed,
+--             or whose group is over
 
 local MEMBERS, DEADLINES, REFILLS, LEASES = KEYS[8], KEYS[9], KEYS[10], KEYS[11]
 local TASKS, PROMPTS, HELD, BUDGET = KEYS[13], KEYS[14], KEYS[16], KEYS[17]
@@ -84,18 +85,15 @@ if last_hash ~= ARGV[4] then
     .. '", not "' .. ARGV[4] .. '"')
 end
 
-if paused then
-  return redis.error_reply('CONFLICT the run is paused, and step ' .. step .. ' is not planned')
-end
 local in_force = redis.call('HGET', KEYS[15], 'newest')
-revised = tonumber(revised or 0)
-if in_force ~= ARGV[6] or (revised > 0 and revised <= step) then
+if in_force ~= ARGV[6] then
   return redis.error_reply('CONFLICT step ' .. step .. ' was planned with config revision ' .. ARGV[6]
-    .. ', which is not the one of this step')
+    .. ', and revision ' .. in_force .. ' is in force')
 end
-if lineage ~= ARGV[7] then
-  return redis.error_reply('CONFLICT step ' .. step .. ' was planned in lineage "' .. ARGV[7]
-    .. '", and the run goes on in "' .. lineage .. '"')
+revised = tonumber(revised or 0)
+local is_revised = revised > 0 and revised <= step
+if paused or is_revised or lineage ~= ARGV[7] then
+  return -1
 end
 
 -- 1. Nothing is written before every trajectory has been looked at.
