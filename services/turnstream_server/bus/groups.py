@@ -113,7 +113,7 @@ def _settle_group(
     if isinstance(group, GroupEvaluated):
         return settle_eval_command(run, group, leader_epoch=leader_epoch)
     names = keys.run_keys(run)
-    dropped = group.keys if isinstance(group, GroupDropped) else ()
+    is_dropped = isinstance(group, GroupDropped)
     return _SETTLE_GROUP(
         (
             *(names.leader, names.groups, names.ledger, names.counts, names.frontier),
@@ -123,9 +123,10 @@ def _settle_group(
         ),
         leader_epoch,
         keys.encode_name(group.group_id),
-        group.state if isinstance(group, GroupDropped) else "decided",
+        group.state if is_dropped else "decided",
         group.reason,
-        *map(keys.trajectory_id, dropped),
+        0 if is_dropped else group.num_granted,
+        *map(keys.trajectory_id, group.keys if is_dropped else ()),
     )
 
 

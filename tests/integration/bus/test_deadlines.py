@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -245,6 +246,23 @@ async def test_a_refill_opens_a_decided_group_again_and_never_one_that_is_over(t
     assert await timed.client.hget(timed.keys.groups, "a") == b"2:open"
     with pytest.raises(ConflictError, match="group x is unknown"):
         await timed.grant("x", 0)
+
+
+async def test_a_cut_that_comes_after_a_refill_was_granted_ends_nothing(timed: Any) -> None:
+    # A call that had waited in the network ended the new attempt, and nobody asked for another.
+    await timed.open("a")
+    await timed.seal("a", 0)
+    await timed.carry_out(cut := GroupCut(group_id="a", reason="enough"))
+    await timed.grant("a", 1)
+    await timed.open("a", attempt=1)
+    before = await timed.dump()
+
+    await timed.carry_out(cut)
+    late = await timed.dump()
+    await timed.carry_out(replace(cut, num_granted=1))
+
+    assert late == before
+    assert await timed.client.hget(timed.keys.groups, "a") == b"2:decided"
 
 
 async def test_one_of_many_takes_a_refill(timed: Any) -> None:

@@ -57,6 +57,10 @@ RUN_GUARDS = (
         script("if state == ARGV[3] or (not is_dropped and state ~= 'open') then", "if false then"),
     ),
     Guard(
+        "settle_group: a cut that comes late",
+        script("if not is_dropped and tonumber(granted) > tonumber(ARGV[5]) then", "if false then"),
+    ),
+    Guard(
         "settle_group: a group that is planned",
         script(
             "if state ~= 'open' and not (is_dropped and state == 'decided') then", "if false then"
@@ -276,10 +280,7 @@ RUN_GUARDS = (
     # who stands beside the run
     Guard(
         "write_manifest: a run that is paused",
-        script(
-            "if paused then\n  return redis.error_reply('CONFLICT the run is paused",
-            "if false then\n  return redis.error_reply('CONFLICT the run is paused",
-        ),
+        script("if paused or is_revised or lineage", "if is_revised or lineage"),
     ),
     Guard(
         "raise_floor: what an observer has not seen",

@@ -37,12 +37,25 @@ def test_a_cut_does_not_hold_while_its_group_is_open_again() -> None:
 def test_a_group_that_a_refill_opened_is_cut_again_when_it_is_decided() -> None:
     # The store has it open: another attempt of the sample that was cut may have begun.
     state = RunFold(REFILL)
-    cut = hear(state, *CUT)
+    (cut,) = hear(state, *CUT)
 
     asked, again = hear(state, DIED, *REFILLED, at=4)
 
     assert isinstance(asked, RefillWanted)
-    assert [again] == cut
+    assert isinstance(cut, GroupCut)
+    assert again == replace(cut, num_granted=1)
+
+
+def test_a_group_that_was_cut_before_its_refill_was_heard_of_is_cut_again() -> None:
+    # The store had granted it before the cut, and had the group open since.
+    state = RunFold(REFILL)
+    hear(state, *CUT, DIED)
+    (cut,) = hear(state, sealed(sample=2), at=5)
+
+    heard = hear(state, REFILLED[0], REFILLED[0], at=6)
+
+    assert isinstance(cut, GroupCut)
+    assert heard == [replace(cut, num_granted=1)]
 
 
 def test_the_refill_of_a_group_that_was_never_cut_is_told_when_it_decides_the_group() -> None:

@@ -12,7 +12,8 @@
 --   KEYS[4] counts    hash    changed: open, sealed, awaiting_reward, surplus, and the state
 --   KEYS[5] frontier  hash    changed: live_groups, open_groups
 --   KEYS[6] wake      stream  added, so that whoever waits for capacity is told
---   KEYS[7] members   hash    read: "<num_needed>:<highest attempt>:..."; removed with the group
+--   KEYS[7] members   hash    read: "<num_needed>:<highest attempt>:<refills granted>:..."; removed
+--                             with the group
 --   KEYS[8] deadlines zset    removed: those of the group and of its trajectories
 --   KEYS[9] refills   zset    removed: those of the group
 --   KEYS[10] leases   zset    removed: those of trajectories that were open
@@ -26,8 +27,10 @@
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] group name
 --   ARGV[3] filtered, expired, incomplete, surplus or decided    ARGV[4] reason
---   ARGV[5...] ids of the group's sealed trajectories that are dropped
--- Reply: how many trajectories were ended now, an integer; 0 the second time
+--   ARGV[5] refills of the group that were granted before it was decided
+--   ARGV[6...] ids of the group's sealed trajectories that are dropped
+-- Reply: how many trajectories were ended now, an integer; 0 the second time, and where a refill was
+--        granted since it was decided: that opened the group again
 -- Errors:
 --   FENCED    another planner leads
 --   CONFLICT  no such group; or one is dropped that is planned, or was dropped otherwise
@@ -42,6 +45,11 @@ local num_samples, state = string.match(redis.call('HGET', KEYS[2], ARGV[2]) or 
 local is_dropped = ARGV[3] ~= 'decided'
 if state == ARGV[3] or (not is_dropped and state ~= 'open') then
   return 0  -- whoever folds the events again decides again what went on long ago
+end
+local attempts, granted = string.match(redis.call('HGET', MEMBERS, ARGV[2]) or ':0:0:',
+  '^%d*:(%d+):(%d+):')
+if not is_dropped and tonumber(granted) > tonumber(ARGV[5]) then
+  return 0  -- a call that comes late
 end
 if state ~= 'open' and not (is_dropped and state == 'decided') then
   return redis.error_reply('CONFLICT group ' .. ARGV[2] .. ' is ' .. (state or 'unknown, or over'))
@@ -65,13 +73,12 @@ local function state_of(id)
   return string.match(redis.call('HGET', KEYS[3], id) or '', '^[^:]*')
 end
 
-for i = 5, #ARGV do
+for i = 6, #ARGV do
   local from = state_of(ARGV[i])
   if from == 'sealed' or from == 'awaiting_reward' then
     settle(ARGV[i], from, ARGV[3])
   end
 end
-local attempts = string.match(redis.call('HGET', MEMBERS, ARGV[2]) or '', '^%d+:(%d+)') or 0
 for sample = 0, num_samples - 1 do
   for attempt = 0, tonumber(attempts) do
     local id = ARGV[2] .. '/' .. sample .. '/' .. attempt

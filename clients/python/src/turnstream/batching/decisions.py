@@ -68,10 +68,15 @@ class GroupDropped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCut:
-    """A group is ready while samples of it are still open: these are surplus, and may stop."""
+    """A group is ready while samples of it are still open: these are surplus, and may stop.
+
+    Attributes:
+        num_granted: refills of it that were granted before; a later one opens it again.
+    """
 
     group_id: str
     reason: str
+    num_granted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

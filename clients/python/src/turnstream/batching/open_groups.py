@@ -179,7 +179,8 @@ class OpenGroups:
         decisions: list[Decision] = [surplus_member(key, reason) for key in group.awaiting]
         group.end_all()
         group.is_cut = True
-        return [*decisions, GroupCut(group_id=group.opened.group_id, reason=reason)]
+        cut = GroupCut(group_id=group.opened.group_id, reason=reason, num_granted=group.num_granted)
+        return [*decisions, cut]
 
     def _drop(self, group: GroupMembers, state: TrajectoryState, reason: str) -> GroupDropped:
         keys = (*(member.key for member in group.ordered), *group.awaiting)

@@ -216,7 +216,7 @@ class RunFold(OpenGroups):
             case DeadlineFired():
                 return self._miss_deadline(event_id, event)
             case RefillGranted():
-                self._note_refill(event)
+                return self._note_refill(event)
             case RunClosed(leftover=leftover):
                 self._closed, self._leftover = True, leftover
             case RunReopened():
@@ -331,13 +331,15 @@ class RunFold(OpenGroups):
         group.lose(key)
         return self._go_on_without(event_id, group)
 
-    def _note_refill(self, event: RefillGranted) -> None:
+    def _note_refill(self, event: RefillGranted) -> list[Decision]:
         group = self._groups.get(event.key.group_id)
-        if group is None:
-            return
-        group.num_granted = max(group.num_granted, event.number)
+        if group is None or event.number <= group.num_granted:
+            return []
+        group.num_granted = event.number
         if group.wanted.pop(event.number, None) is not None:
             group.granted.add(event.key)
+        # It was granted before the group was cut, and opened it: to be cut again.
+        return self._cut(group) if group.is_cut else []
 
     # What becomes of whole groups at once.
 
