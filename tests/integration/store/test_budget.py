@@ -178,6 +178,32 @@ def test_an_evaluation_is_refused_by_what_trajectories_of_the_run_take(
         run.do(run.open_group("e/0/0", group="e", num_samples="2:eval"))
 
 
+@pytest.mark.parametrize("num_samples", ["4:eval", "3:eval", "1"])
+def test_a_group_that_was_open_before_needs_no_room_again(
+    client: redis.Redis, drive: Drive, num_samples: str
+) -> None:
+    # Less was allowed since: what a power cut had taken could not be sent again.
+    run = drive(client, batch_groups=1, max_staleness=1000, max_bytes=3 * FIRST_ESTIMATE)
+    run.do(run.open_group("a/0/0", group="a", num_samples=3))
+
+    with pytest.raises(RejectedError, match="max_bytes"):
+        run.do(run.open_group("b/0/0", group="b", num_samples=num_samples))
+    opened = run.do(run.open_group("b/0/0", group="b", num_samples=f"{num_samples}+"))
+
+    assert opened == [1]
+    assert held(run)[0] == (3 + int(num_samples[0])) * FIRST_ESTIMATE
+
+
+def test_a_group_that_was_open_before_needs_capacity_again(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client, batch_groups=1, max_staleness=0, max_planned_ahead=0)
+    run.do(run.open_group("a/0/0", group="a", num_samples=1))
+
+    with pytest.raises(RejectedError, match="1 groups are live, 1 are allowed"):
+        run.do(run.open_group("b/0/0", group="b", num_samples="1+"))
+
+
 def test_a_training_group_above_the_budget_begins_when_the_trainer_waits_for_it(
     client: redis.Redis, drive: Drive
 ) -> None:

@@ -111,6 +111,10 @@ LEDGER_GUARDS = (
         script("if most_open > 0 and most_open - (open or 0) <= 0 then", "if false then"),
     ),
     Guard(
+        "open_group: what was open before needs no room",
+        script("local needs_room = again == ''", "local needs_room = true"),
+    ),
+    Guard(
         "open_group: a run that is paused",
         script("  if paused then\n    return 'the run", "  if false then\n    return 'the run"),
     ),

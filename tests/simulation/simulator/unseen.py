@@ -241,6 +241,18 @@ UNSEEN: Final[dict[str, tuple[str, str]]] = {
         _NOT_ASKED,
         "test_manifests.py::test_a_step_cannot_be_left_out",
     ),
+    "open_group: what was open before needs no room": (
+        _SELDOM,
+        "../store/test_budget.py::test_a_group_that_was_open_before_needs_no_room_again",
+    ),
+    "settle_group: a cut that comes late": (
+        _SELDOM,
+        "test_deadlines.py::test_a_cut_that_comes_after_a_refill_was_granted_ends_nothing",
+    ),
+    "write_manifest: the config in force": (
+        "a leader plans with the config that it has put in force itself",
+        "test_revisions.py::test_a_plan_made_with_a_config_that_is_not_in_force_is_refused",
+    ),
     "write_manifest: a name once": (
         _NOT_ASKED,
         "test_manifests.py::test_a_manifest_that_names_a_trajectory_twice_is_refused",

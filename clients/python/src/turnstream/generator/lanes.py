@@ -100,6 +100,7 @@ class Admission:
         reason: what the last refusal said.
         is_over: its wait has ended, and whoever waited was told.
         is_task: the store gave it as a task, and may have forgotten that.
+        is_again: it was open, and the store may have forgotten that.
     """
 
     group: GroupOpened
@@ -110,6 +111,7 @@ class Admission:
     reason: str = ""
     is_over: bool = False
     is_task: bool = False
+    is_again: bool = False
 
 
 @dataclass(slots=True, eq=False)

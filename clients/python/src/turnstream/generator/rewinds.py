@@ -69,7 +69,14 @@ def rewind(kept: Iterable[Acknowledged], *, queues: Queues, tally: Tally) -> Rew
         tally.accepted(lane, num_bytes)
     for opening in reversed(openings):
         lanes = [lane for lane in opening.lanes if lane in closed]
-        again = Admission(opening.group, opening.record, lanes, Delivery(), is_task=opening.is_task)
+        again = Admission(
+            opening.group,
+            opening.record,
+            lanes,
+            Delivery(),
+            is_task=opening.is_task,
+            is_again=True,
+        )
         queues.admissions.appendleft(again)
     queues.takeovers.extend(TakeOverCall(lane) for lane in taken if lane in closed)
     return Rewound(list(closed), opened)

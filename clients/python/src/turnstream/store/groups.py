@@ -42,18 +42,23 @@ class Refill:
         )
 
 
-def group_size(group: GroupOpened) -> str:
+def group_size(group: GroupOpened, *, is_again: bool = False) -> str:
     """The size of a group in the words of the script open_group.
+
+    Args:
+        group: as it is opened.
+        is_again: its writer opened it before, and the store may have forgotten that.
 
     >>> group_size(GroupOpened(group_id="g", prompt_uid="", num_samples=6, num_needed=4))
     '6/4'
     >>> group_size(GroupOpened(group_id="g", prompt_uid="", num_samples=6, purpose=Purpose.EVAL))
     '6:eval'
+    >>> group_size(GroupOpened(group_id="g", prompt_uid="", num_samples=6), is_again=True)
+    '6+'
     """
+    needed = "" if group.num_needed == group.num_samples else f"/{group.num_needed}"
     purpose = ":eval" if group.purpose is Purpose.EVAL else ""
-    if group.num_needed == group.num_samples:
-        return f"{group.num_samples}{purpose}"
-    return f"{group.num_samples}/{group.num_needed}{purpose}"
+    return f"{group.num_samples}{needed}{purpose}{'+' if is_again else ''}"
 
 
 def open_refill_command(run: str, writer: str, refill: Refill) -> Command:

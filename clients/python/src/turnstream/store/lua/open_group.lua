@@ -15,6 +15,9 @@
 -- once, and topped up in reserve.lua. Why that cannot deadlock: docs/decisions/0018-byte-budgets.md.
 -- A group that needs more than there can ever be room for does not wait.
 --
+-- A group that its writer has opened before, and that a store which was started anew has forgotten,
+-- had room then, and needs capacity only: room may never come where less is allowed since.
+--
 -- Keys, all in the run's slot:
 --   KEYS[1] frontier  hash    read: stepped, closed, revised_groups, paused, planned, planned_groups,
 --                             released; changed: live_groups, open_groups, opened_groups
@@ -36,7 +39,8 @@
 --   KEYS[15] clock    hash    read, where the run has such a deadline: see run_clock.lua
 -- Arguments:
 --   ARGV[1] group name    ARGV[2] "<num_samples>", or "<num_samples>/<num_needed>",
---                         and ":eval" behind it where it is opened to evaluate
+--                         and ":eval" behind it where it is opened to evaluate, and "+" at the
+--                         end where this writer has opened it before
 --   ARGV[3] writer
 --   ARGV[4] the group_opened record              ARGV[5...] trajectory ids
 -- Reply: per trajectory id, in order: its lease epoch (integer), or why not ("CONFLICT ...")
@@ -62,7 +66,7 @@ if not stepped then
 end
 local config = cjson.decode(redis.call('HGET', KEYS[2], redis.call('HGET', KEYS[2], 'newest')))
 
-local samples, needed, purpose = string.match(ARGV[2], '^(%d+)/?(%d*):?(%a*)$')
+local samples, needed, purpose, again = string.match(ARGV[2], '^(%d+)/?(%d*):?(%a*)(%+?)$')
 local begins = purpose == 'eval' and 'evaluating' or 'open'
 needed = needed == '' and samples or needed
 
@@ -187,11 +191,12 @@ else
   if closed ~= '0' then
     return redis.error_reply('CLOSED the run takes no new group')
   end
-  local too_large = why_too_large(samples)
+  local needs_room = again == ''
+  local too_large = needs_room and why_too_large(samples)
   if too_large then
     return redis.error_reply('TOOLARGE group ' .. ARGV[1] .. ' needs ' .. too_large)
   end
-  local why_not = begins == 'open' and shortage() or why_no_room(samples)
+  local why_not = begins == 'open' and shortage() or needs_room and why_no_room(samples)
   if why_not then
     local last = redis.call('XREVRANGE', KEYS[7], '+', '-', 'COUNT', 1)[1]
     return redis.error_reply('WAIT ' .. (last and last[1] or '0-0') .. ' ' .. why_not)
