@@ -20,6 +20,7 @@ from turnstream.errors import (
 )
 from turnstream.records.configs import decode_config
 from turnstream.store import keys
+from turnstream.store.configs import read_config_async
 from turnstream.store.replies import translate
 from turnstream.types import TrajectoryState
 from turnstream_server.batcher.lookout import Look, no_look
@@ -207,14 +208,14 @@ class RunView:
         """The configuration of the run in one of its revisions.
 
         Raises:
-            RunNotFoundError: the store has no such revision.
+            NotReadyError: the store has no such revision: it may have lost it in a power cut.
             StoreUnavailableError: the store cannot be reached.
         """
         config = self._configs.get(revision)
         if config is None:
             text = await self._call("HGET", keys.run_keys(self.run).config, revision)
             if text is None:
-                raise RunNotFoundError(f"run {self.run!r} has no config revision {revision}")
+                raise NotReadyError(f"run {self.run!r}: config revision {revision} is not there")
             config = self._configs[revision] = decode_config(text)
         return config
 
@@ -225,10 +226,7 @@ class RunView:
             RunNotFoundError: no such run.
             StoreUnavailableError: the store cannot be reached.
         """
-        revision = await self._call("HGET", keys.run_keys(self.run).config, "newest")
-        if revision is None:
-            raise RunNotFoundError(f"no run named {self.run!r}")
-        return int(revision), await self.config(int(revision))
+        return await read_config_async(self._client, self.run)
 
     def _keep(self, batch: PlannedBatch) -> None:
         self._batches[batch.manifest.step] = batch

@@ -10,8 +10,8 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from turnstream.store import keys
+from turnstream.store.configs import read_config
 from turnstream.store.replies import translate
-from turnstream.store.runs import read_config
 from turnstream_server.bus.frontier import read_frontier
 
 RESERVE: Final = 0.2

@@ -23,8 +23,9 @@ from turnstream.records.configs import decode_config, encode_config
 from turnstream.records.events import decode_event
 from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encode_snapshot
 from turnstream.store import keys
+from turnstream.store.configs import read_config
 from turnstream.store.replies import translating
-from turnstream.store.runs import list_run, read_config
+from turnstream.store.runs import list_run
 from turnstream.store.scripts import Argument, Script, run_command
 from turnstream.types import RecoveryToken, VersionAnnounced
 from turnstream_server.bus.cold import files_up_to

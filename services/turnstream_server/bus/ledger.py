@@ -11,7 +11,8 @@ import redis.asyncio
 
 from turnstream.errors import TurnstreamError
 from turnstream.store import keys
-from turnstream.store.runs import list_runs, newest_version, read_config
+from turnstream.store.configs import read_config
+from turnstream.store.runs import list_runs, newest_version
 from turnstream.store.scripts import Command, Script, run_command, run_command_async
 from turnstream.types import TrajectoryState, VersionAnnounced
 from turnstream_server.bus.frontier import Frontier, read_frontier

@@ -12,8 +12,8 @@ from turnstream.errors import RecordError, RejectedError
 from turnstream.records.damage import TurnFindings, examine_turn
 from turnstream.records.events import decode_event
 from turnstream.store import keys
+from turnstream.store.configs import read_config
 from turnstream.store.replies import translating
-from turnstream.store.runs import read_config
 from turnstream.store.scripts import Command, Script, run_command
 from turnstream.types import SealedTrajectory
 from turnstream_server.bus.pages import entry_ms, hash_fields, stream_entries

@@ -12,8 +12,8 @@ from turnstream.errors import RecordError
 from turnstream.records.events import decode_event
 from turnstream.records.snapshots import decode_snapshot
 from turnstream.store import keys
+from turnstream.store.configs import read_config
 from turnstream.store.replies import translating
-from turnstream.store.runs import read_config
 from turnstream.types import GroupOpened
 from turnstream_server.bus.pages import entry_ms, stream_entries
 

@@ -25,8 +25,8 @@ from turnstream.errors import ConflictError, CorruptRecordError
 from turnstream.generator import Publisher, TrajectoryWriter
 from turnstream.generator.drafts import draft_group
 from turnstream.store import keys
+from turnstream.store.configs import read_config
 from turnstream.store.connection import connect
-from turnstream.store.runs import read_config
 from turnstream.store.scripts import Script, run_command
 from turnstream.types import (
     DeclaredColumn,

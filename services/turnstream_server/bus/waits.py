@@ -14,8 +14,9 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.errors import RecordError
 from turnstream.records.events import decode_event
 from turnstream.store import clock, keys
+from turnstream.store.configs import read_config
 from turnstream.store.replies import translating
-from turnstream.store.runs import newest_version, read_config
+from turnstream.store.runs import newest_version
 from turnstream.store.tasks import read_prompt_counts
 from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.budget import read_budget

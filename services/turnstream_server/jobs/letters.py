@@ -15,8 +15,8 @@ from rich.table import Table
 from turnstream.errors import InvalidConfigError
 from turnstream.records.damage import TurnFindings
 from turnstream.store import keys
+from turnstream.store.configs import read_config
 from turnstream.store.connection import connect
-from turnstream.store.runs import read_config
 from turnstream.types import Trajectory
 from turnstream_server.bus.fixes import raw_bytes, read_fix, to_json
 from turnstream_server.bus.letters import (

@@ -7,7 +7,9 @@ import pytest
 import redis.asyncio
 
 from turnstream import testing
+from turnstream.errors import NotReadyError
 from turnstream.store import keys
+from turnstream.store.configs import read_config_async
 from turnstream.store.connection import connect_async
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.shares import PlannedBatch
@@ -89,6 +91,28 @@ async def test_of_two_reads_the_one_that_began_later_counts(view, slow, client):
 
     assert (await early).stepped == 5
     assert view.frontier.stepped == 5
+
+
+async def test_the_config_in_force_is_read_at_one_moment(view, slow, client):
+    # A power cut between two reads took the revision that the first had named: the run was taken
+    # for one that is gone, and nobody planned it any more.
+    expected = await read_config_async(client, view.run)
+    reading = asyncio.create_task(view.newest_config())
+    await slow.has_replies(1)
+
+    await client.delete(keys.run_keys(view.run).config)
+    slow.waiting[0].set()
+
+    assert await reading == expected
+
+
+async def test_a_revision_that_the_store_has_lost_is_no_run_that_is_gone(house, client):
+    run = house.create_run()
+    frontier = await read_frontier_async(client, run)
+    view = RunView(client, run, frontier=frontier, on_stepped=lambda _: None)
+
+    with pytest.raises(NotReadyError, match="config revision 7 is not there"):
+        await view.config(7)
 
 
 def _batch(run: str, *, step: int) -> PlannedBatch:

@@ -24,8 +24,9 @@ from turnstream.errors import (
 from turnstream.records.compact import compact_batch, encode_batch
 from turnstream.records.snapshots import decode_snapshot
 from turnstream.store import keys
+from turnstream.store.configs import read_config
 from turnstream.store.revisions import read_revisions, revise_config
-from turnstream.store.runs import list_runs, newest_version, read_config
+from turnstream.store.runs import list_runs, newest_version
 from turnstream.types import (
     ConfigRevised,
     RecoveryToken,

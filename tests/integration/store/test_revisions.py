@@ -12,8 +12,9 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.errors import ConflictError, InvalidConfigError, RunNotFoundError
 from turnstream.records.configs import encode_config
 from turnstream.store import keys
+from turnstream.store.configs import read_config
 from turnstream.store.revisions import read_revisions, revise_config
-from turnstream.store.runs import create_run, read_config
+from turnstream.store.runs import create_run
 from turnstream.store.scripts import Command, Script, run_command
 from turnstream.testing import config
 

@@ -13,13 +13,13 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.errors import ConflictError, NotReadyError, RunNotFoundError, StoreUnavailableError
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store import keys
+from turnstream.store.configs import read_config
 from turnstream.store.connection import connect
 from turnstream.store.runs import (
     close_run,
     create_run,
     list_runs,
     newest_version,
-    read_config,
     wait_for_version,
 )
 from turnstream.testing import wait_until

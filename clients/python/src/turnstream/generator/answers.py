@@ -28,7 +28,7 @@ from turnstream.generator.lives import Lives
 from turnstream.generator.receipts import Delivery
 from turnstream.generator.rewinds import Reposts
 from turnstream.generator.window import TakenOver
-from turnstream.records.configs import decode_config
+from turnstream.store.configs import parse_config
 from turnstream.store.replies import refusal
 from turnstream.store.waits import parse_waits
 from turnstream.types import DeclaredColumn
@@ -130,9 +130,9 @@ class Answers:
             waits = None
         self._admissions.told(waits, now_s)
 
-    def _learn(self, config: bytes, receipt: Delivery) -> None:
+    def _learn(self, answer: Sequence[bytes], receipt: Delivery) -> None:
         try:
-            self.extra_columns = decode_config(config).extra_columns
+            self.extra_columns = parse_config(answer)[1].extra_columns
         except TurnstreamError as error:
             receipt.settle(None, error)
         else:

@@ -15,6 +15,7 @@ from turnstream.generator.receipts import Delivery
 from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.budget import RESERVE, reserve_command, settled_lease
+from turnstream.store.configs import read_config_command
 from turnstream.store.durability import SETTINGS, unsafe_setting
 from turnstream.store.groups import group_size
 from turnstream.store.leases import heartbeat_command, take_over_command
@@ -30,7 +31,6 @@ _REOPEN_TASK = Script("reopen_task")
 _APPEND = Script("append")
 _POST_SEALED = Script("post_sealed")
 _ABANDON = Script("abandon")
-_READ_CONFIG = Script("read_config")
 _NOTE_CONFLICT = Script("note_conflict")
 SCRIPTS = (
     _OPEN_GROUP,
@@ -39,7 +39,7 @@ SCRIPTS = (
     _POST_SEALED,
     _ABANDON,
     close_command("r", "").script,
-    _READ_CONFIG,
+    read_config_command("r").script,
     _NOTE_CONFLICT,
     RESERVE,
     heartbeat_command("r", ()).script,
@@ -245,7 +245,6 @@ class CommandMaker:
         names = keys.run_keys(run)
         self._group_keys = names.of_open_group
         self._task_keys = names.of_next_task
-        self._config_keys = (names.config,)
         self._seals_keys = names.of_post_sealed
         self._abandon_keys = (names.ledger, names.counts, names.events, names.leases)
 
@@ -279,7 +278,7 @@ class CommandMaker:
             case CloseCall(reason, _):
                 return close_command(self._run, reason)
             case ConfigCall():
-                return _READ_CONFIG(self._config_keys)
+                return read_config_command(self._run)
             case NoteCall():
                 return _NOTE_CONFLICT((keys.run_keys(self._run).conflicts,), *call)
             case ReserveCall(lanes, sizes):
@@ -300,7 +299,7 @@ class CommandMaker:
         group = admission.group
         arguments = (
             keys.encode_name(group.group_id),
-            group_size(group),
+            group_size(group, is_again=admission.is_again),
             self._writer,
             admission.record,
             *[lane.trajectory_id for lane in admission.lanes],

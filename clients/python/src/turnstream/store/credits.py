@@ -16,12 +16,10 @@ import redis.asyncio
 from turnstream.batching.capacity import capacity, most_live_groups
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import RunNotFoundError
-from turnstream.records.configs import decode_config
 from turnstream.store import keys
+from turnstream.store.configs import read_config, read_config_async
 from turnstream.store.replies import translating
-from turnstream.store.scripts import Command, Script, run_command, run_command_async
 
-_READ_CONFIG = Script("read_config")
 _FIELDS = ("stepped", "live_groups", "open_groups", "closed", "revised_groups", "paused")
 
 
@@ -65,7 +63,7 @@ def credit(client: redis.Redis, run: str) -> Credit:
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
-    config = decode_config(run_command(client, _read_config(run)))
+    _, config = read_config(client, run)
     with translating():
         found: Any = client.hmget(keys.run_keys(run).frontier, _FIELDS)
     return _parse(run, config, found)
@@ -73,7 +71,7 @@ def credit(client: redis.Redis, run: str) -> Credit:
 
 async def credit_async(client: redis.asyncio.Redis, run: str) -> Credit:
     """The same as `credit`, for asyncio."""
-    config = decode_config(await run_command_async(client, _read_config(run)))
+    _, config = await read_config_async(client, run)
     with translating():
         found: Any = await client.execute_command("HMGET", keys.run_keys(run).frontier, *_FIELDS)
     return _parse(run, config, found)
@@ -160,10 +158,6 @@ def _why_none(
     if has_most_open:
         return CreditReason.OPEN_GROUPS, open_groups
     return None, ""
-
-
-def _read_config(run: str) -> Command:
-    return _READ_CONFIG((keys.run_keys(run).config,))
 
 
 def _parse(run: str, config: BatchingConfig, found: Any) -> Credit:

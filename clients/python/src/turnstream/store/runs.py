@@ -5,19 +5,20 @@ from __future__ import annotations
 from typing import Any, Final, get_args
 
 import redis
+import redis.asyncio
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import (
     ConflictError,
     InvalidConfigError,
     NotReadyError,
-    RunNotFoundError,
     WaitKind,
 )
 from turnstream.records.configs import decode_config, encode_config
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store import keys
 from turnstream.store.asking import StoreWait
+from turnstream.store.configs import read_config
 from turnstream.store.replies import translating
 from turnstream.store.scripts import Command, Script, run_command
 from turnstream.store.wait_reasons import no_version
@@ -86,22 +87,6 @@ def list_runs(client: redis.Redis) -> list[str]:
     with translating():
         names: Any = client.smembers(keys.RUNS)
     return sorted(keys.decode_name(name.decode()) for name in names)
-
-
-def read_config(client: redis.Redis, run: str) -> tuple[int, BatchingConfig]:
-    """The config of a run that is in force, and its revision.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
-    name = keys.run_keys(run).config
-    with translating():
-        revision: Any = client.hget(name, "newest")
-        if revision is None:
-            raise RunNotFoundError(f"no run named {run!r}")
-        text: Any = client.hget(name, revision)
-    return int(revision), decode_config(text)
 
 
 def _first_config(client: redis.Redis, run: str) -> BatchingConfig:
