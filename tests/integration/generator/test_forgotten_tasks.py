@@ -49,6 +49,41 @@ def test_a_task_that_the_store_forgot_is_opened_again_with_all_that_was_written(
     assert statistics.num_lost == 0
 
 
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_a_task_that_the_store_gives_again_to_the_publisher_that_has_it_is_passed_over(
+    own_server: EmbeddedServer,
+    own_client: redis.Redis,
+    new_run: NewRun,
+    read: Read,
+    past_of: PastOf,
+    is_sealed: bool,
+) -> None:
+    # Both were written, under one name: what was acknowledged of the first was refused.
+    run = new_run(own_client)
+    prompts = [Prompt(prompt_uid=uid, payload=b"", num_samples=1) for uid in "ab"]
+    add_prompts(own_client, run, prompts)
+
+    with Publisher(own_server.url, run, keep_s=60.0) as publisher:
+        past = past_of(own_server)
+        with publisher.next_task(10) as first:
+            (episode,) = first.trajectories
+            episode.append(ids("ab"), ids("c")).result(10)
+            if is_sealed:
+                episode.seal(1.0)
+                publisher.flush()
+            past.come_back()
+            with publisher.next_task(10) as second:
+                write_one(second)
+            if not is_sealed:
+                episode.seal(1.0)
+        publisher.flush()
+        statistics = publisher.statistics()
+
+    assert (first.prompt_uid, second.prompt_uid) == ("a", "b")
+    assert read(own_client, run).counts() == {"accepted": 2, "sealed": 2}
+    assert statistics.num_lost == 0
+
+
 def test_the_prompt_of_a_task_that_the_store_forgot_is_not_given_out_again(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, past_of: PastOf
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 from simulator.seen import Seen, Violations
 from turnstream.records.compact import decode_ends
@@ -59,7 +60,7 @@ def _nothing_vanished(seen: Seen, states: dict[str, str]) -> Violations:
             continue
         if name in history.acknowledged and state.partition(":")[0] not in {*ends, "surplus"}:
             yield f"P1: {name} was acknowledged as sealed, and is {state}"
-        is_given_again = group_id.startswith("p") and len(history.writers[name]) > 1
+        is_given_again = _is_task(name) and len(history.writers[name]) > 1
         if name in history.lost and not is_given_again:
             yield f"P1: {history.lost[name]}: all of its writers live, and it is {state}"
 
@@ -68,7 +69,8 @@ def _is_named_well(seen: Seen, name: str, state: str) -> bool:
     """Whether a living publisher may be told that the store lost this, and that it stays so.
 
     When the store came back, another generator was faster to hold it, or it was given up while
-    its own slept, or its group got no leave to begin again, or had gone on without it. A clock that
+    its own slept, or its group got no leave to begin again (its prompt may be given out as the same
+    group then, once the run is opened again), or had gone on without it. A clock that
     is set forward ends the tombstones that say otherwise. Who took it over does not keep what the
     writer before it had written, nor does that one, who lives and was refused.
     """
@@ -79,11 +81,17 @@ def _is_named_well(seen: Seen, name: str, state: str) -> bool:
     had_another = len(seen.life.history.writers[name]) > 1
     is_half_gone = had_another and _HALF_GONE in seen.life.history.lost[name]
     has_another = state != "nowhere" and had_another
-    has_no_leave = state == "nowhere" and seen.life.history.lost[name].endswith(_NO_LEAVE)
+    may_be_given_again = state == "nowhere" or _is_task(name)
+    has_no_leave = may_be_given_again and seen.life.history.lost[name].endswith(_NO_LEAVE)
     is_left_out = state == "nowhere" and _is_decided(seen, keys.parse_trajectory_id(name).group_id)
     is_known = has_another or has_no_leave or is_left_out or is_half_gone
     was_given_up = _GIVEN_UP.fullmatch(state) or _GIVEN_UP.search(seen.life.history.lost[name])
     return bool(was_given_up) or is_known
+
+
+def _is_task(name: str) -> bool:
+    """Whether a trajectory is of a group that a prompt of the run was given out as."""
+    return name.startswith("p")
 
 
 def _is_decided(seen: Seen, group_id: str) -> bool:
@@ -128,3 +136,8 @@ def _trained_once(seen: Seen) -> Violations:
     trained = seen.life.history.trained
     if trained != expected:
         yield f"I3: the surviving steps are {sorted(trained)}, planned are {sorted(expected)}"
+    groups = [group for manifest, _ in seen.manifests.values() for group in manifest.groups]
+    prompts = Counter(group.prompt_uid for group in groups if _is_task(group.group_id))
+    for prompt, number in prompts.items():
+        if number > 1:
+            yield f"I2: the prompt {prompt} is trained {number} times"

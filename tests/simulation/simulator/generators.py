@@ -133,7 +133,6 @@ async def _task(process: Process, life: Life, publisher: AsyncPublisher) -> None
         by_name = all(key.attempt and ("refill", key) not in process.begun for key in known)
         if "cut" not in process.world.counts and not by_name:
             process.world.blame(f"{process.name} is given the task {task.group_id} twice")
-        return  # opened by name at the same time; or forgotten by the store, which is told again
     _begin_all(process, life, [trajectory.key for trajectory in task.trajectories])
     process.begun.update(("refill", each.key) for each in task.trajectories)
     process.given_up.difference_update(each.key for each in task.trajectories)

@@ -321,6 +321,23 @@ def test_nobody_asks_room_for_what_has_failed(new_desk: NewDesk) -> None:
     assert desk.take() is None
 
 
+def test_a_task_that_is_written_here_is_not_taken_again_until_it_has_failed(
+    new_desk: NewDesk,
+) -> None:
+    # Nothing is kept of it, as after a long episode, and its lease is held all the same.
+    desk = new_desk(keep_s=0)
+    group = GroupOpened(group_id="g", prompt_uid="", num_samples=1)
+    epochs = {TrajectoryKey("g", 0): 3}
+    (lane,) = desk.outbox.adopt_opened(group, epochs, now_s=desk.now_s)
+
+    again = desk.outbox.adopt_opened(group, epochs, now_s=desk.now_s)
+    desk.append(lane)
+    desk.outbox.fail_all(StoreUnavailableError("away"))
+    since = desk.outbox.adopt_opened(group, epochs, now_s=desk.now_s)
+
+    assert (again, len(since)) == ([], 1)
+
+
 @pytest.mark.parametrize(("second", "num_restarts"), [(b"first", 0), (b"other", 1)])
 def test_a_restart_is_counted_where_another_store_answers_and_not_at_the_first_meeting(
     new_desk: NewDesk, second: bytes, num_restarts: int

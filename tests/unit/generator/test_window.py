@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from turnstream.errors import FencedError
 from turnstream.generator.drafts import TurnRecord
-from turnstream.generator.lanes import Lane
+from turnstream.generator.lanes import Admission, Lane
+from turnstream.generator.receipts import Delivery
 from turnstream.generator.window import Ended, KeptTurn, Window
 from turnstream.store.keys import trajectory_keys
-from turnstream.types import TrajectoryKey, TurnShape
+from turnstream.types import GroupOpened, TrajectoryKey, TurnShape
 
 LANE = Lane(TrajectoryKey("g", 0), "g/0/0", trajectory_keys("r", "g/0/0"))
 
@@ -49,6 +51,37 @@ def test_beyond_its_bytes_the_oldest_turns_are_forgotten_but_nothing_is_proven()
 
     assert (window.num_bytes, window.num_forgotten, window.is_settled) == (20, 1, False)
     assert window.take() == [newer]
+
+
+def opening() -> Admission:
+    group = GroupOpened(group_id="g", prompt_uid="", num_samples=1)
+    return Admission(group, b"", [Lane(LANE.key, "g/0/0", LANE.keys)], Delivery())
+
+
+def test_a_trajectory_counts_as_opened_while_its_opening_is_kept() -> None:
+    window = Window(keep_s=5.0, max_bytes=25)
+    first, again = opening(), opening()
+    window.keep(first, now_s=1.0)
+    window.keep(again, now_s=3.0)
+
+    window.prove(6.0)
+    held = window.has_opened(LANE.key)
+    window.prove(8.0)
+
+    assert (held, window.has_opened(LANE.key)) == (True, False)
+
+
+def test_a_trajectory_that_failed_or_is_sent_again_counts_as_opened_no_more() -> None:
+    window = Window(keep_s=5.0, max_bytes=25)
+    window.keep(failed := opening(), now_s=1.0)
+    failed.lanes[0].error = FencedError("late")
+    has_failed = not window.has_opened(LANE.key)
+    window.keep(opening(), now_s=1.0)
+
+    window.take()
+
+    assert has_failed
+    assert not window.has_opened(LANE.key)
 
 
 def test_what_is_taken_is_kept_no_longer() -> None:

@@ -113,14 +113,14 @@ class AsyncPublisher(
         """Take a refill if there is one, else the next prompt. See `Publisher.next_task`."""
         outbox = self._outbox
         self._sender.require_open()
-        taken = await take_task_async(
+        return await take_task_async(
             self._client,
             outbox.run,
             writer=outbox.writer,
+            adopt=self._writers_of,
             wait_s=wait_s,
             unanswered=self._unanswered,
         )
-        return AsyncTask(taken, self._writers_of(taken))
 
     async def publish(self, group: Group) -> AsyncReceipt:
         """Send a whole finished group. See `Publisher.publish`; the receipt can be awaited."""

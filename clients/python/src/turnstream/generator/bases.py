@@ -261,7 +261,7 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         return self._writer(state)
 
     def _writers_of(self, taken: TakenTask) -> list[_Writer]:
-        """The writers of a task, whose leases are kept from now on."""
+        """The writers of a task, whose leases are kept; none where it is written here already."""
         now_s = time.monotonic()
         states = self._sender.put(lambda: task_states(self._outbox, taken, now_s))
         return [self._writer(state) for state in states]

@@ -6,7 +6,7 @@ Owns what all trajectories of a publisher share: the queues, leases, room, and w
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from turnstream.errors import ConflictError, StoreBehindError, TurnstreamError
@@ -86,6 +86,11 @@ class Lives:
             lane.epoch = epochs[lane.key]
             self._hold(lane, now_s)
         return lanes
+
+    def has_any(self, keys: Set[TrajectoryKey]) -> bool:
+        """Whether one of these is written here, or was and may have to be sent again."""
+        is_written = any(lane.key in keys for lane in self.unended)
+        return is_written or any(map(self.window.has_opened, keys))
 
     def append(self, lane: Lane, turn: TurnRecord, receipt: Delivery | None) -> None:
         """Put a turn behind the others of its trajectory.

@@ -151,14 +151,14 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
         """
         outbox = self._outbox
         self._sender.require_open()
-        taken = take_task(
+        return take_task(
             self._client,
             outbox.run,
             writer=outbox.writer,
+            adopt=self._writers_of,
             wait_s=wait_s,
             unanswered=self._unanswered,
         )
-        return Task(taken, self._writers_of(taken))
 
     def publish(self, group: Group) -> Receipt:
         """Send a whole finished group; its samples must be 0 to n - 1.

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Protocol, Self, TypeVar
 
 import redis
@@ -92,14 +92,21 @@ class AsyncTask(_Task[_AnyWriter]):
 
 
 def take_task(
-    client: redis.Redis, run: str, *, writer: str, wait_s: float, unanswered: deque[str]
-) -> TakenTask:
+    client: redis.Redis,
+    run: str,
+    *,
+    writer: str,
+    adopt: Callable[[TakenTask], list[_AnyWriter]],
+    wait_s: float,
+    unanswered: deque[str],
+) -> Task[_AnyWriter]:
     """The next task of a run, as soon as there is one.
 
     Args:
         client: of the store.
         run: name of the run.
         writer: who takes it.
+        adopt: begins to write what was given; nothing, where that is written here already.
         wait_s: how long to wait.
         unanswered: requests of this writer that the store has not answered, and may have granted;
             calls for this writer share it.
@@ -116,9 +123,9 @@ def take_task(
             command = next_task_command(run, writer=writer, request=request)
             found = parse_task(run_command(client, command))
         if isinstance(found, TakenTask):
-            if found.epochs:
-                return found
-            continue  # it came late, and was given up meanwhile
+            if found.epochs and (trajectories := adopt(found)):
+                return Task(found, trajectories)
+            continue  # it came late, and was given up meanwhile; or it was given before
         wait.told(found.why)
         if wait.is_over:
             waits = None if found.is_exhausted else wait.look(client, run)
@@ -128,8 +135,14 @@ def take_task(
 
 
 async def take_task_async(
-    client: redis.asyncio.Redis, run: str, *, writer: str, wait_s: float, unanswered: deque[str]
-) -> TakenTask:
+    client: redis.asyncio.Redis,
+    run: str,
+    *,
+    writer: str,
+    adopt: Callable[[TakenTask], list[_AnyWriter]],
+    wait_s: float,
+    unanswered: deque[str],
+) -> AsyncTask[_AnyWriter]:
     """The same as `take_task`, for asyncio."""
     clock = asyncio.get_running_loop().time
     what = f"run {run!r}: no task"
@@ -140,9 +153,9 @@ async def take_task_async(
                 command = next_task_command(run, writer=writer, request=request)
                 found = parse_task(await run_command_async(client, command))
         if isinstance(found, TakenTask):
-            if found.epochs:
-                return found
-            continue  # it came late, and was given up meanwhile
+            if found.epochs and (trajectories := adopt(found)):
+                return AsyncTask(found, trajectories)
+            continue  # it came late, and was given up meanwhile; or it was given before
         wait.told(found.why)
         if wait.is_over:
             waits = None if found.is_exhausted else await wait.look_async(client, run)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from turnstream.generator.calls import CloseCall, RewardCall
 from turnstream.generator.drafts import TurnRecord
 from turnstream.generator.lanes import Admission, Lane
+from turnstream.types import TrajectoryKey
 
 KEEP_S = 5.0
 """The store syncs every second, and postpones a write for up to two more while its disk is slow."""
@@ -71,6 +72,7 @@ class Window:
         self.num_bytes = 0
         self.num_forgotten = 0
         self._kept: deque[_Kept] = deque()
+        self._opened: dict[TrajectoryKey, Lane] = {}  # by the openings that are kept
         self._newest_s: float | None = None
 
     @property
@@ -84,6 +86,8 @@ class Window:
             return
         num_bytes = len(what.turn.record) if isinstance(what, KeptTurn) else 0
         self._kept.append(_Kept(now_s, num_bytes, what))
+        if isinstance(what, Admission):
+            self._opened.update((lane.key, lane) for lane in what.lanes)
         self._newest_s = now_s
         self.num_bytes += num_bytes
         while self.num_bytes > self.max_bytes:
@@ -100,10 +104,16 @@ class Window:
         """Seconds until an answer of the store proves everything; None if everything is proven."""
         return None if self._newest_s is None else max(0.0, self._newest_s + self.keep_s - now_s)
 
+    def has_opened(self, key: TrajectoryKey) -> bool:
+        """Whether the opening of a trajectory is kept that has not failed."""
+        lane = self._opened.get(key)
+        return lane is not None and lane.error is None
+
     def take(self) -> list[Acknowledged]:
         """All that is kept; it is to be sent again, and kept no longer."""
         taken = [each.what for each in self._kept]
         self._kept.clear()
+        self._opened.clear()
         self.num_bytes, self._newest_s = 0, None
         return taken
 
@@ -118,4 +128,8 @@ class Window:
     def _forget(self) -> _Kept:
         forgotten = self._kept.popleft()
         self.num_bytes -= forgotten.num_bytes
+        if isinstance(forgotten.what, Admission):
+            for lane in forgotten.what.lanes:
+                if self._opened.get(lane.key) is lane:
+                    del self._opened[lane.key]
         return forgotten
