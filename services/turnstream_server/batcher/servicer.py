@@ -181,7 +181,7 @@ class BatchesServicer:
 
     async def observed(self, request: wire.ObservedRequest) -> wire.ObservedReply:
         """Note what an observer has seen."""
-        await note_observed(self._client, request.run, observer=request.observer, step=request.step)
+        await note_observed(self._client, request.run, observer=request.observer, seen=request.step)
         return wire.ObservedReply()
 
     async def stepped(self, request: wire.SteppedRequest) -> wire.SteppedReply:
@@ -279,7 +279,9 @@ class BatchesServicer:
         """How long a Get may wait: an observer calls often enough to be seen alive."""
         if not request.observer:
             return self._wait_max_s
-        expiry_s = await note_observed(self._client, request.run, observer=request.observer)
+        expiry_s = await note_observed(
+            self._client, request.run, observer=request.observer, asks=request.step
+        )
         return min(self._wait_max_s, expiry_s / 3)
 
     async def _messages(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,7 +13,8 @@ from redis.exceptions import RedisError
 from turnstream.store import keys
 from turnstream.store.configs import read_config
 from turnstream.store.replies import translate
-from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.frontier import Frontier, read_frontier
+from turnstream_server.bus.observers import Observer, read_observers
 
 RESERVE: Final = 0.2
 """The share of the server's memory that takes no new group; see open_group.lua."""
@@ -52,6 +54,7 @@ class ByteBudget:
         server_used: bytes that the server uses.
         server_max: bytes that it may use; 0 for no limit.
         num_kept_steps: planned steps whose payload is kept.
+        unseen_by: the observers that have not seen the oldest of them, where that is committed.
     """
 
     held: HeldBytes
@@ -59,6 +62,7 @@ class ByteBudget:
     server_used: int
     server_max: int
     num_kept_steps: int
+    unseen_by: str = ""
 
     def why_full(self, *, is_urgent: bool) -> str:
         """Why no group of the usual size may begin now; empty if one may.
@@ -95,6 +99,7 @@ class ByteBudget:
             f"are kept, {self.held.planned:,}: the run goes on above it, step by step. Raise it; "
             "steps go once they are committed, behind the retained checkpoints, archived where "
             "that is asked for, and seen by every observer"
+            f"{': ' + self.unseen_by if self.unseen_by else ''}"
         )
 
 
@@ -118,6 +123,18 @@ def read_budget(client: redis.Redis, run: str) -> ByteBudget:
         server_used=int(memory.get("used_memory", 0)),
         server_max=int(memory.get("maxmemory", 0)),
         num_kept_steps=frontier.planned - frontier.released,
+        unseen_by=_unseen_by(read_observers(client, run), frontier),
+    )
+
+
+def _unseen_by(observers: Iterable[Observer], frontier: Frontier) -> str:
+    """Who keeps the oldest step that is kept, and has nothing else to wait for."""
+    if frontier.released >= frontier.committed:
+        return ""
+    return ", ".join(
+        f"{each.name!r} has seen step {each.seen}, and is forgotten in {each.left_s:.0f} s"
+        for each in observers
+        if each.left_s > 0 and each.seen <= frontier.released
     )
 
 

@@ -116,16 +116,24 @@ async def declare_observer(
 
 
 async def note_observed(
-    client: redis.asyncio.Redis, run: str, *, observer: str, step: int = 0
+    client: redis.asyncio.Redis, run: str, *, observer: str, seen: int = 0, asks: int = 0
 ) -> float:
-    """Note that an observer lives and has seen all batches up to `step`; gives its expiry, in s.
+    """Note that an observer lives and has seen all batches up to `seen`; gives its expiry, in s.
+
+    Args:
+        client: of the store.
+        run: name of the run.
+        observer: its name.
+        seen: the newest step that it has seen; 0 where it does not say.
+        asks: the step that it asks for, which shows that it lives where it has seen all before;
+            0 where it asks for none.
 
     Raises:
         ObserverExpiredError: it was silent for too long, or never declared.
         StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(run)
-    command = _OBSERVED((names.observers, names.clock), keys.encode_name(observer), step)
+    command = _OBSERVED((names.observers, names.clock), keys.encode_name(observer), seen, asks)
     expiry_ms: int = await run_command_async(client, command)
     return expiry_ms / 1000
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from turnstream.errors import RejectedError
 from turnstream.store.connection import connect_async
 from turnstream.types import Purpose, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.budget import ByteBudget, read_budget, read_held_async
+from turnstream_server.bus.observers import declare_observer, note_observed
 from turnstream_server.bus.release import raise_floor, release_payload
 from turnstream_server.bus.sessions import acknowledge_committed
 from turnstream_server.embedded import EmbeddedServer
@@ -160,6 +162,26 @@ async def test_a_budget_that_the_kept_steps_exceed_is_said_to_be_too_small(
     assert "2,008,192 of max_bytes=10,000 are held" in said.why_full(is_urgent=False)
     assert said.why_full(is_urgent=True) == ""
     assert (seen.why_too_small, seen.why_full(is_urgent=False)) == ("", "")
+
+
+async def test_a_budget_that_is_too_small_names_the_observer_that_keeps_the_oldest_step(
+    client: redis.Redis, run: Any
+) -> None:
+    await run.plan_steps(2)
+    session = await run.start("s")
+    for observer in ("slow", "quick"):
+        where = {"observer": observer, "first_step": 1, "expiry_s": 60}
+        await declare_observer(run.client, run.name, **where)
+    await note_observed(run.client, run.name, observer="quick", seen=2)
+
+    early = read_budget(client, run.name)
+    await run.commit(session, 1)
+    late = replace(read_budget(client, run.name), max_bytes=1)
+
+    assert early.unseen_by == ""
+    assert late.why_too_small.endswith(
+        "seen by every observer: 'slow' has seen step 0, and is forgotten in 60 s"
+    )
 
 
 async def test_bytes_that_are_given_back_wake_whoever_waits(run: Any) -> None:

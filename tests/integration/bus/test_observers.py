@@ -53,8 +53,8 @@ async def test_a_new_observer_begins_where_it_says_or_behind_the_last_stepped_ba
 
 async def test_an_observer_comes_back_behind_what_it_has_seen(run: Any) -> None:
     await declare(run, first_step=1)
-    await note_observed(run.client, run.name, observer="o", step=7)
-    await note_observed(run.client, run.name, observer="o", step=3)
+    await note_observed(run.client, run.name, observer="o", seen=7)
+    await note_observed(run.client, run.name, observer="o", seen=3)
 
     again = await declare(run, first_step=1)
 
@@ -75,9 +75,25 @@ async def test_a_silent_observer_is_forgotten_and_told_so(
     ]
     for _ in range(2):
         with pytest.raises(ObserverExpiredError, match=r"observer o was silent for more than 60 s"):
-            await note_observed(run.client, run.name, observer="o", step=1)
+            await note_observed(run.client, run.name, observer="o", seen=1)
     with pytest.raises(ObserverExpiredError, match="observer nobody was never declared"):
-        await note_observed(run.client, run.name, observer="nobody", step=1)
+        await note_observed(run.client, run.name, observer="nobody", seen=1)
+
+
+async def test_an_observer_that_asks_ahead_of_a_batch_which_it_has_not_seen_shows_no_life(
+    run: Any,
+) -> None:
+    # What was pulled ahead asked for more, while its reader hung: payload was kept for ever.
+    await declare(run, first_step=4, expiry_s=60)
+    await run.client.hincrby(run.keys.clock, "ms", 30_000)
+
+    expiry_s = await note_observed(run.client, run.name, observer="o", asks=5)
+    ahead_ms = await forget(run)
+    await note_observed(run.client, run.name, observer="o", asks=4)
+    next_ms = await forget(run)
+
+    assert expiry_s == 60
+    assert (ahead_ms, next_ms) == (30_000, 60_000)
 
 
 async def test_only_the_planner_that_leads_forgets(run: Any) -> None:
@@ -120,7 +136,7 @@ async def test_an_observer_that_was_forgotten_begins_anew_and_is_told_what_it_mi
 ) -> None:
     # It went on at another step without a word.
     await declare(run, first_step=1, expiry_s=1)
-    await note_observed(run.client, run.name, observer="o", step=2)
+    await note_observed(run.client, run.name, observer="o", seen=2)
     await forget(run, after_ms=1_000)
     await run.client.hset(run.keys.frontier, "stepped", 6)
 
@@ -136,7 +152,7 @@ async def test_what_was_missed_is_told_until_something_is_seen(run: Any) -> None
     await note_observed(run.client, run.name, observer="o")
     await forget(run, after_ms=1_000)
     told.append(await declare(run))
-    await note_observed(run.client, run.name, observer="o", step=7)
+    await note_observed(run.client, run.name, observer="o", seen=7)
     told.append(await declare(run))
 
     assert told == [(7, 1), (7, 1), (7, 1), (8, 0)]

@@ -57,11 +57,11 @@ async def test_a_live_observer_keeps_what_it_has_not_seen_until_it_expires(run: 
     await run.commit(await run.start("s"), 2, 3, 4)
 
     assert await run.raise_floor() == 0
-    await note_observed(*where, observer="eval", step=2)
+    await note_observed(*where, observer="eval", seen=2)
     after_ms = await run.run_ms() + 1_000
     await forget_observers(*where, run_ms=after_ms, leader_epoch=run.leader_epoch)
     assert await run.raise_floor() == 2
-    await note_observed(*where, observer="eval", step=4)
+    await note_observed(*where, observer="eval", seen=4)
     assert await run.raise_floor() == 3
 
 

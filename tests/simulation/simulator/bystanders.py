@@ -43,8 +43,8 @@ async def _observe(process: Process, life: Life, client: AsyncClient, next_step:
         await asyncio.sleep(rng.random() * _LONGEST_SILENCE_S)
         frontier = await patiently(lambda: read_frontier_async(client, life.run))
         has_seen = frontier.planned >= next_step
-        step = next_step if has_seen else 0
+        said = {"seen": next_step} if has_seen else {"asks": next_step}
         await patiently(
-            lambda step=step: note_observed(client, life.run, observer="observer", step=step)
+            lambda said=said: note_observed(client, life.run, observer="observer", **said)
         )
         next_step += has_seen

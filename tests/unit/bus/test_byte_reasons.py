@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from turnstream_server.bus.budget import ByteBudget, HeldBytes
@@ -44,7 +46,7 @@ def kinds(snapshot: RunSnapshot) -> list[ReasonKind]:
 
 def held(*, planned: int = 0, reserved: int = 0, **limits: int) -> ByteBudget:
     sums = HeldBytes(reserved=reserved, stored=0, planned=planned, estimate=1_000)
-    memory = {"max_bytes": 0, "server_used": 0, "server_max": 0, **limits}
+    memory: dict[str, Any] = {"max_bytes": 0, "server_used": 0, "server_max": 0, **limits}
     return ByteBudget(held=sums, num_kept_steps=2, **memory)
 
 

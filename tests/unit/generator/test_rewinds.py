@@ -321,6 +321,26 @@ def test_nobody_asks_room_for_what_has_failed(new_desk: NewDesk) -> None:
     assert desk.take() is None
 
 
+def test_what_the_store_forgot_waits_for_leave_as_long_as_it_takes(sealed: Any) -> None:
+    # It was lost when the wait for leave of a new group would have ended.
+    desk, _, end = sealed()
+    come_back(desk)
+    desk.answer(ResponseError("WAIT 7-0 no capacity"))
+
+    desk.now_s += 10 * desk.outbox.admission_timeout_s
+    asked = desk.answer(ResponseError("ERR no answer to that"))
+    desk.outbox.woken()
+    opened = desk.answer([1])
+    payload = desk.answer(2)
+
+    assert (desk.said(asked), desk.said(opened), desk.said(payload)) == (
+        ["read_waits"],
+        ["open_group"],
+        ["append"],
+    )
+    assert (opened.commands[0].args[1], errors(end)) == ("3+", [])
+
+
 def test_a_task_that_is_written_here_is_not_taken_again_until_it_has_failed(
     new_desk: NewDesk,
 ) -> None:

@@ -167,7 +167,7 @@ class Look:
             declared = await declare_observer(
                 client, run, observer="eyes", first_step=1, expiry_s=60.0
             )
-            await note_observed(client, run, observer="eyes", step=seen_step)
+            await note_observed(client, run, observer="eyes", seen=seen_step)
         return declared.next_step
 
     async def until(self, holds: Callable[[], bool]) -> None:

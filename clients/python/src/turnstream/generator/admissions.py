@@ -40,7 +40,8 @@ class Admissions:
     wait. Where a wait is shorter than that moment, it is asked with the group.
 
     A wait ends by its deadline also while its group asks again, and the store says nothing. What
-    the store opens for it after that is given up.
+    the store opens for it after that is given up. A group that was open before, and that the store
+    has forgotten, waits for as long as it takes: what was acknowledged of it is kept here alone.
     """
 
     def __init__(self, lives: Lives, *, timeout_s: float) -> None:
@@ -197,7 +198,8 @@ class Admissions:
     ) -> None:
         if admission.since_s is None:
             admission.since_s = now_s
-            self._told_to_wait[admission] = None
+            if not admission.is_again:
+                self._told_to_wait[admission] = None
             self._lives.tally.add("num_waits")
         admission.reason = reason
         self._queues.waiting.append(admission)

@@ -30,9 +30,10 @@ class ObserverStream(MiniBatches):
     """Mini-batches of a run in order, from the first step that this observer has not seen.
 
     An observer drives neither planning nor versions nor the ledger. Payload that it has not seen
-    is kept for it while it lives: while it calls, which an iteration does by itself, at least
-    every `expiry_s`. One that is silent for longer is forgotten, and told so. The time is the
-    run's, which goes on while a batcher leads it, whatever clocks are set to.
+    is kept for it while it lives: while it waits for a batch that is not there yet, and for
+    `expiry_s` beyond that for each that it was given, until it says `seen`. One that is silent for
+    longer, or hangs over a batch, is forgotten, and told so. The time is the run's, which goes on
+    while a batcher leads it, whatever clocks are set to.
 
     One that begins again under the name of a forgotten one begins anew. What it missed is logged
     as a warning, and said in `missed`, until it has seen a batch; with `first_step` it may ask for
@@ -70,7 +71,8 @@ class ObserverStream(MiniBatches):
             dp_rank: position of this process among those that share the observer's batches.
             dp_world_size: number of such positions, whatever the trainer has.
             first_step: that a new observer begins with; None: the one after the last stepped.
-            expiry_s: an observer that is silent for so long is forgotten; 10 or more.
+            expiry_s: an observer that is silent for so long, or that long over one batch, is
+                forgotten; 10 or more.
             timeout_s: longest wait for a mini-batch, or for an acknowledgement to be taken.
             max_prefetch_bytes: bound of what is pulled ahead.
 
