@@ -247,9 +247,11 @@ def report(rounds: list[Round]) -> None:
         )
     ratio = statistics.median([each.on_loop_ms / each.batcher_ms for each in rounds])
     median = statistics.median([each.batcher_ms for each in rounds])
-    said = "reached" if median < GOAL_MS else "missed"
+    worst = max(each.batcher_own_ms for each in rounds)
+    said = ["reached" if each < GOAL_MS else "missed" for each in (median, worst)]
     print(
-        f"below {GOAL_MS:g} ms: {said}; assembled on the loop it would be {ratio:.0f} times as long"
+        f"below {GOAL_MS:g} ms: the median {said[0]}, the worst by its own CPU time {said[1]}; "
+        f"assembled on the loop it would be {ratio:.0f} times as long"
     )
 
 
