@@ -164,8 +164,8 @@ def test_refuses_an_empty_row_by_name() -> None:
 
 
 def test_refuses_to_grow_beyond_the_number_of_rows() -> None:
-    with pytest.raises(BatchingError, match="2 rows cannot fill 4 bins"):
-        grow_bins([[0], [1]], [1, 1], multiple_of=4)
+    with pytest.raises(BatchingError, match="3 rows cannot fill 4 bins"):
+        grow_bins([[0], [1, 2]], [1, 1, 1], multiple_of=4)
 
 
 @given(lengths=rows, method=st.sampled_from(METHODS))

@@ -66,6 +66,7 @@ def test_the_refill_of_a_group_that_was_never_cut_is_told_when_it_decides_the_gr
     _, cut = hear(state, DIED, *REFILLED, at=4)
 
     assert isinstance(cut, GroupCut)
+    assert (cut.group_id, cut.num_granted) == ("g0", 1)
 
 
 def test_a_cut_holds_no_more_once_a_config_that_keeps_surplus_has_decided_its_group() -> None:
