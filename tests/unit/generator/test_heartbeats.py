@@ -223,9 +223,7 @@ def test_a_stored_trajectory_that_ends_is_judged_by_its_end_also_when_it_is_rele
 ) -> None:
     # All of it may have been stored, and trained, before the answer was lost.
     desk = new_desk()
-    (lane,) = desk.opened()
-    desk.append(lane)
-    desk.answer(1)
+    lane = desk.stored()
     slept(desk, lease_s=30.0)
     desk.append(lane, "C")
     end = desk.seal(lane)

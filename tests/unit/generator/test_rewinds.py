@@ -97,9 +97,7 @@ def test_what_is_sent_again_is_counted_as_that_and_as_nothing_else(sealed: Any) 
 
 def test_a_seal_is_sent_again_after_its_turns_were_proven(new_desk: NewDesk) -> None:
     desk = new_desk(keep_s=5.0)
-    (lane,) = desk.opened()
-    desk.append(lane)
-    desk.answer(1)
+    lane = desk.stored()
     desk.now_s += 6.0
     desk.seal(lane)
     desk.answer(1)
@@ -128,9 +126,7 @@ def test_turns_that_are_kept_no_longer_are_named_where_the_store_lost_them(
     new_desk: NewDesk,
 ) -> None:
     desk = new_desk()
-    (lane,) = desk.opened()
-    desk.append(lane)
-    desk.answer(1)
+    lane = desk.stored()
     desk.append(lane)
 
     desk.answer(ResponseError("GAP the next turn is 0"))
@@ -201,9 +197,7 @@ def test_what_was_taken_over_is_taken_over_again(new_desk: NewDesk) -> None:
 
 def test_no_lease_is_renewed_before_the_group_is_open_again(new_desk: NewDesk) -> None:
     desk = new_desk(keep_s=5.0)
-    (lane,) = desk.opened()
-    desk.append(lane)
-    desk.answer(1)
+    desk.stored()
 
     come_back(desk)
     before = desk.outbox.num_open
