@@ -2,42 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from turnstream_server.bus.budget import ByteBudget, HeldBytes
-from turnstream_server.bus.frontier import Frontier
 from turnstream_server.bus.moments import RunSnapshot
 from turnstream_server.bus.reasons import ReasonKind, reasons
 
-
-def seen(budget: ByteBudget, *, planned: int) -> RunSnapshot:
-    """A run of which step 2 is stepped; the trainer waits for step 3, unless that is planned."""
-    frontier = Frontier(
-        planned=planned,
-        stepped=2,
-        committed=2,
-        session_epoch=1,
-        session="s",
-        dp_world_size=1,
-        lineage="main",
-        num_opened_groups=8,
-        num_live_groups=8,
-        is_closed=False,
-    )
-    return RunSnapshot(
-        run="maze",
-        frontier=frontier,
-        planner="p",
-        planner_left_s=5.0,
-        batch_groups=4,
-        max_planned_ahead=1,
-        most_live_groups=16,
-        num_ready=1,
-        num_waiting=1,
-        budget=budget,
-    )
+Starved = Callable[..., RunSnapshot]
 
 
 def kinds(snapshot: RunSnapshot) -> list[ReasonKind]:
@@ -66,25 +40,29 @@ def held(*, planned: int = 0, reserved: int = 0, **limits: int) -> ByteBudget:
     ],
 )
 def test_bytes_are_a_reason_where_no_usual_group_has_room(
-    budget: ByteBudget, expected: list[ReasonKind]
+    budget: ByteBudget, expected: list[ReasonKind], starved: Starved
 ) -> None:
-    assert kinds(seen(budget, planned=3)) == (expected or [ReasonKind.NOTHING_WRONG])
+    assert kinds(starved(budget=budget, frontier={"planned": 3})) == (
+        expected or [ReasonKind.NOTHING_WRONG]
+    )
 
 
-def test_bytes_are_no_reason_where_a_trainer_starves_for_which_groups_begin_all_the_same() -> None:
+def test_bytes_are_no_reason_where_a_trainer_starves_for_which_groups_begin_all_the_same(
+    starved: Starved,
+) -> None:
     full = held(planned=5_000, max_bytes=5_999)
     in_reserve = held(server_used=79_001, server_max=100_000)
     beyond = held(server_used=89_001, server_max=100_000)
 
-    assert ReasonKind.OUT_OF_BYTES not in kinds(seen(full, planned=2))
-    assert ReasonKind.OUT_OF_BYTES not in kinds(seen(in_reserve, planned=2))
-    assert ReasonKind.OUT_OF_BYTES in kinds(seen(beyond, planned=2))
+    assert ReasonKind.OUT_OF_BYTES not in kinds(starved(budget=full))
+    assert ReasonKind.OUT_OF_BYTES not in kinds(starved(budget=in_reserve))
+    assert ReasonKind.OUT_OF_BYTES in kinds(starved(budget=beyond))
 
 
-def test_who_holds_the_bytes_is_said() -> None:
+def test_who_holds_the_bytes_is_said(starved: Starved) -> None:
     budget = held(planned=5_000, reserved=2_000, max_bytes=7_500)
 
-    (found,) = reasons(seen(budget, planned=3))
+    (found,) = reasons(starved(budget=budget, frontier={"planned": 3}))
 
     assert found.sentence == (
         "generators wait for bytes: 7,000 of max_bytes=7,500 are held, 2,000 by open trajectories, "

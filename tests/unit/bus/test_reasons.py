@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from turnstream.store.tasks import PromptCounts
-from turnstream_server.bus.frontier import Frontier, PayloadDamage
+from turnstream_server.bus.frontier import PayloadDamage
 from turnstream_server.bus.moments import (
     AwaitedReward,
     OpenMember,
@@ -17,30 +18,7 @@ from turnstream_server.bus.moments import (
 )
 from turnstream_server.bus.reasons import Reason, ReasonKind, reasons
 
-FRONTIER = Frontier(
-    planned=2,
-    stepped=2,
-    committed=2,
-    session_epoch=1,
-    session="s",
-    dp_world_size=1,
-    lineage="main",
-    num_opened_groups=8,
-    num_live_groups=8,
-    is_closed=False,
-)
-STARVED = RunSnapshot(
-    run="maze",
-    frontier=FRONTIER,
-    planner="p",
-    planner_left_s=5.0,
-    batch_groups=4,
-    max_planned_ahead=1,
-    most_live_groups=16,
-    num_ready=1,
-    num_waiting=1,
-)
-"""The trainer waits for step 3: one group is ready, one is open, and nothing is known of it."""
+Starved = Callable[..., RunSnapshot]
 
 ALIVE = OpenMember(sample=1, attempt=0, writer="w", lease_left_s=30.0)
 LAPSED = replace(ALIVE, lease_left_s=-7.0)
@@ -48,10 +26,6 @@ GROUP = WaitingGroup(group_id="g", age_s=90.0, num_sealed=1, num_needed=2)
 REWARD = AwaitedReward(sample=0, attempt=0, since_s=12.0, deadline_left_s=4.0)
 REFILL = OpenRefill(group_id="g", sample=1, attempt=2, since_s=33.0)
 GONE = SilentWriter(writer="w", num_open=3, silent_s=7.0)
-
-
-def starved(*, frontier: dict[str, Any] | None = None, **changes: Any) -> RunSnapshot:
-    return replace(STARVED, frontier=replace(FRONTIER, **(frontier or {})), **changes)
 
 
 def kinds(snapshot: RunSnapshot) -> list[ReasonKind]:
@@ -70,13 +44,17 @@ def the(kind: ReasonKind, snapshot: RunSnapshot) -> Reason:
         ("p", -3.0, "no batcher plans the run: the lease of p ended 3 s ago"),
     ],
 )
-def test_a_run_that_nobody_plans_says_so_first(planner: str, left_s: float, sentence: str) -> None:
+def test_a_run_that_nobody_plans_says_so_first(
+    planner: str, left_s: float, sentence: str, starved: Starved
+) -> None:
     found = reasons(starved(planner=planner, planner_left_s=left_s))
 
     assert (found[0].kind, found[0].sentence) == (ReasonKind.NO_PLANNER, sentence)
 
 
-def test_a_store_that_takes_no_writes_is_said_before_all_that_follows_from_it() -> None:
+def test_a_store_that_takes_no_writes_is_said_before_all_that_follows_from_it(
+    starved: Starved,
+) -> None:
     found = reasons(starved(planner="", store_trouble="its disk is full"))
 
     assert [reason.kind for reason in found[:2]] == [
@@ -86,15 +64,17 @@ def test_a_store_that_takes_no_writes_is_said_before_all_that_follows_from_it() 
     assert found[0].sentence == "its disk is full; nothing new is acknowledged"
 
 
-def test_a_planner_whose_lease_lasts_is_no_reason() -> None:
-    assert ReasonKind.NO_PLANNER not in kinds(STARVED)
+def test_a_planner_whose_lease_lasts_is_no_reason(starved: Starved) -> None:
+    assert ReasonKind.NO_PLANNER not in kinds(starved())
 
 
 @pytest.mark.parametrize(
     ("session_epoch", "trainer"),
     [(1, "trainer session 1 has it"), (0, "no trainer session has begun")],
 )
-def test_a_full_plan_waits_for_the_trainer(session_epoch: int, trainer: str) -> None:
+def test_a_full_plan_waits_for_the_trainer(
+    session_epoch: int, trainer: str, starved: Starved
+) -> None:
     seen = starved(frontier={"planned": 4, "session_epoch": session_epoch})
 
     found = the(ReasonKind.TRAINER_NOT_STEPPED, seen)
@@ -103,7 +83,7 @@ def test_a_full_plan_waits_for_the_trainer(session_epoch: int, trainer: str) -> 
     assert found.facts == {"step": 5, "awaited": 3, "session_epoch": session_epoch}
 
 
-def test_a_trainer_session_that_ended_with_withdrawn_plans_has_nothing() -> None:
+def test_a_trainer_session_that_ended_with_withdrawn_plans_has_nothing(starved: Starved) -> None:
     seen = starved(frontier={"planned": 4, "session_epoch": 2, "session": ""})
 
     found = the(ReasonKind.TRAINER_NOT_STEPPED, seen)
@@ -111,7 +91,9 @@ def test_a_trainer_session_that_ended_with_withdrawn_plans_has_nothing() -> None
     assert found.sentence.endswith("no trainer session has begun")
 
 
-def test_damaged_payload_is_said_with_the_command_that_helps_until_it_is_over() -> None:
+def test_damaged_payload_is_said_with_the_command_that_helps_until_it_is_over(
+    starved: Starved,
+) -> None:
     damage = PayloadDamage(step=3, manifest_hash="ab", sentence="step 3: damaged payload of g/0/0")
     seen = starved(frontier={"planned": 3, "damage": damage})
     planned_again = starved(frontier={"planned": 2, "damage": damage})
@@ -128,11 +110,11 @@ def test_damaged_payload_is_said_with_the_command_that_helps_until_it_is_over() 
     assert ReasonKind.PAYLOAD_DAMAGED not in {*kinds(planned_again), *kinds(stepped)}
 
 
-def test_a_plan_with_room_does_not_wait_for_the_trainer() -> None:
+def test_a_plan_with_room_does_not_wait_for_the_trainer(starved: Starved) -> None:
     assert kinds(starved(frontier={"planned": 3})) == [ReasonKind.NOTHING_WRONG]
 
 
-def test_generators_without_capacity_wait_for_the_trainer() -> None:
+def test_generators_without_capacity_wait_for_the_trainer(starved: Starved) -> None:
     found = the(ReasonKind.OUT_OF_CAPACITY, starved(most_live_groups=8))
 
     assert found.sentence == (
@@ -141,7 +123,7 @@ def test_generators_without_capacity_wait_for_the_trainer() -> None:
     assert ReasonKind.OUT_OF_CAPACITY not in kinds(starved(most_live_groups=9))
 
 
-def test_generators_without_a_place_wait_for_groups_that_are_under_way() -> None:
+def test_generators_without_a_place_wait_for_groups_that_are_under_way(starved: Starved) -> None:
     seen = starved(frontier={"num_open_groups": 3}, max_open_groups=3)
 
     found = the(ReasonKind.OUT_OF_CAPACITY, seen)
@@ -156,7 +138,9 @@ def test_generators_without_a_place_wait_for_groups_that_are_under_way() -> None
     ("version", "policy"),
     [(None, "no policy version was announced"), (6, "the newest policy version is 6")],
 )
-def test_a_run_without_an_open_group_is_out_of_data(version: int | None, policy: str) -> None:
+def test_a_run_without_an_open_group_is_out_of_data(
+    version: int | None, policy: str, starved: Starved
+) -> None:
     found = reasons(starved(num_waiting=0, newest_version=version))
 
     assert [reason.kind for reason in found] == [ReasonKind.OUT_OF_DATA]
@@ -165,7 +149,7 @@ def test_a_run_without_an_open_group_is_out_of_data(version: int | None, policy:
     )
 
 
-def test_a_run_all_of_whose_prompts_are_done_says_so_until_it_is_closed() -> None:
+def test_a_run_all_of_whose_prompts_are_done_says_so_until_it_is_closed(starved: Starved) -> None:
     done = PromptCounts(num_added=9, num_left=0, num_given=0, num_trained=7, num_filtered=2)
     seen = starved(num_waiting=0, prompts=done)
 
@@ -178,19 +162,19 @@ def test_a_run_all_of_whose_prompts_are_done_says_so_until_it_is_closed() -> Non
         replace(seen, prompts=replace(done, num_left=1)),
         replace(seen, prompts=replace(done, num_given=1)),
         replace(seen, prompts=replace(done, num_added=0)),
-        replace(seen, frontier=replace(FRONTIER, is_closed=True)),
+        replace(seen, frontier=replace(seen.frontier, is_closed=True)),
     ):
         assert ReasonKind.PROMPTS_EXHAUSTED not in kinds(other)
 
 
-def test_open_groups_are_counted_beside_the_ready_ones() -> None:
-    found = the(ReasonKind.TOO_FEW_READY, STARVED)
+def test_open_groups_are_counted_beside_the_ready_ones(starved: Starved) -> None:
+    found = the(ReasonKind.TOO_FEW_READY, starved())
 
     assert found.sentence == "step 3: 1 of 4 groups ready, 1 open"
     assert found.facts == {"step": 3, "ready": 1, "needed": 4, "open": 1}
 
 
-def test_a_generator_all_of_whose_leases_lapsed_is_gone() -> None:
+def test_a_generator_all_of_whose_leases_lapsed_is_gone(starved: Starved) -> None:
     found = the(ReasonKind.GENERATOR_GONE, starved(silent=(GONE,)))
 
     assert found.sentence == (
@@ -206,7 +190,7 @@ def test_a_generator_all_of_whose_leases_lapsed_is_gone() -> None:
     ],
 )
 def test_a_group_names_the_member_it_waits_for(
-    member: OpenMember, kind: ReasonKind, lease: str
+    member: OpenMember, kind: ReasonKind, lease: str, starved: Starved
 ) -> None:
     group = replace(GROUP, open_members=(member,), deadline_left_s=20.0)
 
@@ -219,7 +203,7 @@ def test_a_group_names_the_member_it_waits_for(
     assert found.facts["writer"] == "w"
 
 
-def test_a_group_older_than_its_events_has_no_age() -> None:
+def test_a_group_older_than_its_events_has_no_age(starved: Starved) -> None:
     group = replace(GROUP, age_s=None, not_begun=(3,))
 
     found = the(ReasonKind.MEMBER_NOT_BEGUN, starved(groups=(group,)))
@@ -230,7 +214,7 @@ def test_a_group_older_than_its_events_has_no_age() -> None:
     )
 
 
-def test_a_sealed_trajectory_awaits_its_reward() -> None:
+def test_a_sealed_trajectory_awaits_its_reward(starved: Starved) -> None:
     group = replace(GROUP, awaited=(REWARD,))
 
     found = the(ReasonKind.REWARD_AWAITED, starved(groups=(group,)))
@@ -241,7 +225,7 @@ def test_a_sealed_trajectory_awaits_its_reward() -> None:
     )
 
 
-def test_a_refill_that_nobody_takes_is_named() -> None:
+def test_a_refill_that_nobody_takes_is_named(starved: Starved) -> None:
     found = the(ReasonKind.REFILL_OPEN, starved(refills=(REFILL,)))
 
     assert found.sentence == (
@@ -249,7 +233,7 @@ def test_a_refill_that_nobody_takes_is_named() -> None:
     )
 
 
-def test_a_low_pass_rate_says_why_groups_were_dropped() -> None:
+def test_a_low_pass_rate_says_why_groups_were_dropped(starved: Starved) -> None:
     seen = starved(
         frontier={
             "num_opened_groups": 31,
@@ -270,14 +254,18 @@ def test_a_low_pass_rate_says_why_groups_were_dropped() -> None:
 
 
 @pytest.mark.parametrize(("dropped", "planned"), [(10, 9), (2, 0)])
-def test_half_of_the_groups_and_a_few_groups_say_nothing(dropped: int, planned: int) -> None:
+def test_half_of_the_groups_and_a_few_groups_say_nothing(
+    dropped: int, planned: int, starved: Starved
+) -> None:
     numbers = {"num_live_groups": planned + 2, "num_opened_groups": planned + 2 + dropped}
     seen = starved(frontier={**numbers, "num_planned_groups": planned})
 
     assert ReasonKind.PASS_RATE_LOW not in kinds(seen)
 
 
-def test_a_pass_rate_is_judged_since_the_batch_before_the_newest_was_planned() -> None:
+def test_a_pass_rate_is_judged_since_the_batch_before_the_newest_was_planned(
+    starved: Starved,
+) -> None:
     fell = {"num_opened_groups": 110, "num_live_groups": 104, "num_planned_groups": 102}
     rose = {"num_opened_groups": 110, "num_live_groups": 12, "num_planned_groups": 10}
 
@@ -288,7 +276,7 @@ def test_a_pass_rate_is_judged_since_the_batch_before_the_newest_was_planned() -
     assert ReasonKind.PASS_RATE_LOW not in of_rise
 
 
-def test_a_closed_run_with_nothing_left_is_over_and_needs_no_planner() -> None:
+def test_a_closed_run_with_nothing_left_is_over_and_needs_no_planner(starved: Starved) -> None:
     seen = starved(frontier={"is_closed": True}, num_ready=0, num_waiting=0, planner="")
 
     (found,) = reasons(seen)
@@ -297,40 +285,42 @@ def test_a_closed_run_with_nothing_left_is_over_and_needs_no_planner() -> None:
     assert found.sentence == "run maze is closed and over: all 2 steps are stepped"
 
 
-def test_a_closed_run_with_open_groups_waits_for_them() -> None:
+def test_a_closed_run_with_open_groups_waits_for_them(starved: Starved) -> None:
     seen = starved(frontier={"is_closed": True}, most_live_groups=8)
 
     assert kinds(seen) == [ReasonKind.TOO_FEW_READY, ReasonKind.RUN_CLOSED]
 
 
 @pytest.mark.parametrize(
-    ("seen", "state"),
+    ("changes", "state"),
     [
-        (starved(frontier={"planned": 3}), "step 3 is offered"),
-        (starved(num_ready=4), "the 4 groups of step 3 are about to be planned"),
+        ({"frontier": {"planned": 3}}, "step 3 is offered"),
+        ({"num_ready": 4}, "the 4 groups of step 3 are about to be planned"),
     ],
 )
-def test_nothing_is_wrong_where_there_is_data(seen: RunSnapshot, state: str) -> None:
-    (found,) = reasons(seen)
+def test_nothing_is_wrong_where_there_is_data(
+    changes: dict[str, Any], state: str, starved: Starved
+) -> None:
+    (found,) = reasons(starved(**changes))
 
     assert found.kind is ReasonKind.NOTHING_WRONG
     assert found.sentence == f"nothing is wrong: {state}"
 
 
-def test_the_last_short_batch_of_a_closed_run_is_about_to_be_planned() -> None:
+def test_the_last_short_batch_of_a_closed_run_is_about_to_be_planned(starved: Starved) -> None:
     seen = starved(frontier={"is_closed": True}, num_waiting=0)
 
     assert kinds(seen) == [ReasonKind.NOTHING_WRONG, ReasonKind.RUN_CLOSED]
 
 
-def test_while_a_batch_is_offered_only_what_has_failed_is_a_reason() -> None:
+def test_while_a_batch_is_offered_only_what_has_failed_is_a_reason(starved: Starved) -> None:
     group = replace(GROUP, open_members=(ALIVE, LAPSED), awaited=(REWARD,), not_begun=(3,))
     seen = starved(frontier={"planned": 3}, groups=(group,), refills=(REFILL,))
 
     assert kinds(seen) == [ReasonKind.MEMBER_LAPSED]
 
 
-def test_the_most_important_reason_comes_first() -> None:
+def test_the_most_important_reason_comes_first(starved: Starved) -> None:
     group = replace(GROUP, open_members=(ALIVE, LAPSED), awaited=(REWARD,), not_begun=(3,))
     seen = starved(
         frontier={"num_opened_groups": 100},
