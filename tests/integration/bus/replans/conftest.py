@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -24,10 +25,10 @@ def ask(server: Any):
 
 
 @pytest.fixture
-def withdraw_from(ask: Any):
-    """Withdraws the plans of a run from a step on; the first trajectory of them is dead."""
+def from_step():
+    """Makes what withdraws the plans of a run from a step on; their first trajectory is dead."""
 
-    async def withdraw(run: Any, first: int) -> None:
+    def make(run: Any, first: int, **changes: Any) -> Withdrawal:
         plans = [stored for step, stored in sorted(run.manifests.items()) if step >= first]
         members = [t.key for p in plans for g in p.manifest.groups for t in g.trajectories]
         withdrawal = Withdrawal(
@@ -38,9 +39,22 @@ def withdraw_from(ask: Any):
             position="7-1",
             snapshot=b"what a planner knows",
         )
-        request = ask(run, first)
+        return dataclasses.replace(withdrawal, **changes)
+
+    return make
+
+
+@pytest.fixture
+def withdraw_from(ask: Any, from_step: Any):
+    """Withdraws the plans of a run from a step on."""
+
+    async def withdraw(run: Any, first: int) -> None:
         await withdraw_plans(
-            run.client, run.name, request, withdrawal, leader_epoch=run.leader_epoch
+            run.client,
+            run.name,
+            ask(run, first),
+            from_step(run, first),
+            leader_epoch=run.leader_epoch,
         )
 
     return withdraw

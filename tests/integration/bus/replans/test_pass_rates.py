@@ -18,25 +18,21 @@ async def drop(run: Any, group_id: str) -> None:
     await run.settle(group_id, TrajectoryState.FILTERED, 0, 1)
 
 
-async def test_a_plan_that_stands_keeps_the_number_of_groups_that_were_dropped_before_it(
-    run: Any, withdraw_from: Any
+@pytest.mark.parametrize(
+    ("first", "num_later", "at_plans"),
+    [
+        pytest.param(3, 1, b"2:0:2", id="its own"),
+        # of two plans alone it is known what was dropped before them
+        pytest.param(2, 2, b"1:1:1", id="all so far, where its own is not known any more"),
+    ],
+)
+async def test_the_last_plan_that_stands_keeps_the_number_of_groups_that_were_dropped_before_it(
+    run: Any, withdraw_from: Any, first: int, num_later: int, at_plans: bytes
 ) -> None:
-    await run.plan_steps(2)
-    await drop(run, "later")
-    await run.plan_steps(1)
+    await run.plan_steps(first - 1)
+    await drop(run, "dropped")
+    await run.plan_steps(num_later)
 
-    await withdraw_from(run, 3)
+    await withdraw_from(run, first)
 
-    assert await run.client.hget(run.keys.frontier, "at_plans") == b"2:0:2"
-
-
-async def test_behind_the_last_plan_that_stands_the_groups_that_were_dropped_so_far_count(
-    run: Any, withdraw_from: Any
-) -> None:
-    await run.plan_steps(1)
-    await drop(run, "early")
-    await run.plan_steps(2)
-
-    await withdraw_from(run, 2)
-
-    assert await run.client.hget(run.keys.frontier, "at_plans") == b"1:1:1"
+    assert await run.client.hget(run.keys.frontier, "at_plans") == at_plans

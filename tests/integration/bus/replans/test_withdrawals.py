@@ -31,21 +31,6 @@ from turnstream_server.bus.snapshots import save_snapshot
 pytestmark = pytest.mark.redis
 
 
-def from_step(run: Any, first: int, **changes: Any) -> Withdrawal:
-    """The plans from a step on; the first trajectory of them is dead."""
-    plans = [stored for step, stored in sorted(run.manifests.items()) if step >= first]
-    members = [t.key for p in plans for g in p.manifest.groups for t in g.trajectories]
-    withdrawal = Withdrawal(
-        manifests=[stored.manifest for stored in plans],
-        manifest_hashes=[stored.hash for stored in plans],
-        dead=[TrajectoryDied(key=members[0], reason="checksum")],
-        lease_epochs=dict.fromkeys(members[1:], 1),
-        position="7-1",
-        snapshot=b"what a planner knows",
-    )
-    return dataclasses.replace(withdrawal, **changes)
-
-
 async def withdraw(run: Any, request: ReplanRequest, withdrawal: Withdrawal, **kwargs: Any) -> bool:
     epoch = kwargs.get("leader_epoch", run.leader_epoch)
     return await withdraw_plans(run.client, run.name, request, withdrawal, leader_epoch=epoch)
@@ -64,7 +49,9 @@ async def frontier(run: Any) -> Frontier:
     return await read_frontier_async(run.client, run.name)
 
 
-async def test_plans_are_withdrawn_from_a_step_on_and_nothing_else_is(run: Any, ask: Any) -> None:
+async def test_plans_are_withdrawn_from_a_step_on_and_nothing_else_is(
+    run: Any, ask: Any, from_step: Any
+) -> None:
     await run.plan_steps(4)
     session = await run.start("s")
     await run.commit(session, 1)
@@ -103,7 +90,9 @@ async def test_plans_are_withdrawn_from_a_step_on_and_nothing_else_is(run: Any, 
     ]
 
 
-async def test_bytes_of_withdrawn_plans_are_stored_and_not_planned(run: Any, ask: Any) -> None:
+async def test_bytes_of_withdrawn_plans_are_stored_and_not_planned(
+    run: Any, ask: Any, from_step: Any
+) -> None:
     await run.plan_steps(2)
     await run.client.hset(run.keys.held, mapping={"g1/0/0": 5, "g2/0/0": 7, "g2/1/0": 11})
     await run.client.hset(run.keys.budget, mapping={"stored": 1, "planned": 23})
@@ -115,7 +104,7 @@ async def test_bytes_of_withdrawn_plans_are_stored_and_not_planned(run: Any, ask
 
 
 async def test_a_snapshot_from_before_that_comes_late_brings_no_plan_back(
-    run: Any, ask: Any
+    run: Any, ask: Any, from_step: Any
 ) -> None:
     await run.plan_steps(2)
     await withdraw(run, ask(run, 2), from_step(run, 2, position="7-1"))
@@ -130,7 +119,7 @@ async def test_a_snapshot_from_before_that_comes_late_brings_no_plan_back(
 
 
 async def test_a_withdrawal_behind_the_newest_snapshot_keeps_the_events_since_the_one_before(
-    run: Any, ask: Any
+    run: Any, ask: Any, from_step: Any
 ) -> None:
     await run.plan_steps(2)
     await run.client.hset(run.keys.snapshot, mapping={"position": "7-1", "before": "3-1"})
@@ -140,7 +129,9 @@ async def test_a_withdrawal_behind_the_newest_snapshot_keeps_the_events_since_th
     assert await run.client.hget(run.keys.snapshot, "before") == b"3-1"
 
 
-async def test_what_is_planned_next_has_a_number_of_its_own(run: Any, ask: Any) -> None:
+async def test_what_is_planned_next_has_a_number_of_its_own(
+    run: Any, ask: Any, from_step: Any
+) -> None:
     await run.plan_steps(2)
     await withdraw(run, ask(run, 1), from_step(run, 1))
     assert (await frontier(run)).revision_of(2) == 1
@@ -159,7 +150,9 @@ async def test_what_is_planned_next_has_a_number_of_its_own(run: Any, ask: Any) 
     assert ids == [b"1-1", b"2-1", b"3-0"]
 
 
-async def test_a_step_that_is_not_planned_again_yet_keeps_its_number(run: Any, ask: Any) -> None:
+async def test_a_step_that_is_not_planned_again_yet_keeps_its_number(
+    run: Any, ask: Any, from_step: Any
+) -> None:
     await run.plan_steps(3)
     await withdraw(run, ask(run, 1), from_step(run, 1))
     run.manifests.clear()
@@ -170,7 +163,9 @@ async def test_a_step_that_is_not_planned_again_yet_keeps_its_number(run: Any, a
     assert (await frontier(run)).withdrawn == Withdrawn(revision=2, through_step=3)
 
 
-async def test_a_run_that_had_ended_has_not_ended_any_more(run: Any, ask: Any) -> None:
+async def test_a_run_that_had_ended_has_not_ended_any_more(
+    run: Any, ask: Any, from_step: Any
+) -> None:
     await run.plan_steps(1)
     await run.client.hset(run.keys.frontier, mapping={"closed": 1, "finished": 1})
 
@@ -180,7 +175,7 @@ async def test_a_run_that_had_ended_has_not_ended_any_more(run: Any, ask: Any) -
 
 
 async def test_a_session_that_ended_with_its_plans_is_told_so_until_another_begins(
-    run: Any, ask: Any
+    run: Any, ask: Any, from_step: Any
 ) -> None:
     await run.plan_steps(2)
     session = await run.start("a")
@@ -193,7 +188,7 @@ async def test_a_session_that_ended_with_its_plans_is_told_so_until_another_begi
         await run.step(session, 1)
 
 
-async def test_withdrawing_again_changes_nothing(run: Any, ask: Any) -> None:
+async def test_withdrawing_again_changes_nothing(run: Any, ask: Any, from_step: Any) -> None:
     await run.plan_steps(2)
     request, withdrawal = ask(run, 2), from_step(run, 2)
     await withdraw(run, request, withdrawal)
@@ -226,7 +221,7 @@ async def test_withdrawing_again_changes_nothing(run: Any, ask: Any) -> None:
     ],
 )
 async def test_nothing_is_written_where_the_store_has_something_else(
-    run: Any, ask: Any, kwargs: dict[str, Any], changes: Any, error: Any, match: str
+    run: Any, ask: Any, kwargs: dict[str, Any], changes: Any, error: Any, match: str, from_step: Any
 ) -> None:
     await run.plan_steps(3)
     request = ask(run, 2)
@@ -241,7 +236,7 @@ async def test_nothing_is_written_where_the_store_has_something_else(
 
 @pytest.mark.parametrize("place", [0, -1])
 async def test_nothing_is_withdrawn_where_one_of_the_plans_is_another(
-    run: Any, ask: Any, place: int
+    run: Any, ask: Any, place: int, from_step: Any
 ) -> None:
     await run.plan_steps(3)
     request, withdrawal = ask(run, 2), from_step(run, 2)
@@ -255,7 +250,9 @@ async def test_nothing_is_withdrawn_where_one_of_the_plans_is_another(
     assert await digest(run) == before
 
 
-async def test_nothing_is_withdrawn_where_a_group_is_over(run: Any, ask: Any) -> None:
+async def test_nothing_is_withdrawn_where_a_group_is_over(
+    run: Any, ask: Any, from_step: Any
+) -> None:
     await run.plan_steps(2)
     await run.client.hset(run.keys.groups, "g2", "2:filtered")
     request = ask(run, 1)
@@ -268,7 +265,7 @@ async def test_nothing_is_withdrawn_where_a_group_is_over(run: Any, ask: Any) ->
 
 
 async def test_nothing_is_withdrawn_of_a_step_that_was_stepped_meanwhile(
-    run: Any, ask: Any
+    run: Any, ask: Any, from_step: Any
 ) -> None:
     await run.plan_steps(3)
     session = await run.start("s")
@@ -283,7 +280,7 @@ async def test_nothing_is_withdrawn_of_a_step_that_was_stepped_meanwhile(
 
 
 async def test_nothing_is_withdrawn_where_a_later_step_was_planned_meanwhile(
-    run: Any, ask: Any
+    run: Any, ask: Any, from_step: Any
 ) -> None:
     await run.plan_steps(2)
     request, withdrawal = ask(run, 1), from_step(run, 1)
@@ -296,7 +293,7 @@ async def test_nothing_is_withdrawn_where_a_later_step_was_planned_meanwhile(
 
 
 async def test_damage_is_noted_of_a_plan_that_stands_and_is_forgotten_with_it(
-    run: Any, ask: Any
+    run: Any, ask: Any, from_step: Any
 ) -> None:
     await run.plan_steps(2)
     told = {"manifest_hash": run.manifests[2].hash, "sentence": "step 2: g2/0/0: checksum"}
@@ -312,7 +309,7 @@ async def test_damage_is_noted_of_a_plan_that_stands_and_is_forgotten_with_it(
 
 
 async def test_an_observer_goes_back_to_the_first_step_that_is_withdrawn(
-    run: Any, ask: Any
+    run: Any, ask: Any, from_step: Any
 ) -> None:
     await run.plan_steps(3)
     await run.client.hset(run.keys.observers, mapping={"far": "3:9:60", "near": "1:9:60"})
@@ -323,7 +320,9 @@ async def test_an_observer_goes_back_to_the_first_step_that_is_withdrawn(
     assert seen == {b"far": b"2:9:60", b"near": b"1:9:60"}
 
 
-async def test_whoever_waits_is_woken_by_a_request_and_by_its_answer(run: Any, ask: Any) -> None:
+async def test_whoever_waits_is_woken_by_a_request_and_by_its_answer(
+    run: Any, ask: Any, from_step: Any
+) -> None:
     await run.plan_steps(2)
     seen = [await last_wake(run)]
 
@@ -339,7 +338,7 @@ async def test_whoever_waits_is_woken_by_a_request_and_by_its_answer(run: Any, a
     assert len(set(seen)) == len(seen)
 
 
-async def test_a_full_server_withdraws_plans(run: Any, ask: Any) -> None:
+async def test_a_full_server_withdraws_plans(run: Any, ask: Any, from_step: Any) -> None:
     await run.plan_steps(2)
     told = {"manifest_hash": run.manifests[1].hash, "sentence": "checksum"}
     await run.client.config_set("maxmemory", 1)
@@ -354,7 +353,9 @@ async def test_a_full_server_withdraws_plans(run: Any, ask: Any) -> None:
     assert (await frontier(run)).planned == 0
 
 
-async def test_dead_letters_of_a_withdrawal_have_their_size(run: Any, ask: Any) -> None:
+async def test_dead_letters_of_a_withdrawal_have_their_size(
+    run: Any, ask: Any, from_step: Any
+) -> None:
     await run.plan_steps(1)
     dead = [TrajectoryDied(key=TrajectoryKey("g1", sample), reason="") for sample in (0, 1)]
     for died, num_bytes in zip(dead, (168, 32), strict=True):
@@ -370,7 +371,7 @@ async def test_dead_letters_of_a_withdrawal_have_their_size(run: Any, ask: Any) 
 
 
 async def test_a_withdrawal_may_name_more_trajectories_than_lua_can_unpack(
-    run: Any, ask: Any
+    run: Any, ask: Any, from_step: Any
 ) -> None:
     groups = [f"g{number}" for number in range(4_500)]
     ids = [f"{group}/{sample}/0" for group in groups for sample in (0, 1)]
