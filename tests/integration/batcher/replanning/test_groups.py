@@ -194,10 +194,22 @@ async def test_a_seal_that_is_another_than_was_planned_is_set_aside(
     assert look.letters(run)["g1/0/0"] == "its seal is not the one that it was planned with"
 
 
-async def test_a_reward_that_was_posted_later_is_still_that_of_its_trajectory(
-    house, damage, replan, look
+@pytest.mark.parametrize(
+    ("settings", "posted", "expected"),
+    [
+        pytest.param({}, lambda s: {"reward": float(s)}, [1.0, 2.0], id="reward"),
+        pytest.param(
+            {"estimator": "gdpo", "component_weights": (("right", 1.0), ("short", 1.0))},
+            lambda s: {"reward_components": {"right": float(s), "short": 1.0 - s / 2}},
+            [1.5, 2.0],
+            id="components",
+        ),
+    ],
+)
+async def test_what_was_posted_later_is_still_the_reward_of_its_trajectory(
+    house, damage, replan, look, settings, posted, expected
 ):
-    run = house.create_run(batch_groups=1)
+    run = house.create_run(batch_groups=1, **settings)
     trainer = house.trainer(await house.start_batcher(), run)
     members = [
         replace(trajectory(turn("ab", "CD"), sample=s, reward=None), awaits_reward=True)
@@ -206,7 +218,7 @@ async def test_a_reward_that_was_posted_later_is_still_that_of_its_trajectory(
     await house.publish(run, group("g0", *members))
     with connect(house.url) as client:
         for sample in range(3):
-            post_reward(client, run, TrajectoryKey("g0", sample), reward=float(sample))
+            post_reward(client, run, TrajectoryKey("g0", sample), **posted(sample))
     await trainer.start("a")
     await trainer.get(1)
     damage(run, TrajectoryKey("g0", sample=0))
@@ -215,33 +227,8 @@ async def test_a_reward_that_was_posted_later_is_still_that_of_its_trajectory(
     await trainer.start("b")
     await trainer.get(1)
 
-    assert [member.reward for member in look.plans(run)[0].groups[0].trajectories] == [1.0, 2.0]
-
-
-async def test_components_that_were_posted_later_are_still_those_of_their_trajectory(
-    house, damage, replan, look
-):
-    weights = (("right", 1.0), ("short", 1.0))
-    run = house.create_run(batch_groups=1, estimator="gdpo", component_weights=weights)
-    trainer = house.trainer(await house.start_batcher(), run)
-    members = [
-        replace(trajectory(turn("ab", "CD"), sample=s, reward=None), awaits_reward=True)
-        for s in range(3)
-    ]
-    await house.publish(run, group("g0", *members))
-    with connect(house.url) as client:
-        for sample in range(3):
-            posted = {"right": float(sample), "short": 1.0 - sample / 2}
-            post_reward(client, run, TrajectoryKey("g0", sample), reward_components=posted)
-    await trainer.start("a")
-    await trainer.get(1)
-    damage(run, TrajectoryKey("g0", sample=0))
-
-    await replan(run)
-    await trainer.start("b")
-    await trainer.get(1)
-
-    assert [member.reward for member in look.plans(run)[0].groups[0].trajectories] == [1.5, 2.0]
+    planned = look.plans(run)[0].groups[0].trajectories
+    assert [member.reward for member in planned] == expected
 
 
 async def test_a_penalty_is_taken_off_by_the_config_that_its_plan_was_made_with(
