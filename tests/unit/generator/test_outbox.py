@@ -245,8 +245,9 @@ def test_giving_everything_up_settles_everything_but_leaves_live_trajectories_al
     desk = new_desk()
     live, sending = desk.opened(2)
     receipt = desk.append(sending)
+    asking, opened, closing = Delivery(), Delivery(), Delivery()
+    desk.asked(opened=asking)
     sent = desk.take()
-    opened, closing = Delivery(), Delivery()
     desk.asked(opened=opened)
     desk.outbox.close_run("", closing)
 
@@ -254,7 +255,7 @@ def test_giving_everything_up_settles_everything_but_leaves_live_trajectories_al
     assert sent is not None
     desk.outbox.answered(sent, replies=[1], now_s=desk.now_s)
 
-    assert all(delivery.errors for delivery in (receipt, opened, closing))
+    assert all(delivery.errors for delivery in (receipt, asking, opened, closing))
     assert (live.error, desk.outbox.is_idle) == (None, True)
 
 

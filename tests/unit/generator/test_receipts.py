@@ -57,13 +57,17 @@ def test_waiting_ends_by_its_deadline() -> None:
 
 async def test_an_async_receipt_can_be_awaited_by_many() -> None:
     receipt = AsyncReceipt()
-    waiting = [asyncio.create_task(receipt.result(10)) for _ in range(3)]
-    await asyncio.sleep(0)
+
+    async def awaited() -> None:
+        await receipt
+
+    waiting = [asyncio.create_task(each) for each in (receipt.result(10), awaited(), awaited())]
+    done_before, _ = await asyncio.wait(waiting, timeout=0.01)
 
     receipt.settle(ONE)
 
     await asyncio.gather(*waiting)
-    await receipt
+    assert not done_before
 
 
 async def test_waiting_for_an_async_receipt_ends_by_its_deadline() -> None:

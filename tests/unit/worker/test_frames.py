@@ -53,7 +53,7 @@ def test_bytes_that_are_no_chunk_are_refused(message: bytes) -> None:
         parse_chunk(message)
 
 
-@given(st.binary(max_size=40))
+@given(st.binary(max_size=40) | st.binary(max_size=6).map(b"\x12".__add__))  # the tag of data
 def test_any_bytes_give_what_protobuf_gives_or_are_refused(message: bytes) -> None:
     try:
         parsed = parse_chunk(message)
