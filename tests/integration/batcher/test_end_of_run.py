@@ -97,3 +97,22 @@ async def test_a_session_that_goes_back_after_the_end_gets_its_batches_again(hou
     after = await second.get(1)
 
     assert after[0].header == before[0].header
+
+
+async def test_a_batcher_that_began_after_the_end_serves_a_call_that_names_the_run(house):
+    run = house.create_run(batch_groups=1)
+    replica = await house.start_batcher()
+    first = house.trainer(replica, run)
+    await house.publish(run, group("g0"), closes=True)
+    await first.start("first")
+    before = await first.get(1)
+    await first.stepped(before)
+    with pytest.raises(EndOfRunError):
+        await first.get(2)
+    await replica.stop()
+
+    second = house.trainer(await house.start_batcher(), run)
+    await second.start("second")
+    after = await second.get(1)
+
+    assert after[0].header == before[0].header
