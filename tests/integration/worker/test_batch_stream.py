@@ -248,6 +248,8 @@ def test_pulls_ahead_no_more_bytes_than_allowed(batcher: Any) -> None:
 
     with open_stream(batcher, max_prefetch_bytes=2 * num_bytes + 10) as stream:
         testing.wait_until(lambda: stream.statistics().queued_mini_batches == 2)
+        with pytest.raises(TimeoutError):  # the third one comes as fast, and has no room
+            testing.wait_until(lambda: stream.statistics().queued_bytes > 2 * num_bytes, 0.2)
         most = 0
         for step in range(1, 7):
             most = max(most, stream.statistics().queued_bytes)
