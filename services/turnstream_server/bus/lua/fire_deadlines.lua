@@ -64,7 +64,7 @@ if #due > 0 then
 else
   local first = redis.call('ZRANGE', KEYS[2], 0, 0, 'WITHSCORES')
   if first[2] then
-    reply[2] = math.ceil(first[2] - now_ms)  -- not due, so above 0
+    reply[2] = first[2] - now_ms  -- not due, so above 0
   end
 end
 return reply

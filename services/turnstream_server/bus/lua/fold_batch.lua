@@ -6,7 +6,7 @@
 --   KEYS[1] leader    hash  read: epoch
 --   KEYS[2] frontier  hash  read: released
 --   KEYS[3] ledger    hash  removed: trajectory ids that are "planned:<step>"
---   KEYS[4] groups    hash  removed: names of groups that are planned or dropped
+--   KEYS[4] groups    hash  removed: names of groups that are planned
 --   KEYS[5] over      hash  added: their fingerprints
 --   KEYS[6] rewards   hash  read; removed: the oldest of those whose trajectory left the ledger
 --   KEYS[7] rewarded  zset  added: the trajectory ids that were rewarded; the oldest go
@@ -19,8 +19,6 @@
 --   CONFLICT  the step is not released
 
 local OVER, REWARDS, REWARDED = KEYS[5], KEYS[6], KEYS[7]
-local IS_OVER = {planned = true, filtered = true, expired = true, incomplete = true,
-  surplus = true}
 
 -- include: leave_fingerprints.lua
 
@@ -40,7 +38,7 @@ if last_group > 3 then
   local names = {unpack(ARGV, 4, last_group)}
   local gone = {}
   for i, entry in ipairs(redis.call('HMGET', KEYS[4], unpack(names))) do
-    if entry and IS_OVER[string.match(entry, ':(.*)$')] then
+    if entry and string.match(entry, ':(.*)$') == 'planned' then
       gone[#gone + 1] = names[i]
     end
   end

@@ -65,11 +65,11 @@ local function leave_fingerprints(names)
   local num_buckets = num_buckets_for(num_over)
   local level = level_of(num_buckets)
   local added = {}  -- bucket -> the fingerprints that go into it
-  local wanted = {}  -- buckets that are read
+  local wanted = {}  -- buckets that are read; those that are made now are empty
   local packed = {}  -- bucket -> its fingerprints
 
   local function want(bucket)
-    if bucket < num_before and not packed[bucket] then
+    if not packed[bucket] then
       packed[bucket] = ''
       wanted[#wanted + 1] = bucket
     end
@@ -85,10 +85,8 @@ local function leave_fingerprints(names)
   for new = num_before, num_buckets - 1 do
     want(new - level_of(new))
   end
-  if #wanted > 0 then
-    for i, found in ipairs(redis.call('HMGET', OVER, unpack(wanted))) do
-      packed[wanted[i]] = found or ''
-    end
+  for i, found in ipairs(redis.call('HMGET', OVER, unpack(wanted))) do
+    packed[wanted[i]] = found or ''
   end
   for new = num_before, num_buckets - 1 do
     local its_level = level_of(new)

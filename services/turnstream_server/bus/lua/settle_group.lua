@@ -51,7 +51,7 @@ local attempts, granted = string.match(redis.call('HGET', MEMBERS, ARGV[2]) or '
 if not is_dropped and tonumber(granted) > tonumber(ARGV[5]) then
   return 0  -- a call that comes late
 end
-if state ~= 'open' and not (is_dropped and state == 'decided') then
+if state ~= 'open' and state ~= 'decided' then
   return redis.error_reply('CONFLICT group ' .. ARGV[2] .. ' is ' .. (state or 'unknown, or over'))
 end
 
@@ -74,9 +74,8 @@ local function state_of(id)
 end
 
 for i = 6, #ARGV do
-  local from = state_of(ARGV[i])
-  if from == 'sealed' or from == 'awaiting_reward' then
-    settle(ARGV[i], from, ARGV[3])
+  if state_of(ARGV[i]) == 'sealed' then
+    settle(ARGV[i], 'sealed', ARGV[3])
   end
 end
 for sample = 0, num_samples - 1 do

@@ -67,7 +67,7 @@ local function batch(number)
   return tonumber(total), hash
 end
 
-if step >= 1 and step <= last then
+if step <= last then
   local _, hash = batch(step)
   if hash == ARGV[3] then
     return 0
@@ -188,10 +188,8 @@ for state, number in pairs(num_left) do
     redis.call('HINCRBY', KEYS[6], 'surplus', number)
   end
 end
-if num_open_groups > 0 then
+if num_open_groups > 0 then  -- no other gives anything back
   redis.call('HINCRBY', KEYS[2], 'open_groups', -num_open_groups)
-end
-if num_open_groups > 0 or given_back > 0 then
   redis.call('XADD', KEYS[12], 'MAXLEN', 1, '*', 'w', '')
 end
 local num_trajectories = #ARGV - FIRST + 1
