@@ -396,7 +396,7 @@ class RunDriver:
             *("members", "rewards", "past", "ended", "reasons", "over", "snapshot", "observers"),
         ):
             content[name] = await self.client.execute_command("HGETALL", getattr(self.keys, name))
-        for name in ("deadlines", "refills", "rewarded"):
+        for name in ("deadlines", "refills", "rewarded", "leases"):
             content[name] = await self.client.zrange(getattr(self.keys, name), 0, -1)
         for name in ("events", "plan", "versions", "wake"):
             content[name] = await self.client.xrange(getattr(self.keys, name))

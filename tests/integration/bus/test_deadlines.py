@@ -132,12 +132,14 @@ async def test_only_the_leader_grants_refills(timed: Any) -> None:
     assert await timed.dump() == before
 
 
-async def write(run: Any, *record: Any) -> Any:
+async def write(run: Any, *record: Any, most: int = 9) -> Any:
     """Call the script with one record of a deadline, a few milliseconds after the run began."""
     names = run.keys
     script_keys = (names.leader, names.deadlines, names.members, names.events, names.config)
     fire = Script("fire_deadlines", "turnstream_server.bus")
-    return await run_command_async(run.client, fire(script_keys, run.leader_epoch, 9, 9, *record))
+    return await run_command_async(
+        run.client, fire(script_keys, run.leader_epoch, 9, most, *record)
+    )
 
 
 async def test_a_record_made_before_a_refill_is_not_written_after_it(timed: Any) -> None:
@@ -162,6 +164,31 @@ async def test_a_record_of_a_deadline_that_has_not_passed_is_not_written(timed: 
     assert reply == [0, 1]
     assert await timed.events() == before
     assert await members_of(timed, "deadlines") == [b"group:a"]
+
+
+async def test_a_deadline_has_passed_at_its_very_millisecond(timed: Any) -> None:
+    await timed.open("a")
+    await timed.client.zadd(timed.keys.deadlines, {"group:a": 9})
+
+    reply = await write(timed, "group:a", 0, b"a record")
+
+    assert reply == [1, -1]
+
+
+async def test_one_call_names_and_moves_no_more_deadlines_than_it_is_told(timed: Any) -> None:
+    due = {"group:a": 7, "group:b": 8, "group:c": 9}
+    too_late = {f"group:{name}": 10**15 for name in "xyz"}
+    await timed.client.zadd(timed.keys.deadlines, {**due, **too_late})
+
+    async def num_too_late() -> int:
+        return await timed.client.zcount(timed.keys.deadlines, 10**15, "+inf")
+
+    first = await write(timed, most=2)
+    left = await num_too_late()
+    await write(timed, most=2)
+
+    assert first == [0, 0, b"group:a", b"0", b"group:b", b"0"]
+    assert (left, await num_too_late()) == (1, 0)
 
 
 async def test_a_record_of_a_deadline_that_nothing_has_any_more_is_not_written(timed: Any) -> None:

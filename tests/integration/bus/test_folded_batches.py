@@ -14,6 +14,7 @@ from turnstream.store.scripts import Script, run_command_async
 from turnstream.types import TrajectoryKey, TrajectoryState
 from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.ledger import read_ledger_async
+from turnstream_server.bus.manifests import write_manifest
 from turnstream_server.bus.release import finish_batch, fold_batch
 from turnstream_server.bus.snapshots import save_snapshot, trim_events
 
@@ -128,6 +129,22 @@ async def test_a_planner_goes_on_after_the_last_batch_when_all_before_are_folded
 
     assert (await read_frontier_async(released.client, released.name)).planned == 5
     (await read_ledger_async(released.client, released.name)).check()
+
+
+async def test_a_plan_that_comes_when_its_batch_is_over_is_refused(released: Any) -> None:
+    for step in (1, 2):
+        await released.fold(step)
+    before = await released.dump()
+
+    with pytest.raises(ConflictError, match="step 1 is planned with the manifest of a batch that"):
+        await write_manifest(
+            released.client,
+            released.name,
+            released.manifests[1],
+            leader_epoch=released.leader_epoch,
+        )
+
+    assert await released.dump() == before
 
 
 @pytest.mark.parametrize("act", ["fold_batch", "finish", "ends", "snapshot", "trim"])

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import redis
 
-from turnstream.batching.decisions import GroupCut
+from turnstream.batching.decisions import GroupCut, GroupDropped, GroupEvaluated
 from turnstream.errors import ConflictError
-from turnstream.types import TrajectoryState
+from turnstream.records.compact import decode_ends
+from turnstream.types import Purpose, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.ledger import read_ledger_async
+from turnstream_server.bus.letters import discard_letter
 from turnstream_server.bus.release import find_ended, groups_that_are_over
 
 pytestmark = pytest.mark.redis
@@ -51,9 +54,55 @@ async def test_folded_ends_leave_counts_of_their_reasons_and_fingerprints(run: A
     assert await run.hash_of("ledger") == {b"b/1/0": b"incomplete:why"}
     assert await run.hash_of("groups") == {}
     assert (await run.hash_of("over"))[b"n"] == b"2"
+    (record,) = (await run.hash_of("ended")).values()
+    members = ("a", 0), ("a", 1), ("b", 0)
+    assert decode_ends(record).trajectories == tuple(TrajectoryKey(*each) for each in members)
     (await read_ledger_async(run.client, run.name)).check()
     with pytest.raises(ConflictError, match="was over"):
         await run.open("a")
+
+
+@pytest.mark.parametrize("state", ["filtered", "expired", "incomplete", "surplus"])
+async def test_a_group_is_folded_with_its_members_however_it_was_dropped(
+    run: Any, state: str
+) -> None:
+    await run.open("a")
+    await run.seal("a", 0)
+    await run.seal("a", 1)
+    members = (TrajectoryKey("a", 0), TrajectoryKey("a", 1))
+    dropped = GroupDropped(group_id="a", keys=members, state=TrajectoryState(state), reason="why")
+    await run.carry_out(dropped)
+
+    await run.fold_ends("a/0/0", "a/1/0")
+
+    assert await run.hash_of("reasons") == {f"{state}:why".encode(): b"2"}
+    assert (await run.hash_of("groups"), (await run.hash_of("over"))[b"n"]) == ({}, b"1")
+
+
+async def test_an_evaluation_that_has_ended_is_folded_with_its_members(run: Any) -> None:
+    await run.open("e", purpose=Purpose.EVAL)
+    await run.seal("e", 0)
+    counted = (TrajectoryKey("e", 0),)
+    await run.carry_out(GroupEvaluated(group_id="e", keys=counted, result=None, total=None))
+
+    await run.fold_ends("e/0/0", "e/1/0")
+
+    assert (await run.hash_of("reasons"))[b"evaluated:part of an evaluation"] == b"1"
+    assert (await run.hash_of("groups"), (await run.hash_of("over"))[b"n"]) == ({}, b"1")
+
+
+async def test_what_is_dead_is_folded_once_it_is_discarded(run: Any, client: redis.Redis) -> None:
+    await run.open("a")
+    await run.seal("a", 0)
+    await run.kill("a", 0)
+    await run.settle("a", TrajectoryState.INCOMPLETE)
+
+    with pytest.raises(ConflictError, match="a/0/0 is dead:checksum, not at its end"):
+        await run.fold_ends("a/0/0")
+    discard_letter(client, run.name, "a/0/0")
+    await run.fold_ends("a/0/0")
+
+    assert await run.hash_of("reasons") == {b"dead:discarded: checksum": b"1"}
 
 
 async def test_a_group_whose_surplus_is_folded_stays_until_its_batch_goes(run: Any) -> None:

@@ -145,6 +145,19 @@ async def test_a_version_of_the_origin_is_never_announced_again(
     assert newest(client, "fork c") == 3
 
 
+async def test_versions_of_a_fork_rise_above_those_that_it_announced_itself(
+    client: redis.Redis, async_client: redis.asyncio.Redis, origin: Any
+) -> None:
+    fork_run(client, origin.name, "fork v", origin.token(2))
+    await start_session(async_client, "fork v", session="x", dp_world_size=1, token=origin.token(2))
+    await announce(async_client, "fork v", 4, step=2)
+
+    with pytest.raises(ConflictError, match="version 3 is not above 4"):
+        await announce(async_client, "fork v", 3, step=2)
+
+    assert newest(client, "fork v") == 4
+
+
 async def test_what_no_fork_can_begin_with_is_refused_by_name(
     client: redis.Redis, async_client: redis.asyncio.Redis, origin: Any
 ) -> None:

@@ -39,6 +39,18 @@ async def test_a_dropped_group_ends_its_sealed_trajectories_with_the_reason(run:
     (await read_ledger_async(run.client, run.name)).check()
 
 
+async def test_only_the_leader_drops_a_group(run: Any) -> None:
+    await run.open("a")
+    await run.seal("a", 0)
+    before = await run.dump()
+    old = run.leader_epoch - 1
+
+    with pytest.raises(FencedError, match="another planner leads the run"):
+        await run.settle("a", TrajectoryState.INCOMPLETE, 0, leader_epoch=old)
+
+    assert await run.dump() == before
+
+
 async def test_a_dropped_group_makes_room_for_another_once(run: Any) -> None:
     await run.open("a")
     await run.open("b")
@@ -168,6 +180,7 @@ async def test_what_is_open_in_a_dropped_group_is_surplus_and_its_late_calls_cha
     await run.abandon("a", 2)
 
     assert answers == [b"SURPLUS", b"SURPLUS"]
+    assert settled["leases"] == []
     assert await run.dump() == settled
     assert await states(run) == {
         b"a/0/0": b"incomplete:why",
@@ -309,8 +322,11 @@ async def test_open_groups_are_counted_until_they_are_decided_or_planned(run: An
     counts.append(await num_open(run))
     await run.plan("b")
     counts.append(await num_open(run))
+    await run.carry_out(GroupCut(group_id="c", reason="enough"))
+    await run.settle("c", TrajectoryState.EXPIRED, 0, 1)
+    counts.append(await num_open(run))
 
-    assert counts == [3, 2, 3, 2, 1]
+    assert counts == [3, 2, 3, 2, 1, 0]
 
 
 async def test_where_open_groups_are_bounded_a_decided_one_wakes_who_waits(
@@ -332,3 +348,26 @@ async def test_a_plan_of_groups_that_were_open_wakes_who_waits(run: Any) -> None
     await run.plan_steps(1)
 
     assert await run.last_wake_up()
+
+
+async def test_a_plan_of_groups_that_were_decided_wakes_nobody(run: Any) -> None:
+    await run.open("a")
+    await run.seal("a", 0)
+    await run.seal("a", 1)
+    await run.carry_out(GroupCut(group_id="a", reason="enough"))
+    before = await run.last_wake_up()
+
+    await run.plan("a")
+
+    assert await run.last_wake_up() == before
+
+
+async def test_a_cut_that_gives_back_room_of_samples_never_begun_wakes_who_waits(run: Any) -> None:
+    await run.open("a", num_samples=3, num_needed=2, num_begun=2)
+    await run.seal("a", 0)
+    before = await run.last_wake_up()
+
+    await run.carry_out(GroupCut(group_id="a", reason="enough"))
+
+    assert await run.last_wake_up() != before
+    assert b"a/2/0" not in await run.hash_of("held")

@@ -139,6 +139,20 @@ async def test_a_late_reward_stays_known_when_its_trajectory_leaves_the_ledger(s
     assert await num_late(short) == 1
 
 
+async def test_rewards_of_what_left_the_ledger_wait_to_be_forgotten(short: Any) -> None:
+    await live_until(short, "planned")
+    await short.post_reward("a", 2, 1.0)
+    await short.commit(await short.start("s"), 1)
+    await short.raise_floor()
+
+    await short.fold_ends("a/2/0")
+    after_ends = await short.client.zrange(short.keys.rewarded, 0, -1)
+    await short.fold(1)
+
+    assert after_ends == [b"a/2/0"]
+    assert set(await short.client.zrange(short.keys.rewarded, 0, -1)) == {b"a/0/0", b"a/2/0"}
+
+
 async def test_a_reward_of_a_trajectory_that_never_was_is_refused_by_name(short: Any) -> None:
     await live_until(short, "folded")
     await short.open("b")
