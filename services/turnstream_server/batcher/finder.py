@@ -128,7 +128,7 @@ class RunFinder:
         await self._meet_all(sorted(new))
 
     async def _meet_all(self, names: Iterable[bytes]) -> None:
-        for name in dict.fromkeys(names):
+        for name in names:
             run = keys.decode_name(name.decode())
             try:
                 await self._meet(run)

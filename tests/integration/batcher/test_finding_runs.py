@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from turnstream import testing
+from turnstream.errors import StoreUnavailableError
 from turnstream.store import keys
 from turnstream.store.life import reopen_run
 from turnstream.store.runs import close_run, create_run
 from turnstream.testing import group, wait_until_async
 from turnstream.types import RecoveryToken
+from turnstream_server.batcher import finder as search
 from turnstream_server.batcher.finder import RunFinder
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.bus.deletion import delete_run
@@ -30,15 +32,19 @@ class Met(list[str]):
 
     Attributes:
         defects: runs that cannot be met.
+        is_store_away: whether none can, for the store does not answer.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.defects: set[str] = set()
+        self.is_store_away = False
 
     async def meet(self, run: str) -> None:
         """What a finder is given to call."""
         self.append(run)
+        if self.is_store_away:
+            raise StoreUnavailableError("no answer")
         if run in self.defects:
             raise ValueError(run)
 
@@ -49,6 +55,14 @@ class Met(list[str]):
             return set(runs) <= set(self)
 
         await wait_until_async(are_met, describe=f"{runs} in {list(self)}")
+
+    async def has_again(self, run: str) -> None:
+        """Return when it has been met twice."""
+
+        async def is_met_twice() -> bool:
+            return self.count(run) >= 2
+
+        await wait_until_async(is_met_twice, describe=f"{run} twice in {list(self)}")
 
 
 @pytest.fixture
@@ -191,29 +205,57 @@ async def test_a_new_run_costs_no_look_at_the_others(own_client, finder, met):
     assert "cmdstat_smembers" not in own_client.info("commandstats")
 
 
-async def test_more_runs_at_once_than_one_reply_tells_of_are_all_met(own_client, finder, met):
+async def test_runs_that_are_told_of_cost_no_look_at_the_list_later_on(own_client, counting, met):
+    await counting.start()
+    create(own_client, "new")
+    await met.has("new")
+    own_client.config_resetstat()
+
+    async def were_counted() -> bool:
+        counts = own_client.info("commandstats").get("cmdstat_scard", {"calls": 0})
+        return counts["calls"] >= 2
+
+    await wait_until_async(were_counted, describe="two looks at the number of runs")
+    assert "cmdstat_smembers" not in own_client.info("commandstats")
+    assert list(met) == ["new"]
+
+
+async def test_more_runs_at_once_than_the_stream_keeps_are_all_met_those_that_are_known_too(
+    own_client, finder, met
+):
+    # The news of the known one is lost, as if it had been opened again, and the number of runs says
+    # nothing of it.
+    create(own_client, "known")
     await finder.start()
     own_client.config_resetstat()
     many = [f"run {i}" for i in range(230)]
 
     with own_client.pipeline() as pipeline:  # at one moment, and the stream keeps the last half
-        for run in many:
+        for run in ("known", *many):
             pipeline.sadd(keys.RUNS, keys.encode_name(run))
             pipeline.xadd(keys.NEWS, {"n": keys.encode_name(run)}, maxlen=115, approximate=False)
         pipeline.execute()
 
     await met.has(*many)
+    await met.has_again("known")
     assert not is_counted(own_client)
 
 
-async def test_an_error_of_the_store_does_not_end_the_search(own_client, finder, met):
+async def test_after_an_error_of_the_store_every_run_is_met_again_and_each_is_said_once(
+    own_client, finder, met, monkeypatch, caplog
+):
+    # What is known may have begun anew, and its news be lost.
+    monkeypatch.setattr(search, "_AGAIN_S", 0.01)
+    caplog.set_level(logging.INFO, logger=search.__name__)
+    create(own_client, "known")
     await finder.start()
     own_client.set(keys.NEWS, "no stream")
 
-    async def is_refused() -> bool:
-        return own_client.info("errorstats").get("errorstat_WRONGTYPE") is not None
+    async def is_refused_twice() -> bool:
+        refused = own_client.info("errorstats").get("errorstat_WRONGTYPE", {"count": 0})
+        return refused["count"] >= 2
 
-    await wait_until_async(is_refused)
+    await wait_until_async(is_refused_twice)
     own_client.config_resetstat()
     own_client.sadd(keys.RUNS, "meanwhile")
     own_client.delete(keys.NEWS)
@@ -221,6 +263,34 @@ async def test_an_error_of_the_store_does_not_end_the_search(own_client, finder,
 
     await met.has("meanwhile", "later")
     assert not is_counted(own_client)
+    await met.has_again("known")
+    said = [each.getMessage().partition(":")[0] for each in caplog.records]
+    assert said == ["new runs are not found", "new runs are found again"]
+
+
+async def test_news_that_nobody_can_read_does_not_end_the_search(
+    own_client, finder, met, monkeypatch, caplog
+):
+    monkeypatch.setattr(search, "_AGAIN_S", 0.01)
+    create(own_client, "known")
+    await finder.start()
+
+    own_client.xadd(keys.NEWS, {"no": "name"})
+    await met.has_again("known")
+    create(own_client, "later")
+
+    await met.has("later")
+    assert "the search for runs failed" in caplog.text
+
+
+async def test_a_store_that_goes_away_while_runs_are_met_ends_the_start(own_client, finder, met):
+    create(own_client, "a", "b")
+    met.is_store_away = True
+
+    with pytest.raises(StoreUnavailableError):
+        await finder.start()
+
+    assert list(met) == ["a"]
 
 
 async def test_a_store_that_was_away_is_searched_when_it_is_back(
