@@ -69,7 +69,7 @@ class RunPlanner:
 
     async def run(self) -> None:
         """Go on until cancelled, or until the run is gone from the store."""
-        num_failures = 0
+        pause_s = _FIRST_PAUSE_S
         while True:
             started_s = asyncio.get_running_loop().time()
             try:
@@ -87,8 +87,8 @@ class RunPlanner:
                 logger.exception("planning of run %s failed", self._view.run)
                 self._view.trouble = str(error) or repr(error)
             lasted_s = asyncio.get_running_loop().time() - started_s
-            num_failures = num_failures + 1 if lasted_s < _LONGEST_PAUSE_S else 0
-            await asyncio.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(num_failures, 10)))
+            pause_s = _next_pause(pause_s, lasted_s=lasted_s)
+            await asyncio.sleep(pause_s)
 
     async def _follow_then_lead(self) -> None:
         """One term, with one start of the store: another may have lost what this one knows."""
@@ -214,3 +214,14 @@ class RunPlanner:
                 await release_leadership(
                     self._client, self._view.run, owner=self._keeper.owner, epoch=epoch
                 )
+
+
+def _next_pause(pause_s: float, *, lasted_s: float) -> float:
+    """Twice the pause before, unless the term lasted so long that its end is another matter.
+
+    >>> [_next_pause(pause_s, lasted_s=0.1) for pause_s in (0.05, 0.1, 1.6)]
+    [0.1, 0.2, 2.0]
+    >>> _next_pause(1.6, lasted_s=2.0)
+    0.05
+    """
+    return min(_LONGEST_PAUSE_S, 2 * pause_s) if lasted_s < _LONGEST_PAUSE_S else _FIRST_PAUSE_S

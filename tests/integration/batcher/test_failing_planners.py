@@ -1,0 +1,192 @@
+"""A planner that fails tries again, later and later, and says why for as long as that is so."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from turnstream.errors import FencedError, StoreUnavailableError
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.testing import group, wait_until_async
+from turnstream_server.batcher import planner
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+
+class Failing:
+    """A call before a plan is written that raises at first, and later waits for ever.
+
+    Attributes:
+        failed_s: when it raised, by the loop's clock.
+        is_waiting: whether a plan is waiting.
+    """
+
+    def __init__(self, error: Exception, *, num_times: int = 1) -> None:
+        self._error = error
+        self._num_times = num_times
+        self.failed_s: list[float] = []
+        self.is_waiting = asyncio.Event()
+
+    async def __call__(self, _: object) -> None:
+        """What a planner awaits."""
+        if len(self.failed_s) < self._num_times:
+            self.failed_s.append(asyncio.get_running_loop().time())
+            raise self._error
+        self.is_waiting.set()
+        await asyncio.Event().wait()
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets the pauses of a planner that fails."""
+
+    def set_pauses(*, first_s: float, longest_s: float) -> None:
+        monkeypatch.setattr(planner, "_FIRST_PAUSE_S", first_s)
+        monkeypatch.setattr(planner, "_LONGEST_PAUSE_S", longest_s)
+
+    return set_pauses
+
+
+async def fail(house: Any, hook: Failing) -> tuple[str, Any]:
+    """A run and its batcher, whose planner fails as the hook says."""
+    run = house.create_run(batch_groups=1)
+    batcher = await house.start_batcher(before_write=hook)
+    await house.publish(run, group("g0"))
+    return run, batcher
+
+
+def trouble(house: Any, run: str) -> bytes | None:
+    with connect(house.url) as client:
+        return client.execute_command("HGET", keys.run_keys(run).leader, "planning_trouble")
+
+
+async def test_a_planner_that_fails_at_once_pauses_longer_and_longer(house, pauses):
+    pauses(first_s=0.02, longest_s=60)
+    hook = Failing(RuntimeError("a defect"), num_times=4)
+
+    await fail(house, hook)
+    await asyncio.wait_for(hook.is_waiting.wait(), 30)
+
+    gaps = [later - sooner for sooner, later in itertools.pairwise(hook.failed_s)]
+    assert all(gap >= least for gap, least in zip(gaps, (0.04, 0.08, 0.16), strict=True)), gaps
+
+
+async def test_a_planner_whose_term_lasted_pauses_for_a_moment_only(house, pauses):
+    pauses(first_s=0.2, longest_s=0)  # so that every term has lasted
+    hook = Failing(RuntimeError("a defect"), num_times=3)
+
+    await fail(house, hook)
+    await asyncio.wait_for(hook.is_waiting.wait(), 30)
+
+    assert all(later - sooner >= 0.2 for sooner, later in itertools.pairwise(hook.failed_s))
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(RuntimeError("a defect"), "a defect"), (ValueError(), r"ValueError\(\)")],
+)
+async def test_why_planning_failed_is_said_until_a_term_has_lasted(house, pauses, error, words):
+    pauses(first_s=0.02, longest_s=60)  # longer than the test: no term lasts
+    hook = Failing(error, num_times=1)
+    run, batcher = await fail(house, hook)
+    trainer = house.trainer(batcher, run)
+    await trainer.start()
+
+    await trainer.refused(1, words=f"; planning failed: {words}$")
+
+    assert trouble(house, run) == (str(error) or repr(error)).encode()
+
+
+async def test_a_term_that_has_lasted_takes_the_word_of_trouble_back(house, pauses):
+    pauses(first_s=0.02, longest_s=0.1)
+    hook = Failing(RuntimeError("a defect"), num_times=1)
+    run, batcher = await fail(house, hook)
+    trainer = house.trainer(batcher, run)
+    await trainer.start()
+    await asyncio.wait_for(hook.is_waiting.wait(), 30)
+
+    await trainer.refused(1, words=r"^(?!.*planning failed)")
+
+    async def is_taken_back() -> bool:
+        return not trouble(house, run)
+
+    await wait_until_async(is_taken_back)
+
+
+async def test_a_plan_takes_the_word_of_trouble_back(house, pauses):
+    pauses(first_s=0.02, longest_s=60)
+    failures = [RuntimeError("a defect")]
+
+    async def fail_once(_: object) -> None:
+        if failures:
+            raise failures.pop()
+
+    run = house.create_run(batch_groups=1)
+    batcher = await house.start_batcher(before_write=fail_once)
+    trainer = house.trainer(batcher, run)
+    await house.publish(run, group("g0"))
+    await trainer.start()
+    await trainer.get(1)
+
+    error = await trainer.refused(2, words="step 2")
+
+    assert "planning failed" not in str(error)
+
+
+@pytest.mark.parametrize("error", [FencedError("not ours"), StoreUnavailableError("no answer")])
+async def test_what_ends_a_term_and_is_no_defect_is_not_left_as_word_of_trouble(
+    house, pauses, error
+):
+    pauses(first_s=0.02, longest_s=60)
+    hook = Failing(error)
+    run, batcher = await fail(house, hook)
+    trainer = house.trainer(batcher, run)
+    await trainer.start()
+    await asyncio.wait_for(hook.is_waiting.wait(), 30)
+
+    refusal = await trainer.refused(1, words="step 1")
+
+    assert trouble(house, run) is None
+    assert ("planning failed" in str(refusal)) is (str(error) == "no answer")
+
+
+async def test_a_defect_is_told_as_it_is_where_the_store_takes_no_word_of_it(house, pauses, caplog):
+    pauses(first_s=0.02, longest_s=60)
+
+    async def fail_and_break_the_leader(_: object) -> None:
+        with connect(house.url) as client:
+            client.set(keys.run_keys(run).leader, "no hash")
+        raise RuntimeError("a defect")
+
+    run = house.create_run(batch_groups=1)
+    await house.start_batcher(before_write=fail_and_break_the_leader)
+    await house.publish(run, group("g0"))
+
+    def failures() -> list[Any]:
+        return [each.exc_info for each in caplog.records if "planning of" in each.getMessage()]
+
+    async def has_failed() -> bool:
+        return bool(failures())
+
+    await wait_until_async(has_failed)
+    with connect(house.url) as client:
+        client.delete(keys.run_keys(run).leader)
+    assert failures()[0][0] is RuntimeError
+
+
+async def test_a_leader_whose_store_is_away_stops_without_a_complaint(house_at, own_server, caplog):
+    house = house_at(own_server.url)
+    hook = Failing(RuntimeError(), num_times=0)
+    _, batcher = await fail(house, hook)
+    await asyncio.wait_for(hook.is_waiting.wait(), 30)
+    await asyncio.to_thread(own_server.kill)
+
+    async with asyncio.timeout(20):
+        await batcher.stop()
+
+    assert "Traceback" not in caplog.text

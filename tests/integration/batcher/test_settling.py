@@ -1,0 +1,59 @@
+"""What a leader decided, told to a ledger that may know it, or know the group no more."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from turnstream.batching.decisions import GroupCut, GroupDropped, MemberDropped
+from turnstream.store import keys
+from turnstream.store.connection import connect_async
+from turnstream.testing import group
+from turnstream.types import TrajectoryKey, TrajectoryState
+from turnstream_server.batcher.letters import LetterBox
+from turnstream_server.batcher.settling import Settler
+from turnstream_server.bus.leadership import acquire_leadership
+
+pytestmark = pytest.mark.redis
+
+GONE = GroupDropped(group_id="gone", state=TrajectoryState.FILTERED, reason="why", keys=())
+CUT = GroupCut(group_id="there", reason="enough")
+
+
+@pytest.fixture
+async def client(house: Any) -> AsyncIterator[Any]:
+    async with connect_async(house.url) as client:
+        yield client
+
+
+@pytest.fixture
+async def run(house: Any) -> str:
+    """A run with the group "there"."""
+    run = house.create_run()
+    await house.publish(run, group("there"))
+    return run
+
+
+@pytest.fixture
+async def settler(client: Any, run: str) -> Settler:
+    leadership = await acquire_leadership(client, run, owner="p", lease_s=60)
+    letters = LetterBox(client, run, epoch=leadership.epoch)
+    return Settler(client, run, letters, epoch=leadership.epoch)
+
+
+async def test_of_a_group_that_is_gone_only_what_became_of_members_may_be_untold(settler):
+    # It was sealed when its group was planned without it, or later, and still stands in the ledger.
+    late = MemberDropped(
+        key=TrajectoryKey("gone", 2), state=TrajectoryState.SURPLUS, reason="too late"
+    )
+
+    assert await settler.still_known([late, GONE, CUT]) == [late, CUT]
+
+
+async def test_a_group_that_cannot_be_settled_keeps_no_other_from_it(settler, client, run, caplog):
+    await settler.carry_out([GONE, CUT])
+
+    assert await client.hget(keys.run_keys(run).groups, "there") == b"2:decided"
+    assert "cannot be settled: group gone is unknown, or over" in caplog.text
