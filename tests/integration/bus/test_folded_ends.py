@@ -123,6 +123,7 @@ async def test_a_group_that_is_folded_in_two_parts_leaves_one_fingerprint(run: A
     await run.fold_ends("a/0/0")
     before = await run.hash_of("over")
 
+    assert await groups_that_are_over(run.client, run.name, ["a"]) == {"a"}
     await run.fold_ends("a/1/0", number=2)
 
     assert await run.hash_of("over") == before

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from turnstream.errors import FencedError, ReleasedError
+from turnstream.errors import FencedError, ReleasedError, RunNotFoundError, TurnstreamError
 from turnstream.store import keys
 from turnstream.store.scripts import Script, run_command_async
 from turnstream.types import RecoveryToken
 from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.observers import declare_observer, forget_observers, note_observed
-from turnstream_server.bus.release import release_payload
+from turnstream_server.bus.release import read_release_state, release_payload
 from turnstream_server.bus.snapshots import save_snapshot, trim_events
 
 pytestmark = pytest.mark.redis
@@ -231,3 +231,22 @@ async def test_a_leader_that_is_fenced_keeps_no_snapshot_and_removes_no_event(ru
         await trim_events(*where, leader_epoch=99)
 
     assert await run.dump() == before
+
+
+async def test_a_run_that_is_gone_has_no_state_of_its_release(run: Any) -> None:
+    with pytest.raises(RunNotFoundError, match="no run named 'x'"):
+        await read_release_state(run.client, "x")
+
+
+async def test_what_is_held_is_not_given_back_where_its_payload_could_not_be_removed(
+    run: Any,
+) -> None:
+    await run.open("a")
+    meta = keys.trajectory_keys(run.name, "a/0/0").meta
+    await run.client.set(meta, "no hash")
+
+    with pytest.raises(TurnstreamError, match="WRONGTYPE"):
+        await run.release(("a", 0))
+
+    await run.client.delete(meta)
+    assert b"a/0/0" in await run.hash_of("held")
