@@ -11,13 +11,20 @@ from typing import Any
 import pytest
 
 from harness.checker import HistoryError, check
-from harness.cuts import SENT_AGAIN_S, Cut, gone_with_their_writers, look_at, told_as_lost
+from harness.cuts import (
+    SENT_AGAIN_S,
+    Cut,
+    gone_for_good,
+    gone_with_their_writers,
+    look_at,
+    told_as_lost,
+)
 from harness.forging import Lines, change, every_share, right_history
 from harness.history import History, Line
 from harness.machine import Machine
 from harness.rig import Rig
 from turnstream.errors import StoreBehindError
-from turnstream.generator import Publisher
+from turnstream.generator import Publisher, RewardOutcome
 from turnstream.testing import ids
 
 LOST = "g0/0/0"
@@ -199,6 +206,24 @@ def test_what_nobody_cut_is_not_excused() -> None:
         gone_with_their_writers(lines, [other], told={})
 
 
+@pytest.mark.parametrize(
+    ("last_seen", "expected"), [(2.0 + SENT_AGAIN_S - 1, {LOST}), (2.0 + SENT_AGAIN_S, set[str]())]
+)
+def test_a_reward_is_gone_where_who_posted_it_died_before_it_could_post_it_again(
+    tmp_path: Path, last_seen: float, expected: set[str]
+) -> None:
+    lines = [
+        Line("poster-1", "posting", 1.0, {"trajectory": LOST, "reward": 1.0}),
+        Line("poster-1", "alive", last_seen, {}),
+    ]
+    cut = Cut(at=2.0, planned=0, newest_version=-1, rewards=frozenset({LOST}))
+
+    gone = gone_for_good(lines, [cut], logs=tmp_path)
+
+    assert gone == (set(), set(), expected)
+    assert gone_for_good(lines, [], logs=tmp_path) == (set(), set(), set())
+
+
 @pytest.mark.redis
 def test_a_store_without_power_is_left_with_what_it_had_synced_and_its_writer_says_so(
     start_rig: Callable[..., Rig], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -207,6 +232,9 @@ def test_a_store_without_power_is_left_with_what_it_had_synced_and_its_writer_sa
     rig = start_rig(binary=machine.binary)
     with Publisher(rig.server.url, rig.run, writer="w", keep_s=0.5) as publisher:
         seal(publisher, "kept")
+        awaits = publisher.trajectory("awaits", 0, num_samples=1)
+        awaits.append(ids("ab"), ids("c"))
+        awaits.seal(awaits_reward=True)
         half = publisher.trajectory("half", 0, num_samples=1)
         half.append(ids("ab"), ids("c")).result(10)
         rig.wait(lambda: machine.unsynced(rig.server.data_dir) == 0, "a sync")
@@ -215,10 +243,12 @@ def test_a_store_without_power_is_left_with_what_it_had_synced_and_its_writer_sa
         publisher.flush_to_disk(30)
         half.append(ids("abcd"), ids("e")).result(10)
         half.seal(1.0)
+        assert publisher.post_reward(awaits.key, 1.0) is RewardOutcome.POSTED
         rig.server.kill()
         machine.lose_power(rig.server.data_dir)
-        names = ("kept/0/0", "half/0/0", "never/0/0")
+        names = ("kept/0/0", "awaits/0/0", "half/0/0", "never/0/0")
         lines = [Line("generator-w", "sealing", 1.0, {"trajectory": name}) for name in names]
+        lines.append(Line("poster-1", "posting", 1.0, {"trajectory": "awaits/0/0", "reward": 1.0}))
 
         cut = look_at(rig.server.data_dir, lines, run=rig.run, binary=machine.binary, at=2.0)
 
@@ -227,6 +257,7 @@ def test_a_store_without_power_is_left_with_what_it_had_synced_and_its_writer_sa
         with pytest.raises(StoreBehindError, match="half/0/0: the store came back without turn 1"):
             publisher.flush()
     assert (cut.planned, cut.newest_version) == (0, -1)
+    assert cut.rewards == {"awaits/0/0"}
     assert (cut.seals, cut.openings) == ({"half/0/0", "never/0/0"}, {"never/0/0"})
     log = tmp_path / "logs/generator-w.log"
     log.parent.mkdir(exist_ok=True)

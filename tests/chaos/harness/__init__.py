@@ -4,12 +4,14 @@
 episodes        what generators say: every token is unique, so a row names its origin
 log             one fsynced file per process, appended to before and after every call
 generator       a process that publishes groups
+poster          a process that posts rewards of what generators sealed without one
 rank            a process that trains, one per `dp_rank`
 newer           runs a process as the next minor release would
 history         all logs of a run as one history, and what survives of it
 leaders         what batchers logged of their plans
 checker         the invariants I1 to I8, each a function of the history
 members         whose work is trained
+rewards         which of the rewards that were posted is trained
 versions        whose weights have which number, and which trainer session is heard
 prompts         what becomes of the prompts of a run, and of evaluations
 cuts            what a store under everysec was left with, and what that excuses

@@ -21,10 +21,12 @@ from harness.leaders import steps_have_one_leader
 from harness.members import (
     acknowledged_turns_are_kept,
     groups_have_their_members,
+    rows_are_what_was_said,
     steps_are_stepped_by_all_ranks,
     writers_are_told_the_truth,
 )
 from harness.prompts import evaluations_add_up, nothing_else_is_trained, prompts_are_trained_once
+from harness.rewards import awaited_rewards_are_those_posted, nothing_awaits, rewards_taken
 from harness.versions import stale_sessions_are_refused, versions_are_never_reused
 
 SLACK_S = 3.0
@@ -64,6 +66,7 @@ def check(
         found += [f"nothing_is_lost: {text}" for text in nothing_is_lost(history)]
     if is_drained and counts is not None:
         found += [f"evaluations_add_up: {text}" for text in evaluations_add_up(history, counts)]
+        found += [f"nothing_awaits: {text}" for text in nothing_awaits(counts)]
     if found:
         shown = "\n  ".join(found[:20])
         raise HistoryError(f"{len(found)} contradictions\n  {shown}")
@@ -339,29 +342,12 @@ def bounds_hold(history: History, *, max_rss_bytes: int) -> Violations:
             yield f"{line.process} held {line['held_bytes']} of {line['max_held_bytes']} bytes"
 
 
-def rows_are_what_was_said(history: History) -> Violations:
-    """Whatever was trained is, token by token, one writer's sealed episode: none mixed, no hole."""
-    for name, lines in history.complete_mini_batches():
-        rows: dict[str, list[dict[str, Any]]] = {}
-        for row in itertools.chain.from_iterable(line["rows"] for line in lines):
-            rows.setdefault(row["trajectory"], []).append(row)
-        for trajectory, found in rows.items():
-            ordered = sorted(found, key=lambda row: row["sequence"])
-            got = (
-                [row["name"] for row in ordered],
-                [row["num_trained"] for row in ordered],
-                ordered[0]["reward"],
-            )
-            said = [
-                (list(seal["rows"]), list(seal["num_trained"]), seal["reward"])
-                for seal in history.seals.get(trajectory, ())
-            ]
-            if got not in said:
-                yield f"{name}: {trajectory} is {got}, its writers sealed {said}"
-
-
 def nothing_is_lost(history: History) -> Violations:
-    """P1, for a run that was trained to its end: groups that were sealed whole were trained."""
+    """P1, for a run that was trained to its end: groups that were sealed whole were trained.
+
+    One that awaits its reward is whole with it.
+    """
+    unrewarded = history.awaiting - rewards_taken(history).keys()
     trained = {
         row["trajectory"]
         for step, session in history.surviving.items()
@@ -370,8 +356,9 @@ def nothing_is_lost(history: History) -> Violations:
     for group, members in sorted(history.acknowledged_by_group.items()):
         if group in history.evaluations or members & history.gone:
             continue  # see evaluations_add_up; a group without a member may end untrained
-        lost = members - trained - history.excused
-        if len(members) == history.members.get(group) and lost:
+        whole = members - unrewarded
+        lost = whole - trained - history.excused
+        if len(whole) == history.members.get(group) and lost:
             yield f"{', '.join(sorted(lost))} were acknowledged and never trained"
 
 
@@ -394,4 +381,5 @@ CHECKS: tuple[Callable[[History], Violations], ...] = (
     steps_are_stepped_by_all_ranks,
     nothing_else_is_trained,
     prompts_are_trained_once,
+    awaited_rewards_are_those_posted,
 )

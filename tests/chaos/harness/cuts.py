@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 
@@ -54,6 +54,7 @@ class Cut:
         newest_version: that was announced, of what is left; -1 without one.
         seals: trajectories whose seal was tried, and is not there.
         openings: trajectories that were opened, or whose opening was tried, and are not there.
+        rewards: trajectories that have not, or no longer, a reward that was posted.
     """
 
     at: float
@@ -61,6 +62,7 @@ class Cut:
     newest_version: int
     seals: frozenset[str] = frozenset()
     openings: frozenset[str] = frozenset()
+    rewards: frozenset[str] = frozenset()
 
 
 def look_at(
@@ -88,16 +90,21 @@ def look_at(
         at=at,
         planned=planned,
         newest_version=-1 if newest is None else newest.version,
-        seals=frozenset(missing),
+        seals=frozenset(name for name, state in missing.items() if not _is_sealed(state)),
         openings=frozenset(name for name, state in missing.items() if not state),
+        rewards=frozenset(missing).intersection(_posted(lines)),
     )
 
 
 def _missing(
     client: redis.Redis, run: str, lines: Sequence[Line], *, planned: int, at: float
 ) -> Iterator[tuple[str, str]]:
-    """Trajectories of the last seconds that are not sealed, and what they are: "open", or ""."""
-    names = list(dict.fromkeys(_written(line for line in lines if line.at > at - LOOK_BACK_S)))
+    """Trajectories of the last seconds that lack a seal or a reward, and their states.
+
+    These are "open", "awaiting_reward", or "".
+    """
+    newest = [line for line in lines if line.at > at - LOOK_BACK_S]
+    names = list(dict.fromkeys([*_written(newest), *_posted(newest)]))
     if not names:
         return
     batches = (line for line in lines if line.kind == "received" and line["step"] <= planned)
@@ -107,8 +114,18 @@ def _missing(
         if name in known:
             continue
         state = entry.decode() if entry else state_of(client, run, name)
-        if not state or state.startswith("open"):
+        if not state or state.startswith("open") or _is_sealed(state):
             yield name, state
+
+
+def _is_sealed(state: str) -> bool:
+    """Whether only its reward can be missing."""
+    return state.startswith("awaiting_reward")
+
+
+def _posted(lines: Iterable[Line]) -> Iterator[str]:
+    """Trajectories of which a reward was posted, or somebody was about to post it."""
+    return (line["trajectory"] for line in lines if line.kind == "posting")
 
 
 def state_of(client: redis.Redis, run: str, name: str) -> str:
@@ -149,6 +166,34 @@ def _encoded(name: str) -> str:
     return name if "%" in group else f"{keys.encode_name(group)}/{rest}"
 
 
+class Gone(NamedTuple):
+    """Trajectories of which something may be gone for good.
+
+    Attributes:
+        seals: their seal.
+        openings: all of them.
+        rewards: the reward that was posted.
+    """
+
+    seals: set[str]
+    openings: set[str]
+    rewards: set[str]
+
+
+def gone_for_good(lines: Sequence[Line], cuts: Sequence[Cut], *, logs: Path) -> Gone:
+    """What cuts have taken, and nobody who lived on had to send again.
+
+    Args:
+        lines: of all processes.
+        cuts: in order of time.
+        logs: a folder with what publishers have said.
+    """
+    if not cuts:
+        return Gone(set(), set(), set())
+    seals, openings = gone_with_their_writers(lines, cuts, told=told_as_lost(logs))
+    return Gone(seals, openings, gone_with_their_posters(lines, cuts))
+
+
 def gone_with_their_writers(
     lines: Sequence[Line], cuts: Sequence[Cut], *, told: dict[str, set[str]]
 ) -> tuple[set[str], set[str]]:
@@ -174,6 +219,22 @@ def gone_with_their_writers(
                 seals.add(name)
                 openings |= {name} & cut.openings
     return seals, openings
+
+
+def gone_with_their_posters(lines: Sequence[Line], cuts: Sequence[Cut]) -> set[str]:
+    """Trajectories whose reward may be gone for good: who posted it has not outlived the cut."""
+    posters: dict[str, set[str]] = {}
+    lives = _Lives()
+    for line in lines:
+        lives.add(line)
+        for name in _posted([line]):
+            posters.setdefault(name, set()).add(line.process)
+    return {
+        name
+        for cut in cuts
+        for name in cut.rewards
+        if not any(lives.has_outlived(poster, cut) for poster in posters[name])
+    }
 
 
 class _Lives:

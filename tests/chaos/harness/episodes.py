@@ -108,6 +108,21 @@ def _number(seed: str, what: str) -> int:
     return zlib.crc32(f"{seed}|{what}".encode())
 
 
+def awaits_reward(trajectory: str, *, one_in: int) -> bool:
+    """Whether its generator leaves the reward to another process: one in so many, 0 for none."""
+    return bool(one_in) and _number(trajectory, "awaits") % one_in == 0
+
+
+def held_back(trajectory: str) -> bool:
+    """Whether who posts its reward takes too long: one in eight of those that await it."""
+    return _number(trajectory, "held back") % 8 == 0
+
+
+def reward_by(poster: str, trajectory: str) -> float:
+    """What a process that posts rewards thinks of a trajectory: a multiple of 1/4."""
+    return _number(f"{poster}|{trajectory}", "reward") % 5 / 4
+
+
 def prompt_payload(prompt_uid: str) -> bytes:
     """What a run is given with a prompt, and a generator gets with its task."""
     return f"the payload of {prompt_uid}".encode()

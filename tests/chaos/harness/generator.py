@@ -2,7 +2,8 @@
 
 It may be told to hang in one trajectory, behind its first turn, until a file appears. Or to help:
 then it has no groups of its own, goes on with what others left, and tries again what is granted.
-Or to take tasks in place of groups of its own; or to open a group now and then to evaluate.
+Or to take tasks in place of groups of its own; or to open a group now and then to evaluate; or to
+leave the rewards of some trajectories to a process that posts them (harness.poster).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-from harness.episodes import Episode, EpisodeTurn, episode
+from harness.episodes import Episode, EpisodeTurn, awaits_reward, episode
 from harness.log import ProcessLog
 from turnstream.errors import (
     ConflictError,
@@ -84,6 +85,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--admission-s", type=float, default=300.0)
     parser.add_argument("--takes-tasks", type=int, default=0)
     parser.add_argument("--evaluates-every", type=int, default=0)
+    parser.add_argument("--awaits-one-in", type=int, default=0)
     return parser.parse_args()
 
 
@@ -211,16 +213,19 @@ class _Generator:
             self._log.write("appended", trajectory=name, turn=index)
             if index == first:
                 self._hang(name)
+        awaits = awaits_reward(name, one_in=self._options.awaits_one_in)
+        reward = None if awaits else said.reward
         self._log.write(
             "sealing",
             trajectory=name,
             writer=self._options.writer,
-            reward=said.reward,
+            awaits=awaits,
+            reward=reward,
             rows=said.rows,
             num_trained=said.num_trained,
         )
         with self._log.waiting("seal", deadline_s=self._write_s):
-            writer.seal(said.reward)
+            writer.seal(reward, awaits_reward=awaits)
         self._log.write("sealed", trajectory=name)
 
     def _wait_for(self, receipt: Receipt, name: str) -> None:

@@ -41,16 +41,21 @@ class Logs:
     """The logs of a folder. A last line that a kill has cut short was not written.
 
     What was read once is not read again: tests look at the history many times a second.
+
+    Args:
+        folder: of the logs.
+        names: a pattern of their names.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, names: str = "*.jsonl") -> None:
         self._folder = folder
+        self._names = names
         self._read: dict[Path, int] = {}
         self._lines: list[Line] = []
 
     def lines(self) -> Sequence[Line]:
         """All lines so far, those of a process in their order."""
-        for path in self._folder.glob("*.jsonl"):
+        for path in self._folder.glob(self._names):
             with path.open("rb") as log:
                 log.seek(self._read.get(path, 0))
                 whole, newline, _ = log.read().rpartition(b"\n")
@@ -112,7 +117,7 @@ class History:
         lines: in any order.
         excused: trajectories that need not be trained though they were acknowledged, because a
             test has damaged them or the run's policy drops them.
-        gone: those of them whose seal the store lost: their groups may end without them.
+        gone: those of them whose seal, or reward, the store lost: their groups may end without.
         unknown: trajectories that need not be known though their opening was acknowledged.
         losses: where the store lost steps that it had planned, in order of time.
     """
@@ -174,6 +179,11 @@ class History:
     def acknowledged(self) -> set[str]:
         """The trajectories of which a generator was told that the run knows their seal."""
         return {line["trajectory"] for line in self.of("sealed")}
+
+    @cached_property
+    def awaiting(self) -> set[str]:
+        """The trajectories that were sealed without the reward that another process posts."""
+        return {line["trajectory"] for line in self.of("sealing") if line.facts.get("awaits")}
 
     @cached_property
     def acknowledged_by_group(self) -> dict[str, set[str]]:

@@ -34,6 +34,27 @@ def _is_excused(history: History, group: str, sample: int) -> bool:
     return any(name.startswith(f"{group}/{sample}/") for name in history.excused)
 
 
+def rows_are_what_was_said(history: History) -> Violations:
+    """Whatever was trained is, token by token, one writer's sealed episode: none mixed, no hole.
+
+    A reward that comes later is of no seal: see harness.rewards.
+    """
+    for name, rows in _trained(history):
+        for trajectory, found in rows.items():
+            ordered = sorted(found, key=lambda row: row["sequence"])
+            got = (
+                [row["name"] for row in ordered],
+                [row["num_trained"] for row in ordered],
+                None if trajectory in history.awaiting else ordered[0]["reward"],
+            )
+            said = [
+                (list(seal["rows"]), list(seal["num_trained"]), seal["reward"])
+                for seal in history.seals.get(trajectory, ())
+            ]
+            if got not in said:
+                yield f"{name}: {trajectory} is {got}, its writers sealed {said}"
+
+
 def writers_are_told_the_truth(history: History) -> Violations:
     """Of several writers of a trajectory, the one is trained that was told so, with its rows."""
     told: dict[str, set[str]] = {}

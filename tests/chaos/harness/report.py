@@ -56,6 +56,7 @@ class Report:
     Attributes:
         num_cuts: how often the store was killed or its power cut, where that can lose something.
         num_gone: acknowledged trajectories that are gone with their generators.
+        rewards: what was said of those that were posted after the seal.
         most_store_bytes: that the store ever used.
     """
 
@@ -68,6 +69,7 @@ class Report:
         self.num_acknowledged = 0
         self.num_cuts = 0
         self.num_gone = 0
+        self.rewards: Counter[str] = Counter()
         self.counts: dict[str, int] = {}
         self.reached: Counter[str] = Counter()
         self.missed: Counter[str] = Counter()
@@ -88,6 +90,7 @@ class Report:
         self.num_acknowledged = len(history.acknowledged)
         self.num_cuts = len(stack.rig.cuts)
         self.num_gone = len(stack.rig.gone())
+        self.rewards = Counter(line["outcome"].lower() for line in history.of("posted"))
         self.counts = stack.rig.counts()
         self.reached, self.missed = stack.reached, stack.missed
 
@@ -100,6 +103,7 @@ class Report:
             "acknowledged_trajectories": self.num_acknowledged,
             "cuts": self.num_cuts,
             "gone_with_their_generators": self.num_gone,
+            "rewards": dict(self.rewards),
             "ledger": self.counts,
             "most_store_bytes": self.most_store_bytes,
             "faults": {name: survival.facts() for name, survival in self.survivals.items()},
@@ -114,7 +118,8 @@ class Report:
             title=(
                 f"{self.durability}: {self.num_steps} steps, {self.num_sessions} trainer sessions, "
                 f"{self.num_acknowledged} acknowledged trajectories, ledger {self.counts}; "
-                f"{self.num_cuts} cuts, {self.num_gone} trajectories gone with their generators"
+                f"{self.num_cuts} cuts, {self.num_gone} trajectories gone with their generators; "
+                f"rewards after the seal {dict(self.rewards)}"
             ),
             caption=f"failpoints: {dict(self.reached)}; not reached: {dict(self.missed)}",
         )
@@ -136,6 +141,7 @@ def whole_json(reports: Sequence[Report], *, seed: int) -> str:
         "trainer_sessions": sum(report.num_sessions for report in reports),
         "acknowledged_trajectories": sum(report.num_acknowledged for report in reports),
         "gone_with_their_generators": sum(report.num_gone for report in reports),
+        "rewards": dict(sum((report.rewards for report in reports), Counter[str]())),
         "ledger": dict(ledger),
         "faults": {name: _both(reports, name).facts() for name in names},
         "failpoints": _failpoints(reports),

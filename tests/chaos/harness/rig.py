@@ -16,7 +16,7 @@ from typing import Any, Self
 import redis
 
 from harness.checker import check
-from harness.cuts import KEPT, Cut, gone_with_their_writers, look_at, state_of, told_as_lost
+from harness.cuts import KEPT, Cut, Gone, gone_for_good, look_at, state_of
 from harness.history import History, Line, Logs
 from harness.leaders import read_plans
 from harness.stored import content_of
@@ -168,7 +168,7 @@ class Rig:
     def start_generator(self, writer: str = "w", *, groups: int, **options: object) -> Service:
         """A generator that publishes `groups` groups; see harness.generator for the options."""
         arguments = {"url": self.store_url, "run": self.run, "writer": writer, "groups": groups}
-        service = self._start(f"generator-{writer}", "harness.generator", {**arguments, **options})
+        service = self.start(f"generator-{writer}", "harness.generator", {**arguments, **options})
         self._generators[writer] = service
         return service
 
@@ -197,7 +197,7 @@ class Rig:
             "dp-world-size": dp_world_size,
         }
         self.ranks = [
-            self._start(
+            self.start(
                 f"{session}-rank-{dp_rank}",
                 "harness.rank",
                 {**arguments, "target": targets[dp_rank], "dp-rank": dp_rank, **options},
@@ -215,7 +215,8 @@ class Rig:
         self._services.append(service)
         return service
 
-    def _start(self, name: str, module: str, options: Mapping[str, object]) -> Service:
+    def start(self, name: str, module: str, options: Mapping[str, object]) -> Service:
+        """A process that logs under this name."""
         log = self.folder / "history" / f"{name}.jsonl"
         command = [*_python(module, is_newer=self.is_newer), "--log", str(log)]
         for option, value in options.items():
@@ -349,23 +350,22 @@ class Rig:
 
     def _whole_history(self) -> History:
         lines = self._logs.lines()
-        seals, openings = self._gone(lines)
+        gone = self._gone(lines)
         return History(
             [*lines, *([] if self.loses_plans else self.plans())],
             excused=self.excused,
-            gone=seals,
-            unknown=openings,
+            gone=gone.seals | gone.rewards,
+            unknown=gone.openings,
             losses=self.cuts,
         )
 
     def gone(self) -> set[str]:
         """Trajectories that a cut has taken, and nobody had to bring back, nor has."""
-        gone = self.history().acknowledged & self._gone(self._logs.lines())[0]
+        gone = self.history().acknowledged & self._gone(self._logs.lines()).seals
         return {name for name in gone if state_of(self.client, self.run, name) not in KEPT}
 
-    def _gone(self, lines: Sequence[Line]) -> tuple[set[str], set[str]]:
-        told = told_as_lost(self.folder / "logs") if self.cuts else {}
-        return gone_with_their_writers(lines, self.cuts, told=told)
+    def _gone(self, lines: Sequence[Line]) -> Gone:
+        return gone_for_good(lines, self.cuts, logs=self.folder / "logs")
 
     def note_cut(self, *, binary: Path) -> None:
         """The store was killed, and has lost what it had not synced: look at what is left."""

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 from harness.episodes import prompt_payload
@@ -24,6 +25,12 @@ Choice = TypeVar("Choice")
 
 REACHED_S = 20.0
 """By when a process comes to its failpoint, or does not."""
+
+AWAITS_ONE_IN = 8
+"""Of so many trajectories one gets its reward from another process."""
+
+LATE_S = 12.0
+"""So long such a reward is held back now and then: beyond its deadline."""
 
 NUM_PROMPTS = 100
 """Prompts that a run has left, at least half of them: generators never wait for one."""
@@ -69,6 +76,8 @@ class Stack:
         draws: decide whatever is left to chance.
         batchers: by name.
         generators: by writer.
+        others: the newest of each kind of process beside them.
+        num_others: that there ever were.
         num_writers: that there ever were.
         num_sides: runs beside the one that is trained, that there ever were.
         reached: failpoints at which a process has died, and how many did.
@@ -84,6 +93,8 @@ class Stack:
     draws: Draws
     batchers: dict[str, Service] = field(default_factory=dict[str, Service])
     generators: dict[str, Service] = field(default_factory=dict[str, Service])
+    others: dict[str, Service] = field(default_factory=dict[str, Service])
+    num_others: int = 0
     num_writers: int = 0
     num_sides: int = 0
     reached: Counter[str] = field(default_factory=Counter[str])
@@ -104,6 +115,20 @@ class Stack:
         for kind in ("own", "task"):
             self.start_generator(kind)
         self.start_ranks()
+        self.start_poster()
+
+    def start_poster(self) -> None:
+        """One that gives generators' trajectories their rewards, some of them too late."""
+        writer = f"poster-{self.num_others:03}"
+        self.num_others += 1
+        where = {"url": self.rig.store_url, "run": self.rig.run, "writer": writer}
+        when = {"late_s": LATE_S, "hurries_at": self.ends}
+        self.others["poster"] = self.rig.start(writer, "harness.poster", {**where, **when})
+
+    @property
+    def ends(self) -> Path:
+        """A file that appears when the run is to end."""
+        return self.rig.folder / "ends"
 
     def start_generator(self, kind: str) -> None:
         """A generator that nobody was before.
@@ -114,6 +139,7 @@ class Stack:
         writer = f"{kind}{self.num_writers}"
         self.num_writers += 1
         more = {"evaluates_every": 8} if kind == "own" else {"takes_tasks": 1}
+        more["awaits_one_in"] = AWAITS_ONE_IN
         service = self.rig.start_generator(writer, groups=1_000_000, pause_s=0.1, **more)
         self.generators[writer] = service
 
@@ -146,6 +172,8 @@ class Stack:
         for writer, generator in list(self.generators.items()):
             if generator.status is not None:
                 self.replace_generator(writer)
+        if self.others["poster"].status is not None:
+            self.start_poster()
         self.give_prompts()
 
     def mend_ranks(self) -> None:
@@ -184,6 +212,12 @@ class Stack:
         if self.durability == "everysec":
             self.rig.note_cut(binary=self.machine.binary)
         server.restart()
+
+    def strike_beside(self) -> None:
+        """Now and then SIGKILL for a process beside them all; another begins in its place."""
+        if self.rng.random() < 0.5:
+            self.draws.draw("others", tuple(self.others.values())).kill()
+            self.mend_services()
 
     def pause(self, seconds: float) -> None:
         """Let a fault last."""

@@ -35,7 +35,7 @@ from turnstream_server.embedded import Durability, EmbeddedServer
 RECOVERY_S = 90.0
 """By when a step must be taken after a fault."""
 
-CONFIG = config(max_staleness=8, retain_checkpoints=8, lease_s=5.0)
+CONFIG = config(max_staleness=8, retain_checkpoints=8, lease_s=5.0, reward_deadline_s=8.0)
 """What a killed generator left is given up soon."""
 
 MODES: tuple[Durability, ...] = ("fsync", "everysec")
@@ -114,6 +114,7 @@ def _inject(stack: Stack, report: Report, *, length: Length) -> None:
         began_s = time.monotonic()
         _await_step(stack, steps, report, after=fault.__name__)
         survival.recoveries_s.append(time.monotonic() - began_s)
+        stack.strike_beside()
         until_next_s = stack.rng.uniform(0.5, 1.5) * length.every_s
         stack.pause(max(0.0, until_next_s - survival.recoveries_s[-1]))
 
@@ -132,6 +133,7 @@ def _await_step(stack: Stack, steps: StepCounter, report: Report, *, after: str)
 def _finish(stack: Stack, report: Report) -> None:
     """Generators stop, all that is sealed is trained, and the history is proved."""
     rig = stack.rig
+    stack.ends.touch()
     for rank in rig.ranks:
         rank.kill()
     stack.mend_services()

@@ -1,0 +1,72 @@
+"""Rewards that come after the seal, from another process: which of them is trained."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+from harness.history import History
+
+Violations = Iterator[str]
+
+TAKEN = ("POSTED", "DUPLICATE")
+"""What is told of a reward that counts."""
+
+FORGOTTEN_S = 30.0
+"""What was told longer ago is on the disk, and stays so."""
+
+
+def awaited_rewards_are_those_posted(history: History) -> Violations:
+    """A reward that was acknowledged in time is the one that was trained; one told late is not."""
+    taken = rewards_taken(history)
+    trained = _trained(history)
+    for name, rewards in taken.items():
+        if len(rewards) > 1 and name not in history.gone:
+            yield f"{name} was given the rewards {sorted(rewards)}, and each was told to count"
+        if not trained.get(name, set()) <= rewards:
+            yield f"{name} is trained with {trained[name]}, and {sorted(rewards)} was told to count"
+    for name, reward in _refused(history):
+        if reward in trained.get(name, ()) and reward not in taken.get(name, ()):
+            yield f"{name} is trained with {reward}, which was told not to count"
+    for name in trained.keys() - taken.keys():
+        tried = {line["reward"] for line in history.of("posting") if line["trajectory"] == name}
+        if not trained[name] <= tried:
+            yield f"{name} is trained with {trained[name]}, and {sorted(tried)} were posted"
+
+
+def rewards_taken(history: History) -> dict[str, set[float]]:
+    """Trajectory -> the rewards of which a process was told that they count; one, but for cuts."""
+    found: dict[str, set[float]] = {}
+    for line in history.of("posted"):
+        if line["outcome"] in TAKEN:
+            found.setdefault(line["trajectory"], set()).add(line["reward"])
+    return found
+
+
+def _refused(history: History) -> Iterator[tuple[str, float]]:
+    """Rewards of which a process was told that they do not count.
+
+    Where the store forgot that soon after, they may count when they are posted again.
+    """
+    for line in history.of("posted", "refused"):
+        is_late = line.facts.get("outcome") == "LATE"
+        is_refused = "reward" in line.facts and line.facts.get("error", "").startswith("Conflict")
+        is_forgotten = any(0 < loss.at - line.at < FORGOTTEN_S for loss in history.losses)
+        if (is_late or is_refused) and not is_forgotten:
+            yield line["trajectory"], line["reward"]
+
+
+def _trained(history: History) -> dict[str, set[float]]:
+    """Trajectory that awaited its reward -> those with which it came to the ranks."""
+    found: dict[str, set[float]] = {}
+    for _, lines in history.complete_mini_batches():
+        for row in itertools.chain.from_iterable(line["rows"] for line in lines):
+            if row["trajectory"] in history.awaiting:
+                found.setdefault(row["trajectory"], set()).add(row["reward"])
+    return found
+
+
+def nothing_awaits(counts: Mapping[str, int]) -> Violations:
+    """Of a run that has ended: no trajectory waits for its reward."""
+    if num := counts.get("awaiting_reward", 0):
+        yield f"{num} still await their reward"
