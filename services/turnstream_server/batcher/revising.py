@@ -8,6 +8,7 @@ import redis.asyncio
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.revising import changed_settings
+from turnstream.errors import FencedError
 from turnstream.store.revisions import Revisions
 from turnstream.types import ConfigRevised
 from turnstream_server.batcher.runs import RunView
@@ -20,8 +21,8 @@ logger = logging.getLogger(__name__)
 class ConfigInForce:
     """The config of one leader's term, from the first revision on, or that of a snapshot.
 
-    Only a leader puts revisions in force, and the one before is fenced: whatever the history tells
-    of was stored before this term began to read it.
+    Only a leader puts revisions in force, and the one before is fenced: what the history tells of
+    was stored before this term began to read it, or the term is over.
 
     Args:
         client: of the store.
@@ -52,7 +53,16 @@ class ConfigInForce:
         return self._config
 
     def restore(self, revision: int, since: str) -> None:
-        """Go on with the config of a snapshot."""
+        """Go on with the config of a snapshot, or of an event.
+
+        Raises:
+            FencedError: it is one that this term does not know: a successor put it in force.
+        """
+        if revision > self._known.last.number:
+            raise FencedError(
+                f"config revision {revision} of run {self._view.run} is in force, which was stored "
+                "after this term had begun: another planner leads"
+            )
         self.revision, self.since = revision, since
         self._view.led_by_revision = revision
         self._config = self._known.config(revision)
@@ -69,7 +79,11 @@ class ConfigInForce:
         return ConfigRevised(revision=revision.number, step=revision.from_step)
 
     def take(self, event_id: str, event: ConfigRevised) -> bool:
-        """Take in what the run was told; False where it was in force before."""
+        """Take in what the run was told; False where it was in force before.
+
+        Raises:
+            FencedError: see `restore`.
+        """
         if event.revision <= self.revision:
             return False
         before = self._config

@@ -36,7 +36,10 @@ async def fire_deadlines(
         StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(run)
-    script_keys = (names.leader, names.deadlines, names.members, names.events, names.config)
+    script_keys = (
+        *(names.leader, names.deadlines, names.members, names.events),
+        *(names.config, names.rewards),
+    )
     arguments: list[str | bytes] = []
     while True:
         if arguments:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from turnstream.generator import Publisher
+from turnstream.records.configs import encode_config
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store import keys
 from turnstream.store.connection import connect
@@ -134,6 +135,43 @@ async def test_a_successor_plans_on_by_the_revised_config(house, upkeep):
 
     assert [info(each).config_revision for each in pulled] == [1, 2, 2]
     assert [names(each) for each in pulled] == [["g0"], ["g1", "g2"], ["g3", "g4"]]
+
+
+async def test_a_leader_that_hears_of_a_revision_of_its_successor_says_not_that_the_run_is_gone(
+    house, caplog
+):
+    # One that had slept through its lease did not know the number: it told its ranks that the run
+    # was deleted, and took part in it no more.
+    run = house.create_run(batch_groups=1, max_planned_ahead=5)
+    trainer = house.trainer(await house.start_batcher(lease_s=0.6), run)
+    await trainer.start()
+    await house.publish(run, group("g0"))
+    await planned(house, run, 1)
+    waiting = asyncio.create_task(trainer.get(2))
+
+    put_in_force_by_another(house, run, **REVISED)
+    await house.publish(run, group("g1"), group("g2"))
+
+    (pulled,) = await waiting
+    assert info(pulled).config_revision == 2
+    assert names(pulled) == ["g1", "g2"]
+    assert "config revision 2 of run" in caplog.text
+    assert "is gone from the store" not in caplog.text
+
+
+def put_in_force_by_another(house, run, **changes):
+    """A revision that is stored and announced at once, as this replica's leader never does it."""
+    own = keys.run_keys(run)
+    with connect(house.url) as client:
+        after = dataclasses.replace(read_revisions(client, run).last.config, **changes)
+        last_id = client.xinfo_stream(own.events)["last-generated-id"].decode()
+        event_id = f"{int(last_id.partition('-')[0]) + 1}-0"
+        fields = {"2": encode_config(after), "from:2": 2, "at:2": event_id, "newest": 2}
+        with client.pipeline(transaction=True) as pipeline:
+            pipeline.hset(own.config, mapping=fields)
+            event = encode_event(ConfigRevised(revision=2, step=2))
+            pipeline.xadd(own.events, {"r": event}, id=event_id)
+            pipeline.execute()
 
 
 async def test_a_revision_whose_event_is_damaged_stays_where_it_was(house):

@@ -15,6 +15,7 @@ from turnstream.errors import ConflictError, RunNotFoundError
 from turnstream.store import keys
 from turnstream.store.rewards import RewardOutcome
 from turnstream.types import RewardPosted, TrajectoryKey, TrajectoryState
+from turnstream_server.bus.deadlines import fire_deadlines
 from turnstream_server.bus.deletion import delete_run
 from turnstream_server.bus.ledger import read_ledger_async
 
@@ -190,3 +191,18 @@ async def test_a_reward_for_a_deleted_run_is_refused_by_its_name_and_leaves_noth
 
     names = keys.run_keys(short.name)
     assert client.exists(names.rewards, names.rewarded, names.counts, names.conflicts) == 0
+
+
+async def test_a_reward_behind_its_deadline_is_late_before_anybody_has_folded_that_in(
+    async_client: redis.asyncio.Redis, start_run: Any
+) -> None:
+    # It was told to count, and its group was dropped: the event of the deadline came first.
+    run = await start_run(async_client, reward_deadline_s=1.0)
+    await run.open("a", num_samples=1)
+    await run.seal("a", 0, awaits_reward=True)
+
+    await fire_deadlines(async_client, run.name, run_ms=1 << 50, leader_epoch=run.leader_epoch)
+
+    assert await run.post_reward("a", 0, 0.5) is LATE
+    assert await run.post_reward("a", 0, 0.5) is LATE
+    assert await num_late(run) == 1

@@ -9,6 +9,7 @@
 --   KEYS[3] members    hash    read: group name -> "<num_needed>:<highest attempt>:<refills>:..."
 --   KEYS[4] events     stream  added per deadline: field r = the deadline_fired record
 --   KEYS[5] config     hash    read: newest, and that revision's JSON
+--   KEYS[6] rewards    hash    trajectory id -> "missed", where its reward was waited for; added
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] the run's time, ms    ARGV[3] how many to name at most
 --   ARGV[4...] three per deadline: its member, the refills of its group, the record
@@ -35,6 +36,10 @@ for i = 4, #ARGV, 3 do
   if due_ms and tonumber(due_ms) <= now_ms and num_refills(ARGV[i]) == ARGV[i + 1] then
     redis.call('ZREM', KEYS[2], ARGV[i])
     redis.call('XADD', KEYS[4], '*', 'r', ARGV[i + 2])
+    local awaited = string.match(ARGV[i], '^reward:(.*)$')
+    if awaited then
+      redis.call('HSET', KEYS[6], awaited, 'missed')
+    end
     num_written = num_written + 1
   end
 end

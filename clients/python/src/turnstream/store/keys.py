@@ -23,7 +23,7 @@ clock      hash    the run's own time, which no jump of the store's clock change
                    the store said `at_ms`, and goes on by `most_ms` at most, see keep_clock.lua
 refills    zset    ids of granted attempts that nobody has opened, by when they were granted
 rewards    hash    trajectory id -> CRC of the reward that was posted for it, `late:<CRC>` where its
-                   group was decided before
+                   group was decided before, `missed` where its deadline has passed without
 rewarded   zset    ids in `rewards` that are not in the ledger, by when, server ms: the newest 4,096
 frontier   hash    stepped, committed, session_epoch, session, dp_world_size, lineage,
                    live_groups, open_groups, opened_groups, closed (0 or 1); planned, the newest

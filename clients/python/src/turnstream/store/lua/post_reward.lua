@@ -6,7 +6,8 @@
 -- Keys, all in the run's slot:
 --   KEYS[1] ledger     hash    trajectory id: "awaiting_reward:<epoch>" becomes "sealed:<epoch>"
 --   KEYS[2] counts     hash    changed: awaiting_reward, sealed; or late_rewards
---   KEYS[3] rewards    hash    trajectory id -> the CRC, "late:<CRC>" where it changes nothing; added
+--   KEYS[3] rewards    hash    trajectory id -> the CRC, "late:<CRC>" where it changes nothing; added.
+--                              "missed" where its deadline has passed, and is not folded in yet
 --   KEYS[4] deadlines  zset    removed: "reward:<trajectory id>"
 --   KEYS[5] events     stream  added, once: field r = the reward_posted record, t = the id
 --   KEYS[6] conflicts  hash    num, last, last_ms: changed where another reward was posted
@@ -31,7 +32,7 @@ if redis.call('EXISTS', FRONTIER) == 0 then
   return redis.error_reply('NORUN no such run')
 end
 local known = redis.call('HGET', REWARDS, ARGV[1])
-if known then
+if known and known ~= 'missed' then
   if known == ARGV[2] then
     return 'DUPLICATE'
   elseif known == 'late:' .. ARGV[2] then
@@ -78,7 +79,7 @@ end
 if state == 'sealed' then
   return redis.error_reply('CONFLICT ' .. ARGV[1] .. ' was sealed with its reward')
 end
-if state ~= 'awaiting_reward' then
+if state ~= 'awaiting_reward' or known then
   note_late()
   return 'LATE'
 end
