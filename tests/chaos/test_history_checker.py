@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from harness.checker import CHECKS, HistoryError, check
+from harness.checker import AT_THE_END, CHECKS, HistoryError, check
 from harness.episodes import episode, prompt_payload
 from harness.forging import (
-    WRITER,
     Lines,
     Writing,
     change,
@@ -25,6 +24,7 @@ from harness.forging import (
     write_group,
 )
 from harness.history import History, Line
+from harness.spoiled import BESIDE
 
 Corrupt = Callable[[Lines], Lines]
 
@@ -111,18 +111,6 @@ def a_lost_group(lines: Lines) -> Lines:
     writing = Writing()
     write_group(writing, "g99")
     return [*lines, *writing.lines]
-
-
-def a_lost_group_that_had_its_reward(lines: Lines) -> Lines:
-    facts = {"trajectory": "g99/0/0", "reward": 1.0, "outcome": "POSTED"}
-    return [*a_lost_group_that_waits(lines), Line("poster", "posted", 100.0, facts)]
-
-
-def a_lost_group_that_waits(lines: Lines) -> Lines:
-    writing = Writing()
-    write_group(writing, "g99")
-    later = [replace(line, at=line.at + 10.0) for line in writing.lines]
-    return [*lines, *change(later, "sealing", awaits=True, reward=None)]
 
 
 def an_old_trainer_that_is_still_heard(lines: Lines) -> Lines:
@@ -212,27 +200,6 @@ def two_visits_of_a_prompt_that_are_trained(lines: Lines) -> Lines:
     return renamed(lines, {"g0": "p%231", "g5": "p%232"})
 
 
-def awaited(lines: Lines, *said: tuple[str, float]) -> Lines:
-    """The lines where g0/0/0 awaited its reward, and posters were told this of these rewards."""
-    name = "g0/0/0"
-    lines = change(lines, "sealing", awaits=True, reward=None)
-    for number, (outcome, reward) in enumerate(said):
-        facts = {"trajectory": name, "reward": reward}
-        told = Line(f"poster-{number}", "posted", 0.02, {**facts, "outcome": outcome})
-        if outcome == "refused":
-            told = Line(f"poster-{number}", "refused", 0.02, {**facts, "error": "ConflictError"})
-        lines = [*lines, Line(f"poster-{number}", "posting", 0.01, facts), told]
-    return lines
-
-
-TRAINED = episode("g0/0/0", writer=WRITER).reward
-OTHER = TRAINED + 1
-
-
-def a_reward_that_nobody_was_told_of(lines: Lines) -> Lines:
-    return [line for line in awaited(lines, ("POSTED", OTHER)) if line.kind != "posted"]
-
-
 CORRUPTIONS: list[tuple[str, Corrupt]] = [
     ("trained_once", a_batch_that_comes_twice),
     ("trained_once", a_row_twice_on_one_rank),
@@ -278,17 +245,8 @@ CORRUPTIONS: list[tuple[str, Corrupt]] = [
     ("nothing_else_is_trained", lambda ls: change(ls, "opening", purpose="eval")),
     ("nothing_else_is_trained", a_task_with_another_payload),
     ("prompts_are_trained_once", two_visits_of_a_prompt_that_are_trained),
-    ("awaited_rewards_are_those_posted", awaited),
-    ("awaited_rewards_are_those_posted", a_reward_that_nobody_was_told_of),
-    ("awaited_rewards_are_those_posted", lambda ls: awaited(ls, ("POSTED", OTHER))),
-    ("awaited_rewards_are_those_posted", lambda ls: awaited(ls, ("LATE", TRAINED))),
-    ("awaited_rewards_are_those_posted", lambda ls: awaited(ls, ("refused", TRAINED))),
-    (
-        "awaited_rewards_are_those_posted",
-        lambda ls: awaited(ls, ("POSTED", TRAINED), ("DUPLICATE", OTHER)),
-    ),
     ("nothing_is_lost", a_lost_group),
-    ("nothing_is_lost", a_lost_group_that_had_its_reward),
+    *BESIDE,
 ]
 
 
@@ -352,34 +310,6 @@ def test_evaluations_that_the_ledger_does_not_have_are_found(num_evaluated: int)
         check(history, counts=wrong, is_drained=True)
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        [("POSTED", TRAINED)],
-        [("DUPLICATE", TRAINED), ("LATE", OTHER)],
-        [("refused", OTHER), ("POSTED", TRAINED)],
-        [("LATE", TRAINED), ("POSTED", TRAINED)],  # too late once, and in time from another process
-    ],
-)
-def test_a_reward_that_was_told_to_count_may_come_late_from_others(
-    said: list[tuple[str, float]],
-) -> None:
-    lines = awaited(right_history(), *said)
-
-    check(History(lines), counts=COUNTS, is_drained=True)
-
-
-def test_a_group_without_its_reward_may_end_untrained_and_waits_no_longer() -> None:
-    history = History(a_lost_group_that_waits(right_history()))
-    counts = {"accepted": 18, "committed": 16, "incomplete": 2}
-
-    check(history, counts=counts, is_drained=True)
-
-    wrong = {"accepted": 18, "committed": 16, "sealed": 1, "awaiting_reward": 1}
-    with pytest.raises(HistoryError, match="nothing_awaits: 1 still await their reward"):
-        check(history, counts=wrong, is_drained=True)
-
-
 def test_tasks_are_among_what_generators_were_told_of_and_tried() -> None:
     name = "p1%231"
     given = {"group": name, "num_samples": 2, "prompt": "p1", "trajectories": [f"{name}/0/0"]}
@@ -399,7 +329,7 @@ def test_tasks_are_among_what_generators_were_told_of_and_tried() -> None:
 def test_every_invariant_is_broken_above() -> None:
     broken = {invariant for invariant, _ in CORRUPTIONS}
 
-    assert {each.__name__ for each in CHECKS} | {"bounds_hold", "nothing_is_lost"} == broken
+    assert {each.__name__ for each in (*CHECKS, *AT_THE_END)} | {"bounds_hold"} == broken
 
 
 def test_a_sleep_of_the_process_is_no_late_answer() -> None:

@@ -5,14 +5,18 @@ episodes        what generators say: every token is unique, so a row names its o
 log             one fsynced file per process, appended to before and after every call
 generator       a process that publishes groups
 poster          a process that posts rewards of what generators sealed without one
+observer        a process that observes beside the ranks
 rank            a process that trains, one per `dp_rank`
 newer           runs a process as the next minor release would
 history         all logs of a run as one history, and what survives of it
 leaders         what batchers logged of their plans
 checker         the invariants I1 to I8, each a function of the history
 members         whose work is trained
+observers       what observers saw of the batches
 rewards         which of the rewards that were posted is trained
 versions        whose weights have which number, and which trainer session is heard
+refusals        what generators and posters may be refused
+archives        what the archive folder has of the steps that were trained
 prompts         what becomes of the prompts of a run, and of evaluations
 cuts            what a store under everysec was left with, and what that excuses
 repeater        sends every call of gRPC several times at once

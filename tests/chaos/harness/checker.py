@@ -23,7 +23,13 @@ from harness.members import (
     groups_have_their_members,
     rows_are_what_was_said,
     steps_are_stepped_by_all_ranks,
+    takers_find_what_was_said,
     writers_are_told_the_truth,
+)
+from harness.observers import (
+    everything_was_observed,
+    observers_go_on_where_they_were,
+    observers_see_what_is_trained,
 )
 from harness.prompts import evaluations_add_up, nothing_else_is_trained, prompts_are_trained_once
 from harness.rewards import awaited_rewards_are_those_posted, nothing_awaits, rewards_taken
@@ -63,7 +69,7 @@ def check(
     if counts is not None:
         found += [f"ledger_adds_up: {text}" for text in ledger_adds_up(history, counts)]
     if is_drained:
-        found += [f"nothing_is_lost: {text}" for text in nothing_is_lost(history)]
+        found += [f"{check.__name__}: {text}" for check in AT_THE_END for text in check(history)]
     if is_drained and counts is not None:
         found += [f"evaluations_add_up: {text}" for text in evaluations_add_up(history, counts)]
         found += [f"nothing_awaits: {text}" for text in nothing_awaits(counts)]
@@ -378,8 +384,17 @@ CHECKS: tuple[Callable[[History], Violations], ...] = (
     groups_have_their_members,
     writers_are_told_the_truth,
     acknowledged_turns_are_kept,
+    takers_find_what_was_said,
     steps_are_stepped_by_all_ranks,
     nothing_else_is_trained,
     prompts_are_trained_once,
     awaited_rewards_are_those_posted,
+    observers_go_on_where_they_were,
+    observers_see_what_is_trained,
 )
+
+AT_THE_END: tuple[Callable[[History], Violations], ...] = (
+    nothing_is_lost,
+    everything_was_observed,
+)
+"""What holds in addition of a run that was trained to its end."""

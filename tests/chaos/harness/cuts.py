@@ -19,16 +19,13 @@ from typing import Any, NamedTuple
 
 import redis
 
-from harness.history import Line
+from harness.history import FORGOTTEN_S, Line
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.runs import newest_version
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.histories import TrajectoryNotFoundError, history_of
 from turnstream_server.embedded import EmbeddedServer
-
-LOOK_BACK_S = 30.0
-"""What was told before that must be on the disk: what of it is gone is never excused."""
 
 SENT_AGAIN_S = 15.0
 """A publisher that lives for so long behind a cut has sent all again: it keeps five seconds, finds
@@ -103,7 +100,7 @@ def _missing(
 
     These are "open", "awaiting_reward", or "".
     """
-    newest = [line for line in lines if line.at > at - LOOK_BACK_S]
+    newest = [line for line in lines if line.at > at - FORGOTTEN_S]
     names = list(dict.fromkeys([*_written(newest), *_posted(newest)]))
     if not names:
         return

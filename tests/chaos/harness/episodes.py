@@ -10,6 +10,7 @@ import hashlib
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,14 @@ class EpisodeTurn:
         return np.concatenate([self.prompt_ids, self.response_ids])
 
 
+class RowColumns(NamedTuple):
+    """What a row must hold: its tokens, the mask of its response, and where that begins."""
+
+    input_ids: list[int]
+    loss_mask: list[int]
+    prompt_length: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Episode:
     """One trajectory, and the rows that it must become.
@@ -37,12 +46,14 @@ class Episode:
     Attributes:
         turns: one to three; now and then a prompt forgets what came before.
         reward: a multiple of 1/4.
-        rows: names of the rows, in order; see `row_name`.
+        columns: of the rows, in order.
+        rows: their names; see `row_name`.
         num_trained: trained tokens of every row.
     """
 
     turns: tuple[EpisodeTurn, ...]
     reward: float
+    columns: tuple[RowColumns, ...]
     rows: tuple[str, ...]
     num_trained: tuple[int, ...]
 
@@ -60,17 +71,25 @@ def episode(trajectory: str, *, writer: str, before: Sequence[EpisodeTurn] = ())
     turns = list(before)
     for index in range(len(before), num_turns):
         observed = _tokens(f"{seed}|{index}|o", 2 + _number(seed, f"o{index}") % 3)
-        sampled = _tokens(f"{seed}|{index}|s", 1 + _number(seed, f"s{index}") % 5)
+        response = sampled(trajectory, writer=writer, index=index)
         forgets = not turns or _number(seed, f"edit{index}") % 5 == 0
         prompt = observed if forgets else np.concatenate([turns[-1].context, observed])
-        turns.append(EpisodeTurn(prompt_ids=prompt, response_ids=sampled))
+        turns.append(EpisodeTurn(prompt_ids=prompt, response_ids=response))
     spans = _spans(turns)
+    columns = tuple(_row(parts) for parts in spans)
     return Episode(
         turns=tuple(turns),
         reward=_number(seed, "reward") % 5 / 4,
-        rows=tuple(_row(parts) for parts in spans),
+        columns=columns,
+        rows=tuple(row_name(ids, mask, prompt_length=cut) for ids, mask, cut in columns),
         num_trained=tuple(sum(len(ids) for ids, trained in p if trained) for p in spans),
     )
+
+
+def sampled(trajectory: str, *, writer: str, index: int) -> NDArray[np.int32]:
+    """What this writer samples in a turn, whatever came before."""
+    seed = f"{writer}|{trajectory}"
+    return _tokens(f"{seed}|{index}|s", 1 + _number(seed, f"s{index}") % 5)
 
 
 def _spans(turns: Sequence[EpisodeTurn]) -> list[list[tuple[NDArray[np.int32], int]]]:
@@ -92,11 +111,11 @@ def row_name(input_ids: Sequence[int], loss_mask: Sequence[int], *, prompt_lengt
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _row(parts: Sequence[tuple[NDArray[np.int32], int]]) -> str:
+def _row(parts: Sequence[tuple[NDArray[np.int32], int]]) -> RowColumns:
     prompt_length = len(parts[0][0])
     ids = np.concatenate([tokens for tokens, _ in parts]).tolist()
     mask = [trained for tokens, trained in parts for _ in tokens][prompt_length:]
-    return row_name(ids, mask, prompt_length=prompt_length)
+    return RowColumns(ids, mask, prompt_length)
 
 
 def _tokens(name: str, count: int) -> NDArray[np.int32]:
@@ -111,6 +130,11 @@ def _number(seed: str, what: str) -> int:
 def awaits_reward(trajectory: str, *, one_in: int) -> bool:
     """Whether its generator leaves the reward to another process: one in so many, 0 for none."""
     return bool(one_in) and _number(trajectory, "awaits") % one_in == 0
+
+
+def left_alone(group: str, *, one_in: int) -> bool:
+    """Whether nobody goes on with it when its generator is gone: one in so many, 0 for none."""
+    return bool(one_in) and _number(group, "left alone") % one_in == 0
 
 
 def held_back(trajectory: str) -> bool:

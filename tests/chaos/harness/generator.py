@@ -3,7 +3,8 @@
 It may be told to hang in one trajectory, behind its first turn, until a file appears. Or to help:
 then it has no groups of its own, goes on with what others left, and tries again what is granted.
 Or to take tasks in place of groups of its own; or to open a group now and then to evaluate; or to
-leave the rewards of some trajectories to a process that posts them (harness.poster).
+go on with what others left open between its own groups; or to leave the rewards of some
+trajectories to a process that posts them (harness.poster).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from harness.episodes import Episode, EpisodeTurn, awaits_reward, episode
+from harness.episodes import Episode, EpisodeTurn, awaits_reward, episode, left_alone
 from harness.log import ProcessLog
 from turnstream.errors import (
     ConflictError,
@@ -85,6 +86,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--admission-s", type=float, default=300.0)
     parser.add_argument("--takes-tasks", type=int, default=0)
     parser.add_argument("--evaluates-every", type=int, default=0)
+    parser.add_argument("--takes-over-every", type=int, default=0)
+    parser.add_argument("--leaves-one-in", type=int, default=0)
     parser.add_argument("--awaits-one-in", type=int, default=0)
     return parser.parse_args()
 
@@ -110,7 +113,13 @@ class _Generator:
         self._write_s: float = options.timeout_s + 5.0
 
     def go_on(self, number: int) -> bool:
-        """One group more, and an evaluation now and then; False once the run takes no more."""
+        """One group more, and an evaluation now and then; False once the run takes no more.
+
+        Now and then it also looks for what others have left open.
+        """
+        every = self._options.takes_over_every
+        if every and number % every == 0:
+            self.take_over_lapsed()
         if self._options.takes_tasks:
             return self._take()
         every, name = self._options.evaluates_every, f"{self._options.writer}-{number}"
@@ -166,9 +175,7 @@ class _Generator:
     def help(self, end: Path) -> None:
         """Take over what lapses and take what is to be tried again, until a file appears."""
         while not end.exists():
-            for lapsed in self._publisher.lapsed():
-                with contextlib.suppress(ConflictError, FencedError):
-                    self._go_on(self._publisher.take_over(*lapsed.key))
+            self.take_over_lapsed()
             self._log.write("asking")
             try:
                 refill = self._publisher.next_refill(_POLL_S)
@@ -178,14 +185,36 @@ class _Generator:
             self._log.write("granted", trajectory=refill.key.trajectory_id)
             self._play_sample(self._publisher.refill_trajectory(refill))
 
+    def take_over_lapsed(self) -> None:
+        """Go on with what others have left open, but for what is left alone."""
+        try:
+            with self._log.waiting("lapsed", deadline_s=self._write_s):
+                found = self._publisher.lapsed()
+        except StoreUnavailableError as error:
+            self._log.write("not_answered", error=repr(error))
+            return
+        for lapsed in found:
+            if not left_alone(lapsed.key.group_id, one_in=self._options.leaves_one_in):
+                self._take_over(lapsed.key)
+
+    def _take_over(self, key: TrajectoryKey) -> None:
+        try:
+            with self._log.waiting("take-over", deadline_s=self._write_s):
+                writer = self._publisher.take_over(*key)
+        except (ConflictError, FencedError, StoreUnavailableError) as error:
+            self._log.write("not_taken", trajectory=key.trajectory_id, error=repr(error))
+        else:
+            self._go_on(writer)
+
     def _go_on(self, writer: TrajectoryWriter) -> None:
         name = writer.key.trajectory_id
-        self._log.write("taken", trajectory=name, num_turns=len(writer.turns))
         before = [
             EpisodeTurn(prompt_ids=t.prompt_ids, response_ids=t.response_ids) for t in writer.turns
         ]
+        sampled = [turn.response_ids.tolist() for turn in before]
+        self._log.write("taken", trajectory=name, num_turns=len(before), sampled=sampled)
         said = episode(name, writer=self._options.writer, before=before)
-        self._write(writer, name, said, first=len(before))
+        self._play_said(writer, name, said, first=len(before))
 
     def _hang(self, name: str) -> None:
         if name == self._options.hang_in:
@@ -195,8 +224,13 @@ class _Generator:
 
     def _play_sample(self, writer: TrajectoryWriter) -> None:
         name = writer.key.trajectory_id
+        self._play_said(writer, name, episode(name, writer=self._options.writer))
+
+    def _play_said(
+        self, writer: TrajectoryWriter, name: str, said: Episode, *, first: int = 0
+    ) -> None:
         try:
-            self._write(writer, name, episode(name, writer=self._options.writer))
+            self._write(writer, name, said, first=first)
         except TurnstreamError as error:
             self._log.write("refused", trajectory=name, error=repr(error))
             if not writer.has_ended:

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple, Protocol
 LATE_S = 5.0
 """A batch that was lost may be handed out so much later: it had been pulled ahead."""
 
+FORGOTTEN_S = 30.0
+"""What was told so long ago is on the disk, and no store forgets it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Line:

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from harness.history import History, Line, MiniBatchName
+from harness.episodes import sampled
+from harness.history import FORGOTTEN_S, History, Line, MiniBatchName
 
 Violations = Iterator[str]
 
@@ -73,18 +74,45 @@ def writers_are_told_the_truth(history: History) -> Violations:
 
 
 def acknowledged_turns_are_kept(history: History) -> Violations:
-    """P1: whoever takes a trajectory over finds every turn that was acknowledged before."""
-    num_turns: dict[str, int] = {}
+    """P1: whoever takes a trajectory over finds every turn that was acknowledged before.
+
+    But for what a cut took: its writer was dead, or was refused, and did not send it again.
+    """
+    appended: dict[str, list[Line]] = {}
     for line in history.of("appended", "taken"):
         trajectory = line["trajectory"]
-        known = num_turns.get(trajectory, 0)
-        if line.kind == "taken" and line["num_turns"] < known:
+        if line.kind == "appended":
+            appended.setdefault(trajectory, []).append(line)
+            continue
+        kept = [each for each in appended.get(trajectory, ()) if not _is_lost(history, each, line)]
+        known = max((each["turn"] + 1 for each in kept), default=0)
+        if line["num_turns"] < known:
             yield f"{line.process} found {line['num_turns']} turns of {trajectory}, not {known}"
-        elif line.kind == "appended":
-            num_turns[trajectory] = max(known, line["turn"] + 1)
-    for trajectory in num_turns:
+    for trajectory in appended:
         if trajectory.split("/")[0] not in history.members:
             yield f"turns of {trajectory} were acknowledged, and its group was never opened"
+
+
+def _is_lost(history: History, appended: Line, taken: Line) -> bool:
+    return any(loss.at - FORGOTTEN_S < appended.at < loss.at < taken.at for loss in history.losses)
+
+
+def takers_find_what_was_said(history: History) -> Violations:
+    """Each turn that is found of a trajectory is what a generator before said in that turn."""
+    writers: dict[tuple[str, int], list[str]] = {}
+    for line in history.of("appending", "taken"):
+        trajectory = line["trajectory"]
+        if line.kind == "appending":
+            turn = trajectory, line["turn"]
+            writers.setdefault(turn, []).append(line.process.removeprefix("generator-"))
+            continue
+        for index, found in enumerate(line.facts.get("sampled", ())):
+            said = [
+                sampled(trajectory, writer=writer, index=index).tolist()
+                for writer in writers.get((trajectory, index), ())
+            ]
+            if found not in said:
+                yield f"{line.process} found {found} in turn {index} of {trajectory}, not {said}"
 
 
 def steps_are_stepped_by_all_ranks(history: History) -> Violations:

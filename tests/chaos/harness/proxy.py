@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import socket
 import threading
 import time
@@ -235,3 +236,11 @@ def _reset(opened: socket.socket) -> None:
     with contextlib.suppress(OSError):
         opened.shutdown(socket.SHUT_RDWR)
     opened.close()
+
+
+def own_host() -> str:
+    """A loopback address of one rig alone, on which nobody else takes a port that was found free.
+
+    All of 127.0.0.0/8 is this machine.
+    """
+    return ".".join(["127", *(str(1 + secrets.randbelow(254)) for _ in range(3))])

@@ -14,6 +14,7 @@ import redis
 from rich.table import Column, Table
 
 from harness.running import Stack
+from turnstream_server.bus.frontier import read_frontier
 
 MAX_STORE_BYTES = 1 << 30
 """Memory of a store: what is kept of half an hour."""
@@ -56,6 +57,8 @@ class Report:
     Attributes:
         num_cuts: how often the store was killed or its power cut, where that can lose something.
         num_gone: acknowledged trajectories that are gone with their generators.
+        num_taken_over: trajectories that another generator went on with.
+        num_released: steps that are in the archive alone.
         rewards: what was said of those that were posted after the seal.
         most_store_bytes: that the store ever used.
     """
@@ -69,6 +72,8 @@ class Report:
         self.num_acknowledged = 0
         self.num_cuts = 0
         self.num_gone = 0
+        self.num_taken_over = 0
+        self.num_released = 0
         self.rewards: Counter[str] = Counter()
         self.counts: dict[str, int] = {}
         self.reached: Counter[str] = Counter()
@@ -90,6 +95,8 @@ class Report:
         self.num_acknowledged = len(history.acknowledged)
         self.num_cuts = len(stack.rig.cuts)
         self.num_gone = len(stack.rig.gone())
+        self.num_taken_over = sum(1 for _ in history.of("taken"))
+        self.num_released = read_frontier(stack.rig.client, stack.rig.run).released
         self.rewards = Counter(line["outcome"].lower() for line in history.of("posted"))
         self.counts = stack.rig.counts()
         self.reached, self.missed = stack.reached, stack.missed
@@ -103,6 +110,8 @@ class Report:
             "acknowledged_trajectories": self.num_acknowledged,
             "cuts": self.num_cuts,
             "gone_with_their_generators": self.num_gone,
+            "taken_over": self.num_taken_over,
+            "archived_and_released_steps": self.num_released,
             "rewards": dict(self.rewards),
             "ledger": self.counts,
             "most_store_bytes": self.most_store_bytes,
@@ -119,6 +128,7 @@ class Report:
                 f"{self.durability}: {self.num_steps} steps, {self.num_sessions} trainer sessions, "
                 f"{self.num_acknowledged} acknowledged trajectories, ledger {self.counts}; "
                 f"{self.num_cuts} cuts, {self.num_gone} trajectories gone with their generators; "
+                f"{self.num_taken_over} taken over, {self.num_released} steps left to the archive, "
                 f"rewards after the seal {dict(self.rewards)}"
             ),
             caption=f"failpoints: {dict(self.reached)}; not reached: {dict(self.missed)}",
@@ -141,6 +151,8 @@ def whole_json(reports: Sequence[Report], *, seed: int) -> str:
         "trainer_sessions": sum(report.num_sessions for report in reports),
         "acknowledged_trajectories": sum(report.num_acknowledged for report in reports),
         "gone_with_their_generators": sum(report.num_gone for report in reports),
+        "taken_over": sum(report.num_taken_over for report in reports),
+        "archived_and_released_steps": sum(report.num_released for report in reports),
         "rewards": dict(sum((report.rewards for report in reports), Counter[str]())),
         "ledger": dict(ledger),
         "faults": {name: _both(reports, name).facts() for name in names},

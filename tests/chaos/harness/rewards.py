@@ -5,15 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 
-from harness.history import History
+from harness.history import FORGOTTEN_S, History
 
 Violations = Iterator[str]
 
 TAKEN = ("POSTED", "DUPLICATE")
 """What is told of a reward that counts."""
-
-FORGOTTEN_S = 30.0
-"""What was told longer ago is on the disk, and stays so."""
 
 
 def awaited_rewards_are_those_posted(history: History) -> Violations:

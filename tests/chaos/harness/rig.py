@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import secrets
 import signal
 import sys
 import time
@@ -19,6 +18,7 @@ from harness.checker import check
 from harness.cuts import KEPT, Cut, Gone, gone_for_good, look_at, state_of
 from harness.history import History, Line, Logs
 from harness.leaders import read_plans
+from harness.proxy import own_host
 from harness.stored import content_of
 from turnstream.batching.config import BatchingConfig
 from turnstream.store import keys
@@ -120,7 +120,7 @@ class Rig:
         self._services: list[Service] = []
         self._generators: dict[str, Service] = {}
         self._numbers = itertools.count(1)
-        self._host = _own_host()
+        self._host = own_host()
         self._ports: dict[str, int] = {}
         self.client: redis.Redis = connect(server.url)
         create_run(self.client, run, config)
@@ -310,17 +310,25 @@ class Rig:
 
     # -- the end -----------------------------------------------------------------------------
 
-    def drain(self, dp_world_size: int = 1, *, num_lost: int | None = 0, **options: object) -> None:
+    def drain(
+        self,
+        dp_world_size: int = 1,
+        *,
+        num_lost: int | None = 0,
+        beside: Sequence[Service] = (),
+        **options: object,
+    ) -> None:
         """Let generators come to their end, close the run, train all, and prove the invariants.
 
         Whatever was done to the store, it must have cost generators time and no trajectory but
-        the `num_lost` that others took over; None where the caller knows better.
+        the `num_lost` that others took over; None where the caller knows better. Processes `beside`
+        the ranks come to their end with them.
         """
         ranks = self.start_ranks(dp_world_size, **{"checkpoint_every": 1, **options})
         for generator in self._generators.values():
             generator.wait(PATIENCE_S)
         self.close_run()
-        self.join(ranks)
+        self.join([*ranks, *beside])
         self.check(is_drained=True)
         if num_lost is not None:
             assert len(self.lost_by_generators()) == num_lost, self.lost_by_generators()
@@ -382,14 +390,6 @@ class Rig:
             if hashes.get(token.step) == token.chain_hash:
                 return token.step
         return 0
-
-
-def _own_host() -> str:
-    """A loopback address of one rig alone, on which nobody else takes a port that was found free.
-
-    All of 127.0.0.0/8 is this machine.
-    """
-    return ".".join(["127", *(str(1 + secrets.randbelow(254)) for _ in range(3))])
 
 
 def config(**fields: Any) -> BatchingConfig:

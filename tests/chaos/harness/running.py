@@ -115,15 +115,26 @@ class Stack:
         for kind in ("own", "task"):
             self.start_generator(kind)
         self.start_ranks()
-        self.start_poster()
+        for kind in ("poster", "observer"):
+            self.start_beside(kind)
 
-    def start_poster(self) -> None:
-        """One that gives generators' trajectories their rewards, some of them too late."""
-        writer = f"poster-{self.num_others:03}"
+    def start_beside(self, kind: str) -> None:
+        """A process beside them all, of which nothing else depends."""
         self.num_others += 1
+        name = f"{kind}-{self.num_others:03}"
+        self.others[kind] = {"poster": self._poster, "observer": self._observer}[kind](name)
+
+    def _observer(self, name: str) -> Service:
+        """One that sees what is trained, from the batcher that the ranks do not ask."""
+        target = self.rig.address("other")
+        options = {"target": target, "run": self.rig.run, "observer": "the one"}
+        return self.rig.start(name, "harness.observer", options)
+
+    def _poster(self, writer: str) -> Service:
+        """One that gives generators' trajectories their rewards, some of them too late."""
         where = {"url": self.rig.store_url, "run": self.rig.run, "writer": writer}
         when = {"late_s": LATE_S, "hurries_at": self.ends}
-        self.others["poster"] = self.rig.start(writer, "harness.poster", {**where, **when})
+        return self.rig.start(writer, "harness.poster", {**where, **when})
 
     @property
     def ends(self) -> Path:
@@ -134,12 +145,12 @@ class Stack:
         """A generator that nobody was before.
 
         One of the kind "own" brings its prompts, and evaluates now and then; one of the kind "task"
-        takes what the run gives out.
+        takes what the run gives out. Both go on with most of what others leave open.
         """
         writer = f"{kind}{self.num_writers}"
         self.num_writers += 1
         more = {"evaluates_every": 8} if kind == "own" else {"takes_tasks": 1}
-        more["awaits_one_in"] = AWAITS_ONE_IN
+        more |= {"awaits_one_in": AWAITS_ONE_IN, "takes_over_every": 2, "leaves_one_in": 4}
         service = self.rig.start_generator(writer, groups=1_000_000, pause_s=0.1, **more)
         self.generators[writer] = service
 
@@ -172,8 +183,9 @@ class Stack:
         for writer, generator in list(self.generators.items()):
             if generator.status is not None:
                 self.replace_generator(writer)
-        if self.others["poster"].status is not None:
-            self.start_poster()
+        for kind, other in list(self.others.items()):
+            if other.status is not None:
+                self.start_beside(kind)
         self.give_prompts()
 
     def mend_ranks(self) -> None:
@@ -182,7 +194,7 @@ class Stack:
             self.start_ranks()
 
     def replace_generator(self, writer: str) -> None:
-        """Another one takes a dead generator's place; what that left is given up with its lease."""
+        """Another one takes a dead generator's place, and anybody what it left open."""
         del self.generators[writer]
         self.start_generator(writer.rstrip("0123456789"))
 
@@ -214,10 +226,10 @@ class Stack:
         server.restart()
 
     def strike_beside(self) -> None:
-        """Now and then SIGKILL for a process beside them all; another begins in its place."""
-        if self.rng.random() < 0.5:
-            self.draws.draw("others", tuple(self.others.values())).kill()
-            self.mend_services()
+        """SIGKILL for a generator, or a process beside; another takes its place."""
+        generator = self.rng.choice([*self.generators.values()])
+        self.draws.draw("beside", (*self.others.values(), generator)).kill()
+        self.mend_services()
 
     def pause(self, seconds: float) -> None:
         """Let a fault last."""

@@ -20,28 +20,30 @@ from pathlib import Path
 
 from rich.console import Console
 
+from harness.archives import archive_is_what_was_trained
 from harness.faults import FAULTS
 from harness.machine import Machine
 from harness.prompts import trained_prompts
 from harness.proxy import Proxy
+from harness.refusals import refusals_have_a_cause
 from harness.report import MAX_STORE_BYTES, Report, whole_json
 from harness.rig import Rig, config
 from harness.running import Draws, InVainError, Stack
 from turnstream.store.evals import eval_results
 from turnstream.store.runs import close_run
 from turnstream.store.tasks import read_prompt_counts
+from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.embedded import Durability, EmbeddedServer
 
 RECOVERY_S = 90.0
 """By when a step must be taken after a fault."""
 
-CONFIG = config(max_staleness=8, retain_checkpoints=8, lease_s=5.0, reward_deadline_s=8.0)
-"""What a killed generator left is given up soon."""
+CONFIG = config(
+    max_staleness=8, retain_checkpoints=8, lease_s=5.0, takeover_s=3.0, reward_deadline_s=8.0
+)
+"""What a killed generator left is taken over or given up soon."""
 
 MODES: tuple[Durability, ...] = ("fsync", "everysec")
-
-NAMED = ("ConflictError", "FencedError", "StoreBehindError")
-"""What a generator may be told of a trajectory that a store has lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,7 @@ def soak(folder: Path, *, length: Length, draws: Draws, durability: Durability) 
         Proxy(rig.address()) as door,
     ):
         rig.store_url = store.url
+        rig.environment["TURNSTREAM_ARCHIVE_DIR"] = str(folder / "archive")
         stack = Stack(
             rig=rig, machine=machine, store=store, door=door, draws=draws, durability=durability
         )
@@ -99,9 +102,11 @@ def _inject(stack: Stack, report: Report, *, length: Length) -> None:
     deadline_s = time.monotonic() + length.seconds
     steps = StepCounter(stack.rig.folder / "history")
     _await_step(stack, steps, report, after="the start")
-    for _ in range(length.num_faults):
+    for number in range(length.num_faults):
         if time.monotonic() > deadline_s:
             break
+        if number:
+            stack.strike_beside()
         fault = stack.draws.draw("faults", FAULTS)
         survival = report.survivals[fault.__name__]
         try:
@@ -114,7 +119,6 @@ def _inject(stack: Stack, report: Report, *, length: Length) -> None:
         began_s = time.monotonic()
         _await_step(stack, steps, report, after=fault.__name__)
         survival.recoveries_s.append(time.monotonic() - began_s)
-        stack.strike_beside()
         until_next_s = stack.rng.uniform(0.5, 1.5) * length.every_s
         stack.pause(max(0.0, until_next_s - survival.recoveries_s[-1]))
 
@@ -138,27 +142,21 @@ def _finish(stack: Stack, report: Report) -> None:
         rank.kill()
     stack.mend_services()
     close_run(rig.client, rig.run)  # which ends the generators
-    if stack.durability == "fsync":
-        rig.drain(2, timeout_s=30)
-    else:
-        rig.drain(2, timeout_s=30, from_step=rig.checkpoint_of_store(), num_lost=None)
-        _check_refusals(rig)
+    beside = [stack.others["observer"]]
+    first = -1 if stack.durability == "fsync" else rig.checkpoint_of_store()
+    rig.drain(2, timeout_s=30, from_step=first, num_lost=None, beside=beside)
+    _check_refusals(rig)
     _check_prompts(rig)
     _check_evaluations(rig)
+    _check_archive(rig)
     report.look(rig.client)
     report.close(stack)
 
 
 def _check_refusals(rig: Rig) -> None:
-    """Generators were refused nothing but what a cut has taken, and by name."""
+    """Whoever was refused something is told so by name, and there is a cause."""
     lost = {name for cut in rig.cuts for name in cut.seals}
-    groups = {name.split("/")[0] for name in lost}
-    for line in rig.history().of("refused"):
-        if not line.process.startswith("generator-") or line["error"] == "EndOfRunError":
-            continue
-        name = line.facts.get("trajectory", line.facts.get("group", ""))
-        assert line["error"].startswith(NAMED), line
-        assert name in lost or name.split("/")[0] in groups, line
+    assert not [*refusals_have_a_cause(rig.history(), lost=lost)]
 
 
 def _check_prompts(rig: Rig) -> None:
@@ -172,6 +170,15 @@ def _check_evaluations(rig: Rig) -> None:
     """The results are of as many trajectories as the ledger says."""
     results = eval_results(rig.client, rig.run)
     assert sum(each.num_trajectories for each in results) == rig.counts().get("evaluated", 0)
+
+
+def _check_archive(rig: Rig) -> None:
+    """What the store has let go is in files."""
+    released = read_frontier(rig.client, rig.run).released
+    found = archive_is_what_was_trained(
+        rig.history(), rig.folder / "archive", run=rig.run, released=released
+    )
+    assert not [*found]
 
 
 class StepCounter:

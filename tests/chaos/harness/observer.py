@@ -1,0 +1,83 @@
+"""A process that observes a run beside its trainer, and logs the hashes of what it saw.
+
+Where its stream ends by a typed error it begins again, as it does when it is killed: under the same
+name, behind what it has said to have seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from pathlib import Path
+
+from harness.log import ProcessLog
+from turnstream.errors import TurnstreamError
+from turnstream.worker import ObserverStream
+from turnstream_server.jobs.orphans import end_when_stdin_closes
+
+MAX_PREFETCH_BYTES = 4 << 20
+_PAUSE_S = 0.2
+_SLACK_S = 3.0
+
+
+def main() -> None:
+    """Observe until the run ends."""
+    end_when_stdin_closes()
+    options = _parse()
+    with ProcessLog(options.log) as log:
+        while True:
+            try:
+                _observe(options, log)
+                break
+            except TurnstreamError as error:
+                log.write("refused", error=repr(error))
+                threading.Event().wait(_PAUSE_S)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    for name in ("target", "run", "observer"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--first-step", type=int, default=1)
+    parser.add_argument("--timeout-s", type=float, default=60.0)
+    return parser.parse_args()
+
+
+def _observe(options: argparse.Namespace, log: ProcessLog) -> None:
+    wait_s: float = options.timeout_s + _SLACK_S
+    with log.waiting("observe", deadline_s=wait_s):
+        stream = ObserverStream(
+            options.target,
+            options.run,
+            options.observer,
+            first_step=options.first_step,
+            timeout_s=options.timeout_s,
+            max_prefetch_bytes=MAX_PREFETCH_BYTES,
+        )
+    with stream:
+        log.write("observing", observer=options.observer, missed=len(stream.missed))
+        while True:
+            with log.waiting("mini_batch", deadline_s=wait_s):
+                pulled = next(stream, None)
+            if pulled is None:
+                log.write("observed_all", observer=options.observer)
+                return
+            info = pulled.info
+            log.write(
+                "observed",
+                step=info.step,
+                mini_batch=info.mini_batch,
+                num_mini_batches=info.num_mini_batches,
+                manifest=info.manifest_hash,
+                content=pulled.content_hash,
+            )
+            if pulled.is_last:
+                log.write("seeing", step=info.step)
+                with log.waiting("seen", deadline_s=wait_s):
+                    stream.seen()
+                log.write("seen", step=info.step)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""What an observer saw of a run: what the ranks trained, in order, and all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.history import FORGOTTEN_S, History, Line
+
+Violations = Iterator[str]
+
+
+def observers_go_on_where_they_were(history: History) -> Violations:
+    """Steps come in order; one that begins again goes on behind what it had said to have seen.
+
+    What a store forgot that the observer has seen, it may see again.
+    """
+    sure, tried, due = 0, 0, (1, 0)
+    told_at = begins_at = -FORGOTTEN_S
+    for line in history.of("observing", "observed", "seeing", "seen"):
+        if line.kind == "seeing":
+            tried = max(tried, line["step"])
+        elif line.kind == "seen":
+            sure, told_at = line["step"], line.at
+        elif line.kind == "observing":
+            if line["missed"]:
+                yield f"{line.process} missed {line['missed']} steps"
+            begins_at, due = line.at, (0, 0)
+        else:
+            here = line["step"], line["mini_batch"]
+            first = 1 if _has_forgotten(history, told_at, begins_at) else sure + 1
+            begins = due == (0, 0) and first <= here[0] <= tried + 1 and here[1] == 0
+            if here != due and not begins:
+                yield f"{line.process} observed {here}, due was {due} behind the step {sure}"
+            is_last = here[1] + 1 == line["num_mini_batches"]
+            due = (here[0] + 1, 0) if is_last else (here[0], here[1] + 1)
+
+
+def _has_forgotten(history: History, told_at: float, begins_at: float) -> bool:
+    """Whether a store may have lost what was told to it then, when an observer begins."""
+    return any(told_at - FORGOTTEN_S < loss.at < begins_at for loss in history.losses)
+
+
+def observers_see_what_is_trained(history: History) -> Violations:
+    """A step is observed as the ranks had it, from the same manifest, and alike each time."""
+    received: dict[int, list[Line]] = {}
+    for line in history.of("received"):
+        received.setdefault(line["step"], []).append(line)
+    contents: dict[tuple[str, int], str] = {}
+    for line in history.of("observed"):
+        for other in received.get(line["step"], ()):
+            before, after = sorted((line, other), key=lambda each: each.at)
+            if line["manifest"] != other["manifest"] and not history.may_differ(before, after):
+                yield (
+                    f"step {line['step']} was observed as {line['manifest']}, "
+                    f"{other.process} had {other['manifest']}"
+                )
+        name = line["manifest"], line["mini_batch"]
+        if contents.setdefault(name, line["content"]) != line["content"]:
+            yield f"the mini-batch {name} of step {line['step']} was observed with two contents"
+
+
+def everything_was_observed(history: History) -> Violations:
+    """Of a run that has ended: an observer that came to its end saw each step that survives.
+
+    Where the plan that it saw was lost, it need not have seen the other one.
+    """
+    if not any(True for _ in history.of("observing")):
+        return
+    if not any(True for _ in history.of("observed_all")):
+        yield "no observer came to the end of the run"
+    seen: dict[int, list[Line]] = {}
+    for line in history.of("observed"):
+        seen.setdefault(line["step"], []).append(line)
+    for line in history.of("updated"):
+        if history.surviving.get(line["step"]) != line["session"]:
+            continue
+        found = seen.get(line["step"], [])
+        if not any(
+            each["manifest"] == line["manifest"] or history.may_differ(each, line) for each in found
+        ):
+            yield f"step {line['step']} was trained and never observed"

@@ -1,0 +1,45 @@
+"""What generators and posters may be refused in a long run, and by which name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from harness.history import History, Line
+
+Violations = Iterator[str]
+
+NAMED = ("ConflictError", "FencedError", "StoreBehindError")
+"""What a generator may be told of a trajectory that it does not have any more."""
+
+_OTHER_REWARD = "another reward was posted"
+
+
+def refusals_have_a_cause(history: History, *, lost: Collection[str]) -> Violations:
+    """Nobody is refused anything but what another took over or rewarded, or the store has lost.
+
+    Args:
+        history: of a run in which nothing else takes a trajectory from whoever writes it.
+        lost: trajectories that cuts have taken; their groups with them.
+    """
+    takers: dict[str, set[str]] = {}
+    for line in history.of("taken"):
+        takers.setdefault(line["trajectory"], set()).add(line.process)
+    groups = {name.split("/")[0] for name in lost}
+    for line in history.of("refused"):
+        if not line.process.startswith(("generator-", "poster-")):
+            continue
+        name = line.facts.get("trajectory", line.facts.get("group", ""))
+        is_lost = name in lost or name.split("/")[0] in groups
+        is_taken = bool(takers.get(name, set()) - {line.process})
+        if not (_is_of_the_end(line) or (_is_named(line) and (is_lost or is_taken))):
+            yield f"{line.process} was refused {name or 'something'}: {line['error']}"
+
+
+def _is_of_the_end(line: Line) -> bool:
+    """Whether it is none: the run has ended, or a reward is there already."""
+    is_second = line.process.startswith("poster-") and _OTHER_REWARD in line["error"]
+    return line["error"] == "EndOfRunError" or is_second
+
+
+def _is_named(line: Line) -> bool:
+    return line["error"].startswith(NAMED)
