@@ -105,7 +105,7 @@ def _inject(stack: Stack, report: Report, *, length: Length) -> None:
     for number in range(length.num_faults):
         if time.monotonic() > deadline_s:
             break
-        if number:
+        if number % 2:
             stack.strike_beside()
         fault = stack.draws.draw("faults", FAULTS)
         survival = report.survivals[fault.__name__]
