@@ -166,7 +166,7 @@ def put_in_force_by_another(house, run, **changes):
         after = dataclasses.replace(read_revisions(client, run).last.config, **changes)
         last_id = client.xinfo_stream(own.events)["last-generated-id"].decode()
         event_id = f"{int(last_id.partition('-')[0]) + 1}-0"
-        fields = {"2": encode_config(after), "from:2": 2, "at:2": event_id, "newest": 2}
+        fields: Any = {"2": encode_config(after), "from:2": 2, "at:2": event_id, "newest": 2}
         with client.pipeline(transaction=True) as pipeline:
             pipeline.hset(own.config, mapping=fields)
             event = encode_event(ConfigRevised(revision=2, step=2))
