@@ -135,6 +135,15 @@ def test_a_direction_can_be_slow(proxy: Proxy, through: redis.Redis) -> None:
     assert time.monotonic() - started_s >= 0.1
 
 
+def test_a_direction_can_be_held_until_a_moment(proxy: Proxy, through: redis.Redis) -> None:
+    through.ping()
+    proxy.replies.held_until_s = until_s = time.monotonic() + 0.1
+
+    through.ping()
+
+    assert time.monotonic() >= until_s
+
+
 def test_all_connections_are_reset_at_once(proxy: Proxy, through: redis.Redis) -> None:
     before = through.client_id()
     proxy.cut_all()

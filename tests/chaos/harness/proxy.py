@@ -22,6 +22,7 @@ class Lane:
 
     Attributes:
         delay_s: every piece is held so long.
+        held_until_s: whatever comes before this moment of `time.monotonic` is held until then.
         cut_after_bytes: so many more bytes pass, then the connection that carried them is reset;
             None lets all pass. Cuts once.
         is_silent: bytes are taken and never passed on; the connection stays open.
@@ -34,6 +35,7 @@ class Lane:
     """
 
     delay_s: float = 0.0
+    held_until_s: float = 0.0
     cut_after_bytes: int | None = None
     is_silent: bool = False
     num_cuts: int = 0
@@ -157,8 +159,7 @@ class Proxy:
         with contextlib.suppress(OSError):
             while data := source.recv(_PIECE_BYTES):
                 kept += data if lane.is_recorded else b""
-                if lane.delay_s:
-                    time.sleep(lane.delay_s)
+                time.sleep(max(lane.delay_s, lane.held_until_s - time.monotonic()))
                 if lane.is_silent:
                     continue
                 if lane.unanswered and lane.unanswered in data:
