@@ -125,6 +125,19 @@ def test_a_request_stops_within_its_bytes_and_is_never_whole(
     assert through.set("key", b"behind")  # it stops once
 
 
+def test_a_reply_stops_behind_so_many_bytes_on_a_connection_that_stays_open(
+    proxy: Proxy, through: redis.Redis
+) -> None:
+    through.set("key", b"x" * 200_000)
+    proxy.replies.stop_after_bytes = 150_000
+
+    with ending_within(0.3), pytest.raises(RedisTimeoutError):
+        through.get("key")
+
+    assert (proxy.replies.num_stops, proxy.replies.num_cuts) == (1, 0)
+    assert through.get("key") == b"x" * 200_000  # it stops once
+
+
 def test_a_direction_can_be_slow(proxy: Proxy, through: redis.Redis) -> None:
     through.ping()
     proxy.replies.delay_s = 0.1

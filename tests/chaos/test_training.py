@@ -11,7 +11,7 @@ import pytest
 from harness.proxy import Proxy
 from harness.rig import PATIENCE_S, Rig
 from harness.sleepers import is_asleep
-from turnstream.worker import BatchStream
+from turnstream.worker import BatchStream, ObserverStream
 from turnstream_server.bus.frontier import read_frontier
 
 pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
@@ -63,6 +63,44 @@ def test_a_rank_killed_after_it_got_a_batch_gets_the_same_bytes_again(fed: Rig) 
     fed.drain(2)
     begun = [line for line in fed.history().of("received") if line["step"] == 1]
     assert len(begun) == 2 * 4  # two mini-batches and ranks, all of them twice
+
+
+def test_a_rank_killed_while_it_reads_a_mini_batch_gets_the_same_bytes_again(rig: Rig) -> None:
+    # Fault 15: during the stream. It has half of the second mini-batch, of some megabytes.
+    rig.start_batcher()
+    rig.start_generator(groups=4, more_tokens=100_000)
+    with ObserverStream(rig.address(), rig.run, "beside", 1, 2, first_step=1) as beside:
+        sizes = [next(beside).num_bytes, next(beside).num_bytes]
+    with Proxy(rig.address()) as proxy:
+        proxy.replies.stop_after_bytes = sizes[0] + sizes[1] // 2
+        targets = [rig.address(), proxy.address]
+        whole, reading = rig.start_ranks(2, targets=targets, barrier_s=0.5)
+        rig.wait(lambda: proxy.replies.num_stops, "half of a mini-batch")
+        rig.wait_for_lines("received", 2 + 1)
+
+        reading.kill()
+        whole.wait(PATIENCE_S)
+
+    assert min(sizes) > 1_000_000
+    assert whole.status == 3  # a typed error, by its deadline
+    (refused,) = rig.history().of("refused")
+    assert "PeerLostError" in refused["error"]
+    assert read_frontier(rig.client, rig.run).stepped == 0
+    before = _contents_of_step_1(rig)
+    assert sorted(before) == [(0, 0), (0, 1), (1, 0)]  # the half one was not received
+    rig.drain(2)
+    after = _contents_of_step_1(rig)
+    assert {len(hashes) for hashes in after.values()} == {1}
+    assert len(after) == 4
+
+
+def _contents_of_step_1(rig: Rig) -> dict[tuple[int, int], set[str]]:
+    """What was received: (dp_rank, mini-batch) -> hashes of its content."""
+    found: dict[tuple[int, int], set[str]] = {}
+    for line in rig.history().of("received"):
+        if line["step"] == 1:
+            found.setdefault((line["dp_rank"], line["mini_batch"]), set()).add(line["content"])
+    return found
 
 
 def test_a_transfer_cut_in_its_middle_is_never_half_accepted(fed: Rig, proxy: Proxy) -> None:

@@ -58,20 +58,23 @@ class Episode:
     num_trained: tuple[int, ...]
 
 
-def episode(trajectory: str, *, writer: str, before: Sequence[EpisodeTurn] = ()) -> Episode:
+def episode(
+    trajectory: str, *, writer: str, before: Sequence[EpisodeTurn] = (), num_more: int = 0
+) -> Episode:
     """The episode that this writer plays under this name; the same every time.
 
     Args:
         trajectory: id, such as `g0/1/0`.
         writer: who plays it: two writers of one trajectory say different things.
         before: turns of an earlier writer, which this one goes on from with one turn or more.
+        num_more: tokens that are sampled in every turn beside the few that it has anyway.
     """
     seed = f"{writer}|{trajectory}"
     num_turns = max(1 + _number(seed, "turns") % MAX_TURNS, len(before) + 1)
     turns = list(before)
     for index in range(len(before), num_turns):
         observed = _tokens(f"{seed}|{index}|o", 2 + _number(seed, f"o{index}") % 3)
-        response = sampled(trajectory, writer=writer, index=index)
+        response = sampled(trajectory, writer=writer, index=index, num_more=num_more)
         forgets = not turns or _number(seed, f"edit{index}") % 5 == 0
         prompt = observed if forgets else np.concatenate([turns[-1].context, observed])
         turns.append(EpisodeTurn(prompt_ids=prompt, response_ids=response))
@@ -86,10 +89,10 @@ def episode(trajectory: str, *, writer: str, before: Sequence[EpisodeTurn] = ())
     )
 
 
-def sampled(trajectory: str, *, writer: str, index: int) -> NDArray[np.int32]:
+def sampled(trajectory: str, *, writer: str, index: int, num_more: int = 0) -> NDArray[np.int32]:
     """What this writer samples in a turn, whatever came before."""
     seed = f"{writer}|{trajectory}"
-    return _tokens(f"{seed}|{index}|s", 1 + _number(seed, f"s{index}") % 5)
+    return _tokens(f"{seed}|{index}|s", 1 + _number(seed, f"s{index}") % 5 + num_more)
 
 
 def _spans(turns: Sequence[EpisodeTurn]) -> list[list[tuple[NDArray[np.int32], int]]]:
@@ -119,7 +122,7 @@ def _row(parts: Sequence[tuple[NDArray[np.int32], int]]) -> RowColumns:
 
 
 def _tokens(name: str, count: int) -> NDArray[np.int32]:
-    digest = hashlib.sha256(name.encode()).digest()[: 4 * count]
+    digest = hashlib.shake_256(name.encode()).digest(4 * count)
     return (np.frombuffer(digest, np.uint32) & 0x7FFF_FFFF).astype(np.int32)
 
 

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from harness.episodes import Episode, EpisodeTurn, awaits_reward, episode, left_alone
@@ -75,6 +76,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--groups", type=int, required=True)
     parser.add_argument("--samples", type=int, default=2)
+    parser.add_argument("--more-tokens", type=int, default=0)
     parser.add_argument("--to-disk", type=int, default=0)
     parser.add_argument("--keep-s", type=float, default=5.0)
     parser.add_argument("--pause-s", type=float, default=0.0)
@@ -213,8 +215,12 @@ class _Generator:
         ]
         sampled = [turn.response_ids.tolist() for turn in before]
         self._log.write("taken", trajectory=name, num_turns=len(before), sampled=sampled)
-        said = episode(name, writer=self._options.writer, before=before)
+        said = self._episode(name, before)
         self._play_said(writer, name, said, first=len(before))
+
+    def _episode(self, name: str, before: Sequence[EpisodeTurn] = ()) -> Episode:
+        options = self._options
+        return episode(name, writer=options.writer, before=before, num_more=options.more_tokens)
 
     def _hang(self, name: str) -> None:
         if name == self._options.hang_in:
@@ -224,7 +230,7 @@ class _Generator:
 
     def _play_sample(self, writer: TrajectoryWriter) -> None:
         name = writer.key.trajectory_id
-        self._play_said(writer, name, episode(name, writer=self._options.writer))
+        self._play_said(writer, name, self._episode(name))
 
     def _play_said(
         self, writer: TrajectoryWriter, name: str, said: Episode, *, first: int = 0

@@ -29,6 +29,8 @@ class Lane:
         num_cuts: connections that were reset.
         stop_within: of the first piece with these bytes all passes up to their middle, and nothing
             of that connection behind it; the connection stays open. Stops once.
+        stop_after_bytes: so many more bytes pass, and nothing behind them of the connection that
+            carried the last one; it stays open. None lets all pass. Stops once.
         num_stops: connections that were stopped so.
         unanswered: from the first piece with these bytes on, all passes and no answer comes back.
         is_recorded: bytes that pass are also kept, in `recorded`, by connection.
@@ -40,6 +42,7 @@ class Lane:
     is_silent: bool = False
     num_cuts: int = 0
     stop_within: bytes = b""
+    stop_after_bytes: int | None = None
     num_stops: int = 0
     unanswered: bytes = b""
     is_recorded: bool = False
@@ -184,11 +187,22 @@ class Proxy:
     def _begun(self, lane: Lane, data: bytes) -> bytes | None:
         """What passes of the piece in which the connection stops; None where it goes on."""
         with self._lock:
-            wanted = lane.stop_within
-            if not wanted or wanted not in data:
+            passed = self._passed_before_stop(lane, data)
+            lane.num_stops += passed is not None
+        return passed
+
+    def _passed_before_stop(self, lane: Lane, data: bytes) -> bytes | None:
+        if lane.stop_after_bytes is not None:
+            passed = data[: lane.stop_after_bytes]
+            lane.stop_after_bytes -= len(passed)
+            if len(passed) == len(data):
                 return None
-            lane.stop_within = b""
-            lane.num_stops += 1
+            lane.stop_after_bytes = None
+            return passed
+        wanted = lane.stop_within
+        if not wanted or wanted not in data:
+            return None
+        lane.stop_within = b""
         return data[: data.index(wanted) + len(wanted) // 2]
 
     def _await_answer(self, client: socket.socket, request: bytes) -> None:
