@@ -109,19 +109,33 @@ def test_an_empty_server_is_noticed_and_nothing_begins_again_at_0(rig: Rig) -> N
     rig.server.restart()
 
     rig.ranks[0].wait(PATIENCE_S)
-    lost = [line["error"] for line in rig.history().of("refused")]
+    lost = _told_to_rank_of(rig, "session-001")
     rig.wait_for_lines("ended", 2)
 
     assert rig.ranks[0].status == 3
-    assert any("RunNotFoundError" in error for error in lost), lost
+    stepped, committed = (_newest(rig, kind) for kind in ("stepped", "committed"))
+    assert f"had stepped to {stepped} and committed {committed}" in lost
+    assert "StoreBehindError(\"the store has lost run 'chaos'" in lost
     assert batcher.status is None
     create_run(rig.client, rig.run, CONFIG)  # as an operator would
     (ahead,) = rig.start_ranks(1)
     ahead.wait(PATIENCE_S)
     assert ahead.status == 3
-    assert any("StoreBehindError" in line["error"] for line in rig.history().of("refused"))
+    assert "StoreBehindError" in _told_to_rank_of(rig, "session-002")
     assert rig.ledger().accepted == 0
     assert rig.planned() == 0
     rig.join(rig.start_generator("new", groups=4))
     rig.wait(lambda: rig.planned() == 1, "the first plan of the new store")
     assert batcher.status is None
+
+
+def _told_to_rank_of(rig: Rig, session: str) -> str:
+    """The error that ended the only rank of a session."""
+    refused = rig.history().of("refused")
+    (error,) = [line["error"] for line in refused if line.process == f"{session}-rank-0"]
+    return error
+
+
+def _newest(rig: Rig, kind: str) -> int:
+    """The step that the trainer was answered last."""
+    return max(line["step"] for line in rig.history().of(kind))

@@ -10,7 +10,12 @@ import pytest
 import redis
 
 from turnstream import testing
-from turnstream.errors import ConflictError, StoreBehindError, StoreUnavailableError
+from turnstream.errors import (
+    ConflictError,
+    RunNotFoundError,
+    StoreBehindError,
+    StoreUnavailableError,
+)
 from turnstream.generator import Publisher
 from turnstream.store.runs import create_run
 from turnstream.testing import group, wait_until
@@ -21,6 +26,7 @@ from turnstream_server.embedded import EmbeddedServer
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]
 
 RUN = "run"
+LOST_AT_3 = "the store has lost run 'run': this trainer had stepped to 3 and committed 2$"
 
 PastOf = Callable[[EmbeddedServer], Any]
 
@@ -106,6 +112,76 @@ def test_a_step_that_the_store_has_lost_is_told_to_a_trainer_that_waits(
 
         with pytest.raises(StoreBehindError):
             pulled_in_the_end(stream)
+
+
+@pytest.fixture
+def gone(abort_with: Any) -> Any:
+    """A Get that finds no such run."""
+
+    def find_nothing(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        abort_with(context, RunNotFoundError("no run named 'run'"))
+        yield b""
+
+    return find_nothing
+
+
+@pytest.mark.parametrize("call", ["stepped", "committed", "announce_version"])
+def test_a_trainer_is_told_what_it_had_when_the_store_lost_its_run(batcher: Any, call: str) -> None:
+    with pulled(batcher, 3) as stream:
+        stream.committed("main:2:cccccccc")
+        batcher.refusals = [RunNotFoundError("no run named 'run'")]
+        arguments = {"committed": ("main:3:cccccccc",), "announce_version": (9,)}
+
+        with pytest.raises(StoreBehindError, match=LOST_AT_3) as told:
+            getattr(stream, call)(*arguments.get(call, ()))
+
+    assert isinstance(told.value.__cause__, RunNotFoundError)
+
+
+def test_a_trainer_that_waits_is_told_what_it_had_when_the_store_lost_its_run(
+    batcher: Any, gone: Any
+) -> None:
+    batcher.faults = [None, None, None, None, gone]
+
+    with pulled(batcher, 3) as stream:
+        stream.committed("main:2:cccccccc")
+        with pytest.raises(StoreBehindError, match=LOST_AT_3) as told:
+            next(stream)
+
+    assert isinstance(told.value.__cause__, RunNotFoundError)
+
+
+def test_a_trainer_that_began_behind_a_checkpoint_is_told_of_it_when_the_store_lost_its_run(
+    batcher: Any, gone: Any
+) -> None:
+    batcher.faults = [gone]
+    stream = BatchStream(batcher.target, RUN, recovery_token="main:2:cccccccc")
+    lost = "this trainer had stepped to 2 and committed 2$"
+
+    with stream, pytest.raises(StoreBehindError, match=lost):
+        next(stream)
+
+
+def test_any_other_rank_is_told_which_step_it_had_when_the_store_lost_its_run(
+    batcher: Any, gone: Any
+) -> None:
+    batcher.add_step(1, "abC")
+    batcher.faults = [None, gone]
+    batcher.needs_stepped = False
+
+    with BatchStream(batcher.target, RUN, 1, 2, session="s") as stream:
+        next(stream)
+        with pytest.raises(StoreBehindError, match=r"dp_rank 1 of this trainer had step 1$"):
+            next(stream)
+
+
+def test_a_trainer_that_had_nothing_is_told_that_there_is_no_such_run(
+    batcher: Any, gone: Any
+) -> None:
+    batcher.faults = [gone]
+
+    with BatchStream(batcher.target, RUN) as stream, pytest.raises(RunNotFoundError):
+        next(stream)
 
 
 def test_the_first_wait_after_a_failure_is_short(batcher: Any, abort_with: Any) -> None:

@@ -17,13 +17,16 @@ Ten lines in anybody's training loop::
 
 from __future__ import annotations
 
+import contextlib
 import uuid
+from collections.abc import Iterator
 
-from turnstream.errors import InvalidConfigError
+from turnstream.errors import InvalidConfigError, RunNotFoundError, StoreBehindError
 from turnstream.records.configs import decode_config
 from turnstream.types import RecoveryToken
 from turnstream.worker._calls import BatcherCalls, Share
 from turnstream.worker._stream import GIB, MiniBatches, StreamStatistics, check_rank
+from turnstream.worker.mini_batch import PulledMiniBatch
 
 __all__ = ["BatchStream", "StreamStatistics"]
 
@@ -42,6 +45,8 @@ class BatchStream(MiniBatches):
         CorruptRecordError: the same mini-batch arrived damaged several times in a row.
         BatchingError: rows that cannot be part of the mini-batch's shipped denominators.
         FencedError: a newer trainer session took over.
+        StoreBehindError: the store lost a batch that this trainer had, or the whole run, from
+            RunNotFoundError: then it names the newest steps that were stepped and committed.
 
     Attributes:
         newest_version: the highest version announced so far; -1: none. Never use one twice.
@@ -93,6 +98,7 @@ class BatchStream(MiniBatches):
             calls.close()
             raise
         self.newest_version: int = reply.newest_version
+        self._newest_had = self._newest_committed = reply.next_step - 1
         super().__init__(
             calls,
             first_step=reply.next_step,
@@ -101,6 +107,12 @@ class BatchStream(MiniBatches):
             max_prefetch_bytes=max_prefetch_bytes,
             timeout_s=timeout_s,
         )
+
+    def __next__(self) -> PulledMiniBatch:
+        with self._telling_of_loss():
+            mini_batch = super().__next__()
+        self._newest_had = mini_batch.info.step
+        return mini_batch
 
     def stepped(self) -> RecoveryToken:
         """Acknowledge the batch whose last mini-batch was just yielded; gives its recovery token.
@@ -112,10 +124,11 @@ class BatchStream(MiniBatches):
             RejectedError: this is not dp_rank 0, or no finished batch waits to be acknowledged.
             FencedError: a newer trainer session took over.
             StoreBehindError, ConflictError: the store lost this step or one before it, and has no
-                such batch, or another one.
+                such batch, or another one; or it lost the run.
         """
         info = self._finished_batch("stepped")
-        token = self._steps.say(info.step, manifest_hash=info.manifest_hash)
+        with self._telling_of_loss():
+            token = self._steps.say(info.step, manifest_hash=info.manifest_hash)
         self._acknowledged(info)
         return RecoveryToken.parse(token)
 
@@ -125,9 +138,13 @@ class BatchStream(MiniBatches):
         Raises:
             RejectedError: this is not dp_rank 0, or no stepped batch has this token.
             FencedError: a newer trainer session took over.
+            StoreBehindError: the store lost the run.
         """
         self._require_rank_0("committed")
-        self._steps.insist(lambda: self._calls.committed(str(token)))
+        with self._telling_of_loss():
+            self._steps.insist(lambda: self._calls.committed(str(token)))
+        step = RecoveryToken.parse(str(token)).step
+        self._newest_committed = max(self._newest_committed, step)
 
     def announce_version(
         self, version: int, *, step: int | None = None, weights_uri: str = ""
@@ -142,11 +159,35 @@ class BatchStream(MiniBatches):
         Raises:
             RejectedError: this is not dp_rank 0, or the version was used before.
             FencedError: a newer trainer session took over.
+            StoreBehindError: the store lost the run.
         """
         self._require_rank_0("announce_version")
         made_after = self._last_acknowledged if step is None else step
-        self._calls.announce_version(version, step=made_after, weights_uri=weights_uri)
+        with self._telling_of_loss():
+            self._calls.announce_version(version, step=made_after, weights_uri=weights_uri)
         self.newest_version = max(self.newest_version, version)
+
+    @contextlib.contextmanager
+    def _telling_of_loss(self) -> Iterator[None]:
+        """Inside, a run that is no more is one that the store lost, where it had been trained."""
+        try:
+            yield
+        except RunNotFoundError as error:
+            if not self._newest_had:
+                raise
+            raise StoreBehindError(
+                f"the store has lost run {self._calls.share.run!r}: {self._progress()}"
+            ) from error
+
+    def _progress(self) -> str:
+        """What this rank knows of how far its trainer is."""
+        dp_rank = self._calls.share.dp_rank
+        if dp_rank:
+            return f"dp_rank {dp_rank} of this trainer had step {self._newest_had}"
+        return (
+            f"this trainer had stepped to {self._last_acknowledged} "
+            f"and committed {self._newest_committed}"
+        )
 
 
 def _check_share(dp_rank: int, *, dp_world_size: int, session: str | None) -> None:
