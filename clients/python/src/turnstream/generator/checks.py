@@ -27,6 +27,7 @@ from turnstream.types import (
     Turn,
     VersionRun,
 )
+from turnstream.types.names import checked_text
 
 MAX_RECORD_BYTES = 64 * 1024 * 1024
 """Of one stored turn: a reader must hold several in memory."""
@@ -218,17 +219,6 @@ def _check_size(text: str, *, field: str, most: int) -> None:
     num_bytes = len(text.encode())
     if num_bytes > most:
         raise InvalidTurnError(field, f"{text[:32]!r}... has {num_bytes} bytes, more than {most}")
-
-
-def checked_text(text: Any, *, field: str) -> str:
-    """A text that has a UTF-8 form: half a surrogate pair has none."""
-    if not isinstance(text, str):
-        raise InvalidTurnError(field, f"{text!r} is not a text")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidTurnError(field, f"{text!r} is no valid Unicode") from error
-    return text
 
 
 def checked_status(status: Status | str) -> Status:

@@ -9,6 +9,7 @@ from turnstream.store import keys
 from turnstream.store.runs import tell_batchers
 from turnstream.store.scripts import Command, Script, run_command
 from turnstream.types import RunReopened
+from turnstream.types.names import checked_setting
 
 _REOPEN_RUN = Script("reopen_run")
 _SET_PAUSED = Script("set_paused")
@@ -24,6 +25,7 @@ def pause_run(client: redis.Redis, run: str, reason: str = "") -> bool:
         False where it was paused before; the first reason stays.
 
     Raises:
+        InvalidConfigError: a reason that is no valid Unicode.
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
@@ -63,4 +65,5 @@ def reopen_run(client: redis.Redis, run: str) -> bool:
 
 def _set_paused(run: str, is_paused: int, reason: str) -> Command:
     names = keys.run_keys(run)
-    return _SET_PAUSED((names.frontier, names.wake), is_paused, reason)
+    text = checked_setting(reason, field="reason")
+    return _SET_PAUSED((names.frontier, names.wake), is_paused, text)

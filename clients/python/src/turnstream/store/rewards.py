@@ -15,6 +15,7 @@ from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.scripts import Command, Script, run_command, run_command_async
 from turnstream.types import RewardPosted, TrajectoryKey
+from turnstream.types.names import checked_text
 
 POST_REWARD: Final = Script("post_reward")
 
@@ -50,7 +51,7 @@ def post_reward(
         of older ones every reward is LATE.
 
     Raises:
-        InvalidTurnError: there is no reward, or it is not finite.
+        InvalidTurnError: there is no reward, it is not finite, or a name cannot be one.
         ConflictError: another reward was posted; or the trajectory was never opened, is not sealed
             yet, or was sealed with its reward.
         RunNotFoundError: no such run, or it was deleted.
@@ -80,6 +81,8 @@ def reward_command(
     reward_components: Mapping[str, float] | None,
 ) -> Command:
     """The call that posts a reward; nothing is sent."""
+    for name in reward_components or {}:
+        checked_text(name, field="reward_components")
     components = {
         name: _finite(value, field=f"reward_components[{name!r}]")
         for name, value in sorted((reward_components or {}).items())
@@ -87,13 +90,21 @@ def reward_command(
     if reward is None and not components:
         raise InvalidTurnError("reward", "there is none, and no component")
     outcome = None if reward is None else _finite(reward, field="reward")
+    name = _trajectory_id(key)
     record = encode_event(RewardPosted(key=key, reward=outcome, reward_components=components))
     return POST_REWARD(
         keys.run_keys(run).of_post_reward,
-        keys.trajectory_id(key),
+        name,
         record[-4:].hex(),
         record,
     )
+
+
+def _trajectory_id(key: TrajectoryKey) -> str:
+    try:
+        return keys.trajectory_id(key)
+    except ValueError as error:
+        raise InvalidTurnError("group_id", str(error)) from error
 
 
 def _finite(value: float, *, field: str) -> float:

@@ -23,6 +23,7 @@ from turnstream.store.replies import translating
 from turnstream.store.scripts import Command, Script, run_command
 from turnstream.store.wait_reasons import no_version
 from turnstream.types import Leftover, RunClosed, VersionAnnounced
+from turnstream.types.names import checked_setting
 
 _NUM_NEWS: Final = 1_000
 """Whoever has missed more reads the list of all runs."""
@@ -161,11 +162,12 @@ def close_command(run: str, reason: str, *, leftover: Leftover | None = None) ->
     """The call that closes a run; nothing is sent.
 
     Raises:
-        InvalidConfigError: no such leftover.
+        InvalidConfigError: no such leftover, or a reason that is no text.
     """
     if leftover not in (None, *get_args(Leftover)):
         choices = ", ".join(get_args(Leftover))
         raise InvalidConfigError("leftover", f"{leftover!r} is not one of {choices}")
     names = keys.run_keys(run)
+    checked_setting(reason, field="reason")
     record = encode_event(RunClosed(reason=reason, leftover=leftover or "short"))
     return _CLOSE_RUN((names.frontier, names.events, names.wake), record, leftover or "")

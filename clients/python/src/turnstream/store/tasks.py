@@ -13,6 +13,7 @@ from turnstream.store import keys
 from turnstream.store.replies import translating
 from turnstream.store.scripts import Command, Script, run_command
 from turnstream.types import GroupOpened, TrajectoryKey
+from turnstream.types.names import checked_text
 
 _ADD_PROMPTS = Script("add_prompts")
 _NEXT_TASK = Script("next_task")
@@ -205,6 +206,7 @@ def parse_task(reply: Sequence[Any]) -> TakenTask | NoTask:
 def _check_uid(prompt_uid: object) -> None:
     if not isinstance(prompt_uid, str) or not prompt_uid:
         raise InvalidTurnError("prompt_uid", f"{prompt_uid!r} is no text, or empty")
+    checked_text(prompt_uid, field="prompt_uid")
     try:
         keys.encode_name(prompt_uid + _LONGEST_SUFFIX)
     except ValueError as error:

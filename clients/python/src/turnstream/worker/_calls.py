@@ -19,6 +19,7 @@ from turnstream.errors import (
     UnavailableError,
 )
 from turnstream.records.statuses import status_to_error
+from turnstream.types.names import checked_setting
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream.worker._reasons import ended, not_acknowledged, of_failure
 
@@ -85,6 +86,8 @@ class BatcherCalls:
     """One connection to a batcher for one share; every call is safe to make twice."""
 
     def __init__(self, target: str, *, share: Share, timeout_s: float) -> None:
+        checked_setting(share.run, field="run")
+        checked_setting(share.observer, field="observer")
         self.target = target
         self.share = share
         self._timeout_s = timeout_s
@@ -105,9 +108,9 @@ class BatcherCalls:
         """Begin a session, or the same one again; later calls carry its epoch."""
         request = wire.StartRequest(
             run=self.share.run,
-            recovery_token=recovery_token,
+            recovery_token=checked_setting(recovery_token, field="recovery_token"),
             dp_world_size=self.share.dp_world_size,
-            session=session,
+            session=checked_setting(session, field="session"),
         )
         reply = self._repeat(self._start, request, what="the beginning of a trainer session")
         self._session_epoch, self._session = reply.session_epoch, session
@@ -192,7 +195,7 @@ class BatcherCalls:
         """Say that the checkpoint with this token is on disk."""
         request = wire.CommittedRequest(
             run=self.share.run,
-            recovery_token=recovery_token,
+            recovery_token=checked_setting(recovery_token, field="recovery_token"),
             session_epoch=self._session_epoch,
             session=self._session,
         )
@@ -205,7 +208,7 @@ class BatcherCalls:
             version=version,
             step=step,
             session_epoch=self._session_epoch,
-            weights_uri=weights_uri,
+            weights_uri=checked_setting(weights_uri, field="weights_uri"),
             session=self._session,
         )
         self._repeat(self._announce, request, what=f"policy version {version}")

@@ -80,7 +80,8 @@ class BatchStream(MiniBatches):
             max_prefetch_bytes: bound of what is pulled ahead.
 
         Raises:
-            InvalidConfigError: a rank outside the world, or several ranks without a session.
+            InvalidConfigError: a rank outside the world, several ranks without a session, or a name
+                that is no valid Unicode.
             RunNotFoundError: no run of that name.
             StoreBehindError: the store does not know the token.
             BatcherUnavailableError: no batcher answered for `timeout_s`.
