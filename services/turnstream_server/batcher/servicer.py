@@ -252,7 +252,7 @@ class BatchesServicer:
         except StoreUnavailableError as error:
             since_s = time.monotonic() - began_s
             why = error.reasons or [unanswered(error, address=address, since_s=since_s)]
-            raise StoreUnavailableError(error.message, why) from error
+            raise StoreUnavailableError(error.message, why, error.retry_after_s) from error
 
     async def _planned(
         self, view: RunView, request: wire.GetRequest, *, wait_s: float

@@ -36,4 +36,4 @@ def looking_at(url: str, *, silent_s: float | None = None) -> Iterator[redis.Red
     except StoreUnavailableError as error:
         since_s = time.monotonic() - began_s
         reason = unanswered(error, address=address_of(url), since_s=since_s)
-        raise StoreUnavailableError(reason.sentence, [reason]) from error
+        raise StoreUnavailableError(reason.sentence, [reason], error.retry_after_s) from error

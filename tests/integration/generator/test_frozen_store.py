@@ -258,6 +258,7 @@ def test_waits_with_a_deadline_of_their_own_end_by_it_long_before_the_store_coun
         *[NotReadyError] * 3,
         *(StoreUnavailableError, NotReadyError),
     ]
+    assert {error.retry_after_s for error in errors} == {None}  # the deadlines were the caller's
     assert [kinds(error)[0] for error in errors] == [
         *(WaitKind.NOT_ACKNOWLEDGED, WaitKind.NOT_ACKNOWLEDGED, WaitKind.NOT_ON_DISK),
         *(WaitKind.NO_VERSION, WaitKind.NOT_ACKNOWLEDGED),

@@ -173,8 +173,9 @@ def test_an_outage_longer_than_the_timeout_fails_what_was_accepted(
     idle.append(ids("ab"), ids("c")).result(10)
     own_server.kill()
 
-    with pytest.raises(StoreUnavailableError, match=r"took no writes for 0\.3 s"):
+    with pytest.raises(StoreUnavailableError, match=r"took no writes for 0\.3 s") as away:
         publisher.publish(group("g")).result(10)
+    assert away.value.retry_after_s == 1.0
     own_server.restart()
     idle.append(ids("abc"), ids("d"))
     idle.seal(1.0)
@@ -197,8 +198,9 @@ def test_a_wait_for_an_answer_ends_by_its_own_deadline(
         publisher.publish(group("before")).result(10)
         own_server.kill()
         receipt = publisher.publish(group("g"))
-        with pytest.raises(NotReadyError, match=r"within 0\.05 s"):
+        with pytest.raises(NotReadyError, match=r"within 0\.05 s") as slow:
             receipt.result(0.05)
+        assert slow.value.retry_after_s is None
         with pytest.raises(NotReadyError, match=r"after 0\.05 s"):
             publisher.flush(0.05)
         own_server.restart()

@@ -58,8 +58,11 @@ def test_every_refusal_of_a_script_has_its_error(
         "NOSCRIPT No matching script. Please use EVAL.",
     ],
 )
-def test_what_passes_by_itself_is_unavailable(text: str) -> None:
-    assert type(replies.translate(error_reply(text))) is errors.StoreUnavailableError
+def test_what_passes_by_itself_is_unavailable_and_says_when_to_call_again(text: str) -> None:
+    error = replies.translate(error_reply(text))
+
+    assert type(error) is errors.StoreUnavailableError
+    assert error.retry_after_s == replies.RETRY_AFTER_S
 
 
 @pytest.mark.parametrize(
@@ -71,8 +74,11 @@ def test_what_passes_by_itself_is_unavailable(text: str) -> None:
         TimeoutError("slow"),
     ],
 )
-def test_a_lost_connection_is_unavailable(error: Exception) -> None:
-    assert type(replies.translate(error)) is errors.StoreUnavailableError
+def test_a_lost_connection_is_unavailable_and_says_when_to_call_again(error: Exception) -> None:
+    lost = replies.translate(error)
+
+    assert type(lost) is errors.StoreUnavailableError
+    assert lost.retry_after_s == replies.RETRY_AFTER_S
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@
     ├── RecordError (ValueError)            bytes not understood: dead-letter them
     │   ├── CorruptRecordError              checksum or length disagrees: the bytes are damaged
     │   └── UnknownFormatError              a newer major version than this code reads
-    ├── UnavailableError (ConnectionError)  not now: retry with back-off; says why in `reasons`
+    ├── UnavailableError (ConnectionError)  not now: see retry_after_s; says why in `reasons`
     │   ├── StoreUnavailableError           Redis is away, restarting or full
     │   ├── NotReadyError                   the deadline passed before the data came: says why
     │   └── BatcherUnavailableError         no batcher answered
@@ -189,12 +189,21 @@ class UnavailableError(TurnstreamError, ConnectionError):
         message: for people.
         reasons: of a wait that it ended, what was waited for and why that did not come, the most
             important first; empty where it ended no wait, or nobody could say.
+        retry_after_s: seconds after which to call again, of a store that is full, away or loading;
+            None where a deadline of the caller ended the wait, or nobody could say.
     """
 
-    def __init__(self, message: str = "", reasons: Iterable[Sequence[Any]] = ()) -> None:
+    def __init__(
+        self,
+        message: str = "",
+        reasons: Iterable[Sequence[Any]] = (),
+        retry_after_s: float | None = None,
+    ) -> None:
         self.message = message
         self.reasons = tuple(WaitReason(*reason) for reason in reasons)
+        self.retry_after_s = retry_after_s
         super().__init__(message, self.reasons)
+        self.args = (message, self.reasons, retry_after_s)  # an OSError would drop the third
 
     def __str__(self) -> str:
         return self.message

@@ -11,6 +11,7 @@ from turnstream.generator.lives import Lives
 from turnstream.generator.patience import Patience
 from turnstream.generator.receipts import Delivery
 from turnstream.generator.waits import not_on_disk, of_what_ends, of_writes
+from turnstream.store.replies import RETRY_AFTER_S
 
 
 class Explanations:
@@ -49,6 +50,6 @@ class Explanations:
 
         def error_of(what: Lane | Admission | str) -> TurnstreamError:
             waited = of_what_ends(what, silent_s=silent_s, now_s=now_s)
-            return StoreUnavailableError(message, [*waited, *why])
+            return StoreUnavailableError(message, [*waited, *why], RETRY_AFTER_S)
 
         return error_of

@@ -123,14 +123,16 @@ class StoreWait:
         now_s = self._clock()
         reason = unanswered(error, address=self._address, since_s=now_s - asked_s)
         message = f"{self._what}: {reason.sentence}"
+        retry_after_s = error.retry_after_s if self._left_s > 0 else None
         if self._kind is None:
-            return StoreUnavailableError(message, [reason])
+            return StoreUnavailableError(message, [reason], retry_after_s)
         why, told_s = "the store has said nothing of it", None
         if self._told is not None:
             told_s = now_s - self._told.at_s
             why = f"the store said {told_s:.1f} s ago: {self._told.why}"
         facts = {"waited_s": now_s - self._since_s, "told_s": told_s}
-        return StoreUnavailableError(message, [WaitReason(self._kind, why, facts), reason])
+        waited = WaitReason(self._kind, why, facts)
+        return StoreUnavailableError(message, [waited, reason], retry_after_s)
 
 
 def unanswered(error: StoreUnavailableError, *, address: str, since_s: float) -> WaitReason:

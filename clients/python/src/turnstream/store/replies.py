@@ -47,7 +47,8 @@ from turnstream.store.keys import with_readable_names
 from turnstream.store.limits import is_silence
 
 RETRY_AFTER_S = 1.0
-"""Said to a caller that was told to wait and cannot listen to the run's `wake` stream."""
+"""Said to a caller that was told to wait and cannot listen to the run's `wake` stream, or whose
+store is full or away."""
 
 _REFUSALS: dict[str, type[RejectedError | NotReadyError]] = {
     "FENCED": FencedError,
@@ -97,7 +98,7 @@ def refusal(text: str) -> TurnstreamError:
         left_ms, _, reason = message.partition(" ")
         return ConflictError(reason, int(left_ms) / 1000)
     if code in _PASSING:
-        return StoreUnavailableError(text)
+        return StoreUnavailableError(text, retry_after_s=RETRY_AFTER_S)
     if code in _REFUSALS:
         return _REFUSALS[code](message)
     return RejectedError(f"the store refused the command: {text}")
@@ -112,8 +113,10 @@ def translate(error: Exception) -> TurnstreamError:
     if isinstance(error, redis_errors.ResponseError):
         return refusal(error_text(error))
     if is_silence(error):
-        return StoreUnavailableError(f"the store has not answered in time: {error}".rstrip(": "))
-    return StoreUnavailableError(f"the store cannot be reached: {error}")
+        message = f"the store has not answered in time: {error}".rstrip(": ")
+    else:
+        message = f"the store cannot be reached: {error}"
+    return StoreUnavailableError(message, retry_after_s=RETRY_AFTER_S)
 
 
 @contextlib.contextmanager
