@@ -43,7 +43,7 @@ def kind_of_server(kind: str) -> Path:
 
 @pytest.mark.parametrize(
     ("kind", "durability"),
-    [("valkey", "fsync"), ("valkey", "everysec"), ("redis", "everysec")],
+    [(kind, mode) for kind in ("valkey", "redis") for mode in ("fsync", "everysec")],
 )
 def test_a_server_that_is_killed_under_load_loses_nothing_it_acknowledged(
     start_rig: StartRig, tmp_path: Path, kind: str, durability: str
