@@ -135,9 +135,8 @@ import functools
 import re
 from typing import NamedTuple
 
-from turnstream.errors import InvalidConfigError
 from turnstream.types import TrajectoryKey
-from turnstream.types.names import decode_name, encode_name
+from turnstream.types.names import decode_name, encode_name, encode_run
 
 RUNS = "ts:runs"
 """Set of the (encoded) names of all runs."""
@@ -293,30 +292,15 @@ class TrajectoryKeys(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def run_keys(run: str) -> RunKeys:
-    """The keys of the run with this (plain) name.
-
-    Raises:
-        InvalidConfigError: no run can have this name.
-    """
-    prefix = f"ts:{{{_encoded_run(run)}}}:"
+    """The keys of the run with this (plain) name; InvalidConfigError where no run can have it."""
+    prefix = f"ts:{{{encode_run(run)}}}:"
     return RunKeys(*[prefix + part for part in RunKeys._fields])
 
 
 def trajectory_keys(run: str, trajectory_id: str) -> TrajectoryKeys:
-    """The keys of one trajectory's payload.
-
-    Raises:
-        InvalidConfigError: no run can have this name.
-    """
-    prefix = f"ts:{{{_encoded_run(run)}/{trajectory_id}}}:"
+    """The keys of one trajectory's payload."""
+    prefix = f"ts:{{{encode_run(run)}/{trajectory_id}}}:"
     return TrajectoryKeys(prefix + "turns", prefix + "meta")
-
-
-def _encoded_run(run: str) -> str:
-    try:
-        return encode_name(run)
-    except ValueError as error:
-        raise InvalidConfigError("run", str(error)) from error
 
 
 def trajectory_id(key: TrajectoryKey) -> str:

@@ -37,6 +37,18 @@ def encode_name(name: str) -> str:
     return encoded
 
 
+def encode_run(run: str) -> str:
+    """The same of a run's name.
+
+    Raises:
+        InvalidConfigError: no run can have this name.
+    """
+    try:
+        return encode_name(run)
+    except ValueError as error:
+        raise InvalidConfigError("run", str(error)) from error
+
+
 def decode_name(encoded: str) -> str:
     """The name that `encode_name` was given."""
     return urllib.parse.unquote(encoded)
