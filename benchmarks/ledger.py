@@ -111,7 +111,10 @@ class Life:
             *(names.ledger, names.counts, names.groups, names.members),
             *(names.deadlines, names.refills, names.leases, names.wake),
             *(names.tasks, names.prompts, names.config, names.held, names.budget),
+            names.times,
         )
+        stepped = (names.frontier, names.batches, names.wake, names.ranks, names.times)
+        committed = (names.frontier, names.batches, names.times)
         self._store.run(
             ("HSET", names.ledger, *values),
             ("HSET", names.held, *[word for each in ids for word in (each, "9000")]),
@@ -125,10 +128,8 @@ class Life:
                 *(1, step, batch.manifest_hash, self._hash_before, "m", 1, "main"),
                 *ids,
             ),
-            self._call(
-                "stepped", (names.frontier, names.batches, names.wake), 1, step, batch.manifest_hash
-            ),
-            self._call("committed", (names.frontier, names.batches), 1, step, batch.manifest_hash),
+            self._call("stepped", stepped, 1, step, batch.manifest_hash),
+            self._call("committed", committed, 1, step, batch.manifest_hash),
             self._call(
                 "raise_floor", (names.leader, names.frontier, names.config, names.observers), 1, ""
             ),
@@ -144,7 +145,7 @@ class Life:
         where = names.of_fold_batch
         finish = (
             *(names.leader, names.frontier, names.batches),
-            *(names.plan, names.past, names.snapshot),
+            *(names.plan, names.past, names.snapshot, names.times),
         )
         record = encode_batch(
             CompactBatch(

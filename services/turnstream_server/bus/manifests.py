@@ -82,6 +82,7 @@ async def write_manifest(
             run_keys.config,
             run_keys.held,
             run_keys.budget,
+            run_keys.times,
         ),
         leader_epoch,
         manifest.step,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from turnstream.store.lasting import NOT_NOTED, Lasting
 from turnstream.store.passing import RecentGroups, recent_groups
 from turnstream.store.tasks import PromptCounts
 from turnstream_server.bus.budget import ByteBudget
@@ -115,6 +116,8 @@ class RunSnapshot:
         store_trouble: why the store takes no writes; empty where it does.
         planning_trouble, release_trouble: what keeps the planner from planning, and from letting
             go of what is over; empty where nothing does.
+        lasting: for how long it is so.
+        behind: ranks that have not asked for the step that is to be stepped next.
     """
 
     run: str
@@ -137,6 +140,8 @@ class RunSnapshot:
     store_trouble: str = ""
     planning_trouble: str = ""
     release_trouble: str = ""
+    lasting: Lasting = NOT_NOTED
+    behind: tuple[int, ...] = ()
 
     @property
     def recent(self) -> RecentGroups:

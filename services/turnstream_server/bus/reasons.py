@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from turnstream.errors import WaitKind
+from turnstream.store.lasting import for_so_long, last_opened, named_ranks, not_asked
 from turnstream_server.bus.budget import ByteBudget
 from turnstream_server.bus.moments import RunSnapshot, WaitingGroup
 from turnstream_server.bus.replans import how_to_go_on
@@ -121,17 +122,30 @@ def _of_services(snapshot: RunSnapshot) -> Iterator[Reason]:
                 facts={"planner": snapshot.planner, "trouble": trouble},
             )
     if frontier.planned >= frontier.stepped + 1 + snapshot.max_planned_ahead:
-        step, awaited = frontier.planned + 1, frontier.stepped + 1
-        trainer = f"trainer session {frontier.session_epoch} has it"
-        if not frontier.has_session:
-            trainer = "no trainer session has begun"
-        yield Reason(
-            kind=ReasonKind.TRAINER_NOT_STEPPED,
-            sentence=f"step {step} is planned when step {awaited} is stepped; {trainer}",
-            facts={"step": step, "awaited": awaited, "session_epoch": frontier.session_epoch},
-        )
+        yield _of_trainer(snapshot)
     if not frontier.is_closed:
         yield from _of_capacity(snapshot)
+
+
+def _of_trainer(snapshot: RunSnapshot) -> Reason:
+    """Who has the step that everything waits for, and which ranks do not even ask for it."""
+    frontier, since_s = snapshot.frontier, snapshot.lasting.trainer_s
+    step, awaited = frontier.planned + 1, frontier.stepped + 1
+    trainer = f"trainer session {frontier.session_epoch} has it"
+    if not frontier.has_session:
+        trainer = "no trainer session has begun"
+    return Reason(
+        kind=ReasonKind.TRAINER_NOT_STEPPED,
+        sentence=f"step {step} is planned when step {awaited} is stepped; {trainer}"
+        f"{for_so_long(since_s)}{not_asked(snapshot.behind)}",
+        facts={
+            "step": step,
+            "awaited": awaited,
+            "session_epoch": frontier.session_epoch,
+            "since_s": since_s,
+            "behind": named_ranks(snapshot.behind) or None,
+        },
+    )
 
 
 def _of_damage(snapshot: RunSnapshot) -> Iterator[Reason]:
@@ -150,19 +164,20 @@ def _of_capacity(snapshot: RunSnapshot) -> Iterator[Reason]:
     frontier = snapshot.frontier
     most, live = snapshot.most_live_groups, frontier.num_live_groups
     most_open, num_open = snapshot.max_open_groups, frontier.num_open_groups
+    since_s = snapshot.lasting.opened_s
     if live >= most:
         yield Reason(
             kind=ReasonKind.OUT_OF_CAPACITY,
             sentence=f"generators wait for the trainer: {live} groups are live, {most} are allowed "
-            f"after step {frontier.stepped}",
-            facts={"live": live, "most": most, "stepped": frontier.stepped},
+            f"after step {frontier.stepped}{last_opened(since_s)}",
+            facts={"live": live, "most": most, "stepped": frontier.stepped, "since_s": since_s},
         )
     elif 0 < most_open <= num_open:
         yield Reason(
             kind=ReasonKind.OUT_OF_CAPACITY,
             sentence=f"generators wait for groups that are under way: {num_open} are open, "
-            f"max_open_groups is {most_open}",
-            facts={"open": num_open, "max_open_groups": most_open},
+            f"max_open_groups is {most_open}{last_opened(since_s)}",
+            facts={"open": num_open, "max_open_groups": most_open, "since_s": since_s},
         )
 
 
@@ -214,8 +229,10 @@ def _of_pass_rate(snapshot: RunSnapshot) -> Iterator[Reason]:
 def _of_shortage(snapshot: RunSnapshot) -> Iterator[Reason]:
     """How many groups the next step lacks."""
     step, ready, needed = snapshot.frontier.planned + 1, snapshot.num_ready, snapshot.batch_groups
-    facts: dict[str, Fact] = {"step": step, "ready": ready, "needed": needed}
-    has = f"step {step}: {ready} of {needed} groups ready"
+    since_s, opened_s = snapshot.lasting.step_s, snapshot.lasting.opened_s
+    facts: dict[str, Fact] = {"step": step, "ready": ready, "needed": needed, "since_s": since_s}
+    waiting = for_so_long(since_s, verb=" waits")
+    has = f"step {step}{waiting}: {ready} of {needed} groups ready"
     if snapshot.num_waiting:
         yield Reason(
             kind=ReasonKind.TOO_FEW_READY,
@@ -229,8 +246,8 @@ def _of_shortage(snapshot: RunSnapshot) -> Iterator[Reason]:
         policy = f"the newest policy version is {version}"
     yield Reason(
         kind=ReasonKind.OUT_OF_DATA,
-        sentence=f"{has}, and no generator has a group open; {policy}",
-        facts={**facts, "newest_version": version},
+        sentence=f"{has}, and no generator has a group open{last_opened(opened_s)}; {policy}",
+        facts={**facts, "opened_s": opened_s, "newest_version": version},
     )
 
 

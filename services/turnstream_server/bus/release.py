@@ -255,7 +255,7 @@ async def finish_batch(
     names = keys.run_keys(run)
     where = (
         *(names.leader, names.frontier, names.batches),
-        *(names.plan, names.past, names.snapshot),
+        *(names.plan, names.past, names.snapshot, names.times),
     )
     await run_command_async(client, _FINISH(where, leader_epoch, step, record))
 

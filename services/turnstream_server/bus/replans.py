@@ -209,6 +209,7 @@ async def withdraw_plans(
             *(names.leader, names.frontier, names.batches, names.plan, names.ledger),
             *(names.counts, names.groups, names.snapshot, names.events, names.letters),
             *(names.wake, names.held, names.budget, names.config, names.observers),
+            names.times,
         ),
         *(leader_epoch, request.name),
         *(first.step, withdrawal.manifest_hashes[0]),

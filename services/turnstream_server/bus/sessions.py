@@ -83,7 +83,7 @@ async def start_session(
     command = _START(
         (
             *(names.frontier, names.batches, names.wake, names.sessions),
-            *(names.events, names.versions, names.ranks),
+            *(names.events, names.versions, names.ranks, names.times),
         ),
         session,
         dp_world_size,
@@ -172,7 +172,7 @@ async def acknowledge_stepped(
     """
     names = keys.run_keys(run)
     command = _STEPPED(
-        (names.frontier, names.batches, names.wake, names.ranks),
+        (names.frontier, names.batches, names.wake, names.ranks, names.times),
         session_epoch,
         step,
         manifest_hash,
@@ -200,7 +200,6 @@ async def acknowledge_committed(
         StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(run)
-    command = _COMMITTED(
-        (names.frontier, names.batches), session_epoch, token.step, token.chain_hash, session
-    )
+    where = (names.frontier, names.batches, names.times)
+    command = _COMMITTED(where, session_epoch, token.step, token.chain_hash, session)
     await run_command_async(client, command)

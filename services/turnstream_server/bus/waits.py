@@ -15,6 +15,7 @@ from turnstream.errors import RecordError
 from turnstream.records.events import decode_event
 from turnstream.store import clock, keys
 from turnstream.store.configs import read_config
+from turnstream.store.lasting import RUN_FIELDS, Lasting, lasting, ranks_behind, step_fields
 from turnstream.store.replies import translating
 from turnstream.store.runs import newest_version
 from turnstream.store.tasks import read_prompt_counts
@@ -127,6 +128,8 @@ def read_snapshot(client: redis.Redis, run: str) -> RunSnapshot:
         newest_version=None if version is None else version.version,
         budget=read_budget(client, run),
         store_trouble=read_store_trouble(client),
+        lasting=_lasting(client, names, frontier, now_ms),
+        behind=_ranks_behind(client, names, frontier),
         **_planner(client, names, now_ms),
     )
 
@@ -138,6 +141,22 @@ def _most_live_groups(config: BatchingConfig, frontier: Frontier) -> int:
         max_staleness=config.max_staleness,
         num_revised=frontier.num_revised_groups,
     )
+
+
+def _lasting(client: redis.Redis, names: keys.RunKeys, frontier: Frontier, now_ms: int) -> Lasting:
+    with translating():
+        run: Any = client.hmget(names.frontier, *RUN_FIELDS)
+        step: Any = client.hmget(names.times, *step_fields(frontier.stepped))
+    return lasting(now_ms, run, step)
+
+
+def _ranks_behind(client: redis.Redis, names: keys.RunKeys, frontier: Frontier) -> tuple[int, ...]:
+    """Ranks of the session, if one goes on, that have not asked for what is to be stepped next."""
+    if not frontier.has_session:
+        return ()
+    with translating():
+        ranks: Any = client.hgetall(names.ranks)
+    return ranks_behind(ranks, dp_world_size=frontier.dp_world_size, step=frontier.stepped + 1)
 
 
 def _planner(client: redis.Redis, names: keys.RunKeys, now_ms: int) -> dict[str, Any]:

@@ -394,6 +394,7 @@ class RunDriver:
         for name in (
             *("ledger", "counts", "groups", "frontier", "batches", "leader", "clock"),
             *("members", "rewards", "past", "ended", "reasons", "over", "snapshot", "observers"),
+            "times",
         ):
             content[name] = await self.client.execute_command("HGETALL", getattr(self.keys, name))
         for name in ("deadlines", "refills", "rewarded", "leases"):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from turnstream.store.lasting import Lasting
 from turnstream.store.tasks import PromptCounts
 from turnstream_server.bus.frontier import PayloadDamage
 from turnstream_server.bus.moments import (
@@ -80,7 +81,49 @@ def test_a_full_plan_waits_for_the_trainer(
     found = the(ReasonKind.TRAINER_NOT_STEPPED, seen)
 
     assert found.sentence == f"step 5 is planned when step 3 is stepped; {trainer}"
-    assert found.facts == {"step": 5, "awaited": 3, "session_epoch": session_epoch}
+    assert {"step": 5, "awaited": 3, "session_epoch": session_epoch}.items() <= found.facts.items()
+
+
+def test_a_trainer_has_a_step_for_so_long_and_its_ranks_that_did_not_ask_are_named(
+    starved: Starved,
+) -> None:
+    seen = starved(frontier={"planned": 4}, lasting=Lasting(trainer_s=95.2), behind=(1, 3))
+
+    found = the(ReasonKind.TRAINER_NOT_STEPPED, seen)
+
+    assert found.sentence == (
+        "step 5 is planned when step 3 is stepped; trainer session 1 has it for 95 s; "
+        "dp_rank 1, 3 did not ask for it"
+    )
+    assert (found.facts["since_s"], found.facts["behind"]) == (95.2, "1, 3")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"most_live_groups": 8}, {"frontier": {"num_open_groups": 3}, "max_open_groups": 3}],
+)
+def test_a_run_out_of_capacity_says_when_the_last_group_was_opened(
+    changes: dict[str, Any], starved: Starved
+) -> None:
+    found = the(ReasonKind.OUT_OF_CAPACITY, starved(**changes, lasting=Lasting(opened_s=95.2)))
+
+    assert found.sentence.endswith("; the last was opened 95 s ago")
+    assert found.facts["since_s"] == 95.2
+
+
+def test_a_step_that_lacks_groups_says_for_how_long_it_waits(starved: Starved) -> None:
+    lasting = Lasting(step_s=95.2, opened_s=130.0)
+
+    few = the(ReasonKind.TOO_FEW_READY, starved(lasting=lasting))
+    none = the(ReasonKind.OUT_OF_DATA, starved(lasting=lasting, num_waiting=0))
+
+    assert few.sentence == "step 3 waits for 95 s: 1 of 4 groups ready, 1 open"
+    assert none.sentence == (
+        "step 3 waits for 95 s: 1 of 4 groups ready, and no generator has a group open; "
+        "the last was opened 130 s ago; no policy version was announced"
+    )
+    assert few.facts["since_s"] == none.facts["since_s"] == 95.2
+    assert none.facts["opened_s"] == 130.0
 
 
 def test_a_trainer_session_that_ended_with_withdrawn_plans_has_nothing(starved: Starved) -> None:
@@ -171,7 +214,7 @@ def test_open_groups_are_counted_beside_the_ready_ones(starved: Starved) -> None
     found = the(ReasonKind.TOO_FEW_READY, starved())
 
     assert found.sentence == "step 3: 1 of 4 groups ready, 1 open"
-    assert found.facts == {"step": 3, "ready": 1, "needed": 4, "open": 1}
+    assert found.facts == {"step": 3, "ready": 1, "needed": 4, "since_s": None, "open": 1}
 
 
 def test_a_generator_all_of_whose_leases_lapsed_is_gone(starved: Starved) -> None:

@@ -14,6 +14,7 @@ from turnstream.generator.drafts import TrajectoryDraft
 from turnstream.generator.lanes import Lane, PendingTurn
 from turnstream.generator.waits import no_room, not_on_disk, of_writes
 from turnstream.store import keys
+from turnstream.store.lasting import Lasting
 from turnstream.store.tasks import PromptCounts
 from turnstream.store.wait_reasons import (
     no_leave,
@@ -65,6 +66,7 @@ STARVED = RunSnapshot(
     most_live_groups=40,
     num_ready=6,
     num_waiting=2,
+    lasting=Lasting(trainer_s=95.0, step_s=95.0, opened_s=120.0),
 )
 BUDGET = ByteBudget(
     held=HeldBytes(reserved=0, stored=48_211, planned=150_000, estimate=80_000),
@@ -118,7 +120,7 @@ MOMENTS = [
             num_added=500, num_left=0, num_given=0, num_trained=480, num_filtered=20
         ),
     ),
-    of(frontier={"planned": 5}, num_waiting=0, most_live_groups=99, max_planned_ahead=0),
+    of(frontier={"planned": 5}, most_live_groups=99, max_planned_ahead=0, behind=(1, 3)),
     of(frontier={"planned": 5}, num_waiting=0, most_live_groups=99, max_planned_ahead=1),
     of(frontier={"planned": 5}, budget=BUDGET),
     of(budget=replace(BUDGET, max_bytes=100_000)),

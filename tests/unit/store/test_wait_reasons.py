@@ -8,6 +8,7 @@ import pytest
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import WaitKind, WaitReason
+from turnstream.store.lasting import Lasting
 from turnstream.store.wait_reasons import no_refill, reasons_of
 from turnstream.store.waits import MAX_LEASES, MAX_NAMED, HeldMember, WaitFacts
 from turnstream.types import GroupOpened, Purpose, TrajectoryKey
@@ -160,3 +161,27 @@ def test_a_wait_for_a_refill_says_whether_the_run_grants_any(
     first = no_refill(waits(**fields), waited_s=3.0)[0]
 
     assert (first.kind, first.sentence, first.facts["waited_s"]) == ("no_refill", sentence, 3.0)
+
+
+def test_every_reason_that_lasts_says_for_how_long() -> None:
+    lasting = Lasting(trainer_s=95.2, step_s=40.0, opened_s=130.0)
+    full = {"config": {"max_open_groups": 1}, "num_open": 1}
+    planned, lacks = (
+        "step 1 is planned and not stepped",
+        "step 1 waits for 40 s: 0 of 4 groups ready",
+    )
+
+    trainer = reasons_of(waits(planned=1, lasting=lasting, behind=(2,)))
+    (live,) = reasons_of(waits(num_live=99, lasting=lasting))
+    (opened,) = reasons_of(waits(num_live=5, lasting=lasting, **full))
+    few = reasons_of(waits(num_live=1, num_open=1, lasting=lasting))
+    none = reasons_of(waits(num_live=0, lasting=lasting))
+
+    assert [(why.sentence, why.facts["since_s"]) for why in (*trainer, *few, *none)] == [
+        (f"{planned}; no trainer session has begun for 95 s; dp_rank 2 did not ask for it", 95.2),
+        (f"{lacks}, 1 open", 40.0),
+        (f"{lacks}, and no generator has a group open; the last was opened 130 s ago", 40.0),
+    ]
+    for why in (live, opened):
+        assert why.sentence.endswith("; the last was opened 130 s ago")
+        assert why.facts["since_s"] == 130.0

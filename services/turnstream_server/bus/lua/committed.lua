@@ -5,6 +5,7 @@
 --   KEYS[1] frontier  hash  read: session_epoch, stepped, session_lost; changed: committed, which
 --                           never falls here, and checkpoints
 --   KEYS[2] batches   hash  read: step -> "<trajectories planned up to it>:<manifest hash>"
+--   KEYS[3] times     hash  "committed:<step>" -> server ms; added
 -- Arguments: ARGV[1] session epoch    ARGV[2] token's step    ARGV[3] token's manifest hash
 --            ARGV[4] session name, or "", see stepped.lua
 -- Reply:     1, or 0 where that much was committed before
@@ -41,4 +42,7 @@ if step <= tonumber(committed) then
 end
 checkpoints = (checkpoints and checkpoints ~= '') and checkpoints .. ',' .. step or step
 redis.call('HSET', KEYS[1], 'committed', step, 'checkpoints', checkpoints)
+local time = redis.call('TIME')
+redis.call('HSET', KEYS[3], 'committed:' .. ARGV[2],
+  string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000)))
 return 1

@@ -8,6 +8,7 @@
 --   KEYS[4] plan      stream  removed: the entries up to the step
 --   KEYS[5] past      hash    added: step -> record
 --   KEYS[6] snapshot  hash    read: step, the newest plan that it includes
+--   KEYS[7] times     hash    removed: those of the step before
 -- Arguments: ARGV[1] leader epoch    ARGV[2] step    ARGV[3] compact record
 -- Reply:     1, or 0 where it was done before
 -- Errors:
@@ -33,5 +34,8 @@ end
 redis.call('HSET', KEYS[5], ARGV[2], ARGV[3])
 redis.call('XTRIM', KEYS[4], 'MINID', string.format('%.0f-0', step + 1))
 redis.call('HDEL', KEYS[3], string.format('%.0f', step - 1))
+for _, what in ipairs({'planned', 'stepped', 'committed'}) do
+  redis.call('HDEL', KEYS[7], string.format('%s:%.0f', what, step - 1))
+end
 redis.call('HSET', KEYS[2], 'folded', ARGV[2])
 return 1

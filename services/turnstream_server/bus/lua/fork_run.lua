@@ -50,5 +50,6 @@ for i = 7, #ARGV, 2 do
 end
 local time = redis.call('TIME')
 local now_ms = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
+redis.call('HSET', KEYS[1], 'session_ms', now_ms)
 redis.call('HSET', KEYS[8], 'ms', now_ms, 'at_ms', now_ms, 'most_ms', 0)
 return 1

@@ -8,13 +8,15 @@
 -- Keys, all in the run's slot:
 --   KEYS[1] frontier  hash    read and changed: stepped, committed, session_epoch, session,
 --                             session_token, dp_world_size, lineage, checkpoints, rollbacks,
---                             forks; read: released; read and removed: session_lost
+--                             forks, session_ms; read: released; read and removed: session_lost
 --   KEYS[2] batches   hash    read: step -> "<trajectories planned up to it>:<manifest hash>"
 --   KEYS[3] wake      stream  added, so that calls of the session before find out
 --   KEYS[4] sessions  hash    session name -> its epoch; added
 --   KEYS[5] events    stream  added, where steps are undone: field r = the rolled_back record
 --   KEYS[6] versions  stream  read: the newest
 --   KEYS[7] ranks     hash    removed: what the ranks of the session before had
+--   KEYS[8] times     hash    removed: when steps were stepped and committed that are undone; added:
+--                             "committed:<step>" of the token, where nobody has said that before
 -- Arguments:
 --   ARGV[1] session name     ARGV[2] dp_world_size
 --   ARGV[3] token's step, "" without a token    ARGV[4] token's manifest hash
@@ -132,9 +134,18 @@ end
 if step > 0 then
   kept[#kept + 1] = step
 end
+local time = redis.call('TIME')
+local now_ms = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
+for undone = step + 1, stepped do
+  redis.call('HDEL', KEYS[8], string.format('stepped:%.0f', undone),
+    string.format('committed:%.0f', undone))
+end
+if step > 0 then
+  redis.call('HSETNX', KEYS[8], string.format('committed:%.0f', step), now_ms)
+end
 redis.call('HSET', KEYS[1], 'stepped', step, 'committed', step, 'session_epoch', epoch + 1,
-  'session', ARGV[1], 'session_token', token, 'dp_world_size', ARGV[2], 'lineage', lineage,
-  'checkpoints', table.concat(kept, ','))
+  'session', ARGV[1], 'session_ms', now_ms, 'session_token', token, 'dp_world_size', ARGV[2],
+  'lineage', lineage, 'checkpoints', table.concat(kept, ','))
 redis.call('HDEL', KEYS[1], 'session_lost')
 redis.call('DEL', KEYS[7])
 redis.call('HSET', KEYS[4], ARGV[1], epoch + 1)

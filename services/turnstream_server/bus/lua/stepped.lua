@@ -8,6 +8,7 @@
 --   KEYS[2] batches   hash    read: step -> "<trajectories planned up to it>:<manifest hash>"
 --   KEYS[3] wake      stream  added, so that whoever waits for capacity is told
 --   KEYS[4] ranks     hash    read: dp_rank -> "<step>:<manifest hash>", the newest that it has
+--   KEYS[5] times     hash    "stepped:<step>" -> server ms; added
 -- Arguments: ARGV[1] session epoch    ARGV[2] step    ARGV[3] manifest hash
 --            ARGV[4] session name, or "": a store that lost a session may give its epoch to another
 -- Reply:     the run's lineage, for the recovery token; the same again for an earlier step
@@ -65,6 +66,9 @@ if step == stepped + 1 then
       .. rank .. ' has it from the manifest "' .. ARGV[3] .. '"')
   end
   redis.call('HSET', KEYS[1], 'stepped', step)
+  local time = redis.call('TIME')
+  redis.call('HSET', KEYS[5], 'stepped:' .. ARGV[2],
+    string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000)))
   redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', 'w', '')
 end
 return lineage

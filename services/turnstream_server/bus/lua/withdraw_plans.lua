@@ -8,8 +8,8 @@
 -- Keys, all in the run's slot:
 --   KEYS[1] leader      hash    read: epoch
 --   KEYS[2] frontier    hash    read: stepped, replan, replanned, opened_groups, live_groups; changed:
---                               planned, planned_groups, at_plans, session_epoch, session, withdrawn,
---                               replanned; removed: replan, damaged, finished
+--                               planned, planned_groups, at_plans, session_epoch, session,
+--                               session_ms, withdrawn, replanned; removed: replan, damaged, finished
 --   KEYS[3] batches     hash    removed: the steps
 --   KEYS[4] plan        stream  removed: their entries. The others are written again: an id below
 --                               one that was there can be added to a new stream only
@@ -27,6 +27,7 @@
 --   KEYS[14] config     hash    read: the revisions; changed: "from:<revision>" of one whose first
 --                               step is planned again: it is in force from the withdrawn step on
 --   KEYS[15] observers  hash    changed: the newest step seen, where that step is withdrawn
+--   KEYS[16] times      hash    removed: when the steps were planned
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] name of the request    ARGV[3] the first step
 --   ARGV[4] its manifest hash    ARGV[5] the newest step    ARGV[6] its manifest hash
@@ -146,11 +147,12 @@ for _, entry in ipairs(kept) do
 end
 for step = first, newest do
   redis.call('HDEL', KEYS[3], string.format('%.0f', step))
+  redis.call('HDEL', KEYS[16], string.format('planned:%.0f', step))
 end
 local revision, through = string.match(withdrawn or '0:0', '^(%d+):(%d+)$')
 redis.call('HSET', KEYS[2], 'planned', string.format('%.0f', first - 1), 'session_epoch', epoch + 1,
-  'session', '', 'replanned', ARGV[2] .. ':' .. since .. ':' .. ARGV[10], 'withdrawn',
-  string.format('%.0f:%.0f', revision + 1, math.max(newest, tonumber(through))))
+  'session', '', 'session_ms', since, 'replanned', ARGV[2] .. ':' .. since .. ':' .. ARGV[10],
+  'withdrawn', string.format('%.0f:%.0f', revision + 1, math.max(newest, tonumber(through))))
 redis.call('HDEL', KEYS[2], 'replan', 'damaged', 'finished')
 local num_planned = redis.call('HINCRBY', KEYS[2], 'planned_groups', -num_groups)
 local ever, live, at_plans = unpack(

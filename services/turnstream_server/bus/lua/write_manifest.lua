@@ -28,6 +28,7 @@
 --   KEYS[15] config   hash    read: newest, and that revision's JSON
 --   KEYS[16] held     hash    read; removed: samples that were never begun
 --   KEYS[17] budget   hash    changed: reserved, stored, planned
+--   KEYS[18] times    hash    "planned:<step>" -> server ms; added
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] step    ARGV[3] manifest hash    ARGV[4] hash before, or ""
 --   ARGV[5] record          ARGV[6] revision of the config that it was planned with
@@ -198,6 +199,9 @@ redis.call('HINCRBY', KEYS[6], 'planned', num_trajectories)
 redis.call('HSET', KEYS[3], ARGV[2],
   string.format('%.0f:%s', total + num_trajectories, ARGV[3]))
 redis.call('HSET', KEYS[2], 'planned', ARGV[2])
+local time = redis.call('TIME')
+redis.call('HSET', KEYS[18], 'planned:' .. ARGV[2],
+  string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000)))
 local num_planned = redis.call('HINCRBY', KEYS[2], 'planned_groups', num_groups)
 local ever, live, at_plans = unpack(
   redis.call('HMGET', KEYS[2], 'opened_groups', 'live_groups', 'at_plans'))

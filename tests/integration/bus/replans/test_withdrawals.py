@@ -55,6 +55,7 @@ async def test_plans_are_withdrawn_from_a_step_on_and_nothing_else_is(
     await run.plan_steps(4)
     session = await run.start("s")
     await run.commit(session, 1)
+    await run.client.hset(run.keys.frontier, "session_ms", began_ms := b"7")
 
     assert await withdraw(run, ask(run, 3), from_step(run, 3))
 
@@ -67,6 +68,9 @@ async def test_plans_are_withdrawn_from_a_step_on_and_nothing_else_is(
         run.manifests[2],
     ]
     assert set(await run.client.hkeys(run.keys.batches)) == {b"1", b"2"}
+    times = {b"planned:1", b"planned:2", b"stepped:1", b"committed:1"}
+    assert (await run.hash_of("times")).keys() == times
+    assert await run.client.hget(run.keys.frontier, "session_ms") != began_ms
     ledger = await run.client.hgetall(run.keys.ledger)
     assert ledger[b"g3/0/0"] == b"dead:checksum"
     assert ledger[b"g3/1/0"] == ledger[b"g4/0/0"] == b"sealed:1"

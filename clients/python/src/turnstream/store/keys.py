@@ -26,9 +26,10 @@ rewards    hash    trajectory id -> CRC of the reward that was posted for it, `l
                    group was decided before, `missed` where its deadline has passed without
 rewarded   zset    ids in `rewards` that are not in the ledger, by when, server ms: the newest 4,096
 frontier   hash    stepped, committed, session_epoch, session, dp_world_size, lineage,
-                   live_groups, open_groups, opened_groups, closed (0 or 1); planned, the newest
-                   batch, and session_token, what the session began with, are added when there is
-                   one;
+                   live_groups, open_groups, opened_groups, closed (0 or 1); session_ms, when the
+                   session began, was ended by the store, or the run was made; opened_ms, when the
+                   newest group to train was opened, planned, the newest batch, and session_token,
+                   what the session began with, are added when there is one;
                    checkpoints, the committed steps a session may begin after, `<step>,<step>`;
                    rollbacks, the newest 16 lineages but the first, the last one first, each
                    `<lineage>:<step it goes on from>:<stepped before>`;
@@ -52,8 +53,7 @@ frontier   hash    stepped, committed, session_epoch, session, dp_world_size, li
                    `<name>:<server ms>:<JSON>`, the last that was done, see withdraw_plans.lua;
                    withdrawn, `<revision>:<step>`, how often plans were withdrawn, and the newest
                    step that ever was;
-                   leftover, see RunClosed, while it is closed; finished, 1 once nothing more of it
-                   will be planned;
+                   leftover, see RunClosed, while it is closed; finished, 1 once all is planned;
                    session_lost, `<step>:<why>`, while the ranks of the session differ in a step
 batches    hash    step -> `<trajectories planned up to it>:<manifest hash>`; from `released` on
 observers  hash    name -> `<newest step seen>:<when it expires, in ms of the run's own time, or 0
@@ -75,6 +75,8 @@ leases     zset    id of every open trajectory -> when its writer's lease ends, 
 sessions   hash    name of every trainer session that ever began -> its epoch
 ranks      hash    dp_rank of the session, if it has several -> `<step>:<manifest hash>`, the newest
                    batch that it is known to have, or was about to get
+times      hash    `planned:<step>`, `stepped:<step>`, `committed:<step>` -> when, server ms, of the
+                   steps that are in `batches`; of a checkpoint, and not of every step up to it
 past       hash    step -> compact record of a batch that is over
 ended      hash    number -> compact record of trajectories that ended untrained
 reasons    hash    `<state>:<reason>` -> how many of those in `ended`
@@ -162,6 +164,7 @@ _RUN_TYPES = {
     "leases": "zset",
     "sessions": "hash",
     "ranks": "hash",
+    "times": "hash",
     "members": "hash",
     "deadlines": "zset",
     "clock": "hash",
@@ -213,6 +216,7 @@ class RunKeys(NamedTuple):
     leases: str
     sessions: str
     ranks: str
+    times: str
     members: str
     deadlines: str
     clock: str

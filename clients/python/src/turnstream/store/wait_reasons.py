@@ -7,6 +7,7 @@ from typing import Final
 
 from turnstream.errors import WaitKind, WaitReason
 from turnstream.store.credits import CreditReason, credit_of
+from turnstream.store.lasting import for_so_long, last_opened, named_ranks, not_asked
 from turnstream.store.waits import MAX_LEASES, MAX_NAMED, HeldMember, WaitFacts
 from turnstream.types import GroupOpened, Purpose
 
@@ -121,10 +122,18 @@ def _of_services(waits: WaitFacts) -> Iterator[WaitReason]:
         trainer = f"trainer session {waits.session_epoch} has it"
         if not waits.session_epoch:
             trainer = "no trainer session has begun"
+        since_s = waits.lasting.trainer_s
         yield WaitReason(
             WaitKind.TRAINER_NOT_STEPPED,
-            f"step {step} is planned and not stepped; {trainer}",
-            {"awaited": step, "planned": waits.planned, "session_epoch": waits.session_epoch},
+            f"step {step} is planned and not stepped; {trainer}{for_so_long(since_s)}"
+            f"{not_asked(waits.behind)}",
+            {
+                "awaited": step,
+                "planned": waits.planned,
+                "session_epoch": waits.session_epoch,
+                "since_s": since_s,
+                "behind": named_ranks(waits.behind) or None,
+            },
         )
 
 
@@ -139,7 +148,8 @@ def _of_capacity(waits: WaitFacts) -> Iterator[WaitReason]:
         num_revised=waits.num_revised,
         paused=waits.paused,
     )
-    live, most = waits.num_live, found.most
+    live, most, since_s = waits.num_live, found.most, waits.lasting.opened_s
+    sentence = found.sentence + last_opened(since_s)
     match found.reason:
         case CreditReason.PAUSED:
             yield WaitReason(WaitKind.RUN_PAUSED, found.sentence, {"reason": waits.paused})
@@ -147,11 +157,11 @@ def _of_capacity(waits: WaitFacts) -> Iterator[WaitReason]:
             facts = {"ready": waits.num_ready, "open": waits.num_open}
             yield WaitReason(WaitKind.RUN_CLOSED, found.sentence, facts)
         case CreditReason.STALENESS:
-            facts = {"live": live, "most": most, "stepped": waits.stepped}
-            yield WaitReason(WaitKind.OUT_OF_CAPACITY, found.sentence, facts)
+            facts = {"live": live, "most": most, "stepped": waits.stepped, "since_s": since_s}
+            yield WaitReason(WaitKind.OUT_OF_CAPACITY, sentence, facts)
         case CreditReason.OPEN_GROUPS:
-            facts = {"open": waits.num_open, "max_open_groups": most}
-            yield WaitReason(WaitKind.OUT_OF_CAPACITY, found.sentence, facts)
+            facts = {"open": waits.num_open, "max_open_groups": most, "since_s": since_s}
+            yield WaitReason(WaitKind.OUT_OF_CAPACITY, sentence, facts)
         case None:
             pass
 
@@ -188,13 +198,17 @@ def _of_shortage(waits: WaitFacts) -> Iterator[WaitReason]:
     if not waits.is_starved or waits.is_closed:
         return
     step, ready, needed = waits.stepped + 1, waits.num_ready, waits.config.batch_groups
+    since_s, opened_s = waits.lasting.step_s, waits.lasting.opened_s
     facts: dict[str, str | int | float | None] = {"step": step, "ready": ready, "needed": needed}
-    has = f"step {step}: {ready} of {needed} groups ready"
+    facts["since_s"] = since_s
+    waiting = for_so_long(since_s, verb=" waits")
+    has = f"step {step}{waiting}: {ready} of {needed} groups ready"
     if waits.num_open:
         facts["open"] = waits.num_open
         yield WaitReason(WaitKind.TOO_FEW_READY, f"{has}, {waits.num_open} open", facts)
     else:
-        sentence = f"{has}, and no generator has a group open"
+        facts["opened_s"] = opened_s
+        sentence = f"{has}, and no generator has a group open{last_opened(opened_s)}"
         yield WaitReason(WaitKind.OUT_OF_DATA, sentence, facts)
     recent = waits.recent
     if why := recent.why_low(least=needed):

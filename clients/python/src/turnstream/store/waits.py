@@ -13,6 +13,7 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.errors import TurnstreamError
 from turnstream.records.configs import decode_config
 from turnstream.store import keys
+from turnstream.store.lasting import NOT_NOTED, Lasting, lasting, ranks_behind
 from turnstream.store.passing import RecentGroups, recent_groups
 from turnstream.store.scripts import Command, Script, run_command, run_command_async
 from turnstream.types import TrajectoryKey
@@ -72,6 +73,8 @@ class WaitFacts:
         untrained: (state, trajectories) of what ended untrained.
         num_leases: trajectories that are being written.
         members: of these, the first whose lease ends, or has ended; at most MAX_LEASES.
+        lasting: for how long it is so.
+        behind: ranks that have not asked for the step that is to be stepped next.
     """
 
     run: str
@@ -104,6 +107,8 @@ class WaitFacts:
     untrained: tuple[tuple[str, int], ...]
     num_leases: int
     members: tuple[HeldMember, ...]
+    lasting: Lasting = NOT_NOTED
+    behind: tuple[int, ...] = ()
 
     @property
     def num_ready(self) -> int:
@@ -139,7 +144,7 @@ def waits_command(run: str) -> Command:
         *(names.frontier, names.config, names.leader, names.budget, names.prompts, names.again),
         *(names.leases, names.ledger, names.refills, names.versions, names.counts),
         names.deadlines,
-        names.clock,
+        *(names.clock, names.times, names.ranks),
     )
     return READ_WAITS(where, MAX_LEASES, MAX_NAMED)
 
@@ -169,9 +174,8 @@ def parse_waits(run: str, reply: Sequence[Any]) -> WaitFacts:
     Raises:
         RecordError: the config is of a newer release.
     """
-    now, frontier, config, leader, budget, prompts, refills, last_id, ended, memory, num, held = (
-        reply
-    )
+    now, frontier, config, leader, budget, prompts, refills, last_id, *reply = reply
+    ended, memory, num, held, run_ms, step_ms, (dp_world_size, ranks) = reply
     now_ms = int(now)
     *numbers, closed, paused, at_plans = frontier
     stepped, planned, planned_groups, released, live, opened, ever, revised, epoch = _ints(numbers)
@@ -212,6 +216,12 @@ def parse_waits(run: str, reply: Sequence[Any]) -> WaitFacts:
         ),
         num_leases=num,
         members=tuple(_members(held, now_ms)),
+        lasting=lasting(now_ms, run_ms, step_ms),
+        behind=ranks_behind(
+            dict(zip(ranks[::2], ranks[1::2], strict=True)),
+            dp_world_size=int(dp_world_size),
+            step=stepped + 1,
+        ),
     )
 
 

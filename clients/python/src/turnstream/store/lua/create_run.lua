@@ -3,7 +3,8 @@
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] frontier  hash  made here: stepped, committed, session_epoch, session, dp_world_size,
---                           lineage, live_groups, open_groups, opened_groups, closed
+--                           lineage, live_groups, open_groups, opened_groups, closed,
+--                           session_ms
 --   KEYS[2] config    hash  made here: "1" -> the JSON, newest -> "1"
 --   KEYS[3] counts    hash  made here: accepted and open, both 0
 --   KEYS[4] deleted   hash  read: there while late writers of a deleted run of this name are fenced
@@ -31,12 +32,12 @@ if newest then
   end
   return redis.error_reply('CONFLICT the run exists with another config')
 end
-redis.call('HSET', KEYS[1], 'stepped', 0, 'committed', 0, 'session_epoch', 0, 'session', '',
-  'dp_world_size', 0, 'lineage', 'main', 'live_groups', 0, 'open_groups', 0,
-  'opened_groups', 0, 'closed', 0)
-redis.call('HSET', KEYS[2], '1', ARGV[1], 'newest', '1')
-redis.call('HSET', KEYS[3], 'accepted', 0, 'open', 0)
 local time = redis.call('TIME')
 local now_ms = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
+redis.call('HSET', KEYS[1], 'stepped', 0, 'committed', 0, 'session_epoch', 0, 'session', '',
+  'dp_world_size', 0, 'lineage', 'main', 'live_groups', 0, 'open_groups', 0,
+  'opened_groups', 0, 'closed', 0, 'session_ms', now_ms)
+redis.call('HSET', KEYS[2], '1', ARGV[1], 'newest', '1')
+redis.call('HSET', KEYS[3], 'accepted', 0, 'open', 0)
 redis.call('HSET', KEYS[5], 'ms', now_ms, 'at_ms', now_ms, 'most_ms', 0)
 return 1

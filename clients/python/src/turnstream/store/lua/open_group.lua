@@ -20,7 +20,8 @@
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] frontier  hash    read: stepped, closed, revised_groups, paused, planned, planned_groups,
---                             released; changed: live_groups, open_groups, opened_groups
+--                             released; changed: live_groups, open_groups, opened_groups,
+--                             opened_ms, when a group was opened to train last
 --   KEYS[2] config    hash    read: newest, and that revision's JSON
 --   KEYS[3] groups    hash    group name -> "<num_samples>:<state>"; made here with state "open", or
 --                             "evaluating"
@@ -165,6 +166,8 @@ local function reserve_more(id)
   end
 end
 
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 local group = redis.call('HGET', KEYS[3], ARGV[1])
 local state = begins
 local members = group and redis.call('HGET', MEMBERS, ARGV[1])
@@ -220,6 +223,7 @@ else
     redis.call('HINCRBY', KEYS[1], 'live_groups', 1)
     redis.call('HINCRBY', KEYS[1], 'open_groups', 1)
     redis.call('HINCRBY', KEYS[1], 'opened_groups', 1)
+    redis.call('HSET', KEYS[1], 'opened_ms', string.format('%.0f', now_ms))
   end
   redis.call('XADD', KEYS[6], '*', 'r', ARGV[4])
 end
@@ -229,9 +233,8 @@ if num_ids == 0 then
   return {}
 end
 local entries = redis.call('HMGET', KEYS[4], unpack(ARGV, 5))
-local time = redis.call('TIME')
 local lease_ms = math.floor((config.lease_s or 60) * 1000)
-local lease_end = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000) + lease_ms)
+local lease_end = string.format('%.0f', now_ms + lease_ms)
 local replies = {}
 local opened = {}
 local leases = {}

@@ -16,6 +16,8 @@
 --   KEYS[11] counts   hash    the states named below
 --   KEYS[12] deadlines zset   of groups whose members are listed
 --   KEYS[13] clock    hash    see run_clock.lua
+--   KEYS[14] times    hash    when the newest step was stepped, and the one after it planned
+--   KEYS[15] ranks    hash    what the ranks of the session have, while the trainer is waited for
 -- Arguments: ARGV[1] how many leases at most    ARGV[2] of how many of these the group's deadline
 -- Reply: {server time in ms;
 --         stepped, planned, planned_groups, released, live_groups, open_groups, opened_groups,
@@ -29,7 +31,9 @@
 --         {bytes the server uses, the most it may, 0 for any};
 --         how many leases there are;
 --         four per lease, those first that end first: trajectory id, end in ms, ledger entry or
---         false, ms left until the group's deadline fires or false}
+--         false, ms left until the group's deadline fires or false;
+--         {session_ms, opened_ms};  {when it was stepped, when the next was planned};
+--         {dp_world_size, or 0 where nobody waits for a session; ranks: field, value, ...}}
 -- Errors:
 --   NORUN     no such run
 
@@ -67,6 +71,14 @@ local function members()
   return found
 end
 
+local function ranks()
+  local session, world_size = unpack(redis.call('HMGET', KEYS[1], 'session', 'dp_world_size'))
+  if (session or '') == '' or tonumber(frontier[2] or 0) <= tonumber(frontier[1]) then
+    return {0, {}}
+  end
+  return {world_size, redis.call('HGETALL', KEYS[15])}
+end
+
 local time = redis.call('TIME')
 local prompts = redis.call('HMGET', KEYS[5], 'added', 'next', 'done')
 prompts[4] = redis.call('ZCARD', KEYS[6])
@@ -84,4 +96,8 @@ return {
   server_memory(),
   redis.call('ZCARD', KEYS[7]),
   members(),
+  redis.call('HMGET', KEYS[1], 'session_ms', 'opened_ms'),
+  redis.call('HMGET', KEYS[14], 'stepped:' .. frontier[1],
+    string.format('planned:%.0f', frontier[1] + 1)),
+  ranks(),
 }

@@ -1,0 +1,191 @@
+"""For how long a run is where it is: noted by scripts, once, and told to people and generators."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import redis
+
+from turnstream.errors import WaitKind
+from turnstream.store import keys
+from turnstream.store.wait_reasons import reasons_of
+from turnstream.store.waits import read_waits
+from turnstream.types import Purpose, RecoveryToken
+from turnstream_server.bus.forks import fork_run
+from turnstream_server.bus.reasons import reasons
+from turnstream_server.bus.sessions import hear_rank, start_session
+from turnstream_server.bus.waits import read_snapshot
+
+pytestmark = pytest.mark.redis
+
+AGO_S = 100
+"""So much older `pass_time` makes everything that was noted by then."""
+
+
+def pass_time(client: redis.Redis, run: str) -> None:
+    """What the clock does to all that is noted."""
+    names = keys.run_keys(run)
+    for field in ("session_ms", "opened_ms"):
+        if client.hexists(names.frontier, field):
+            client.hincrby(names.frontier, field, -AGO_S * 1_000)
+    for field in client.hkeys(names.times):
+        client.hincrby(names.times, field, -AGO_S * 1_000)
+
+
+def ages(client: redis.Redis, run: str) -> dict[str, int | None]:
+    """How often time has passed since, as `turnstream why` sees it; a generator sees the same."""
+    found = read_snapshot(client, run).lasting
+    waits = read_waits(client, run)
+    assert waits is not None
+    both = [
+        {name: s if s is None else int(s / AGO_S) for name, s in each._asdict().items()}
+        for each in (found, waits.lasting)
+    ]
+    assert both[0] == both[1]
+    return both[0]
+
+
+async def test_a_step_is_awaited_since_the_one_before_was_stepped(
+    client: redis.Redis, run: Any
+) -> None:
+    made = ages(client, run.name)
+    pass_time(client, run.name)
+    waiting = ages(client, run.name)
+    await run.plan_steps(1)
+    session = await run.start("s")
+    pass_time(client, run.name)
+    await run.step(session, 1)
+    stepped = ages(client, run.name)
+    pass_time(client, run.name)
+    await run.step(session, 1)
+
+    assert made == {"trainer_s": None, "step_s": 0, "opened_s": None}
+    assert waiting == {"trainer_s": None, "step_s": 1, "opened_s": None}
+    assert stepped == {"trainer_s": None, "step_s": 0, "opened_s": 1}
+    assert ages(client, run.name) == {"trainer_s": None, "step_s": 1, "opened_s": 2}
+
+
+async def test_a_trainer_has_a_step_since_it_was_planned_or_its_session_began(
+    client: redis.Redis, run: Any
+) -> None:
+    await run.plan_steps(1)
+    pass_time(client, run.name)
+    before = ages(client, run.name)
+    await run.start("first")
+    first = ages(client, run.name)
+    pass_time(client, run.name)
+    await run.start("first")
+    await run.plan("g1", step=1)
+    again = ages(client, run.name)
+    await run.start("second")
+
+    assert [each["trainer_s"] for each in (before, first, again)] == [1, 0, 1]
+    assert ages(client, run.name)["trainer_s"] == 0
+
+
+async def test_groups_are_counted_from_the_newest_that_was_opened_to_train(
+    client: redis.Redis, run: Any
+) -> None:
+    await run.open("a")
+    pass_time(client, run.name)
+    await run.open("a")
+    await run.open("e", purpose=Purpose.EVAL)
+    old = ages(client, run.name)
+    await run.open("b")
+
+    assert old["opened_s"] == 1
+    assert ages(client, run.name)["opened_s"] == 0
+
+
+async def test_a_fork_waits_since_it_was_made(client: redis.Redis, run: Any) -> None:
+    await run.plan_steps(2)
+    await run.commit(await run.start("s"), 1)
+    pass_time(client, run.name)
+
+    fork_run(client, run.name, "a fork that waits", run.token(1))
+
+    told = ages(client, "a fork that waits")
+    assert told == {"trainer_s": None, "step_s": 0, "opened_s": None}
+
+
+async def test_a_rollback_forgets_when_the_steps_were_trained_that_come_again(
+    client: redis.Redis, run: Any
+) -> None:
+    await run.plan_steps(4)
+    await run.commit(await run.start("s"), 1, 3)
+    pass_time(client, run.name)
+    before = await run.hash_of("times")
+
+    await run.start("again", run.token(2))
+
+    after = await run.hash_of("times")
+    gone = {b"stepped:3", b"committed:3"}
+    assert gone < before.keys()
+    assert after.keys() == (before.keys() - gone) | {b"committed:2"}
+    assert int(after[b"committed:2"]) > int(before[b"stepped:3"]) + AGO_S * 1_000 / 2
+    assert ages(client, run.name)["trainer_s"] == 0
+
+
+async def test_what_is_taken_up_was_committed_then_and_what_was_undone_is_committed_anew(
+    run: Any,
+) -> None:
+    await run.plan_steps(1)
+    await run.commit(await run.start("s"), 1)
+    await run.client.hset(run.keys.times, "committed:1", 7)
+
+    await run.start("restarted", run.token(1))
+    restarted = await run.hash_of("times")
+    await run.start("at the start", RecoveryToken(lineage="main", step=0, chain_hash=""))
+    undone = await run.hash_of("times")
+    await run.start("again", run.token(1))
+
+    assert restarted[b"committed:1"] == b"7"
+    assert undone.keys() == {b"planned:1"}
+    assert (await run.hash_of("times"))[b"committed:1"] != b"7"
+
+
+async def test_times_go_with_the_batch_before(released: Any) -> None:
+    await released.fold(1)
+    first = await released.hash_of("times")
+    await released.fold(2)
+
+    words = (b"planned:1", b"stepped:1", b"committed:1")
+    assert first.keys() > {*words}
+    assert first.keys() - (await released.hash_of("times")).keys() == {*words}
+
+
+async def test_both_say_for_how_long_the_trainer_has_it_and_which_ranks_did_not_ask(
+    client: redis.Redis, run: Any
+) -> None:
+    await run.plan_steps(2)
+    session = await start_session(run.client, run.name, session="s", dp_world_size=3, token=None)
+    for rank, step in ((0, 2), (2, 1)):
+        heard: dict[str, Any] = {"manifest_hash": run.manifests[step].hash, "has": True}
+        whose = {"session_epoch": session.session_epoch, "dp_rank": rank, "step": step}
+        await hear_rank(run.client, run.name, **whose, **heard)
+    pass_time(client, run.name)
+
+    found = reasons(read_snapshot(client, run.name))
+    told = reasons_of(read_waits(client, run.name))
+
+    for each in (*found, *told):
+        if each.kind == WaitKind.TRAINER_NOT_STEPPED:
+            words = r"trainer session 1 has it for 1\d\d s; dp_rank 1 did not ask for it$"
+            assert re.search(words, each.sentence)
+            assert each.facts["behind"] == "1"
+    assert [each.kind for each in (*found, *told)].count(WaitKind.TRAINER_NOT_STEPPED) == 2
+
+
+async def test_ranks_of_a_session_that_is_over_are_behind_nothing(
+    client: redis.Redis, run: Any
+) -> None:
+    await run.plan_steps(1)
+    await start_session(run.client, run.name, session="s", dp_world_size=2, token=None)
+    behind = [read_snapshot(client, run.name).behind, read_waits(client, run.name).behind]
+    client.hset(run.keys.frontier, "session", "")
+
+    assert behind == [(0, 1), (0, 1)]
+    assert read_snapshot(client, run.name).behind == ()
+    assert read_waits(client, run.name).behind == ()
