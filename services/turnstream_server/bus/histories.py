@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import redis
 
 from turnstream.batching.plan import Manifest, TrajectoryPlan
+from turnstream.batching.rewards import with_posted_reward
 from turnstream.errors import RejectedError
 from turnstream.records.manifests import decode_manifest
 from turnstream.store import keys
 from turnstream.store.replies import translating
-from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey, TrajectoryState
+from turnstream.types import (
+    Event,
+    GroupOpened,
+    RewardPosted,
+    SealedTrajectory,
+    TrajectoryKey,
+    TrajectoryState,
+)
 from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.lives import LifeEntry, Traces, is_of, is_whole, life_of
 from turnstream_server.bus.manifests import read_plan
 from turnstream_server.bus.openings import openings_in_snapshot
-from turnstream_server.bus.pages import entry_ms, readable_events, stream_entries
+from turnstream_server.bus.pages import (
+    entry_ms,
+    hash_fields,
+    readable_events,
+    server_ms,
+    stream_entries,
+)
 from turnstream_server.bus.past import find_past_end, find_past_step
 from turnstream_server.bus.states import STATES_WITH_REASON, parse_entry
+
+_HELD: Final = frozenset(
+    {TrajectoryState.OPEN, TrajectoryState.SEALED, TrajectoryState.AWAITING_REWARD}
+)
+"""States in which the ledger has the lease epoch."""
 
 
 class TrajectoryNotFoundError(RejectedError):
@@ -38,9 +59,12 @@ class TrajectoryHistory:
         num_turns: turns stored so far.
         num_bytes: bytes of their records.
         sealed_ms: when the run was told of its seal.
-        reward: the one that its batch was planned with, else the one of its seal.
+        reward: the one that its batch was planned with, else the one that was posted, or of its
+            seal.
         step, mini_batch: where it is planned.
         payload_is_kept: whether its turns can still be read.
+        entries: what happened to it, in order.
+        is_whole: whether no event is gone that may have told of it.
     """
 
     run: str
@@ -61,6 +85,8 @@ class TrajectoryHistory:
     mini_batch: int | None = None
     advantage: float | None = None
     payload_is_kept: bool = False
+    entries: tuple[LifeEntry, ...] = ()
+    is_whole: bool = True
 
 
 def read_history(
@@ -99,16 +125,28 @@ def history_of(
     if value is None:
         value = _past_entry(client, run, key, folder=folder)
     state, rest = parse_entry(value, frontier)
-    facts = _event_facts(client, run, key) | _payload_facts(client, run, trajectory_id)
-    if state is TrajectoryState.OPEN:
+    events = tuple(_events_of(client, run, key))
+    facts = _event_facts(client, run, key, events) | _payload_facts(client, run, trajectory_id)
+    if state in _HELD:
         facts |= _holder(rest)
     if value.startswith(b"planned:"):
         facts |= _planned_facts(client, run, key, step=int(rest))
+    traces = Traces(
+        key=key,
+        state=state,
+        frontier=frontier,
+        reason=rest if state in STATES_WITH_REASON else "",
+        events=events,
+        **{name: facts.get(name) for name in ("opened_ms", "step", "writer", "lease_epoch")},
+        **_notes(client, run, trajectory_id),
+    )
     return TrajectoryHistory(
         run=run,
         trajectory_id=trajectory_id,
         state=state,
-        reason=rest if state in STATES_WITH_REASON else "",
+        reason=traces.reason,
+        entries=life_of(traces, now_ms=server_ms(client)),
+        is_whole=is_whole(traces),
         **facts,
     )
 
@@ -160,14 +198,25 @@ def _keys_named(name: str) -> tuple[TrajectoryKey, ...]:
         ) from error
 
 
-def _event_facts(client: redis.Redis, run: str, key: TrajectoryKey) -> dict[str, Any]:
+def _events_of(client: redis.Redis, run: str, key: TrajectoryKey) -> Iterator[tuple[str, Event]]:
+    for entry_id, event in readable_events(client, keys.run_keys(run).events):
+        if is_of(event, key):
+            yield entry_id, event
+
+
+def _event_facts(
+    client: redis.Redis, run: str, key: TrajectoryKey, events: Sequence[tuple[str, Event]]
+) -> dict[str, Any]:
     """When it was opened and sealed, and how, as far as events are kept."""
     facts: dict[str, Any] = {}
-    for entry_id, event in readable_events(client, keys.run_keys(run).events):
-        if isinstance(event, GroupOpened) and event.group_id == key.group_id:
+    posted = next((event for _, event in events if isinstance(event, RewardPosted)), None)
+    for entry_id, event in events:
+        if isinstance(event, GroupOpened):
             facts.setdefault("opened_ms", entry_ms(entry_id))
-        elif isinstance(event, SealedTrajectory) and event.key == key:
+        elif isinstance(event, SealedTrajectory):
             facts.setdefault("sealed_ms", entry_ms(entry_id))
+            if posted is not None:
+                event = with_posted_reward(event, posted)
             facts |= {
                 "status": event.status.value,
                 "reward": event.reward,
@@ -178,6 +227,22 @@ def _event_facts(client: redis.Redis, run: str, key: TrajectoryKey) -> dict[str,
         born_ms = openings_in_snapshot(client, run).get(keys.encode_name(key.group_id))
         facts |= {} if born_ms is None else {"opened_ms": born_ms}
     return facts
+
+
+def _notes(client: redis.Redis, run: str, trajectory_id: str) -> dict[str, Any]:
+    """What hashes of the run have noted of it, or of its step."""
+    names = keys.run_keys(run)
+    with translating():
+        letter: Any = client.hget(names.letters, trajectory_id)
+        posted: Any = client.hget(names.rewards, trajectory_id)
+    since_ms, _, rest = (letter or b"").decode().partition(":")
+    replayed_as = rest.partition(":")[2]
+    return {
+        "died_ms": int(since_ms) if since_ms else None,
+        "replayed_as": keys.readable_name(replayed_as),
+        "posted": (posted or b"").decode(),
+        "times": {name: int(ms) for name, ms in hash_fields(client, names.times)},
+    }
 
 
 def _payload_facts(client: redis.Redis, run: str, trajectory_id: str) -> dict[str, Any]:
@@ -201,11 +266,14 @@ def _payload_facts(client: redis.Redis, run: str, trajectory_id: str) -> dict[st
 def _holder(rest: str) -> dict[str, Any]:
     """Who holds an open trajectory, which may have no turn yet, or be taken over since its last.
 
-    >>> _holder("2:gen%201")
-    {'writer': 'gen 1', 'lease_epoch': 2}
+    Of one that is sealed the ledger has the epoch, and no more.
+
+    >>> _holder("2:gen%201"), _holder("2")
+    ({'writer': 'gen 1', 'lease_epoch': 2}, {'lease_epoch': 2})
     """
     epoch, _, writer = rest.partition(":")
-    return {"writer": keys.decode_name(writer), "lease_epoch": int(epoch)}
+    held = {"writer": keys.decode_name(writer)} if writer else {}
+    return held | {"lease_epoch": int(epoch)}
 
 
 def _planned_facts(

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from turnstream.store import keys
 from turnstream_server.bus.histories import TrajectoryHistory, read_history
+from turnstream_server.bus.lives import LifeEntry
 from turnstream_server.bus.states import TOP_REASONS, LedgerStates, read_states
 from turnstream_server.jobs.looks import looking_at
 
@@ -106,7 +107,7 @@ def ledger_json(url: str, run: str) -> str:
 def print_history(
     url: str, run: str, name: str, console: Console, *, folder: Path | None = None
 ) -> None:
-    """The life of one trajectory, a line for each thing that happened to it.
+    """The life of one trajectory, a line for each thing that happened to it, and what it is now.
 
     Raises:
         TrajectoryNotFoundError: it was never opened.
@@ -116,9 +117,12 @@ def print_history(
     with looking_at(url) as client:
         history = read_history(client, run, name, folder=folder)
     title = f"{run}: {keys.readable_name(history.trajectory_id)}"
-    table = Table(title=title, show_header=False)
+    table = Table("what", "when", "details", title=title)
+    for entry in history.entries:
+        table.add_row(entry.what, _when(entry), entry.text)
+    table.add_section()
     for what, text in history_lines(history):
-        table.add_row(what, text)
+        table.add_row(what, "", text)
     console.print(table)
 
 
@@ -136,18 +140,16 @@ def history_json(url: str, run: str, name: str, *, folder: Path | None = None) -
 
 
 def history_lines(history: TrajectoryHistory) -> list[tuple[str, str]]:
-    """What happened, in order: (what, details)."""
-    lines = [("opened", _time(history.opened_ms))]
+    """What it is now: (what, details)."""
+    lines: list[tuple[str, str]] = []
     if history.writer is not None:
         lines.append(("written by", f"{history.writer}, lease epoch {history.lease_epoch}"))
         lines.append(("turns", f"{history.num_turns or 0}, {history.num_bytes or 0:,} bytes"))
-    if history.sealed_ms is not None:
-        lines.append(("sealed", f"{_time(history.sealed_ms)}, {history.status}"))
     if history.reward is not None:
         lines.append(("reward", f"{history.reward:g}"))
     if history.step is not None:
         where = "" if history.mini_batch is None else f", mini-batch {history.mini_batch}"
-        lines.append(("planned", f"in step {history.step}{where}"))
+        lines.append(("batch", f"step {history.step}{where}"))
     if history.advantage is not None:
         lines.append(("advantage", f"{history.advantage:g}"))
     lines.append(("payload", "kept" if history.payload_is_kept else "not there"))
@@ -189,10 +191,16 @@ def _limit(num_bytes: int) -> str:
     return f"{num_bytes:,} bytes" if num_bytes else "no limit"
 
 
-def _time(ms: int | None) -> str:
-    if ms is None:
-        return "no event of it is kept"
-    return datetime.fromtimestamp(ms / 1_000, UTC).isoformat(sep=" ", timespec="seconds")
+def _when(entry: LifeEntry) -> str:
+    """When something happened, and how long ago; empty where that is not known.
+
+    >>> _when(LifeEntry(what="sealed", at_ms=1_700_000_000_000, age_s=61.0))
+    '2023-11-14 22:13:20+00:00, 1 min 1 s ago'
+    """
+    if entry.at_ms is None:
+        return ""
+    moment = datetime.fromtimestamp(entry.at_ms / 1_000, UTC)
+    return f"{moment.isoformat(sep=' ', timespec='seconds')}, {duration(entry.age_s)} ago"
 
 
 def duration(seconds: float | None) -> str:

@@ -47,6 +47,12 @@ def ages(client: redis.Redis, run: str) -> dict[str, int | None]:
     return both[0]
 
 
+def both_behind(client: redis.Redis, run: str) -> list[tuple[int, ...]]:
+    waits = read_waits(client, run)
+    assert waits is not None
+    return [read_snapshot(client, run).behind, waits.behind]
+
+
 async def test_a_step_is_awaited_since_the_one_before_was_stepped(
     client: redis.Redis, run: Any
 ) -> None:
@@ -183,9 +189,8 @@ async def test_ranks_of_a_session_that_is_over_are_behind_nothing(
 ) -> None:
     await run.plan_steps(1)
     await start_session(run.client, run.name, session="s", dp_world_size=2, token=None)
-    behind = [read_snapshot(client, run.name).behind, read_waits(client, run.name).behind]
+    behind = both_behind(client, run.name)
     client.hset(run.keys.frontier, "session", "")
 
     assert behind == [(0, 1), (0, 1)]
-    assert read_snapshot(client, run.name).behind == ()
-    assert read_waits(client, run.name).behind == ()
+    assert both_behind(client, run.name) == [(), ()]

@@ -169,7 +169,8 @@ def test_why_names_whom_everybody_waits_for(url: str) -> None:
         *("reward_awaited", "refill_open", "member_not_begun"),
     ]
     short, gone, lapsed, _, reward, refill, not_begun = [named for _, named in facts]
-    assert short == {"step": 1, "ready": 1, "needed": 2, "open": 2}
+    assert {"step": 1, "ready": 1, "needed": 2, "open": 2}.items() <= short.items()
+    assert short["since_s"] >= 0
     assert (gone["writer"], gone["open"]) == ("writer of a [b]", 2)
     assert (lapsed["group"], lapsed["sample"], lapsed["attempt"]) == ("a [b]", 0, 0)
     assert -30 < lapsed["lease_left_s"] <= 0 <= lapsed["age_s"] < 30
