@@ -117,13 +117,17 @@ async def test_who_took_a_trajectory_over_is_told_also_once_it_is_sealed(
     client: redis.Redis, run: Any
 ) -> None:
     await run.open("g", num_samples=1)
+    lives: list[list[tuple[str, str]]] = []
     for writer in ("gen-2", "gen-3"):
         client.zadd(run.keys.leases, {"g/0/0": 1})
         run_command(client, take_over_command(run.name, "g/0/0", writer=writer))
-    open_one = told(client, run, "g/0/0")
+        lives.append(told(client, run, "g/0/0")[1:])
     client.hset(run.keys.ledger, "g/0/0", "sealed:3")
 
-    assert open_one[1:] == [("taken over", "2 times, last by gen-3; when is not noted")]
+    assert lives == [
+        [("taken over", "once, last by gen-2; when is not noted")],
+        [("taken over", "2 times, last by gen-3; when is not noted")],
+    ]
     assert told(client, run, "g/0/0")[1] == ("taken over", "2 times; when is not noted")
 
 
@@ -187,6 +191,21 @@ async def test_a_step_that_was_undone_and_trained_again_is_told_so(
     assert [what for what, _ in told(client, run, "g2/0/0")[3:]] == ["undone", "stepped"]
     for untouched in ("g1/0/0", "g3/0/0"):
         assert "undone" not in {what for what, _ in told(client, run, untouched)}
+
+
+async def test_a_plan_that_was_made_after_a_rollback_was_not_undone_by_it(
+    client: redis.Redis, run: Any
+) -> None:
+    await run.plan_steps(2)
+    await run.commit(await run.start("s"), 1)
+    await run.step(await run.start("t", run.token(1)), 2)
+    await run.start("u", run.token(1))
+    undone = history(client, run, "g2/0/0").entries[-1]
+
+    client.hset(run.keys.times, "planned:2", (undone.at_ms or 0) + 1)
+
+    assert undone.what == "undone"
+    assert "undone" not in [entry.what for entry in history(client, run, "g2/0/0").entries]
 
 
 async def test_of_a_batch_that_is_over_a_later_checkpoint_says_nothing(
