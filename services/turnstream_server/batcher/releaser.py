@@ -17,7 +17,7 @@ from turnstream.errors import (
     RunNotFoundError,
     UnavailableError,
 )
-from turnstream.records.compact import CompactEnds, compact_batch, encode_batch, encode_ends
+from turnstream.records.compact import compact_batch, compact_ends, encode_batch, encode_ends
 from turnstream.store import keys
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.upkeep import Upkeep
@@ -291,11 +291,8 @@ class Releaser:
         return sorted(ended, key=_natural)[:FOLD_SLICE]
 
     async def _fold_ended(self, trajectory_ids: list[str], *, number: int) -> None:
-        ended = CompactEnds(
-            trajectories=tuple(keys.parse_trajectory_id(each) for each in trajectory_ids),
-            ends=tuple(self._ended[each] for each in trajectory_ids),
-        )
-        record = encode_ends(ended)
+        ended = {keys.parse_trajectory_id(each): self._ended[each] for each in trajectory_ids}
+        record = await asyncio.to_thread(lambda: encode_ends(compact_ends(ended)))
         await self._upkeep.before("fold_ended")
         await fold_ended(
             self._client,

@@ -49,6 +49,11 @@ async def is_trimmed(house, run, name):
     return name not in opened_ms(house, run)
 
 
+def is_folded(house, run):
+    with connect(house.url) as client:
+        return client.hlen(keys.run_keys(run).ended) == 1
+
+
 async def ledger(house, run):
     return json.loads(await asyncio.to_thread(ledger_json, house.url, run))
 
@@ -185,6 +190,22 @@ async def test_the_history_of_a_trajectory_that_was_given_up_says_why(house):
     seen = await history(house, run, "a/0/0")
 
     assert (seen["state"], seen["reason"]) == ("abandoned", "no more time")
+
+
+async def test_the_history_of_what_was_folded_has_the_beginning_of_an_id_in_its_reason(house):
+    run = house.create_run(batch_groups=1)
+
+    def give_up():
+        with Publisher(house.url, run) as publisher, publisher.group("a", 1) as opened:
+            opened.trajectory(0).abandon("no answer to 8f3a1b2c77d0e1f2 in 30 s").result(10)
+
+    await asyncio.to_thread(give_up)
+    await house.start_batcher(upkeep=replace(SMALL, fold_ended=1))
+    await wait_until_async(lambda: asyncio.to_thread(is_folded, house, run), describe="the fold")
+
+    seen = await history(house, run, "a/0/0")
+
+    assert (seen["state"], seen["reason"]) == ("abandoned", "no answer to 8f3a1b2c… in 30 s")
 
 
 @pytest.mark.parametrize("trajectory_id", ["a/7/0", "nonsense"])

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import random
+import uuid
 import zlib
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,12 +14,14 @@ from turnstream.records.compact import (
     CompactBatch,
     CompactEnds,
     compact_batch,
+    compact_ends,
     decode_batch,
     decode_ends,
     encode_batch,
     encode_ends,
     trajectory_crc,
 )
+from turnstream.records.framing import ENDS, read_frame, write_frame
 from turnstream.testing import manifest
 from turnstream.types import TrajectoryKey
 
@@ -26,6 +31,14 @@ group_ids = st.one_of(
     texts.filter(bool),
 )
 keys = st.builds(TrajectoryKey, group_ids, st.integers(0, 2**31), st.integers(0, 2**31))
+
+
+PLAIN_ENDS = (
+    "5453430061000000789c0dc9410ac2301005d049a8d790c17d85d68de6365fe7870a6382498ae0e9f56d5f088717be"
+    "9c258a9ce214e3313f7db0d112dcb5f183665dd1a87ceff033ee2856cbffc74675a2536bd6adf691aecb9a6ef9f258"
+    "1740598c26127e6d841d6400000000000000e5fbf83c"
+)
+"""Two of maze-17 that were filtered, one of maze-18 that a host left."""
 
 
 def batch_of(trajectories: list[TrajectoryKey], *, step: int = 1) -> CompactBatch:
@@ -61,6 +74,108 @@ def test_any_ends_survive_their_record(pairs: list[tuple[TrajectoryKey, str]]) -
     )
 
     assert decode_ends(encode_ends(ended)) == ended
+
+
+def test_a_reason_may_have_any_character() -> None:
+    key = TrajectoryKey("g", 0)
+    ended = CompactEnds(trajectories=(key,), ends=("abandoned:8 of\0 9, \x01, \u0663\u00b2 x7é",))
+
+    assert decode_ends(encode_ends(ended)) == ended
+
+
+@given(st.lists(st.from_regex(r"([ab]{0,2} ?[0-9a-f]{8} ?[0-9]{0,3}){0,2}", fullmatch=True)))
+def test_any_reasons_with_words_of_digits_survive_their_record(texts: list[str]) -> None:
+    keys = tuple(TrajectoryKey("g", sample) for sample in range(len(texts)))
+    ended = CompactEnds(trajectories=keys, ends=tuple(texts))
+
+    assert decode_ends(encode_ends(ended)) == ended
+
+
+def test_ends_that_an_earlier_release_wrote_can_be_read() -> None:
+    record = bytes.fromhex(PLAIN_ENDS)
+
+    ended = decode_ends(record)
+
+    assert [key.trajectory_id for key in ended.trajectories] == [
+        *("maze-17/0/0", "maze-17/1/0", "maze-18/0/0")
+    ]
+    assert ended.ends == (
+        *["filtered:all rewards are equal"] * 2,
+        "abandoned:the lease of host:812:9f3c21aa ended",
+    )
+
+
+@pytest.mark.parametrize(
+    ("reason", "most"),
+    [
+        ("the lease of generator-{small} ended", 2.5),
+        ("the lease of rollout-{small}.pool-b:812:9f3c2{small}a ended", 3.5),
+        ("TimeoutError: judge did not answer in 30 s (request {hex})", 5.7),
+        ("RuntimeError: container {uuid} exited with status 137", 5.7),
+        ("TimeoutError: judge did not answer in {seconds} s", 4.5),
+        ("the lease of pool-9f3c21aa ended after {seconds} s", 4.5),
+    ],
+)
+def test_an_end_costs_little_beside_what_is_random_in_its_reason(reason: str, most: float) -> None:
+    rng = random.Random(1)
+    visits = sorted(rng.sample(range(900_000, 900_768), 256))
+    ends = {
+        TrajectoryKey(f"visit-{visit}", 0): "abandoned:"
+        + reason.format(
+            small=rng.randrange(10, 74),
+            hex=rng.randbytes(8).hex(),
+            uuid=uuid.UUID(bytes=rng.randbytes(16)),
+            seconds=f"{rng.uniform(30, 60):.3f}",
+        )
+        for visit in visits
+    }
+
+    record = encode_ends(compact_ends(ends))
+
+    assert len(record) / len(ends) < most
+
+
+@pytest.mark.parametrize(
+    ("reason", "left"),
+    [
+        ("(request 8f3a1b2c77d0e1f2)", "(request 8f3a1b2c…)"),
+        ("container 8f3a1b2c-77d0-41f2-9c3d-0123456789ab exited", "container 8f3a1b2c… exited"),
+        ("<Judge object at 0x7f3a1b2c4d5e>", "<Judge object at 0x7f3a1b…>"),
+        ("(request 8f3a1b2c)", "(request 8f3a1b2c)"),
+        ("the lease of generator12345-a100x8:812 ended", None),
+        ("model-20261122 after 1234567890123 ms", None),
+    ],
+)
+def test_of_an_id_in_a_reason_stays_the_beginning(reason: str, left: str | None) -> None:
+    ended = compact_ends({TrajectoryKey("g", 0): f"abandoned:{reason}"})
+
+    assert ended.ends == (f"abandoned:{left or reason}",)
+
+
+def test_a_record_of_ends_that_contradicts_itself_is_refused() -> None:
+    keys = [TrajectoryKey("g", sample) for sample in range(4)]
+    ends = tuple(f"abandoned:request {sample:08x}" for sample in range(4))
+    good = encode_ends(CompactEnds(trajectories=tuple(keys), ends=ends))
+    frame = read_frame(good, kind=ENDS)
+    numbers = np.frombuffer(good[frame.body_start : frame.body_stop], "<u4")
+
+    for array, problem in (
+        (numbers[:-1], "the array of a compact record is cut short"),
+        (np.append(numbers, np.uint32(1)), "numbers of no reason"),
+    ):
+        with pytest.raises(CorruptRecordError, match=problem):
+            decode_ends(write_frame(ENDS, frame.header, [array]))
+
+
+@pytest.mark.parametrize("column", [-1, -2])
+def test_a_record_of_ends_that_names_what_it_lacks_is_refused(column: int) -> None:
+    ended = CompactEnds(trajectories=(TrajectoryKey("g", 0),), ends=("filtered:x",))
+    frame = read_frame(encode_ends(ended), kind=ENDS)
+    columns = bytearray(zlib.decompress(frame.header))
+    columns[column] = 5
+
+    with pytest.raises(CorruptRecordError, match="names a reason that it lacks"):
+        decode_ends(write_frame(ENDS, zlib.compress(bytes(columns))))
 
 
 def test_a_batch_keeps_the_names_and_one_checksum_of_every_trajectory() -> None:

@@ -1,7 +1,7 @@
 """What is left of trajectories that are over: their names for ever, in a byte or two each.
 
-Columns of varints, compressed (zlib), behind the usual frame; the CRCs, which do not compress, are
-the frame's array. Names that count up cost next to nothing::
+Columns of varints, compressed (zlib), behind the usual frame; what does not compress, the CRCs and
+ids in reasons, is the frame's array. Names that count up cost next to nothing::
 
     maze-17  maze-18  maze-21     template "maze-", numbers 17 +1 +3
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final, NamedTuple
@@ -22,13 +22,18 @@ import numpy as np
 
 from turnstream.batching.plan import Manifest
 from turnstream.errors import CorruptRecordError
-from turnstream.records.framing import COMPACT, read_frame, write_frame
+from turnstream.records.columns import ColumnReader, ColumnWriter
+from turnstream.records.framing import COMPACT, ENDS, read_frame, write_frame
+from turnstream.records.reasons import brief, read_reasons, write_reasons
 from turnstream.types import TrajectoryKey
 
 _LAST_NUMBER: Final = re.compile(r"(.*?)([0-9]{1,15})([^0-9]*)", re.DOTALL)
 _NO_NUMBER: Final = 0
 _PLAIN: Final = 1
 """Kinds of a template; from 2 on the number is padded with zeros to (kind - 1) digits."""
+
+_NEXT: Final = 0
+"""The next reason of the table; from 1 on, the one of that number again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +59,7 @@ class CompactEnds:
 
     Attributes:
         trajectories: some of them.
-        ends: of each, "<state>:<reason>" as the ledger had it.
+        ends: of each, "<state>:<reason>".
     """
 
     trajectories: tuple[TrajectoryKey, ...]
@@ -73,6 +78,11 @@ def compact_batch(manifest: Manifest, *, manifest_hash: str) -> CompactBatch:
     )
 
 
+def compact_ends(ends: Mapping[TrajectoryKey, str]) -> CompactEnds:
+    """What is to be left of ended trajectories: of ids in their reasons, the beginning."""
+    return CompactEnds(trajectories=tuple(ends), ends=tuple(map(brief, ends.values())))
+
+
 def trajectory_crc(payload_crcs: Sequence[int]) -> int:
     """One CRC-32 of the CRCs of all turns, each as four little-endian bytes."""
     return zlib.crc32(struct.pack(f"<{len(payload_crcs)}I", *payload_crcs))
@@ -80,7 +90,7 @@ def trajectory_crc(payload_crcs: Sequence[int]) -> int:
 
 def encode_batch(batch: CompactBatch) -> bytes:
     """The record of a batch that is over; the same batch always gives the same bytes."""
-    columns = _Writer()
+    columns = ColumnWriter()
     columns.number(batch.step)
     columns.text(batch.manifest_hash)
     columns.text(batch.lineage)
@@ -107,32 +117,52 @@ def decode_batch(record: bytes) -> CompactBatch:
 
 def encode_ends(ended: CompactEnds) -> bytes:
     """The record of ended trajectories; those of a group must stand together."""
-    columns = _Writer()
+    columns = ColumnWriter()
     _write_keys(columns, ended.trajectories)
     table = {end: index for index, end in enumerate(dict.fromkeys(ended.ends))}
-    columns.number(len(table))
-    for end in table:
-        columns.text(end)
+    array = write_reasons(columns, [*table])
+    num_seen = 0
     for end in ended.ends:
-        columns.number(table[end])
-    return _frame(columns, np.empty(0, "<u4"))
+        is_new = table[end] == num_seen
+        columns.number(_NEXT if is_new else table[end] + 1)
+        num_seen += is_new
+    return _frame(columns, np.array(array, "<u4"), kind=ENDS)
 
 
 def decode_ends(record: bytes) -> CompactEnds:
-    """The trajectories of a record.
+    """The trajectories of a record, also of one that an earlier release wrote.
 
     Raises:
         CorruptRecordError: the bytes are damaged or contradict themselves.
         UnknownFormatError: a newer major version.
     """
+    if record[2:3] == COMPACT:
+        return _decode_plain_ends(record)
+    columns, array = _unframe(record, kind=ENDS)
+    keys = _read_keys(columns)
+    table = read_reasons(columns, array)
+    num_seen = 0
+    indices: list[int] = []
+    for _ in keys:
+        number = columns.number()
+        indices.append(num_seen if number == _NEXT else number - 1)
+        num_seen += number == _NEXT
+    return CompactEnds(trajectories=keys, ends=_looked_up(table, indices))
+
+
+def _decode_plain_ends(record: bytes) -> CompactEnds:
+    """Of a record in which every reason is a text."""
     columns, _ = _unframe(record)
     keys = _read_keys(columns)
     table = [columns.text() for _ in range(columns.number())]
+    return CompactEnds(trajectories=keys, ends=_looked_up(table, [columns.number() for _ in keys]))
+
+
+def _looked_up(table: Sequence[str], indices: Iterable[int]) -> tuple[str, ...]:
     try:
-        ends = tuple([table[columns.number()] for _ in keys])
+        return tuple([table[index] for index in indices])
     except IndexError as error:
         raise CorruptRecordError("a compact record names a reason that it lacks") from error
-    return CompactEnds(trajectories=keys, ends=ends)
 
 
 class _Template(NamedTuple):
@@ -161,7 +191,7 @@ def _take_apart(name: str) -> tuple[_Template, int]:
     return _Template(1 + len(digits) if is_padded else _PLAIN, prefix, suffix), int(digits)
 
 
-def _write_keys(columns: _Writer, keys: Iterable[TrajectoryKey]) -> None:
+def _write_keys(columns: ColumnWriter, keys: Iterable[TrajectoryKey]) -> None:
     groups = [(name, list(members)) for name, members in groupby(keys, key=lambda key: key[0])]
     parts = [_take_apart(name) for name, _ in groups]
     table = {template: index for index, template in enumerate(dict.fromkeys(t for t, _ in parts))}
@@ -181,7 +211,7 @@ def _write_keys(columns: _Writer, keys: Iterable[TrajectoryKey]) -> None:
         _write_members(columns, members)
 
 
-def _write_members(columns: _Writer, members: Sequence[TrajectoryKey]) -> None:
+def _write_members(columns: ColumnWriter, members: Sequence[TrajectoryKey]) -> None:
     """One number where they are the first attempts of samples 0, 1, ..., as nearly always."""
     is_plain = all(key[1:] == (index, 0) for index, key in enumerate(members))
     columns.number(len(members) * 2 + (not is_plain))
@@ -191,7 +221,7 @@ def _write_members(columns: _Writer, members: Sequence[TrajectoryKey]) -> None:
             columns.number(key.attempt)
 
 
-def _read_keys(columns: _Reader) -> tuple[TrajectoryKey, ...]:
+def _read_keys(columns: ColumnReader) -> tuple[TrajectoryKey, ...]:
     table = [
         _Template(columns.number(), columns.text(), columns.text()) for _ in range(columns.number())
     ]
@@ -206,83 +236,29 @@ def _read_keys(columns: _Reader) -> tuple[TrajectoryKey, ...]:
     return tuple([key for name in names for key in _read_members(columns, name)])
 
 
-def _read_members(columns: _Reader, group_id: str) -> list[TrajectoryKey]:
+def _read_members(columns: ColumnReader, group_id: str) -> list[TrajectoryKey]:
     num_members, is_listed = divmod(columns.number(), 2)
     if not is_listed:
         return [TrajectoryKey(group_id, sample) for sample in range(num_members)]
     return [TrajectoryKey(group_id, columns.number(), columns.number()) for _ in range(num_members)]
 
 
-class _Writer:
-    """Numbers and texts, one after the other."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-
-    def number(self, value: int) -> None:
-        while value > 0x7F:
-            self.data.append(value & 0x7F | 0x80)
-            value >>= 7
-        self.data.append(value)
-
-    def difference(self, value: int) -> None:
-        self.number(value * 2 if value >= 0 else -value * 2 - 1)
-
-    def text(self, value: str) -> None:
-        encoded = value.encode()
-        self.number(len(encoded))
-        self.data += encoded
+def _frame(
+    columns: ColumnWriter,
+    array: np.ndarray[tuple[int], np.dtype[np.uint32]],
+    *,
+    kind: bytes = COMPACT,
+) -> bytes:
+    return write_frame(kind, zlib.compress(bytes(columns.data), 6), [array])
 
 
-class _Reader:
-    """What a `_Writer` wrote.
-
-    Every method raises CorruptRecordError where the bytes end too early.
-    """
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._position = 0
-
-    def number(self) -> int:
-        value = shift = 0
-        while True:
-            if self._position >= len(self._data):
-                raise CorruptRecordError("a compact record is cut short")
-            byte = self._data[self._position]
-            self._position += 1
-            value |= (byte & 0x7F) << shift
-            if byte < 0x80:
-                return value
-            shift += 7
-
-    def difference(self) -> int:
-        value = self.number()
-        return -(value + 1) // 2 if value & 1 else value // 2
-
-    def text(self) -> str:
-        stop = self.number() + self._position
-        encoded = self._data[self._position : stop]
-        if stop > len(self._data):
-            raise CorruptRecordError("a compact record is cut short")
-        self._position = stop
-        try:
-            return encoded.decode()
-        except UnicodeDecodeError as error:
-            raise CorruptRecordError(f"a text of a compact record: {error}") from error
-
-
-def _frame(columns: _Writer, crcs: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> bytes:
-    return write_frame(COMPACT, zlib.compress(bytes(columns.data), 6), [crcs])
-
-
-def _unframe(record: bytes) -> tuple[_Reader, tuple[int, ...]]:
-    frame = read_frame(record, kind=COMPACT)
+def _unframe(record: bytes, *, kind: bytes = COMPACT) -> tuple[ColumnReader, tuple[int, ...]]:
+    frame = read_frame(record, kind=kind)
     if (frame.body_stop - frame.body_start) % 4:
-        raise CorruptRecordError("the CRCs of a compact record are cut short")
+        raise CorruptRecordError("the array of a compact record is cut short")
     try:
         columns = zlib.decompress(frame.header)
     except zlib.error as error:
         raise CorruptRecordError(f"a compact record does not unpack: {error}") from error
-    crcs = np.frombuffer(record[frame.body_start : frame.body_stop], "<u4")
-    return _Reader(columns), tuple(crcs.tolist())
+    array = np.frombuffer(record[frame.body_start : frame.body_stop], "<u4")
+    return ColumnReader(columns), tuple(array.tolist())

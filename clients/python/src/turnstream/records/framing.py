@@ -5,11 +5,11 @@
     offset  bytes
     0       2      b"TS"
     2       1      kind: b"T" turn, b"E" event, b"M" manifest, b"C" compact record, b"S" snapshot,
-                   b"L" ledger file, b"V" result of an evaluation
+                   b"L" ledger file, b"U" compact record of ends, b"V" result of an evaluation
     3       1      major version, now 0
     4       4      length of the header, unsigned, little-endian
-    8       h      header: a protobuf message; of L, lengths; of C, S and V, packed columns
-                   or JSON
+    8       h      header: a protobuf message; of L, lengths; of C, U, S and V, packed
+                   columns or JSON
     8 + h   p      zeros, so that the body begins at a multiple of 8
             b      body: raw little-endian arrays, as the header declares them
             4      CRC-32 (zlib) of everything before it, unsigned, little-endian
@@ -37,6 +37,7 @@ MANIFEST: Final = b"M"
 COMPACT: Final = b"C"
 SNAPSHOT: Final = b"S"
 LEDGER_FILE: Final = b"L"
+ENDS: Final = b"U"
 EVALUATION: Final = b"V"
 
 _NAMES: Final = {
@@ -46,6 +47,7 @@ _NAMES: Final = {
     COMPACT: "compact",
     SNAPSHOT: "snapshot",
     LEDGER_FILE: "ledger file",
+    ENDS: "compact ends",
     EVALUATION: "evaluation",
 }
 _PREFIX: Final = struct.Struct("<2s1sBI")
