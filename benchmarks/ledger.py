@@ -1,7 +1,8 @@
 """What a finished trajectory costs in the store: commits and compacts millions of them, and weighs.
 
-Everything that a leader does to a released batch is done by the real scripts; what comes before it
-(opening, sealing) is written as it would stand there. Payload is not part of it: it is gone.
+Everything that a leader does to a released batch, and to what ended untrained beside it, is done by
+the real scripts; what comes before it (opening, sealing, giving up) is written as it would stand
+there. Payload is not part of it: it is gone.
 
     python benchmarks/ledger.py --trajectories 10000000
 """
@@ -11,15 +12,17 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import redis
+from ends import ends_of
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.records.compact import CompactBatch, encode_batch
+from turnstream.records.compact import CompactBatch, compact_ends, encode_batch, encode_ends
 from turnstream.store import keys
 from turnstream.store.connection import Link, connect
 from turnstream.store.runs import create_run
@@ -30,6 +33,12 @@ from turnstream_server.embedded import EmbeddedServer
 
 RUN = "ledger"
 BATCH_TRAJECTORIES = 2_048
+WARM_UP = 8
+"""Steps before the scales are set: what is there once, however long a run is, stands by then (two
+kept batches, counts of a thousand reasons)."""
+UNTRAINED_SHARE = 0.3
+UNDER_WAY = 256
+"""Groups at a time."""
 LIMIT_BYTES = 16
 
 
@@ -37,10 +46,14 @@ class Weight(NamedTuple):
     """What a run of finished trajectories weighs, in bytes per trajectory.
 
     Attributes:
-        used_memory: by the growth of the whole server.
-        memory_usage: by MEMORY USAGE of the run's keys, whole.
+        end: "committed" or "untrained".
+        used_memory: by the growth of the whole server while these were folded.
+        memory_usage: by MEMORY USAGE of all keys of the run; what both kinds share (the
+            fingerprints of groups) by the groups of each.
+        seconds: for both kinds.
     """
 
+    end: str
     group_size: int
     trajectories: int
     used_memory: float
@@ -88,7 +101,8 @@ class Life:
         server = ("acquire_leader", "start_session", "write_manifest", "stepped", "committed")
         release = ("raise_floor", "save_snapshot", "give_back", "fold_batch", "finish_batch")
         self._scripts = {
-            name: Script(name, "turnstream_server.bus") for name in (*server, *release)
+            name: Script(name, "turnstream_server.bus")
+            for name in (*server, *release, "fold_ended")
         }
         for script in self._scripts.values():
             client.script_load(script.source)
@@ -99,6 +113,8 @@ class Life:
         store.run(self._call("start_session", start, "s", 1, "", ""))
         self._hash_before = ""
         self._kept: list[Planned] = []
+        self._ended: dict[str, str] = {}
+        self._num_records = 0
 
     def live(self, batch: Planned) -> None:
         """Plan, train and commit a batch; release what falls behind."""
@@ -171,40 +187,155 @@ class Life:
             self._call("finish_batch", finish, 1, batch.step, record),
         )
 
+    def end(self, ended: dict[str, str]) -> None:
+        """Let trajectories of whole groups end untrained; leave records where there are enough."""
+        names = self._names
+        groups = dict.fromkeys(each.partition("/")[0] for each in ended)
+        self._store.run(
+            ("HSET", names.ledger, *[word for pair in ended.items() for word in pair]),
+            ("HSET", names.held, *[word for each in ended for word in (each, "9000")]),
+            ("HINCRBY", names.budget, "stored", 9000 * len(ended)),
+            ("HSET", names.groups, *[word for each in groups for word in (each, "8:incomplete")]),
+        )
+        given_back = (names.ledger, names.held, names.budget, names.wake)
+        self._store.run(
+            *(self._call("give_back", given_back, *some) for some in _sliced([*ended], FOLD_SLICE))
+        )
+        self._ended |= ended
+        while len(self._ended) >= FOLD_SLICE:
+            self._fold_ended([*self._ended][:FOLD_SLICE])
+
+    def _fold_ended(self, ids: list[str]) -> None:
+        names = self._names
+        where = (
+            *(names.leader, names.frontier, names.ledger, names.groups),
+            *(names.over, names.ended, names.reasons, names.rewards, names.rewarded),
+        )
+        ended = {keys.parse_trajectory_id(each): self._ended.pop(each) for each in ids}
+        record = encode_ends(compact_ends(ended))
+        self._num_records += 1
+        self._store.run(self._call("fold_ended", where, 1, self._num_records, record, *ids))
+
     def _call(self, name: str, where: tuple[str, ...], *args: Any) -> Command:
         return self._scripts[name](where, *args)
 
 
-def weigh(*, group_size: int, trajectories: int) -> Weight:
-    """Live through a run of so many trajectories, in a server of its own."""
+class Meter:
+    """By what the store grows from here on, and what for."""
+
+    def __init__(self, client: redis.Redis, *, untrained: float) -> None:
+        self._client = client
+        self._untrained = untrained
+        self._last = _used_memory(client)
+        self._usage = _memory_usage(client, untrained=untrained)
+        self._grown = dict.fromkeys(self._usage, 0)
+
+    def note(self, end: str) -> None:
+        """What it has grown by since the last note is of these."""
+        now = _used_memory(self._client)
+        self._grown[end] += now - self._last
+        self._last = now
+
+    def used_memory(self, end: str) -> int:
+        """Bytes that the server has grown by for these."""
+        return self._grown[end]
+
+    def memory_usage(self, end: str) -> float:
+        """Bytes that the keys of the run have grown by for these."""
+        return _memory_usage(self._client, untrained=self._untrained)[end] - self._usage[end]
+
+
+class Sizes(NamedTuple):
+    """Of one step: groups that are trained, groups that are dropped, trajectories of each."""
+
+    trained: int
+    dropped: int
+    group_size: int
+
+    @property
+    def untrained(self) -> float:
+        """The share of what is dropped."""
+        return self.dropped / (self.trained + self.dropped)
+
+    @property
+    def finished(self) -> dict[str, int]:
+        """How many trajectories end how."""
+        return {
+            "committed": self.trained * self.group_size,
+            "untrained": self.dropped * self.group_size,
+        }
+
+
+def weigh(
+    *, group_size: int, trajectories: int, untrained: float = UNTRAINED_SHARE
+) -> list[Weight]:
+    """Live through a run of so many trajectories, in a server of its own.
+
+    Args:
+        group_size: trajectories of each group.
+        trajectories: of both kinds.
+        untrained: the share of those that end without being trained, above 0 and below 1.
+    """
+    trained = BATCH_TRAJECTORIES // group_size
+    sizes = Sizes(trained, round(trained * untrained / (1 - untrained)), group_size)
+    num_steps = trajectories // sum(sizes.finished.values())
     with EmbeddedServer() as server, connect(server.url) as client:
-        num_groups = BATCH_TRAJECTORIES // group_size
-        create_run(
-            client, RUN, BatchingConfig(batch_groups=num_groups, mini_batch_groups=num_groups)
-        )
+        create_run(client, RUN, BatchingConfig(batch_groups=trained, mini_batch_groups=trained))
         life = Life(client, Store(server.url))
+        client.config_set("appendonly", "no")  # memory alone is weighed
         client.config_resetstat()
-        empty = _used_memory(client)
         started_s = time.monotonic()
-        for step in range(1, trajectories // BATCH_TRAJECTORIES + 1):
-            life.live(_planned(step, num_groups=num_groups, group_size=group_size))
+        for step in range(1, WARM_UP + 1):
+            _live(life, step, sizes)
+        meter = Meter(client, untrained=sizes.untrained)
+        for step in range(WARM_UP + 1, WARM_UP + num_steps + 1):
+            _live(life, step, sizes, note=meter.note)
         seconds = time.monotonic() - started_s
-        finished = trajectories // BATCH_TRAJECTORIES * BATCH_TRAJECTORIES
-        usage = [client.memory_usage(key, samples=0) or 0 for key in keys.run_keys(RUN)]
-        return Weight(
-            group_size=group_size,
-            trajectories=finished,
-            used_memory=(_used_memory(client) - empty) / finished,
-            memory_usage=sum(usage) / finished,
-            seconds=seconds,
-            mean_call_ms=_mean_call_ms(client),
-        )
+        return [
+            Weight(
+                end=end,
+                group_size=group_size,
+                trajectories=num_steps * number,
+                used_memory=meter.used_memory(end) / (num_steps * number),
+                memory_usage=meter.memory_usage(end) / (num_steps * number),
+                seconds=seconds,
+                mean_call_ms=_mean_call_ms(client),
+            )
+            for end, number in sizes.finished.items()
+        ]
 
 
-def _planned(step: int, *, num_groups: int, group_size: int) -> Planned:
-    first = (step - 1) * num_groups
-    # Groups are complete in another order than they were opened in: 7 and the size share no factor.
-    groups = [f"visit-{first + 7 * index % num_groups}" for index in range(num_groups)]
+def _live(
+    life: Life, step: int, sizes: Sizes, *, note: Callable[[str], None] = lambda _: None
+) -> None:
+    trained, dropped = _visits(step, sizes)
+    life.live(_planned(step, trained, group_size=sizes.group_size))
+    note("committed")
+    life.end(ends_of(step, dropped, group_size=sizes.group_size))
+    note("untrained")
+
+
+def _memory_usage(client: redis.Redis, *, untrained: float) -> dict[str, float]:
+    """MEMORY USAGE of the run's keys by what they are for; `untrained` of the groups were."""
+    names = keys.run_keys(RUN)
+    usage = {key: client.memory_usage(key, samples=0) or 0 for key in names}
+    of_ends = sum(usage[key] for key in (names.ended, names.reasons))
+    of_ends += untrained * usage[names.over]
+    return {"committed": sum(usage.values()) - of_ends, "untrained": of_ends}
+
+
+def _visits(step: int, sizes: Sizes) -> tuple[list[str], list[str]]:
+    """The names of a step's groups, counted up: those that are trained, and the others."""
+    size = sizes.trained + sizes.dropped
+    visits = range((step - 1) * size, step * size)
+    rng = random.Random(step)
+    dropped = set(rng.sample(visits, sizes.dropped))
+    # Groups are complete in another order than they were opened in.
+    trained = sorted(set(visits) - dropped, key=lambda visit: visit + rng.random() * UNDER_WAY)
+    return [f"visit-{visit}" for visit in trained], [f"visit-{visit}" for visit in sorted(dropped)]
+
+
+def _planned(step: int, groups: list[str], *, group_size: int) -> Planned:
     return Planned(
         step,
         hashlib.sha256(b"%d" % step).hexdigest(),
@@ -240,17 +371,25 @@ def main() -> None:
     """Weigh groups of 1 and of 8, and print the result; fails above 16 bytes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trajectories", type=int, default=10_000_000)
+    parser.add_argument("--untrained", type=float, default=UNTRAINED_SHARE)
     parser.add_argument("--group-size", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    print("group of   trajectories   used_memory   MEMORY USAGE   seconds   ms a call", flush=True)
+    print(
+        "group of   end         trajectories   used_memory   MEMORY USAGE   seconds   ms a call",
+        flush=True,
+    )
     weights: list[Weight] = []
     for size in options.group_size:
-        weight = weigh(group_size=size, trajectories=options.trajectories)
-        weights.append(weight)
-        sizes = f"{weight.used_memory:9.2f} B   {weight.memory_usage:10.2f} B"
-        times = f"{weight.seconds:7.0f}   {weight.mean_call_ms:9.3f}"
-        print(f"{size:8}   {weight.trajectories:12,}   {sizes}   {times}", flush=True)
+        some = weigh(
+            group_size=size, trajectories=options.trajectories, untrained=options.untrained
+        )
+        weights += some
+        for weight in some:
+            sizes = f"{weight.used_memory:9.2f} B   {weight.memory_usage:10.2f} B"
+            times = f"{weight.seconds:7.0f}   {weight.mean_call_ms:9.3f}"
+            what = f"{size:8}   {weight.end}   {weight.trajectories:12,}"
+            print(f"{what}   {sizes}   {times}", flush=True)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps([weight._asdict() for weight in weights], indent=2))

@@ -209,6 +209,7 @@ def ledger(weights: list[dict[str, Any]]) -> str:
     """What a finished trajectory weighs in the store."""
     rows = [
         [
+            each["end"],
             str(each["group_size"]),
             f"{each['trajectories']:,}",
             number(each["used_memory"], 2),
@@ -217,7 +218,7 @@ def ledger(weights: list[dict[str, Any]]) -> str:
         ]
         for each in weights
     ]
-    titles = ["groups of", "trajectories", "bytes each, used_memory", "MEMORY USAGE"]
+    titles = ["end", "groups of", "trajectories", "bytes each, used_memory", "MEMORY USAGE"]
     return table([*titles, f"at most {WEIGHT_GOAL}"], rows)
 
 

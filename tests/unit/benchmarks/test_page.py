@@ -53,13 +53,14 @@ def test_make_bench_writes_what_the_page_reads(page: ModuleType) -> None:
 def test_a_result_replaces_the_table_that_stood_there_and_no_word_beside_it(
     page: ModuleType, tmp_path: Path
 ) -> None:
-    weight = {"group_size": 8, "trajectories": 1000, "used_memory": 9.0, "memory_usage": 17.5}
+    weight = {"end": "untrained", "group_size": 8, "trajectories": 1000}
+    weight |= {"used_memory": 9.0, "memory_usage": 17.5}
     (tmp_path / "ledger.json").write_text(json.dumps([weight]))
     text = f"words\n{block('ledger', 'old figures')}more {block('stall', 'kept')}"
 
     filled = page.filled(text, results=tmp_path)
 
-    assert "| 8 | 1,000 | 9.00 | 17.50 | missed |" in filled
+    assert "| untrained | 8 | 1,000 | 9.00 | 17.50 | missed |" in filled
     assert "old figures" not in filled
     assert filled.startswith("words\n")
     assert filled.endswith(f"more {block('stall', 'kept')}")

@@ -1,0 +1,33 @@
+"""How trajectories end untrained, and what generators say of it."""
+
+from __future__ import annotations
+
+import random
+import uuid
+
+WRITERS = [f"rollout-{n}.pool-b:{812 + 7 * n}:{n * 2_654_435_761 % 2**32:08x}" for n in range(64)]
+
+
+def ends_of(step: int, groups: list[str], *, group_size: int) -> dict[str, str]:
+    """Of two groups in five all rewards are equal; in the others each has a reason of its own."""
+    rng = random.Random(f"ends of {step}")
+    ends: dict[str, str] = {}
+    for group in groups:
+        is_filtered = rng.random() < 0.4
+        for sample in range(group_size):
+            end = "filtered:all rewards are equal" if is_filtered else f"abandoned:{_reason(rng)}"
+            ends[f"{group}/{sample}/0"] = end
+    return ends
+
+
+def _reason(rng: random.Random) -> str:
+    """What generators say: that a lease ended, or an exception with an id never seen again."""
+    request = rng.randbytes(8).hex()
+    container = uuid.UUID(bytes=rng.randbytes(16))
+    return rng.choice(
+        (
+            f"the lease of {rng.choice(WRITERS)} ended",
+            f"TimeoutError: judge did not answer in 30 s (request {request})",
+            f"RuntimeError: container {container} exited with status {rng.choice((1, 137))}",
+        )
+    )
