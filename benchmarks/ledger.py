@@ -14,7 +14,7 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +47,7 @@ class Weight(NamedTuple):
 
     Attributes:
         end: "committed" or "untrained".
-        used_memory: by the growth of the whole server while these were folded.
+        used_memory: by the growth of the whole server, of both kinds together.
         memory_usage: by MEMORY USAGE of all keys of the run; what both kinds share (the
             fingerprints of groups) by the groups of each.
         seconds: for both kinds.
@@ -221,27 +221,20 @@ class Life:
 
 
 class Meter:
-    """By what the store grows from here on, and what for."""
+    """By what the store grows from here on."""
 
     def __init__(self, client: redis.Redis, *, untrained: float) -> None:
         self._client = client
         self._untrained = untrained
-        self._last = _used_memory(client)
+        self._used = _used_memory(client)
         self._usage = _memory_usage(client, untrained=untrained)
-        self._grown = dict.fromkeys(self._usage, 0)
 
-    def note(self, end: str) -> None:
-        """What it has grown by since the last note is of these."""
-        now = _used_memory(self._client)
-        self._grown[end] += now - self._last
-        self._last = now
-
-    def used_memory(self, end: str) -> int:
-        """Bytes that the server has grown by for these."""
-        return self._grown[end]
+    def used_memory(self) -> int:
+        """Bytes that the server has grown by."""
+        return _used_memory(self._client) - self._used
 
     def memory_usage(self, end: str) -> float:
-        """Bytes that the keys of the run have grown by for these."""
+        """Bytes that the keys of the run have grown by for those that ended so."""
         return _memory_usage(self._client, untrained=self._untrained)[end] - self._usage[end]
 
 
@@ -289,14 +282,14 @@ def weigh(
             _live(life, step, sizes)
         meter = Meter(client, untrained=sizes.untrained)
         for step in range(WARM_UP + 1, WARM_UP + num_steps + 1):
-            _live(life, step, sizes, note=meter.note)
+            _live(life, step, sizes)
         seconds = time.monotonic() - started_s
         return [
             Weight(
                 end=end,
                 group_size=group_size,
                 trajectories=num_steps * number,
-                used_memory=meter.used_memory(end) / (num_steps * number),
+                used_memory=meter.used_memory() / (num_steps * sum(sizes.finished.values())),
                 memory_usage=meter.memory_usage(end) / (num_steps * number),
                 seconds=seconds,
                 mean_call_ms=_mean_call_ms(client),
@@ -305,14 +298,10 @@ def weigh(
         ]
 
 
-def _live(
-    life: Life, step: int, sizes: Sizes, *, note: Callable[[str], None] = lambda _: None
-) -> None:
+def _live(life: Life, step: int, sizes: Sizes) -> None:
     trained, dropped = _visits(step, sizes)
     life.live(_planned(step, trained, group_size=sizes.group_size))
-    note("committed")
     life.end(ends_of(step, dropped, group_size=sizes.group_size))
-    note("untrained")
 
 
 def _memory_usage(client: redis.Redis, *, untrained: float) -> dict[str, float]:

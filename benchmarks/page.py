@@ -212,13 +212,13 @@ def ledger(weights: list[dict[str, Any]]) -> str:
             each["end"],
             str(each["group_size"]),
             f"{each['trajectories']:,}",
-            number(each["used_memory"], 2),
             number(each["memory_usage"], 2),
+            number(each["used_memory"], 2),
             reached(max(each["used_memory"], each["memory_usage"]) <= WEIGHT_GOAL),
         ]
         for each in weights
     ]
-    titles = ["end", "groups of", "trajectories", "bytes each, used_memory", "MEMORY USAGE"]
+    titles = ["end", "groups of", "trajectories", "MEMORY USAGE, bytes each", "used_memory, both"]
     return table([*titles, f"at most {WEIGHT_GOAL}"], rows)
 
 
