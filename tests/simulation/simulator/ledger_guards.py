@@ -99,11 +99,15 @@ LEDGER_GUARDS = (
     ),
     Guard(
         "post_reward: a reward counts once",
-        script("if known then\n  if known == ARGV[2]", "if false then\n  if known == ARGV[2]"),
+        script("if known and known ~= 'missed' then", "if false then"),
+    ),
+    Guard(
+        "post_reward: what its deadline has ended",
+        script("if state ~= 'awaiting_reward' or known then", "if state ~= 'awaiting_reward' then"),
     ),
     Guard(
         "post_reward: what awaits none",
-        script("if state ~= 'awaiting_reward' then", "if false then"),
+        script("if state ~= 'awaiting_reward' or known then", "if false then"),
     ),
     # admission
     Guard(

@@ -32,7 +32,7 @@ RUN_GUARDS = (
     ),
     Guard(
         "write_manifest: the next step",
-        script("if step >= 1 and step <= last then", "if false then"),
+        script("if step <= last then", "if false then"),
     ),
     Guard(
         "withdraw_plans: the plans before it stay",
@@ -63,7 +63,8 @@ RUN_GUARDS = (
     Guard(
         "settle_group: a group that is planned",
         script(
-            "if state ~= 'open' and not (is_dropped and state == 'decided') then", "if false then"
+            "if state ~= 'open' and state ~= 'decided' then\n  return redis.error_reply('CONF",
+            "if false then\n  return redis.error_reply('CONF",
         ),
     ),
     Guard(

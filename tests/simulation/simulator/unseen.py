@@ -249,6 +249,10 @@ UNSEEN: Final[dict[str, tuple[str, str]]] = {
         _SELDOM,
         "test_deadlines.py::test_a_cut_that_comes_after_a_refill_was_granted_ends_nothing",
     ),
+    "post_reward: what its deadline has ended": (
+        _SELDOM,
+        "test_late_rewards.py::test_a_reward_behind_its_deadline_is_late_before_anybody_has_folded_that_in",
+    ),
     "write_manifest: the config in force": (
         "a leader plans with the config that it has put in force itself",
         "test_revisions.py::test_a_plan_made_with_a_config_that_is_not_in_force_is_refused",

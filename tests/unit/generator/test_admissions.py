@@ -25,6 +25,7 @@ def waits_reply() -> list[Any]:
     return [
         *(b"100000", [*numbers, b"0", b"why", None], config, [b"batcher", b"105000"]),
         *([None] * 4, [None, None, None, 0], 0, None, [None] * 5, [0, 0], 0, members),
+        *([None] * 2, [None] * 2, [0, []]),
     ]
 
 
