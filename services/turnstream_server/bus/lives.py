@@ -26,6 +26,7 @@ from turnstream_server.bus.states import STATES_WITH_REASON
 _UNKNOWN: Final = "when is no longer known"
 _NOT_NOTED: Final = "when is not noted"
 _LATE: Final = "late:"
+_MISSED: Final = "missed"
 _TRAINED: Final = (TrajectoryState.PLANNED, TrajectoryState.STEPPED, TrajectoryState.COMMITTED)
 _WERE_SEALED: Final = frozenset(
     {
@@ -194,7 +195,7 @@ def _middle(traces: Traces) -> Iterator[LifeEntry]:
     if traces.state in _WERE_SEALED and "sealed" not in whats:
         yield _at("sealed", "", None)
     yield from told.values()
-    is_posted = traces.posted and not traces.posted.startswith(_LATE)
+    is_posted = traces.posted not in ("", _MISSED) and not traces.posted.startswith(_LATE)
     if is_posted and "reward posted" not in whats:
         yield _at("reward posted", "", None)
 

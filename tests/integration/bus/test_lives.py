@@ -91,6 +91,22 @@ async def test_a_reward_that_came_too_late_is_told_to_have_changed_nothing(
     assert "changed nothing" in seen[-1][1]
 
 
+async def test_no_reward_is_told_of_where_none_came_before_its_deadline(
+    client: redis.Redis, run: Any
+) -> None:
+    await run.open("g")
+    await run.seal("g", 0, awaits_reward=True)
+    await run.client.zadd(run.keys.deadlines, {"reward:g/0/0": 1})
+
+    await run.fire()
+
+    assert told(client, run, "g/0/0") == [
+        ("group opened", ""),
+        ("sealed", "completed, its reward comes later"),
+        ("deadline fired", "of its reward"),
+    ]
+
+
 async def test_an_attempt_that_was_given_up_and_the_one_after_it_name_each_other(
     client: redis.Redis, start_run: Any, async_client: Any
 ) -> None:
