@@ -9,8 +9,9 @@ import pytest
 from redis.exceptions import ResponseError
 
 from turnstream.errors import ConflictError, FencedError, StoreBehindError, StoreUnavailableError
-from turnstream.generator.lanes import Lane
+from turnstream.generator.lanes import Lane, RewardPost
 from turnstream.generator.receipts import Delivery
+from turnstream.store.rewards import reward_command
 from turnstream.types import GroupOpened, TrajectoryKey
 
 NewDesk = Callable[..., Any]
@@ -333,6 +334,28 @@ def test_what_the_store_forgot_waits_for_leave_as_long_as_it_takes(sealed: Any) 
         ["append"],
     )
     assert (opened.commands[0].args[1], errors(end)) == ("3+", [])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "num_lost"),
+    [("OK", "OK", 0), ("OK", "DUPLICATE", 0), ("OK", "LATE", 1), ("LATE", "LATE", 0)],
+)
+def test_a_reward_that_counted_and_comes_late_when_it_is_posted_again_is_lost_by_name(
+    new_desk: NewDesk, first: str, second: str, num_lost: int
+) -> None:
+    desk = new_desk(keep_s=5.0)
+    command = reward_command("r", TrajectoryKey("g", 7), 1.0, None)
+    desk.outbox.post_reward(RewardPost(command, Delivery()))
+    desk.answer(first.encode())
+    desk.asked()
+
+    come_back(desk)
+    sent = desk.answer([1], second.encode())
+    assert desk.said(sent) == ["open_group", "post_reward"]
+
+    losses = [str(error) for error in desk.outbox.take_losses()]
+    said = "a reward was acknowledged, and the store lost it: the group of g/7/0 went on without it"
+    assert losses == [said] * num_lost
 
 
 def test_a_task_that_is_written_here_is_not_taken_again_until_it_has_failed(

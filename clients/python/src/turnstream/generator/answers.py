@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from turnstream.errors import RunNotFoundError, TurnstreamError
+from turnstream.errors import RejectedError, RunNotFoundError, TurnstreamError
 from turnstream.generator.admissions import Admissions
 from turnstream.generator.calls import (
     AbandonCall,
@@ -30,6 +30,7 @@ from turnstream.generator.rewinds import Reposts
 from turnstream.generator.window import TakenOver
 from turnstream.store.configs import parse_config
 from turnstream.store.replies import refusal
+from turnstream.store.rewards import RewardOutcome
 from turnstream.store.waits import parse_waits
 from turnstream.types import DeclaredColumn
 
@@ -139,10 +140,13 @@ class Answers:
             receipt.settle(None)
 
     def _rewarded(self, post: RewardPost, outcome: str, now_s: float) -> None:
-        is_again, post.outcome = bool(post.outcome), outcome
+        before, post.outcome = post.outcome, outcome
         self._window.keep(RewardCall(post), now_s=now_s)
-        if not is_again:
+        if not before:
             post.receipt.settle(None)
+        elif outcome == RewardOutcome.LATE != before:
+            error = RejectedError(f"the group of {post.name} went on without it")
+            self._lives.lose("a reward", error)
 
     def _refuse_reward(self, post: RewardPost, error: TurnstreamError, now_s: float) -> None:
         if not post.outcome:
