@@ -46,9 +46,9 @@ def _members(number: int) -> list[Any]:
 
 
 def lines_of(table: str) -> dict[str, str]:
-    """First cell -> the second, of a table without heads."""
+    """First cell -> the others of its row."""
     rows = [line.strip()[1:-1].split("│") for line in table.splitlines() if line.startswith("│")]
-    return {first.strip(): second.strip() for first, second in rows}
+    return {first.strip(): " ".join(" ".join(rest).split()) for first, *rest in rows}
 
 
 def test_show_tells_how_far_a_run_is_who_watches_and_where_it_went_back(typed: Any) -> None:
@@ -77,13 +77,15 @@ def test_ledger_tells_the_life_of_a_trajectory_that_was_trained(typed: Any) -> N
     shown = lines_of(typed("ledger", RUN, "g2/1/0"))
 
     assert list(shown) == [
-        *("opened", "written by", "turns", "sealed", "reward", "planned", "advantage"),
-        *("payload", "state"),
+        *("group opened", "sealed", "planned", "stepped", "committed"),
+        *("written by", "turns", "reward", "batch", "advantage", "payload", "state"),
     ]
     assert shown["written by"] == "gen-1, lease epoch 1"
     assert re.fullmatch(r"1, \d+ bytes", shown["turns"])
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\+00:00, completed", shown["sealed"])
-    assert (shown["reward"], shown["planned"]) == ("1", "in step 2, mini-batch 0")
+    when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\+00:00, [\w ]+ ago"
+    assert re.fullmatch(f"{when} completed, reward 1", shown["sealed"])
+    assert re.fullmatch(f"{when} in step 2", shown["planned"])
+    assert (shown["reward"], shown["batch"]) == ("1", "step 2, mini-batch 0")
     assert float(shown["advantage"]) > 0
     assert (shown["payload"], shown["state"]) == ("kept", "committed")
 
