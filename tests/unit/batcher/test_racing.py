@@ -1,0 +1,40 @@
+"""Works that race: what the first of them gives, and the end of the others."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from turnstream_server.batcher.tasks import first_of
+
+
+async def _give(number: int) -> int:
+    return number
+
+
+async def _fail() -> int:
+    raise ValueError("failed")
+
+
+async def test_of_works_that_end_at_the_same_moment_the_first_one_counts() -> None:
+    # Which one counted was a matter of where they lay in memory.
+    given = {await first_of(*map(_give, range(5))) for _ in range(100)}
+
+    assert given == {0}
+
+
+async def test_a_work_that_fails_first_is_raised_and_the_others_are_over_by_then() -> None:
+    is_over = asyncio.Event()
+
+    async def wait_for_ever() -> int:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_over.set()
+        return 0
+
+    with pytest.raises(ValueError, match="failed"):
+        await first_of(wait_for_ever(), _fail())
+
+    assert is_over.is_set()
