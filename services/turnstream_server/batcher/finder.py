@@ -129,13 +129,13 @@ class RunFinder:
 
     async def _meet_all(self, names: Iterable[bytes]) -> None:
         for name in names:
-            run = keys.decode_name(name.decode())
             try:
-                await self._meet(run)
+                await self._meet(keys.decode_name(name.decode()))
             except UnavailableError:
                 raise
             except Exception:  # a defect of one run must not hide the others
-                logger.exception("run %s is left alone for now", run)
+                shown = keys.decode_name(name.decode(errors="backslashreplace"))
+                logger.exception("run %s is left alone for now", shown)
                 self._known.discard(name)  # to be met again with the next look at the list
 
     def _note(self, trouble: str) -> None:

@@ -308,6 +308,17 @@ async def test_a_store_that_was_away_is_searched_when_it_is_back(
     assert not is_counted(own_client)
 
 
+async def test_a_name_that_nobody_can_read_hides_no_other(own_client, finder, met, caplog):
+    own_client.sadd(keys.RUNS, b"\xff")
+    create(own_client, "good")
+
+    await finder.start()
+    create(own_client, "later")
+
+    await met.has("good", "later")
+    assert r"run \xff is left alone for now" in caplog.text
+
+
 async def test_a_run_that_cannot_be_met_hides_no_other_and_is_met_again(own_client, counting, met):
     met.defects.add("bad")
     create(own_client, "bad", "good")
