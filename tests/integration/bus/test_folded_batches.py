@@ -112,6 +112,34 @@ async def test_a_released_step_beyond_the_floor_cannot_be_replaced(released: Any
         await fold_after_snapshot(released, 3)
 
 
+async def test_a_step_of_which_nothing_is_released_cannot_be_replaced(run: Any) -> None:
+    await run.plan_steps(1)
+
+    with pytest.raises(ConflictError, match="step 0 is folded, step 0 is released"):
+        await fold_after_snapshot(run, 1)
+
+
+async def test_without_any_snapshot_no_plan_can_be_replaced(released: Any) -> None:
+    with pytest.raises(ConflictError, match="step 1 is not in the snapshot"):
+        await finish_batch(
+            *(released.client, released.name),
+            step=1,
+            record=b"",
+            leader_epoch=released.leader_epoch,
+        )
+
+
+async def test_the_times_of_a_step_go_when_the_next_one_is_folded(released: Any) -> None:
+    acts = (b"planned", b"stepped", b"committed")
+    before = set(await released.hash_of("times"))
+    for step in (1, 2):
+        await released.fold(step)
+
+    gone = before - set(await released.hash_of("times"))
+
+    assert gone == {act + b":1" for act in acts}
+
+
 async def fold_after_snapshot(run: Any, step: int) -> None:
     where = (run.client, run.name)
     epoch = run.leader_epoch

@@ -13,7 +13,7 @@ from turnstream.records.compact import decode_ends
 from turnstream.types import Purpose, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.ledger import read_ledger_async
 from turnstream_server.bus.letters import discard_letter
-from turnstream_server.bus.release import find_ended, groups_that_are_over
+from turnstream_server.bus.release import DROPPED, find_ended, groups_that_are_over
 
 pytestmark = pytest.mark.redis
 
@@ -41,6 +41,49 @@ async def test_what_ended_untrained_is_found_with_its_reason_and_the_dead_is_not
         "a/1/0": "filtered:why",
         "b/0/0": "abandoned:crashed",
     }
+
+
+@pytest.mark.parametrize("end", [*DROPPED, "dead:discarded"])
+async def test_an_end_of_every_kind_is_found(run: Any, end: str) -> None:
+    entries = {"a/0/0": f"{end}:why", "a/1/0": "sealed:1"}
+    await run.client.hset(run.keys.ledger, mapping=entries)
+
+    cursor, found = await find_ended(run.client, run.name, cursor="0", num_entries=500)
+
+    assert (cursor, found) == ("0", {"a/0/0": f"{end}:why"})
+
+
+async def test_ends_are_found_a_page_at_a_time(run: Any) -> None:
+    # More entries than a hash keeps in one piece, which a page always holds whole.
+    entries = {f"a/{sample}/0": "filtered:why" for sample in range(1_000)}
+    await run.client.hset(run.keys.ledger, mapping=entries)
+    cursor, pages = "0", []
+
+    while not pages or (cursor != "0" and len(pages) < 200):
+        cursor, page = await find_ended(run.client, run.name, cursor=cursor, num_entries=50)
+        pages.append(page)
+
+    assert cursor == "0"
+    assert max(map(len, pages)) < 300
+    assert {name: end for page in pages for name, end in page.items()} == entries
+
+
+async def test_of_more_groups_than_one_call_takes_every_state_is_known(run: Any) -> None:
+    names = [f"g{number}" for number in range(300)]
+    states = {name: "1:open" if name in ("g0", "g299") else "1:filtered" for name in names}
+    await run.client.hset(run.keys.groups, mapping=states)
+
+    assert await groups_that_are_over(run.client, run.name, names) == {*names[1:-1]}
+    assert await groups_that_are_over(run.client, run.name, []) == set()
+
+
+@pytest.mark.parametrize(
+    "state", ["planned", "filtered", "expired", "incomplete", "surplus", "evaluated"]
+)
+async def test_a_group_that_can_get_no_member_any_more_is_over(run: Any, state: str) -> None:
+    await run.client.hset(run.keys.groups, mapping={"a": f"2:{state}"})
+
+    assert await groups_that_are_over(run.client, run.name, ["a"]) == {"a"}
 
 
 async def test_folded_ends_leave_counts_of_their_reasons_and_fingerprints(run: Any) -> None:

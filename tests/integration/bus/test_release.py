@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from turnstream.errors import FencedError, ReleasedError, RunNotFoundError, Turn
 from turnstream.store import keys
 from turnstream.store.scripts import Script, run_command_async
 from turnstream.types import RecoveryToken
+from turnstream_server.bus.budget import read_held_async
 from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.observers import declare_observer, forget_observers, note_observed
 from turnstream_server.bus.release import read_release_state, release_payload
@@ -40,6 +42,37 @@ async def test_what_the_oldest_kept_checkpoint_cannot_ask_for_is_given_up(
     assert await run.raise_floor() == floor
     assert await run.raise_floor() == floor
     assert (await read_frontier_async(run.client, run.name)).released == floor
+
+
+async def test_before_any_session_nothing_is_given_up(run: Any) -> None:
+    await run.plan_steps(2)
+
+    assert await run.raise_floor() == 0
+
+
+async def test_a_run_that_is_gone_has_no_floor(run: Any) -> None:
+    await run.client.delete(run.keys.frontier)
+
+    with pytest.raises(RunNotFoundError):
+        await run.raise_floor()
+
+
+@pytest.mark.parametrize(("fields", "floor"), [({"retain_checkpoints": 1}, 4), ({}, 3)])
+async def test_the_newest_revision_says_how_many_checkpoints_are_kept_or_two_are(
+    run: Any, fields: dict[str, int], floor: int
+) -> None:
+    await run.plan_steps(4)
+    await run.commit(await run.start("s"), 2, 3, 4)
+    revision = json.loads((await run.hash_of("config"))[b"1"])
+    del revision["retain_checkpoints"]
+    newer = {"newest": 2, "2": json.dumps({**revision, **fields})}
+    await run.client.hset(run.keys.config, mapping=newer)
+
+    assert await run.raise_floor() == floor
+
+
+async def test_checkpoints_that_nobody_can_name_any_more_are_forgotten(released: Any) -> None:
+    assert (await released.hash_of("frontier"))[b"checkpoints"] == b"2,3"
 
 
 async def test_the_floor_waits_for_whoever_holds_it(run: Any) -> None:
@@ -177,6 +210,40 @@ async def test_after_the_tombstone_the_ledger_refuses_the_seal(released: Any) ->
     (reply,) = await released.seal("g1", 0)
 
     assert reply.startswith(b"FENCED g1/0/0 was never opened, or is over")
+
+
+async def test_of_more_than_one_call_takes_all_payload_goes_and_all_is_given_back(run: Any) -> None:
+    ids = [f"g/{sample}/0" for sample in range(300)]
+    await run.open("g", num_samples=300)
+    for trajectory_id in ids:
+        await run.client.hset(keys.trajectory_keys(run.name, trajectory_id).meta, "written", 1)
+
+    await release_payload(run.client, run.name, ids)
+
+    metas = [
+        await run.client.hgetall(keys.trajectory_keys(run.name, trajectory_id).meta)
+        for trajectory_id in ids
+    ]
+    assert metas == [{b"released": b"over"}] * 300
+    assert await run.hash_of("held") == {}
+    assert (await read_held_async(run.client, run.name)).total == 0
+
+
+async def test_what_is_given_back_leaves_the_sum_that_it_was_counted_in(run: Any) -> None:
+    await run.plan_steps(1)
+    await run.open("a", num_samples=3)
+    await run.seal("a", 1)
+    await run.seal("a", 2)
+    await run.client.hdel(run.keys.ledger, "a/2/0")  # it counts as stored where nobody knows it
+    parts = []
+
+    for members in ([("g1", 0), ("g1", 1)], [("a", 0)], [("a", 1), ("a", 2)]):
+        await run.release(*members)
+        held = await read_held_async(run.client, run.name)
+        parts.append((held.planned > 0, held.reserved > 0, held.stored > 0))
+
+    assert parts == [(False, True, True), (False, False, True), (False, False, False)]
+    assert (held.planned, held.reserved, held.stored) == (0, 0, 0)
 
 
 # events
