@@ -23,6 +23,7 @@ from turnstream_server.bus.deletion import delete_run
 from turnstream_server.bus.forks import fork_run, token_of_step
 from turnstream_server.bus.histories import TrajectoryNotFoundError, read_history
 from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.bus.waits import read_snapshot
 from turnstream_server.jobs.batches import read_batch
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
@@ -209,6 +210,13 @@ async def test_a_folder_that_cannot_be_written_leaves_the_records_where_they_are
         return "stays in the store" in caplog.text
 
     await wait_until_async(is_told)
+
+    async def is_noted() -> bool:
+        with connect(house.url) as client:
+            trouble = read_snapshot(client, run).release_trouble
+        return trouble.startswith("the ledger stays in the store: ")
+
+    await wait_until_async(is_noted, describe="the trouble that `turnstream why` tells")
     assert read_batch(house.url, run, 1)["step"] == 1
 
 
