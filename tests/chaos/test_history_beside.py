@@ -145,3 +145,21 @@ def test_the_end_of_the_run_and_a_second_reward_are_no_loss() -> None:
     ]
 
     assert not [*refusals_have_a_cause(History(lines), lost=())]
+
+
+@pytest.mark.parametrize("is_noted", [False, True])
+def test_a_group_that_nobody_has_noted_but_who_took_it_over_was_opened(is_noted: bool) -> None:
+    # Its generator was killed between the answer of the store and the line in its log.
+    group = next(line["group"] for line in right_history() if line.kind == "opening")
+    lines = [line for line in right_history() if line.facts.get("group") != group]
+    found = {"trajectory": f"{group}/0/0", "num_turns": 0, "sampled": []}
+    noted = {"num_samples": 2} if is_noted else {}
+    asked = Line("generator-w", "asking_task", lines[0].at, {"num_samples": 2})
+    taken = Line("generator-v", "taken", lines[0].at, {**found, **noted})
+    history = History([asked, taken, *lines])
+
+    if is_noted:
+        check(history, counts=COUNTS, is_drained=True)
+    else:
+        with pytest.raises(HistoryError, match=f"group {group} was never opened"):
+            check(history, counts=COUNTS, is_drained=True)

@@ -214,7 +214,13 @@ class _Generator:
             EpisodeTurn(prompt_ids=t.prompt_ids, response_ids=t.response_ids) for t in writer.turns
         ]
         sampled = [turn.response_ids.tolist() for turn in before]
-        self._log.write("taken", trajectory=name, num_turns=len(before), sampled=sampled)
+        self._log.write(
+            "taken",
+            trajectory=name,
+            num_turns=len(before),
+            sampled=sampled,
+            num_samples=self._options.samples,
+        )
         said = self._episode(name, before)
         self._play_said(writer, name, said, first=len(before))
 

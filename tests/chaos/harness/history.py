@@ -169,8 +169,16 @@ class History:
 
     @cached_property
     def members(self) -> dict[str, int]:
-        """Group -> number of members that it was opened with."""
-        return {line["group"]: line["num_samples"] for line in self.of("opening", "given")}
+        """Group -> number of members that it was opened with.
+
+        Who is killed before it has noted what it was given, leaves that to whoever takes it over.
+        """
+        taken = {
+            line["trajectory"].split("/")[0]: line["num_samples"]
+            for line in self.of("taken")
+            if "num_samples" in line.facts
+        }
+        return taken | {line["group"]: line["num_samples"] for line in self.of("opening", "given")}
 
     @cached_property
     def evaluations(self) -> set[str]:
