@@ -64,7 +64,13 @@ class Admissions:
     def adopt(
         self, group: GroupOpened, epochs: Mapping[TrajectoryKey, int], *, now_s: float
     ) -> list[Lane]:
-        """Go on with a group of which the store has opened these members, with these epochs."""
+        """Go on with a group of which the store has opened these members, with these epochs.
+
+        Empty where they are written here already: the store was started anew, has forgotten that it
+        had given them, and is told again.
+        """
+        if self._lives.has_any(epochs.keys()):
+            return []
         lanes = self._lives.begin_opened(epochs, now_s=now_s)
         opening = Admission(group, encode_event(group), lanes, Delivery(), is_task=True)
         self._lives.window.keep(opening, now_s=now_s)

@@ -149,13 +149,7 @@ class Outbox:
     def adopt_opened(
         self, group: GroupOpened, epochs: Mapping[TrajectoryKey, int], *, now_s: float
     ) -> list[Lane]:
-        """Write the trajectories of a task, which the store has opened with these epochs.
-
-        Empty where they are written here already: the store was started anew, has forgotten that it
-        had given them, and is told again.
-        """
-        if self._lives.has_any(epochs.keys()):
-            return []
+        """Write the trajectories of a task, see `Admissions.adopt`; empty where they are written."""
         return self._admissions.adopt(group, epochs, now_s=now_s)
 
     def append(self, lane: Lane, turn: TurnRecord, receipt: Delivery | None = None) -> None:
