@@ -149,7 +149,7 @@ class Outbox:
     def adopt_opened(
         self, group: GroupOpened, epochs: Mapping[TrajectoryKey, int], *, now_s: float
     ) -> list[Lane]:
-        """Write the trajectories of a task, see `Admissions.adopt`; empty where they are written."""
+        """Write the trajectories of a task, unless they are written: see `Admissions.adopt`."""
         return self._admissions.adopt(group, epochs, now_s=now_s)
 
     def append(self, lane: Lane, turn: TurnRecord, receipt: Delivery | None = None) -> None:
