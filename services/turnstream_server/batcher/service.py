@@ -112,18 +112,23 @@ async def serving(options: BatcherOptions, *, before_write: Hook = no_hook) -> A
         server.add_generic_rpc_handlers((handlers(servicer), health_calls))
         address = _bind(server, options.listen)
         await server.start()
-        stack.push_async_callback(_stop, server, runs, health, options.shutdown_grace_s)
+        stack.push_async_callback(_stop, server, servicer, runs, health, options.shutdown_grace_s)
         logger.info("batcher listens at %s", address)
         yield address
 
 
 async def _stop(
-    server: grpc.aio.Server, runs: RunRegistry, health: StoreWatch, grace_s: float
+    server: grpc.aio.Server,
+    servicer: BatchesServicer,
+    runs: RunRegistry,
+    health: StoreWatch,
+    grace_s: float,
 ) -> None:
     """Let transfers in progress end; whoever waits for a batch is sent away at once."""
     health.dismiss()
     runs.dismiss()
     await server.stop(grace_s)
+    await servicer.close()
 
 
 def _owner() -> str:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Final, Protocol, TypeVar
 
 import grpc
@@ -40,6 +40,7 @@ from turnstream_server.batcher.chunks import data_messages, header_message
 from turnstream_server.batcher.payload import DamagedPayloadError
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.shares import PlannedBatch
+from turnstream_server.batcher.tasks import cancel_all
 from turnstream_server.bus.frontier import not_retained
 from turnstream_server.bus.observers import declare_observer, note_observed
 from turnstream_server.bus.replans import how_to_go_on, note_damage
@@ -99,6 +100,22 @@ class BatchesServicer:
         self._find_run = find_run
         self._assembler = assembler
         self._wait_max_s = wait_max_s
+        self._answering: set[asyncio.Task[Any]] = set()
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Inside, the running task is one of those that `close` ends."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._answering.add(task)
+        try:
+            yield
+        finally:
+            self._answering.discard(task)
+
+    async def close(self) -> None:
+        """End the calls that a server which was stopped has yet to cancel: they use the store."""
+        await cancel_all([*self._answering])
 
     async def start(self, request: wire.StartRequest) -> wire.StartReply:
         """Begin a trainer session."""
@@ -316,7 +333,7 @@ def handlers(servicer: BatchesServicer) -> grpc.GenericRpcHandler:
         "Observed": (servicer.observed, wire.ObservedRequest),
     }
     calls = {name: _unary(*each, servicer=servicer) for name, each in unary.items()}
-    calls["Get"] = _stream(servicer.get)
+    calls["Get"] = _stream(servicer.get, servicer=servicer)
     return grpc.method_handlers_generic_handler(SERVICE, calls)
 
 
@@ -326,8 +343,9 @@ def _unary(
     async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         left_s = context.time_remaining()
         within_s = None if left_s is None else left_s * (1 - _ANSWER_SHARE)
-        async with _refusing(context), servicer.hearing_of_the_store(within_s):
-            return await method(request)
+        with servicer.answering():
+            async with _refusing(context), servicer.hearing_of_the_store(within_s):
+                return await method(request)
 
     return grpc.unary_unary_rpc_method_handler(
         answer,
@@ -337,14 +355,15 @@ def _unary(
 
 
 def _stream(
-    method: Callable[[wire.GetRequest], AsyncIterator[bytes]],
+    method: Callable[[wire.GetRequest], AsyncIterator[bytes]], *, servicer: BatchesServicer
 ) -> Any:
     async def answer(
         request: wire.GetRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[bytes]:
-        async with _refusing(context):
-            async for message in method(request):
-                yield message
+        with servicer.answering():
+            async with _refusing(context):
+                async for message in method(request):
+                    yield message
 
     return grpc.unary_stream_rpc_method_handler(
         answer, request_deserializer=wire.GetRequest.FromString

@@ -43,15 +43,19 @@ async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Cancel tasks that wait for nothing but I/O, and wait until they have ended, however.
 
     They are asked again and again: below Python 3.12 `asyncio.wait_for`, which the Redis client
-    uses, forgets a cancellation that comes just when what it waits for is done.
+    uses, forgets a cancellation that comes just when what it waits for is done. Whoever cancels the
+    caller meanwhile is obeyed when they have ended: nothing goes on alone.
     """
-    ended = {task for task in tasks if task.done()}
-    pending = set(tasks) - ended
-    while pending:
+    cancelled: asyncio.CancelledError | None = None
+    while pending := [task for task in tasks if not task.done()]:
         for task in pending:
             task.cancel()
-        newly_ended, pending = await asyncio.wait(pending, timeout=_ASK_AGAIN_S)
-        ended |= newly_ended
-    for task in ended:
+        try:
+            await asyncio.wait(pending, timeout=_ASK_AGAIN_S)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    for task in tasks:
         if not task.cancelled():
             task.exception()  # looked at, or it would be reported as forgotten
+    if cancelled is not None:
+        raise cancelled

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from turnstream.errors import InvalidConfigError, StoreUnavailableError
+from turnstream.errors import InvalidConfigError, StoreUnavailableError, UnavailableError
 from turnstream.testing import group, wait_until
-from turnstream_server.batcher import planner
+from turnstream_server.batcher import planner, servicer
 from turnstream_server.batcher.options import BatcherOptions
 from turnstream_server.batcher.service import run_batcher, serving
 
@@ -121,3 +121,32 @@ async def test_a_replica_stops_while_it_says_why_its_planning_failed(house, forg
 
     async with asyncio.timeout(10):
         await batcher.stop()
+
+
+async def test_a_replica_that_has_stopped_answers_no_call_any_more(house, monkeypatch):
+    # A call went on behind the server's end, and connected to the store once more.
+    run = house.create_run()
+    is_asked, is_over = asyncio.Event(), asyncio.Event()
+
+    async def start(*args, **kwargs):
+        """Takes a while to end, whoever asks it to."""
+        is_asked.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        ending = asyncio.create_task(asyncio.sleep(0.2))
+        while not ending.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([ending])
+        is_over.set()
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(servicer, "start_session", start)
+    batcher = await house.start_batcher()
+    call = asyncio.create_task(house.trainer(batcher, run).start())
+    await is_asked.wait()
+
+    await batcher.stop()
+
+    assert is_over.is_set()
+    with pytest.raises(UnavailableError):
+        await call

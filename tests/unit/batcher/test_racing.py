@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -36,5 +37,32 @@ async def test_a_work_that_fails_first_is_raised_and_the_others_are_over_by_then
 
     with pytest.raises(ValueError, match="failed"):
         await first_of(wait_for_ever(), _fail())
+
+    assert is_over.is_set()
+
+
+async def test_who_is_cancelled_again_while_the_others_end_still_waits_for_them() -> None:
+    # They went on alone: one that connected meanwhile left its connection open.
+    is_ending, may_end, is_over = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def end_slowly() -> int:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        is_ending.set()
+        while not may_end.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await may_end.wait()
+        is_over.set()
+        return 0
+
+    racing = asyncio.create_task(first_of(end_slowly()))
+    await asyncio.sleep(0)
+    racing.cancel()
+    await is_ending.wait()
+    racing.cancel()
+    await asyncio.sleep(0)
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await racing
 
     assert is_over.is_set()
