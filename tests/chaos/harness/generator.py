@@ -277,20 +277,17 @@ class _Generator:
     def _wait_for(self, receipt: Receipt, name: str) -> None:
         """Until the store has it; notes again and again why that takes so long."""
         until_s = time.monotonic() + self._write_s
-        while (left_s := until_s - time.monotonic()) > _LONG_S:
+        while not receipt.is_done and (left_s := until_s - time.monotonic()) > 0:
             try:
-                receipt.result(_LONG_S)
+                receipt.result(min(left_s, _LONG_S))
             except NotReadyError as slow:
-                if receipt.is_done:
-                    raise
-                self._log.write(
-                    "told_to_wait",
-                    trajectory=name,
-                    reasons=[[reason.kind, reason.sentence] for reason in slow.reasons],
-                )
-            else:
-                return
-        receipt.result(left_s)
+                if not receipt.is_done:
+                    self._log.write(
+                        "told_to_wait",
+                        trajectory=name,
+                        reasons=[[reason.kind, reason.sentence] for reason in slow.reasons],
+                    )
+        receipt.result(0)  # where it was done just when a wait had ended, that it was counts
 
 
 class _Leaving:

@@ -2,7 +2,8 @@
 
 Half of the time goes to a store with `fsync`, half to one with `everysec`. After every fault the
 ranks must take another step; at the end all of the run is trained, and the checker has the last
-word. The seed is printed first: the same one draws the same faults.
+word. The seed is printed first: the same one draws the same faults. Of a run that failed, what
+every process did is kept, and told where.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import math
 import random
 import secrets
+import shutil
 import sys
 import tempfile
 import time
@@ -156,7 +158,8 @@ def _finish(stack: Stack, report: Report) -> None:
 def _check_refusals(rig: Rig) -> None:
     """Whoever was refused something is told so by name, and there is a cause."""
     lost = {name for cut in rig.cuts for name in cut.seals}
-    assert not [*refusals_have_a_cause(rig.history(), lost=lost)]
+    refused = [*refusals_have_a_cause(rig.history(), lost=lost)]
+    assert not refused, refused
 
 
 def _check_prompts(rig: Rig) -> None:
@@ -175,10 +178,9 @@ def _check_evaluations(rig: Rig) -> None:
 def _check_archive(rig: Rig) -> None:
     """What the store has let go is in files."""
     released = read_frontier(rig.client, rig.run).released
-    found = archive_is_what_was_trained(
-        rig.history(), rig.folder / "archive", run=rig.run, released=released
-    )
-    assert not [*found]
+    folder = rig.folder / "archive"
+    wrong = [*archive_is_what_was_trained(rig.history(), folder, run=rig.run, released=released)]
+    assert not wrong, wrong
 
 
 class StepCounter:
@@ -223,9 +225,14 @@ def main() -> None:
     modes = MODES if options.durability is None else (options.durability,)
     console = Console()
     console.print(f"seed {seed}")
-    with tempfile.TemporaryDirectory(prefix="turnstream-chaos-") as folder:
-        length = Length(seconds=options.seconds / len(modes), every_s=options.every_s)
-        reports = play(Path(folder), modes=modes, length=length, seed=seed)
+    folder = Path(tempfile.mkdtemp(prefix="turnstream-chaos-"))
+    length = Length(seconds=options.seconds / len(modes), every_s=options.every_s)
+    try:
+        reports = play(folder, modes=modes, length=length, seed=seed)
+    except BaseException:  # also of one that somebody has stopped
+        console.print(f"what every process did is kept in {folder}")
+        raise
+    shutil.rmtree(folder)
     for report in reports:
         console.print(report.table())
     if options.json is not None:
