@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from harness.archives import archive_is_what_was_trained
 from harness.health import ask_health
 from harness.history import Line
 from harness.proxy import Proxy
@@ -22,6 +23,7 @@ from harness.stored import lost_with
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import WaitKind
 from turnstream_server.batcher.health import Health
+from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.reasons import ReasonKind, reasons
 from turnstream_server.bus.waits import read_snapshot
 from turnstream_server.settings import Settings
@@ -174,6 +176,44 @@ def test_a_full_disk_under_fsync_ends_the_server_and_loses_nothing(
     _wait_for_health(rig, Health.SERVING)
 
     rig.drain()
+
+
+def test_a_full_disk_of_the_archive_holds_back_what_it_has_no_room_for_and_nothing_else(
+    start_rig: StartRig, small_disk: Path
+) -> None:
+    # Fault 11: the trainer and the generators go on; the store keeps what is in no file yet.
+    rig = start_rig(config=config(retain_checkpoints=1))
+    rig.environment["TURNSTREAM_ARCHIVE_DIR"] = str(small_disk)
+    rig.start_batcher()
+    rig.start_ranks(1, checkpoint_every=1)
+    rig.join(rig.start_generator("before", groups=8))
+    rig.wait(lambda: _released(rig) == 2, "the release of what is archived")
+    _fill(small_disk)
+    rig.join(rig.start_generator("full", groups=16))
+    rig.wait_for_lines("committed", 6)
+    rig.wait(lambda: _told_of_release(rig), "a word of why nothing is released")
+    told, released = _told_of_release(rig), _released(rig)
+
+    (small_disk / "filler").unlink()
+    rig.wait(lambda: _released(rig) == 6, "the release of what was held back")
+    rig.wait(lambda: not _told_of_release(rig), "the end of the trouble")
+
+    assert released == 2
+    assert told.startswith("step 3 is not archived: ")
+    assert "No space left on device" in told
+    rig.ranks[0].kill()
+    rig.drain()
+    newest = _released(rig)
+    found = archive_is_what_was_trained(rig.history(), small_disk, run=rig.run, released=newest)
+    assert list(found) == []
+
+
+def _released(rig: Rig) -> int:
+    return read_frontier(rig.client, rig.run).released
+
+
+def _told_of_release(rig: Rig) -> str:
+    return read_snapshot(rig.client, rig.run).release_trouble
 
 
 def _wait_for_health(rig: Rig, state: Health, trouble: str = "") -> None:

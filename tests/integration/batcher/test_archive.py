@@ -200,6 +200,23 @@ async def test_a_folder_that_cannot_be_written_holds_the_release_back(house, tmp
     await wait_until_async(is_over, describe="the end of the trouble")
 
 
+async def test_a_defect_of_the_release_is_logged_and_costs_no_leader_its_term(house, caplog):
+    run = house.create_run(batch_groups=1, retain_checkpoints=1)
+    await house.publish(run, group("g1"), group("g2"))
+    defects = [RuntimeError("a defect")]
+
+    def archive(name, step):
+        if defects:
+            raise defects.pop()
+
+    await train(house, run, steps=2, upkeep=Upkeep(archive=archive))
+    await released(house, run, 2)
+
+    with connect(house.url) as client:
+        assert client.hget(keys.run_keys(run).leader, "epoch") == b"1"
+    assert f"release in run {run} failed" in caplog.text
+
+
 async def test_a_file_of_another_run_of_the_same_name_is_replaced(house, tmp_path):
     run, other = house.create_run(batch_groups=1), house.create_run(batch_groups=1)
     for each in (run, other):

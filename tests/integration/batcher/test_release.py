@@ -14,6 +14,7 @@ from turnstream.store import keys
 from turnstream.store.connection import connect, connect_async
 from turnstream.testing import group, trajectory, wait_until_async
 from turnstream.types import TrajectoryState
+from turnstream_server.batcher import releaser
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.budget import parse_held, read_budget
 from turnstream_server.bus.frontier import read_frontier
@@ -93,7 +94,7 @@ async def settled(house, run: str, *, folded: int = 0, filtered: int = 0) -> Non
     async def check() -> bool:
         return await asyncio.to_thread(is_settled, house.url, run, folded=folded, filtered=filtered)
 
-    await wait_until_async(check, describe=f"{folded} batches, {filtered} ends")
+    await wait_until_async(check, 100.0, describe=f"{folded} batches, {filtered} ends")
 
 
 async def train(trainer, *, steps: range, commits: range) -> dict[int, object]:
@@ -232,6 +233,19 @@ async def test_payload_that_is_filtered_goes_at_once(house):
         assert client.hgetall(keys.run_keys(run).reasons) == {
             b"filtered:all rewards are equal": b"2"
         }
+
+
+async def test_what_ended_is_folded_in_slices_that_a_script_can_take(house, monkeypatch):
+    monkeypatch.setattr(releaser, "FOLD_SLICE", 4)
+    run = house.create_run(batch_groups=1, drop_zero_variance=True, max_staleness=9)
+    await house.start_batcher(upkeep=Upkeep(fold_ended=6))
+
+    await house.publish(run, *(group(f"g{i}", *EQUAL) for i in range(5)))
+    await settled(house, run, filtered=8)
+
+    with connect(house.url) as client:
+        assert client.hlen(keys.run_keys(run).ended) == 2
+        assert [client.hlen(keys.run_keys(run).ledger), payload_ids(house.url, run)] == [2, set()]
 
 
 async def test_a_leader_that_starts_from_a_snapshot_goes_on_with_the_same_chain(house):
