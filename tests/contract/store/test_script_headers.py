@@ -9,7 +9,7 @@ import pytest
 
 LUA = importlib.resources.files("turnstream.store") / "lua"
 SERVER_LUA = importlib.resources.files("turnstream_server.bus") / "lua"
-PARTS = ("remember_rewards.lua", "run_clock.lua", "was_over.lua")
+PARTS = ("lease_end.lua", "remember_rewards.lua", "run_clock.lua", "was_over.lua")
 """What several scripts include; no script by itself."""
 NAMES = sorted({path.name for path in LUA.iterdir()} - {*PARTS})
 

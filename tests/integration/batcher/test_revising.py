@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from turnstream.generator import Publisher
+from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.records.configs import encode_config
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.revisions import read_revisions, revise_config
 from turnstream.store.scripts import Script, run_command
-from turnstream.testing import group, wait_until_async
+from turnstream.testing import group, ids, wait_until_async
 from turnstream.types import ConfigRevised, GroupOpened
 from turnstream_server.batcher.local import assemble_locally
 from turnstream_server.batcher.upkeep import Upkeep
@@ -283,6 +283,7 @@ async def test_a_lease_that_is_revised_is_the_one_that_ends(house):
             return client.hget(names_.config, "newest") == b"2"
 
         await wait_until_async(is_in_force, describe="the revision")
+        client.hset(names_.config, "lease_floor", "1:1")  # as ten minutes later
         opened = encode_event(GroupOpened(group_id="gone", prompt_uid="", num_samples=1))
         command = Script("open_group")(names_.of_open_group, "gone", 1, "w", opened, "gone/0/0")
         run_command(client, command)
@@ -308,3 +309,40 @@ async def test_a_bound_of_open_groups_that_comes_with_a_revision_counts_none_tha
     assert names(pulled) == ["g0", "g1", "g2"]
     with connect(house.url) as client:
         assert read_frontier(client, run).num_open_groups == 0
+
+
+async def test_a_shorter_lease_costs_a_living_publisher_nothing(house):
+    # It heard of it with its next heartbeat, and was given up before.
+    run = house.create_run(batch_groups=1, lease_s=30.0)
+    await house.start_batcher()
+    names = keys.run_keys(run)
+    async with AsyncPublisher(house.url, run) as publisher:
+        early = publisher.trajectory("early", 0, num_samples=1)
+        await early.append(ids("ab"), ids("c"))
+        with connect(house.url) as client:
+
+            async def is_told():
+                found: Any = client.zrange(names.leases, 0, -1, withscores=True)
+                ((_, end),) = found
+                return end
+
+            before = await is_told()
+
+            async def has_beaten():
+                return await is_told() > before  # it beats every ten seconds from now on
+
+            await wait_until_async(has_beaten, describe="the first heartbeat")
+            number = await revise(house, run, from_step=1, lease_s=1.0)
+
+            async def is_in_force():
+                return client.hget(names.config, "newest") == b"%d" % number
+
+            await wait_until_async(is_in_force, describe="the shorter lease")
+            late = publisher.trajectory("late", 0, num_samples=1)
+            await late.append(ids("ab"), ids("c"))
+            await asyncio.sleep(4.0)  # four leases of the new length, the clock is steady
+
+            for episode in (early, late):
+                await episode.seal(1.0)
+            entries: Any = client.hvals(names.ledger)
+            assert [entry for entry in entries if b"abandoned" in entry] == []

@@ -24,6 +24,7 @@ from turnstream_server.embedded import EmbeddedServer
 pytestmark = pytest.mark.redis
 
 LEASE_S, TAKEOVER_S = 1.0, 10.0
+LONG_S = 7_200
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ async def client(house) -> Any:
 
 
 async def open_and_leave(house, client: redis.asyncio.Redis, **fields: Any) -> tuple[str, int]:
-    """A run with one open trajectory; when its lease ends, in ms."""
+    """A run with one open trajectory; when its lease ended, in ms: long ago."""
     run = house.create_run(lease_s=LEASE_S, takeover_s=TAKEOVER_S, **fields)
     await acquire_leadership(client, run, owner="p", lease_s=60)
 
@@ -42,8 +43,10 @@ async def open_and_leave(house, client: redis.asyncio.Redis, **fields: Any) -> t
             publisher.trajectory("g", 0, num_samples=1).append(ids("ab"), ids("c")).result(10)
 
     await asyncio.to_thread(write)
-    ended_ms: Any = await client.zscore(keys.run_keys(run).leases, "g/0/0")
-    return run, int(ended_ms)
+    seconds, _ = await client.time()
+    ended_ms = (seconds - LONG_S) * 1000
+    await client.zadd(keys.run_keys(run).leases, {"g/0/0": ended_ms})
+    return run, ended_ms
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ import redis.asyncio
 
 from turnstream.errors import ConflictError, FencedError, RejectedError
 from turnstream.store.connection import connect
+from turnstream.store.leases import heartbeat_command, list_lapsed_async, take_over_command
 from turnstream.store.revisions import read_revisions, revise_config
+from turnstream.store.scripts import run_command_async
 from turnstream.types import ConfigRevised, Purpose
 from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.revisions import announce_revision, read_revisions_async
@@ -185,3 +187,62 @@ async def test_groups_that_are_open_get_the_deadline_that_the_run_had_not(
         (b"group:eval", due_ms),
         (b"group:open", due_ms),
     ]
+
+
+async def lease_ends(run: Any) -> dict[str, float]:
+    """Seconds until each lease ends."""
+    seconds, microseconds = await run.client.time()
+    found = await run.client.zrange(run.keys.leases, 0, -1, withscores=True)
+    return {name.decode(): end / 1000 - seconds - microseconds / 1e6 for name, end in found}
+
+
+async def open_and_shorten(run: Any, revise: Any, *lengths_s: float) -> None:
+    """Open a group under leases of ten minutes, which become as short as this, one by one."""
+    for revision, lease_s in enumerate((600.0, *lengths_s), 2):
+        revise(run, from_step=1, lease_s=lease_s)
+        await announce(run, revision, step=1)
+        if lease_s == 600.0:
+            await run.open("early")
+
+
+async def ask_for_all_leases(run: Any) -> int:
+    """Everything that begins or looks at a lease; gives how long one is, in ms."""
+    assert await list_lapsed_async(run.client, run.name) == []
+    await run.open("later")
+    with pytest.raises(ConflictError):
+        await run_command_async(
+            run.client, take_over_command(run.name, "early/0/0", writer="another")
+        )
+    lease_ms, *told = await run_command_async(
+        run.client, heartbeat_command(run.name, [("early/1/0", 1)])
+    )
+    assert told == [b"OK"]
+    return lease_ms
+
+
+async def test_leases_that_become_shorter_stay_until_every_living_writer_was_told(
+    run: Any, revise: Any
+) -> None:
+    # Whoever renewed every third of the lease before lost what it wrote before its next heartbeat.
+    await open_and_shorten(run, revise, 30.0, 1.0)
+
+    lease_ms = await ask_for_all_leases(run)
+
+    assert lease_ms == 1000
+    ends = await lease_ends(run)
+    assert ends.keys() == {"early/0/0", "early/1/0", "later/0/0", "later/1/0"}
+    assert all(590 < end <= 600 for end in ends.values())
+
+
+@pytest.mark.parametrize("moved_ms", [-700_000, 700_000])
+async def test_leases_are_short_once_that_is_over_or_the_clock_was_set_back(
+    run: Any, revise: Any, moved_ms: int
+) -> None:
+    await open_and_shorten(run, revise, 50.0)
+    floor_ms, _, most_ms = (await run.client.hget(run.keys.config, "lease_floor")).partition(b":")
+    moved = f"{int(floor_ms) + moved_ms}:{int(most_ms)}"
+    await run.client.hset(run.keys.config, "lease_floor", moved)
+
+    await ask_for_all_leases(run)
+
+    assert all(40 < end <= 50 for end in (await lease_ends(run)).values())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import redis
 
+from turnstream.errors import StoreBehindError
 from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.tasks import Prompt, add_prompts, read_prompt_counts
@@ -160,3 +161,47 @@ def test_a_task_that_comes_back_alone_leaves_the_prompts_before_it_to_others(
     assert (counts.num_given, counts.num_left) == (1, 1)
     assert name == "a#1"
     assert read_prompt_counts(own_client, run).num_given == 2
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_task_is_refused_where_the_store_forgot_that_the_group_before_had_ended(
+    own_server: EmbeddedServer,
+    own_client: redis.Redis,
+    new_run: NewRun,
+    past_of: PastOf,
+    is_trained: bool,
+) -> None:
+    # The store went on with the group before, took the later one too, and both were trained.
+    run = new_run(own_client)
+    add_prompts(own_client, run, [Prompt(prompt_uid="a", payload=b"", num_samples=1)])
+
+    with Publisher(own_server.url, run, keep_s=60.0) as publisher:
+        assert take_and_write(publisher) == "a#1"
+        publisher.flush()
+        past = past_of(own_server)
+        give_again(own_client, run, "a#1")
+        assert take_and_write(publisher) == "a#2"
+        publisher.flush()
+        past.come_back()
+        if is_trained:
+            train(own_client, run, "a#1")
+        publisher.publish(group("h")).result(10)
+        with pytest.raises(
+            StoreBehindError, match=r"a%232/0/0 was acknowledged, .* as an earlier group"
+        ):
+            publisher.flush()
+        counts = read_prompt_counts(own_client, run)
+
+    names: Any = own_client.hkeys(keys.run_keys(run).groups)
+    assert sorted(names) == [b"a%231", b"h"]
+    assert (counts.num_given, counts.num_left) == (0 if is_trained else 1, 0)
+
+
+def train(client: redis.Redis, run: str, group_id: str) -> None:
+    """What a leader makes of a group that it plans."""
+    names, name = keys.run_keys(run), keys.encode_name(group_id)
+    number: Any = client.hget(names.tasks, name)
+    client.hset(names.groups, name, "1:planned")
+    client.hdel(names.tasks, name)
+    client.hdel(names.prompts, number)
+    client.hincrby(names.prompts, "done", 1)

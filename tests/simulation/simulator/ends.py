@@ -14,6 +14,7 @@ _GIVEN_UP = re.compile(r"abandoned:the lease of (.*) ended")
 _NO_LEAVE = "the run takes no new group"
 _HALF_GONE = "the store came back without turn"
 _NO_TOMBSTONE = "the trajectory was never opened, or is released"
+_PROMPT_GOES_ON = "or has trained as one"
 _DROPPED = ("filtered", "expired", "incomplete")
 
 
@@ -70,9 +71,10 @@ def _is_named_well(seen: Seen, name: str, state: str) -> bool:
 
     When the store came back, another generator was faster to hold it, or it was given up while
     its own slept, or its group got no leave to begin again (its prompt may be given out as the same
-    group then, once the run is opened again), or had gone on without it. A clock that
-    is set forward ends the tombstones that say otherwise. Who took it over does not keep what the
-    writer before it had written, nor does that one, who lives and was refused.
+    group then, once the run is opened again), or had gone on without it, or the store goes on with
+    an earlier group of its prompt. A clock that is set forward ends the tombstones that say
+    otherwise. Who took it over does not keep what the writer before it had written, nor does that
+    one, who lives and was refused.
     """
     if "jump" in seen.world.counts and seen.life.history.lost[name].endswith(_NO_TOMBSTONE):
         return True
@@ -84,7 +86,8 @@ def _is_named_well(seen: Seen, name: str, state: str) -> bool:
     may_be_given_again = state == "nowhere" or _is_task(name)
     has_no_leave = may_be_given_again and seen.life.history.lost[name].endswith(_NO_LEAVE)
     is_left_out = state == "nowhere" and _is_decided(seen, keys.parse_trajectory_id(name).group_id)
-    is_known = has_another or has_no_leave or is_left_out or is_half_gone
+    goes_on = _is_task(name) and seen.life.history.lost[name].endswith(_PROMPT_GOES_ON)
+    is_known = has_another or has_no_leave or is_left_out or is_half_gone or goes_on
     was_given_up = _GIVEN_UP.fullmatch(state) or _GIVEN_UP.search(seen.life.history.lost[name])
     return bool(was_given_up) or is_known
 

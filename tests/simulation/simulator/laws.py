@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from simulator.ends import everything_ended, states_of
+from simulator.leases import Leases
 from simulator.life import Life
 from simulator.plans import history_repeats, plan_holds
 from simulator.seen import Seen, Violations
@@ -28,6 +29,7 @@ class Laws:
         self._world = world
         self._life = life
         self.seen = Seen(world, life)
+        self._leases = Leases(self.seen)
         self._lows: Counter[str] = Counter()
         self._synced_lows: Counter[str] = Counter()
         self._leaders: dict[bytes, bytes] = {}
@@ -41,6 +43,7 @@ class Laws:
         """After every step of the world."""
         if self.seen.new_steps:
             self._check_plans()
+        self._blame_all(self._leases.check())
         if self._world.num_steps % _EVERY_STEPS == 0:
             self._check_state()
 
@@ -83,6 +86,7 @@ class Laws:
 
     def _go_back(self, synced_s: float) -> None:
         self.seen.go_back()
+        self._leases.forget()
         self._lows = Counter(self._synced_lows)
         self._num_withdrawn = -1
         self._leaders.clear()  # the store may give an epoch again

@@ -86,16 +86,26 @@ LEDGER_GUARDS = (
             "  redis.call('HSET', KEYS[1], id, 'open:'",
         ),
     ),
-    Guard(
-        "give_up: the lease was renewed", script("and lease_end <= tonumber(ARGV[2]) then", "then")
-    ),
+    Guard("give_up: the lease was renewed", script("and lease_end <= until_ms then", "then")),
     Guard(
         "give_up: the epoch of the lease",
         script("if epoch == ARGV[i + 1] and lease_end", "if lease_end"),
     ),
     Guard(
+        "give_up: a time that the clock has yet to reach",
+        script("  until_ms = -math.huge", "  until_ms = tonumber(ARGV[2])"),
+    ),
+    Guard(
+        "list_lapsed: a time that the clock has yet to reach",
+        script("if tonumber(until_ms) > now_ms then", "if false then"),
+    ),
+    Guard(
+        "announce_revision: leases that become shorter",
+        script("  if after_ms < before_ms then", "  if false then"),
+    ),
+    Guard(
         "heartbeat: the lease is renewed",
-        script("      redis.call('ZADD', KEYS[2], lease_end, id)\n      replies", "      replies"),
+        script("      redis.call('ZADD', KEYS[2], ends_ms, id)\n      replies", "      replies"),
     ),
     Guard(
         "post_reward: a reward counts once",
@@ -130,6 +140,10 @@ LEDGER_GUARDS = (
     Guard(
         "next_task: a prompt that waits is no new one",
         script("if redis.call('ZREM', AGAIN, number) == 0 then", "if true then"),
+    ),
+    Guard(
+        "reopen_task: a prompt that goes on as an earlier group",
+        script("redis.call('HEXISTS', GROUPS, NAME) == 0 and had_another() then", "false then"),
     ),
     Guard(
         "reserve: the lease",

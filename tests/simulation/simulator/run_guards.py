@@ -139,7 +139,7 @@ RUN_GUARDS = (
             ("settle_group", _GROUP + "local is_dropped"),
             ("settle_eval", _GROUP + "if state == 'evaluated'"),
             ("batch_due", "\nlocal last = redis.call('XREVRANGE', KEYS[2]"),
-            ("give_up", "\nlocal replies = {}\nlocal num_given_up"),
+            ("give_up", "\nlocal time = redis.call('TIME')"),
             ("raise_floor", "\nlocal stepped, released, checkpoints"),
             ("fold_batch", "\nlocal released = tonumber"),
             ("finish_batch", "\nlocal step = tonumber(ARGV[2])\nlocal released"),

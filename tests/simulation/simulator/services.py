@@ -50,11 +50,12 @@ async def batcher(process: Process, life: Life) -> None:
 
 async def _renew(process: Process, keeper: LeadershipKeeper) -> None:
     """What the keeper's thread does; it may hang alone, while the planner goes on as a zombie."""
-    random = process.world.rng.random
-    hangs = random() * _HANGS if process.world.weather.sleep else 0.0
+    world = process.world
+    random = world.rng.random
+    hangs = random() * _HANGS
     while True:
         await asyncio.sleep(keeper.lease_s / RENEWALS_PER_LEASE)
-        if random() < hangs:
+        if world.weather.sleep and random() < hangs:
             await asyncio.sleep((1 + random() * _HANGS_LEASES) * keeper.lease_s)
         keeper._renew(keeper._living_terms())
 

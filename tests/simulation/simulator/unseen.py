@@ -241,6 +241,22 @@ UNSEEN: Final[dict[str, tuple[str, str]]] = {
         _NOT_ASKED,
         "test_manifests.py::test_a_step_cannot_be_left_out",
     ),
+    "announce_revision: leases that become shorter": (
+        "few lives lower it so far while somebody holds a lease and nothing else goes wrong",
+        "test_revisions.py::test_leases_that_become_shorter_stay_until_every_living_writer_was_told",
+    ),
+    "give_up: a time that the clock has yet to reach": (
+        _SELDOM,
+        "test_leases.py::test_a_lease_that_was_renewed_after_the_clock_was_set_back_is_kept",
+    ),
+    "list_lapsed: a time that the clock has yet to reach": (
+        "three lives of four thousand do: the clock must go back just then",
+        "test_leases.py::test_a_living_writers_lease_has_not_ended_by_a_time_that_the_clock_has_yet_to_reach",
+    ),
+    "reopen_task: a prompt that goes on as an earlier group": (
+        "a cut must take the end of a group, and its reward come before its end is told again",
+        "../generator/test_forgotten_tasks.py::test_a_task_is_refused_where_the_store_forgot_that_the_group_before_had_ended",
+    ),
     "open_group: what was open before needs no room": (
         _SELDOM,
         "../store/test_budget.py::test_a_group_that_was_open_before_needs_no_room_again",

@@ -39,6 +39,27 @@ def test_leases_are_renewed_every_third_of_the_length_that_the_store_names(
     assert [lane.error for lane in lanes] == [None, None]
 
 
+def test_who_had_nothing_open_asks_soon_how_long_a_lease_is_now() -> None:
+    # Leases had become shorter meanwhile: what was opened next was given up.
+    beats = Heartbeats()
+    first, second = (
+        Lane(TrajectoryKey("g", sample), f"g/{sample}/0", TrajectoryKeys("t", "m"), epoch=1)
+        for sample in range(2)
+    )
+    beats.opened(first, now_s=0.0)
+    beats.sent(0.1)
+    beats.answered(lease_s=30.0)
+    beats.ended(first)
+
+    beats.opened(second, now_s=1000.0)
+    before = beats.pause_s(1000.0)
+    beats.sent(1000.1)
+    beats.answered(lease_s=0.6)
+
+    assert before == pytest.approx(0.1)
+    assert beats.pause_s(1000.1) == pytest.approx(0.2)
+
+
 def test_a_publisher_with_nothing_open_sends_no_heartbeat(new_desk: NewDesk) -> None:
     desk = new_desk()
     (lane,) = desk.opened()

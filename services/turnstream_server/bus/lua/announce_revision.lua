@@ -9,7 +9,8 @@
 --   KEYS[2] frontier   hash    read: planned; changed: next_revision; revised_groups, so that the
 --                              groups of the steps before still count as what they were
 --   KEYS[3] config     hash    read: the revisions and their first steps, last; changed: newest;
---                              added: "at:<revision>" -> the id of the event
+--                              added: "at:<revision>" -> the id of the event; lease_floor, where
+--                              leases are shorter from now on: see lease_end.lua
 --   KEYS[4] events     stream  added, once per revision: field r = the config_revised record
 --   KEYS[5] wake       stream  added, so that all replicas, and whoever waits for capacity, are told
 --   KEYS[6] groups     hash    read: which are open, or evaluating
@@ -37,8 +38,10 @@ local function settings(number)
   return cjson.decode(redis.call('HGET', KEYS[3], number))
 end
 
-local CLOCK = KEYS[8]
+local CONFIG, CLOCK = KEYS[3], KEYS[8]
 -- include: turnstream.store/run_clock.lua
+
+-- include: turnstream.store/lease_end.lua
 
 local function give_deadlines(deadline_s)
   local due_ms = run_ms() + deadline_s * 1000
@@ -48,6 +51,17 @@ local function give_deadlines(deadline_s)
     if state == 'open' or state == 'evaluating' then
       redis.call('ZADD', KEYS[7], 'NX', string.format('%.0f', due_ms), 'group:' .. groups[i])
     end
+  end
+end
+
+-- Keeps what was leased, or is from now on, until every writer that lives has heard of the new
+-- length.
+local function keep_leases(before_ms, after_ms)
+  local time = redis.call('TIME')
+  local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+  local floor_ms = lease_end(now_ms, before_ms)
+  if after_ms < before_ms then
+    redis.call('HSET', CONFIG, 'lease_floor', string.format('%.0f:%.0f', floor_ms, floor_ms - now_ms))
   end
 end
 
@@ -63,6 +77,7 @@ if revision > newest then
   if (before.group_deadline_s or 0) == 0 and (after.group_deadline_s or 0) > 0 then
     give_deadlines(after.group_deadline_s)
   end
+  keep_leases((before.lease_s or 60) * 1000, (after.lease_s or 60) * 1000)
   local id = redis.call('XADD', KEYS[4], '*', 'r', ARGV[3])
   redis.call('HSET', KEYS[3], 'newest', revision, 'at:' .. revision, id)
   redis.call('XADD', KEYS[5], 'MAXLEN', 1, '*', 'w', '')

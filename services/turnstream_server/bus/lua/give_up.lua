@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- Gives up open trajectories whose lease has ended, each with a reason. Whoever renewed its lease
--- meanwhile, or took the trajectory over, keeps it.
+-- meanwhile, or took the trajectory over, keeps it. Where the clock was set back behind the time to
+-- judge by, leases that were renewed since end before it too: all are kept.
 --
 -- Runs also when the server is full: giving up makes room.
 --
@@ -20,13 +21,18 @@
 if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
   return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])
 end
+local time = redis.call('TIME')
+local until_ms = tonumber(ARGV[2])
+if until_ms > time[1] * 1000 + math.floor(time[2] / 1000) then
+  until_ms = -math.huge
+end
 local replies = {}
 local num_given_up = 0
 for i = 3, #ARGV, 4 do
   local id = ARGV[i]
   local lease_end = tonumber(redis.call('ZSCORE', KEYS[3], id) or 'inf')
   local epoch = string.match(redis.call('HGET', KEYS[2], id) or '', '^open:(%d+):')
-  if epoch == ARGV[i + 1] and lease_end <= tonumber(ARGV[2]) then
+  if epoch == ARGV[i + 1] and lease_end <= until_ms then
     redis.call('HSET', KEYS[2], id, 'abandoned:' .. ARGV[i + 2])
     redis.call('ZREM', KEYS[3], id)
     redis.call('XADD', KEYS[5], '*', 'r', ARGV[i + 3])

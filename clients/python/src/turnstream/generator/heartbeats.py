@@ -12,8 +12,9 @@ BEATS_PER_LEASE = 3
 """Two of them may be lost before a lease ends."""
 
 _FIRST_INTERVAL_S = 0.1
-"""Until the first answer has said how long a lease is: a third of the shortest that a run may have.
-A publisher that is done before it needs no heartbeat."""
+"""Until an answer has said how long a lease is: a third of the shortest that a run may have. Also
+where nothing was open: leases may have become shorter since. A publisher that is done before it
+needs no heartbeat."""
 
 _FIRST_LEASE_S = 60.0
 """Until then, a silence is long where it is longer than a lease usually is."""
@@ -38,7 +39,7 @@ class Heartbeats:
     def opened(self, lane: Lane, *, now_s: float) -> None:
         """A trajectory has a lease from now on."""
         if not self._open:
-            self._due_s = now_s + self._interval_s
+            self._due_s = now_s + _FIRST_INTERVAL_S
             self._known_s = now_s
         self._open[lane] = None
 

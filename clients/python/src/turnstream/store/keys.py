@@ -63,8 +63,8 @@ leader     hash    epoch, owner, expires_ms, lease_ms; planning_trouble and rele
                    keeps it from going on, where something does
 config     hash    revision -> JSON of the batching config; `newest` -> the revision in force;
                    `from:<revision>` -> its first step, `at:<revision>` -> id of the event that
-                   put it in force, and `last` -> the last revision, once
-                   there are several
+                   put it in force; `last` -> the last revision, once there are several;
+                   `lease_floor`, after leases became shorter, see lease_end.lua
 prompts    hash    number, from 1 -> record of a prompt that is not done, see add_prompts.lua;
                    added, the newest number; next, the newest that was given out; done, how many
                    are over; filtered, how many of these without a signal

@@ -9,20 +9,24 @@
 -- Keys, all in the run's slot:
 --   KEYS[1] ledger  hash  read
 --   KEYS[2] leases  zset  trajectory id -> end of its lease; changed
---   KEYS[3] config  hash  read: newest, and that revision's JSON
+--   KEYS[3] config  hash  read: newest, that revision's JSON, lease_floor
 -- Arguments: ARGV[1...] two per trajectory: its id; "<lease epoch>:<writer>", or the epoch alone.
 --            A store that lost a take-over may have given its epoch to another writer since
 -- Reply: {lease in ms; then per trajectory, in order: "OK", or what became of it ("FENCED ...")}
 -- Errors:    NORUN  no such run
 
-local newest = redis.call('HGET', KEYS[3], 'newest')
+local CONFIG = KEYS[3]
+-- include: lease_end.lua
+
+local newest = redis.call('HGET', CONFIG, 'newest')
 if not newest then
   return redis.error_reply('NORUN no such run')
 end
-local config = cjson.decode(redis.call('HGET', KEYS[3], newest))
+local config = cjson.decode(redis.call('HGET', CONFIG, newest))
 local lease_ms = math.floor((config.lease_s or 60) * 1000)
 local time = redis.call('TIME')
-local lease_end = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000) + lease_ms)
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+local ends_ms = string.format('%.0f', lease_end(now_ms, lease_ms))
 
 local replies = {lease_ms}
 for i = 1, #ARGV, 2 do
@@ -36,7 +40,7 @@ for i = 1, #ARGV, 2 do
   else
     local epoch, writer = string.match(rest, '^(%d+):(.*)$')
     if epoch == ARGV[i + 1] or rest == ARGV[i + 1] then
-      redis.call('ZADD', KEYS[2], lease_end, id)
+      redis.call('ZADD', KEYS[2], ends_ms, id)
       replies[#replies + 1] = 'OK'
     else
       replies[#replies + 1] = 'FENCED ' .. id .. ' was taken over by ' .. writer

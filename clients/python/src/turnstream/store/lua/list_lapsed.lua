@@ -2,32 +2,40 @@
 -- Lists open trajectories whose lease has ended, the longest ended first.
 --
 -- Leases that end later than one that began now could were given before the clock was set back:
--- some of them are cut to that length here, so that a dead writer holds nothing for longer.
+-- some of them are cut to that length here, so that a dead writer holds nothing for longer. By a
+-- time that the clock showed before it was set back, and has not reached again, none has ended.
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] ledger  hash  read
 --   KEYS[2] leases  zset  trajectory id -> end of its lease; changed only where the clock was set back
---   KEYS[3] config  hash  read: newest, and that revision's JSON
+--   KEYS[3] config  hash  read: newest, that revision's JSON, lease_floor
 -- Arguments:
 --   ARGV[1] leases that ended at this time or before, ms of server time; "" for now
 --   ARGV[2] how many at most
 -- Reply: a flat list, three per trajectory: its id, its ledger entry, ms of its lease's end
 -- Errors:    NORUN  no such run
 
-local newest = redis.call('HGET', KEYS[3], 'newest')
+local CONFIG = KEYS[3]
+-- include: lease_end.lua
+
+local newest = redis.call('HGET', CONFIG, 'newest')
 if not newest then
   return redis.error_reply('NORUN no such run')
 end
-local config = cjson.decode(redis.call('HGET', KEYS[3], newest))
+local config = cjson.decode(redis.call('HGET', CONFIG, newest))
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-local last_end = string.format('%.0f', now_ms + math.floor((config.lease_s or 60) * 1000))
+local lease_ms = math.floor((config.lease_s or 60) * 1000)
+local last_end = string.format('%.0f', lease_end(now_ms, lease_ms))
 local beyond = redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. last_end, '+inf', 'LIMIT', 0, ARGV[2])
 for _, id in ipairs(beyond) do
   redis.call('ZADD', KEYS[2], last_end, id)
 end
 
 local until_ms = ARGV[1] ~= '' and ARGV[1] or string.format('%.0f', now_ms)
+if tonumber(until_ms) > now_ms then
+  return {}
+end
 local ended = redis.call(
   'ZRANGEBYSCORE', KEYS[2], '-inf', until_ms, 'WITHSCORES', 'LIMIT', 0, ARGV[2])
 local replies = {}

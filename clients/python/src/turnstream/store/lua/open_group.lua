@@ -22,7 +22,7 @@
 --   KEYS[1] frontier  hash    read: stepped, closed, revised_groups, paused, planned, planned_groups,
 --                             released; changed: live_groups, open_groups, opened_groups,
 --                             opened_ms, when a group was opened to train last
---   KEYS[2] config    hash    read: newest, and that revision's JSON
+--   KEYS[2] config    hash    read: newest, that revision's JSON, lease_floor
 --   KEYS[3] groups    hash    group name -> "<num_samples>:<state>"; made here with state "open", or
 --                             "evaluating"
 --   KEYS[4] ledger    hash    trajectory id -> "open:<epoch>:<writer>"; made here
@@ -55,7 +55,7 @@
 --             wake has a newer entry
 
 local LEASES, DEADLINES, MEMBERS, REFILLS, OVER = KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
-local HELD, BUDGET, CLOCK = KEYS[13], KEYS[14], KEYS[15]
+local HELD, BUDGET, CLOCK, CONFIG = KEYS[13], KEYS[14], KEYS[15], KEYS[2]
 local FIRST_ESTIMATE = 65536  -- bytes of a trajectory, before any is sealed
 local LEAST_ESTIMATE = 16384  -- up to here a writer need not ask for more, see store/budget.py
 local RESERVE = 0.2           -- of the server's memory
@@ -65,7 +65,7 @@ local stepped, closed, live, open, revised, paused = unpack(redis.call('HMGET', 
 if not stepped then
   return redis.error_reply('NORUN no such run')
 end
-local config = cjson.decode(redis.call('HGET', KEYS[2], redis.call('HGET', KEYS[2], 'newest')))
+local config = cjson.decode(redis.call('HGET', CONFIG, redis.call('HGET', CONFIG, 'newest')))
 
 local samples, needed, purpose, again = string.match(ARGV[2], '^(%d+)/?(%d*):?(%a*)(%+?)$')
 local begins = purpose == 'eval' and 'evaluating' or 'open'
@@ -89,6 +89,8 @@ end
 -- include: was_over.lua
 
 -- include: run_clock.lua
+
+-- include: lease_end.lua
 local function estimate()
   local usual = tonumber(redis.call('HGET', BUDGET, 'estimate') or FIRST_ESTIMATE)
   return math.max(LEAST_ESTIMATE, usual)
@@ -234,7 +236,7 @@ if num_ids == 0 then
 end
 local entries = redis.call('HMGET', KEYS[4], unpack(ARGV, 5))
 local lease_ms = math.floor((config.lease_s or 60) * 1000)
-local lease_end = string.format('%.0f', now_ms + lease_ms)
+local ends_ms = string.format('%.0f', lease_end(now_ms, lease_ms))
 local replies = {}
 local opened = {}
 local leases = {}
@@ -246,7 +248,7 @@ for i = 1, num_ids do
     local epoch, writer = string.match(entry, '^open:(%d+):(.*)$')
     if writer == ARGV[3] then
       replies[i] = tonumber(epoch)
-      leases[#leases + 1] = lease_end
+      leases[#leases + 1] = ends_ms
       leases[#leases + 1] = id
     elseif writer then
       replies[i] = 'CONFLICT ' .. id .. ' is being written by ' .. writer
@@ -260,7 +262,7 @@ for i = 1, num_ids do
     reserve_more(id)
     opened[#opened + 1] = id
     opened[#opened + 1] = 'open:1:' .. ARGV[3]
-    leases[#leases + 1] = lease_end
+    leases[#leases + 1] = ends_ms
     leases[#leases + 1] = id
     local attempt = tonumber(string.match(id, '(%d+)$'))
     if attempt > 0 then

@@ -9,7 +9,7 @@
 -- Keys, all in the run's slot:
 --   KEYS[1] ledger  hash  trajectory id: "open:<epoch>:<writer>" becomes "open:<epoch + 1>:<new>"
 --   KEYS[2] leases  zset  trajectory id -> end of its lease; changed
---   KEYS[3] config  hash  read: newest, and that revision's JSON
+--   KEYS[3] config  hash  read: newest, that revision's JSON, lease_floor
 --   KEYS[4] groups  hash  read: group name -> "<num_samples>:<state>"; one that is gone is over
 -- Arguments: ARGV[1] trajectory id    ARGV[2] the new writer
 -- Reply:     {its lease epoch; num_samples of its group}
@@ -18,7 +18,10 @@
 --   HELD      "HELD <ms left> <why>": the lease of its writer has not ended
 --   CONFLICT  never opened, no longer open, or its group is decided or over
 
-local newest = redis.call('HGET', KEYS[3], 'newest')
+local CONFIG = KEYS[3]
+-- include: lease_end.lua
+
+local newest = redis.call('HGET', CONFIG, 'newest')
 if not newest then
   return redis.error_reply('NORUN no such run')
 end
@@ -37,16 +40,17 @@ if state ~= 'open' and state ~= 'evaluating' then
   return redis.error_reply('CONFLICT group ' .. group .. ' is already ' .. (state or 'over'))
 end
 
-local config = cjson.decode(redis.call('HGET', KEYS[3], newest))
+local config = cjson.decode(redis.call('HGET', CONFIG, newest))
 local lease_ms = math.floor((config.lease_s or 60) * 1000)
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+local ends_ms = lease_end(now_ms, lease_ms)
 if writer ~= ARGV[2] then
   local left_ms = (redis.call('ZSCORE', KEYS[2], id) or 0) - now_ms
-  if left_ms > lease_ms then
+  if left_ms > ends_ms - now_ms then
     -- The clock was set back. Without this, a dead writer would hold it until the clock caught up.
-    left_ms = lease_ms
-    redis.call('ZADD', KEYS[2], string.format('%.0f', now_ms + left_ms), id)
+    left_ms = ends_ms - now_ms
+    redis.call('ZADD', KEYS[2], string.format('%.0f', ends_ms), id)
   end
   if left_ms > 0 then
     return redis.error_reply('HELD ' .. string.format('%.0f', left_ms) .. ' ' .. id
@@ -55,5 +59,5 @@ if writer ~= ARGV[2] then
   epoch = epoch + 1
   redis.call('HSET', KEYS[1], id, 'open:' .. epoch .. ':' .. ARGV[2])
 end
-redis.call('ZADD', KEYS[2], string.format('%.0f', now_ms + lease_ms), id)
+redis.call('ZADD', KEYS[2], string.format('%.0f', ends_ms), id)
 return {tonumber(epoch), tonumber(num_samples)}

@@ -1,0 +1,19 @@
+#!lua
+-- Part of open_group, heartbeat, take_over, list_lapsed and announce_revision: when a lease that
+-- begins now ends.
+--
+-- Where lease_s was lowered, none ends before every writer that lives has been told: it asks again
+-- within a third of the length that it knows. A floor that is further away than it ever was is from
+-- before the clock was set back.
+--
+-- Needs CONFIG  a key, hash  read: lease_floor, "<ms of server time>:<ms until then, when it was set>"
+-- Gives lease_end(now_ms, lease_ms), an integer.
+
+local function lease_end(now_ms, lease_ms)
+  local floor_ms, most_ms = string.match(
+    redis.call('HGET', CONFIG, 'lease_floor') or '', '^(%d+):(%d+)$')
+  if floor_ms and floor_ms - now_ms <= tonumber(most_ms) then
+    return math.max(now_ms + lease_ms, tonumber(floor_ms))
+  end
+  return now_ms + lease_ms
+end
