@@ -156,7 +156,7 @@ def test_an_observer_that_waits_for_data_is_seen_alive(
         return int(entry.split(b":")[1])
 
     seen: list[PulledMiniBatch] = []
-    with ObserverStream(start_batcher().target, run, "o", timeout_s=0.5) as observer:
+    with ObserverStream(start_batcher().target, run, "o", timeout_s=2.0) as observer:
         declared_ms = expires_ms()
         with pytest.raises(NotReadyError, match="step 1"):
             next(observer)
