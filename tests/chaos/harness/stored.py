@@ -68,10 +68,15 @@ def _has_turn(client: redis.Redis, run: str, line: Line) -> bool:
     return bool(entries) and np.array_equal(decode_turn(entries[0][1][b"r"]).response_ids, said)
 
 
-def content_of(client: redis.Redis, name: bytes) -> Any:
-    """What a key holds, of whatever kind it is."""
+def content_of(client: redis.Redis, name: bytes | str) -> Any:
+    """What a key holds, of whatever kind it is; None where it is not there.
+
+    Not its `DUMP`: a server that moves a hash to a larger table may give the same fields in another
+    order.
+    """
     kind: Any = client.type(name)
-    readers: dict[bytes, Callable[[bytes], Any]] = {
+    readers: dict[bytes, Callable[[bytes | str], Any]] = {
+        b"none": lambda name: None,
         b"string": client.get,
         b"hash": client.hgetall,
         b"stream": client.xrange,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from harness.stored import content_of
 from turnstream.batching.plan import Manifest
 from turnstream.store import keys
 from turnstream.store.connection import connect, connect_async
@@ -118,10 +119,10 @@ class Look:
         names = keys.run_keys(run)
         may_change = (names.leader, names.frontier, names.wake)
         with connect(self.url) as client:
-            dumps = [client.dump(name) for name in names if name not in may_change]
+            contents = [content_of(client, name) for name in names if name not in may_change]
             frontier: Any = client.hgetall(names.frontier)
         frontier.pop(b"refused_replan", None)
-        return [*dumps, frontier]
+        return [*contents, frontier]
 
     def frontier(self, run: str) -> Frontier:
         """Its numbers."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import redis
 
+from harness.stored import content_of
 from turnstream.errors import ConflictError, FencedError
 from turnstream.records.events import decode_event
 from turnstream.store import keys
@@ -36,8 +39,10 @@ async def withdraw(run: Any, request: ReplanRequest, withdrawal: Withdrawal, **k
     return await withdraw_plans(run.client, run.name, request, withdrawal, leader_epoch=epoch)
 
 
-async def digest(run: Any) -> dict[str, Any]:
-    return {name: await run.client.dump(name) for name in run.keys}
+@pytest.fixture
+def digest(client: redis.Redis, run: Any) -> Callable[[], dict[str, Any]]:
+    """All that the store has of the run."""
+    return lambda: {name: content_of(client, name) for name in run.keys}
 
 
 async def last_wake(run: Any) -> bytes:
@@ -192,15 +197,17 @@ async def test_a_session_that_ended_with_its_plans_is_told_so_until_another_begi
         await run.step(session, 1)
 
 
-async def test_withdrawing_again_changes_nothing(run: Any, ask: Any, from_step: Any) -> None:
+async def test_withdrawing_again_changes_nothing(
+    run: Any, ask: Any, from_step: Any, digest: Any
+) -> None:
     await run.plan_steps(2)
     request, withdrawal = ask(run, 2), from_step(run, 2)
     await withdraw(run, request, withdrawal)
-    before = await digest(run)
+    before = digest()
 
     assert not await withdraw(run, request, withdrawal)
 
-    assert await digest(run) == before
+    assert digest() == before
 
 
 @pytest.mark.parametrize(
@@ -225,62 +232,69 @@ async def test_withdrawing_again_changes_nothing(run: Any, ask: Any, from_step: 
     ],
 )
 async def test_nothing_is_written_where_the_store_has_something_else(
-    run: Any, ask: Any, kwargs: dict[str, Any], changes: Any, error: Any, match: str, from_step: Any
+    run: Any,
+    ask: Any,
+    kwargs: dict[str, Any],
+    changes: Any,
+    error: Any,
+    match: str,
+    from_step: Any,
+    digest: Any,
 ) -> None:
     await run.plan_steps(3)
     request = ask(run, 2)
     request = request._replace(name=kwargs.get("name", request.name))
-    before = await digest(run)
+    before = digest()
 
     with pytest.raises(error, match=match):
         await withdraw(run, request, from_step(run, 2, **changes), **kwargs)
 
-    assert await digest(run) == before
+    assert digest() == before
 
 
 @pytest.mark.parametrize("place", [0, -1])
 async def test_nothing_is_withdrawn_where_one_of_the_plans_is_another(
-    run: Any, ask: Any, place: int, from_step: Any
+    run: Any, ask: Any, place: int, from_step: Any, digest: Any
 ) -> None:
     await run.plan_steps(3)
     request, withdrawal = ask(run, 2), from_step(run, 2)
     hashes = [*withdrawal.manifest_hashes]
     hashes[place] = "x"
-    before = await digest(run)
+    before = digest()
 
     with pytest.raises(ConflictError, match="steps 2 to 3 have other plans"):
         await withdraw(run, request, dataclasses.replace(withdrawal, manifest_hashes=hashes))
 
-    assert await digest(run) == before
+    assert digest() == before
 
 
 async def test_nothing_is_withdrawn_where_a_group_is_over(
-    run: Any, ask: Any, from_step: Any
+    run: Any, ask: Any, from_step: Any, digest: Any
 ) -> None:
     await run.plan_steps(2)
     await run.client.hset(run.keys.groups, "g2", "2:filtered")
     request = ask(run, 1)
-    before = await digest(run)
+    before = digest()
 
     with pytest.raises(ConflictError, match="group g2 is filtered, not planned"):
         await withdraw(run, request, from_step(run, 1))
 
-    assert await digest(run) == before
+    assert digest() == before
 
 
 async def test_nothing_is_withdrawn_of_a_step_that_was_stepped_meanwhile(
-    run: Any, ask: Any, from_step: Any
+    run: Any, ask: Any, from_step: Any, digest: Any
 ) -> None:
     await run.plan_steps(3)
     session = await run.start("s")
     request, withdrawal = ask(run, 1), from_step(run, 1)
     await run.commit(session, 1)
-    before = await digest(run)
+    before = digest()
 
     with pytest.raises(ConflictError, match="step 1 is stepped"):
         await withdraw(run, request, withdrawal)
 
-    assert await digest(run) == before
+    assert digest() == before
 
 
 async def test_nothing_is_withdrawn_where_a_later_step_was_planned_meanwhile(
