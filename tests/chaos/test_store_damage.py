@@ -117,11 +117,15 @@ def test_an_empty_server_is_noticed_and_nothing_begins_again_at_0(rig: Rig) -> N
     assert f"had stepped to {stepped} and committed {committed}" in lost
     assert "StoreBehindError(\"the store has lost run 'chaos'" in lost
     assert batcher.status is None
+    (ahead,) = rig.start_ranks(1)  # from its checkpoint
+    ahead.wait(PATIENCE_S)
+    assert ahead.status == 3
+    assert "StoreBehindError" in _told_to_rank_of(rig, "session-002")
     create_run(rig.client, rig.run, CONFIG)  # as an operator would
     (ahead,) = rig.start_ranks(1)
     ahead.wait(PATIENCE_S)
     assert ahead.status == 3
-    assert "StoreBehindError" in _told_to_rank_of(rig, "session-002")
+    assert "StoreBehindError" in _told_to_rank_of(rig, "session-003")
     assert rig.ledger().accepted == 0
     assert rig.planned() == 0
     rig.join(rig.start_generator("new", groups=4))

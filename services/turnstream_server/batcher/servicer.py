@@ -17,6 +17,7 @@ from turnstream.errors import (
     CorruptRecordError,
     InvalidConfigError,
     RejectedError,
+    RunNotFoundError,
     StoreBehindError,
     StoreUnavailableError,
     TurnstreamError,
@@ -119,8 +120,16 @@ class BatchesServicer:
 
     async def start(self, request: wire.StartRequest) -> wire.StartReply:
         """Begin a trainer session."""
-        view = await self._find_run(request.run)
         token = _parse_token(request.recovery_token) if request.recovery_token else None
+        try:
+            view = await self._find_run(request.run)
+        except RunNotFoundError as error:
+            if token is None or not token.step:
+                raise
+            raise StoreBehindError(
+                f"the token names step {token.step} of run {request.run!r}, "
+                "but this store has no run of that name"
+            ) from error
         reach("session.before_start")
         session = await start_session(
             self._client,

@@ -135,6 +135,17 @@ async def test_a_run_that_nobody_made_is_not_found(house):
 
     with pytest.raises(RunNotFoundError):
         await trainer.start()
+    with pytest.raises(RunNotFoundError):
+        await trainer.start(token="main:0:")
+
+
+async def test_a_checkpoint_of_a_run_that_the_store_does_not_have_is_ahead_of_it(house):
+    trainer = house.trainer(await house.start_batcher(), "lost")
+
+    with pytest.raises(
+        StoreBehindError, match="names step 7 of run 'lost', but this store has no run of that name"
+    ):
+        await trainer.start(token="main:7:ab12")
 
 
 async def test_a_text_that_is_no_token_is_refused(house):

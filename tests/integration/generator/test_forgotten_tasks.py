@@ -187,7 +187,7 @@ def test_a_task_is_refused_where_the_store_forgot_that_the_group_before_had_ende
             train(own_client, run, "a#1")
         publisher.publish(group("h")).result(10)
         with pytest.raises(
-            StoreBehindError, match=r"a%232/0/0 was acknowledged, .* as an earlier group"
+            StoreBehindError, match=r"a#2/0/0 was acknowledged, .* as an earlier group"
         ):
             publisher.flush()
         counts = read_prompt_counts(own_client, run)

@@ -5,8 +5,9 @@ import threading
 
 import pytest
 
-from turnstream.errors import ConflictError, FencedError, NotReadyError
+from turnstream.errors import ConflictError, FencedError, NotReadyError, StoreBehindError
 from turnstream.generator.receipts import AsyncReceipt, Delivery, Receipt
+from turnstream.generator.writers import raise_unread
 from turnstream.types import TrajectoryKey
 
 ONE, OTHER = TrajectoryKey("g", 0), TrajectoryKey("g", 1)
@@ -93,3 +94,39 @@ def test_success_is_no_failure() -> None:
     Receipt(threading.Lock(), unread_failures=failures).settle(ONE)
 
     assert failures == []
+
+
+def test_all_that_nobody_asked_for_is_raised_as_one_error_and_told_once() -> None:
+    failures: list[Delivery] = []
+    lost, only, common, asked = (ConflictError(str(number)) for number in range(4))
+    for errors in ([only, common], [common, common], [asked, asked]):
+        receipt = Receipt(threading.Lock(), 2, unread_failures=failures)
+        for key, error in zip((ONE, OTHER), errors, strict=True):
+            receipt.settle(key, error)
+    with pytest.raises(ConflictError):
+        failures[-1].raise_error()
+
+    with pytest.raises(ConflictError) as raised:
+        raise_unread(failures, [lost])
+    raise_unread(failures, [])
+
+    assert raised.value is lost
+    assert lost.others == (only, common)
+
+
+@pytest.mark.parametrize(
+    ("num_others", "notes"),
+    [
+        (0, []),
+        (5, ["and 1", "and 2", "and 3", "and 4", "and 5"]),
+        (7, ["and 1", "and 2", "and 3", "and 4", "and 5", "and 2 more"]),
+    ],
+)
+def test_a_traceback_names_the_first_of_the_other_errors(num_others: int, notes: list[str]) -> None:
+    lost = [StoreBehindError(str(number)) for number in range(1 + num_others)]
+
+    with pytest.raises(StoreBehindError, match="0") as raised:
+        raise_unread([], [*lost])
+
+    assert raised.value.others == (*lost[1:],)
+    assert getattr(raised.value, "__notes__", []) == notes

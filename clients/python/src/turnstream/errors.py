@@ -39,7 +39,13 @@ from typing import Any, NamedTuple
 
 
 class TurnstreamError(Exception):
-    """Base of all errors below."""
+    """Base of all errors below.
+
+    Attributes:
+        others: where one call found several errors, those that it found beside this one.
+    """
+
+    others: tuple[TurnstreamError, ...] = ()
 
 
 class BatchingError(TurnstreamError, ValueError):

@@ -139,6 +139,7 @@ class AsyncPublisher(
             NotReadyError: that was not so within `timeout_s`.
             TurnstreamError: a published group failed, and its receipt was not asked; or the store
                 came back without something that it had acknowledged and that is no longer kept.
+                Several of them are one error, with `others`.
         """
         await self._sender.flush(timeout_s)
         writers.raise_unread(self._unread_failures, self._outbox.take_losses())

@@ -302,7 +302,7 @@ class Lives:
             lane.end.settle(lane.key, error)
             lane.end = None
         if error is not None and lane.has_ended and lane.abandon_reason is None:
-            self.lose(lane.trajectory_id, error)
+            self.lose(lane.key.readable_name, error)
 
     def lose(self, what: str, reason: TurnstreamError) -> None:
         """Something that was acknowledged is gone for good."""

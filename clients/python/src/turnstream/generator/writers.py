@@ -33,6 +33,7 @@ NOT_STARTED = "never started"
 _logger = logging.getLogger(__name__)
 
 _MAX_REASON_LENGTH = 200  # a ledger keeps it for every trajectory
+_MAX_NOTES = 5  # of an error, for those beside it
 
 
 def new_outbox(
@@ -244,10 +245,16 @@ def tell_what_stays_open(outbox: Outbox) -> None:
 
 
 def raise_unread(failures: list[Delivery], losses: list[TurnstreamError]) -> None:
-    """Raise the first error that nobody has asked for, or a loss; forget the errors."""
+    """Raise what is lost and the errors that nobody has asked for, as one; forget the errors."""
     unread = [failed for failed in failures if not failed.was_read]
     failures.clear()
-    for lost in losses:
-        raise lost
-    for failed in unread:
-        failed.raise_error()
+    errors = [*losses, *(error for failed in unread for error in failed.errors.values())]
+    if not errors:
+        return
+    first, *others = dict.fromkeys(errors)
+    first.others = tuple(others)
+    for other in others[:_MAX_NOTES]:
+        first.add_note(f"and {other}")
+    if len(others) > _MAX_NOTES:
+        first.add_note(f"and {len(others) - _MAX_NOTES} more")
+    raise first

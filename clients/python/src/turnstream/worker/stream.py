@@ -83,7 +83,7 @@ class BatchStream(MiniBatches):
             InvalidConfigError: a rank outside the world, several ranks without a session, or a name
                 that is no valid Unicode.
             RunNotFoundError: no run of that name.
-            StoreBehindError: the store does not know the token.
+            StoreBehindError: the store does not know the token, or has no such run any more.
             BatcherUnavailableError: no batcher answered for `timeout_s`.
         """
         _check_share(dp_rank, dp_world_size=dp_world_size, session=session)
