@@ -18,6 +18,7 @@ from simulator.clients import AsyncClient, AsyncLinkInMemory, LinkInMemory, Sync
 from simulator.loops import ProcessLoop
 from simulator.processes import Process
 from turnstream.generator import async_publisher, async_sender, bases, tasks, writers
+from turnstream.store.keys import keys_named
 from turnstream_server.batcher import payload, renewal, timekeeper, unheld
 from turnstream_server.bus import incarnations
 
@@ -46,7 +47,9 @@ class _Complaints(logging.Handler):
         may_lose = process.world.counts.keys() & {"cut", "jump"}
         if _LOSS.search(record.getMessage()) and may_lose:
             text = record.getMessage().partition(": ")[2]
-            process.world.lost(text.partition(" ")[0].rstrip(":"), text)
+            name = text.partition(" ")[0].rstrip(":")
+            is_trajectory = "/" in name
+            process.world.lost(keys_named(name)[0].trajectory_id if is_trajectory else name, text)
             return
         has_slept = record.getMessage().startswith("the event loop stands still")
         if not process.is_dead and not has_slept:
