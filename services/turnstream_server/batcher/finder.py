@@ -15,8 +15,8 @@ from typing import Any, Final
 from turnstream.errors import TurnstreamError, UnavailableError
 from turnstream.store import keys
 from turnstream.store.connection import MAX_BLOCK_S, connect_async
+from turnstream.store.ending import cancel_all
 from turnstream.store.replies import translating
-from turnstream_server.batcher.tasks import cancel_all
 
 logger = logging.getLogger(__name__)
 

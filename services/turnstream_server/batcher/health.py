@@ -21,8 +21,9 @@ from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
 from turnstream.errors import TurnstreamError
 from turnstream.store.connection import connect_async
+from turnstream.store.ending import cancel_all
 from turnstream.store.replies import translating
-from turnstream_server.batcher.tasks import cancel_all, first_of
+from turnstream_server.batcher.tasks import first_of
 from turnstream_server.bus.health import SECTION, store_trouble
 
 logger = logging.getLogger(__name__)

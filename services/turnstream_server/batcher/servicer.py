@@ -26,6 +26,7 @@ from turnstream.records.configs import encode_config
 from turnstream.records.statuses import error_to_status
 from turnstream.store.asking import unanswered
 from turnstream.store.connection import address_of_client
+from turnstream.store.ending import cancel_all
 from turnstream.store.wait_reasons import store_silent
 from turnstream.types import RecoveryToken, VersionAnnounced
 from turnstream.wire.v1 import batches_pb2 as wire
@@ -41,7 +42,6 @@ from turnstream_server.batcher.chunks import data_messages, header_message
 from turnstream_server.batcher.payload import DamagedPayloadError
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.shares import PlannedBatch
-from turnstream_server.batcher.tasks import cancel_all
 from turnstream_server.bus.frontier import not_retained
 from turnstream_server.bus.observers import declare_observer, note_observed
 from turnstream_server.bus.replans import how_to_go_on, note_damage

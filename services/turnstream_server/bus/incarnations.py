@@ -14,6 +14,7 @@ import redis.asyncio
 
 from turnstream.errors import FencedError
 from turnstream.store.connection import connect_async
+from turnstream.store.ending import to_the_end
 
 _RUN_ID = re.compile(rb"\brun_id:(\w+)")
 
@@ -42,7 +43,7 @@ class BoundStore:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self.client.aclose()
+        await to_the_end(self.client.aclose())
 
     async def _meet(self, connection: Any) -> None:
         await connection.on_connect()

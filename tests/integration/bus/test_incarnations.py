@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import redis
@@ -10,6 +11,7 @@ import redis
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import FencedError
 from turnstream.store.runs import create_run
+from turnstream.testing import wait_until
 from turnstream.types import BatchDue
 from turnstream_server.bus.groups import announce_due
 from turnstream_server.bus.incarnations import BoundStore
@@ -70,3 +72,24 @@ async def test_whoever_waits_for_the_store_is_told_that_it_was_started_anew(
 
         with pytest.raises(FencedError, match="the store was started anew"):
             await waiting
+
+
+async def test_who_is_cancelled_while_it_leaves_a_store_leaves_no_connection_open(
+    client: redis.Redis, server: EmbeddedServer
+) -> None:
+    # A replica that stopped just when a term had ended kept one.
+    ids: list[Any] = []
+    is_leaving = asyncio.Event()
+
+    async def live() -> None:
+        async with BoundStore(server.url) as store:
+            ids.append(await store.client.client_id())
+            is_leaving.set()
+
+    living = asyncio.create_task(live())
+    await is_leaving.wait()
+    living.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await living
+
+    wait_until(lambda: not client.client_list(client_id=ids), describe="its end")

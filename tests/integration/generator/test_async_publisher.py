@@ -374,3 +374,22 @@ async def test_closing_the_run_comes_after_everything_accepted(
 
     kinds = [type(event) for event in read(client, run).events()]
     assert kinds == [GroupOpened, SealedTrajectory, SealedTrajectory, RunClosed]
+
+
+async def test_a_publisher_whose_closing_is_cancelled_has_disconnected(
+    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(own_client)
+    publisher = AsyncPublisher(own_server.url, run)
+    await publisher.lapsed()
+    await publisher.publish(group("g"))
+    await publisher.flush()
+
+    closing = asyncio.create_task(publisher.close())
+    while not closing.done():
+        await asyncio.sleep(0)
+        closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+
+    await until(lambda: len(own_client.client_list()) == 1, "the end of all others")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from turnstream.store.ending import cancel_all
 from turnstream.testing import wait_until_async
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.planner import RunPlanner
 from turnstream_server.batcher.renewal import LeadershipKeeper
 from turnstream_server.batcher.runs import RunView
-from turnstream_server.batcher.tasks import cancel_all
 from turnstream_server.batcher.upkeep import DEFAULT_UPKEEP
 from turnstream_server.bus.frontier import read_frontier_async
 

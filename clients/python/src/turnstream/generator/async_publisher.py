@@ -21,6 +21,7 @@ from turnstream.generator.trajectory_writers import AsyncTrajectoryWriter
 from turnstream.generator.writers import WriterState
 from turnstream.store.asking import StoreWait
 from turnstream.store.connection import connect_async
+from turnstream.store.ending import to_the_end
 from turnstream.store.groups import Refill
 from turnstream.store.leases import LapsedTrajectory, list_lapsed_async
 from turnstream.store.rewards import RewardOutcome
@@ -180,6 +181,9 @@ class AsyncPublisher(
 
     async def _close(self) -> None:
         writers.tell_what_stays_open(self._outbox)
+        await to_the_end(self._disconnect())
+
+    async def _disconnect(self) -> None:
         await self._sender.close()
         await self._client.aclose()
 

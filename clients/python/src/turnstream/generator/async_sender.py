@@ -18,6 +18,7 @@ from turnstream.generator.receipts import AsyncReceipt, Delivery
 from turnstream.generator.sender import ASK_AGAIN_S
 from turnstream.store import keys
 from turnstream.store.connection import AsyncLink, connect_async
+from turnstream.store.ending import cancel_all, to_the_end
 from turnstream.store.limits import ANSWER_S
 from turnstream.types import DeclaredColumn
 
@@ -119,10 +120,7 @@ class AsyncSender:
         self._is_closed = True
         self._outbox.fail_all(StoreUnavailableError("the publisher was closed"))
         self._tell_progress()
-        for task in (self._sender, self._listener):
-            if task is not None:
-                task.cancel()
-                await asyncio.wait((task,))
+        await cancel_all([task for task in (self._sender, self._listener) if task is not None])
 
     async def _send_rounds(self) -> None:
         link = AsyncLink(self._url)
@@ -197,4 +195,4 @@ class AsyncSender:
                 self._outbox.woken()  # whether it has moved or not
                 self._work.set()
         finally:
-            await client.aclose()
+            await to_the_end(client.aclose())
