@@ -115,9 +115,12 @@ class Look:
         return [each.manifest.step for each in stored if each is not None]
 
     def digest(self, run: str) -> list[Any]:
-        """What of a run must not change where nothing is done; who leads, what was asked, may."""
+        """What of a run must not change where nothing is done; who leads, what was asked, may.
+
+        So may its time, which goes on.
+        """
         names = keys.run_keys(run)
-        may_change = (names.leader, names.frontier, names.wake)
+        may_change = (names.leader, names.frontier, names.wake, names.clock)
         with connect(self.url) as client:
             contents = [content_of(client, name) for name in names if name not in may_change]
             frontier: Any = client.hgetall(names.frontier)
