@@ -3,11 +3,11 @@ from typing import Any
 
 import pytest
 
-from turnstream.errors import CorruptRecordError, NotReadyError
+from turnstream.errors import CorruptRecordError
 from turnstream.records.turns import encode_turn
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.testing import group, stored_turn, trajectory, turn
+from turnstream.testing import group, stored_turn, trajectory, turn, wait_until_async
 from turnstream.types import TrajectoryKey, TrajectoryState
 from turnstream_server.bus.ledger import read_ledger
 
@@ -131,8 +131,16 @@ async def test_a_batch_without_enough_sound_groups_is_not_offered(house, damage)
     await house.publish(run, group("g1"))
     await trainer.start()
 
-    with pytest.raises(NotReadyError, match="1 of 2 groups complete"):
-        await trainer.get(1, wait_s=1.0)
+    async def is_set_aside() -> bool:
+        return TrajectoryState.INCOMPLETE in _states(house, run)
+
+    await wait_until_async(is_set_aside, describe="what is left of the damaged group")
+    await trainer.refused(1, words="1 of 2 groups complete")
+    assert _states(house, run) == {
+        TrajectoryState.SEALED: 2,
+        TrajectoryState.INCOMPLETE: 1,
+        TrajectoryState.DEAD: 1,
+    }
 
 
 async def test_damage_after_planning_is_told_by_name_to_every_rank(house, damage):

@@ -237,7 +237,7 @@ async def test_kept_surplus_is_trained_with_its_group(house: Any) -> None:
     (pulled,) = await trainer.get(1)
 
     assert pulled.mini_batch.rows.trajectory_id[:3] == ["g/0/0", "g/1/0", "g/2/0"]
-    assert states(house, run) == {TrajectoryState.PLANNED: 5, TrajectoryState.SURPLUS: 1}
+    await wait_for_states(house, run, {TrajectoryState.PLANNED: 5, TrajectoryState.SURPLUS: 1})
 
 
 async def test_a_reward_is_posted_by_another_process(
