@@ -264,6 +264,7 @@ async def test_a_deadline_that_comes_with_a_revision_ends_a_wait(house):
         for sample in range(2):
             writers[sample].append([1, 2], [3])
             writers[sample].seal(reward=float(sample))
+        await asyncio.to_thread(publisher.flush)  # before the deadline is there
         await revise(house, run, from_step=1, group_deadline_s=0.3, deadline_policy="train_short")
         (pulled,) = await trainer.get(1)
         writers[2].abandon("too late")

@@ -8,6 +8,7 @@ from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.testing import group, ids, wait_until_async
+from turnstream_server.batcher import lookout
 from turnstream_server.bus.reasons import reasons
 from turnstream_server.bus.waits import read_snapshot
 
@@ -55,7 +56,8 @@ async def test_a_wait_that_ends_has_its_reasons_for_programs_too(house):
     assert second.sentence.startswith("group g0 (0 of 1 members) waits for sample 0 of generator")
 
 
-async def test_ranks_that_wait_for_the_same_are_told_of_one_look(house):
+async def test_ranks_that_wait_for_the_same_are_told_of_one_look(house, monkeypatch):
+    monkeypatch.setattr(lookout, "_LOOKS_EVERY_S", 600.0)
     run = house.create_run()
     trainer = house.trainer(await house.start_batcher(), run)
     await trainer.start()

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 import redis
 
+from harness.stored import content_of
 from turnstream.store import keys
 from turnstream.store.revisions import read_revisions
 from turnstream.testing import wait_until
@@ -65,7 +66,7 @@ def run(client: redis.Redis, new_run: Callable[..., str]) -> str:
 
 def content(client: redis.Redis, run: str) -> dict[str, object]:
     """All that is stored of it."""
-    return {name: client.dump(name) for name in keys.run_keys(run)}
+    return {name: content_of(client, name) for name in keys.run_keys(run)}
 
 
 # what they do

@@ -20,7 +20,12 @@ from redis.exceptions import OutOfMemoryError
 
 from turnstream.testing.waiting import wait_until
 from turnstream_server import embedded as server_module
-from turnstream_server.embedded import EmbeddedServer, EmbeddedServerError, find_binary
+from turnstream_server.embedded import (
+    EmbeddedServer,
+    EmbeddedServerError,
+    find_binary,
+    free_port,
+)
 
 pytestmark = pytest.mark.redis
 
@@ -162,10 +167,17 @@ def test_takes_a_folder_with_spaces_and_quotes_in_its_name(tmp_path: Path) -> No
 def test_tries_another_port_when_the_first_is_taken() -> None:
     with EmbeddedServer() as first:
         taken = int(first.url.split(":")[2].split("/")[0])
-        ports = iter([taken, taken])
+        chosen: list[int] = []
 
-        with EmbeddedServer(choose_port=lambda: next(ports, taken + 1)) as second:
-            assert second.url == f"redis://127.0.0.1:{taken + 1}/0"
+        def choose_port() -> int:
+            chosen.append(taken if len(chosen) < 2 else free_port())
+            return chosen[-1]
+
+        with EmbeddedServer(choose_port=choose_port) as second:
+            assert second.url == f"redis://127.0.0.1:{chosen[-1]}/0"
+
+    assert chosen[:2] == [taken, taken]
+    assert chosen[-1] != taken
 
 
 def test_shows_what_the_server_said_when_every_port_is_taken() -> None:
