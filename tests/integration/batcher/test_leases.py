@@ -303,12 +303,17 @@ def _wait_in_a_process(seconds: float) -> None:
 async def test_a_jump_of_the_stores_clock_costs_a_living_generator_nothing_and_frees_the_dead(
     house_at, generate, observe, clocked_server, monkeypatch, jump_s
 ):
-    monkeypatch.setattr(timekeeper, "LOOKS_PER_LEASE", LOOKS_PER_S * LEASE_S)
+    # When the clock goes ahead, every lease has ended, until the living is heard again: within half
+    # a lease, which is as long as it may starve.
+    lease_s = 2 * STEADY_S
+    monkeypatch.setattr(timekeeper, "LOOKS_PER_LEASE", LOOKS_PER_S * lease_s)
     server = clocked_server
     house = house_at(server.url)
-    run = house.create_run(batch_groups=1, lease_s=LEASE_S, takeover_s=0.75 * LEASE_S)
+    run = house.create_run(batch_groups=1, lease_s=lease_s, takeover_s=0.75 * LEASE_S)
     await house.start_batcher()
-    living, doomed = [await generate(house.url, run, name) for name in ("living", "doomed")]
+    living, doomed = [
+        await generate(house.url, run, name, lease_s=lease_s) for name in ("living", "doomed")
+    ]
     observer = observe(house.url, run)
     await observer.renewed_for(1, trajectory_id="living/0/0")  # the timekeeper is at work
     doomed.process.kill()
