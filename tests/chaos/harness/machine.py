@@ -100,7 +100,7 @@ class Machine:
 
     def _synced_size(self, path: Path) -> int:
         note = self._synced / str(path.stat().st_ino)
-        return int(note.read_text()) if note.exists() else 0
+        return int(note.read_text() or 0) if note.exists() else 0  # it is made, then written
 
 
 def _build_shim(folder: Path) -> Path:
