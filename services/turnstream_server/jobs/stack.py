@@ -177,6 +177,7 @@ class Stack:
         """
         for _ in self.watch(timeout_s=timeout_s):
             if all(service.status is not None for service in services):
+                self.check()  # one may have failed since the look that `watch` took
                 return
         for service in services:
             service.wait(0.0)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -85,6 +86,19 @@ def test_waiting_for_one_service_ends_when_another_fails(stack: Stack) -> None:
 
     with pytest.raises(ServiceFailedError, match="loser ended with status 3"):
         stack.wait_for_all([patient], timeout_s=60)
+
+
+def test_a_service_that_fails_between_two_looks_at_it_is_an_error(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It ran when failures were looked for, and had ended when ends were: that was taken for well.
+    service = stack.start_program("loser", python("raise SystemExit(3)"))
+    wait_until(lambda: service.status is not None)
+    looks, check = itertools.count(), stack.check
+    monkeypatch.setattr(stack, "check", lambda: next(looks) and check())
+
+    with pytest.raises(ServiceFailedError, match="loser ended with status 3"):
+        stack.wait_for_all([service], timeout_s=60)
 
 
 def test_waiting_has_a_deadline(stack: Stack) -> None:
