@@ -186,7 +186,7 @@ async def test_a_leader_whose_store_is_away_stops_without_a_complaint(house_at, 
     await asyncio.wait_for(hook.is_waiting.wait(), 30)
     await asyncio.to_thread(own_server.kill)
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await batcher.stop()
 
     assert "Traceback" not in caplog.text

@@ -7,6 +7,7 @@ from turnstream.generator import Publisher
 from turnstream.store.connection import connect
 from turnstream.testing import group, stored_turn, trajectory, turn
 from turnstream.types import TrajectoryState
+from turnstream_server.batcher import chain
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.ledger import read_ledger
 
@@ -168,7 +169,8 @@ async def test_what_is_odd_about_the_batches_of_a_run_is_said_once(house, caplog
     await trainer.get(1)
     await trainer.get(2)
 
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    of_batches = [record for record in caplog.records if record.name == chain.__name__]
+    warnings = [record.getMessage() for record in of_batches if record.levelname == "WARNING"]
     assert warnings == [
         (
             f"step 1 of run {run}: groups of one trajectory, which get an advantage of 0: 1; "

@@ -104,7 +104,7 @@ async def test_a_replica_that_stops_while_it_greets_the_store_stops_at_once(hous
     batcher = await house.start_batcher()
     await is_greeting.wait()
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await batcher.stop()
 
 
@@ -119,7 +119,7 @@ async def test_a_replica_stops_while_it_says_why_its_planning_failed(house, forg
     await house.publish(run, group("g0"))
     await is_telling.wait()
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await batcher.stop()
 
 

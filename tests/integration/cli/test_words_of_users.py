@@ -10,9 +10,10 @@ import pytest
 from turnstream.generator import Prompt, Publisher, add_prompts
 from turnstream.store import keys
 from turnstream.store.connection import connect
+from turnstream.store.evals import eval_results
 from turnstream.store.life import pause_run
 from turnstream.store.scripts import Script, run_command
-from turnstream.testing import group, ids, trajectory
+from turnstream.testing import group, ids, trajectory, wait_until
 from turnstream_server.bus.letters import read_letters
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
@@ -46,6 +47,7 @@ def typed(place: Any) -> Iterator[Any]:
             for sample, reason in enumerate(REASONS):
                 given_up.trajectory(sample).abandon(reason).result(10)
         with publisher.next_task(wait_s=10), connect(place.url) as client:
+            wait_until(lambda: eval_results(client, RUN), describe="the end of the evaluation")
             pause_run(client, RUN, PAUSE)
             yield place.type
 
