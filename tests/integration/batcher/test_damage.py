@@ -146,10 +146,10 @@ async def test_a_batch_without_enough_sound_groups_is_not_offered(house, damage)
 async def test_damage_after_planning_is_told_by_name_to_every_rank(house, damage):
     run = house.create_run(batch_groups=1)
     planner = house.trainer(await house.start_batcher(), run)
-    other = house.trainer(await house.start_batcher(), run)
     await house.publish(run, group("g0"))
     await planner.start("s", dp_world_size=2)
     await planner.get(1)
+    other = house.trainer(await house.start_batcher(), run)  # the first one leads, and keeps rows
 
     damage(run, TrajectoryKey("g0", sample=1))
     await other.start("s", dp_world_size=2)

@@ -96,6 +96,7 @@ async def is_renewed(url: str, run: str, number: int) -> None:
 async def test_a_planner_leads_on_while_its_loop_is_busy(house, start_stalled):
     run = house.create_run(batch_groups=1)
     process = start_stalled(lease_s=60.0, renewals=600)
+    await is_renewed(house.url, run, 1)  # it leads, before another may
     other = await house.start_batcher()
     await house.publish(run, group("g0"))
     stalled = await said(process)

@@ -35,6 +35,7 @@ async def test_the_session_is_over_and_another_goes_on_behind_what_was_stepped(
     token = await trainer.stepped(first)
     await trainer.committed(token)
     old = await trainer.get(2)
+    await look.until(lambda: look.planned(run) == 3)
     damage(run, TrajectoryKey("g1", sample=2))
 
     with caplog.at_level(logging.WARNING):
@@ -236,10 +237,10 @@ async def test_a_rank_and_an_operator_are_told_what_is_damaged_and_what_helps(
 ):
     run = house.create_run(batch_groups=1)
     planner = house.trainer(await house.start_batcher(), run)
-    other = house.trainer(await house.start_batcher(), run)
     await house.publish(run, of_3("g0"))
     await planner.start("a")
     await planner.get(1)
+    other = house.trainer(await house.start_batcher(), run)  # the first one leads, and keeps rows
     damage(run, TrajectoryKey("g0", sample=1))
     other.session_epoch = planner.session_epoch
 

@@ -93,10 +93,10 @@ async def test_another_replica_serves_what_was_planned_again_and_all_that_follow
 ):
     run = house.create_run(batch_groups=1)
     planner = house.trainer(await house.start_batcher(), run)
-    other = house.trainer(await house.start_batcher(), run)
     await house.publish(run, of_3("g0"), group("g1"))
     await planner.start("a")
     await planner.get(2)
+    other = house.trainer(await house.start_batcher(), run)  # the first one leads
     other.session_epoch = planner.session_epoch
     await other.get(2)
     damage(run, TrajectoryKey("g0", sample=1))
