@@ -21,16 +21,17 @@ from turnstream.errors import (
     FencedError,
     NotReadyError,
     TurnstreamError,
+    UnavailableError,
     WaitReason,
 )
-from turnstream.records.batches import encode_mini_batch
+from turnstream.records.batches import decode_mini_batch, encode_mini_batch
 from turnstream.records.configs import encode_config
 from turnstream.records.statuses import error_to_status
 from turnstream.types import MiniBatch, RecoveryToken
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.options import BatcherOptions
 from turnstream_server.batcher.service import serving
-from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.embedded import EmbeddedServer, free_port
 
 Fault = Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]
 """What happens to one Get: given the messages it should send, gives those that it does send."""
@@ -63,12 +64,15 @@ class FakeBatcher:
         self.port = 0
 
     def start(self) -> None:
-        """Serve, on the same port as before if there was one."""
+        """Serve, on the same port as before if there was one.
+
+        No outgoing connection is given that port while nobody serves on it.
+        """
         self._server = grpc.server(
             ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=8
         )
         self._server.add_generic_rpc_handlers([_handlers(self)])
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port or free_port()}")
         self._server.start()
 
     def stop(self) -> None:
@@ -256,6 +260,35 @@ def batcher() -> Iterator[FakeBatcher]:
 def abort_with() -> Callable[[Any, TurnstreamError], None]:
     """`abort_with(context, error)` ends a call as a batcher does."""
     return abort
+
+
+@pytest.fixture(scope="session", autouse=True)
+def libraries_are_loaded() -> None:
+    """What Arrow loads with its first batch takes seconds, which no deadline of a test has."""
+    encoded = encode_mini_batch(testing.mini_batch("abC"))
+    decode_mini_batch(encoded.data, expected_hash=encoded.content_hash)
+
+
+@pytest.fixture
+def opened() -> Callable[[Callable[[], Any]], Any]:
+    """`opened(begin)` gives the stream that `begin` begins, however often it is not in time.
+
+    The deadline of a stream is also that of its beginning, which a test with a short one must not
+    fail by.
+    """
+
+    def open_in_the_end(begin: Callable[[], Any]) -> Any:
+        streams: list[Any] = []
+
+        def is_open() -> bool:
+            with contextlib.suppress(UnavailableError):
+                streams.append(begin())
+            return bool(streams)
+
+        testing.wait_until(is_open, describe="the beginning of a stream")
+        return streams[0]
+
+    return open_in_the_end
 
 
 @pytest.fixture

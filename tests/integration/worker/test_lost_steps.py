@@ -89,9 +89,9 @@ def test_a_wait_without_a_batch_says_the_newest_step_again(
     batcher.add_step(2, "abD")
 
     with BatchStream(batcher.target, RUN, timeout_s=2.0) as stream:
-        next(stream)
+        pulled_in_the_end(stream)
         stream.stepped()
-        next(stream)
+        pulled_in_the_end(stream)
         stream.stepped()
         with batcher.changed:
             batcher.stepped = 0  # forgotten
@@ -106,7 +106,7 @@ def test_a_step_that_the_store_has_lost_is_told_to_a_trainer_that_waits(
     batcher.add_step(1, "abC")
 
     with BatchStream(batcher.target, RUN, timeout_s=2.0) as stream:
-        next(stream)
+        pulled_in_the_end(stream)
         stream.stepped()
         batcher.refusals = [StoreBehindError("the newest batch of this store is 0")]
 

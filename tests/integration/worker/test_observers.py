@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +11,7 @@ import redis
 
 from turnstream import testing
 from turnstream.errors import (
+    BatcherUnavailableError,
     EndOfRunError,
     InvalidConfigError,
     NotReadyError,
@@ -21,7 +21,7 @@ from turnstream.errors import (
 from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.runs import close_run
-from turnstream.worker import BatchStream, ObserverStream, PulledMiniBatch
+from turnstream.worker import BatchStream, ObserverStream
 from turnstream_server.bus.frontier import read_frontier
 
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]
@@ -147,30 +147,27 @@ def test_an_observer_is_told_the_end_however_the_run_was_closed(
 
 
 def test_an_observer_that_waits_for_data_is_seen_alive(
-    start_batcher: Any, client: redis.Redis, run: str, publish: Any
+    start_batcher: Any,
+    opened: Any,
+    pulled_in_the_end: Any,
+    client: redis.Redis,
+    run: str,
+    publish: Any,
 ) -> None:
-    name = keys.run_keys(run).observers
+    name, target = keys.run_keys(run).observers, start_batcher().target
 
     def expires_ms() -> int:
         entry: Any = client.hget(name, "o")
         return int(entry.split(b":")[1])
 
-    seen: list[PulledMiniBatch] = []
-    with ObserverStream(start_batcher().target, run, "o", timeout_s=2.0) as observer:
+    with opened(lambda: ObserverStream(target, run, "o", timeout_s=2.0)) as observer:
         declared_ms = expires_ms()
-        with pytest.raises(NotReadyError, match="step 1"):
+        with pytest.raises((NotReadyError, BatcherUnavailableError), match="step 1"):
             next(observer)
         testing.wait_until(lambda: expires_ms() > declared_ms + 100)
         publish(1)
-        testing.wait_until(lambda: pulled_next(observer, into=seen))
 
-    assert [mini_batch.info.step for mini_batch in seen] == [1]
-
-
-def pulled_next(observer: ObserverStream, *, into: list[PulledMiniBatch]) -> bool:
-    with contextlib.suppress(NotReadyError):
-        into.append(next(observer))
-    return bool(into)
+        assert pulled_in_the_end(observer).info.step == 1
 
 
 def test_a_forgotten_observer_is_told_so(

@@ -56,8 +56,8 @@ def test_no_batcher_at_all_is_said_by_the_deadline(batcher: Any) -> None:
         open_stream(batcher, timeout_s=0.5)
 
 
-def test_a_batcher_that_went_away_is_said_by_the_deadline(batcher: Any) -> None:
-    with open_stream(batcher, timeout_s=0.5) as stream:
+def test_a_batcher_that_went_away_is_said_by_the_deadline(batcher: Any, opened: Any) -> None:
+    with opened(lambda: open_stream(batcher, timeout_s=0.5)) as stream:
         batcher.stop()
 
         with pytest.raises(BatcherUnavailableError, match="step 1 of run 'run' did not come"):
@@ -257,7 +257,8 @@ def test_a_batcher_that_falls_silent_is_left_and_asked_again(
     batcher.add_step(1, "abC")
     batcher.faults = [silent]
 
-    with open_stream(batcher, timeout_s=2.0) as stream:
+    # What comes after it is not silent for the second and a half that an answer may take.
+    with open_stream(batcher, timeout_s=6.0) as stream:
         assert texts(next(stream)) == ["abC"]
         assert stream.statistics().num_retries == 1
     released.set()
@@ -276,7 +277,7 @@ def test_a_batcher_that_stays_silent_is_said_by_the_deadline(
     batcher.faults = [silent] * 5
 
     with (
-        open_stream(batcher, timeout_s=0.6) as stream,
+        open_stream(batcher, timeout_s=2.0) as stream,
         pytest.raises(BatcherUnavailableError, match="silent"),
     ):
         next(stream)

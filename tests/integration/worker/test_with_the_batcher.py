@@ -192,7 +192,7 @@ def test_a_newer_session_fences_the_one_before(start_batcher: Any, run: str, pub
 
 
 def test_a_wait_without_data_says_what_is_missing(
-    start_batcher: Any, run: str, publish: Any
+    start_batcher: Any, opened: Any, run: str, publish: Any
 ) -> None:
     publish(1)
     told: list[str] = []
@@ -203,7 +203,8 @@ def test_a_wait_without_data_says_what_is_missing(
         told.append(str(caught.value))
         return ": 1 of 2 groups complete" in told[-1]
 
-    with BatchStream(start_batcher().target, run, timeout_s=0.4) as stream:
+    target = start_batcher().target
+    with opened(lambda: BatchStream(target, run, timeout_s=0.4)) as stream:
         testing.wait_until(says_it, describe="what is missing")
 
     assert re.match(r"step 1 of run .* did not come within 0\.4 s: .*group", told[-1])
