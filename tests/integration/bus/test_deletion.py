@@ -9,6 +9,7 @@ import pytest
 import redis
 import redis.asyncio
 
+from harness.stored import content_of
 from turnstream.errors import ConflictError, FencedError, RunNotFoundError
 from turnstream.records.events import encode_event
 from turnstream.store import keys
@@ -80,7 +81,7 @@ def let_fences_expire(client: redis.Redis, run: str) -> None:
 
 
 def content(client: redis.Redis, run: str) -> dict[str, Any]:
-    return {name: client.dump(name) for name in keys_of(client, run)}
+    return {name: content_of(client, name) for name in keys_of(client, run)}
 
 
 async def test_every_kind_of_key_goes_and_other_runs_stay_as_they_are(
