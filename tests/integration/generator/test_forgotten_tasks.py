@@ -34,7 +34,7 @@ def test_a_task_that_the_store_forgot_is_opened_again_with_all_that_was_written(
     run = new_run(own_client)
     add_prompts(own_client, run, [Prompt(prompt_uid="p", payload=b"", num_samples=2)])
 
-    with Publisher(own_server.url, run) as publisher:
+    with Publisher(own_server.url, run, keep_s=60.0) as publisher:
         past = past_of(own_server)
         with publisher.next_task(10) as task:
             for episode in task.trajectories:

@@ -366,7 +366,8 @@ def test_what_the_store_said_before_it_fell_silent_is_said_again(
     run = new_run(own_client)
     proxy = silent_from("XREAD")
     with Publisher(proxy.url, run) as publisher:
-        error = ended(lambda: publisher.next_task(TIMEOUT_S))
+        # The store must have said by then that there is none, over a connection that is new.
+        error = ended(lambda: publisher.next_task(2.0))
 
     assert type(error) is StoreUnavailableError
     assert "the run was given no prompt" in error.reasons[0].sentence

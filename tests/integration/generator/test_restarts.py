@@ -39,7 +39,7 @@ def test_what_the_store_forgot_is_sent_again_from_the_opening_to_the_seal(
 ) -> None:
     run = new_run(own_client)
 
-    with Publisher(own_server.url, run) as publisher:
+    with Publisher(own_server.url, run, keep_s=60.0) as publisher:
         publisher.publish(group("kept")).result(10)
         past = past_of(own_server)
         publisher.publish(group("lost")).result(10)
@@ -108,7 +108,7 @@ def test_a_restart_that_lost_nothing_changes_nothing(
 ) -> None:
     run = new_run(own_client)
 
-    with Publisher(own_server.url, run) as publisher:
+    with Publisher(own_server.url, run, keep_s=60.0) as publisher:
         publisher.publish(group("g")).result(10)
         before = read(own_client, run).events()
         own_server.kill()
@@ -151,7 +151,7 @@ async def test_what_left_the_ledger_before_its_group_is_not_taken_for_lost(
     run = new_run(own_client)
     names = keys.run_keys(run)
 
-    with Publisher(own_server.url, run) as publisher:
+    with Publisher(own_server.url, run, keep_s=60.0) as publisher:
         publisher.publish(group("g")).result(10)
         own_client.hset(names.groups, "g", "2:planned")
         own_client.hset(names.ledger, "g/0/0", "planned:1")
@@ -345,7 +345,7 @@ def test_what_is_kept_is_bounded(
 ) -> None:
     run = new_run(own_client)
 
-    with Publisher(own_server.url, run, max_kept_bytes=300) as publisher:
+    with Publisher(own_server.url, run, keep_s=60.0, max_kept_bytes=300) as publisher:
         for number in range(5):
             publisher.publish(group(f"g{number}")).result(10)
         statistics = publisher.statistics()

@@ -11,6 +11,7 @@ import redis
 
 from turnstream.errors import NotReadyError, WaitKind
 from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.generator.receipts import Receipt
 from turnstream.store import keys
 from turnstream.store.runs import wait_for_version
 from turnstream.store.tasks import Prompt, add_prompts
@@ -32,6 +33,13 @@ def kinds(error: NotReadyError) -> list[str]:
 def facts(error: NotReadyError, kind: WaitKind) -> dict[str, Any]:
     """The facts of the first reason of a kind."""
     return dict(next(reason.facts for reason in error.reasons if reason.kind == kind))
+
+
+def is_asked_of_it(receipt: Receipt) -> bool:
+    """Whether a silent store has been sent what is waited for."""
+    with pytest.raises(NotReadyError) as waited:
+        receipt.result(0)
+    return WaitKind.STORE_SILENT in kinds(waited.value)
 
 
 def lapse(client: redis.Redis, run: str, trajectory: str, *, ago_s: float) -> None:
@@ -325,6 +333,7 @@ def test_a_wait_for_room_ends_by_the_timeout_and_says_what_takes_it(
         writer.append(ids("a"), ids("b")).result(10)
         own_client.client_pause(20_000, all=False)  # the store is up, and answers no write
         stuck = writer.append(ids("abc"), ids("d"))
+        wait_until(lambda: is_asked_of_it(stuck), describe="a round on its way")
         with pytest.raises(NotReadyError, match=r"no room for more writes within 0\.1 s") as caught:
             writer.append(ids("abcde"), ids("f"))
         own_client.client_unpause()
