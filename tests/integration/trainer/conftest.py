@@ -38,10 +38,10 @@ def batcher(server: EmbeddedServer) -> Iterator[str]:
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
     thread.start()
     try:
-        assert is_up.wait(20)
+        assert is_up.wait(60)
         yield addresses[0]
     finally:
         loop.call_soon_threadsafe(may_end.set)
-        thread.join(20)
+        thread.join(60)
     assert not thread.is_alive()
     loop.close()

@@ -31,7 +31,7 @@ POLICY = SmallModelSpec(vocab_size=128, hidden_size=16, num_layers=1)
 
 
 def _config(batcher: str, run: str, folder: Path, **changes: Any) -> TrainerConfig:
-    fields = {"checkpoint_every": 2, "timeout_s": 20.0, **changes}
+    fields = {"checkpoint_every": 2, "timeout_s": 60.0, **changes}
     return TrainerConfig(
         run=run,
         batcher_target=batcher,
@@ -122,6 +122,7 @@ def test_a_trainer_that_dies_after_stepped_trains_the_same_batches_again_to_the_
 @pytest.mark.redis
 @pytest.mark.grpc
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("server", ["valkey"], indirect=True)
 def test_a_trainer_process_ends_well_on_sigterm_and_leaves_nothing_half_written(
     server: EmbeddedServer,
@@ -142,10 +143,10 @@ def test_a_trainer_process_ends_well_on_sigterm_and_leaves_nothing_half_written(
     )
     try:
         metrics = folder / "metrics.jsonl"
-        testing.wait_until(lambda: metrics.exists() and metrics.read_text(), 60.0, "step 1")
+        testing.wait_until(lambda: metrics.exists() and metrics.read_text(), 200.0, "step 1")
 
         process.send_signal(signal.SIGTERM)
-        status = process.wait(40)
+        status = process.wait(60)
     finally:
         process.kill()
         process.wait()
