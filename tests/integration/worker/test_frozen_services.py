@@ -6,25 +6,29 @@ Every wait of a worker ends by its deadline all the same, and says which of the 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import redis
 
-from turnstream.errors import UnavailableError, WaitKind
+from turnstream.errors import StoreUnavailableError, UnavailableError, WaitKind
 from turnstream.generator import Publisher
 from turnstream.store.connection import address_of
 from turnstream.store.runs import create_run
+from turnstream.store.wait_reasons import store_silent
 from turnstream.testing import config, group, wait_until
-from turnstream.worker import BatchStream, ObserverStream
+from turnstream.worker import BatchStream, ObserverStream, _calls
 from turnstream_server.batcher import servicer
 from turnstream_server.embedded import EmbeddedServer
 
@@ -193,3 +197,47 @@ def test_a_batcher_that_is_gone_is_away_and_not_silent(
         told(lambda: next(stream), (WaitKind.NO_BATCH, WaitKind.BATCHER_AWAY))
 
     assert len(stepped.reasons) == 2
+
+
+@pytest.mark.parametrize(
+    ("least_s", "is_gone", "kind"),
+    [
+        (60.0, False, WaitKind.STORE_SILENT),
+        (0.1, False, WaitKind.BATCHER_SILENT),
+        (60.0, True, WaitKind.BATCHER_AWAY),
+    ],
+)
+def test_a_last_call_that_the_deadline_cuts_off_says_less_than_the_one_before(
+    batcher: Any,
+    opened: Callable[..., Any],
+    pulled_in_the_end: Callable[..., Any],
+    abort_with: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    least_s: float,
+    is_gone: bool,
+    kind: WaitKind,
+) -> None:
+    # A batcher that had just said that the store is silent was called silent itself.
+    monkeypatch.setattr(_calls, "LEAST_ATTEMPT_S", least_s)
+    store_is_silent = StoreUnavailableError("", [store_silent(address="here", since_s=7.0)])
+    num_calls, may_end = itertools.count(1), threading.Event()
+
+    def refuse(context: Any) -> None:
+        if next(num_calls) == 1:
+            may_end.wait(0.2)
+            abort_with(context, store_is_silent)
+        if is_gone:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+        may_end.wait(60)
+
+    batcher.add_step(1, "abC")
+    with opened(lambda: BatchStream(batcher.target, "run", timeout_s=2.0)) as stream:
+        pulled_in_the_end(stream)
+        monkeypatch.setattr(batcher, "_refuse", refuse)
+        stepped = ended(stream.stepped)
+        may_end.set()
+
+    assert kinds(stepped) == [WaitKind.NOT_ACKNOWLEDGED, kind]
+    call, silence = (dict[str, Any](reason.facts) for reason in stepped.reasons)
+    # Since the batcher's answer, where it is the batcher.
+    assert silence["since_s"] == 7.0 or silence["since_s"] < call["waited_s"] - 0.1

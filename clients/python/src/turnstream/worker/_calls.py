@@ -21,10 +21,19 @@ from turnstream.errors import (
 from turnstream.records.statuses import status_to_error
 from turnstream.types.names import checked_setting
 from turnstream.wire.v1 import batches_pb2 as wire
-from turnstream.worker._reasons import ended, not_acknowledged, of_failure
+from turnstream.worker._reasons import (
+    ended,
+    is_answer,
+    is_silence,
+    not_acknowledged,
+    of_failure,
+)
 
 ATTEMPT_S = 30.0
 """Longest a single acknowledging call may take before it is made again."""
+
+LEAST_ATTEMPT_S = 1.0
+"""Who has not answered within less, because the deadline came, need not be silent."""
 
 FIRST_DELAY_S = 0.05
 MAX_DELAY_S = 2.0
@@ -240,30 +249,33 @@ class BatcherCalls:
     ) -> Reply:
         """Call until it is answered or refused; the last error is raised after `timeout_s`.
 
-        It says what was not acknowledged, and why: who is away or silent, since when.
+        It says what was not acknowledged, and why: who is away or silent, since when. Where the
+        deadline cuts the last call off too soon to tell, that is what the call before it has told.
         """
-        began_s = time.monotonic()
+        began_s = answered_s = time.monotonic()
         deadline_s = began_s + (self._timeout_s if timeout_s is None else timeout_s)
+        found: TurnstreamError | None = None
         num_failures = 0
         while True:
-            remaining_s = deadline_s - time.monotonic()
+            attempt_s = max(0.01, min(ATTEMPT_S, deadline_s - time.monotonic()))
             try:
-                return call(request, timeout=max(0.01, min(ATTEMPT_S, remaining_s)))
+                return call(request, timeout=attempt_s)
             except grpc.RpcError as rpc_error:
                 error = error_of(rpc_error)
-                num_failures += 1
-                delay_s = retry_delay_s(error, num_failures=num_failures)
-                if delay_s is None or time.monotonic() + delay_s >= deadline_s:
-                    waited_s = time.monotonic() - began_s
-                    raise self._unanswered(error, what, waited_s=waited_s) from rpc_error
+            now_s = time.monotonic()
+            if is_answer(error):
+                answered_s = now_s
+            if found is None or attempt_s >= LEAST_ATTEMPT_S or not is_silence(error):
+                found = error
+            num_failures += 1
+            delay_s = retry_delay_s(error, num_failures=num_failures)
+            if delay_s is None or now_s + delay_s >= deadline_s:
+                why = of_failure(found, target=self.target, since_s=now_s - answered_s)
+                reasons = [not_acknowledged(what, waited_s=now_s - began_s), *why]
+                raise ended(found, reasons) from found.__cause__
             self.pause(delay_s)
             if self._closed.is_set():
                 raise RejectedError("the stream was closed")
-
-    def _unanswered(self, error: TurnstreamError, what: str, *, waited_s: float) -> TurnstreamError:
-        """The error of a call that was not answered, with the reasons."""
-        why = of_failure(error, target=self.target, since_s=waited_s)
-        return ended(error, [not_acknowledged(what, waited_s=waited_s), *why])
 
 
 def _open_channel(target: str) -> grpc.Channel:

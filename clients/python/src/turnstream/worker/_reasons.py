@@ -7,7 +7,13 @@ from typing import cast
 
 import grpc
 
-from turnstream.errors import TurnstreamError, UnavailableError, WaitKind, WaitReason
+from turnstream.errors import (
+    BatcherUnavailableError,
+    TurnstreamError,
+    UnavailableError,
+    WaitKind,
+    WaitReason,
+)
 
 _SILENT = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 """A call that ended on this side: nobody had refused it."""
@@ -40,6 +46,17 @@ def batcher_silent(target: str, *, since_s: float) -> WaitReason:
     )
 
 
+def is_answer(error: TurnstreamError) -> bool:
+    """Whether a failed call has brought a word of the batcher."""
+    return not isinstance(error, BatcherUnavailableError) or bool(error.reasons)
+
+
+def is_silence(error: TurnstreamError) -> bool:
+    """Whether a failed call has ended on this side."""
+    cause = error.__cause__
+    return isinstance(cause, grpc.RpcError) and cast("grpc.Call", cause).code() in _SILENT
+
+
 def of_failure(error: TurnstreamError, *, target: str, since_s: float) -> list[WaitReason]:
     """Why a call failed that may be made again: as the batcher said, or why it said nothing.
 
@@ -50,8 +67,7 @@ def of_failure(error: TurnstreamError, *, target: str, since_s: float) -> list[W
     """
     if isinstance(error, UnavailableError) and error.reasons:
         return list(error.reasons)
-    cause = error.__cause__
-    if isinstance(cause, grpc.RpcError) and cast("grpc.Call", cause).code() in _SILENT:
+    if is_silence(error):
         return [batcher_silent(target, since_s=since_s)]
     return [
         WaitReason(
