@@ -7,12 +7,25 @@ import logging
 import redis.asyncio
 
 from turnstream.errors import ConflictError, FencedError, InvalidConfigError, StoreBehindError
+from turnstream.types import RecoveryToken
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.shares import PlannedBatch
 from turnstream_server.bus.frontier import Frontier
 from turnstream_server.bus.sessions import TrainerSession, hear_rank
 
 logger = logging.getLogger(__name__)
+
+
+def parse_token(text: str) -> RecoveryToken:
+    """The recovery token that a trainer presents.
+
+    Raises:
+        InvalidConfigError: the text is none.
+    """
+    try:
+        return RecoveryToken.parse(text)
+    except ValueError as error:
+        raise InvalidConfigError("recovery_token", f"{text!r} is not a recovery token") from error
 
 
 async def hear_caller(client: redis.asyncio.Redis, request: wire.GetRequest) -> None:

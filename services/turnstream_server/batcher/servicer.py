@@ -15,7 +15,6 @@ import redis.asyncio
 
 from turnstream.errors import (
     CorruptRecordError,
-    InvalidConfigError,
     RejectedError,
     RunNotFoundError,
     StoreBehindError,
@@ -28,7 +27,7 @@ from turnstream.store.asking import unanswered
 from turnstream.store.connection import address_of_client
 from turnstream.store.ending import cancel_all
 from turnstream.store.wait_reasons import store_silent
-from turnstream.types import RecoveryToken, VersionAnnounced
+from turnstream.types import VersionAnnounced
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.callers import (
@@ -37,6 +36,7 @@ from turnstream_server.batcher.callers import (
     hear_caller,
     log_start,
     note_handed,
+    parse_token,
 )
 from turnstream_server.batcher.chunks import data_messages, header_message
 from turnstream_server.batcher.payload import DamagedPayloadError
@@ -120,7 +120,7 @@ class BatchesServicer:
 
     async def start(self, request: wire.StartRequest) -> wire.StartReply:
         """Begin a trainer session."""
-        token = _parse_token(request.recovery_token) if request.recovery_token else None
+        token = parse_token(request.recovery_token) if request.recovery_token else None
         try:
             view = await self._find_run(request.run)
         except RunNotFoundError as error:
@@ -231,7 +231,7 @@ class BatchesServicer:
             self._client,
             request.run,
             session_epoch=request.session_epoch,
-            token=_parse_token(request.recovery_token),
+            token=parse_token(request.recovery_token),
             session=request.session,
         )
         reach("committed.after")
@@ -394,10 +394,3 @@ async def _refusing(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterato
 
 def _serialize(message: Any) -> bytes:
     return message.SerializeToString()
-
-
-def _parse_token(text: str) -> RecoveryToken:
-    try:
-        return RecoveryToken.parse(text)
-    except ValueError as error:
-        raise InvalidConfigError("recovery_token", f"{text!r} is not a recovery token") from error
