@@ -64,8 +64,16 @@ CORRECTIONS = (
     Mutation(
         "packed rows share one ratio",
         "losses.py",
-        "num_rows=len(values_BR))[row_of]",
+        "num_rows=len(values_BR))[places_N]",
         "num_rows=len(values_BR)).sum().expand_as(values_BR)",
+        ("test_row_ratios",),
+        package="worker",
+    ),
+    Mutation(
+        "flat rows are named by their position in the share",
+        "losses.py",
+        "places_N = torch.searchsorted(row_of.sort().values, row_of)",
+        "places_N = row_of",
         ("test_row_ratios",),
         package="worker",
     ),

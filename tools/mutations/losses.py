@@ -56,6 +56,14 @@ LOSSES = (
         package="worker",
     ),
     Mutation(
+        "a mode without a denominator is divided by 1",
+        "losses.py",
+        "    require_denominator(denominators, aggregation=mode)\n",
+        "",
+        ("test_aggregate",),
+        package="worker",
+    ),
+    Mutation(
         "what the framework divides by is not undone",
         "losses.py",
         "numerator * (averaged_over / denominator)",

@@ -280,8 +280,8 @@ SIZES = (
     Mutation(
         "the rows of a rank are cut by their tokens and its passes by their cost",
         "minibatch.py",
-        "multiple_of=multiple_of, budget=budget\n    )\n    mine",
-        "multiple_of=multiple_of\n    )\n    mine",
+        "multiple_of=multiple_of, budget=budget\n    )\n    return take_share",
+        "multiple_of=multiple_of\n    )\n    return take_share",
         ("test_minibatch",),
     ),
     Mutation(

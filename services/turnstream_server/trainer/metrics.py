@@ -1,15 +1,26 @@
-"""One JSON object per step, a line each, for whoever watches the training.
+"""One JSON object per step, a line each, for the observers of a training.
 
-Keys of a line: `step`, `version` (of the weights after it), `loss`, `reward_mean` and
-`num_trajectories` (of the batch; the mean is null where no trajectory has a reward), `num_groups`,
-`num_tokens` (of the real rows), `num_trained_tokens`, `num_real_rows`, `num_inert_rows`,
-`num_recomputed_rows`, `padding_share`, `merge_ratio`, `oldest_version`, `newest_version` (that
-sampled it), `ratio`, `kl`, `clipped_share`, `logprob`, `gradient_norm`, `learning_rate`,
-`num_updates`, `num_skipped_updates`, `figures` (tags and metrics of its trajectories, summed up, as
-`turnstream batch --json` shows them), and seconds: `wait_s` (for data), `update_s`, `publish_s` (of
-the weights before), `elapsed_s` (since the trainer started).
+The keys of a line, over all mini-batches of the step:
 
-After a restart the steps behind the checkpoint appear again; the later line of a step counts.
+- `step`, `version`: the batch, and the weights after it.
+- `loss`: mean of the losses of the updates; each is averaged as the run's `aggregation` says.
+- `reward_mean`, `num_trajectories`: of all trajectories; null where no trajectory has a reward.
+- `num_groups`: groups with a trained token.
+- `num_tokens`: tokens of the real rows. `num_trained_tokens`: those with a loss mask of 1.
+- `num_real_rows`, `num_inert_rows`, `num_recomputed_rows`: sums.
+- `padding_share`: 1 - `num_tokens` / positions, where the positions of a mini-batch are its real
+  rows x its width in the left-padded layout. Inert rows are not counted.
+- `merge_ratio`: tokens of the turns sent one by one / `num_tokens`.
+- `oldest_version`, `newest_version`: of the trained tokens.
+- `ratio`, `kl`, `clipped_share`, `logprob`: means over the trained tokens.
+- `gradient_norm`: the largest. `learning_rate`: that of the last update.
+- `num_updates`: since the run began. `num_skipped_updates`: of this step.
+- `figures`: tags and metrics of the trajectories, as `turnstream batch --json` shows them.
+- `wait_s` (for data), `update_s`, `publish_s` (of the weights before), `elapsed_s` (since the
+  trainer started).
+
+The trainer is a single rank: its rows are those of the whole mini-batch. After a restart the steps
+after the checkpoint appear again; the later line of a step counts.
 """
 
 from __future__ import annotations
@@ -50,12 +61,13 @@ class UpdateFigures:
 
 
 def step_figures(updates: Sequence[UpdateFigures]) -> dict[str, Any]:
-    """The figures of a batch from those of its mini-batches, under the names of this module."""
+    """Return the metrics of a batch from those of its mini-batches, by the keys of this module."""
     reports = [update.report for update in updates]
     infos = [update.info for update in updates]
     rewards = [reward for update in updates for reward in update.rewards]
     trained = [report.num_trained_tokens for report in reports]
-    positions = [info.width * (info.num_real_rows + info.num_inert_rows) for info in infos]
+    tokens = [update.num_tokens for update in updates]
+    positions = sum(info.width * info.num_real_rows for info in infos)
     versions = [info.newest_version for info in infos if info.newest_version is not None]
     oldest = [info.oldest_version for info in infos if info.oldest_version is not None]
     return {
@@ -64,13 +76,13 @@ def step_figures(updates: Sequence[UpdateFigures]) -> dict[str, Any]:
         "reward_mean": _mean([reward for reward in rewards if not math.isnan(reward)]),
         "num_trajectories": len(rewards),
         "num_groups": sum(info.denominators.num_groups for info in infos),
-        "num_tokens": sum(update.num_tokens for update in updates),
+        "num_tokens": sum(tokens),
         "num_trained_tokens": sum(trained),
         "num_real_rows": sum(info.num_real_rows for info in infos),
         "num_inert_rows": sum(info.num_inert_rows for info in infos),
         "num_recomputed_rows": sum(report.num_recomputed_rows for report in reports),
-        "padding_share": _weighted([info.padding_share for info in infos], positions),
-        "merge_ratio": _weighted([info.merge_ratio for info in infos], positions),
+        "padding_share": 1.0 - sum(tokens) / positions if positions else 0.0,
+        "merge_ratio": _weighted([info.merge_ratio for info in infos], tokens),
         "oldest_version": min(oldest, default=None),
         "newest_version": max(versions, default=None),
         **{

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from turnstream import testing
 from turnstream.batching.denominators import count_denominators, row_scales
-from turnstream.errors import BatchingError
+from turnstream.errors import BatchingError, InvalidConfigError
 from turnstream.types import Denominators, MiniBatch
 from turnstream.worker.losses import aggregate
 from turnstream.worker.tensors import LeftPaddedTensors, to_torch
@@ -167,11 +167,41 @@ def test_losses_of_another_shape_than_the_mask_are_refused(build_tensors: Any) -
         aggregate(torch.ones(2, 1), part, mode="token_mean", denominators=part.denominators)
 
 
+@pytest.mark.parametrize(
+    ("mode", "missing", "message"),
+    [
+        ("constant", "length_constant", r"one of token_mean, .* BatchStream\.config\.aggregation"),
+        ("rollout_mean", "num_trajectories", "mini-batch of 7 trained tokens"),
+        ("prompt_mean", "num_groups", "mini-batch of 7 trained tokens"),
+    ],
+)
+def test_aggregate_refuses_a_mode_without_a_denominator(
+    build_tensors: Any, mode: Any, missing: str, message: str
+) -> None:
+    # In a run with another aggregation, the length constant is 0. The loss of mode "constant" was
+    # then divided by 1, in silence: 24.0 here, and 1.0 in a run with a length constant of 8.
+    part = build_tensors(MASKS, length_constant=8)
+    denominators = part.denominators._replace(**{missing: 0})
+
+    with pytest.raises(InvalidConfigError, match=message) as caught:
+        aggregate(losses(0, 1, 2), part, mode=mode, denominators=denominators)
+
+    assert caught.value.field == missing
+    assert f"aggregation={mode!r}" in caught.value.message
+
+
+def test_aggregate_refuses_constant_without_trained_tokens_too(build_tensors: Any) -> None:
+    part = build_tensors(["00", "0"])
+
+    with pytest.raises(InvalidConfigError, match="length_constant"):
+        aggregate(torch.ones(2, 2), part, mode="constant", denominators=part.denominators)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mini_batch_without_a_trained_token_has_a_loss_of_0(
     build_tensors: Any, mode: Any
 ) -> None:
-    part = build_tensors(["00", "0"])
+    part = build_tensors(["00", "0"], length_constant=8)
 
     assert aggregate(torch.ones(2, 2), part, mode=mode, denominators=part.denominators).item() == 0
 

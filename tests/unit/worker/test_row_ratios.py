@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from turnstream import testing
@@ -89,6 +91,74 @@ def test_a_packed_ratio_has_the_gradient_of_a_padded_one() -> None:
     assert padded.grad is not None
     assert padded.grad.abs().sum() > 0
     torch.testing.assert_close(packed.grad, padded.grad[real_BR])
+
+
+# "C" is a trained response token, "c" an observed one; "ab|" has no response; "a|b" may be inert.
+_texts = st.just("|") | st.tuples(
+    st.text("ab", min_size=1, max_size=2), st.text("cCD", max_size=3)
+).map("|".join)
+
+
+@given(texts=st.lists(_texts, max_size=7), num_inert=st.integers(0, 3), seed=st.integers(0, 99))
+@example(texts=["ab|", "ab|", "ab|C"], num_inert=0, seed=0)
+@example(texts=["ab|", "ab|C", "ab|", "ab|D"], num_inert=1, seed=1)
+@example(texts=["|", "|", "a|CD"], num_inert=0, seed=2)
+@example(texts=["ab|", "ab|"], num_inert=0, seed=3)
+@example(texts=[], num_inert=3, seed=4)
+@example(texts=[], num_inert=0, seed=5)
+@pytest.mark.parametrize("name", [*AGAINST_BEHAVIOUR, *AGAINST_OLD])
+def test_flat_shares_of_any_rows_match_the_padded_layout(
+    name: str, texts: list[str], num_inert: int, seed: int
+) -> None:
+    # The sums of flat rows had as many places as tokens: a share with more rows than response
+    # tokens raised IndexError in every function with a ratio per row.
+    mini_batch = _mini_batch(texts, num_inert=num_inert)
+    function = {**AGAINST_BEHAVIOUR, **AGAINST_OLD}[name]
+    num_columns = 1 if name in AGAINST_BEHAVIOUR else 2
+    padded: Any = to_torch(mini_batch)
+    values = torch.randn(
+        (num_columns + 1, *padded.loss_mask_BR.shape),
+        generator=torch.Generator().manual_seed(seed),
+        dtype=torch.float64,
+    )
+    expected, expected_gradient = _weighted_sum(function, padded, values, padded.trained_tokens)
+
+    flat = (jagged_to_torch(mini_batch), *packed_to_torch(mini_batch))
+    for part in (*flat, right_padded_to_torch(mini_batch)):
+        result, gradient = _weighted_sum(function, part, values, padded.trained_tokens)
+        torch.testing.assert_close(result, expected)
+        torch.testing.assert_close(gradient, expected_gradient)
+
+
+def _mini_batch(texts: list[str], *, num_inert: int) -> MiniBatch:
+    """These rows, with inert ones at the end, in one forward pass."""
+    inert = [False] * len(texts) + [True] * num_inert
+    rows = testing.rows(*texts, *["a|b"] * num_inert, is_padding=inert)
+    return MiniBatch(rows=rows, info=testing.mini_batch_info(rows))
+
+
+def _weighted_sum(
+    function: Callable[..., Tensor], part: Any, values: Tensor, trained_BR: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return what the function gives each trained token, and the gradient of its first argument.
+
+    Args:
+        function: takes the columns by the names of `AGAINST_BEHAVIOUR` or `AGAINST_OLD`.
+        part: the rows, in any layout.
+        values: float64 (columns, B, R), in the padded layout.
+        trained_BR: the loss mask of the padded layout.
+    """
+    placed = torch.full((len(values), *part.trained_tokens.shape), float("nan")).double()
+    placed[:, part.trained_tokens] = values[:, trained_BR]
+    first = placed[0].clone().requires_grad_()
+    names = ("behaviour_BR",) if len(values) == 2 else ("old_BR", "advantages_BR")
+    columns = dict(zip(names, placed[1:], strict=True))
+    result = function(first, **columns, mask_BR=part.trained_tokens, row_of=part.row_of)
+    trained = result[part.trained_tokens]
+    if trained.requires_grad:
+        trained.square().sum().backward()
+    gradient = torch.zeros_like(first) if first.grad is None else first.grad
+    return trained.detach(), gradient[part.trained_tokens]
 
 
 @pytest.mark.parametrize("function", [*AGAINST_BEHAVIOUR.values()], ids=[*AGAINST_BEHAVIOUR])

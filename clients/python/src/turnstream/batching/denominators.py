@@ -22,14 +22,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.config import Aggregation, RowWeights
 from turnstream.batching.plan import GroupPlan
-from turnstream.errors import BatchingError
+from turnstream.errors import BatchingError, InvalidConfigError
 from turnstream.types import Denominators, Rows
 
 
@@ -112,11 +112,15 @@ def count_denominators(shares: Sequence[Rows], *, length_constant: int) -> Denom
 def row_scales(
     rows: Rows, *, denominators: Denominators, aggregation: Aggregation
 ) -> NDArray[np.float64]:
-    """float64 (B,): what every row's sum of masked token losses is multiplied by.
+    """Return the factor of every row's sum of masked token losses, float64 (B,).
 
-    The loss of the mini-batch is the sum of these products over all ranks and micro-batches. 0 in
-    rows without a trained token.
+    The loss of the mini-batch is the sum of these products over all ranks and micro-batches. Rows
+    without a trained token have 0.
+
+    Raises:
+        InvalidConfigError: the run ships no denominator for this aggregation.
     """
+    require_denominator(denominators, aggregation=aggregation)
     trained_B = num_trained(rows)
     ones_B = np.ones(len(rows))
     match aggregation:
@@ -137,6 +141,36 @@ def row_scales(
     # Where all rows weigh nothing, so does their sum: nothing is divided, and nothing by 0.
     scales_B[live_B] = rows.weight[live_B] / (per_row_B[live_B] * (total or 1))
     return scales_B
+
+
+def require_denominator(denominators: Denominators, *, aggregation: Aggregation) -> None:
+    """Refuse an aggregation for which a run ships no denominator.
+
+    A count may be 0 only in a mini-batch without a trained token. A `weight_sum` of 0 is none of
+    these: rows that weigh nothing have a loss of 0.
+
+    Raises:
+        InvalidConfigError: names the missing number, and the aggregation that was asked.
+    """
+    if aggregation == "constant" and not denominators.length_constant:
+        others = ", ".join(name for name in get_args(Aggregation) if name != "constant")
+        raise InvalidConfigError(
+            "length_constant",
+            "it is 0, so aggregation='constant' has no denominator: this run aggregates by one of "
+            f"{others}. Take the mode from BatchStream.config.aggregation, or create the run with "
+            "aggregation='constant' and a length_constant",
+        )
+    name = _COUNTS.get(aggregation)
+    if name and denominators.num_tokens and not getattr(denominators, name):
+        raise InvalidConfigError(
+            name,
+            f"it is 0 in a mini-batch of {denominators.num_tokens} trained tokens, so "
+            f"aggregation={aggregation!r} has no denominator. Pass the denominators as shipped",
+        )
+
+
+_COUNTS: dict[str, str] = {"rollout_mean": "num_trajectories", "prompt_mean": "num_groups"}
+"""Aggregations that divide by a count other than that of tokens."""
 
 
 def check_share(

@@ -20,6 +20,7 @@ from turnstream.batching.assemble import concatenate_rows, take_rows
 from turnstream.batching.balance import balance
 from turnstream.batching.merged_extras import inert_columns
 from turnstream.batching.microbatch import Budget, plan_passes, row_units
+from turnstream.batching.packing import Bins
 from turnstream.errors import BatchingError
 from turnstream.types import ExtraColumn, Ragged, Rows
 
@@ -32,6 +33,9 @@ _TOKENS = Budget(limit=0)
 
 _POSITION_BITS = 20
 _MINI_BATCH_BITS = 12
+
+MAX_INERT_ROWS = 1 << _POSITION_BITS
+"""Bound for one mini-batch: the id of an inert row contains its position."""
 
 
 def mini_batch_bounds(group_ids: Sequence[str], *, mini_batch_groups: int) -> list[tuple[int, int]]:
@@ -117,12 +121,17 @@ def cut_ranks(
         budget: says what a row costs: its tokens, or more where attention counts too.
 
     Raises:
-        BatchingError: one of both is below 1.
+        BatchingError: one of both is below 1, or more inert rows are needed than have ids.
     """
     num_rows = len(lengths_B)
     _require_at_least_1(dp_world_size=dp_world_size, multiple_of=multiple_of)
     multiple = math.lcm(dp_world_size, multiple_of)
     num_padded = max(-(-num_rows // multiple), 1) * multiple
+    if num_padded - num_rows > MAX_INERT_ROWS:
+        raise BatchingError(
+            f"{num_rows} rows for dp_world_size={dp_world_size} need {num_padded - num_rows} "
+            f"inert rows to be a multiple of {multiple}, at most {MAX_INERT_ROWS} are allowed"
+        )
     lengths = [*np.asarray(lengths_B).tolist(), *[INERT_LENGTH] * (num_padded - num_rows)]
     costs = row_units(lengths, budget)
     return sorted(map(sorted, balance(costs, num_parts=dp_world_size, equal_count=True)))
@@ -162,9 +171,30 @@ def rank_share(
     ranks = cut_ranks(
         rows.input_ids.lengths, dp_world_size=dp_world_size, multiple_of=multiple_of, budget=budget
     )
-    mine = ranks[dp_rank]
-    real = [row for row in mine if row < len(rows)]
-    padding = [row - len(rows) for row in mine if row >= len(rows)]
+    return take_share(
+        rows, ranks[dp_rank], step=step, mini_batch=mini_batch, pad_token_id=pad_token_id
+    )
+
+
+def take_share(
+    rows: Rows, positions: Sequence[int], *, step: int, mini_batch: int, pad_token_id: int
+) -> Rows:
+    """Return the rows at these positions, inert ones last; the same object if that is all rows.
+
+    Args:
+        rows: the whole mini-batch.
+        positions: row positions of one rank, as `cut_ranks` returns them.
+        step: of the batch; part of the ids of inert rows, as is `mini_batch`.
+        mini_batch: index in the batch.
+        pad_token_id: both tokens of an inert row.
+
+    Raises:
+        BatchingError: a number is too large for the ids of inert rows.
+    """
+    real = [row for row in positions if row < len(rows)]
+    padding = [row - len(rows) for row in positions if row >= len(rows)]
+    if len(real) == len(rows) and not padding:
+        return rows
     share = take_rows(rows, real)
     if not padding:
         return share
@@ -304,10 +334,33 @@ def budgeted_passes(
     _require_rank(dp_rank, dp_world_size)
     lengths = rows.input_ids.lengths
     ranks = cut_ranks(lengths, dp_world_size=dp_world_size, multiple_of=multiple_of, budget=budget)
-    known = [*lengths.tolist(), *[INERT_LENGTH] * (sum(map(len, ranks)) - len(lengths))]
-    shares = [[known[row] for row in rank] for rank in ranks]
-    passes = plan_passes(shares, budget=budget, multiple_of=passes_multiple_of)
+    passes = rank_passes(lengths, ranks, budget=budget, multiple_of=passes_multiple_of)
     return tuple(tuple(rows_of_pass) for rows_of_pass in passes[dp_rank])
+
+
+def rank_passes(
+    lengths_B: NDArray[np.integer],
+    ranks: Sequence[Sequence[int]],
+    *,
+    budget: Budget,
+    multiple_of: int = 1,
+) -> list[Bins]:
+    """Return the forward passes of every rank, as positions in its share.
+
+    Args:
+        lengths_B: tokens of every row of the mini-batch.
+        ranks: row positions of every rank, as `cut_ranks` returns them.
+        budget: of one pass; as given to `cut_ranks`.
+        multiple_of: the number of passes is one of these.
+
+    Raises:
+        RowTooLongError: a row exceeds the limit and the budget refuses such rows.
+        BatchingError: a rank has fewer rows than passes are needed.
+    """
+    num_inert = sum(map(len, ranks)) - len(lengths_B)
+    known = [*np.asarray(lengths_B).tolist(), *[INERT_LENGTH] * num_inert]
+    shares = [[known[row] for row in rank] for rank in ranks]
+    return plan_passes(shares, budget=budget, multiple_of=multiple_of)
 
 
 def _require_at_least_1(**sizes: int) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from turnstream.batching.config import Aggregation
+from turnstream.batching.denominators import require_denominator
 from turnstream.errors import BatchingError
 from turnstream.types import Denominators
 from turnstream.worker.tensors import TokenRows, row_sums
@@ -100,17 +101,22 @@ def clipped_exp(exponent: Tensor) -> Tensor:
 
 
 def sum_over_row(values_BR: Tensor, *, row_of: Tensor | None) -> Tensor:
-    """(B, 1): the sum of every row's values; where rows are packed (N,), that of each value's row.
+    """Return the sum of every row's values, (B, 1), or (N,) where tensors are flat.
+
+    A flat share may have more rows than values. So each row is named by the place of its first
+    value among all values sorted by row: the place is below N, and the device is not asked for the
+    number of rows.
 
     Args:
-        values_BR: of tokens.
-        row_of: which row each token is of, where rows have no dimension of their own.
+        values_BR: one value per token.
+        row_of: the row of each token, where rows have no dimension of their own.
 
     Raises:
-        BatchingError: rows are packed, and `row_of` is not given.
+        BatchingError: the tensors are flat, and `row_of` is not given.
     """
     if row_of is not None:
-        return row_sums(values_BR, rows=row_of, num_rows=len(values_BR))[row_of]
+        places_N = torch.searchsorted(row_of.sort().values, row_of)
+        return row_sums(values_BR, rows=places_N, num_rows=len(values_BR))[places_N]
     if values_BR.dim() < 2:
         raise BatchingError(
             f"tensors of shape {tuple(values_BR.shape)} do not say which token is of which row: "
@@ -179,8 +185,8 @@ def gspo(
 ) -> Tensor:
     """(B, R): the clipped loss with one ratio per row, exp(mean over its tokens of current - old).
 
-    GSPO (arXiv:2507.18071). A trajectory that was split into rows has a ratio per row. Of packed
-    and jagged tensors, `row_of=part.row_of` says which token is of which row.
+    GSPO (arXiv:2507.18071). A trajectory that was split into rows has a ratio per row. Packed and
+    jagged tensors need `row_of=part.row_of`, the row of each token.
     """
     exponent_BR = log_ratio(current_BR, old_BR, mask_BR=mask_BR)
     ratio_B1 = clipped_exp(mean_over_row(exponent_BR, mask_BR=mask_BR, row_of=row_of))
@@ -311,14 +317,16 @@ def aggregate(
             the rows' token weights here, and summed in float32 or wider.
         part: the rows they belong to, in any layout.
         mode: the run's `aggregation`.
-        denominators: of the whole mini-batch, as shipped.
+        denominators: the shipped ones, of the whole mini-batch.
         averaged_over: by how much the framework divides what it sums: the number of ranks where
             gradients are averaged (DDP, FSDP), times the accumulation steps where the engine
             divides by them (DeepSpeed); 1 where it sums.
 
     Raises:
         BatchingError: `loss_BR` has another shape than the rows: broadcasting would hide it.
+        InvalidConfigError: the run ships no denominator for this mode.
     """
+    require_denominator(denominators, aggregation=mode)
     mask_BR = part.trained_tokens
     if loss_BR.shape != mask_BR.shape:
         raise BatchingError(
@@ -339,7 +347,7 @@ def aggregate(
 def _row_divisors(
     part: TokenRows, *, mode: Aggregation, denominators: Denominators
 ) -> tuple[Tensor, float]:
-    """What every row's sum is divided by, (B,), and then all of them; never 0.
+    """Return the divisor of every row's sum (B,), and that of their sum; none is 0.
 
     Where rows are counted, the sum of their weights stands for their number: it is their number
     where all weights are 1.
