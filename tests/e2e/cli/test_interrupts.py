@@ -1,0 +1,149 @@
+"""Ctrl-C at every moment of a command: status 130, and no traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+REPOSITORY = Path(__file__).parents[3]
+PROGRAM: str = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"][
+    "turnstream"
+]
+ENTRY, _, FUNCTION = PROGRAM.partition(":")
+QUIET = ("", "interrupted\n")
+
+AT_IMPORT = f"""
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+module = sys.argv.pop(1)
+def interrupt(event, arguments):
+    if event == "import" and arguments[0] == module:
+        os.kill(os.getpid(), signal.SIGINT)
+sys.addaudithook(interrupt)
+from {ENTRY} import {FUNCTION}
+{FUNCTION}()
+"""
+"""The console script, which gets SIGINT as it begins to import the module argv[1]."""
+
+SAYS_GO = f"""
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from {ENTRY} import {FUNCTION}
+print("go", flush=True)
+{FUNCTION}()
+"""
+"""The console script, which says when the first line of ours has run."""
+
+
+@pytest.fixture
+def silent_store() -> Iterator[str]:
+    """The address of a store that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"redis://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("typer", "rich", "inspect", "turnstream.errors", "turnstream_server.cli_store"),
+        *("pydantic_core", "turnstream_server.settings", "numpy", "redis"),
+    ],
+)
+def test_interrupt_during_an_import_prints_no_traceback(module: str, silent_store: str) -> None:
+    # All modules of the command line were imported before anything handled Ctrl-C: in the first
+    # 0.1 s it printed a traceback of the import system and ended the process by the signal.
+    command = [sys.executable, "-c", AT_IMPORT, module, "runs", "--redis", silent_store]
+
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+    assert ended.returncode == 130
+    assert ended.stderr in QUIET
+
+
+def test_interrupt_swallowed_by_an_import_still_ends_the_command(silent_store: str) -> None:
+    # A KeyboardInterrupt in a callback of the import system is printed and lost. `turnstream up`
+    # went on as if there had been no Ctrl-C.
+    hook = "os.kill(os.getpid(), signal.SIGINT)"
+    swallowing = AT_IMPORT.replace(hook, f"exec('try: {hook}\\nexcept BaseException: pass')")
+    command = [sys.executable, "-c", swallowing, "pydantic_core", "runs", "--redis", silent_store]
+
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+    assert (ended.returncode, ended.stderr) == (130, "")
+
+
+@pytest.mark.parametrize("after_s", [0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0])
+def test_interrupt_prints_no_traceback_at_any_moment(after_s: float, silent_store: str) -> None:
+    # The same from outside: before the command line was there, Ctrl-C printed a traceback.
+    command = [sys.executable, "-c", SAYS_GO, "runs", "--redis", silent_store]
+
+    status, stderr = interrupted(command, after_s=after_s)
+
+    assert status == 130
+    assert stderr in QUIET
+
+
+@pytest.mark.parametrize("after_s", [0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2, 2.0])
+def test_interrupt_of_up_leaves_no_process(after_s: float, tmp_path: Path) -> None:
+    # Ctrl-C while `turnstream up` was importing or starting its services printed a traceback.
+    mark = f"mark-{tmp_path}-{after_s}"
+    command = [sys.executable, "-c", SAYS_GO, "up", "--data-dir", str(tmp_path / "up")]
+
+    status, stderr = interrupted(command, after_s=after_s, mark=mark)
+
+    assert status == 130
+    assert stderr in QUIET
+    assert [pid for pid in processes() if mark in environment_of(pid)] == []
+
+
+def test_ignored_interrupt_stays_ignored(silent_store: str) -> None:
+    # A shell that starts a command in the background has it ignore Ctrl-C.
+    code = AT_IMPORT.replace("signal.default_int_handler", "signal.SIG_IGN")
+    command = [sys.executable, "-c", code, "typer", "--help"]
+
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+    assert ended.returncode == 0
+    assert "Train a policy on the batches of a run." in ended.stdout
+
+
+def interrupted(command: list[str], *, after_s: float, mark: str = "") -> tuple[int, str]:
+    """Status and errors of a command that gets SIGINT so long after its first line."""
+    environment = {**os.environ, "TURNSTREAM_TEST_MARK": mark}
+    environment.pop("TURNSTREAM_REDIS_URL", None)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(after_s)
+        process.send_signal(signal.SIGINT)
+        try:
+            _, stderr = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    return process.returncode, stderr
+
+
+def processes() -> list[int]:
+    """Ids of all processes."""
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+
+
+def environment_of(pid: int) -> str:
+    """The environment with which a process was started; empty where it cannot be read."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_text(errors="replace")
+    except OSError:
+        return ""
