@@ -130,7 +130,7 @@ class Life:
             names.times,
         )
         stepped = (names.frontier, names.batches, names.wake, names.ranks, names.times)
-        committed = (names.frontier, names.batches, names.times)
+        committed = (names.frontier, names.batches, names.times, names.wake)
         self._store.run(
             ("HSET", names.ledger, *values),
             ("HSET", names.held, *[word for each in ids for word in (each, "9000")]),

@@ -35,7 +35,7 @@ def delete(
         raise typer.Exit(1)
     with connect(url) as client:
         done = delete_run(client, run)
-    typer.echo(f"deleted {run}; its name may be used again in {done.free_after_s:.0f} s")
+    typer.echo(f"deleted {', '.join(done.runs)}; the name can be used again")
 
 
 @app.command(rich_help_panel=_PANEL)

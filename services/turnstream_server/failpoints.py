@@ -38,6 +38,10 @@ NAMES: Final = frozenset(
         "give_up.after",  # the run was told, the payload does not say so
         "finish_run.before",  # nothing is left to plan
         "finish_run.after",
+        "reject.before",  # an event cannot be read or folded, the store does not know yet
+        "reject.after",  # the decision is stored, nothing that depends on it is planned
+        "park.before",  # a run looks idle, it is still led
+        "park.after",  # it is parked, nobody listens to it yet
         "mark_dead.before",  # damage was found, the ledger does not know yet
         "mark_dead.after",
         "replay.after_open",  # what a dead letter becomes is open, the letter does not say so

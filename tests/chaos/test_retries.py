@@ -85,9 +85,10 @@ def test_calls_that_come_three_times_at_once_have_the_outcome_of_single_calls(
     assert [call for call in calls if len(_lasting(call)) > 1] == []
     assert {_name(call) for call in calls if len(call.outcomes) == 3} == {
         *("Start", "Get", "Stepped", "Committed", "AnnounceVersion", "Observe", "Observed"),
+        "Check",  # of a stream, before its first Get
     }
     assert _seen(planned) == NUM_STEPS
-    assert planned.digest() == before
+    assert _without_wake(planned.digest()) == _without_wake(before)
     for first, again in zip(calls, late, strict=True):
         if _name(first) == "Start":  # of a trainer that has come further since: a second one
             assert {outcome.code for outcome in again.outcomes} == {grpc.StatusCode.ALREADY_EXISTS}
@@ -287,3 +288,8 @@ def _texts(answers: Iterable[Any]) -> Iterator[str]:
 def _impatient(data: bytes) -> bytes:
     """The same commands; reads that would wait for news wait no longer than a millisecond."""
     return re.sub(rb"BLOCK\r\n\$\d+\r\n\d+", b"BLOCK\r\n$1\r\n1", data)
+
+
+def _without_wake(digest: Any) -> dict[Any, Any]:
+    """Return a digest without wake streams: a repeated call may write an entry there."""
+    return {key: value for key, value in digest.items() if not key.endswith(b":wake")}

@@ -39,4 +39,6 @@ def test_a_run_survives_random_faults(tmp_path: Path) -> None:
 def test_every_failpoint_of_the_product_is_drawn_by_one_fault() -> None:
     drawn = sorted(itertools.chain.from_iterable(FAILPOINTS.values()))
 
-    assert drawn == sorted(failpoints.NAMES)
+    # Tests of the batcher kill at the others: test_rejections_are_final.py, test_parked_runs.py.
+    elsewhere = {"reject.before", "reject.after", "park.before", "park.after"}
+    assert drawn == sorted(failpoints.NAMES - elsewhere)

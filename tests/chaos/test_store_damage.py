@@ -93,7 +93,7 @@ def test_a_damaged_event_stops_neither_the_planner_nor_its_successor(rig: Rig) -
     rig.join(rig.start_ranks(1, max_steps=3, checkpoint_every=1))
 
     assert second.status is None
-    assert "is poison" in second.log_path.read_text()
+    assert "are rejected" in second.log_path.read_text()
     rig.check()
 
 

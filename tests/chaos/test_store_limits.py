@@ -70,7 +70,7 @@ def test_a_full_server_holds_producers_up_while_consumers_go_on(full: Rig) -> No
         looks.append(_memory(full)["used_memory"])
 
     began_s = time.monotonic()
-    full.wait(lambda: "OOM" in _told(full), "a producer that is told why it waits")
+    full.wait(lambda: "full" in _told(full), "a producer that is told why it waits")
     full.wait(lambda: full.count("opening") == 34, "a producer that asks for leave")
     full.join(full.start_ranks(1, checkpoint_every=1, max_steps=1))
     refused, lasted_s = _num_refused(full), time.monotonic() - began_s
@@ -93,7 +93,7 @@ def test_a_full_server_holds_producers_up_while_consumers_go_on(full: Rig) -> No
 def _told(rig: Rig) -> str:
     """What the producer was told last of the write that it waits for."""
     told = [line["reasons"] for line in rig.history().of("told_to_wait") if _is_held(line)]
-    return dict(told[-1]).get(WaitKind.STORE_AWAY, "") if told else ""
+    return dict(told[-1]).get(WaitKind.STORE_FULL, "") if told else ""
 
 
 def _is_held(line: Line) -> bool:

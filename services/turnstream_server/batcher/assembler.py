@@ -4,7 +4,8 @@ All of it runs in threads of its own, so that the event loop goes on meanwhile. 
 kept for whoever asks next::
 
     rows of a mini-batch           when the leader checks the plan, or at the first Get
-    share of (rank, world size)    at the first Get; when every rank has its share, the rows go
+    cut for a world size           at the first Get of any rank
+    share of (rank, world size)    at the first Get; when every rank has its share, rows and cut go
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from turnstream.records.batches import EncodedMiniBatch
 from turnstream.types import DeclaredColumn, Ragged, Rows
 from turnstream_server.batcher.cache import CacheStatistics, SingleFlightCache, Sized
 from turnstream_server.batcher.payload import Damage, DamagedPayloadError, Payload, PayloadReader
-from turnstream_server.batcher.shares import PlannedBatch, encode_share
+from turnstream_server.batcher.shares import Cut, PlannedBatch, cut_mini_batch, encode_share
 
 NUM_THREADS: Final = min(4, max(1, (os.cpu_count() or 1) // 2))
 """They share one interpreter lock with the event loop, so that more of them mostly wait. On two
@@ -41,10 +42,18 @@ class _RowsKey(NamedTuple):
     mini_batch: int
 
 
+class _CutKey(NamedTuple):
+    source: _RowsKey
+    dp_world_size: int
+
+
 class _ShareKey(NamedTuple):
     source: _RowsKey
     dp_rank: int
     dp_world_size: int
+
+
+_Key = _RowsKey | _CutKey | _ShareKey
 
 
 class Assembler:
@@ -52,14 +61,12 @@ class Assembler:
 
     Args:
         url: of the store.
-        max_cache_bytes: of rows and shares kept.
+        max_cache_bytes: bound on the memory of kept rows, cuts and shares.
     """
 
     def __init__(self, url: str, *, max_cache_bytes: int) -> None:
         self._payload = PayloadReader(url)
-        self._cache: SingleFlightCache[_RowsKey | _ShareKey, Any] = SingleFlightCache(
-            max_bytes=max_cache_bytes
-        )
+        self._cache: SingleFlightCache[_Key, Any] = SingleFlightCache(max_bytes=max_cache_bytes)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="assembler")
 
     async def check(self, batch: PlannedBatch) -> None:
@@ -114,8 +121,8 @@ class Assembler:
     def release(self, run: str, *, through_step: int) -> None:
         """Forget what was made for the steps of a run up to this one."""
 
-        def is_over(key: _RowsKey | _ShareKey) -> bool:
-            source = key.source if isinstance(key, _ShareKey) else key
+        def is_over(key: _Key) -> bool:
+            source = key if isinstance(key, _RowsKey) else key.source
             return source.run == run and source.step <= through_step
 
         self._cache.drop(is_over)
@@ -144,14 +151,22 @@ class Assembler:
                 encode_share,
                 batch,
                 rows,
+                await self._cut(batch, rows, _CutKey(key.source, key.dp_world_size)),
                 mini_batch=key.source.mini_batch,
                 dp_rank=key.dp_rank,
-                dp_world_size=key.dp_world_size,
             )
             share = await self.in_thread(encode)
             return Sized(share, share.num_bytes)
 
         return make
+
+    async def _cut(self, batch: PlannedBatch, rows: Rows, key: _CutKey) -> Cut:
+        async def make() -> Sized[Cut]:
+            divide = functools.partial(cut_mini_batch, batch, rows, dp_world_size=key.dp_world_size)
+            cut = await self.in_thread(divide)
+            return Sized(cut, cut.num_bytes)
+
+        return await self._cache.get(key, make)
 
     async def _rows(self, batch: PlannedBatch, mini_batch: int) -> Rows:
         async def make() -> Sized[Rows]:
@@ -185,10 +200,15 @@ class Assembler:
             raise DamagedPayloadError(damages) from error
 
     def _drop_needless_rows(self, made: _ShareKey) -> None:
-        """Forget the rows that a share came from once every rank of its world has its share."""
-        ranks = range(made.dp_world_size)
+        """Drop rows and cut that a share came from once every rank of its world has its share."""
+        world = made.dp_world_size
+        if not self._cache.is_kept(made.source):
+            return
+        # Ranks mostly ask in order. A neighbour without its share saves the check of the others.
+        ranks = ((made.dp_rank - 1) % world, (made.dp_rank + 1) % world, *range(world))
         if all(self._cache.is_kept(made._replace(dp_rank=rank)) for rank in ranks):
-            self._cache.drop(lambda key: key == made.source)
+            needless = (made.source, _CutKey(made.source, world))
+            self._cache.drop(lambda key: key in needless)
 
 
 def _rows_key(batch: PlannedBatch, mini_batch: int) -> _RowsKey:

@@ -6,26 +6,13 @@ import logging
 
 import redis.asyncio
 
-from turnstream.errors import ConflictError, FencedError, InvalidConfigError, StoreBehindError
-from turnstream.types import RecoveryToken
+from turnstream.errors import ConflictError, FencedError, StoreBehindError
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.shares import PlannedBatch
 from turnstream_server.bus.frontier import Frontier
 from turnstream_server.bus.sessions import TrainerSession, hear_rank
 
 logger = logging.getLogger(__name__)
-
-
-def parse_token(text: str) -> RecoveryToken:
-    """The recovery token that a trainer presents.
-
-    Raises:
-        InvalidConfigError: the text is none.
-    """
-    try:
-        return RecoveryToken.parse(text)
-    except ValueError as error:
-        raise InvalidConfigError("recovery_token", f"{text!r} is not a recovery token") from error
 
 
 async def hear_caller(client: redis.asyncio.Redis, request: wire.GetRequest) -> None:
@@ -86,12 +73,7 @@ def check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
         FencedError: its session is over.
         StoreBehindError: this store has not planned what it has got before.
         ConflictError: the session has another number of ranks.
-        InvalidConfigError: there is no such rank.
     """
-    if request.dp_rank >= request.dp_world_size:
-        raise InvalidConfigError(
-            "dp_rank", f"{request.dp_rank} is not below dp_world_size={request.dp_world_size}"
-        )
     if not request.observer:
         _check_not_withdrawn(request, frontier)
     if request.previous_hash and frontier.planned < request.step - 1:
@@ -147,7 +129,7 @@ def check_chain(request: wire.GetRequest, batch: PlannedBatch) -> None:
         )
 
 
-def log_start(request: wire.StartRequest, session: TrainerSession) -> None:
+def log_start(request: wire.StartRequest, session: TrainerSession, run: str) -> None:
     """Say in the log where a session begins, and what comes again to it."""
     facts = {
         "session_epoch": session.session_epoch,
@@ -157,14 +139,14 @@ def log_start(request: wire.StartRequest, session: TrainerSession) -> None:
     logger.info(
         "trainer session %r of run %s begins at step %d",
         request.session,
-        request.run,
+        run,
         session.next_step,
         extra=facts,
     )
     if session.is_rollback:
         logger.warning(
             "run %s goes back behind committed step %d; steps %s come again",
-            request.run,
+            run,
             session.previous_committed,
             list(session.returning_steps),
             extra=facts,
@@ -172,7 +154,7 @@ def log_start(request: wire.StartRequest, session: TrainerSession) -> None:
     elif session.returning_steps:
         logger.info(
             "run %s: steps %s were not committed and come again",
-            request.run,
+            run,
             list(session.returning_steps),
             extra=facts,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from dataclasses import replace
 from typing import Final
 
 import redis.asyncio
@@ -13,7 +14,9 @@ from turnstream.batching.planning import plan_batch
 from turnstream.batching.readiness import ReadyGroup
 from turnstream.batching.report import plan_report
 from turnstream.batching.selection import Choice
+from turnstream.errors import BatchingError
 from turnstream.records.snapshots import PlannerSnapshot
+from turnstream_server.batcher.payload import Damage, UnplannableError
 from turnstream_server.batcher.revising import ConfigInForce
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.bus.manifests import (
@@ -93,7 +96,7 @@ class PlanChain:
         return deque(stored)
 
     def draft(self, groups: tuple[ReadyGroup, ...], choice: Choice | None) -> StoredManifest:
-        """The plan of the next step with these groups, as it would be stored."""
+        """Return the plan of the next step with these groups, as it would be stored."""
         manifest = plan_batch(
             groups,
             config=self._in_force.config,
@@ -109,6 +112,38 @@ class PlanChain:
             masked_versions=() if choice is None else choice.masked_versions,
         )
         return encode_for_store(manifest)
+
+    def draft_or_blame(
+        self, groups: tuple[ReadyGroup, ...], choice: Choice | None
+    ) -> StoredManifest:
+        """Return the plan of the next step, as `draft`.
+
+        Raises:
+            UnplannableError: it fails, and so do single trajectories of it by themselves.
+            BatchingError: it fails with each of its trajectories, or with none by itself.
+        """
+        try:
+            return self.draft(groups, choice)
+        except (MemoryError, OSError):
+            raise
+        except Exception as error:
+            reason = f"step {self.next_step} cannot be planned: {error!r}"
+            members = [replace(g, members=(m,)) for g in groups for m in g.members]
+            damages = [Damage(g.members[0].key, reason) for g in members if self._fails(g, choice)]
+            if 0 < len(damages) < len(members):
+                raise UnplannableError(tuple(damages)) from error
+            names = ", ".join(group.group_id for group in groups)
+            raise BatchingError(f"{reason}; its groups: {names}") from error
+
+    def _fails(self, group: ReadyGroup, choice: Choice | None) -> bool:
+        """Return whether a group of one trajectory cannot be planned."""
+        try:
+            self.draft((group,), choice)
+        except (MemoryError, OSError):
+            raise
+        except Exception:  # noqa: BLE001 - any error says that it fails
+            return True
+        return False
 
     async def write(self, stored: StoredManifest) -> bool:
         """Write a plan; False, with the view refreshed, where the step must be planned anew.

@@ -17,6 +17,7 @@ from turnstream.store import keys
 from turnstream.store.connection import MAX_BLOCK_S, connect_async
 from turnstream.store.ending import cancel_all
 from turnstream.store.replies import translating
+from turnstream.types.names import RunId
 
 logger = logging.getLogger(__name__)
 
@@ -120,17 +121,17 @@ class RunFinder:
         return count
 
     async def _read_list(self) -> None:
-        """Meet the runs that are not known, and know those that are there."""
+        """Meet the runs that are new, and those that are gone; know those that are there."""
         with translating():
             names: Any = await self._client.execute_command("SMEMBERS", keys.RUNS)
-        new = set(names) - self._known
+        changed = set(names) ^ self._known
         self._known = set(names)
-        await self._meet_all(sorted(new))
+        await self._meet_all(sorted(changed))
 
     async def _meet_all(self, names: Iterable[bytes]) -> None:
         for name in names:
             try:
-                await self._meet(keys.decode_name(name.decode()))
+                await self._meet(RunId(keys.decode_name(name.decode())))
             except UnavailableError:
                 raise
             except Exception:  # a defect of one run must not hide the others

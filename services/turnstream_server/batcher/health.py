@@ -3,6 +3,9 @@
 A balancer or a person asks with any tool that speaks it, such as `grpc_health_probe`. The protocol
 has no place for a reason: that is in the trailing metadata of a Check, and in the log.
 
+A store whose memory is full stays green, since what makes room is not refused: the metadata of a
+Check says then how full it is, and what holds the bytes.
+
 Red says that nothing new is acknowledged. What is planned may still be served, and to start the
 batcher again would mend nothing.
 """
@@ -17,20 +20,25 @@ from typing import Any, Final
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
 from turnstream.errors import TurnstreamError
+from turnstream.store import keys
 from turnstream.store.connection import connect_async
 from turnstream.store.ending import cancel_all
 from turnstream.store.replies import translating
 from turnstream_server.batcher.tasks import first_of
-from turnstream_server.bus.health import SECTION, store_trouble
+from turnstream_server.bus.budget import HeldBytes, read_held_async
+from turnstream_server.bus.health import SECTIONS, store_note, store_trouble
 
 logger = logging.getLogger(__name__)
 
 HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 TROUBLE: Final = "turnstream-trouble"
 """Name of the trailing metadata that says why a Check is red."""
+NOTE: Final = "turnstream-note"
+"""Name of the trailing metadata that says that the store is full."""
 
 _EVERY_S: Final = 1.0
 _PATIENCE_S: Final = 3.0
@@ -53,11 +61,13 @@ class StoreWatch:
 
     Attributes:
         trouble: why not; empty where it does.
+        note: the memory of the store is full, and what holds it; empty while it is not.
         is_over: nothing changes any more: this replica stops.
     """
 
     def __init__(self, url: str) -> None:
         self.trouble = ""
+        self.note = ""
         self.is_over = False
         self._client = connect_async(url, num_retries=0)
         self._changed = asyncio.Event()
@@ -105,8 +115,21 @@ class StoreWatch:
 
     async def _ask(self) -> str:
         with translating():
-            facts: Any = await self._client.info(SECTION)
+            facts: Any = await self._client.info(*SECTIONS)
+        self._note(store_note(facts, await self._held() if store_note(facts, ()) else ()))
         return store_trouble(facts)
+
+    async def _held(self) -> list[HeldBytes]:
+        """Return the bytes that the runs of the store hold."""
+        with translating():
+            names: Any = await self._client.execute_command("SMEMBERS", keys.RUNS)
+        runs = [keys.decode_name(name.decode()) for name in names]
+        return [await read_held_async(self._client, run) for run in runs]
+
+    def _note(self, note: str) -> None:
+        if note and not self.note:
+            logger.warning("%s", note)
+        self.note = note
 
     def _tell(self, trouble: str) -> None:
         self.trouble = trouble
@@ -126,18 +149,22 @@ class HealthServicer:
         self._store = store
         self._services = ("", *services)
 
-    async def check(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    async def check(self, data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         """The state now."""
+        request = await _parsed(data, context)
         if request.value not in self._services:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.value!r}")
-        if self._store.trouble:
-            context.set_trailing_metadata(((TROUBLE, _printable(self._store.trouble)),))
+        said = ((TROUBLE, self._store.trouble), (NOTE, self._store.note))
+        context.set_trailing_metadata(
+            tuple((name, _printable(text)) for name, text in said if text)
+        )
         return Int32Value(value=self._state())
 
     async def watch(
-        self, request: Any, context: grpc.aio.ServicerContext[Any, Any]
+        self, data: bytes, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[Any]:
         """The state now, and whenever it is another, until the caller or this replica leaves."""
+        request = await _parsed(data, context)
         is_known = request.value in self._services
         told: Health | None = None
         while True:
@@ -161,15 +188,22 @@ def health_handlers(servicer: HealthServicer) -> grpc.GenericRpcHandler:
     protobuf's wrappers: `HealthCheckRequest` is a StringValue on the wire, `HealthCheckResponse` an
     Int32Value.
     """
-    words = {
-        "request_deserializer": StringValue.FromString,
-        "response_serializer": Int32Value.SerializeToString,
-    }
+    words: dict[str, Any] = {"response_serializer": Int32Value.SerializeToString}
     calls = {
         "Check": grpc.unary_unary_rpc_method_handler(servicer.check, **words),
         "Watch": grpc.unary_stream_rpc_method_handler(servicer.watch, **words),
     }
     return grpc.method_handlers_generic_handler(HEALTH_SERVICE, calls)
+
+
+async def _parsed(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> StringValue:
+    """Return the request in these bytes; abort the call where they are none."""
+    try:
+        return StringValue.FromString(data)
+    except DecodeError as error:
+        details = f"{len(data)} bytes are no HealthCheckRequest: {error}"
+        logger.info("a health check of %s is refused: %s", context.peer(), details)
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, details)
 
 
 def _printable(text: str) -> str:

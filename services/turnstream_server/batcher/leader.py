@@ -22,12 +22,13 @@ from turnstream.batching.selection import Selector
 from turnstream.batching.staleness import VersionSteps
 from turnstream.records.snapshots import PlannerSnapshot
 from turnstream.store.revisions import Revisions
-from turnstream.types import BatchDue, ConfigRevised
+from turnstream.types import BatchDue, ConfigRevised, Event
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.chain import PlanChain
 from turnstream_server.batcher.explaining import why_not_complete
-from turnstream_server.batcher.letters import LetterBox
-from turnstream_server.batcher.listener import PAGE_EVENTS, EventEntry, RunListener
+from turnstream_server.batcher.letters import FoldBrokenError, LetterBox
+from turnstream_server.batcher.listener import RunListener
+from turnstream_server.batcher.loop_share import LoopShare
 from turnstream_server.batcher.memory import PlannerMemory, event_position
 from turnstream_server.batcher.payload import DamagedPayloadError
 from turnstream_server.batcher.replanning import Replanner
@@ -37,7 +38,9 @@ from turnstream_server.batcher.settling import Settler
 from turnstream_server.batcher.shares import PlannedBatch
 from turnstream_server.batcher.upkeep import DEFAULT_UPKEEP, Upkeep
 from turnstream_server.bus.endings import finish_run
+from turnstream_server.bus.events import PAGE_EVENTS, EventEntry
 from turnstream_server.bus.groups import announce_due
+from turnstream_server.bus.leadership import Position
 from turnstream_server.bus.manifests import StoredManifest
 from turnstream_server.failpoints import reach
 
@@ -46,9 +49,6 @@ logger = logging.getLogger(__name__)
 GATHER_S: Final = 0.004
 """Pause after events, in which more of them come: each read costs as much as fifty events, so that
 a thousand trajectories that are sealed one by one would otherwise cost 0.2 CPU seconds."""
-
-FOLD_SLICE: Final = 100
-"""Events folded in one go: 1.5 ms, for which the event loop stands still."""
 
 Hook = Callable[[Manifest], Awaitable[None]]
 
@@ -68,6 +68,9 @@ class Leader:
         revisions: of the config, as the term began.
         upkeep: when to take snapshots.
         before_write: awaited when a plan is checked and not yet written; for fault injection.
+
+    Attributes:
+        is_waiting: whether everything that was read is carried out, and more is waited for.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Leader:
         upkeep: Upkeep = DEFAULT_UPKEEP,
         before_write: Hook = no_hook,
     ) -> None:
+        self.is_waiting = False
         self._client = client
         self._view = view
         self._assembler = assembler
@@ -95,19 +99,35 @@ class Leader:
         self._settler = Settler(client, view.run, self._letters, epoch=epoch)
         self._chain = PlanChain(client, view, self._in_force, epoch=epoch)
         self._replanner = Replanner(client, view, assembler, epoch=epoch)
+        self._share = LoopShare()
         self._memory = PlannerMemory(client, view.run, assembler, epoch=epoch, upkeep=upkeep)
 
     @property
     def _config(self) -> BatchingConfig:
         return self._in_force.config
 
+    @property
+    def position(self) -> Position:
+        """The last entries that were read."""
+        return Position(self._listener.position, self._listener.wake_id)
+
     async def lead(self) -> None:
-        """Plan whatever can be planned, for ever.
+        """Plan whatever can be planned, until an error ends the term.
 
         Raises:
             FencedError: another planner leads the run.
+            FoldBrokenError: an event broke the fold and is rejected: lead with another Leader.
+            RecordError: a newer release wrote an event.
             StoreUnavailableError: the store cannot be reached.
         """
+        try:
+            await self._lead()
+        except FoldBrokenError:
+            await self._letters.put_away()
+            raise
+
+    async def _lead(self) -> None:
+        await self._letters.load()
         await self._replay()
         await self._view.refresh()
         logger.info(
@@ -116,7 +136,7 @@ class Leader:
             self._chain.next_step,
             extra={"epoch": self._epoch},
         )
-        self._view.explain = self._explain
+        self._view.explain = self.explain
         self._view.undecided = lambda: [
             *(group.group_id for group in self._fold.waiting()),
             *self._fold.evaluating,
@@ -151,13 +171,12 @@ class Leader:
         planned = await self._read_plans()
         decisions = await self._pass_all(planned, through=self._listener.position)
         while events := await self._listener.read_events():
-            for number, entry in enumerate(events, 1):
-                decisions += self._apply(entry)
+            for entry in events:
+                decisions += await self._apply(entry)
                 decisions += await self._pass_all(planned, through=entry.event_id)
-                if number % FOLD_SLICE == 0:
-                    await asyncio.sleep(0)
+                await self._share.after(entry)
             self._memory.num_events += len(events)
-            await asyncio.sleep(0)
+            await self._letters.put_away()
         await self._carry_out(await self._settler.still_known(decisions))
 
     async def _restore(self) -> None:
@@ -212,7 +231,9 @@ class Leader:
 
     async def _listen(self) -> None:
         """Wait for news and take it in."""
+        self.is_waiting = True
         news = await self._listener.wait(with_events=True)
+        self.is_waiting = False
         await self._take_in(news.events)
         if news.is_frontier_old:
             await self._view.refresh()
@@ -221,23 +242,32 @@ class Leader:
 
     async def _take_in(self, events: Iterable[EventEntry]) -> None:
         decisions: list[Decision] = []
-        for number, entry in enumerate(events, 1):
-            decisions += self._apply(entry)
+        for entry in events:
+            decisions += await self._apply(entry)
             self._memory.num_events += 1
-            if number % FOLD_SLICE == 0:
-                await asyncio.sleep(0)
+            await self._share.after(entry)
         self._memory.forget(self._fold, position=self._listener.position)
         await self._carry_out(decisions)
 
-    def _apply(self, entry: EventEntry) -> list[Decision]:
-        """Fold an event in; gives what it decides. One that cannot be read is passed over."""
+    async def _apply(self, entry: EventEntry) -> list[Decision]:
+        """Fold an event and return the decisions; reject an event that cannot be read or folded."""
         event = self._letters.read(entry) or self._in_force.told_at(entry.event_id)
         if event is None:
             return []
         if isinstance(event, ConfigRevised):
-            return self._take_revision(entry.event_id, event)
-        decisions = self._fold.apply(entry.event_id, event)
-        return [*decisions, *self._selector.apply(entry.event_id, event, self._fold)]
+            through = self._listener.position
+            await self._in_force.check_author(entry.event_id, event, through=through)
+        try:
+            return self._fold_in(entry.event_id, event)
+        except Exception as error:  # noqa: BLE001 - raised again where not due to the event
+            self._letters.reject_unfoldable(entry.event_id, event, error)
+            return []
+
+    def _fold_in(self, event_id: str, event: Event) -> list[Decision]:
+        if isinstance(event, ConfigRevised):
+            return self._take_revision(event_id, event)
+        decisions = self._fold.apply(event_id, event)
+        return [*decisions, *self._selector.apply(event_id, event, self._fold)]
 
     def _take_revision(self, event_id: str, event: ConfigRevised) -> list[Decision]:
         if not self._in_force.take(event_id, event):
@@ -317,13 +347,13 @@ class Leader:
         Some of its payload was damaged, or the step has got another config meanwhile, or the run
         was paused, or its trainer went back.
         """
-        stored = await self._assembler.in_thread(
-            lambda: self._chain.draft(groups, self._selector.choice)
-        )
-        manifest = stored.manifest
-        batch = PlannedBatch(manifest=manifest, manifest_hash=stored.hash, config=self._config)
-        reach("plan.before_check")
         try:
+            stored = await self._assembler.in_thread(
+                lambda: self._chain.draft_or_blame(groups, self._selector.choice)
+            )
+            manifest = stored.manifest
+            batch = PlannedBatch(manifest=manifest, manifest_hash=stored.hash, config=self._config)
+            reach("plan.before_check")
             await self._assembler.check(batch)
         except DamagedPayloadError as error:
             logger.warning("run %s: %s", self._view.run, error)
@@ -362,7 +392,7 @@ class Leader:
         if frontier.session_epoch and frontier.dp_world_size == 1:
             self._assembler.prepare(batch, mini_batch=0, dp_rank=0, dp_world_size=1)
 
-    def _explain(self, step: int) -> str:
+    def explain(self, step: int) -> str:
         """Why a step is not planned yet."""
         if step > self._chain.next_step:
             return f"step {step}: step {self._chain.next_step} is planned before it"

@@ -1,62 +1,97 @@
-"""Poison on a leader's table: what nobody can read, or what lies, is set aside and named.
+"""Events that a leader cannot read or fold: each one is rejected, and the run continues.
 
-The run goes on. An event that stopped the planner would stop each of its successors too.
+A rejection is decided once, in the store. Each later leader of the run, of any release, reads the
+decisions before it folds the events, and passes over the same ones.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import redis.asyncio
+from redis.exceptions import RedisError
 
-from turnstream.errors import ConflictError, CorruptRecordError, RecordError
+from turnstream.errors import (
+    BatchingError,
+    CorruptRecordError,
+    RecordError,
+    TurnstreamError,
+    UnknownFormatError,
+)
+from turnstream.records.event_limits import check_key
 from turnstream.records.events import decode_event, key_of_seal
 from turnstream.store import keys
 from turnstream.types import Event, RewardPosted, SealedTrajectory, TrajectoryDied, TrajectoryKey
-from turnstream_server.batcher.listener import EventEntry
 from turnstream_server.batcher.payload import Damage
-from turnstream_server.bus.trajectories import keep_event, mark_dead
+from turnstream_server.bus.events import EventEntry
+from turnstream_server.bus.trajectories import (
+    Rejection,
+    mark_dead,
+    read_rejected,
+    reject_events,
+)
 from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
 
+LOG_EVERY_S: Final = 10.0
+"""Time between two lines of the log about rejected events of a run, at least."""
+
+MAX_REASON: Final = 500
+"""Characters of a reason: it may quote what a generator wrote."""
+
+
+class FoldBrokenError(Exception):
+    """The fold failed inside an event, which is rejected now: fold the others from the snapshot."""
+
 
 class UnreadableEvent(NamedTuple):
-    """An event that says nothing, and of nobody."""
+    """An event that cannot be read, or whose content cannot be what it says.
 
-    entry: EventEntry
+    Attributes:
+        key: key of the trajectory that it ends; None if it names no trajectory.
+    """
+
     reason: str
+    key: TrajectoryKey | None
 
 
-def read_entry(entry: EventEntry) -> Event | Damage | UnreadableEvent:
-    """The event, or what is to be set aside in its place.
+def read_entry(entry: EventEntry) -> Event | UnreadableEvent:
+    """Return the event of an entry, or why it cannot be read.
 
-    What a generator posted is a seal, or a reward, of the trajectory that it was posted for.
-    Anything else there is poison of that trajectory, however well it reads: a seal that names
-    another trajectory would end that one.
+    An entry with field t must be a seal, or a reward, of the trajectory that the field names. A
+    seal that names another trajectory ends the one in field t.
 
     Raises:
-        RecordError: an event of a newer release, which this one must not pass over.
+        RecordError: a newer release wrote the event, which this one must not pass over.
     """
-    try:
-        event = decode_event(entry.record)
-    except RecordError as error:
-        key = _posted_for(entry) or key_of_seal(entry.record)
-        if key is not None:
-            return Damage(key, str(error))
-        if not isinstance(error, CorruptRecordError):
-            raise
-        return UnreadableEvent(entry, str(error))
     key = _posted_for(entry)
-    if key is None or (isinstance(event, SealedTrajectory | RewardPosted) and event.key == key):
+    try:
+        if entry.problem:
+            raise CorruptRecordError(entry.problem)
+        event = decode_event(entry.record)
+    except UnknownFormatError:
+        raise
+    except RecordError as error:
+        key = key or key_of_seal(entry.record)
+        if key is None and not isinstance(error, CorruptRecordError):
+            raise
+        return UnreadableEvent(str(error), key)
+    is_of_generator = isinstance(event, SealedTrajectory | RewardPosted)
+    if not entry.posted_for or (is_of_generator and event.key == key):
         return event
-    return Damage(key, f"what was posted for it is {_described(event)}")
+    if key is None:
+        return UnreadableEvent(
+            f"its field t is {entry.posted_for!r}, which names no trajectory", _named_by(event)
+        )
+    return UnreadableEvent(f"what was posted for it is {_described(event)}", key)
 
 
 class LetterBox:
-    """Sets poison aside, for one term of a run's leader.
+    """Rejects events and marks trajectories as dead, for one term of a run's leader.
 
     Args:
         client: of the store.
@@ -68,33 +103,65 @@ class LetterBox:
         self._client = client
         self._run = run
         self._epoch = epoch
-        self._noted: list[Damage | UnreadableEvent] = []
+        self._rejected: set[str] = set()
+        self._noted: list[Rejection] = []
+        self._num_unlogged = 0
+        self._log_at_s = 0.0
 
-    def read(self, entry: EventEntry) -> Event | None:
-        """The event; None where it is poison, which is noted for `put_away`.
+    async def load(self) -> None:
+        """Read which events were rejected before; to be called before any is folded.
 
         Raises:
-            RecordError: an event of a newer release.
+            StoreUnavailableError: the store cannot be reached.
         """
-        found = read_entry(entry)
-        if not isinstance(found, Damage | UnreadableEvent):
+        self._rejected = await read_rejected(self._client, self._run)
+
+    def read(self, entry: EventEntry) -> Event | None:
+        """Return the event; None where it is rejected, now or by an earlier leader.
+
+        Raises:
+            RecordError: a newer release wrote the event.
+        """
+        if entry.event_id in self._rejected:
+            return None
+        try:
+            found = read_entry(entry)
+        except RecordError as error:
+            raise RecordError(f"event {entry.event_id}: {error}") from error
+        if not isinstance(found, UnreadableEvent):
             return found
-        logger.error("event %s of run %s is poison: %s", entry.event_id, self._run, found.reason)
-        self._noted.append(found)
+        self._reject(entry.event_id, found.reason, key=found.key)
         return None
 
+    def reject_unfoldable(self, event_id: str, event: Event, error: Exception) -> None:
+        """Reject an event for which the fold raised an error.
+
+        Raises:
+            FoldBrokenError: the fold may hold a part of the event.
+            Exception: the error itself, which is not due to the event, or came back without it.
+        """
+        is_refusal = isinstance(error, BatchingError | RecordError)  # raised before any change
+        is_of_resources = isinstance(error, MemoryError | OSError | RedisError | TurnstreamError)
+        if event_id in self._rejected or (is_of_resources and not is_refusal):
+            raise error
+        reason = f"it cannot be folded: {str(error) or repr(error)}"
+        self._reject(event_id, reason, key=_named_by(event))
+        if not is_refusal:
+            raise FoldBrokenError(f"event {event_id}: {reason}") from error
+
     async def put_away(self) -> None:
-        """Tell the ledger of what was noted; it may have been told before.
+        """Write the decisions that were noted; some may have been written before.
 
         Raises:
             FencedError: another planner leads the run.
             StoreUnavailableError: the store cannot be reached.
         """
-        for noted in self._noted:
-            if isinstance(noted, UnreadableEvent):
-                await self._keep(noted)
-            else:
-                await self._put_away(noted)
+        if not self._noted:
+            return
+        self._log(self._noted)
+        reach("reject.before")
+        await reject_events(self._client, self._run, self._noted, leader_epoch=self._epoch)
+        reach("reject.after")
         self._noted.clear()
 
     async def set_aside(self, damages: Iterable[Damage]) -> None:
@@ -111,26 +178,39 @@ class LetterBox:
             await mark_dead(self._client, self._run, died, leader_epoch=self._epoch)
             reach("mark_dead.after")
 
-    async def _put_away(self, damage: Damage) -> None:
-        try:
-            await self.set_aside([damage])
-        except ConflictError as error:  # its end was told by something else, and stands
-            logger.warning("poison of run %s is over already: %s", self._run, error)
+    def _reject(self, event_id: str, reason: str, *, key: TrajectoryKey | None) -> None:
+        self._rejected.add(event_id)
+        self._noted.append(Rejection(event_id, reason[:MAX_REASON], key))
 
-    async def _keep(self, noted: UnreadableEvent) -> None:
-        event_id, record, _ = noted.entry
-        await keep_event(
-            self._client,
+    def _log(self, noted: list[Rejection]) -> None:
+        """Count the rejections in the log, at most once per LOG_EVERY_S."""
+        self._num_unlogged += len(noted)
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._log_at_s:
+            return
+        logger.error(
+            "run %s: %d events are rejected, the last of them %s: %s",
             self._run,
-            event_id=event_id,
-            record=record,
-            reason=noted.reason,
-            leader_epoch=self._epoch,
+            self._num_unlogged,
+            noted[-1].event_id,
+            noted[-1].reason,
         )
+        self._num_unlogged, self._log_at_s = 0, now_s + LOG_EVERY_S
 
 
 def _posted_for(entry: EventEntry) -> TrajectoryKey | None:
-    return keys.parse_trajectory_id(entry.posted_for) if entry.posted_for else None
+    """Return the trajectory of the field t; None where it is missing or no id of a trajectory."""
+    try:
+        key = keys.parse_trajectory_id(entry.posted_for)
+        check_key(key)
+        return key if keys.trajectory_id(key) == entry.posted_for else None
+    except ValueError:
+        return None
+
+
+def _named_by(event: Event) -> TrajectoryKey | None:
+    """Return the trajectory that an event is of; None where it is of none."""
+    return getattr(event, "key", None)
 
 
 def _described(event: Event) -> str:

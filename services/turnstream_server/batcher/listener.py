@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import redis.asyncio
 from redis.exceptions import RedisError
@@ -11,21 +11,10 @@ from redis.exceptions import RedisError
 from turnstream.store import keys
 from turnstream.store.connection import MAX_BLOCK_S
 from turnstream.store.replies import translate
+from turnstream_server.bus.events import EventEntry, event_entry, read_events_async
 
-PAGE_EVENTS: Final = 400
-"""Events of one reply, which costs as much as fifty of them."""
-
-
-class EventEntry(NamedTuple):
-    """An event as it is stored.
-
-    Attributes:
-        posted_for: id of the trajectory that a generator posted it for; empty where none did.
-    """
-
-    event_id: str
-    record: bytes
-    posted_for: str = ""
+WAKE_EVENTS: Final = 8
+"""Events in the reply of a read that waits, at most: only then their bytes are not bounded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +22,7 @@ class News:
     """What has happened since the last read.
 
     Attributes:
-        events: that are new, in order, at most PAGE_EVENTS.
+        events: new ones, in order; where there are WAKE_EVENTS or more, others may follow.
         is_frontier_old: a batch was planned or stepped, a session began, the run was closed, or
             groups were dropped.
     """
@@ -54,16 +43,22 @@ class RunListener:
     def __init__(self, client: redis.asyncio.Redis, run: str, *, after_step: int) -> None:
         names = keys.run_keys(run)
         self._client = client
+        self._run = run
         self._events = names.events.encode()
         # Whatever woke the run before is read once more: better than to miss what came between.
         self._signals = {names.wake.encode(): "0-0", names.plan.encode(): f"{after_step}-0"}
-        self._plan = names.plan.encode()
+        self._plan, self._wake = names.plan.encode(), names.wake.encode()
         self._last_event = "0-0"
 
     @property
     def position(self) -> str:
         """Id of the last event that was read; "0-0" before the first."""
         return self._last_event
+
+    @property
+    def wake_id(self) -> str:
+        """Id of the last entry of the wake stream that was read; "0-0" before the first."""
+        return self._signals[self._wake]
 
     def start_after(self, event_id: str) -> None:
         """Begin behind this event: the caller knows what came before."""
@@ -79,12 +74,15 @@ class RunListener:
             self.pass_step(step)
 
     async def read_events(self) -> list[EventEntry]:
-        """The next events that are there already, at most PAGE_EVENTS.
+        """Return the next events that are there already, one slice of them at most.
 
         Raises:
             StoreUnavailableError: the store cannot be reached.
         """
-        return (await self._read({self._events: self._last_event}, wait_s=None)).events
+        events = await read_events_async(self._client, self._run, after=self._last_event)
+        if events:
+            self._last_event = events[-1].event_id
+        return events
 
     async def wait(self, *, with_events: bool, wait_s: float = MAX_BLOCK_S) -> News:
         """What is new, or nothing after `wait_s`, which is at most MAX_BLOCK_S.
@@ -95,22 +93,22 @@ class RunListener:
         streams = dict(self._signals)
         if with_events:
             streams[self._events] = self._last_event
-        return await self._read(streams, wait_s=min(wait_s, MAX_BLOCK_S))
+        news = await self._wait(streams, wait_s=min(wait_s, MAX_BLOCK_S))
+        if len(news.events) == WAKE_EVENTS:
+            news.events.extend(await self.read_events())
+        return news
 
-    async def _read(self, streams: dict[bytes, str], *, wait_s: float | None) -> News:
-        # BLOCK 0 would wait for ever.
-        block = () if wait_s is None else ("BLOCK", max(1, round(wait_s * 1000)))
-        words = ("XREAD", "COUNT", PAGE_EVENTS, *block, "STREAMS", *streams, *streams.values())
+    async def _wait(self, streams: dict[bytes, str], *, wait_s: float) -> News:
+        block_ms = max(1, round(wait_s * 1000))  # BLOCK 0 would never time out
+        words = ("XREAD", "COUNT", WAKE_EVENTS, "BLOCK", block_ms)
+        words = (*words, "STREAMS", *streams, *streams.values())
         try:
             reply: Any = await self._client.execute_command(*words)
         except (RedisError, OSError) as error:
             raise translate(error) from error
         found: dict[bytes, Any] = dict(reply or ())
         new_events = found.pop(self._events, [])
-        events = [
-            EventEntry(event_id.decode(), fields[b"r"], fields.get(b"t", b"").decode())
-            for event_id, fields in new_events
-        ]
+        events = [event_entry(event_id, fields) for event_id, fields in new_events]
         if events:
             self._last_event = events[-1].event_id
         for stream, entries in found.items():

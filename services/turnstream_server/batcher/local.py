@@ -9,9 +9,10 @@ from turnstream.records.configs import decode_config
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.replies import translating
+from turnstream.store.run_ids import find_run
 from turnstream_server.batcher.assembler import check_assembly_version
 from turnstream_server.batcher.payload import Payload, PayloadReader
-from turnstream_server.batcher.shares import PlannedBatch, encode_share
+from turnstream_server.batcher.shares import PlannedBatch, cut_mini_batch, encode_share
 from turnstream_server.bus.frontier import not_retained, read_frontier
 from turnstream_server.bus.manifests import read_plan
 
@@ -64,6 +65,7 @@ def read_planned_batch(url: str, run: str, step: int) -> PlannedBatch:
         StoreUnavailableError: the store cannot be reached.
     """
     with connect(url) as client:
+        run = find_run(client, run)
         frontier = read_frontier(client, run)
         if step <= frontier.released:
             raise not_retained(step, frontier)
@@ -109,4 +111,5 @@ def _share(
         extra_columns=batch.config.extra_columns,
         masked_versions=batch.manifest.masked_versions,
     )
-    return encode_share(batch, rows, mini_batch=index, dp_rank=dp_rank, dp_world_size=dp_world_size)
+    cut = cut_mini_batch(batch, rows, dp_world_size=dp_world_size)
+    return encode_share(batch, rows, cut, mini_batch=index, dp_rank=dp_rank)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from turnstream.errors import TurnstreamError, WaitReason
 from turnstream.store.connection import connect
 from turnstream_server.bus.reasons import reasons
 from turnstream_server.bus.waits import read_snapshot
+
+logger = logging.getLogger(__name__)
 
 MAX_REASONS: Final = 4
 """They travel in a header of the answer, which has little room."""
@@ -31,43 +34,71 @@ async def no_look(_: str) -> tuple[WaitReason, ...]:
     return ()
 
 
+class _Look(NamedTuple):
+    """A read of the reasons of one run, finished or in progress."""
+
+    began_s: float
+    task: asyncio.Task[tuple[WaitReason, ...]]
+
+
 class Lookout:
-    """Says what the runs of a store wait for.
+    """Reads the reasons why the runs of a store wait.
 
     Args:
-        url: of the store.
+        url: address of the store.
     """
 
     def __init__(self, url: str) -> None:
         self._client = connect(url)
-        self._looks: dict[str, tuple[float, asyncio.Task[tuple[WaitReason, ...]]]] = {}
+        self._looks: dict[str, _Look] = {}
+
+    @property
+    def num_kept(self) -> int:
+        """Number of runs whose reasons are kept."""
+        return len(self._looks)
 
     async def reasons(self, run: str) -> tuple[WaitReason, ...]:
-        """What a run waits for, as of a few seconds ago at most.
+        """Return the reasons why a run waits, at most a few seconds old.
 
-        Nothing where the store cannot say, or not in time: this is told beside an error, and must
-        not hide it.
+        They accompany an error, and must not replace it: nothing is returned if they cannot be
+        read, or not in time.
         """
-        now_s = asyncio.get_running_loop().time()
-        looked_s, look = self._looks.get(run, (float("-inf"), None))
-        if look is None or now_s - looked_s > _LOOKS_EVERY_S:
-            look = asyncio.create_task(asyncio.to_thread(self._look, run))
-            self._looks[run] = now_s, look
+        self._drop_old()
+        look = self._looks.get(run)
+        if look is None:
+            task = asyncio.create_task(self._read(run))
+            look = self._looks[run] = _Look(asyncio.get_running_loop().time(), task)
         try:
             async with asyncio.timeout(_LOOK_S):
-                return await asyncio.shield(look)
+                return await asyncio.shield(look.task)
         except TimeoutError:
             return ()  # the next call may have it
 
     def close(self) -> None:
-        """Let the connection go."""
+        """Close the connection."""
         self._client.close()
 
-    def _look(self, run: str) -> tuple[WaitReason, ...]:
+    def _drop_old(self) -> None:
+        """Drop the reasons that are too old to be returned; a read in progress is not repeated."""
+        oldest_s = asyncio.get_running_loop().time() - _LOOKS_EVERY_S
+        self._looks = {
+            run: look
+            for run, look in self._looks.items()
+            if look.began_s >= oldest_s or not look.task.done()
+        }
+
+    async def _read(self, run: str) -> tuple[WaitReason, ...]:
+        """Return the reasons of a run; none if they cannot be read, whatever the error."""
         try:
-            found = reasons(read_snapshot(self._client, run))
+            return await asyncio.to_thread(self._look, run)
         except TurnstreamError:
             return ()
+        except Exception:
+            logger.exception("the reasons why run %s waits could not be read", run)
+            return ()
+
+    def _look(self, run: str) -> tuple[WaitReason, ...]:
+        found = reasons(read_snapshot(self._client, run))
         return tuple(
             WaitReason(kind=str(reason.kind), sentence=reason.sentence, facts=dict(reason.facts))
             for reason in found[:MAX_REASONS]

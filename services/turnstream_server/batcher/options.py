@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from turnstream_server.batcher.parking import PARK_AFTER_S
 from turnstream_server.batcher.upkeep import DEFAULT_UPKEEP, Upkeep
 
 
@@ -19,6 +20,8 @@ class BatcherOptions:
             writes it nowhere.
         get_wait_max_s: longest a Get may wait for its batch, whatever it asks for.
         leader_lease_s: a planner that dies is replaced after at most this long.
+        park_after_s: a run that has had no news for so long, and in which nothing can expire, is
+            parked: it costs nothing until something is written to it.
         cache_bytes: payload, rows and encoded mini-batches kept in memory, least recently used
             dropped first. One mini-batch that is larger is still served.
         upkeep: how the runs that it leads are kept small.
@@ -30,6 +33,7 @@ class BatcherOptions:
     address_file: Path | None = None
     get_wait_max_s: float = 60.0
     leader_lease_s: float = 5.0
+    park_after_s: float = PARK_AFTER_S
     cache_bytes: int = 1 << 30
     upkeep: Upkeep = DEFAULT_UPKEEP
     shutdown_grace_s: float = 2.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -41,6 +42,13 @@ class DamagedPayloadError(CorruptRecordError):
         return "damaged payload of " + "; ".join(named)
 
 
+class UnplannableError(DamagedPayloadError):
+    """Trajectories of which no plan can be made, though their events were accepted."""
+
+    def __str__(self) -> str:
+        return "; ".join(f"{key.readable_name}: {reason}" for key, reason in self.damages)
+
+
 Payload = dict[TrajectoryKey, list[StoredTurn]]
 """The turns of trajectories, in order."""
 
@@ -77,27 +85,33 @@ class PayloadReader:
         return turns
 
     def close(self) -> None:
-        """Disconnect what is idle."""
-        while self._idle:
-            self._idle.pop().close()
+        """Disconnect all idle connections. Safe in several threads at once."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._idle.pop().close()
 
     def _fetch(self, plans: Sequence[TrajectoryPlan], *, run: str) -> Iterator[list[bytes]]:
         """The records of the planned turns of every trajectory; fewer where some are missing."""
         data = pack(_words(plan, run=run) for plan in plans)
         with translating():
             try:
-                replies = self._exchange(data, len(plans))
-            except (
-                redis_errors.ConnectionError
-            ):  # an idle connection does not see that the server restarted
-                replies = self._exchange(data, len(plans))
+                replies = self._exchange(self._link(), data, len(plans))
+            except redis_errors.ConnectionError:
+                # After a restart of the server every idle connection is stale, not only this one.
+                replies = self._exchange(Link(self._url), data, len(plans))
             for reply in replies:
                 if isinstance(reply, redis_errors.RedisError):
                     raise reply
                 yield [fields[1] for _, fields in reply]
 
-    def _exchange(self, data: bytes, num_replies: int) -> list[Any]:
-        link = self._idle.pop() if self._idle else Link(self._url)
+    def _link(self) -> Link:
+        """Return an idle connection, or a new one."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return Link(self._url)
+
+    def _exchange(self, link: Link, data: bytes, num_replies: int) -> list[Any]:
         replies = link.exchange(data, num_replies)
         self._idle.append(link)
         return replies

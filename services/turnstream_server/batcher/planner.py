@@ -1,4 +1,4 @@
-"""The task of one run in one replica: follow the run, and lead it while the lease is ours."""
+"""The task of one run in one replica: follow the run, lead it, and park it while it is idle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from turnstream.errors import FencedError, RunNotFoundError, TurnstreamError, Un
 from turnstream.store.replies import translating
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.leader import Hook, Leader, no_hook
+from turnstream_server.batcher.letters import FoldBrokenError
 from turnstream_server.batcher.listener import RunListener
+from turnstream_server.batcher.parking import ParkedRuns
 from turnstream_server.batcher.releaser import Releaser
 from turnstream_server.batcher.renewal import RENEWALS_PER_LEASE, LeadershipKeeper
 from turnstream_server.batcher.runs import RunView
@@ -23,12 +25,16 @@ from turnstream_server.batcher.unheld import unheld_groups
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.incarnations import BoundStore
 from turnstream_server.bus.leadership import (
+    Leadership,
+    Position,
     acquire_leadership,
     note_trouble,
+    park_leadership,
     release_leadership,
 )
 from turnstream_server.bus.revisions import read_revisions_async
 from turnstream_server.bus.trajectories import post_forgotten_seals
+from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +52,7 @@ class RunPlanner:
         assembler: checks the payload of what is planned.
         keeper: renews the leadership, and says whose it is.
         upkeep: how the run is kept small while it is led here.
+        parked: wakes the planners of parked runs.
         before_write: awaited between the check of a plan and its writing; for fault injection.
     """
 
@@ -57,6 +64,7 @@ class RunPlanner:
         *,
         keeper: LeadershipKeeper,
         upkeep: Upkeep,
+        parked: ParkedRuns,
         before_write: Hook = no_hook,
     ) -> None:
         self._client = client
@@ -64,7 +72,9 @@ class RunPlanner:
         self._assembler = assembler
         self._keeper = keeper
         self._upkeep = upkeep
+        self._parked = parked
         self._before_write = before_write
+        self._leads_parked = True
         self._run_id = ""
 
     async def run(self) -> None:
@@ -73,7 +83,7 @@ class RunPlanner:
         while True:
             started_s = asyncio.get_running_loop().time()
             try:
-                await self._follow_then_lead()
+                await self._lead_and_park()
             except RunNotFoundError:
                 logger.warning("run %s is gone from the store", self._view.run)
                 self._view.lose()
@@ -90,23 +100,41 @@ class RunPlanner:
             pause_s = _next_pause(pause_s, lasted_s=lasted_s)
             await asyncio.sleep(pause_s)
 
-    async def _follow_then_lead(self) -> None:
-        """One term, with one start of the store: another may have lost what this one knows."""
-        async with BoundStore(self._keeper.url) as store:
-            await self._follow_then_lead_in(store)
+    async def _lead_and_park(self) -> None:
+        """Lead while there is work, and wait while the run is parked, for ever.
 
-    async def _follow_then_lead_in(self, store: BoundStore) -> None:
+        The first term leads a parked run, too: this replica may have other settings than the one
+        that parked it.
+        """
+        self._leads_parked = True
+        while True:
+            position = await self._follow_then_lead()
+            self._leads_parked = await self._parked.wait(self._view.run, position)
+            self._view.explain = None
+
+    async def _follow_then_lead(self) -> Position:
+        """One term, with one start of the store: another may have lost what this one knows.
+
+        Returns:
+            The position up to which the run was read when it was parked.
+        """
+        async with BoundStore(self._keeper.url) as store:
+            return await self._follow_then_lead_in(store)
+
+    async def _follow_then_lead_in(self, store: BoundStore) -> Position:
         self._client = store.client
         await first_of(self._meet(store))
-        epoch = await first_of(self._follow())
+        leadership = await first_of(self._follow())
+        if leadership.parked is not None:
+            return leadership.parked
+        epoch = leadership.epoch
         try:
-            await first_of(
+            position = await first_of(
                 self._lead(epoch),
                 self._keeper.hold(self._view.run, epoch),
                 self._keep_time(epoch),
                 self._sweep(),
                 self._recover(),
-                self._release_old(epoch),
             )
         except asyncio.CancelledError:
             await self._release(epoch)
@@ -116,6 +144,8 @@ class RunPlanner:
         except Exception as error:
             await first_of(self._note_trouble(str(error) or repr(error)))
             raise
+        assert position is not None, "only a run that is parked ends a term without an error"
+        return position
 
     async def _meet(self, store: BoundStore) -> None:
         """Forget what is known of the run, where the store was started anew."""
@@ -126,8 +156,8 @@ class RunPlanner:
             self._view.forget()
         self._run_id = store.run_id
 
-    async def _follow(self) -> int:
-        """Keep the view fresh until the leadership is ours; its epoch."""
+    async def _follow(self) -> Leadership:
+        """Keep the view fresh until the leadership is ours, or the run is parked."""
         loop = asyncio.get_running_loop()
         frontier = await self._view.refresh()
         listener = RunListener(self._client, self._view.run, after_step=frontier.planned)
@@ -137,16 +167,27 @@ class RunPlanner:
                 self._view.run,
                 owner=self._keeper.owner,
                 lease_s=self._keeper.lease_s,
+                leads_parked=self._leads_parked,
             )
-            if leadership.is_ours:
-                return leadership.epoch
+            if leadership.is_ours or leadership.parked is not None:
+                return leadership
+            self._leads_parked = False
             try_again_s = loop.time() + leadership.lease_left_s
             while (left_s := try_again_s - loop.time()) > 0:
                 news = await listener.wait(with_events=False, wait_s=left_s)
                 if news.is_frontier_old:
                     listener.fall_back((await self._view.refresh()).planned)
 
-    async def _lead(self, epoch: int) -> None:
+    async def _lead(self, epoch: int) -> Position | None:
+        """Plan and release until the run is idle, and park it."""
+        while True:
+            try:
+                return await self._lead_once(epoch)
+            except FoldBrokenError:
+                logger.exception("the state of run %s is built anew", self._view.run)
+
+    async def _lead_once(self, epoch: int) -> Position | None:
+        """Lead from the newest snapshot on, until the run is parked or an event breaks the fold."""
         leader = Leader(
             self._client,
             self._view,
@@ -156,7 +197,36 @@ class RunPlanner:
             upkeep=self._upkeep,
             before_write=self._before_write,
         )
-        await leader.lead()
+        releaser = Releaser(
+            self._client, self._view, owner=self._keeper.owner, epoch=epoch, upkeep=self._upkeep
+        )
+        position = await first_of(
+            leader.lead(), releaser.run(), self._park_when_idle(leader, releaser, epoch=epoch)
+        )
+        self._view.explain = leader.explain  # it holds while nothing is written to the run
+        return position
+
+    async def _park_when_idle(self, leader: Leader, releaser: Releaser, *, epoch: int) -> Position:
+        """Park the run once it had no news for a while, and nothing in it is left to do."""
+        loop = asyncio.get_running_loop()
+        position, since_s = leader.position, loop.time()
+        while True:
+            await asyncio.sleep(self._parked.after_s)
+            if leader.position != position:
+                position, since_s = leader.position, loop.time()
+                continue
+            if leader.is_waiting and releaser.done_at_s >= since_s and self._may_park():
+                reach("park.before")
+                if await park_leadership(
+                    self._client, self._view.run, epoch=epoch, position=position
+                ):
+                    reach("park.after")
+                    return position
+
+    def _may_park(self) -> bool:
+        """Whether no group of a closed run is open, which would end by time, and planning works."""
+        is_ending = self._view.frontier.is_closed and self._view.undecided()
+        return not is_ending and not self._view.trouble
 
     async def _keep_time(self, epoch: int) -> None:
         """Let time pass, by the config in force."""
@@ -171,12 +241,6 @@ class RunPlanner:
                 sleep=self._view.wait_for_change,
             )
             await keeper.keep(until=lambda old=revision: self._view.led_by_revision > old)
-
-    async def _release_old(self, epoch: int) -> None:
-        """Let go of what is over, all the time."""
-        await Releaser(
-            self._client, self._view, owner=self._keeper.owner, epoch=epoch, upkeep=self._upkeep
-        ).run()
 
     async def _sweep(self) -> None:
         """Post the seals of writers that died between a seal and its event; then wait for ever.

@@ -11,6 +11,7 @@ from turnstream.errors import RunNotFoundError
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.leader import Hook, no_hook
 from turnstream_server.batcher.lookout import Look, no_look
+from turnstream_server.batcher.parking import ParkedRuns
 from turnstream_server.batcher.planner import RunPlanner
 from turnstream_server.batcher.renewal import LeadershipKeeper
 from turnstream_server.batcher.runs import RunView
@@ -34,6 +35,7 @@ class RunRegistry:
         tasks: in which the planners run.
         keeper: of the leaderships of this replica.
         upkeep: how the runs that are led here are kept small.
+        parked: the runs that are idle.
         before_write: see Leader; for fault injection.
         look: why a batch of a run does not come.
     """
@@ -46,6 +48,7 @@ class RunRegistry:
         *,
         keeper: LeadershipKeeper,
         upkeep: Upkeep,
+        parked: ParkedRuns,
         before_write: Hook = no_hook,
         look: Look = no_look,
     ) -> None:
@@ -55,6 +58,7 @@ class RunRegistry:
         self._keeper = keeper
         self._look = look
         self._upkeep = upkeep
+        self._parked = parked
         self._before_write = before_write
         self._entries: dict[str, _Entry] = {}
 
@@ -62,12 +66,13 @@ class RunRegistry:
         """Take part in a run, unless it has come to its end, or is gone.
 
         After its end nothing is planned, and a trainer's first call names the run; but evaluations
-        may outlast it.
+        may outlast it. A parked run is read again: it may be gone, or another of its name.
 
         Raises:
             StoreUnavailableError: the store cannot be reached.
         """
         if self._takes_part(run):
+            self._parked.wake(run)
             return
         try:
             frontier = await read_frontier_async(self._client, run)
@@ -120,6 +125,7 @@ class RunRegistry:
             self._assembler,
             keeper=self._keeper,
             upkeep=self._upkeep,
+            parked=self._parked,
             before_write=self._before_write,
         )
         task = self._tasks.create_task(planner.run(), name=f"planner of {run}")

@@ -1,11 +1,17 @@
-"""The task of a leader that lets go of what is over, a little at a time, beside the planning."""
+"""Delete the payload and the ledger entries of finished steps and trajectories, for one leader.
+
+The work is done in slices: each call of a planner waits for one slice at most. A round that leaves
+finished steps behind is followed by the next round at once. After any other round there is a short
+pause of constant length, so release keeps up with planning at any rate. Only the search for
+untrained trajectories is paced by its own duration: it reads the whole ledger however few it finds.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import re
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any, Final
 
 import redis.asyncio
@@ -25,13 +31,13 @@ from turnstream_server.bus.cold import move_to_file, read_hot_records, write_led
 from turnstream_server.bus.discards import discard_oldest
 from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.leadership import note_trouble
-from turnstream_server.bus.manifests import StoredManifest, read_manifest
+from turnstream_server.bus.manifests import StoredManifest, read_manifests
 from turnstream_server.bus.release import (
     FOLD_SLICE,
     ReleaseState,
     find_ended,
-    finish_batch,
-    fold_batch,
+    finish_batches,
+    fold_batches,
     fold_ended,
     give_back,
     groups_that_are_over,
@@ -43,25 +49,38 @@ from turnstream_server.bus.release import (
 logger = logging.getLogger(__name__)
 
 SHORTEST_PAUSE_S: Final = 0.1
-LONGEST_PAUSE_S: Final = 2.0
-"""Between rounds that find nothing; a batch that is planned or stepped ends it."""
+"""Pause between two rounds, in which commits gather: the calls of an empty round cost as much as
+the release of some ten trajectories. A pause that grows with the last round lets the backlog grow
+without a bound."""
 
-REST: Final = 9
-"""Pauses are so many times as long as the work before them: planning comes first."""
+LONGEST_PAUSE_S: Final = 2.0
+"""Pause after rounds that found nothing; a batch that is planned or stepped ends it."""
+
+SEARCH_REST: Final = 9
+"""A search for untrained trajectories is followed by a rest of so many times its own duration,
+unless it will find one in so many entries: then the backlog must not grow."""
+
+ROUND_SLICE: Final = 1_000
+"""Trajectories of steps that one round releases, and folds, or one larger step. If more are left,
+the next round follows at once: folding must not keep payload waiting, whose bytes are counted."""
 
 PAGE: Final = 500
 """Entries of the ledger that one call looks at."""
 
 
 class Releaser:
-    """Releases what is over in one run, for one term of its leader.
+    """Deletes finished steps and trajectories of one run, for one leadership term.
 
     Args:
-        client: of the store.
-        view: what this replica knows of the run.
-        owner: the leader, by name.
+        client: client of the store.
+        view: the run as this replica sees it.
+        owner: name of the leader.
         epoch: fencing number of the term.
         upkeep: when to fold.
+
+    Attributes:
+        done_at_s: start of the newest round, by the event loop's clock, if that round found
+            nothing to do and no trouble; else minus infinity.
     """
 
     def __init__(
@@ -73,6 +92,7 @@ class Releaser:
         epoch: int,
         upkeep: Upkeep,
     ) -> None:
+        self.done_at_s = float("-inf")
         self._client = client
         self._view = view
         self._run = view.run
@@ -84,36 +104,43 @@ class Releaser:
         self._file_trouble = ""
         self._noted = ""
         self._payload_through = 0
+        self._steps_at_once = 1
+        self._has_backlog = False
+        self._search_from_s = 0.0
         self._ended: dict[str, str] = {}
         """Ended trajectories without payload that are still in the ledger."""
 
     async def run(self) -> None:
-        """Go on until cancelled.
+        """Run rounds until cancelled.
 
         Raises:
             FencedError: another planner leads the run.
             RunNotFoundError: the run is gone.
             StoreUnavailableError: the store cannot be reached.
         """
-        loop = asyncio.get_running_loop()
         pause_s = SHORTEST_PAUSE_S
+        loop = asyncio.get_running_loop()
         while True:
             started_s = loop.time()
-            has_worked = False
+            has_worked = is_done = False
             try:
                 has_worked = await self.release_what_is_over()
+                is_done = not (has_worked or self._trouble or self._file_trouble)
             except (FencedError, RunNotFoundError, UnavailableError):
                 raise
             except Exception:  # planning must not stop because something cannot be released
                 logger.exception("release in run %s failed", self._run)
-            least_s = max(SHORTEST_PAUSE_S, REST * (loop.time() - started_s))
-            pause_s = least_s if has_worked else min(LONGEST_PAUSE_S, max(least_s, 2 * pause_s))
-            await asyncio.sleep(least_s)
-            if await self._view.wait_for_change(pause_s - least_s):
+            self.done_at_s = started_s if is_done else float("-inf")
+            if has_worked and self._has_backlog:
+                await asyncio.sleep(0)
+                continue
+            await asyncio.sleep(SHORTEST_PAUSE_S)
+            pause_s = SHORTEST_PAUSE_S if has_worked else min(LONGEST_PAUSE_S, 2 * pause_s)
+            if await self._view.wait_for_change(pause_s - SHORTEST_PAUSE_S):
                 pause_s = SHORTEST_PAUSE_S
 
     async def release_what_is_over(self) -> bool:
-        """One round; whether it found anything to do.
+        """Run one round; return whether it found anything to do.
 
         Raises:
             FencedError: another planner leads the run.
@@ -201,16 +228,25 @@ class Releaser:
         return True
 
     async def _release_batches(self, state: ReleaseState, *, floor: int) -> bool:
-        first = max(state.folded, self._payload_through) + 1
-        for step in range(first, floor + 1):
-            stored = await self._plan(step)
-            members = [each.key for group in stored.manifest.groups for each in group.trajectories]
+        """Delete the payload of some released steps, and fold some that the snapshot includes.
+
+        A step is folded after its payload is deleted: until then the ledger must name it.
+        """
+        released = max(state.folded, self._payload_through)
+        has_worked = released < floor
+        if released < floor:
+            plans = await self._plans(released + 1, last=floor)
+            groups = [group for each in plans for group in each.manifest.groups]
+            members = [member.key for group in groups for member in group.trajectories]
             await self._release_payload([*map(keys.trajectory_id, members)])
-            self._payload_through = step
-        last = min(floor, state.snapshot_step)
-        for step in range(state.folded + 1, last + 1):
-            await self._fold_batch(await self._plan(step))
-        return first <= floor or state.folded < last
+            released = self._payload_through = plans[-1].manifest.step
+        folded, fold_through = state.folded, min(released, floor, state.snapshot_step)
+        if folded < fold_through:
+            plans = await self._plans(folded + 1, last=fold_through)
+            await self._fold_batches(plans)
+            folded = plans[-1].manifest.step
+        self._has_backlog = released < floor or folded < fold_through
+        return has_worked or state.folded < folded
 
     async def _release_payload(
         self, trajectory_ids: list[str], *, given_up: Container[str] = ()
@@ -223,74 +259,116 @@ class Releaser:
         await self._upkeep.before("give_back")
         await give_back(self._client, self._run, trajectory_ids)
 
-    async def _fold_batch(self, stored: StoredManifest) -> None:
-        manifest = stored.manifest
-        record = await asyncio.to_thread(
-            lambda: encode_batch(compact_batch(manifest, manifest_hash=stored.hash))
+    async def _fold_batches(self, plans: Sequence[StoredManifest]) -> None:
+        records = await asyncio.to_thread(
+            lambda: {
+                each.manifest.step: encode_batch(
+                    compact_batch(each.manifest, manifest_hash=each.hash)
+                )
+                for each in plans
+            }
         )
+        manifests = [each.manifest for each in plans]
         await self._upkeep.before("fold_batch")
-        await fold_batch(self._client, self._run, manifest, leader_epoch=self._epoch)
+        await fold_batches(self._client, self._run, manifests, leader_epoch=self._epoch)
         await self._upkeep.before("finish_batch")
-        await finish_batch(
-            self._client, self._run, step=manifest.step, record=record, leader_epoch=self._epoch
-        )
-        logger.info(
-            "released step %d of run %s",
-            manifest.step,
-            self._run,
-            extra={"num_trajectories": manifest.num_trajectories, "num_bytes": len(record)},
-        )
+        await finish_batches(self._client, self._run, records, leader_epoch=self._epoch)
+        for each in manifests:
+            logger.info(
+                "released step %d of run %s",
+                each.step,
+                self._run,
+                extra={
+                    "num_trajectories": each.num_trajectories,
+                    "num_bytes": len(records[each.step]),
+                },
+            )
 
-    async def _plan(self, step: int) -> StoredManifest:
-        stored = await read_manifest(self._client, self._run, step)
-        if stored is None and step <= (await read_release_state(self._client, self._run)).folded:
-            raise FencedError(f"another planner has folded step {step} of run {self._run!r}")
-        if stored is None:
-            raise ConflictError(f"step {step} of run {self._run!r} is not folded, and has no plan")
-        return stored
+    async def _plans(self, first: int, *, last: int) -> list[StoredManifest]:
+        """Return the plans of one step or more from `first` on, about ROUND_SLICE trajectories.
+
+        Raises:
+            FencedError: another planner has replaced the first one by its compact record.
+            ConflictError: the first one is missing.
+        """
+        max_count = min(self._steps_at_once, last - first + 1)
+        found = await read_manifests(self._client, self._run, first_step=first, max_count=max_count)
+        if found and found[0].manifest.step == first:
+            num_trajectories = max(1, sum(each.manifest.num_trajectories for each in found))
+            self._steps_at_once = 1 + ROUND_SLICE * len(found) // num_trajectories
+            return found
+        name = f"step {first} of run {self._run!r}"
+        if first <= (await read_release_state(self._client, self._run)).folded:
+            raise FencedError(f"another planner has folded {name}")
+        raise ConflictError(f"{name} is not folded, and has no plan")
 
     async def _release_ended(self, state: ReleaseState) -> bool:
-        """What ended untrained: the payload at once, the entries many together."""
-        has_more = state.num_ended - state.num_ended_folded > len(self._ended)
-        if has_more:
-            await self._find_ended()
-        number = state.num_records
-        least = min(self._upkeep.fold_ended, FOLD_SLICE)
-        while len(self._ended) >= least and len(some := await self._foldable()) >= least:
-            number += 1
-            try:
-                await self._fold_ended(some, number=number)
-            except ConflictError:
-                if await self._foldable() == some:
-                    raise
-                return True  # a plan was withdrawn meanwhile: a group of these may change again
-        return has_more or number > state.num_records
+        """Delete the payload of untrained trajectories, and fold their entries, many together.
 
-    async def _find_ended(self) -> None:
+        Returns:
+            Whether something was done, or waits for the next search.
+        """
+        loop = asyncio.get_running_loop()
+        least = min(self._upkeep.fold_ended, FOLD_SLICE)
+        num_new = state.num_ended - state.num_ended_folded - len(self._ended)
+        if num_new <= 0 and len(self._ended) < least:
+            return False
+        is_worth_it = 0 < state.num_entries <= SEARCH_REST * num_new
+        if loop.time() < self._search_from_s and not is_worth_it:
+            return True
+        started_s = loop.time()
+        new = await self._find_ended() if num_new > 0 else {}
+        foldable = await self._foldable([*self._ended, *new])
+        self._search_from_s = loop.time() + SEARCH_REST * (loop.time() - started_s)
+        await self._release_new(new)
+        return await self._fold_slices(foldable, state, least=least) or num_new > 0
+
+    async def _find_ended(self) -> dict[str, str]:
+        """Return the ledger entries of untrained trajectories that were not found before."""
+        new: dict[str, str] = {}
         cursor = "0"
         while True:
             cursor, found = await find_ended(
                 self._client, self._run, cursor=cursor, num_entries=PAGE
             )
-            new = [each for each in found if each not in self._ended]
-            if new:
-                given_up = {each for each in new if found[each].startswith("abandoned:")}
-                await self._release_payload(new, given_up=given_up)
-            self._ended |= found
+            new |= {name: found[name] for name in found if name not in self._ended}
             if cursor == "0":
-                return
+                return new
 
-    async def _foldable(self) -> list[str]:
-        """Ended trajectories whose groups can get no member any more, ordered, one slice of them.
+    async def _release_new(self, new: dict[str, str]) -> None:
+        names = list(new)
+        for start in range(0, len(names), PAGE):
+            some = {name: new[name] for name in names[start : start + PAGE]}
+            given_up = {name for name in some if some[name].startswith("abandoned:")}
+            await self._release_payload([*some], given_up=given_up)
+            self._ended |= some
+
+    async def _foldable(self, trajectory_ids: Sequence[str]) -> list[str]:
+        """Return the trajectories whose groups can get no new member, in the order of their names.
 
         An entry of a group that is open keeps its name from being opened once more.
         """
-        groups = sorted({each.partition("/")[0] for each in self._ended})
-        over = await groups_that_are_over(self._client, self._run, groups)
-        ended = [each for each in self._ended if each.partition("/")[0] in over]
-        return sorted(ended, key=_natural)[:FOLD_SLICE]
+        by_group = await asyncio.to_thread(_by_group, trajectory_ids)
+        over = await groups_that_are_over(self._client, self._run, [*by_group])
+        return [each for group in by_group if group in over for each in by_group[group]]
 
-    async def _fold_ended(self, trajectory_ids: list[str], *, number: int) -> None:
+    async def _fold_slices(
+        self, foldable: Sequence[str], state: ReleaseState, *, least: int
+    ) -> bool:
+        """Replace entries by compact records of at least `least`; whether there were enough."""
+        number = state.num_records
+        for start in range(0, len(foldable) - least + 1, FOLD_SLICE):
+            some = foldable[start : start + FOLD_SLICE]
+            number += 1
+            try:
+                await self._fold_ended(some, number=number)
+            except ConflictError:
+                if {*some} <= {*await self._foldable(some)}:
+                    raise
+                return True  # a plan was withdrawn: a group of these may change again
+        return number > state.num_records
+
+    async def _fold_ended(self, trajectory_ids: Sequence[str], *, number: int) -> None:
         ended = {keys.parse_trajectory_id(each): self._ended[each] for each in trajectory_ids}
         record = await asyncio.to_thread(lambda: encode_ends(compact_ends(ended)))
         await self._upkeep.before("fold_ended")
@@ -304,6 +382,18 @@ class Releaser:
         )
         for each in trajectory_ids:
             del self._ended[each]
+
+
+def _by_group(trajectory_ids: Sequence[str]) -> dict[str, list[str]]:
+    """Return trajectories by group name, in the order of their names.
+
+    >>> _by_group(["g10/0/0", "g9/1/0", "g9/0/0"])
+    {'g9': ['g9/0/0', 'g9/1/0'], 'g10': ['g10/0/0']}
+    """
+    groups: dict[str, list[str]] = {}
+    for each in sorted(trajectory_ids, key=_natural):
+        groups.setdefault(each.partition("/")[0], []).append(each)
+    return groups
 
 
 def _natural(trajectory_id: str) -> list[Any]:

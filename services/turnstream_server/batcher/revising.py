@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import redis.asyncio
 
-from turnstream.batching.config import BatchingConfig
+from turnstream.batching.config import LARGEST_GROUP, BatchingConfig
+from turnstream.batching.planning import event_order
 from turnstream.batching.revising import changed_settings
-from turnstream.errors import FencedError
-from turnstream.store.revisions import Revisions
+from turnstream.errors import CorruptRecordError, FencedError
+from turnstream.store.revisions import Revision, Revisions
 from turnstream.types import ConfigRevised
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.bus.revisions import announce_revision, read_revisions_async
@@ -44,7 +46,8 @@ class ConfigInForce:
         self._view = view
         self._epoch = epoch
         self._known = known
-        self._config = known.stored[0].config
+        self._config = events_config(known.stored[0])
+        self._read_through: tuple[int, ...] = (0, 0)
         view.led_by_revision = self.revision
 
     @property
@@ -59,13 +62,10 @@ class ConfigInForce:
             FencedError: it is one that this term does not know: a successor put it in force.
         """
         if revision > self._known.last.number:
-            raise FencedError(
-                f"config revision {revision} of run {self._view.run} is in force, which was stored "
-                "after this term had begun: another planner leads"
-            )
+            raise self._led_by_another(revision)
         self.revision, self.since = revision, since
         self._view.led_by_revision = revision
-        self._config = self._known.config(revision)
+        self._config = events_config(self._known.revision(revision))
 
     def told_at(self, event_id: str) -> ConfigRevised | None:
         """What an event says that cannot be read any more; None where it revised no config.
@@ -78,14 +78,38 @@ class ConfigInForce:
             return None
         return ConfigRevised(revision=revision.number, step=revision.from_step)
 
-    def take(self, event_id: str, event: ConfigRevised) -> bool:
-        """Take in what the run was told; False where it was in force before.
+    async def check_author(self, event_id: str, event: ConfigRevised, *, through: str) -> None:
+        """Read again whether an event put its revision in force, where this term did not do so.
+
+        Args:
+            event_id: of the event.
+            event: as it was read.
+            through: id of the last event that was read from the store.
 
         Raises:
-            FencedError: see `restore`.
+            FencedError: it did: a successor of this term wrote it.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        is_known = self._known.was_put_in_force(event.revision, event_id)
+        if is_known or event_order(event_id) <= self._read_through:
+            return
+        self._read_through = event_order(through)
+        newest = await read_revisions_async(self._client, self._view.run)
+        if newest.was_put_in_force(event.revision, event_id):
+            raise self._led_by_another(event.revision)
+
+    def take(self, event_id: str, event: ConfigRevised) -> bool:
+        """Put a revision in force; returns False where it was in force before.
+
+        Raises:
+            CorruptRecordError: the store does not say that this event put it in force.
         """
         if event.revision <= self.revision:
             return False
+        if not self._known.was_put_in_force(event.revision, event_id):
+            raise CorruptRecordError(
+                f"config revision {event.revision} was not put in force by this event"
+            )
         before = self._config
         self.restore(event.revision, event_id)
         changes = changed_settings(before, self._config)
@@ -97,6 +121,12 @@ class ConfigInForce:
             ", ".join(f"{each.name}={each.after!r}" for each in changes),
         )
         return True
+
+    def _led_by_another(self, revision: int) -> FencedError:
+        return FencedError(
+            f"config revision {revision} of run {self._view.run} is in force, which was stored "
+            "after this term had begun: another planner leads"
+        )
 
     async def announce(self, *, step: int) -> str:
         """Write the event of what must be in force before `step` is planned; its id.
@@ -118,3 +148,14 @@ class ConfigInForce:
         reach("revise.after")
         self._known = await read_revisions_async(self._client, self._view.run)
         return self._known.revision(revision).announced_at
+
+
+def events_config(revision: Revision) -> BatchingConfig:
+    """Return the config by which the fold judges events.
+
+    Before the setting `max_samples` existed, larger groups than its default were opened. Their
+    events stay valid.
+    """
+    if revision.has_max_samples:
+        return revision.config
+    return replace(revision.config, max_samples=LARGEST_GROUP)

@@ -23,6 +23,7 @@ from turnstream.store import keys
 from turnstream.store.configs import read_config_async
 from turnstream.store.replies import translate
 from turnstream.types import TrajectoryState
+from turnstream.types.names import RunId
 from turnstream_server.batcher.lookout import Look, no_look
 from turnstream_server.batcher.shares import PlannedBatch
 from turnstream_server.bus.frontier import Frontier, not_retained, read_frontier_async
@@ -37,7 +38,7 @@ class RunView:
 
     Args:
         client: of the store.
-        run: name of the run.
+        run: id of the run.
         on_stepped: called with the newest stepped batch whenever it may have moved.
         look: why a batch does not come, for calls that have waited for it.
 
@@ -59,7 +60,7 @@ class RunView:
         on_stepped: Callable[[int], None],
         look: Look = no_look,
     ) -> None:
-        self.run = run
+        self.run = RunId(run)
         self.frontier = frontier
         self.explain: Callable[[int], str] | None = None
         self.trouble = ""

@@ -18,15 +18,17 @@ import grpc.aio
 from turnstream.errors import InvalidConfigError
 from turnstream.store.connection import connect_async
 from turnstream_server.batcher.assembler import Assembler
+from turnstream_server.batcher.calls import handlers
 from turnstream_server.batcher.finder import RunFinder
 from turnstream_server.batcher.health import HealthServicer, StoreWatch, health_handlers
 from turnstream_server.batcher.leader import Hook, no_hook
 from turnstream_server.batcher.lookout import Lookout
 from turnstream_server.batcher.options import BatcherOptions
+from turnstream_server.batcher.parking import ParkedRuns
 from turnstream_server.batcher.process import tune_process
 from turnstream_server.batcher.registry import RunRegistry
 from turnstream_server.batcher.renewal import LeadershipKeeper
-from turnstream_server.batcher.servicer import SERVICE, BatchesServicer, handlers
+from turnstream_server.batcher.servicer import SERVICE, BatchesServicer
 from turnstream_server.batcher.tasks import task_group
 
 logger = logging.getLogger(__name__)
@@ -42,7 +44,8 @@ _SERVER_OPTIONS: Final = (
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # Clients ping every 2 s while a call is open, to notice a frozen replica.
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
 )
 
 
@@ -89,6 +92,8 @@ async def serving(options: BatcherOptions, *, before_write: Hook = no_hook) -> A
         stack.push_async_callback(keeper.close)
         lookout = Lookout(options.redis_url)
         stack.callback(lookout.close)
+        parked = ParkedRuns(options.redis_url, after_s=options.park_after_s)
+        stack.push_async_callback(parked.close)
         tasks = await stack.enter_async_context(task_group())
         runs = RunRegistry(
             client,
@@ -96,6 +101,7 @@ async def serving(options: BatcherOptions, *, before_write: Hook = no_hook) -> A
             tasks,
             keeper=keeper,
             upkeep=options.upkeep,
+            parked=parked,
             before_write=before_write,
             look=lookout.reasons,
         )

@@ -1,4 +1,4 @@
-"""The calls of `turnstream.wire.v1.Batches`: requests checked, the store asked, errors told."""
+"""The calls of `turnstream.wire.v1.Batches`, in terms of values and errors."""
 
 from __future__ import annotations
 
@@ -6,26 +6,22 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from typing import Any, Final, Protocol
 
-import grpc
-import grpc.aio
 import redis.asyncio
 
 from turnstream.errors import (
     CorruptRecordError,
-    RejectedError,
     RunNotFoundError,
     StoreBehindError,
     StoreUnavailableError,
-    TurnstreamError,
 )
 from turnstream.records.configs import encode_config
-from turnstream.records.statuses import error_to_status
 from turnstream.store.asking import unanswered
 from turnstream.store.connection import address_of_client
 from turnstream.store.ending import cancel_all
+from turnstream.store.run_ids import find_run_async
 from turnstream.store.wait_reasons import store_silent
 from turnstream.types import VersionAnnounced
 from turnstream.wire.v1 import batches_pb2 as wire
@@ -36,10 +32,10 @@ from turnstream_server.batcher.callers import (
     hear_caller,
     log_start,
     note_handed,
-    parse_token,
 )
 from turnstream_server.batcher.chunks import data_messages, header_message
 from turnstream_server.batcher.payload import DamagedPayloadError
+from turnstream_server.batcher.requests import parse_token
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.shares import PlannedBatch
 from turnstream_server.bus.frontier import not_retained
@@ -62,9 +58,6 @@ _ANSWER_SHARE: Final = 0.2
 
 _LEAST_ANSWER_S: Final = 1.0
 """For so long a Get that has waited may hang on the store: to say why there is no batch."""
-
-Request = TypeVar("Request")
-Reply = TypeVar("Reply")
 
 
 class FindRun(Protocol):
@@ -121,8 +114,9 @@ class BatchesServicer:
     async def start(self, request: wire.StartRequest) -> wire.StartReply:
         """Begin a trainer session."""
         token = parse_token(request.recovery_token) if request.recovery_token else None
+        run = await find_run_async(self._client, request.run)
         try:
-            view = await self._find_run(request.run)
+            view = await self._find_run(run)
         except RunNotFoundError as error:
             if token is None or not token.step:
                 raise
@@ -133,16 +127,16 @@ class BatchesServicer:
         reach("session.before_start")
         session = await start_session(
             self._client,
-            request.run,
+            run,
             session=request.session,
             dp_world_size=request.dp_world_size,
             token=token,
         )
         reach("session.after_start")
-        log_start(request, session)
+        log_start(request, session, run)
         frontier = await view.refresh()
         _, config = await view.newest_config()
-        newest = await newest_version(self._client, request.run)
+        newest = await newest_version(self._client, run)
         floor = frontier.version_floor
         return wire.StartReply(
             session_epoch=session.session_epoch,
@@ -150,12 +144,11 @@ class BatchesServicer:
             config_json=encode_config(config),
             lineage=session.lineage,
             newest_version=floor if newest is None else max(floor, newest.version),
+            run=run,
         )
 
-    async def get(self, request: wire.GetRequest) -> AsyncIterator[bytes]:
+    async def get(self, request: wire.GetRequest) -> AsyncGenerator[bytes]:
         """The messages of one rank's share, mini-batch by mini-batch."""
-        if request.step < 1:
-            raise RejectedError("steps count from 1")
         wait_s = min(request.wait_s, self._wait_max_s)
         answer_s = max(_LEAST_ANSWER_S, wait_s * _ANSWER_SHARE)
         async with self.hearing_of_the_store(wait_s + answer_s):
@@ -181,28 +174,29 @@ class BatchesServicer:
 
     async def observe(self, request: wire.ObserveRequest) -> wire.ObserveReply:
         """Declare an observer."""
-        view = await self._find_run(request.run)
+        run = await find_run_async(self._client, request.run)
+        view = await self._find_run(run)
         declared = await declare_observer(
             self._client,
-            request.run,
+            run,
             observer=request.observer,
             first_step=request.first_step or None,
             expiry_s=request.expiry_s,
         )
-        frontier = await view.refresh()
         _, config = await view.newest_config()
         logger.info(
             "observer %r of run %s begins at step %d",
             request.observer,
-            request.run,
+            run,
             declared.next_step,
             extra={"first_missed": declared.first_missed},
         )
         return wire.ObserveReply(
             next_step=declared.next_step,
             config_json=encode_config(config),
-            lineage=frontier.lineage,
+            lineage=(await view.refresh()).lineage,
             first_missed=declared.first_missed,
+            run=run,
         )
 
     async def observed(self, request: wire.ObservedRequest) -> wire.ObservedReply:
@@ -331,66 +325,6 @@ class BatchesServicer:
             reach("get.after_data")
 
 
-def handlers(servicer: BatchesServicer) -> grpc.GenericRpcHandler:
-    """The servicer as gRPC calls it; payload passes through without a message class."""
-    unary = {
-        "Start": (servicer.start, wire.StartRequest),
-        "Stepped": (servicer.stepped, wire.SteppedRequest),
-        "Committed": (servicer.committed, wire.CommittedRequest),
-        "AnnounceVersion": (servicer.announce_version, wire.AnnounceVersionRequest),
-        "Observe": (servicer.observe, wire.ObserveRequest),
-        "Observed": (servicer.observed, wire.ObservedRequest),
-    }
-    calls = {name: _unary(*each, servicer=servicer) for name, each in unary.items()}
-    calls["Get"] = _stream(servicer.get, servicer=servicer)
-    return grpc.method_handlers_generic_handler(SERVICE, calls)
-
-
-def _unary(
-    method: Callable[[Any], Awaitable[Any]], request_type: Any, *, servicer: BatchesServicer
-) -> Any:
-    async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        left_s = context.time_remaining()
-        within_s = None if left_s is None else left_s * (1 - _ANSWER_SHARE)
-        with servicer.answering():
-            async with _refusing(context), servicer.hearing_of_the_store(within_s):
-                return await method(request)
-
-    return grpc.unary_unary_rpc_method_handler(
-        answer,
-        request_deserializer=request_type.FromString,
-        response_serializer=_serialize,
-    )
-
-
-def _stream(
-    method: Callable[[wire.GetRequest], AsyncIterator[bytes]], *, servicer: BatchesServicer
-) -> Any:
-    async def answer(
-        request: wire.GetRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[bytes]:
-        with servicer.answering():
-            async with _refusing(context):
-                async for message in method(request):
-                    yield message
-
-    return grpc.unary_stream_rpc_method_handler(
-        answer, request_deserializer=wire.GetRequest.FromString
-    )
-
-
-@contextlib.asynccontextmanager
-async def _refusing(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-    """Answer with the status of whatever error the block raises."""
-    try:
-        yield
-    except TurnstreamError as error:
-        code, details = error_to_status(error)
-        await context.abort(grpc.StatusCode[code], details)
-    except Exception:
-        logger.exception("a call failed")
-        await context.abort(grpc.StatusCode.INTERNAL, "the batcher failed; its log says how")
-
-
-def _serialize(message: Any) -> bytes:
-    return message.SerializeToString()
+def answer_within_s(left_s: float | None) -> float | None:
+    """Return the seconds that the store has for its answer, of those that a caller has left."""
+    return None if left_s is None else left_s * (1 - _ANSWER_SHARE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -10,10 +11,12 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.batching.minibatch import (
     INERT_LENGTH,
     INERT_RESPONSE_LENGTH,
-    budgeted_passes,
-    rank_share,
+    cut_ranks,
+    rank_passes,
     rows_multiple,
+    take_share,
 )
+from turnstream.batching.packing import Bins
 from turnstream.batching.plan import GroupPlan, Manifest
 from turnstream.records.batches import EncodedMiniBatch, encode_mini_batch
 from turnstream.types import Figures, MiniBatch, MiniBatchInfo, Rows
@@ -35,51 +38,91 @@ class PlannedBatch:
         return self.manifest.groups[plan.first_group : plan.first_group + plan.num_groups]
 
 
-def encode_share(
-    batch: PlannedBatch, rows: Rows, *, mini_batch: int, dp_rank: int, dp_world_size: int
-) -> EncodedMiniBatch:
-    """One rank's share, encoded; the same arguments give the same bytes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """The rows of a mini-batch, divided among all ranks of a world size.
+
+    Attributes:
+        ranks: row positions of every rank; those from the number of rows on are inert rows.
+        passes: forward passes of every rank, as positions in its share.
+    """
+
+    ranks: list[list[int]]
+    passes: list[Bins]
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def num_bytes(self) -> int:
+        """Upper estimate of the memory in use: every row stands in both lists."""
+        num_rows = sum(map(len, self.ranks))
+        num_lists = sum(map(len, self.passes)) + 2 * len(self.ranks)
+        return num_rows * 2 * _BYTES_PER_NUMBER + num_lists * _BYTES_PER_LIST
+
+
+_BYTES_PER_NUMBER: Final = 40
+"""In a list: 8 of the pointer, 28 of the number, rounded up."""
+
+_BYTES_PER_LIST: Final = 96
+
+
+def cut_mini_batch(batch: PlannedBatch, rows: Rows, *, dp_world_size: int) -> Cut:
+    """Return the shares of all ranks. One cut serves every rank.
 
     Args:
         batch: the plan.
-        rows: all rows of this mini-batch.
-        mini_batch: its index.
-        dp_rank: whose share.
-        dp_world_size: of how many.
+        rows: all rows of one of its mini-batches.
+        dp_world_size: number of ranks.
+
+    Raises:
+        BatchingError: the rows cannot be divided among so many ranks.
     """
-    config = batch.config
+    config, lengths = batch.config, rows.input_ids.lengths
     multiple_of = rows_multiple(
         dp_world_size=dp_world_size,
         mini_batch_rows=config.rows_multiple_of,
         passes_multiple_of=config.passes_multiple_of,
     )
-    share = rank_share(
+    ranks = cut_ranks(
+        lengths, dp_world_size=dp_world_size, multiple_of=multiple_of, budget=config.budget
+    )
+    passes = rank_passes(
+        lengths, ranks, budget=config.budget, multiple_of=config.passes_multiple_of
+    )
+    return Cut(ranks=ranks, passes=passes)
+
+
+def encode_share(
+    batch: PlannedBatch, rows: Rows, cut: Cut, *, mini_batch: int, dp_rank: int
+) -> EncodedMiniBatch:
+    """Return one rank's share, encoded; the same arguments give the same bytes.
+
+    Args:
+        batch: the plan.
+        rows: all rows of this mini-batch.
+        cut: division of these rows among all ranks.
+        mini_batch: its index.
+        dp_rank: whose share.
+    """
+    share = take_share(
         rows,
+        cut.ranks[dp_rank],
         step=batch.manifest.step,
         mini_batch=mini_batch,
-        dp_rank=dp_rank,
-        dp_world_size=dp_world_size,
-        pad_token_id=config.pad_token_id,
-        multiple_of=multiple_of,
-        budget=config.budget,
-    )
-    passes = budgeted_passes(
-        rows,
-        dp_rank=dp_rank,
-        dp_world_size=dp_world_size,
-        budget=config.budget,
-        passes_multiple_of=config.passes_multiple_of,
-        multiple_of=multiple_of,
+        pad_token_id=batch.config.pad_token_id,
     )
     num_inert_rows = int(np.count_nonzero(share.is_padding))
     info = _info(
         batch,
         mini_batch=mini_batch,
         dp_rank=dp_rank,
-        dp_world_size=dp_world_size,
+        dp_world_size=cut.dp_world_size,
         num_real_rows=len(share) - num_inert_rows,
         num_inert_rows=num_inert_rows,
-        passes=passes,
+        passes=tuple(map(tuple, cut.passes[dp_rank])),
     )
     return encode_mini_batch(MiniBatch(rows=share, info=info))
 

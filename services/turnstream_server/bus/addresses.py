@@ -166,7 +166,7 @@ def _stored_group(client: redis.Redis, run: str, group_id: str) -> GroupOpened:
 
 def _prompt_uid(client: redis.Redis, run: str, group_id: str) -> str:
     """Of a group, as far as events are kept."""
-    for _, event in readable_events(client, keys.run_keys(run).events):
+    for _, event in readable_events(client, run):
         if isinstance(event, GroupOpened) and event.group_id == group_id:
             return event.prompt_uid
     return ""

@@ -8,16 +8,14 @@ from typing import Any, Final
 
 import redis
 import redis.asyncio
-from redis.exceptions import RedisError
 
 from turnstream.store import keys
 from turnstream.store.configs import read_config
-from turnstream.store.replies import translate
+from turnstream.store.fullness import RESERVE, Bytes
+from turnstream.store.replies import translating
+from turnstream.store.stored import StoredHash, parsed_number, reading
 from turnstream_server.bus.frontier import Frontier, read_frontier
 from turnstream_server.bus.observers import Observer, read_observers
-
-RESERVE: Final = 0.2
-"""The share of the server's memory that takes no new group; see open_group.lua."""
 
 FIRST_ESTIMATE: Final = 65_536
 """Bytes of a trajectory, before any is sealed; see open_group.lua."""
@@ -63,6 +61,19 @@ class ByteBudget:
     server_max: int
     num_kept_steps: int
     unseen_by: str = ""
+
+    @property
+    def bytes(self) -> Bytes:
+        """Bytes used and allowed, and what holds them."""
+        return Bytes(
+            used=self.server_used,
+            allowed=self.server_max,
+            reserved=self.held.reserved,
+            stored=self.held.stored,
+            planned=self.held.planned,
+            needed=self.held.estimate,
+            max_bytes=self.max_bytes,
+        )
 
     def why_full(self, *, is_urgent: bool) -> str:
         """Why no group of the usual size may begin now; empty if one may.
@@ -112,13 +123,12 @@ def read_budget(client: redis.Redis, run: str) -> ByteBudget:
     """
     _, config = read_config(client, run)
     frontier = read_frontier(client, run)
-    try:
-        fields: Any = client.execute_command("HGETALL", keys.run_keys(run).budget)
+    name = keys.run_keys(run).budget
+    with reading(name), translating():
+        fields: Any = client.execute_command("HGETALL", name)
         memory: Any = client.info("memory")
-    except (RedisError, OSError) as error:
-        raise translate(error) from error
     return ByteBudget(
-        held=_parse(fields),
+        held=_parse(run, fields),
         max_bytes=config.max_bytes,
         server_used=int(memory.get("used_memory", 0)),
         server_max=int(memory.get("maxmemory", 0)),
@@ -144,11 +154,10 @@ async def read_held_async(client: redis.asyncio.Redis, run: str) -> HeldBytes:
     Raises:
         StoreUnavailableError: the store cannot be reached.
     """
-    try:
-        fields: Any = await client.execute_command("HGETALL", keys.run_keys(run).budget)
-    except (RedisError, OSError) as error:
-        raise translate(error) from error
-    return _parse(fields)
+    name = keys.run_keys(run).budget
+    with reading(name), translating():
+        fields: Any = await client.execute_command("HGETALL", name)
+    return _parse(run, fields)
 
 
 def parse_held(value: bytes) -> tuple[bool, int]:
@@ -157,14 +166,14 @@ def parse_held(value: bytes) -> tuple[bool, int]:
     >>> parse_held(b"r65536"), parse_held(b"9000")
     ((True, 65536), (False, 9000))
     """
-    return value.startswith(b"r"), int(value.removeprefix(b"r"))
+    return value.startswith(b"r"), parsed_number(value.removeprefix(b"r"))
 
 
-def _parse(fields: dict[bytes, bytes]) -> HeldBytes:
-    numbers = {name.decode(): int(value) for name, value in fields.items()}
+def _parse(run: str, fields: dict[bytes, bytes]) -> HeldBytes:
+    stored = StoredHash(keys.run_keys(run).budget, fields)
     return HeldBytes(
-        reserved=numbers.get("reserved", 0),
-        stored=numbers.get("stored", 0),
-        planned=numbers.get("planned", 0),
-        estimate=numbers.get("estimate", FIRST_ESTIMATE),
+        reserved=stored.parsed("reserved", parsed_number, 0),
+        stored=stored.parsed("stored", parsed_number, 0),
+        planned=stored.parsed("planned", parsed_number, 0),
+        estimate=stored.parsed("estimate", parsed_number, FIRST_ESTIMATE),
     )

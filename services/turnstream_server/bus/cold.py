@@ -25,6 +25,7 @@ from turnstream.records.ledger_files import decode_ledger_file, encode_ledger_fi
 from turnstream.store import keys
 from turnstream.store.replies import translate
 from turnstream.store.scripts import Script, run_command_async
+from turnstream.store.stored import parsed_number, reading
 from turnstream_server.bus.pages import hash_fields
 
 MAX_FILE_BATCHES: Final = 256
@@ -155,8 +156,14 @@ def cold_records(client: redis.Redis, run: str, *, folder: Path | None) -> Itera
 
 def _files(client: redis.Redis, run: str) -> list[tuple[int, str]]:
     """(last step, name), in order."""
-    found = hash_fields(client, keys.run_keys(run).cold)
-    return sorted((int(last), name.decode()) for last, name in found)
+    key = keys.run_keys(run).cold
+    files: list[tuple[int, str]] = []
+    for last, name in hash_fields(client, key):
+        with reading(key, last):
+            text = name.decode()
+            _first_step(text)
+            files.append((parsed_number(last.encode()), text))
+    return sorted(files)
 
 
 def files_up_to(client: redis.Redis, run: str, step: int) -> dict[int, str]:
@@ -176,7 +183,8 @@ def _first_step(name: str) -> int:
     257
     """
     match = _RANGE.search(name)
-    assert match is not None  # we have made the name
+    if match is None:
+        raise ValueError(f"{name!r} names no steps")
     return int(match[1])
 
 

@@ -1,13 +1,13 @@
-"""A run leaves the store: nobody finds it any more, then its payload goes, then its name is free.
+"""Deletion: a run leaves the store in one moment, its name is free at once, its payload follows.
 
-In this order, so that a deletion which stops anywhere can be taken up by whoever asks again::
+The order lets any caller continue a deletion that was interrupted::
 
-    condemn_run        one moment: all keys of the run go but the ledger, which becomes `doomed`
+    condemn_run        one moment: all keys of the run go but the ledger, which becomes `doomed`;
+                       the next run of the name can be created, and gets another id
     release_payload    of every trajectory in it; a tombstone refuses late writers
-    the name           leaves the list of runs, and is free when the last tombstone has expired
+    the id             leaves the list of runs
 
-While the tombstones stand, a writer that comes late is refused; one that sleeps longer than they
-stand was silent for many leases.
+Late writers use the id of the old run: they meet its tombstones, and never the next run.
 """
 
 from __future__ import annotations
@@ -19,17 +19,26 @@ from typing import Any, Final
 
 import redis
 
+from turnstream.errors import RunNotFoundError
 from turnstream.store import keys
 from turnstream.store.replies import translating
+from turnstream.store.run_ids import find_run, is_id
 from turnstream.store.scripts import Script, run_command, run_commands
-from turnstream_server.bus.release import OVER, SHORTEST_TOMBSTONE_S, SLICE, TOMBSTONE_LEASES
+from turnstream.types.names import RunId
+from turnstream_server.bus.release import SHORTEST_TOMBSTONE_S, TOMBSTONE_LEASES
 from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
 
-NAME_OUTLASTS_PAYLOAD_MS: Final = 60_000
-"""The name is free so much later than the last tombstone of a payload was made to expire: a leader
-that was just releasing may have made one after us."""
+TOMBSTONE_OUTLASTS_PAYLOAD_MS: Final = 60_000
+"""`deleted` stays so much longer than the tombstones of the payload: a leader that was releasing
+when the run was condemned may create one of these later."""
+
+_DELETED: Final = "deleted"
+"""Text in the tombstones of the payload."""
+
+SLICE: Final = 64
+"""Trajectories of one round trip."""
 
 _CONDEMN = Script("condemn_run", "turnstream_server.bus")
 _RELEASE = Script("release_payload", "turnstream_server.bus")
@@ -37,37 +46,67 @@ _RELEASE = Script("release_payload", "turnstream_server.bus")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeletedRun:
-    """What a deletion has done.
+    """The result of a deletion.
 
     Attributes:
-        num_trajectories: whose payload this call removed, or found removed.
-        free_after_s: seconds until the name may be used again.
+        runs: ids of the runs that are deleted now, the oldest first.
+        num_trajectories: trajectories whose payload this call removed, or found removed.
     """
 
-    run: str
+    runs: tuple[RunId, ...]
     num_trajectories: int
-    free_after_s: float
 
 
 def delete_run(client: redis.Redis, run: str) -> DeletedRun:
-    """Remove everything that the store holds of a run; the same again goes on where it stopped.
+    """Remove everything that the store holds of a run; the same call continues where it stopped.
 
-    From the first moment on nobody finds the run: generators, trainers, observers and batchers that
-    still speak of it get RunNotFoundError, or FencedError where they hold a lease of it. Payload
-    then goes in slices, so that the server never stands still. What is left expires: fences for
-    late writers, and the name, which cannot be used for as long.
+    From the first moment on the run is not found any more: generators, trainers, observers and
+    batchers that still speak of it get RunNotFoundError, or FencedError where they hold a lease of
+    it. In the same moment its name can be used again. Payload then goes in slices, so that the
+    server never stands still. Tombstones for late writers remain for a while, and expire.
 
     Runs that were forked from it stay as they are, and so do files of the archive folder.
 
+    Args:
+        client: connection to the store.
+        run: its name. Interrupted deletions of earlier runs of the name are finished first. An id
+            deletes that very run.
+
     Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached; what was done stays done.
+        RunNotFoundError: no such run, and no deletion to finish.
+        StoreUnavailableError: the store cannot be reached; repeat the call.
     """
+    current = find_run(client, run)
+    unfinished = [] if is_id(run) else _unfinished(client, current)
+    num_trajectories = sum(_delete(client, each) for each in unfinished)
+    try:
+        num_trajectories += _delete(client, current)
+    except RunNotFoundError:
+        if not unfinished:
+            raise
+        return DeletedRun(runs=tuple(unfinished), num_trajectories=num_trajectories)
+    return DeletedRun(runs=(*unfinished, current), num_trajectories=num_trajectories)
+
+
+def _unfinished(client: redis.Redis, current: RunId) -> list[RunId]:
+    """The runs before this one of its name whose deletion was interrupted."""
+    before = [RunId.of(current.name, number) for number in range(1, current.incarnation)]
+    with translating():
+        pipeline = client.pipeline(transaction=False)
+        for each in before:
+            pipeline.pttl(keys.run_keys(each).deleted)
+        lives_ms: list[int] = pipeline.execute()
+    return [each for each, left_ms in zip(before, lives_ms, strict=True) if left_ms == -1]
+
+
+def _delete(client: redis.Redis, run: RunId) -> int:
+    """Delete one run; returns how many trajectories it had."""
     names = keys.run_keys(run)
-    command = _CONDEMN(names.of_condemn_run, round(SHORTEST_TOMBSTONE_S * 1_000), TOMBSTONE_LEASES)
-    fence_ms, free_ms = run_command(client, command)
-    if free_ms >= 0:
-        return DeletedRun(run=run, num_trajectories=0, free_after_s=free_ms / 1_000)
+    shortest_ms = round(SHORTEST_TOMBSTONE_S * 1_000)
+    command = _CONDEMN(names.of_condemn_run, shortest_ms, TOMBSTONE_LEASES, run.incarnation)
+    fence_ms = run_command(client, command)
+    if not fence_ms:
+        return 0
     reach("delete.after_condemned")
     num_trajectories = 0
     for some in _slices(client, names.doomed):
@@ -75,16 +114,18 @@ def delete_run(client: redis.Redis, run: str) -> DeletedRun:
         num_trajectories += len(some)
         reach("delete.after_slice")
     reach("delete.after_payload")
-    free_ms = fence_ms + NAME_OUTLASTS_PAYLOAD_MS
     with translating():
-        client.srem(keys.RUNS, keys.encode_name(run))
-        client.pexpire(names.deleted, free_ms)
+        client.srem(keys.RUNS, keys.encode_run(run))
+        client.pexpire(names.deleted, fence_ms + TOMBSTONE_OUTLASTS_PAYLOAD_MS)
     logger.info("deleted run %s", run, extra={"num_trajectories": num_trajectories})
-    return DeletedRun(run=run, num_trajectories=num_trajectories, free_after_s=free_ms / 1_000)
+    return num_trajectories
 
 
 def deleting_since_ms(client: redis.Redis, run: str) -> int | None:
-    """When the deletion of a run began that is not done, in ms of the server's clock; else None.
+    """When the deletion of a run (by its id) began that is not done, in ms of the server's clock.
+
+    Returns:
+        None where the run is not being deleted.
 
     Raises:
         StoreUnavailableError: the store cannot be reached.
@@ -101,7 +142,7 @@ def _remove_payload(
 ) -> None:
     """Remove the payload of a few trajectories, and only then forget where it was."""
     places = [keys.trajectory_keys(run, each.decode()) for each in trajectory_ids]
-    for reply in run_commands(client, [_RELEASE(place, fence_ms, OVER) for place in places]):
+    for reply in run_commands(client, [_RELEASE(place, fence_ms, _DELETED) for place in places]):
         if isinstance(reply, Exception):
             raise reply
     with translating():

@@ -17,6 +17,9 @@ FOR_ROOM: Final = "for room"
 """Why a dead letter was discarded that nobody had looked at; stands in its reason."""
 
 _PAGE: Final = 1_000
+_EVENTS_PAGE: Final = 32
+"""Rejected events of one reply, each with up to MAX_KEPT_BYTES."""
+
 _SLICE: Final = 64
 
 
@@ -69,12 +72,14 @@ async def _letters(client: redis.asyncio.Redis, run: str) -> list[_Kept]:
 
 
 async def _events(client: redis.asyncio.Redis, run: str) -> list[_Kept]:
-    entries: Any = await client.execute_command("XRANGE", keys.run_keys(run).damaged, "-", "+")
-    return [
-        _Kept(
-            entry_ms(event_id.decode()),
-            len(fields[b"r"]),
-            discard_event_command(run, event_id.decode()),
-        )
-        for event_id, fields in entries
-    ]
+    kept: list[_Kept] = []
+    name, start = keys.run_keys(run).damaged, "-"
+    while True:
+        words = ("XRANGE", name, start, "+", "COUNT", _EVENTS_PAGE)
+        entries: Any = await client.execute_command(*words)
+        for event_id, fields in entries:
+            discard = discard_event_command(run, event_id.decode())
+            kept.append(_Kept(entry_ms(event_id.decode()), len(fields[b"r"]), discard))
+        if len(entries) < _EVENTS_PAGE:
+            return kept
+        start = f"({entries[-1][0].decode()}"

@@ -25,9 +25,11 @@ from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encod
 from turnstream.store import keys
 from turnstream.store.configs import read_config
 from turnstream.store.replies import translating
+from turnstream.store.run_ids import create_under, find_run
 from turnstream.store.runs import list_run
 from turnstream.store.scripts import Argument, Script, run_command
 from turnstream.types import RecoveryToken, VersionAnnounced
+from turnstream.types.names import RunId, checked_run_name
 from turnstream_server.bus.cold import files_up_to
 from turnstream_server.bus.frontier import Frontier, Origin, read_frontier
 from turnstream_server.bus.manifests import read_plan
@@ -83,27 +85,30 @@ def fork_run(
     Args:
         client: of the store.
         run: the origin; nothing of it is changed.
-        new_run: name of the new run.
+        new_run: name of the new run, which may be that of a deleted one.
         token: of a committed step of the origin that is still retained.
         config: of the new run; None takes the one that the origin has in force. A revision of the
             origin that waits for its step is not carried over.
 
     Raises:
+        InvalidConfigError: no new run can have this name.
         RunNotFoundError: no such origin; or the new run was deleted meanwhile.
         StoreBehindError: the origin does not have the batch that the token names.
         ReleasedError: the step is no longer retained.
-        ConflictError: the step is not committed; the new name is taken, or its last run was deleted
-            not long ago (`retry_after_s`); or the origin was deleted meanwhile.
+        ConflictError: the step is not committed; the new name is taken; or the origin was deleted
+            meanwhile.
         StoreUnavailableError: the store cannot be reached; to be repeated.
     """
-    if run == new_run:
+    run = find_run(client, run)
+    if run.name == new_run:
         raise ConflictError(f"run {run!r} cannot be forked into itself")
-    origin = _find_fork(client, run, new_run, token, config=config)
+    new_id = find_run(client, checked_run_name(new_run))
+    origin = _find_fork(client, run, new_id, token, config=config)
     if origin is None:
-        origin = _make_fork(client, run, new_run, token, config=config)
+        new_id, origin = _make_fork(client, run, new_id, token, config=config)
         reach("fork.after_made")
-    list_run(client, new_run)
-    _copy_records(client, new_run, origin)
+    list_run(client, new_id)
+    _copy_records(client, new_id, origin)
     return origin
 
 
@@ -116,6 +121,7 @@ def token_of_step(client: redis.Redis, run: str, step: int) -> RecoveryToken:
         ConflictError: the step is not planned.
         StoreUnavailableError: the store cannot be reached.
     """
+    run = find_run(client, run)
     frontier = read_frontier(client, run)
     with translating():
         entry: Any = client.hget(keys.run_keys(run).batches, str(step))
@@ -129,8 +135,8 @@ def token_of_step(client: redis.Redis, run: str, step: int) -> RecoveryToken:
 
 def _find_fork(
     client: redis.Redis,
-    run: str,
-    new_run: str,
+    run: RunId,
+    new_run: RunId,
     token: RecoveryToken,
     *,
     config: BatchingConfig | None,
@@ -144,8 +150,7 @@ def _find_fork(
         origin = read_frontier(client, new_run).origin
     except RunNotFoundError:
         return None
-    wanted = (run, token.step, token.chain_hash)
-    if origin is None or (origin.run, origin.step, origin.manifest_hash) != wanted:
+    if origin is None or not _is_from(origin, run, token):
         raise ConflictError(f"run {new_run!r} exists, and was not forked from there")
     with translating():
         first: Any = client.hget(keys.run_keys(new_run).config, "1")
@@ -154,14 +159,25 @@ def _find_fork(
     return origin
 
 
+def _is_from(origin: Origin, run: RunId, token: RecoveryToken) -> bool:
+    """Whether a fork began where the token says.
+
+    Its origin may have been deleted since, so that the name stands for another run: then the hash
+    of the manifest tells them apart, which step 0 has none of.
+    """
+    is_it = origin.run == run or (token.step > 0 and RunId(origin.run).name == run.name)
+    return is_it and (origin.step, origin.manifest_hash) == (token.step, token.chain_hash)
+
+
 def _make_fork(
     client: redis.Redis,
-    run: str,
-    new_run: str,
+    run: RunId,
+    new_run: RunId,
     token: RecoveryToken,
     *,
     config: BatchingConfig | None,
-) -> Origin:
+) -> tuple[RunId, Origin]:
+    """The id of the run that was made: another one where `new_run` was deleted meanwhile."""
     versions = _read_versions(client, run, through_step=token.step)
     origin, next_row_id = _read_origin(client, run, token)
     config = config or read_config(client, run)[1]
@@ -174,22 +190,26 @@ def _make_fork(
         versions=versions.steps,
         lineage=versions.lineage,
     )
-    names = keys.run_keys(new_run)
-    command = _FORK(
-        (
-            *(names.frontier, names.config, names.counts, names.batches),
-            *(names.snapshot, names.versions, names.deleted, names.clock),
-        ),
+    words = (
         str(origin),
         encode_config(config),
         f"{keys.encode_name(run)}@{token.step}",
         token.step * config.batch_groups,
         versions.highest,
         encode_snapshot(snapshot),
-        *itertools.chain.from_iterable(versions.records[-MAX_VERSIONS:]),
     )
-    run_command(client, command)
-    return origin
+    records = [*itertools.chain.from_iterable(versions.records[-MAX_VERSIONS:])]
+
+    def create(run_id: RunId) -> int:
+        names = keys.run_keys(run_id)
+        where = (
+            *(names.frontier, names.config, names.counts, names.batches, names.snapshot),
+            *(names.versions, names.deleted, names.clock, keys.incarnation_key(run_id)),
+        )
+        return run_command(client, _FORK(where, *words, run_id.incarnation, *records))
+
+    made, _ = create_under(client, new_run.name, create)
+    return made, origin
 
 
 def _read_origin(client: redis.Redis, run: str, token: RecoveryToken) -> tuple[Origin, int]:
@@ -277,7 +297,7 @@ def _copy_records(client: redis.Redis, new_run: str, origin: Origin) -> None:
     if read_frontier(client, new_run).has_inherited:
         return
     names = keys.run_keys(new_run)
-    where = (names.frontier, names.past, names.cold)
+    where = (names.frontier, names.past, names.cold, names.wake)
     found: set[int] = set()
     for some in _sliced(_records(client, origin), SLICE):
         found |= {step for step, _ in some}

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import redis
 import redis.asyncio
-from redis.exceptions import RedisError
 
-from turnstream.errors import ReleasedError, RunNotFoundError
+from turnstream.errors import ReleasedError
 from turnstream.store import keys
-from turnstream.store.replies import translate
+from turnstream.store.replies import translating
+from turnstream.store.run_ids import no_such_run
+from turnstream.store.stored import StoredHash, parsed_number, reading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,77 +202,71 @@ def read_frontier(client: redis.Redis, run: str) -> Frontier:
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
-    try:
-        fields: Any = client.execute_command("HGETALL", keys.run_keys(run).frontier)
-    except (RedisError, OSError) as error:
-        raise translate(error) from error
+    name = keys.run_keys(run).frontier
+    with reading(name), translating():
+        fields: Any = client.execute_command("HGETALL", name)
     return _parse(run, fields)
 
 
 async def read_frontier_async(client: redis.asyncio.Redis, run: str) -> Frontier:
     """The same as `read_frontier`, for asyncio."""
-    try:
-        fields: Any = await client.execute_command("HGETALL", keys.run_keys(run).frontier)
-    except (RedisError, OSError) as error:
-        raise translate(error) from error
+    name = keys.run_keys(run).frontier
+    with reading(name), translating():
+        fields: Any = await client.execute_command("HGETALL", name)
     return _parse(run, fields)
 
 
-def _text(value: bytes | None) -> str | None:
-    return None if value is None else value.decode()
-
-
-def _rollbacks(text: str) -> tuple[Rollback, ...]:
-    return tuple(Rollback.parse(each) for each in text.split(",") if each)
+def _rollbacks(value: bytes) -> tuple[Rollback, ...]:
+    return tuple(Rollback.parse(each) for each in value.decode().split(",") if each)
 
 
 def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
     if not fields:
-        raise RunNotFoundError(f"no run named {run!r}")
+        raise no_such_run(run)
+    stored = StoredHash(keys.run_keys(run).frontier, fields)
+    number = partial(stored.parsed, parse=parsed_number, default=0)
+    number_needed = partial(stored.needed, parse=parsed_number)
     return Frontier(
-        planned=int(fields.get(b"planned", 0)),
-        stepped=int(fields[b"stepped"]),
-        committed=int(fields[b"committed"]),
-        session_epoch=int(fields[b"session_epoch"]),
-        session=fields[b"session"].decode(),
-        dp_world_size=int(fields[b"dp_world_size"]),
-        lineage=fields[b"lineage"].decode(),
-        num_opened_groups=int(fields[b"opened_groups"]),
-        num_live_groups=int(fields[b"live_groups"]),
-        is_closed=fields[b"closed"] == b"1",
-        released=int(fields.get(b"released", 0)),
-        num_open_groups=int(fields.get(b"open_groups", 0)),
-        num_planned_groups=int(fields.get(b"planned_groups", 0)),
-        at_plans=fields.get(b"at_plans", b"").decode(),
-        origin=Origin.parse(fields[b"origin"].decode()) if b"origin" in fields else None,
-        version_floor=int(fields.get(b"version_floor", -1)),
+        planned=number("planned"),
+        stepped=number_needed("stepped"),
+        committed=number_needed("committed"),
+        session_epoch=number_needed("session_epoch"),
+        session=stored.needed("session", bytes.decode),
+        dp_world_size=number_needed("dp_world_size"),
+        lineage=stored.needed("lineage", bytes.decode),
+        num_opened_groups=number_needed("opened_groups"),
+        num_live_groups=number_needed("live_groups"),
+        is_closed=stored.needed("closed", bytes) == b"1",
+        released=number("released"),
+        num_open_groups=number("open_groups"),
+        num_planned_groups=number("planned_groups"),
+        at_plans=stored.parsed("at_plans", bytes.decode, ""),
+        origin=stored.parsed("origin", lambda value: Origin.parse(value.decode()), None),
+        version_floor=stored.parsed("version_floor", parsed_number, -1),
         has_inherited=b"inherited" in fields,
-        next_revision=int(fields.get(b"next_revision", 0)),
-        leftover=(fields.get(b"leftover") or b"short").decode(),
+        next_revision=number("next_revision"),
+        leftover=stored.parsed("leftover", bytes.decode, "") or "short",
         is_finished=fields.get(b"finished") == b"1",
-        paused=_text(fields.get(b"paused")),
-        num_revised_groups=int(fields.get(b"revised_groups", 0)),
-        rollbacks=_rollbacks(fields.get(b"rollbacks", b"").decode()),
-        lost_session=fields.get(b"session_lost", b"").decode().partition(":")[2],
-        damage=_damage(fields.get(b"damaged")),
-        replan=_replan(fields.get(b"replan")),
-        withdrawn=_withdrawn(fields.get(b"withdrawn")),
+        paused=stored.parsed("paused", bytes.decode, None),
+        num_revised_groups=number("revised_groups"),
+        rollbacks=stored.parsed("rollbacks", _rollbacks, ()),
+        lost_session=stored.parsed("session_lost", bytes.decode, "").partition(":")[2],
+        damage=stored.parsed("damaged", _damage, None),
+        replan=stored.parsed("replan", _replan, None),
+        withdrawn=stored.parsed("withdrawn", _withdrawn, Withdrawn()),
     )
 
 
-def _damage(value: bytes | None) -> PayloadDamage | None:
-    if value is None:
-        return None
+def _damage(value: bytes) -> PayloadDamage:
     step, manifest_hash, sentence = value.decode().split(":", 2)
     return PayloadDamage(int(step), manifest_hash, sentence)
 
 
-def _replan(value: bytes | None) -> ReplanRequest | None:
-    if value is None:
-        return None
+def _replan(value: bytes) -> ReplanRequest:
     name, _, step = value.decode().rpartition(":")
     return ReplanRequest(name, int(step))
 
 
-def _withdrawn(value: bytes | None) -> Withdrawn:
-    return Withdrawn(*map(int, value.split(b":"))) if value else Withdrawn()
+def _withdrawn(value: bytes) -> Withdrawn:
+    revision, through_step = map(int, value.split(b":"))
+    return Withdrawn(revision, through_step)

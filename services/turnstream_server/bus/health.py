@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import redis
 
+from turnstream.store.fullness import Bytes
 from turnstream.store.replies import translating
+from turnstream_server.bus.budget import HeldBytes
 
-SECTION = "persistence"
-"""Of the reply to INFO: what `store_trouble` reads."""
+SECTIONS = ("persistence", "memory")
+"""Sections of INFO that `store_trouble` and `store_note` read."""
 
 
 def store_trouble(facts: Mapping[str, Any]) -> str:
     """Why a store refuses writes now; empty where it takes them.
 
-    Memory that is full is no trouble: producers wait, and what frees it is not refused.
+    Memory that is full is no trouble: producers wait, and what frees it is not refused. It is
+    reported by `store_note`.
 
     Args:
         facts: the reply to INFO, by name.
@@ -35,6 +38,26 @@ def store_trouble(facts: Mapping[str, Any]) -> str:
     return ""
 
 
+def store_note(facts: Mapping[str, Any], held: Iterable[HeldBytes]) -> str:
+    """Return that the memory of a store is full, and what holds it; empty while it is not.
+
+    Args:
+        facts: the reply to INFO, by name.
+        held: bytes that each run holds.
+    """
+    runs = list(held)
+    known = Bytes(
+        used=int(facts.get("used_memory", 0)),
+        allowed=int(facts.get("maxmemory", 0)),
+        reserved=sum(each.reserved for each in runs),
+        stored=sum(each.stored for each in runs),
+        planned=sum(each.planned for each in runs),
+    )
+    if not known.refuses_writes:
+        return ""
+    return known.why_full(is_urgent=True).replace("this run holds", "its runs hold", 1)
+
+
 def read_store_trouble(client: redis.Redis) -> str:
     """The same, asked now.
 
@@ -42,5 +65,5 @@ def read_store_trouble(client: redis.Redis) -> str:
         StoreUnavailableError: the store cannot be reached.
     """
     with translating():
-        facts: Any = client.info(SECTION)
+        facts: Any = client.info(*SECTIONS)
     return store_trouble(facts)

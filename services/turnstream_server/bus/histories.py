@@ -16,6 +16,8 @@ from turnstream.errors import RejectedError
 from turnstream.records.manifests import decode_manifest
 from turnstream.store import keys
 from turnstream.store.replies import translating
+from turnstream.store.stored import StoredHash, parsed_number, reading
+from turnstream.store.trajectory_names import keys_named
 from turnstream.types import (
     Event,
     GroupOpened,
@@ -120,15 +122,17 @@ def history_of(
     """
     trajectory_id = key.trajectory_id
     frontier = read_frontier(client, run)
-    with translating():
-        value: Any = client.hget(keys.run_keys(run).ledger, trajectory_id)
+    ledger = keys.run_keys(run).ledger
+    with reading(ledger), translating():
+        value: Any = client.hget(ledger, trajectory_id)
     if value is None:
         value = _past_entry(client, run, key, folder=folder)
-    state, rest = parse_entry(value, frontier)
+    with reading(ledger, trajectory_id):
+        state, rest = parse_entry(value, frontier)
+        holder = _holder(rest) if state in _HELD else {}
     events = tuple(_events_of(client, run, key))
     facts = _event_facts(client, run, key, events) | _payload_facts(client, run, trajectory_id)
-    if state in _HELD:
-        facts |= _holder(rest)
+    facts |= holder
     if value.startswith(b"planned:"):
         facts |= _planned_facts(client, run, key, step=int(rest))
     traces = Traces(
@@ -171,8 +175,10 @@ def _past_entry(client: redis.Redis, run: str, key: TrajectoryKey, *, folder: Pa
 
 def _find_planned_step(client: redis.Redis, run: str, key: TrajectoryKey) -> int | None:
     """The step of a trajectory that is on its way from the ledger into a compact record."""
-    for _, record in stream_entries(client, keys.run_keys(run).plan):
-        manifest = decode_manifest(record)
+    plan = keys.run_keys(run).plan
+    for entry_id, record in stream_entries(client, plan):
+        with reading(plan, entry_id):
+            manifest = decode_manifest(record)
         if find_in_manifest(manifest, key):
             return manifest.step
     return None
@@ -191,7 +197,7 @@ def find_in_manifest(manifest: Manifest, key: TrajectoryKey) -> tuple[int, Traje
 
 def _keys_named(name: str) -> tuple[TrajectoryKey, ...]:
     try:
-        return keys.keys_named(name)
+        return keys_named(name)
     except ValueError as error:
         raise TrajectoryNotFoundError(
             f"{name!r} is no trajectory: <group>/<sample>/<attempt>"
@@ -199,7 +205,7 @@ def _keys_named(name: str) -> tuple[TrajectoryKey, ...]:
 
 
 def _events_of(client: redis.Redis, run: str, key: TrajectoryKey) -> Iterator[tuple[str, Event]]:
-    for entry_id, event in readable_events(client, keys.run_keys(run).events):
+    for entry_id, event in readable_events(client, run):
         if is_of(event, key):
             yield entry_id, event
 
@@ -232,34 +238,38 @@ def _event_facts(
 def _notes(client: redis.Redis, run: str, trajectory_id: str) -> dict[str, Any]:
     """What hashes of the run have noted of it, or of its step."""
     names = keys.run_keys(run)
-    with translating():
+    with reading(names.letters, trajectory_id), translating():
         letter: Any = client.hget(names.letters, trajectory_id)
+        since_ms, _, rest = (letter or b"").decode().partition(":")
+        died_ms = parsed_number(since_ms.encode()) if letter is not None else None
+        replayed_as = keys.readable_name(rest.partition(":")[2])
+    with reading(names.rewards, trajectory_id), translating():
         posted: Any = client.hget(names.rewards, trajectory_id)
-    since_ms, _, rest = (letter or b"").decode().partition(":")
-    replayed_as = rest.partition(":")[2]
-    return {
-        "died_ms": int(since_ms) if since_ms else None,
-        "replayed_as": keys.readable_name(replayed_as),
-        "posted": (posted or b"").decode(),
-        "times": {name: int(ms) for name, ms in hash_fields(client, names.times)},
-    }
+        said = (posted or b"").decode()
+    times: dict[str, int] = {}
+    for name, ms in hash_fields(client, names.times):
+        with reading(names.times, name):
+            parsed_number(name.partition(":")[2].encode())  # of a step
+            times[name] = parsed_number(ms)
+    return {"died_ms": died_ms, "replayed_as": replayed_as, "posted": said, "times": times}
 
 
 def _payload_facts(client: redis.Redis, run: str, trajectory_id: str) -> dict[str, Any]:
     """What the place of the payload says."""
     names = keys.trajectory_keys(run, trajectory_id)
-    with translating():
-        fields: Any = client.hmget(names.meta, "writer", "epoch", "turns", "bytes")
+    with reading(names.meta), translating():
+        fields: Any = client.hgetall(names.meta)
         is_kept = bool(client.exists(names.turns))
-    writer, epoch, turns, num_bytes = fields
+    stored = StoredHash(names.meta, fields)
+    writer = stored.parsed("writer", lambda value: keys.decode_name(value.decode()), None)
     if writer is None:
         return {"payload_is_kept": is_kept}
     return {
         "payload_is_kept": is_kept,
-        "writer": keys.decode_name(writer.decode()),
-        "lease_epoch": int(epoch),
-        "num_turns": int(turns),
-        "num_bytes": int(num_bytes),
+        "writer": writer,
+        "lease_epoch": stored.needed("epoch", parsed_number),
+        "num_turns": stored.needed("turns", parsed_number),
+        "num_bytes": stored.needed("bytes", parsed_number),
     }
 
 

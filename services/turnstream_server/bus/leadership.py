@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import redis.asyncio
 
@@ -13,10 +13,23 @@ from turnstream.store.scripts import Command, Script, run_command_async
 _ACQUIRE = Script("acquire_leader", "turnstream_server.bus")
 _RENEW = Script("renew_leader", "turnstream_server.bus")
 _RELEASE = Script("release_leader", "turnstream_server.bus")
+_PARK = Script("park_leader", "turnstream_server.bus")
 _NOTE = Script("note_trouble", "turnstream_server.bus")
 
 Trouble = Literal["planning_trouble", "release_trouble"]
 """What a leader cannot do."""
+
+
+class Position(NamedTuple):
+    """The last entries that a planner has read of the two streams that tell it of every change.
+
+    Attributes:
+        event_id: the last entry of `events`; "0-0" before the first.
+        wake_id: the last entry of `wake`; "0-0" before the first.
+    """
+
+    event_id: str
+    wake_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,16 +41,23 @@ class Leadership:
         epoch: fencing number of the leader; every script of the planner takes it.
         owner: name of the leader.
         lease_left_s: seconds until the lease ends unless it is renewed.
+        parked: the position up to which a parked run was read; None where it is not parked.
     """
 
     is_ours: bool
     epoch: int
     owner: str
     lease_left_s: float
+    parked: Position | None = None
 
 
 async def acquire_leadership(
-    client: redis.asyncio.Redis, run: str, *, owner: str, lease_s: float
+    client: redis.asyncio.Redis,
+    run: str,
+    *,
+    owner: str,
+    lease_s: float,
+    leads_parked: bool = True,
 ) -> Leadership:
     """Become the run's planner, or stay it; the same owner keeps its epoch.
 
@@ -47,16 +67,22 @@ async def acquire_leadership(
         owner: name of this replica, different from every other's, also from its own before a
             restart.
         lease_s: seconds until another replica may take over, from now.
+        leads_parked: whether to lead a parked run, too.
 
     Raises:
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(run)
-    command = _ACQUIRE((names.frontier, names.leader), owner, max(1, round(lease_s * 1000)))
-    leads, epoch, leader, left_ms = await run_command_async(client, command)
+    where, lease_ms = (names.frontier, names.leader), max(1, round(lease_s * 1000))
+    command = _ACQUIRE(where, owner, lease_ms, int(not leads_parked))
+    leads, epoch, leader, left_ms, parked = await run_command_async(client, command)
     return Leadership(
-        is_ours=bool(leads), epoch=epoch, owner=leader.decode(), lease_left_s=left_ms / 1000
+        is_ours=bool(leads),
+        epoch=epoch,
+        owner=leader.decode(),
+        lease_left_s=left_ms / 1000,
+        parked=Position(*parked.decode().split()) if parked else None,
     )
 
 
@@ -75,6 +101,32 @@ async def release_leadership(
     """Give the leadership back before its lease ends; False where it was lost already."""
     command = _RELEASE((keys.run_keys(run).leader,), owner, epoch)
     return bool(await run_command_async(client, command))
+
+
+async def park_leadership(
+    client: redis.asyncio.Redis, run: str, *, epoch: int, position: Position
+) -> bool:
+    """Release the leadership of an idle run, until something is written to it after `position`.
+
+    Args:
+        client: of the store.
+        run: name of the run.
+        epoch: fencing number of the leader.
+        position: the last entries that the leader has read.
+
+    Returns:
+        False where something in the run can expire.
+
+    Raises:
+        FencedError: another planner leads the run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    where = (
+        *(names.leader, names.leases, names.deadlines),
+        *(names.observers, names.clock),
+    )
+    return bool(await run_command_async(client, _PARK(where, epoch, *position)))
 
 
 async def note_trouble(

@@ -14,6 +14,7 @@ from turnstream.store import keys
 from turnstream.store.configs import read_config
 from turnstream.store.runs import list_runs, newest_version
 from turnstream.store.scripts import Command, Script, run_command, run_command_async
+from turnstream.store.stored import StoredHash, damaged, parsed_number, reading
 from turnstream.types import TrajectoryState, VersionAnnounced
 from turnstream_server.bus.frontier import Frontier, read_frontier
 
@@ -33,6 +34,9 @@ _FOLLOW_FROM_THE_FRONTIER = (
     TrajectoryState.STEPPED,
     TrajectoryState.COMMITTED,
 )
+
+
+_COUNTS = (*TrajectoryState, "accepted", "late_rewards")
 
 
 class LedgerMismatchError(TurnstreamError):
@@ -108,12 +112,18 @@ def read_ledger(client: redis.Redis, run: str) -> LedgerCounts:
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
-    return _parse(run_command(client, _read(run)))
+    command = _read(run)
+    with reading(" or ".join(command.keys)):
+        reply = run_command(client, command)
+    return _parse(run, reply)
 
 
 async def read_ledger_async(client: redis.asyncio.Redis, run: str) -> LedgerCounts:
     """The same as `read_ledger`, for asyncio."""
-    return _parse(await run_command_async(client, _read(run)))
+    command = _read(run)
+    with reading(" or ".join(command.keys)):
+        reply = await run_command_async(client, command)
+    return _parse(run, reply)
 
 
 def run_summary(client: redis.Redis, run: str) -> RunSummary:
@@ -140,20 +150,26 @@ def _read(run: str) -> Command:
     return _READ((names.frontier, names.batches, names.counts, names.conflicts))
 
 
-def _parse(reply: list[Any]) -> LedgerCounts:
+def _parse(run: str, reply: list[Any]) -> LedgerCounts:
+    names = keys.run_keys(run)
     until_stepped, until_committed, until_planned, flat, (num_conflicts, last_conflict) = reply
-    names = [name.decode() for name in flat[::2]]
-    counts = dict(zip(names, map(int, flat[1::2]), strict=True))
-    by_state = {state: counts.get(state, 0) for state in TrajectoryState}
+    if None in (until_stepped, until_committed, until_planned):
+        raise damaged(names.batches, "", "the entry of a step is no number of trajectories")
+    stored = StoredHash(names.counts, dict(zip(flat[::2], flat[1::2], strict=True)))
+    counts = {name: stored.parsed(name, parsed_number, 0) for name in _COUNTS}
+    conflicts = StoredHash(
+        names.conflicts, {b"num": num_conflicts or b"0", b"last": last_conflict or b""}
+    )
+    by_state = {state: counts[state] for state in TrajectoryState}
     # The count of "planned" holds every trajectory that was ever planned.
-    by_state[TrajectoryState.PLANNED] = counts.get("planned", 0) - until_stepped
+    by_state[TrajectoryState.PLANNED] = counts["planned"] - until_stepped
     by_state[TrajectoryState.STEPPED] = until_stepped - until_committed
     by_state[TrajectoryState.COMMITTED] = until_committed
     return LedgerCounts(
-        accepted=counts.get("accepted", 0),
+        accepted=counts["accepted"],
         by_state=by_state,
         num_in_batches=until_planned,
-        num_late_rewards=counts.get("late_rewards", 0),
-        num_conflicts=int(num_conflicts or 0),
-        last_conflict=(last_conflict or b"").decode(),
+        num_late_rewards=counts["late_rewards"],
+        num_conflicts=conflicts.needed("num", parsed_number),
+        last_conflict=conflicts.needed("last", bytes.decode),
     )

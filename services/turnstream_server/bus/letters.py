@@ -15,7 +15,9 @@ from turnstream.store import keys
 from turnstream.store.configs import read_config
 from turnstream.store.replies import translating
 from turnstream.store.scripts import Command, Script, run_command
+from turnstream.store.trajectory_names import keys_named
 from turnstream.types import SealedTrajectory
+from turnstream_server.bus.moments import KeptDeadLetters
 from turnstream_server.bus.pages import entry_ms, hash_fields, stream_entries
 from turnstream_server.bus.release import give_back_command, release_command
 
@@ -137,6 +139,34 @@ def read_letters(client: redis.Redis, run: str) -> DeadLetters:
     )
 
 
+def read_kept(client: redis.Redis, run: str) -> KeptDeadLetters | None:
+    """Return how many dead letters a run keeps, and the newest; None where it keeps none.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    kept = dict(hash_fields(client, names.letters))
+    with translating():
+        num_events: Any = client.xlen(names.damaged)
+        last: Any = client.xrevrange(names.damaged, count=1)
+    newest = [(entry_ms(event_id.decode()), event_id.decode()) for event_id, _ in last]
+    newest += [(int(value.partition(b":")[0]), name) for name, value in kept.items()]
+    if not newest:
+        return None
+    _, name = max(newest)
+    reason: Any = last[0][1][b"why"] if name not in kept else None
+    if reason is None:
+        with translating():
+            reason = client.hget(names.ledger, name) or b""
+    return KeptDeadLetters(
+        num_trajectories=len(kept),
+        num_events=num_events,
+        newest=keys.readable_name(name) if name in kept else f"event {name}",
+        reason=reason.decode().removeprefix("dead:"),
+    )
+
+
 def find_letter(client: redis.Redis, run: str, name: str) -> str:
     """The id of the trajectory that somebody names, as it is read or by its id.
 
@@ -145,7 +175,7 @@ def find_letter(client: redis.Redis, run: str, name: str) -> str:
         StoreUnavailableError: the store cannot be reached.
     """
     try:
-        meant = [key.trajectory_id for key in keys.keys_named(name)]
+        meant = [key.trajectory_id for key in keys_named(name)]
     except ValueError as error:
         raise LetterNotFoundError(
             f"{name!r} is no trajectory: <group>/<sample>/<attempt>"

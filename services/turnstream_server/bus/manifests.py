@@ -16,6 +16,7 @@ from turnstream.records.manifests import decode_manifest, encode_manifest, manif
 from turnstream.store import keys
 from turnstream.store.replies import translate, translating
 from turnstream.store.scripts import Script, run_command_async
+from turnstream.store.stored import reading
 
 _WRITE = Script("write_manifest", "turnstream_server.bus")
 
@@ -115,9 +116,10 @@ async def read_manifest(client: redis.asyncio.Redis, run: str, step: int) -> Sto
 
 def read_plan(client: redis.Redis, run: str, step: int) -> StoredManifest | None:
     """The same as `read_manifest`, without asyncio."""
-    with translating():
-        entries: Any = client.xrevrange(keys.run_keys(run).plan, max=step, min=step, count=1)
-    return _stored(entries[0]) if entries else None
+    plan = keys.run_keys(run).plan
+    with reading(plan, str(step)), translating():
+        entries: Any = client.xrevrange(plan, max=step, min=step, count=1)
+        return _stored(entries[0]) if entries else None
 
 
 async def read_manifests(

@@ -94,6 +94,21 @@ class SilentWriter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptDeadLetters:
+    """The dead letters of a run that are kept.
+
+    Attributes:
+        newest: name of the trajectory, or id of the event, that was written last.
+        reason: why that one was set aside.
+    """
+
+    num_trajectories: int
+    num_events: int
+    newest: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
     """What the reasons follow from.
 
@@ -118,6 +133,7 @@ class RunSnapshot:
             go of what is over; empty where nothing does.
         lasting: for how long it is so.
         behind: ranks that have not asked for the step that is to be stepped next.
+        dead: the dead letters; None where none is kept.
     """
 
     run: str
@@ -142,6 +158,7 @@ class RunSnapshot:
     release_trouble: str = ""
     lasting: Lasting = NOT_NOTED
     behind: tuple[int, ...] = ()
+    dead: KeptDeadLetters | None = None
 
     @property
     def recent(self) -> RecentGroups:

@@ -13,6 +13,7 @@ from turnstream.errors import InvalidConfigError
 from turnstream.store import clock, keys
 from turnstream.store.replies import translating
 from turnstream.store.scripts import Script, run_command_async
+from turnstream.store.stored import reading
 from turnstream_server.bus.pages import hash_fields, server_ms
 
 logger = logging.getLogger(__name__)
@@ -63,10 +64,14 @@ def read_observers(client: redis.Redis, run: str) -> tuple[Observer, ...]:
     """
     names = keys.run_keys(run)
     found = dict(hash_fields(client, names.observers))
-    with translating():
+    with reading(names.clock), translating():
         fields: Any = client.hmget(names.clock, *clock.FIELDS)
-    run_ms = clock.run_ms(fields, now_ms=server_ms(client))
-    return tuple(_observer(name, found[name].decode(), run_ms) for name in sorted(found))
+        run_ms = clock.run_ms(fields, now_ms=server_ms(client))
+    observers: list[Observer] = []
+    for name in sorted(found):
+        with reading(names.observers, name):
+            observers.append(_observer(name, found[name].decode(), run_ms))
+    return tuple(observers)
 
 
 def _observer(name: str, entry: str, run_ms: int) -> Observer:
@@ -107,7 +112,7 @@ async def declare_observer(
         raise InvalidConfigError("first_step", f"{first_step}; steps count from 1")
     names = keys.run_keys(run)
     command = _OBSERVE(
-        (names.frontier, names.observers, names.clock),
+        (names.frontier, names.observers, names.clock, names.wake),
         keys.encode_name(observer),
         first_step or 0,
         int(expiry_s * 1000),

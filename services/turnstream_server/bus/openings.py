@@ -14,8 +14,10 @@ from turnstream.records.snapshots import decode_snapshot
 from turnstream.store import keys
 from turnstream.store.configs import read_config
 from turnstream.store.replies import translating
+from turnstream.store.stored import reading
 from turnstream.types import GroupOpened
-from turnstream_server.bus.pages import entry_ms, stream_entries
+from turnstream_server.bus.events import read_events
+from turnstream_server.bus.pages import entry_ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,15 +61,16 @@ def read_openings(client: redis.Redis, run: str) -> Openings:
     known_ms = openings_in_snapshot(client, run)
     first_ms: int | None = None
     unread_ms = 0
-    for entry_id, record in stream_entries(client, names.events):
-        first_ms = entry_ms(entry_id) if first_ms is None else first_ms
+    for entry in read_events(client, run):
+        written_ms = entry_ms(entry.event_id)
+        first_ms = written_ms if first_ms is None else first_ms
         try:
-            event = decode_event(record)
+            event = decode_event(entry.record)
         except RecordError:
-            unread_ms = entry_ms(entry_id)
+            unread_ms = written_ms
             continue
         if isinstance(event, GroupOpened):
-            known_ms.setdefault(keys.encode_name(event.group_id), entry_ms(entry_id))
+            known_ms.setdefault(keys.encode_name(event.group_id), written_ms)
     if first_ms is not None:
         first_ms = max(first_ms, unread_ms, _newest_damaged_ms(client, names.damaged))
     return Openings(known_ms=known_ms, others_ms=first_ms)
@@ -81,21 +84,24 @@ def openings_in_snapshot(client: redis.Redis, run: str) -> dict[str, int]:
         StoreUnavailableError: the store cannot be reached.
     """
     _, config = read_config(client, run)
-    with translating():
-        record: Any = client.hget(keys.run_keys(run).snapshot, "record")
+    name = keys.run_keys(run).snapshot
+    with reading(name), translating():
+        record: Any = client.hget(name, "record")
     if record is None:
         return {}
     try:
-        fold = decode_snapshot(record).restore_fold(config)
+        with reading(name, "record"):
+            fold = decode_snapshot(record).restore_fold(config)
+            openings = [*fold.openings()]
+            # A group whose plan was withdrawn has its place in place of a moment.
+            opened = {keys.encode_name(group): entry_ms(event_id) for group, event_id in openings}
     except RecordError:
         return {}  # damaged, or of a newer release: the events have to do
-    # A group whose plan was withdrawn has its place in place of a moment.
-    opened = {keys.encode_name(name): entry_ms(event_id) for name, event_id in fold.openings()}
     return {name: opened_ms for name, opened_ms in opened.items() if opened_ms}
 
 
 def _newest_damaged_ms(client: redis.Redis, damaged: str) -> int:
     """When the newest event was written that was set aside because nobody can read it."""
-    with translating():
+    with reading(damaged), translating():
         entries: Any = client.xrevrange(damaged, count=1)
     return entry_ms(entries[0][0].decode()) if entries else 0

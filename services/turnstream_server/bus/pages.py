@@ -10,7 +10,9 @@ import redis
 from turnstream.errors import RecordError
 from turnstream.records.events import decode_event
 from turnstream.store.replies import translating
+from turnstream.store.stored import reading
 from turnstream.types import Event
+from turnstream_server.bus.events import read_events
 
 PAGE: Final = 1_000
 """Entries of one reply: a few hundred kilobytes, and a millisecond of the server."""
@@ -19,50 +21,56 @@ PAGE: Final = 1_000
 def stream_entries(client: redis.Redis, stream: str) -> Iterator[tuple[str, bytes]]:
     """(id, record) of every entry that the stream holds now, in order.
 
+    The record of an entry without one is empty, which no reader takes.
+
     Raises:
+        CorruptRecordError: it is no stream.
         StoreUnavailableError: the store cannot be reached.
     """
     start = "-"
     while True:
-        with translating():
+        with reading(stream), translating():
             entries: Any = client.xrange(stream, min=start, count=PAGE)
         for entry_id, fields in entries:
-            yield entry_id.decode(), fields[b"r"]
+            yield entry_id.decode(), fields.get(b"r", b"")
         if len(entries) < PAGE:
             return
         start = f"({entries[-1][0].decode()}"
 
 
-def readable_events(client: redis.Redis, stream: str) -> Iterator[tuple[str, Event]]:
-    """(id, event) of every entry that can be read; the planner sets the others aside.
+def readable_events(client: redis.Redis, run: str) -> Iterator[tuple[str, Event]]:
+    """Yield (id, event) of every event of a run that can be read; the planner rejects the others.
 
     Raises:
         StoreUnavailableError: the store cannot be reached.
     """
-    for entry_id, record in stream_entries(client, stream):
+    for entry in read_events(client, run):
         try:
-            event = decode_event(record)
+            event = decode_event(entry.record)
         except RecordError:
             continue
-        yield entry_id, event
+        yield entry.event_id, event
 
 
 def hash_fields(client: redis.Redis, name: str) -> Iterator[tuple[str, bytes]]:
     """(field, value) of every field that is there from the first page to the last, once.
 
     Raises:
+        CorruptRecordError: it is no hash, or the name of a field is no text.
         StoreUnavailableError: the store cannot be reached.
     """
     cursor = 0
     seen: set[bytes] = set()  # a hash that grows meanwhile gives some fields twice
     while True:
-        with translating():
+        with reading(name), translating():
             page: Any = client.hscan(name, cursor, count=PAGE)
         cursor, fields = page
         for field, value in fields.items():
             if field not in seen:
                 seen.add(field)
-                yield field.decode(), value
+                with reading(name):
+                    text = field.decode()
+                yield text, value
         if cursor == 0:
             return
 

@@ -11,6 +11,7 @@ import redis
 from turnstream.records.compact import CompactBatch, decode_batch, decode_ends
 from turnstream.store import keys
 from turnstream.store.replies import translating
+from turnstream.store.stored import parsed_number, reading
 from turnstream.types import TrajectoryKey
 from turnstream_server.bus.cold import cold_records, read_cold_record
 from turnstream_server.bus.pages import hash_fields
@@ -32,11 +33,14 @@ def read_past_batch(
         CorruptRecordError: the stored bytes are damaged.
         StoreUnavailableError: the store cannot be reached.
     """
-    with translating():
+    with reading(keys.run_keys(run).past), translating():
         record: Any = client.hget(keys.run_keys(run).past, str(step))
     if record is None:
         record = read_cold_record(client, run, step, folder=folder)
-    return None if record is None else decode_batch(record)
+    if record is None:
+        return None
+    with reading(keys.run_keys(run).past, str(step)):
+        return decode_batch(record)
 
 
 def find_past_step(
@@ -58,13 +62,18 @@ def find_past_step(
         CorruptRecordError: the stored bytes are damaged.
         StoreUnavailableError: the store cannot be reached.
     """
-    hot = (record for _, record in hash_fields(client, keys.run_keys(run).past))
-    step = _newest_with(key, hot)
-    return step or _newest_with(key, cold_records(client, run, folder=folder))
+    past = keys.run_keys(run).past
+    hot = (_decoded(past, step, record) for step, record in hash_fields(client, past))
+    cold = map(decode_batch, cold_records(client, run, folder=folder))
+    return _newest_with(key, hot) or _newest_with(key, cold)
 
 
-def _newest_with(key: TrajectoryKey, records: Iterable[bytes]) -> int | None:
-    batches = map(decode_batch, records)
+def _decoded(name: str, step: str, record: bytes) -> CompactBatch:
+    with reading(name, step):
+        return decode_batch(record)
+
+
+def _newest_with(key: TrajectoryKey, batches: Iterable[CompactBatch]) -> int | None:
     return max((batch.step for batch in batches if key in batch.trajectories), default=None)
 
 
@@ -75,8 +84,10 @@ def find_past_end(client: redis.Redis, run: str, key: TrajectoryKey) -> str | No
         CorruptRecordError: the stored bytes are damaged.
         StoreUnavailableError: the store cannot be reached.
     """
-    for _, record in hash_fields(client, keys.run_keys(run).ended):
-        ended = decode_ends(record)
+    name = keys.run_keys(run).ended
+    for number, record in hash_fields(client, name):
+        with reading(name, number):
+            ended = decode_ends(record)
         if key in ended.trajectories:
             return ended.ends[ended.trajectories.index(key)]
     return None
@@ -86,7 +97,11 @@ def past_reasons(client: redis.Redis, run: str) -> Iterator[tuple[str, int]]:
     """("<state>:<reason>", number) of what ended untrained and is compact.
 
     Raises:
+        CorruptRecordError: a number is damaged.
         StoreUnavailableError: the store cannot be reached.
     """
-    for reason, number in hash_fields(client, keys.run_keys(run).reasons):
-        yield reason, int(number)
+    name = keys.run_keys(run).reasons
+    for reason, number in hash_fields(client, name):
+        with reading(name, reason):
+            count = parsed_number(number)
+        yield reason, count

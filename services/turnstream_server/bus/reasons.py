@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from turnstream.errors import WaitKind
 from turnstream.store.lasting import for_so_long, last_opened, named_ranks, not_asked
 from turnstream_server.bus.budget import ByteBudget
-from turnstream_server.bus.moments import RunSnapshot, WaitingGroup
+from turnstream_server.bus.moments import KeptDeadLetters, RunSnapshot, WaitingGroup
 from turnstream_server.bus.replans import how_to_go_on
 
 ReasonKind = WaitKind
@@ -43,7 +43,10 @@ def reasons(snapshot: RunSnapshot) -> tuple[Reason, ...]:
         *_of_generators(snapshot),
         *_of_pass_rate(snapshot),
     ]
-    if snapshot.budget is not None and not snapshot.frontier.is_closed:
+    if snapshot.budget is not None:
+        found += _of_full_store(snapshot.budget, snapshot)
+    is_full = any(reason.kind is ReasonKind.STORE_FULL for reason in found)
+    if snapshot.budget is not None and not snapshot.frontier.is_closed and not is_full:
         found += _of_budget(snapshot.budget, is_urgent=snapshot.is_starved)
     if snapshot.is_starved:
         found += [*_of_shortage(snapshot), *_of_prompts(snapshot), *_of_refills(snapshot)]
@@ -55,6 +58,8 @@ def reasons(snapshot: RunSnapshot) -> tuple[Reason, ...]:
         ]
     if not found:
         found = [_nothing_wrong(snapshot)]
+    if snapshot.dead is not None:
+        found.append(_of_dead_letters(snapshot.run, snapshot.dead))
     if snapshot.frontier.is_closed:
         found.append(_closed(snapshot))
     order = list(ReasonKind)
@@ -72,6 +77,23 @@ def _closed(snapshot: RunSnapshot) -> Reason:
         kind=ReasonKind.RUN_CLOSED,
         sentence=f"run {snapshot.run} is closed: it takes no new group",
         facts={"ready": snapshot.num_ready, "open": snapshot.num_waiting},
+    )
+
+
+def _of_dead_letters(run: str, dead: KeptDeadLetters) -> Reason:
+    return Reason(
+        kind=ReasonKind.DEAD_LETTERS,
+        sentence=(
+            f"dead letters that are kept: {dead.num_trajectories} of trajectories, "
+            f"{dead.num_events} of events; the newest is {dead.newest}: {dead.reason}; "
+            f"`turnstream dead {run}` lists them"
+        ),
+        facts={
+            "trajectories": dead.num_trajectories,
+            "events": dead.num_events,
+            "newest": dead.newest,
+            "reason": dead.reason,
+        },
     )
 
 
@@ -179,6 +201,23 @@ def _of_capacity(snapshot: RunSnapshot) -> Iterator[Reason]:
             f"max_open_groups is {most_open}{last_opened(since_s)}",
             facts={"open": num_open, "max_open_groups": most_open, "since_s": since_s},
         )
+
+
+def _of_full_store(budget: ByteBudget, snapshot: RunSnapshot) -> Iterator[Reason]:
+    """A server that refuses writes, or open trajectories that leave no room for another group."""
+    bytes_ = budget.bytes
+    if snapshot.frontier.is_closed and not bytes_.refuses_writes:
+        return
+    if sentence := bytes_.why_full(is_urgent=snapshot.is_starved):
+        facts: dict[str, Fact] = {
+            "server_used": bytes_.used,
+            "server_max": bytes_.allowed,
+            "max_bytes": bytes_.max_bytes,
+            "reserved": bytes_.reserved,
+            "stored": bytes_.stored,
+            "planned": bytes_.planned,
+        }
+        yield Reason(kind=ReasonKind.STORE_FULL, sentence=sentence, facts=facts)
 
 
 def _of_budget(budget: ByteBudget, *, is_urgent: bool) -> Iterator[Reason]:

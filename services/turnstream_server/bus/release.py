@@ -15,7 +15,7 @@ decided, `fold_ended` leaves compact records of many together.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,9 +23,9 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from turnstream.batching.plan import Manifest
-from turnstream.errors import RunNotFoundError
 from turnstream.store import keys
 from turnstream.store.replies import translate
+from turnstream.store.run_ids import no_such_run
 from turnstream.store.scripts import Command, Script, run_command_async, run_commands_async
 
 TOMBSTONE_LEASES: Final = 15
@@ -40,8 +40,8 @@ GIVEN_UP: Final = "given up"
 """What a tombstone says. Who had sealed the trajectory in a store that forgot it, and finds that
 another gave it up, is told that it is lost."""
 
-SLICE: Final = 64
-"""Calls of one round trip: they take the event loop about 3 ms to pack."""
+SLICE_WORDS: Final = 512
+"""Words of the calls of one round trip: they take the event loop about 3 ms to pack."""
 
 FOLD_SLICE: Final = 256
 """Trajectories of one call: half a millisecond of the server."""
@@ -73,10 +73,11 @@ class ReleaseState:
         folded: newest step of which a compact record is left.
         num_records: compact records of what ended untrained.
         snapshot_step: newest plan that a starting planner does not read.
-        cold: newest step whose compact record is in a file.
         num_ended: trajectories that ever ended untrained and are not kept as dead letters.
         num_ended_folded: those of them that are in compact records.
         dead_bytes: what dead letters keep.
+        cold: newest step whose compact record is in a file.
+        num_entries: trajectories in the ledger.
     """
 
     released: int
@@ -87,6 +88,7 @@ class ReleaseState:
     num_ended_folded: int
     dead_bytes: int
     cold: int = 0
+    num_entries: int = 0
 
 
 async def read_release_state(client: redis.asyncio.Redis, run: str) -> ReleaseState:
@@ -104,12 +106,13 @@ async def read_release_state(client: redis.asyncio.Redis, run: str) -> ReleaseSt
     pipeline.execute_command("HGET", names.snapshot, "step")
     pipeline.execute_command("HMGET", names.counts, *DROPPED, "discarded", "dead_bytes")
     pipeline.execute_command("HVALS", names.reasons)
+    pipeline.execute_command("HLEN", names.ledger)
     try:
-        frontier, step, (*counts, dead_bytes), folded = await pipeline.execute()
+        frontier, step, (*counts, dead_bytes), folded, num_entries = await pipeline.execute()
     except (RedisError, OSError) as error:
         raise translate(error) from error
     if frontier[0] is None:
-        raise RunNotFoundError(f"no run named {run!r}")
+        raise no_such_run(run)
     return ReleaseState(
         released=int(frontier[1] or 0),
         folded=int(frontier[2] or 0),
@@ -119,6 +122,7 @@ async def read_release_state(client: redis.asyncio.Redis, run: str) -> ReleaseSt
         num_ended_folded=sum(map(int, folded)),
         dead_bytes=int(dead_bytes or 0),
         cold=int(frontier[4] or 0),
+        num_entries=num_entries,
     )
 
 
@@ -185,13 +189,12 @@ async def remove_payload(
     lease_s: float,
     given_up: Container[str] = (),
 ) -> None:
-    """Remove payload, which goes on being counted until `give_back`."""
-    for some in _sliced(trajectory_ids, SLICE):
-        commands = [
-            release_command(run, each, lease_s=lease_s, is_given_up=each in given_up)
-            for each in some
-        ]
-        await _run_all(client, commands)
+    """Remove payload, which is counted until `give_back`."""
+    commands = (
+        release_command(run, each, lease_s=lease_s, is_given_up=each in given_up)
+        for each in trajectory_ids
+    )
+    await _run_all(client, commands)
 
 
 async def give_back(client: redis.asyncio.Redis, run: str, trajectory_ids: Sequence[str]) -> None:
@@ -202,8 +205,8 @@ async def give_back(client: redis.asyncio.Redis, run: str, trajectory_ids: Seque
     Raises:
         StoreUnavailableError: the store cannot be reached.
     """
-    for some in _sliced(trajectory_ids, FOLD_SLICE):
-        await run_command_async(client, give_back_command(run, some))
+    commands = [give_back_command(run, some) for some in _sliced(trajectory_ids, FOLD_SLICE)]
+    await _run_all(client, commands)
 
 
 def release_command(
@@ -225,21 +228,37 @@ def give_back_command(run: str, trajectory_ids: Sequence[str]) -> Command:
 async def fold_batch(
     client: redis.asyncio.Redis, run: str, manifest: Manifest, *, leader_epoch: int
 ) -> None:
-    """Take the trajectories of a released step out of the ledger, and its groups with them.
+    """Remove the trajectories of a released step from the ledger, and its groups with them.
 
     Raises:
         FencedError: another planner leads the run.
         ConflictError: the step is not released.
         StoreUnavailableError: the store cannot be reached.
     """
+    await fold_batches(client, run, [manifest], leader_epoch=leader_epoch)
+
+
+async def fold_batches(
+    client: redis.asyncio.Redis, run: str, manifests: Sequence[Manifest], *, leader_epoch: int
+) -> None:
+    """The same as `fold_batch`, for some steps in few round trips."""
+    commands = (
+        command
+        for manifest in manifests
+        for command in _fold_commands(run, manifest, leader_epoch=leader_epoch)
+    )
+    await _run_all(client, commands)
+
+
+def _fold_commands(run: str, manifest: Manifest, *, leader_epoch: int) -> list[Command]:
     where = keys.run_keys(run).of_fold_batch
     groups = [keys.encode_name(group.group_id) for group in manifest.groups]
     ids = [keys.trajectory_id(each.key) for group in manifest.groups for each in group.trajectories]
     start = (leader_epoch, manifest.step)
-    for some in _sliced(ids, FOLD_SLICE):
-        await run_command_async(client, _FOLD_BATCH(where, *start, 0, *some))
-    for some in _sliced(groups, GROUP_SLICE):
-        await run_command_async(client, _FOLD_BATCH(where, *start, len(some), *some))
+    return [
+        *(_FOLD_BATCH(where, *start, 0, *some) for some in _sliced(ids, FOLD_SLICE)),
+        *(_FOLD_BATCH(where, *start, len(some), *some) for some in _sliced(groups, GROUP_SLICE)),
+    ]
 
 
 async def finish_batch(
@@ -252,12 +271,21 @@ async def finish_batch(
         ConflictError: the step is not released, not the next one, or not in the snapshot.
         StoreUnavailableError: the store cannot be reached.
     """
+    await finish_batches(client, run, {step: record}, leader_epoch=leader_epoch)
+
+
+async def finish_batches(
+    client: redis.asyncio.Redis, run: str, records: Mapping[int, bytes], *, leader_epoch: int
+) -> None:
+    """The same as `finish_batch`, for consecutive steps in few round trips."""
     names = keys.run_keys(run)
     where = (
         *(names.leader, names.frontier, names.batches),
         *(names.plan, names.past, names.snapshot, names.times),
     )
-    await run_command_async(client, _FINISH(where, leader_epoch, step, record))
+    await _run_all(
+        client, [_FINISH(where, leader_epoch, step, records[step]) for step in sorted(records)]
+    )
 
 
 async def find_ended(
@@ -341,10 +369,25 @@ async def _group_states(
     return states
 
 
-async def _run_all(client: redis.asyncio.Redis, commands: Sequence[Command]) -> None:
-    for reply in await run_commands_async(client, commands):
-        if isinstance(reply, Exception):
-            raise reply
+async def _run_all(client: redis.asyncio.Redis, commands: Iterable[Command]) -> None:
+    """Run scripts in order, a slice in each round trip; the first that is refused raises."""
+    for some in _in_slices(commands):
+        for reply in await run_commands_async(client, some):
+            if isinstance(reply, Exception):
+                raise reply
+
+
+def _in_slices(commands: Iterable[Command]) -> Iterator[list[Command]]:
+    some: list[Command] = []
+    num_words = 0
+    for command in commands:
+        some.append(command)
+        num_words += len(command.words)
+        if num_words >= SLICE_WORDS:
+            yield some
+            some, num_words = [], 0
+    if some:
+        yield some
 
 
 def _sliced(values: Sequence[str], size: int) -> Iterator[Sequence[Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
-from typing import Any, Final
+from typing import Final
 
 import redis.asyncio
 from redis.exceptions import RedisError
@@ -14,9 +14,10 @@ from turnstream.records.events import decode_event
 from turnstream.store import keys
 from turnstream.store.replies import translate
 from turnstream.types import RewardPosted, SealedTrajectory, TrajectoryKey
+from turnstream_server.bus.events import read_events_async
 
 _SLICE: Final = 256
-"""Seals, or events, of one reply."""
+"""Seals of one reply."""
 
 
 async def read_seals(
@@ -53,21 +54,13 @@ async def read_posted_rewards(
         StoreUnavailableError: the store cannot be reached.
     """
     posted: dict[TrajectoryKey, RewardPosted] = {}
-    start = "-"
-    while wanted:
-        try:
-            entries: Any = await client.execute_command(
-                "XRANGE", keys.run_keys(run).events, start, "+", "COUNT", _SLICE
-            )
-        except (RedisError, OSError) as error:
-            raise translate(error) from error
-        if not entries:
-            break
-        for _, fields in entries:
-            event = _read_reward(fields[b"r"]) if b"t" in fields else None
+    after = "0-0"
+    while wanted and (entries := await read_events_async(client, run, after=after)):
+        for entry in entries:
+            event = _read_reward(entry.record) if entry.posted_for else None
             if event is not None and event.key in wanted:
                 posted.setdefault(event.key, event)
-        start = f"({entries[-1][0].decode()}"
+        after = entries[-1].event_id
         await asyncio.sleep(0)
     return posted
 

@@ -200,6 +200,6 @@ async def acknowledge_committed(
         StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(run)
-    where = (names.frontier, names.batches, names.times)
+    where = (names.frontier, names.batches, names.times, names.wake)
     command = _COMMITTED(where, session_epoch, token.step, token.chain_hash, session)
     await run_command_async(client, command)

@@ -65,7 +65,9 @@ async def trim_events(client: redis.asyncio.Redis, run: str, *, leader_epoch: in
         StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(run)
-    command = _TRIM((names.leader, names.snapshot, names.events), leader_epoch, TRIM_SLICE)
+    command = _TRIM(
+        (names.leader, names.snapshot, names.events, names.rejected), leader_epoch, TRIM_SLICE
+    )
     return int(await run_command_async(client, command))
 
 

@@ -9,6 +9,7 @@ from typing import Final
 import redis
 
 from turnstream.store import keys
+from turnstream.store.stored import parsed_number, reading
 from turnstream.store.tasks import PromptCounts, read_prompt_counts
 from turnstream.types import TrajectoryState
 from turnstream_server.bus.budget import ByteBudget, parse_held, read_budget
@@ -79,6 +80,7 @@ def read_states(client: redis.Redis, run: str) -> LedgerStates:
     """The ledger of a run, state by state.
 
     Raises:
+        CorruptRecordError: a field is damaged; names its key.
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
@@ -130,10 +132,11 @@ def _tally(
 ) -> defaultdict[TrajectoryState, _Tally]:
     """What the ledger says of each state, and of the reasons what is compact says, too."""
     names = keys.run_keys(run)
-    held = {name: parse_held(value)[1] for name, value in hash_fields(client, names.held)}
+    held = {name: _held(names.held, name, value) for name, value in hash_fields(client, names.held)}
     tallies: defaultdict[TrajectoryState, _Tally] = defaultdict(_Tally)
     for trajectory_id, value in hash_fields(client, names.ledger):
-        state, rest = parse_entry(value, frontier)
+        with reading(names.ledger, trajectory_id):
+            state, rest = parse_entry(value, frontier)
         tally = tallies[state]
         tally.num_listed += 1
         tally.groups.add(trajectory_id.partition("/")[0])
@@ -142,16 +145,27 @@ def _tally(
             tally.reasons[rest] += 1
     for end, number in past_reasons(client, run):
         name, _, reason = end.partition(":")
-        tallies[TrajectoryState(name)].reasons[reason] += number
+        with reading(names.reasons, end):
+            state = TrajectoryState(name)
+        tallies[state].reasons[reason] += number
     return tallies
 
 
+def _held(key: str, name: str, value: bytes) -> int:
+    with reading(key, name):
+        return parse_held(value)[1]
+
+
 def parse_entry(value: bytes, frontier: Frontier) -> tuple[TrajectoryState, str]:
-    """State of a ledger entry, and what else it says: epoch and writer, step, or reason."""
+    """Return the state of a ledger entry, and its epoch and writer, step, or reason.
+
+    Raises:
+        ValueError: the entry is damaged.
+    """
     name, _, rest = value.decode().partition(":")
     state = TrajectoryState(name)
     if state is TrajectoryState.PLANNED:
-        state = state_of_step(int(rest), frontier)
+        state = state_of_step(parsed_number(rest.encode()), frontier)
     return state, rest
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import redis.asyncio
 from redis.exceptions import RedisError
@@ -11,14 +12,36 @@ from redis.exceptions import RedisError
 from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.budget import lease_of_seal
-from turnstream.store.replies import translate
+from turnstream.store.replies import translate, translating
 from turnstream.store.scripts import Script, run_command_async
-from turnstream.types import TrajectoryDied
+from turnstream.types import TrajectoryDied, TrajectoryKey
 
 _MARK_DEAD = Script("mark_dead", "turnstream_server.bus")
-_KEEP_EVENT = Script("keep_event", "turnstream_server.bus")
+_REJECT_EVENTS = Script("reject_events", "turnstream_server.bus")
 _POST_SEALED = Script("post_sealed")
 _PAGE = 1000
+
+MAX_KEPT_BYTES: Final = 1 << 16
+"""Bytes of a rejected event's record that are kept, at most."""
+
+MAX_KEPT_EVENTS: Final = 1_000
+"""Rejected events of a run that are kept, at most; the oldest make room."""
+
+_REJECT_SLICE: Final = 25
+"""Rejections of one call, for which the server copies each event whole."""
+
+
+class Rejection(NamedTuple):
+    """An event that counts for nothing, and why.
+
+    Attributes:
+        key: key of the trajectory that the event ends, if that is sealed; None if it names no
+            trajectory.
+    """
+
+    event_id: str
+    reason: str
+    key: TrajectoryKey | None
 
 
 async def mark_dead(
@@ -56,30 +79,72 @@ async def mark_dead(
     return bool(await run_command_async(client, command))
 
 
-async def keep_event(
-    client: redis.asyncio.Redis,
-    run: str,
-    *,
-    event_id: str,
-    record: bytes,
-    reason: str,
-    leader_epoch: int,
-) -> bool:
-    """Keep an event that nobody can read as a dead letter, once, also after it was discarded.
-
-    Events come in the order of their ids.
+async def reject_events(
+    client: redis.asyncio.Redis, run: str, rejections: Sequence[Rejection], *, leader_epoch: int
+) -> int:
+    """Reject events, each once, and keep them or their trajectories as dead letters.
 
     Returns:
-        False where it, or a later one, was kept before.
+        How many were rejected now.
 
     Raises:
         FencedError: another planner leads the run.
         StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(run)
-    where = (names.leader, names.damaged, names.counts)
-    command = _KEEP_EVENT(where, leader_epoch, event_id, record, reason)
-    return bool(await run_command_async(client, command))
+    where = (
+        *(names.leader, names.ledger, names.counts, names.events, names.letters),
+        *(names.deadlines, names.damaged, names.rejected),
+    )
+    num_new = 0
+    for start in range(0, len(rejections), _REJECT_SLICE):
+        words: list[Any] = []
+        some = rejections[start : start + _REJECT_SLICE]
+        for each, num_bytes in zip(some, await _payload_bytes(client, run, some), strict=True):
+            words += (each.event_id, each.reason, *_death(each), num_bytes)
+        limits = (MAX_KEPT_BYTES, MAX_KEPT_EVENTS)
+        command = _REJECT_EVENTS(where, leader_epoch, *limits, *words)
+        num_new += int(await run_command_async(client, command))
+    return num_new
+
+
+async def read_rejected(client: redis.asyncio.Redis, run: str) -> set[str]:
+    """Return the ids of all rejected events of a run that a leader may still read.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    name, rejected = keys.run_keys(run).rejected, set[str]()
+    for start in itertools.count(0, _PAGE):
+        with translating():
+            page: Any = await client.execute_command("ZRANGE", name, start, start + _PAGE - 1)
+        rejected.update(event_id.decode() for event_id in page)
+        if len(page) < _PAGE:
+            break
+    return rejected
+
+
+async def _payload_bytes(
+    client: redis.asyncio.Redis, run: str, rejections: Sequence[Rejection]
+) -> list[int]:
+    """Return the bytes of the payload of each rejection's trajectory; 0 where it has none."""
+    ids = [keys.trajectory_id(each.key) for each in rejections if each.key is not None]
+    if not ids:
+        return [0] * len(rejections)
+    pipeline = client.pipeline(transaction=False)
+    for trajectory_id in ids:
+        pipeline.execute_command("HGET", keys.trajectory_keys(run, trajectory_id).meta, "bytes")
+    with translating():
+        found = iter(await pipeline.execute())
+    return [0 if each.key is None else int(next(found) or 0) for each in rejections]
+
+
+def _death(rejection: Rejection) -> tuple[str, bytes]:
+    """Return the id of a rejection's trajectory and the record that it died; else two blanks."""
+    if rejection.key is None:
+        return "", b""
+    died = TrajectoryDied(key=rejection.key, reason=rejection.reason)
+    return keys.trajectory_id(rejection.key), encode_event(died)
 
 
 async def post_forgotten_seals(client: redis.asyncio.Redis, run: str) -> int:

@@ -11,8 +11,6 @@ import redis
 
 from turnstream.batching.capacity import most_live_groups
 from turnstream.batching.config import BatchingConfig
-from turnstream.errors import RecordError
-from turnstream.records.events import decode_event
 from turnstream.store import clock, keys
 from turnstream.store.configs import read_config
 from turnstream.store.lasting import RUN_FIELDS, Lasting, lasting, ranks_behind, step_fields
@@ -23,6 +21,7 @@ from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey, Traje
 from turnstream_server.bus.budget import read_budget
 from turnstream_server.bus.frontier import Frontier, read_frontier
 from turnstream_server.bus.health import read_store_trouble
+from turnstream_server.bus.letters import read_kept
 from turnstream_server.bus.moments import (
     AwaitedReward,
     OpenMember,
@@ -32,7 +31,7 @@ from turnstream_server.bus.moments import (
     WaitingGroup,
 )
 from turnstream_server.bus.openings import openings_in_snapshot
-from turnstream_server.bus.pages import PAGE, entry_ms, hash_fields, server_ms, stream_entries
+from turnstream_server.bus.pages import PAGE, entry_ms, hash_fields, readable_events, server_ms
 from turnstream_server.bus.past import past_reasons
 from turnstream_server.bus.states import STATES_WITH_REASON, TOP_REASONS, parse_entry
 
@@ -130,6 +129,7 @@ def read_snapshot(client: redis.Redis, run: str) -> RunSnapshot:
         store_trouble=read_store_trouble(client),
         lasting=_lasting(client, names, frontier, now_ms),
         behind=_ranks_behind(client, names, frontier),
+        dead=read_kept(client, run),
         **_planner(client, names, now_ms),
     )
 
@@ -160,16 +160,30 @@ def _ranks_behind(client: redis.Redis, names: keys.RunKeys, frontier: Frontier) 
 
 
 def _planner(client: redis.Redis, names: keys.RunKeys, now_ms: int) -> dict[str, Any]:
-    """Name of the planner, the seconds left of its lease, and its troubles."""
+    """Name of the planner, the seconds left of its lease, and its troubles.
+
+    A parked run needs no planner: then it is the one that parked it, with its whole lease.
+    """
     troubles = ("planning_trouble", "release_trouble")
     with translating():
-        reply: Any = client.hmget(names.leader, "owner", "expires_ms", *troubles)
-    owner, expires_ms, *said = reply
+        reply: Any = client.hmget(
+            names.leader, "owner", "expires_ms", "lease_ms", "parked", *troubles
+        )
+    owner, expires_ms, lease_ms, parked, *said = reply
+    if parked and parked == b" ".join(_last_id(client, key) for key in (names.events, names.wake)):
+        expires_ms = now_ms + int(lease_ms)
     return {
         "planner": (owner or b"").decode(),
         "planner_left_s": (int(expires_ms or now_ms) - now_ms) / 1_000,
         **{name: (text or b"").decode() for name, text in zip(troubles, said, strict=True)},
     }
+
+
+def _last_id(client: redis.Redis, stream: str) -> bytes:
+    """Id of the last entry of a stream; "0-0" where it has none."""
+    with translating():
+        last: Any = client.xrevrange(stream, count=1)
+    return last[0][0] if last else b"0-0"
 
 
 def _read_groups(client: redis.Redis, names: keys.RunKeys) -> dict[str, _Group]:
@@ -342,11 +356,7 @@ def _moments(
     sealed_ms: dict[TrajectoryKey, int] = {}
     if not groups:
         return opened_ms, sealed_ms
-    for entry_id, record in stream_entries(client, keys.run_keys(run).events):
-        try:
-            event = decode_event(record)
-        except RecordError:
-            continue  # the planner sets it aside, and says so
+    for entry_id, event in readable_events(client, run):
         if isinstance(event, GroupOpened) and event.group_id in groups:
             opened_ms.setdefault(event.group_id, entry_ms(entry_id))
         elif isinstance(event, SealedTrajectory) and event.key in trajectories:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from turnstream.errors import InvalidConfigError
 from turnstream.generator import AsyncPublisher
 from turnstream.store.connection import connect
+from turnstream.store.run_ids import find_run
 from turnstream_server.generators.environments.guessing import GuessingGame
 from turnstream_server.generators.newest_policy import NewestPolicy
 from turnstream_server.generators.playing import Player
@@ -81,6 +82,7 @@ async def generate(config: LiveGeneratorConfig) -> None:
     """
     try:
         with connect(config.redis_url) as client:
+            config = replace(config, run=find_run(client, config.run))
             policy = NewestPolicy(client, config.run)
             await policy.wait_for_first(timeout_s=config.timeout_s)
             await _play_rounds(config, policy)

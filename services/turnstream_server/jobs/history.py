@@ -128,7 +128,7 @@ class RunHistory:
         """Entries of a stream from `start` on: (id, record)."""
         with translating():
             entries: Any = self._client.xrange(stream, min=start, count=_PAGE)
-        return [(entry_id.decode(), fields[b"r"]) for entry_id, fields in entries]
+        return [(entry_id.decode(), fields.get(b"r", b"")) for entry_id, fields in entries]
 
     def _server_ms(self) -> int:
         with translating():

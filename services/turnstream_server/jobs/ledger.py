@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from turnstream.store import keys
+from turnstream.store.run_ids import find_run
 from turnstream_server.bus.histories import TrajectoryHistory, read_history
 from turnstream_server.bus.lives import LifeEntry
 from turnstream_server.bus.states import TOP_REASONS, LedgerStates, read_states
@@ -59,6 +60,8 @@ def print_ledger(url: str, run: str, console: Console) -> None:
     console.print(f"budget of the run: {_limit(budget.max_bytes)}")
     server = f"{budget.server_used:,} bytes of {_limit(budget.server_max)}"
     console.print(f"memory of the server: {server}")
+    if why_full := budget.bytes.why_full(is_urgent=False):
+        console.print(why_full, highlight=False, soft_wrap=True)
 
 
 def ledger_json(url: str, run: str) -> str:
@@ -100,6 +103,7 @@ def ledger_json(url: str, run: str) -> str:
             "filtered": seen.prompts.num_filtered,
         },
         "budget": asdict(seen.budget),
+        "full": seen.budget.bytes.why_full(is_urgent=False),
     }
     return json.dumps(content, indent=2)
 
@@ -115,6 +119,7 @@ def print_history(
         StoreUnavailableError: the store cannot be reached.
     """
     with looking_at(url) as client:
+        run = find_run(client, run)
         history = read_history(client, run, name, folder=folder)
     title = f"{run}: {keys.readable_name(history.trajectory_id)}"
     table = Table("what", "when", "details", title=title)
@@ -135,6 +140,7 @@ def history_json(url: str, run: str, name: str, *, folder: Path | None = None) -
         StoreUnavailableError: the store cannot be reached.
     """
     with looking_at(url) as client:
+        run = find_run(client, run)
         history = read_history(client, run, name, folder=folder)
         return json.dumps(asdict(history), indent=2)
 
@@ -159,6 +165,7 @@ def history_lines(history: TrajectoryHistory) -> list[tuple[str, str]]:
 
 def _read_states(url: str, run: str) -> LedgerStates:
     with looking_at(url) as client:
+        run = find_run(client, run)
         seen = read_states(client, run)
     seen.counts.check()
     return seen

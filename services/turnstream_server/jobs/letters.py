@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import redis
 from rich.console import Console
@@ -17,6 +17,7 @@ from turnstream.records.damage import TurnFindings
 from turnstream.store import keys
 from turnstream.store.configs import read_config
 from turnstream.store.connection import connect
+from turnstream.store.run_ids import find_run
 from turnstream.types import Trajectory
 from turnstream_server.bus.fixes import raw_bytes, read_fix, to_json
 from turnstream_server.bus.letters import (
@@ -32,6 +33,8 @@ from turnstream_server.bus.letters import (
 )
 from turnstream_server.bus.replays import Replayed, check_episode, replay_letters
 
+_YEAR_10000_MS: Final = 253_402_300_800_000
+
 
 def print_letters(url: str, run: str, console: Console) -> None:
     """Every dead letter: why, since when, how large, and what became of its group.
@@ -41,6 +44,7 @@ def print_letters(url: str, run: str, console: Console) -> None:
         StoreUnavailableError: the store cannot be reached.
     """
     with connect(url) as client:
+        run = find_run(client, run)
         found = read_letters(client, run)
     table = Table(
         *("dead letter", "since", "bytes", "its group", "replayed as", "reason"),
@@ -73,6 +77,7 @@ def letters_json(url: str, run: str) -> str:
         StoreUnavailableError: the store cannot be reached.
     """
     with connect(url) as client:
+        run = find_run(client, run)
         found = read_letters(client, run)
     content: dict[str, Any] = {
         "run": run,
@@ -94,6 +99,7 @@ def print_letter(url: str, run: str, name: str, console: Console) -> None:
         StoreUnavailableError: the store cannot be reached.
     """
     with connect(url) as client:
+        run = find_run(client, run)
         if is_event(name):
             lines = _event_lines(open_event(client, run, name))
         else:
@@ -114,6 +120,7 @@ def letter_json(url: str, run: str, name: str) -> str:
         StoreUnavailableError: the store cannot be reached.
     """
     with connect(url) as client:
+        run = find_run(client, run)
         if is_event(name):
             return json.dumps(_event_facts(open_event(client, run, name)), indent=2)
         content = open_letter(client, run, find_letter(client, run, name))
@@ -134,6 +141,7 @@ def write_letter(url: str, run: str, name: str, path: Path) -> None:
         OSError: the file cannot be written.
     """
     with connect(url) as client:
+        run = find_run(client, run)
         if is_event(name):
             path.write_bytes(open_event(client, run, name).record)
             return
@@ -154,6 +162,7 @@ def check_fix(url: str, run: str, names: Sequence[str], fixes: Sequence[Path]) -
         RecordError: a raw record cannot be read.
     """
     with connect(url) as client:
+        run = find_run(client, run)
         _, config = read_config(client, run)
         for name, fixed in _fixed(client, run, names, fixes).items():
             assert fixed is not None
@@ -169,6 +178,7 @@ def replay(
         TurnstreamError: as `replay_letters` and `read_fix` say.
     """
     with connect(url) as client:
+        run = find_run(client, run)
         if fixes:
             letters = _fixed(client, run, names, fixes)
         else:
@@ -190,6 +200,7 @@ def discard(url: str, run: str, names: Sequence[str]) -> int:
         StoreUnavailableError: the store cannot be reached.
     """
     with connect(url) as client:
+        run = find_run(client, run)
         return sum(
             discard_event(client, run, name)
             if is_event(name)
@@ -306,4 +317,7 @@ def _turn_facts(found: TurnFindings) -> dict[str, Any]:
 
 
 def _time(ms: int) -> str:
+    """Return a time as text; as a number where no calendar has it, as of a damaged event."""
+    if ms >= _YEAR_10000_MS:
+        return f"{ms} ms"
     return datetime.fromtimestamp(ms / 1_000, UTC).isoformat(sep=" ", timespec="seconds")

@@ -14,6 +14,7 @@ from turnstream.records.configs import decode_config, encode_config
 from turnstream.store.connection import connect
 from turnstream.store.life import pause_run, reopen_run, resume_run
 from turnstream.store.revisions import Revisions, read_revisions, revise_config
+from turnstream.store.run_ids import find_run
 from turnstream.store.runs import close_run
 from turnstream.types import Leftover
 
@@ -34,6 +35,7 @@ def revise_run(url: str, run: str, settings: Sequence[str], *, from_step: int) -
         StoreUnavailableError: the store cannot be reached.
     """
     with connect(url) as client:
+        run = find_run(client, run)
         before = read_revisions(client, run).last
         after = with_settings(before.config, settings)
         number = revise_config(client, run, after, from_step=from_step)
@@ -56,6 +58,7 @@ def close(url: str, run: str, reason: str, leftover: str | None) -> str:
         StoreUnavailableError: the store cannot be reached.
     """
     with connect(url) as client:
+        run = find_run(client, run)
         is_new = close_run(client, run, reason, leftover=cast("Leftover | None", leftover))
     return f"run {run} is closed" if is_new else f"run {run} was closed before"
 
@@ -68,6 +71,7 @@ def reopen(url: str, run: str) -> str:
         StoreUnavailableError: the store cannot be reached.
     """
     with connect(url) as client:
+        run = find_run(client, run)
         is_new = reopen_run(client, run)
     return f"run {run} takes groups again" if is_new else f"run {run} was not closed"
 
@@ -80,6 +84,7 @@ def pause(url: str, run: str, reason: str) -> str:
         StoreUnavailableError: the store cannot be reached.
     """
     with connect(url) as client:
+        run = find_run(client, run)
         is_new = pause_run(client, run, reason)
     return f"run {run} is paused" if is_new else f"run {run} was paused before"
 
@@ -92,6 +97,7 @@ def resume(url: str, run: str) -> str:
         StoreUnavailableError: the store cannot be reached.
     """
     with connect(url) as client:
+        run = find_run(client, run)
         is_new = resume_run(client, run)
     return f"run {run} goes on" if is_new else f"run {run} was not paused"
 

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from turnstream.errors import RunNotFoundError
 from turnstream.store.revisions import read_revisions
+from turnstream.store.run_ids import find_run
 from turnstream.store.runs import list_runs
 from turnstream_server.bus.deletion import deleting_since_ms
 from turnstream_server.bus.frontier import Origin, Rollback
@@ -72,6 +73,7 @@ def print_run(url: str, run: str, console: Console) -> None:
         StoreUnavailableError: the store cannot be reached.
     """
     with looking_at(url) as client:
+        run = find_run(client, run)
         seen = run_summary(client, run)
         revisions = read_revisions(client, run)
         observers = read_observers(client, run)

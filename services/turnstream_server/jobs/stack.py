@@ -214,16 +214,23 @@ class Stack:
 
 @contextlib.contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """Inside the block SIGTERM is Ctrl-C: it raises KeyboardInterrupt, so that all is undone."""
+    """Inside the block SIGTERM and Ctrl-C raise KeyboardInterrupt, so that all is cleaned up.
+
+    A Ctrl-C that the caller's shell has ignored stays ignored.
+    """
 
     def interrupt(_signal: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    names = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        names.append(signal.SIGINT)  # no matter whether a module is imported: see __main__.py
+    before = [signal.signal(name, interrupt) for name in names]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for name, handler in zip(names, before, strict=True):
+            signal.signal(name, handler)
 
 
 @contextlib.contextmanager

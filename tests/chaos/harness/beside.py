@@ -15,6 +15,7 @@ import redis
 
 from harness.rig import config
 from harness.running import Stack
+from turnstream.batching.config import BatchingConfig
 from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.runs import close_run, create_run
@@ -33,6 +34,7 @@ class Side:
 
     stack: Stack
     run: str
+    settings: BatchingConfig
 
     @property
     def client(self) -> redis.Redis:
@@ -74,6 +76,10 @@ class Side:
                 pipeline.xadd(turns, {"r": bytes(record)}, id=f"0-{number}")
             pipeline.execute()
 
+    def create_again(self) -> None:
+        """Create the next run of the name, which the deletion of this one has freed."""
+        create_run(self.client, self.run, self.settings)
+
     def close(self) -> None:
         """Let no group begin any more."""
         close_run(self.client, self.run)
@@ -98,8 +104,8 @@ class Side:
 def side_run(stack: Stack, **fields: Any) -> Iterator[Side]:
     """A run of the usual config but for these fields; deleted at the end."""
     stack.num_sides += 1
-    side = Side(stack=stack, run=f"side-{stack.num_sides}")
     settings = config(**{"batch_groups": 1, "mini_batch_groups": 1, **fields})
+    side = Side(stack=stack, run=f"side-{stack.num_sides}", settings=settings)
     create_run(stack.rig.client, side.run, settings)
     yield side
     delete_run(stack.rig.client, side.run)

@@ -6,6 +6,7 @@ makes of it.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -13,6 +14,7 @@ from typing import Final
 from harness.actions import revise
 from harness.beside import Side, side_run
 from harness.running import Stack
+from turnstream.store.run_ids import find_run
 from turnstream.store.runs import list_runs
 from turnstream_server.bus.deletion import delete_run
 from turnstream_server.bus.fixes import to_json
@@ -118,14 +120,21 @@ def kill_a_replay(stack: Stack) -> None:
 
 
 def kill_a_deletion(stack: Stack) -> None:
-    """Whoever asks again removes what is left."""
+    """The name is used again at once; the next deletion removes both runs."""
     failpoint = _draw(stack, kill_a_deletion)
     with side_run(stack) as side:
         for group in ("g", "h"):
             side.seal(group, 0, 1, num_samples=2)
-        _command_that_dies(stack, failpoint, "delete", side.run, "--yes")
-        assert side.run not in list_runs(side.client)
+        words = ("delete", side.run, "--yes")
+        _killed_command(stack, failpoint, *words)
+        side.create_again()
+        side.seal("g", 0, 1, num_samples=2)
+        newest = dataclasses.replace(side, run=find_run(side.client, side.run))
+        newest.wait_for({"accepted": 2, "planned": 2})
+        _command(stack, *words)
+        assert not [run for run in list_runs(side.client) if run.name == side.run]
         assert not list(side.client.scan_iter(f"ts:{{{side.run}/*:turns"))
+        side.create_again()
 
 
 def kill_a_fork(stack: Stack) -> None:
@@ -151,12 +160,26 @@ def _command_that_dies(stack: Stack, failpoint: str, *words: str) -> None:
     Raises:
         InVainError: the first came to its end.
     """
+    _killed_command(stack, failpoint, *words)
+    _command(stack, *words)
+
+
+def _killed_command(stack: Stack, failpoint: str, *words: str) -> None:
+    """A command of `turnstream` with a failpoint.
+
+    Raises:
+        InVainError: it was not killed.
+    """
     doomed = _start_command(stack, failpoint, *words)
     doomed.wait(_COMMAND_S)
     stack.note(failpoint, doomed)
-    again = _start_command(stack, "", *words)
-    again.wait(_COMMAND_S)
-    again.check()
+
+
+def _command(stack: Stack, *words: str) -> None:
+    """A command of `turnstream`, which succeeds."""
+    running = _start_command(stack, "", *words)
+    running.wait(_COMMAND_S)
+    running.check()
 
 
 def _start_command(stack: Stack, failpoint: str, *words: str) -> Service:

@@ -38,6 +38,7 @@ from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher import lookout, servicer
 from turnstream_server.batcher.leader import Hook, no_hook
 from turnstream_server.batcher.options import BatcherOptions
+from turnstream_server.batcher.parking import PARK_AFTER_S
 from turnstream_server.batcher.service import serving
 from turnstream_server.batcher.upkeep import DEFAULT_UPKEEP, Upkeep
 from turnstream_server.embedded import EmbeddedServer
@@ -204,6 +205,11 @@ class Trainer:
         )
         await self._call("AnnounceVersion", request, wire.AnnounceVersionReply)
 
+    async def move_to(self, replica: Replica) -> None:
+        """Call another replica from now on."""
+        await self._channel.close()
+        self._channel = grpc.aio.insecure_channel(replica.address)
+
     async def close(self) -> None:
         """Disconnect."""
         await self._channel.close()
@@ -316,6 +322,7 @@ class House:
         *,
         before_write: Hook = no_hook,
         lease_s: float = 5.0,
+        park_after_s: float = PARK_AFTER_S,
         wait_max_s: float = 60.0,
         upkeep: Upkeep = DEFAULT_UPKEEP,
     ) -> Replica:
@@ -323,6 +330,7 @@ class House:
         options = BatcherOptions(
             redis_url=self.url,
             leader_lease_s=lease_s,
+            park_after_s=park_after_s,
             get_wait_max_s=wait_max_s,
             upkeep=upkeep,
             shutdown_grace_s=0.5,

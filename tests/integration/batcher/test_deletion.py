@@ -9,9 +9,10 @@ from turnstream.errors import FencedError, RunNotFoundError
 from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.store.runs import create_run
+from turnstream.store.runs import create_run, list_runs
 from turnstream.testing import config, group, wait_until_async
 from turnstream_server.bus.deletion import delete_run
+from turnstream_server.jobs.archives import archive_run
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -33,6 +34,11 @@ def keys_of(url: str, run: str) -> set[str]:
             *client.scan_iter(match=start + "/*", count=1000),
         ]
     return {name.decode().rpartition(":")[2] for name in found}
+
+
+def create_again(house: Any, run: str, *, batch_groups: int) -> None:
+    with connect(house.url) as client:
+        create_run(client, run, config(batch_groups))
 
 
 async def test_who_waits_for_a_batch_of_a_deleted_run_is_told_at_once(house):
@@ -73,30 +79,7 @@ async def test_a_batcher_that_leads_and_one_that_follows_let_a_deleted_run_go(ho
     await house.publish(other, group("g0"))
     await going_on.start()
     assert [pulled.rows for pulled in await going_on.get(1)]
-    assert keys_of(house.url, run) == {"deleted", "wake", "meta"}
-
-
-async def test_a_run_of_the_same_name_begins_anew_in_the_same_batcher(house):
-    run = house.create_run(batch_groups=1)
-    replica = await house.start_batcher()
-    trainer = house.trainer(replica, run)
-    await trainer.start()
-    await house.publish(run, group("g0"))
-    first = await trainer.get(1)
-    await delete(house, run)
-    with pytest.raises(RunNotFoundError):
-        await trainer.get(1)
-    with connect(house.url) as client:
-        for name in client.scan_iter(match=keys.run_keys(run).wake.removesuffix("}:wake") + "*"):
-            client.delete(name)
-        create_run(client, run, config(1))
-
-    await house.publish(run, group("g1"))
-    await trainer.start("s2")
-    second = await trainer.get(1)
-
-    assert first[0].mini_batch.rows.group_id[0] == "g0"
-    assert second[0].mini_batch.rows.group_id[0] == "g1"
+    assert keys_of(house.url, run) == {"deleted", "wake", "meta", "incarnation"}
 
 
 def test_a_generator_is_told_at_its_next_word_and_makes_no_key(house_at, own_server):
@@ -114,4 +97,71 @@ def test_a_generator_is_told_at_its_next_word_and_makes_no_key(house_at, own_ser
         with pytest.raises(RunNotFoundError):
             new.append([1], [2], logprobs=[-0.5], version=0).result(10)
 
-    assert keys_of(house.url, run) == {"deleted", "wake", "meta"}
+    assert keys_of(house.url, run) == {"deleted", "wake", "meta", "incarnation"}
+
+
+async def test_leader_of_a_deleted_run_plans_nothing_in_the_next_of_its_name(house):
+    # Both runs had the same keys: a leader that stalled before its write had only its epoch to be
+    # told from the leader of the next run by.
+    run, stalls, may_go_on = house.create_run(batch_groups=1), asyncio.Event(), asyncio.Event()
+
+    async def stall(manifest: Any) -> None:
+        if manifest.run == run:
+            stalls.set()
+            await may_go_on.wait()
+
+    replica = await house.start_batcher(before_write=stall)
+    await house.publish(run, group("old"))
+    await stalls.wait()
+    await delete(house, run)
+    await asyncio.to_thread(create_again, house, run, batch_groups=1)
+    may_go_on.set()
+    await house.publish(run, group("new"))
+
+    trainer = house.trainer(replica, run)
+    trainer.run = (await trainer.start()).run
+    (pulled,) = await trainer.get(1)
+
+    assert trainer.run == f"{run}~2"
+    assert set(pulled.mini_batch.rows.group_id) == {"new"}
+    assert pulled.mini_batch.info.run == f"{run}~2"
+    with connect(house.url) as client:
+        assert not client.exists(keys.run_keys(run).plan, keys.run_keys(run).frontier)
+
+
+async def test_archive_of_the_next_run_of_a_name_is_in_another_folder(house, tmp_path):
+    run = house.create_run(batch_groups=1)
+    replica = await house.start_batcher()
+    written = []
+    for _ in range(2):
+        await house.publish(run, group("g"))
+        trainer = house.trainer(replica, run)
+        trainer.run = (await trainer.start()).run
+        await trainer.committed(await trainer.stepped(await trainer.get(1)))
+        written += await asyncio.to_thread(lambda: list(archive_run(house.url, run, tmp_path)))
+        await delete(house, run)
+        await asyncio.to_thread(create_again, house, run, batch_groups=1)
+
+    assert [path.name for path in written] == ["step-00000001.parquet"] * 2
+    assert len({path.parent for path in written}) == 2
+    assert all(path.exists() for path in written)
+
+
+async def test_batcher_leads_the_next_run_and_lets_one_being_deleted_lie(house):
+    run = house.create_run(batch_groups=1)
+    with connect(house.url) as client:
+        # A deletion that was interrupted: the run is condemned, and still in the list of runs.
+        client.delete(keys.run_keys(run).frontier, keys.run_keys(run).config)
+        client.hset(keys.run_keys(run).deleted, mapping={"since_ms": 1, "fence_ms": 900_000})
+    await asyncio.to_thread(create_again, house, run, batch_groups=1)
+    await house.publish(run, group("new"))
+    await house.start_batcher()
+
+    def is_planned() -> bool:
+        with connect(house.url) as client:
+            return bool(client.exists(keys.run_keys(f"{run}~2").plan))
+
+    await wait_until_async(lambda: asyncio.to_thread(is_planned), describe="a plan")
+    with connect(house.url) as client:
+        assert not client.exists(keys.run_keys(run).leader)
+        assert set(list_runs(client)) == {run, f"{run}~2"}

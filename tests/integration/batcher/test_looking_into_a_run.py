@@ -71,7 +71,7 @@ def opened_ms(house, run):
     with connect(house.url) as client:
         return {
             event.group_id: entry_ms(entry_id)
-            for entry_id, event in readable_events(client, keys.run_keys(run).events)
+            for entry_id, event in readable_events(client, run)
             if isinstance(event, GroupOpened)
         }
 

@@ -8,7 +8,6 @@ from turnstream.errors import (
     ConflictError,
     FencedError,
     InvalidConfigError,
-    RejectedError,
     RunNotFoundError,
     StoreBehindError,
 )
@@ -126,7 +125,7 @@ async def test_step_0_is_refused(house):
     trainer = house.trainer(await house.start_batcher(), run)
     await trainer.start()
 
-    with pytest.raises(RejectedError, match="steps count from 1"):
+    with pytest.raises(InvalidConfigError, match="step: 0 is not from 1"):
         await trainer.get(0)
 
 

@@ -14,7 +14,7 @@ from turnstream.store.connection import connect
 from turnstream.store.revisions import read_revisions, revise_config
 from turnstream.testing import group, trajectory, turn, wait_until_async
 from turnstream_server.batcher.chain import PAGE_MANIFESTS
-from turnstream_server.batcher.listener import PAGE_EVENTS
+from turnstream_server.bus.events import PAGE_EVENTS
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

@@ -191,3 +191,31 @@ async def test_a_replica_that_stops_sends_waiting_calls_away(house):
 
     with pytest.raises(BatcherUnavailableError, match="this replica stops"):
         await waiting
+
+
+async def test_unreadable_reasons_do_not_replace_the_error_of_a_wait(house):
+    # Reasons that could not be read ended the call as INTERNAL: "the batcher failed; its log says
+    # how". The trainer took it for a damaged answer and stopped after the third one.
+    run = house.create_run(batch_groups=2)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+    with connect(house.url) as client:
+        client.zadd(keys.run_keys(run).refills, {"no trajectory": 1})
+
+    told = await trainer.refused(1, words="0 of 2 groups complete")
+
+    assert told.reasons == ()
+
+
+async def test_reasons_of_former_runs_are_dropped(house, monkeypatch):
+    # The reasons of every run that ever waited stayed in memory until the batcher stopped.
+    watch = lookout.Lookout(house.url)
+    first = await watch.reasons(house.create_run())
+
+    monkeypatch.setattr(lookout, "_LOOKS_EVERY_S", 0.0)
+    others = [await watch.reasons(house.create_run()) for _ in range(5)]
+    watch.close()
+
+    assert first
+    assert all(others)
+    assert watch.num_kept == 1

@@ -10,7 +10,7 @@ import redis
 import redis.asyncio
 
 from harness.stored import content_of
-from turnstream.errors import ConflictError, FencedError, RunNotFoundError
+from turnstream.errors import FencedError, RunNotFoundError
 from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.configs import read_config
@@ -22,6 +22,7 @@ from turnstream.store.runs import close_run, create_run, list_runs
 from turnstream.store.scripts import Command, Script, run_command, run_commands
 from turnstream.testing import config, sealed
 from turnstream.types import GroupOpened, TrajectoryKey, VersionAnnounced
+from turnstream.types.names import RunId
 from turnstream_server.bus.deletion import delete_run, deleting_since_ms
 from turnstream_server.bus.leadership import acquire_leadership
 from turnstream_server.bus.ledger import read_ledger
@@ -64,20 +65,16 @@ def fill(client: redis.Redis, run: str, *, num_samples: int = 2) -> None:
 
 
 def keys_of(client: redis.Redis, run: str) -> dict[str, int]:
-    """Every key of a run, and its time to live in ms; -1: for ever."""
-    name = keys.encode_name(run)
-    found: Any = [*client.scan_iter(match=f"ts:{{{name}}}:*"), *client.scan_iter(f"ts:{{{name}/*")]
-    return {key.decode(): int(client.pttl(key)) for key in found}
+    """Every key of a run (by its id) alone, and its time to live in ms; -1: for ever."""
+    name = keys.encode_name(RunId(run).name)
+    found: Any = [*client.scan_iter(match=f"ts:{{{name}}}*"), *client.scan_iter(f"ts:{{{name}/*")]
+    names = [key.decode() for key in found]
+    own = [key for key in names if keys.run_of(key) == run and key != keys.incarnation_key(run)]
+    return {key: int(client.pttl(key)) for key in own}
 
 
 def parts(found: dict[str, int]) -> set[str]:
     return {key.rpartition(":")[2] for key in found}
-
-
-def let_fences_expire(client: redis.Redis, run: str) -> None:
-    """The time passes in which late writers are fenced."""
-    for name in keys_of(client, run):
-        client.pexpire(name, 0)
 
 
 def content(client: redis.Redis, run: str) -> dict[str, Any]:
@@ -113,9 +110,9 @@ async def test_every_kind_of_key_goes_and_other_runs_stay_as_they_are(
     done = delete_run(client, run)
 
     left = keys_of(client, run)
-    assert done.num_trajectories == 4
+    assert (done.runs, done.num_trajectories) == ((run,), 4)
     assert parts(left) == {"deleted", "wake", "meta"}
-    assert all(0 < ms <= done.free_after_s * 1_000 for ms in left.values()), left
+    assert all(0 < ms <= 960_000 for ms in left.values()), left
     assert len([name for name in left if name.endswith(":meta")]) == 4
     assert run not in list_runs(client)
     assert content(client, other) == before
@@ -197,8 +194,6 @@ def test_a_deletion_that_is_killed_anywhere_is_finished_by_the_next(
     names = keys.run_keys(run)
     num_payloads = len([name for name in keys_of(client, run) if name.endswith(":turns")])
     is_listed, since_ms = run in list_runs(client), deleting_since_ms(client, run)
-    with pytest.raises(ConflictError, match="is being deleted") as refused:
-        create_run(client, run, config())
     done = delete_run(client, run)
 
     assert killed.returncode == -9, killed.stderr
@@ -209,8 +204,7 @@ def test_a_deletion_that_is_killed_anywhere_is_finished_by_the_next(
         "delete.after_slice": (False, False),
         "delete.after_payload": (False, True),
     }[place]
-    assert refused.value.retry_after_s is not None
-    assert done.num_trajectories == num_payloads
+    assert (done.runs, done.num_trajectories) == ((run,), num_payloads)
     assert parts(keys_of(client, run)) == {"deleted", "wake", "meta"}
     assert -1 not in keys_of(client, run).values()
     assert not client.exists(names.doomed)
@@ -218,29 +212,19 @@ def test_a_deletion_that_is_killed_anywhere_is_finished_by_the_next(
     assert run not in list_runs(client)
 
 
-def test_the_name_is_free_when_no_late_writer_can_be_left(
+def test_tombstones_of_a_deleted_run_outlast_fifteen_of_its_leases(
     client: redis.Redis, new_run: Callable[..., str]
 ) -> None:
     run = new_run(client, lease_s=100.0)
     fill(client, run)
-    done = delete_run(client, run)
 
-    longest_ms = max(ms for name, ms in keys_of(client, run).items() if name.endswith(":meta"))
-    with pytest.raises(ConflictError, match="was deleted; its name is free in") as refused:
-        create_run(client, run, config())
-    again = delete_run(client, run)
-    let_fences_expire(client, run)
-    revision = create_run(client, run, config())
-    run_command(client, open_group(run, "g", num_samples=2))  # a name of the run before
+    delete_run(client, run)
 
-    assert 1_400_000 < longest_ms <= 1_500_000  # fifteen leases
-    assert done.free_after_s * 1_000 > longest_ms
-    assert refused.value.retry_after_s == pytest.approx(done.free_after_s, abs=30)
-    assert (again.num_trajectories, again.free_after_s <= done.free_after_s) == (0, True)
-    assert revision == 1
-    assert run_command(client, append(run, TrajectoryKey("g", 0), b"t", lease="1:w")) == 1
-    assert read_ledger(client, run).accepted == 2
-    read_ledger(client, run).check()
+    lives_ms = {name.rpartition(":")[2]: ms for name, ms in keys_of(client, run).items()}
+    assert 1_400_000 < lives_ms["meta"] <= 1_500_000
+    assert lives_ms["meta"] < lives_ms["deleted"] <= 1_560_000
+    with pytest.raises(RunNotFoundError):
+        delete_run(client, run)
 
 
 def test_what_was_never_there_cannot_be_deleted(client: redis.Redis) -> None:

@@ -331,10 +331,12 @@ async def test_the_name_of_a_run_that_was_deleted_just_now_makes_no_fork(
     fork_run(client, origin.name, "fork l", origin.token(1))
     delete_run(client, "fork l")
 
-    with pytest.raises(ConflictError, match="was deleted") as refused:
-        fork_run(client, origin.name, "fork l", origin.token(2))
+    again = fork_run(client, origin.name, "fork l", origin.token(2))
 
-    assert refused.value.retry_after_s is not None
+    assert (again.run, again.step) == (origin.name, 2)
+    assert read_frontier(client, "fork l~2").origin == again
+    with pytest.raises(RunNotFoundError, match="no run named 'fork l'"):
+        read_frontier(client, "fork l")
 
 
 async def test_a_rollback_in_a_fork_keeps_its_name_in_the_lineage(

@@ -8,8 +8,8 @@ from turnstream.batching.decisions import GroupCut
 from turnstream.errors import (
     ConflictError,
     FencedError,
+    GroupTooLargeError,
     RunNotFoundError,
-    StoreUnavailableError,
 )
 from turnstream.testing import manifest
 from turnstream.types import TrajectoryState
@@ -220,7 +220,7 @@ async def test_planning_and_settling_go_on_while_the_server_is_full(run: Any) ->
     await open_and_seal(run, "a", "b", "c")
     await run.client.config_set("maxmemory", 1)
     try:
-        with pytest.raises(StoreUnavailableError):
+        with pytest.raises(GroupTooLargeError):
             await run.open("d")
 
         await acquire_leadership(run.client, run.name, owner="p", lease_s=60)

@@ -118,12 +118,12 @@ def test_records_of_an_origin_come_into_no_other_fork_of_the_name(
 ) -> None:
     def make_another() -> None:
         delete_run(client, "remade")
-        client.delete(keys.run_keys("remade").deleted)  # long after
         fork_run(client, origin.name, "remade", origin.token(1))
 
     later = Overtaken(client, "inherit_records", make_another)
     with pytest.raises(RunNotFoundError):
         fork_run(later, origin.name, "remade", origin.token(2))
 
-    assert client.hkeys(keys.run_keys("remade").past) == [b"1"]
-    assert read_frontier(client, "remade").planned == 1
+    assert not client.exists(keys.run_keys("remade").past)
+    assert client.hkeys(keys.run_keys("remade~2").past) == [b"1"]
+    assert read_frontier(client, "remade~2").planned == 1

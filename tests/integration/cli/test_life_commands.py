@@ -280,7 +280,8 @@ def test_a_run_that_does_not_exist_is_named(
 ) -> None:
     told = turnstream(words[0], "mace", *words[1:])
 
-    assert told == Told(1, "", "error: no run named 'mace'\n")
+    error = "error: no run named 'mace': it was deleted, or not created yet\n"
+    assert told == Told(1, "", error)
     assert client.exists(*keys.run_keys("mace")) == 0
 
 

@@ -62,7 +62,32 @@ def test_delete_asks_for_the_name_again_and_runs_shows_what_was_interrupted(url:
     rows = [line.split() for line in shown.output.splitlines()]
     assert any("maze" in row and "no" in row for row in rows)
     assert any("half" in row and "deleted" in row for row in rows)
-    assert "deleted maze; its name may be used again in 960 s" in deleted.output
+    assert "deleted maze; the name can be used again" in deleted.output
+    assert CliRunner().invoke(cli.app, ["runs"]).output == "no runs\n"
+
+
+def test_commands_of_a_name_show_its_newest_run(url: str) -> None:
+    with connect(url) as client:
+        create_run(client, "maze", config(batch_groups=6, mini_batch_groups=3))
+    first = CliRunner().invoke(cli.app, ["delete", "maze", "--yes"])
+    with connect(url) as client:
+        create_run(client, "maze", config(batch_groups=9, mini_batch_groups=3))
+
+    shown = CliRunner().invoke(cli.app, ["show", "maze"])
+    listed = CliRunner().invoke(cli.app, ["runs"])
+    closed = CliRunner().invoke(cli.app, ["close", "maze"])
+    counted = CliRunner().invoke(cli.app, ["ledger", "maze", "--json"])
+    second = CliRunner().invoke(cli.app, ["delete", "maze", "--yes"])
+    third = CliRunner().invoke(cli.app, ["delete", "maze", "--yes"])
+
+    assert first.output == "deleted maze; the name can be used again\n"
+    assert "maze~2" in shown.output
+    assert any("batch_groups" in row and " 9 " in row for row in shown.output.splitlines())
+    assert [row.split()[1] for row in listed.output.splitlines()[3:-1]] == ["maze~2"]
+    assert closed.output == "run maze~2 is closed\n"
+    assert counted.exit_code == 0
+    assert second.output == "deleted maze~2; the name can be used again\n"
+    assert isinstance(third.exception, RunNotFoundError)
     assert CliRunner().invoke(cli.app, ["runs"]).output == "no runs\n"
 
 

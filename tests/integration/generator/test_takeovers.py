@@ -9,12 +9,14 @@ import pytest
 import redis
 import redis.asyncio
 
+from turnstream.batching.extras import MergedRow, merged_sequence_columns
+from turnstream.batching.merge import plan_sequences
 from turnstream.errors import ConflictError, FencedError, InvalidTurnError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.generator.takeovers import take_over, take_over_async
 from turnstream.store import keys
 from turnstream.testing import ids, wait_until, wait_until_async
-from turnstream.types import TrajectoryKey
+from turnstream.types import DeclaredColumn, SealedTrajectory, TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
@@ -165,6 +167,99 @@ async def test_both_publishers_take_over_alike(
     async with AsyncPublisher(server.url, run) as publisher:
         with pytest.raises(ConflictError, match="g/0/0 is sealed"):
             await publisher.take_over("g", 0)
+
+
+PER_TOKEN = DeclaredColumn(name="positions", per="token", dtype="int32", fill=7, is_optional=True)
+PROMPTS = ["ab", "abCd", "abCdEf"]
+
+
+def gappy_turns(given: str) -> list[dict[str, Any]]:
+    """Arguments of `append` for three turns; "+" is a turn that has the column."""
+    return [
+        {
+            "prompt_ids": ids(prompt),
+            "response_ids": ids(response),
+            "extras": {"positions": range(len(prompt) + 1)} if sign == "+" else None,
+        }
+        for prompt, response, sign in zip(PROMPTS, "CEG", given, strict=True)
+    ]
+
+
+GAPS = pytest.mark.parametrize("given", ["+-+", "-++", "--+", "+--", "-+-"])
+
+
+@GAPS
+def test_take_over_resumes_after_turns_that_left_a_column_out(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read, given: str
+) -> None:
+    # After a turn without an optional per-token column, a later turn had it. Then `take_over`
+    # raised "InvalidTurnError: extras['positions']: 3 values shared with turn 0".
+    run, other = (new_run(client, extra_columns=(PER_TOKEN,)) for _ in range(2))
+    turns = gappy_turns(given)
+    with Publisher(server.url, run, writer="w") as publisher:
+        episode = publisher.trajectory("g", 0, num_samples=1)
+        for each in turns:
+            episode.append(**each)
+        episode.seal(1.0)
+
+    with Publisher(server.url, other, writer="w") as publisher:
+        publisher.trajectory("g", 0, num_samples=1).append(**turns[0]).result(10)
+    for each in turns[1:]:
+        with Publisher(server.url, other, writer="w") as publisher:
+            publisher.take_over("g", 0).append(**each).result(10)
+    with Publisher(server.url, other, writer="w") as publisher:
+        episode = publisher.take_over("g", 0)
+        episode.seal(1.0)
+
+    assert turn_records(read(client, other)) == turn_records(read(client, run))
+    assert ["+" if each.extras else "-" for each in episode.turns] == list(given)
+    assert row_of(read(client, other)) == row_of(read(client, run))
+
+
+@GAPS
+async def test_async_take_over_resumes_after_turns_that_left_a_column_out(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read, given: str
+) -> None:
+    # The same for asyncio, by another publisher: a turn had left an optional per-token column out,
+    # and a later turn that had it could not be read back.
+    run, other = (new_run(client, extra_columns=(PER_TOKEN,), lease_s=60) for _ in range(2))
+    turns = gappy_turns(given)
+    async with AsyncPublisher(server.url, run) as publisher:
+        episode = publisher.trajectory("g", 0, num_samples=1)
+        for each in turns:
+            await episode.append(**each)
+        await episode.seal(1.0)
+
+    async with AsyncPublisher(server.url, other) as publisher:
+        episode = publisher.trajectory("g", 0, num_samples=1)
+        for each in turns[:2]:
+            await (await episode.append(**each))
+    client.zadd(keys.run_keys(other).leases, {"g/0/0": 1})
+    async with AsyncPublisher(server.url, other) as publisher:
+        episode = await publisher.take_over("g", 0)
+        await (await episode.append(**turns[2]))
+    client.zadd(keys.run_keys(other).leases, {"g/0/0": 1})
+    async with AsyncPublisher(server.url, other) as publisher:
+        await (await publisher.take_over("g", 0)).seal(1.0)
+
+    assert turn_records(read(client, other)) == turn_records(read(client, run))
+    assert row_of(read(client, other)) == row_of(read(client, run))
+
+
+def turn_records(stored: Any) -> list[bytes]:
+    """The stored turns of g/0/0 as bytes, without the seal."""
+    return stored.records(KEY)[:-1]
+
+
+def row_of(stored: Any) -> tuple[list[int], list[int]]:
+    """Tokens and positions of the row that g/0/0 makes."""
+    (lengths,) = [each for each in stored.events() if isinstance(each, SealedTrajectory)]
+    (shape,) = plan_sequences(lengths.turns, merge=True)
+    turns = stored.turns(KEY)
+    row = MergedRow(turns, shape.turns, [(0, 1), (2, 3), (4, 5)], shape.num_tokens)
+    (columns,) = merged_sequence_columns([row], [PER_TOKEN])
+    tokens = [token for each in turns for token in each.token_ids.tolist()]
+    return tokens, columns["positions"].values.tolist()
 
 
 class Sleepy(redis.Redis):

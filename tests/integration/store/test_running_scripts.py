@@ -8,6 +8,8 @@ import redis
 
 from turnstream.errors import (
     ConflictError,
+    RejectedError,
+    StoreFullError,
     StoreUnavailableError,
 )
 from turnstream.store.connection import connect_async
@@ -27,20 +29,26 @@ def test_a_full_server_takes_no_payload_but_still_takes_seals_and_abandons(
     run = drive(own_client)
     run.do(run.open_group("g/0/0", "g/1/0"))
     run.do_all([run.append(), run.post_sealed("g/9/0", 1, b""), run.abandon("x")])
-    own_client.config_set("maxmemory", 1)
+    memory: Any = own_client.info("memory")
+    own_client.config_set("maxmemory", memory["used_memory"] - 10_000)
 
     answers = run.do_all(
         [
             run.append(TURN_0),
-            run.open_group(group="b"),
+            run.open_group(group="b", num_samples="2+"),
+            run.open_group(group="c"),
             run.post_sealed("g/0/0", 1, b"seal"),
             run.abandon("g/1/0"),
         ],
     )
 
     own_client.config_set("maxmemory", 0)
-    assert [type(answer) for answer in answers[:2]] == [StoreUnavailableError] * 2
-    assert answers[2:] == [[b"OK"], 1]
+    full, again, new, *others = answers
+    assert type(full) is StoreFullError
+    assert again == []
+    assert type(new) is RejectedError
+    assert "the store is full: it uses" in str(new)
+    assert others == [[b"OK"], 1]
 
 
 def test_scripts_are_told_again_to_a_server_that_forgot_them(

@@ -26,7 +26,10 @@ from turnstream_server.embedded import EmbeddedServer
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]
 
 RUN = "run"
-LOST_AT_3 = "the store has lost run 'run': this trainer had stepped to 3 and committed 2$"
+LOST_AT_3 = (
+    "the store has lost run 'run', or it was deleted: "
+    "this trainer had stepped to 3 and committed 2$"
+)
 
 PastOf = Callable[[EmbeddedServer], Any]
 

@@ -18,8 +18,8 @@ from simulator.clients import AsyncClient, AsyncLinkInMemory, LinkInMemory, Sync
 from simulator.loops import ProcessLoop
 from simulator.processes import Process
 from turnstream.generator import async_publisher, async_sender, bases, tasks, writers
-from turnstream.store.keys import keys_named
-from turnstream_server.batcher import payload, renewal, timekeeper, unheld
+from turnstream.store.trajectory_names import keys_named
+from turnstream_server.batcher import parking, payload, renewal, timekeeper, unheld
 from turnstream_server.bus import incarnations
 
 _LOOKS = 6
@@ -88,6 +88,7 @@ def inside() -> Iterator[None]:
         patch.multiple(async_publisher, connect_async=client),
         patch.multiple(bases, time=clock),
         patch.multiple(incarnations, connect_async=client),
+        patch.multiple(parking, connect_async=client),
         patch.multiple(renewal, connect=thread_client, time=clock),
         patch.multiple(payload, Link=thread_link),
         patch.multiple(tasks, secrets=SimpleNamespace(token_hex=request)),

@@ -140,6 +140,7 @@ def new_life(rng: random.Random, *, is_long: bool) -> Life:
             fold_ended=rng.choice((1, 3, 250)),
         ),
         leader_lease_s=pace * rng.choice((1.0, 2.0)),
+        park_after_s=pace / 2,
         max_groups=rng.choice((most_groups // 4, most_groups // 2, most_groups)),
         max_evals=rng.choice((0, most_evals // 2, most_evals)),
         num_prompts=rng.choice((0, 0, 4, 8) if is_long else (0, 2, 3)),

@@ -14,7 +14,7 @@ LATE_GUARDS = (
         for name, rest in (
             ("announce_revision", "\nlocal revision = tonumber(ARGV[2])\nlocal newest"),
             ("end_unheld", "\nlocal is_closed"),
-            ("fire_deadlines", "\nlocal now_ms = tonumber(ARGV[2])\n\nlocal function num_refills"),
+            ("fire_deadlines", "\nlocal now_ms = tonumber(ARGV[2])\nlocal config"),
             ("forget_observers", "\nlocal now_ms = tonumber(ARGV[2])\nlocal next_ms"),
             ("keep_clock", "\nlocal known, at_ms"),
             ("mark_dead", "\nlocal entry = "),

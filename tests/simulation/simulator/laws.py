@@ -35,6 +35,7 @@ class Laws:
         self._leaders: dict[bytes, bytes] = {}
         self._term: tuple[bytes, int] = b"", 0
         self._num_withdrawn = 0
+        self._num_parks = 0
         world.synced = self._note_synced
         world.went_back = self._go_back
         world.lost = life.history.lost.__setitem__
@@ -44,6 +45,8 @@ class Laws:
         if self.seen.new_steps:
             self._check_plans()
         self._blame_all(self._leases.check())
+        if b"parked" in self.seen.hash("leader"):
+            self._term = b"", 0  # parking a run releases the lease of its leader
         if self._world.num_steps % _EVERY_STEPS == 0:
             self._check_state()
 
@@ -158,9 +161,11 @@ class Laws:
         yield from self._terms_last(epoch, int(leader.get(b"expires_ms", 0)))
 
     def _terms_last(self, epoch: bytes, expires_ms: int) -> Violations:
-        """Nobody leads before the lease of the leader before has ended, or was given back."""
+        """A term begins after the lease of the leader before has ended, was released or parked."""
         before, until_ms = self._term
         is_early = before not in (b"", epoch) and until_ms > self._world.store.now_ms
+        if self._world.store.num_parks != self._num_parks:
+            is_early, self._num_parks = False, self._world.store.num_parks
         if is_early and not self._world.counts.keys() & {"jump", "stop"}:
             yield f"the epoch {epoch!r} leads, and the lease of {before!r} has not ended"
         self._term = epoch, expires_ms

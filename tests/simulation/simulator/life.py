@@ -15,7 +15,7 @@ from turnstream.errors import UnavailableError
 from turnstream.generator import AsyncPublisher
 from turnstream_server.batcher.upkeep import Upkeep
 
-URL = "memory://"
+URL = "redis://simulated"
 
 
 @dataclass
@@ -45,6 +45,7 @@ class Life:
     config: BatchingConfig
     upkeep: Upkeep
     leader_lease_s: float
+    park_after_s: float
     max_groups: int
     another_config: Callable[[BatchingConfig], BatchingConfig]
     history: History = field(default_factory=History)

@@ -27,7 +27,8 @@ RUN_GUARDS = (
     Guard(
         "acquire_leader: the next epoch",
         script(
-            "if owner ~= ARGV[1] then\n  epoch = epoch + 1", "if false then\n  epoch = epoch + 1"
+            "if parked or owner ~= ARGV[1] then\n  epoch = epoch + 1",
+            "if false then\n  epoch = epoch + 1",
         ),
     ),
     Guard(
@@ -152,6 +153,20 @@ RUN_GUARDS = (
         script(
             "if owner ~= ARGV[1] or epoch ~= ARGV[2] then\n  return {0,",
             "if false then\n  return {0,",
+        ),
+    ),
+    Guard(
+        "park_leader: leases and deadlines",
+        script(
+            "if redis.call('ZCARD', KEYS[2]) > 0 or redis.call('ZCARD', KEYS[3]) > 0 then",
+            "if false then",
+        ),
+    ),
+    Guard(
+        "open_group: a lease that begins in a parked run",
+        script(
+            "  if group and redis.call('HEXISTS', KEYS[16]",
+            "  if false and redis.call('HEXISTS', KEYS[16]",
         ),
     ),
     Guard(
@@ -285,6 +300,6 @@ RUN_GUARDS = (
     ),
     Guard(
         "raise_floor: what an observer has not seen",
-        script("  if expires_ms ~= '0' then\n    holds", "  if false then\n    holds"),
+        script("  if expires_ms ~= '0' then\n    floor", "  if false then\n    floor"),
     ),
 )

@@ -10,6 +10,7 @@ from simulator.life import URL, Life, patiently
 from simulator.processes import Process
 from turnstream.batching.plan import Manifest
 from turnstream_server.batcher.assembler import Assembler
+from turnstream_server.batcher.parking import ParkedRuns
 from turnstream_server.batcher.planner import RunPlanner
 from turnstream_server.batcher.renewal import RENEWALS_PER_LEASE, LeadershipKeeper
 from turnstream_server.batcher.runs import RunView
@@ -43,6 +44,7 @@ async def batcher(process: Process, life: Life) -> None:
         Assembler(URL, max_cache_bytes=1 << 16),
         keeper=keeper,
         upkeep=life.upkeep,
+        parked=ParkedRuns(URL, after_s=life.park_after_s),
         before_write=note,
     )
     await asyncio.gather(planner.run(), _renew(process, keeper))

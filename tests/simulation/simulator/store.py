@@ -31,6 +31,7 @@ class Store:
         is_full: whether it is above `maxmemory`: scripts without allow-oom are refused.
         num_starts: how often it was started.
         num_added: entries that were ever added to streams.
+        num_parks: number of times that a leader parked a run.
         appended: told of every entry that is added to a stream: its key, id and fields.
     """
 
@@ -38,6 +39,7 @@ class Store:
         self.now_ms = 0.0
         self.num_added = 0
         self.num_starts = 1
+        self.num_parks = 0
         self.is_full = False
         self.appended: Callable[[bytes, EntryId, list[bytes]], None] | None = None
         self.values: dict[bytes, Value] = {}
@@ -67,6 +69,8 @@ class Store:
             raise NotSimulatedError(f"the command {name.decode()}")
         if self.now_ms >= self._next_expiry_ms:
             self._expire()
+        if name == b"HSET" and b"parked" in words:
+            self.num_parks += 1
         try:
             return command(self, words)
         except IndexError:

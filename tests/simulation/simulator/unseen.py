@@ -15,6 +15,14 @@ _FEW = "few lives come to where it counts, and none of 150 did so that it showed
 _EPOCH = "the epoch of the leader, here alone"
 
 UNSEEN: Final[dict[str, tuple[str, str]]] = {
+    "park_leader: leases and deadlines": (
+        _FEW,
+        "test_parking.py::test_run_with_a_lease_is_not_parked",
+    ),
+    "open_group: a lease that begins in a parked run": (
+        _FEW,
+        "test_parking.py::test_lease_that_begins_in_a_parked_run_wakes_it",
+    ),
     f"announce_revision: {_EPOCH}": (
         _HARMLESS,
         "test_revisions.py::test_only_the_leader_puts_a_revision_in_force",

@@ -260,6 +260,29 @@ def test_a_column_without_values_comes_back_empty_or_left_out_as_it_may_be() -> 
     assert_same(whole, {"images": images()})
 
 
+@pytest.mark.parametrize("given", ["+-+", "-++", "--+", "++-", "+--+"])
+def test_whole_values_of_a_token_column_are_those_of_the_row(given: str) -> None:
+    # A turn shared the values of an earlier turn that had left the optional column out. A row has
+    # the fill there, but `whole_extras` found no values and raised InvalidTurnError.
+    column = replace(POSITIONS, shape=(), fill=7, is_optional=True)
+    texts = ["ab", "abCd", "abCdEf", "abCdEfGh"][: len(given)]
+    turns = [
+        with_columns(turn(text, response), positions=np.arange(len(text) + 1, dtype=np.int32))
+        if is_given == "+"
+        else turn(text, response)
+        for text, response, is_given in zip(texts, "CEGI", given, strict=False)
+    ]
+
+    stored = store_turns(turns, extra_columns=[column])
+    whole = whole_extras(stored, [column])
+
+    assert [len(extras) for extras in whole] == [int(sign == "+") for sign in given]
+    for number, extras in enumerate(whole):
+        if extras:
+            (row,) = merge_turns(turns[: number + 1], extra_columns=[column])
+            assert extras["positions"].tolist() == row.extras["positions"].values.tolist()
+
+
 @pytest.mark.parametrize("held", [None, 1])
 def test_values_that_no_earlier_turn_holds_are_not_made_whole(held: int | None) -> None:
     first, second = store_turns([turn("ab", "C"), turn("abcd", "E")])

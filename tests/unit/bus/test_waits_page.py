@@ -13,7 +13,6 @@ from turnstream.errors import BatcherUnavailableError, WaitKind, WaitReason
 from turnstream.generator.drafts import TrajectoryDraft
 from turnstream.generator.lanes import Lane, PendingTurn
 from turnstream.generator.waits import no_room, not_on_disk, of_writes
-from turnstream.store import keys
 from turnstream.store.lasting import Lasting
 from turnstream.store.tasks import PromptCounts
 from turnstream.store.wait_reasons import (
@@ -32,6 +31,7 @@ from turnstream_server.bus.budget import ByteBudget, HeldBytes
 from turnstream_server.bus.frontier import Frontier, PayloadDamage
 from turnstream_server.bus.moments import (
     AwaitedReward,
+    KeptDeadLetters,
     OpenMember,
     OpenRefill,
     RunSnapshot,
@@ -92,6 +92,16 @@ DAMAGE = PayloadDamage(
 )
 MOMENTS = [
     of(groups=(replace(GROUP, open_members=(MEMBER,), not_begun=(2,)),)),
+    of(
+        budget=replace(
+            BUDGET,
+            held=HeldBytes(
+                reserved=39_321_600, stored=1_048_576, planned=4_194_304, estimate=80_000
+            ),
+            server_used=52_428_900,
+            server_max=52_428_800,
+        )
+    ),
     of(store_trouble="the store refuses writes: its last write to the disk failed"),
     of(
         groups=(replace(GROUP, open_members=(LAPSED,), deadline_left_s=25.0),),
@@ -131,6 +141,14 @@ MOMENTS = [
     ),
     of(frontier={"planned": 5, "damage": DAMAGE}),
     of(frontier={"is_closed": True}),
+    of(
+        dead=KeptDeadLetters(
+            num_trajectories=1,
+            num_events=2,
+            newest="event 1700000000123-0",
+            reason="the entry of an event has no field r",
+        )
+    ),
     of(frontier=OVER, num_ready=0, num_waiting=0),
 ]
 
@@ -173,7 +191,7 @@ def of_waits() -> list[WaitReason]:
     """What is said first of each wait."""
     opened = GroupOpened(group_id="g7", prompt_uid="", num_samples=8)
     key = TrajectoryKey("g6", 2)
-    lane = Lane(key, key.trajectory_id, keys.trajectory_keys("maze", key.trajectory_id), epoch=1)
+    lane = Lane(key, key.trajectory_id, epoch=1)
     lane.num_acknowledged = 3
     lane.pending.append(PendingTurn(TrajectoryDraft(key).add(turn("a", "B")), None))
     prompts = "no prompt is left: 2 of 500 are given out and not done"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
 
 from turnstream.generator.calls import (
     Call,
@@ -14,6 +15,7 @@ from turnstream.generator.calls import (
     NoteCall,
     ReserveCall,
     Round,
+    WaitsCall,
 )
 from turnstream.generator.drafts import TrajectoryDraft
 from turnstream.generator.lanes import Lane
@@ -98,7 +100,7 @@ class Desk:
         beats = [
             _well(call)
             for call in sent.calls[len(answers) :]
-            if isinstance(call, HeartbeatCall | NoteCall | ReserveCall)
+            if isinstance(call, HeartbeatCall | NoteCall | ReserveCall | WaitsCall)
         ]
         self.outbox.answered(sent, replies=[*loads, *answers, *beats], now_s=self.now_s)
         return sent
@@ -135,6 +137,8 @@ def _well(call: Call) -> Any:
     """What the store says to a call that is none of a trajectory's own."""
     if isinstance(call, HeartbeatCall):
         return [60_000, *[b"OK"] * len(call.lanes)]
+    if isinstance(call, WaitsCall):
+        return ResponseError("NORUN no such run")
     return call.sizes if isinstance(call, ReserveCall) else 1
 
 

@@ -14,6 +14,7 @@ from turnstream.errors import InvalidTurnError
 from turnstream.generator import checks
 from turnstream.testing import group, trajectory
 from turnstream.types import Status, TrajectoryKey, Turn
+from turnstream.types.scalars import named_numbers
 
 
 def check(prompt: Any = (1, 2), response: Any = (3, 4), **fields: Any) -> Turn:
@@ -288,11 +289,11 @@ def test_a_reward_is_a_finite_number(wrong: Any) -> None:
 
 
 def test_named_numbers_come_out_sorted_as_floats() -> None:
-    numbers = checks.checked_numbers({"b": np.float32(1), "a": 2}, field="metrics")
+    numbers = named_numbers({"b": np.float32(1), "a": 2}, field="metrics")
 
     assert list(numbers.items()) == [("a", 2.0), ("b", 1.0)]
     with pytest.raises(InvalidTurnError, match=r"metrics\['a'\]: nan is not finite"):
-        checks.checked_numbers({"a": math.nan}, field="metrics")
+        named_numbers({"a": math.nan}, field="metrics")
 
 
 def test_tags_are_texts() -> None:
@@ -307,7 +308,7 @@ def test_what_is_no_text_is_refused_wherever_text_is_sent(text: Any) -> None:
         lambda: checks.checked_text(text, field="prompt_uid"),
         lambda: checks.checked_tags({"a": text}),
         lambda: checks.checked_tags({text: "a"}),
-        lambda: checks.checked_numbers({text: 1.0}, field="metrics"),
+        lambda: named_numbers({text: 1.0}, field="metrics"),
         lambda: checks.check_group(text, num_samples=1),
     ):
         with pytest.raises(InvalidTurnError):
@@ -332,7 +333,7 @@ def test_an_attempt_beyond_those_that_are_looked_at_is_refused() -> None:
 
 
 def test_a_reward_cannot_be_given_and_awaited() -> None:
-    with pytest.raises(InvalidTurnError, match=r"^reward: 1.0 is given, and awaits_reward says"):
+    with pytest.raises(InvalidTurnError, match=r"^reward: 1.0 is given, but awaits_reward says"):
         checks.checked_reward(1.0, awaits_reward=True)
 
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from turnstream.batching.anchors import anchor_hash
 from turnstream.errors import InvalidTurnError
-from turnstream.generator import checks
+from turnstream.generator import checks, drafts
 from turnstream.generator.drafts import TrajectoryDraft, TurnRecord, draft_group
 from turnstream.generator.takeovers import taken_turns
 from turnstream.records.events import decode_event
@@ -210,6 +210,36 @@ def test_a_draft_goes_on_from_stored_turns_as_if_it_had_made_them(
     assert resumed.merged_tokens == whole.merged_tokens
 
 
+@st.composite
+def gappy_episodes(draw: st.DrawFn) -> tuple[tuple[Turn, ...], tuple[DeclaredColumn, ...]]:
+    """Turns that leave optional columns out here and there, and what their run declares."""
+    per_token = DeclaredColumn(name="a", per="token", dtype="int32", fill=7)
+    columns = [per_token, *draw(declared_columns())]
+    declared = tuple([replace(each, is_optional=True) for each in columns])
+    return draw(with_extras(draw(trees(max_turns=5)), declared)), declared
+
+
+@given(episode=gappy_episodes(), num_stored=st.integers(0, 5))
+def test_draft_resumes_after_turns_that_left_columns_out(
+    episode: tuple[tuple[Turn, ...], tuple[DeclaredColumn, ...]], num_stored: int
+) -> None:
+    # A turn shared per-token values with an earlier turn that had left the column out. The
+    # take-over looked for them there and raised InvalidTurnError.
+    turns, declared = episode
+    whole, resumed = [TrajectoryDraft(KEY, extra_columns=declared) for _ in range(2)]
+    try:
+        records = [whole.add(one).record for one in turns]
+    except InvalidTurnError:  # items that a shorter prompt may not leave out
+        reject()
+
+    for record, stored, shape in taken_turns(records[:num_stored], declared):
+        resumed.restore(stored, TurnRecord(record, shape))
+    rest = [resumed.add(one).record for one in turns[num_stored:]]
+
+    assert rest == records[num_stored:]
+    assert seal(resumed) == seal(whole)
+
+
 def test_a_draft_goes_on_from_a_turn_that_has_no_items_of_the_prompt_it_shares() -> None:
     declared = (DeclaredColumn(name="images", per="items", dtype="uint8", is_optional=True),)
     some, none = np.array([7], np.uint8), np.zeros(0, np.uint8)
@@ -277,3 +307,23 @@ def test_a_group_is_drafted_in_order_and_its_errors_say_where() -> None:
         InvalidTurnError, match=r"trajectories\[0\]\.turns\[1\]\.prompt_ids: is empt"
     ):
         draft_group(group("g", trajectory(turn("a", "B"), turn("", "C"))))
+
+
+def test_turn_beyond_the_limit_of_a_seal_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A seal of more turns than a batcher reads was written, and its trajectory was lost there.
+    monkeypatch.setattr(drafts, "MAX_TURNS", 2)
+    made = draft(turn("ab", "C"), turn("abcd", "E"))
+
+    with pytest.raises(InvalidTurnError, match="number 3, more than 2 turns"):
+        made.add(turn("abx", "F"))
+
+    assert len(seal(made, reward=1.0).turns) == 2
+
+
+def test_seal_beyond_the_limit_of_an_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafts, "MAX_TURNS", 2)
+    monkeypatch.setattr(drafts, "MAX_EVENT_BYTES", 50)
+    made = draft(turn("ab", "CD", version=1), turn("x", "FG", version=2))
+
+    with pytest.raises(InvalidTurnError, match="bytes, more than 50"):
+        seal(made, reward=1.0)

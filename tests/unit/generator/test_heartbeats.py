@@ -16,7 +16,6 @@ from turnstream.errors import (
 )
 from turnstream.generator.heartbeats import Heartbeats
 from turnstream.generator.lanes import Lane
-from turnstream.store.keys import TrajectoryKeys
 from turnstream.types import TrajectoryKey
 
 NewDesk = Callable[..., Any]
@@ -43,8 +42,7 @@ def test_who_had_nothing_open_asks_soon_how_long_a_lease_is_now() -> None:
     # Leases had become shorter meanwhile: what was opened next was given up.
     beats = Heartbeats()
     first, second = (
-        Lane(TrajectoryKey("g", sample), f"g/{sample}/0", TrajectoryKeys("t", "m"), epoch=1)
-        for sample in range(2)
+        Lane(TrajectoryKey("g", sample), f"g/{sample}/0", epoch=1) for sample in range(2)
     )
     beats.opened(first, now_s=0.0)
     beats.sent(0.1)
@@ -172,7 +170,7 @@ def test_a_trajectory_that_ends_is_judged_by_its_end_alone(new_desk: NewDesk) ->
 def test_more_leases_than_one_call_takes_travel_in_several() -> None:
     beats = Heartbeats()
     key = TrajectoryKey("g", 0)
-    lanes = [Lane(key, f"{n}", TrajectoryKeys("t", "m"), epoch=1) for n in range(600)]
+    lanes = [Lane(key, f"{n}", epoch=1) for n in range(600)]
     for lane in lanes:
         beats.opened(lane, now_s=0.0)
 

@@ -5,10 +5,9 @@ from turnstream.generator.drafts import TurnRecord
 from turnstream.generator.lanes import Admission, Lane
 from turnstream.generator.receipts import Delivery
 from turnstream.generator.window import Ended, KeptTurn, Window
-from turnstream.store.keys import trajectory_keys
 from turnstream.types import GroupOpened, TrajectoryKey, TurnShape
 
-LANE = Lane(TrajectoryKey("g", 0), "g/0/0", trajectory_keys("r", "g/0/0"))
+LANE = Lane(TrajectoryKey("g", 0), "g/0/0")
 
 
 def kept(num_bytes: int) -> KeptTurn:
@@ -55,7 +54,7 @@ def test_beyond_its_bytes_the_oldest_turns_are_forgotten_but_nothing_is_proven()
 
 def opening() -> Admission:
     group = GroupOpened(group_id="g", prompt_uid="", num_samples=1)
-    return Admission(group, b"", [Lane(LANE.key, "g/0/0", LANE.keys)], Delivery())
+    return Admission(group, b"", [Lane(LANE.key, "g/0/0")], Delivery())
 
 
 def test_a_trajectory_counts_as_opened_while_its_opening_is_kept() -> None:

@@ -45,7 +45,6 @@ def test_every_refusal_of_a_script_has_its_error(
 @pytest.mark.parametrize(
     "text",
     [
-        "OOM command not allowed when used memory > 'maxmemory'.",
         "LOADING Redis is loading the dataset in memory",
         "READONLY You can't write against a read only replica.",
         "MISCONF Errors writing to the AOF file: No space left on device",
@@ -62,6 +61,15 @@ def test_what_passes_by_itself_is_unavailable_and_says_when_to_call_again(text: 
     error = replies.translate(error_reply(text))
 
     assert type(error) is errors.StoreUnavailableError
+    assert error.retry_after_s == replies.RETRY_AFTER_S
+
+
+def test_store_without_memory_is_full_and_not_away() -> None:
+    error = replies.translate(
+        error_reply("OOM command not allowed when used memory > 'maxmemory'.")
+    )
+
+    assert type(error) is errors.StoreFullError
     assert error.retry_after_s == replies.RETRY_AFTER_S
 
 

@@ -13,7 +13,8 @@
     │   ├── CorruptRecordError              checksum or length disagrees: the bytes are damaged
     │   └── UnknownFormatError              a newer major version than this code reads
     ├── UnavailableError (ConnectionError)  not now: see retry_after_s; says why in `reasons`
-    │   ├── StoreUnavailableError           Redis is away, restarting or full
+    │   ├── StoreUnavailableError           Redis is away or restarting
+    │   ├── StoreFullError                  Redis has no memory left: says what holds it
     │   ├── NotReadyError                   the deadline passed before the data came: says why
     │   └── BatcherUnavailableError         no batcher answered
     └── RejectedError                       asked wrongly, too late or too fast; see retry_after_s
@@ -24,7 +25,7 @@
         ├── StoreBehindError                the store does not know what the token claims
         ├── ObserverExpiredError            an observer was silent for too long: declare it anew
         ├── ReleasedError                   a step that is no longer retained: names step and floor
-        ├── GroupTooLargeError              a group for whose bytes there can never be room
+        ├── GroupTooLargeError              a group with more samples or bytes than there may be
         ├── PromptsExhaustedError           every prompt of the run is done, and no other was added
         └── EndOfRunError                   the run is closed and everything in it was delivered
 
@@ -129,7 +130,7 @@ class UnknownFormatError(RecordError):
     def __str__(self) -> str:
         return (
             f"{self.record} has format version {self.version}; "
-            f"this release reads versions up to {self.supported}"
+            f"this release reads versions up to {self.supported}: a newer release wrote it"
         )
 
 
@@ -149,6 +150,7 @@ class WaitKind(StrEnum):
     BATCHER_AWAY = "batcher_away"
     BATCHER_SILENT = "batcher_silent"
     RUN_OVER = "run_over"
+    STORE_FULL = "store_full"
     STORE_REFUSES_WRITES = "store_refuses_writes"
     RUN_PAUSED = "run_paused"
     PAYLOAD_DAMAGED = "payload_damaged"
@@ -170,6 +172,7 @@ class WaitKind(StrEnum):
     OUT_OF_BYTES = "out_of_bytes"
     BUDGET_TOO_SMALL = "budget_too_small"
     NOTHING_WRONG = "nothing_wrong"
+    DEAD_LETTERS = "dead_letters"
     RUN_CLOSED = "run_closed"
 
 
@@ -216,7 +219,11 @@ class UnavailableError(TurnstreamError, ConnectionError):
 
 
 class StoreUnavailableError(UnavailableError):
-    """Redis cannot be reached, does not answer, is loading, or has no memory left."""
+    """Redis cannot be reached, does not answer, or is loading."""
+
+
+class StoreFullError(UnavailableError):
+    """Redis has reached its `maxmemory`, and takes no writes but those that make room."""
 
 
 class NotReadyError(UnavailableError):
@@ -272,7 +279,7 @@ class ReleasedError(RejectedError):
 
 
 class GroupTooLargeError(RejectedError):
-    """A group needs more bytes than there can ever be room for. Names both, and what to change."""
+    """A group has more samples, or needs more bytes, than the run allows. Names what to change."""
 
 
 class PromptsExhaustedError(RejectedError):

@@ -15,6 +15,8 @@
 --   CONFLICT  one is no dead letter that is kept; or was replayed as something that was not left out;
 --             or what it is to become is not open, or another writer's
 
+-- include: turnstream.store/slices.lua
+
 local LEFT_OUT = {abandoned = true, surplus = true, incomplete = true}
 
 local changes = {}
@@ -41,6 +43,6 @@ for i = 2, #ARGV, 3 do
   end
 end
 if #changes > 0 then
-  redis.call('HSET', KEYS[2], unpack(changes))
+  write_sliced('HSET', KEYS[2], changes)
 end
 return 1

@@ -2,10 +2,11 @@
 -- Acknowledges that the checkpoint which holds a recovery token is on disk.
 --
 -- Keys, all in the run's slot:
---   KEYS[1] frontier  hash  read: session_epoch, stepped, session_lost; changed: committed, which
---                           never falls here, and checkpoints
---   KEYS[2] batches   hash  read: step -> "<trajectories planned up to it>:<manifest hash>"
---   KEYS[3] times     hash  "committed:<step>" -> server ms; added
+--   KEYS[1] frontier  hash    read: session_epoch, stepped, session_lost; changed: committed, which
+--                             never falls here, and checkpoints
+--   KEYS[2] batches   hash    read: step -> "<trajectories planned up to it>:<manifest hash>"
+--   KEYS[3] times     hash    "committed:<step>" -> server ms; added
+--   KEYS[4] wake      stream  added, so that the planner releases what no checkpoint needs
 -- Arguments: ARGV[1] session epoch    ARGV[2] token's step    ARGV[3] token's manifest hash
 --            ARGV[4] session name, or "", see stepped.lua
 -- Reply:     1, or 0 where that much was committed before
@@ -45,4 +46,5 @@ redis.call('HSET', KEYS[1], 'committed', step, 'checkpoints', checkpoints)
 local time = redis.call('TIME')
 redis.call('HSET', KEYS[3], 'committed:' .. ARGV[2],
   string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000)))
+redis.call('XADD', KEYS[4], 'MAXLEN', 1, '*', 'w', '')
 return 1

@@ -1,10 +1,10 @@
 #!lua flags=allow-oom
 -- Ends a run for everybody who knows it, in one moment: of its keys stay the ledger, by another
--- name, which leads to the payload, and a tombstone. The same again changes nothing.
+-- name, which leads to the payload, and a tombstone. In the same moment its name becomes free for
+-- the next run, whose keys are other ones. The same again changes nothing.
 --
 -- From here on nothing of the run is ever added: every script finds neither frontier nor config
--- (NORUN), neither leader nor ledger entry (FENCED), and no run of the name is made while the
--- tombstone stands. An opening append, which alone makes the place of a payload, is sent only by
+-- (NORUN), neither leader nor ledger entry (FENCED). An opening append, which alone makes the place of a payload, is sent only by
 -- whoever has an entry in the ledger: its place gets a tombstone too, before the entry goes.
 --
 -- Runs also when the server is full: it makes room.
@@ -16,18 +16,23 @@
 --   KEYS[4] doomed    hash    made here, where the run has trajectories
 --   KEYS[5] frontier  hash    removed
 --   KEYS[6] config    hash    read: lease_s of all revisions; removed
---   KEYS[7...]        all other keys of the run, removed off the server's main thread
+--   KEYS[7] incarnation  string  moved on behind this run
+--   KEYS[8...]        all other keys of the run, removed off the server's main thread
 -- Arguments: ARGV[1] shortest fence in ms    ARGV[2] leases that it is long at least
--- Reply:     {ms for which late writers are fenced; ms after which the name is free, -1 while the
---            deletion is not done}
+--            ARGV[3] number of this run among those of its name
+-- Reply:     ms for which late writers are fenced; 0 where the deletion was done before
 -- Errors:    NORUN  no such run
 
 local fence_ms = redis.call('HGET', KEYS[1], 'fence_ms')
-if fence_ms then
-  return {tonumber(fence_ms), redis.call('PTTL', KEYS[1])}
-end
-if redis.call('EXISTS', KEYS[5], KEYS[6]) == 0 then
+if not fence_ms and redis.call('EXISTS', KEYS[5], KEYS[6]) == 0 then
   return redis.error_reply('NORUN no such run')
+end
+local number = tonumber(ARGV[3])
+if tonumber(redis.call('GET', KEYS[7]) or 1) <= number then
+  redis.call('SET', KEYS[7], number + 1)
+end
+if fence_ms then
+  return redis.call('PTTL', KEYS[1]) == -1 and tonumber(fence_ms) or 0
 end
 fence_ms = tonumber(ARGV[1])
 local config = redis.call('HGETALL', KEYS[6])
@@ -43,7 +48,7 @@ redis.call('HSET', KEYS[1], 'fence_ms', string.format('%.0f', fence_ms),
 if redis.call('EXISTS', KEYS[3]) == 1 then
   redis.call('RENAME', KEYS[3], KEYS[4])
 end
-redis.call('UNLINK', unpack(KEYS, 5))
+redis.call('UNLINK', KEYS[5], KEYS[6], unpack(KEYS, 8))
 redis.call('XADD', KEYS[2], 'MAXLEN', 1, '*', 'w', '')
 redis.call('PEXPIRE', KEYS[2], string.format('%.0f', fence_ms))
-return {fence_ms, -1}
+return fence_ms

@@ -22,6 +22,7 @@ if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
   return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])
 end
 local now_ms = tonumber(ARGV[2])
+local config = cjson.decode(redis.call('HGET', KEYS[5], redis.call('HGET', KEYS[5], 'newest')))
 
 local function num_refills(member)
   local group = string.match(member, '^group:(.*)$')
@@ -46,7 +47,6 @@ end
 
 -- 2. The run has shorter deadlines now, or they were set with less of its time than has passed: count
 -- from now.
-local config = cjson.decode(redis.call('HGET', KEYS[5], redis.call('HGET', KEYS[5], 'newest')))
 local longest_s = math.max(config.group_deadline_s or 0, config.reward_deadline_s or 0)
 if longest_s > 0 then
   local latest_ms = string.format('%.0f', now_ms + longest_s * 1000)

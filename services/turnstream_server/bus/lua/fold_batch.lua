@@ -20,6 +20,8 @@
 
 local OVER, REWARDS, REWARDED = KEYS[5], KEYS[6], KEYS[7]
 
+-- include: turnstream.store/slices.lua
+
 -- include: leave_fingerprints.lua
 
 -- include: turnstream.store/remember_rewards.lua
@@ -33,27 +35,35 @@ if tonumber(ARGV[2]) > released then
     .. ' is')
 end
 
+local function arguments(first, last)
+  local some = {}
+  for i = first, last do
+    some[#some + 1] = ARGV[i]
+  end
+  return some
+end
+
 local last_group = 3 + ARGV[3]
 if last_group > 3 then
-  local names = {unpack(ARGV, 4, last_group)}
+  local names = arguments(4, last_group)
   local gone = {}
-  for i, entry in ipairs(redis.call('HMGET', KEYS[4], unpack(names))) do
+  for i, entry in ipairs(read_sliced('HMGET', KEYS[4], names)) do
     if entry and string.match(entry, ':(.*)$') == 'planned' then
       gone[#gone + 1] = names[i]
     end
   end
   if #gone > 0 then
-    redis.call('HDEL', KEYS[4], unpack(gone))
+    write_sliced('HDEL', KEYS[4], gone)
     leave_fingerprints(gone)
   end
 end
-local ids = {unpack(ARGV, last_group + 1)}
+local ids = arguments(last_group + 1, #ARGV)
 if #ids == 0 then
   return 0
 end
 local ours = {}
 local planned = 'planned:' .. ARGV[2]
-for i, entry in ipairs(redis.call('HMGET', KEYS[3], unpack(ids))) do
+for i, entry in ipairs(read_sliced('HMGET', KEYS[3], ids)) do
   if entry == planned then
     ours[#ours + 1] = ids[i]
   end
@@ -62,4 +72,4 @@ if #ours == 0 then
   return 0
 end
 forget_rewards(ours)
-return redis.call('HDEL', KEYS[3], unpack(ours))
+return write_sliced('HDEL', KEYS[3], ours)

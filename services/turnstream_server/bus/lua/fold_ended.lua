@@ -31,6 +31,8 @@ local function has_ended(entry)
   return ENDS[string.match(entry, '^[^:]*')] or string.sub(entry, 1, 14) == 'dead:discarded'
 end
 
+-- include: turnstream.store/slices.lua
+
 -- include: leave_fingerprints.lua
 
 -- include: turnstream.store/remember_rewards.lua
@@ -47,11 +49,14 @@ if tonumber(ARGV[2]) ~= newest + 1 then
 end
 
 -- 1. Nothing is written before every trajectory has been looked at.
-local ids = {unpack(ARGV, 4)}
+local ids = {}
+for i = 4, #ARGV do
+  ids[#ids + 1] = ARGV[i]
+end
 local numbers = {}  -- ledger entry -> how many
 local groups = {}  -- names, each of them once
 local first_of = {}  -- group name -> the first trajectory of it
-for i, entry in ipairs(redis.call('HMGET', KEYS[3], unpack(ids))) do
+for i, entry in ipairs(read_sliced('HMGET', KEYS[3], ids)) do
   entry = entry or 'unknown'
   if not numbers[entry] and not has_ended(entry) then
     return redis.error_reply('CONFLICT ' .. ids[i] .. ' is ' .. entry .. ', not at its end')
@@ -64,7 +69,7 @@ for i, entry in ipairs(redis.call('HMGET', KEYS[3], unpack(ids))) do
   end
 end
 local dropped = {}  -- groups; one that is planned goes with its batch
-for i, entry in ipairs(redis.call('HMGET', KEYS[4], unpack(groups))) do
+for i, entry in ipairs(read_sliced('HMGET', KEYS[4], groups)) do
   local state = string.match(entry or ':over', ':(.*)$')
   if not IS_OVER[state] then
     return redis.error_reply('CONFLICT group ' .. groups[i] .. ' of ' .. first_of[groups[i]] .. ' is '
@@ -84,11 +89,11 @@ for reason, number in pairs(numbers) do
   redis.call('HINCRBY', KEYS[7], reason, number)
 end
 if #dropped > 0 then
-  redis.call('HDEL', KEYS[4], unpack(dropped))
+  write_sliced('HDEL', KEYS[4], dropped)
   leave_fingerprints(dropped)
 end
 forget_rewards(ids)
-redis.call('HDEL', KEYS[3], unpack(ids))
+write_sliced('HDEL', KEYS[3], ids)
 redis.call('HSET', KEYS[6], ARGV[2], ARGV[3])
 redis.call('HSET', KEYS[2], 'ends', ARGV[2])
 return 1

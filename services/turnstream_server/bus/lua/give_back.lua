@@ -13,10 +13,12 @@
 -- Arguments: ARGV[1...] trajectory ids
 -- Reply:     the bytes that were given back now, an integer
 
+-- include: turnstream.store/slices.lua
+
 local num = {reserved = 0, stored = 0, planned = 0}
 local total = 0
-local entries = redis.call('HMGET', KEYS[1], unpack(ARGV))
-for i, held in ipairs(redis.call('HMGET', KEYS[2], unpack(ARGV))) do
+local entries = read_sliced('HMGET', KEYS[1], ARGV)
+for i, held in ipairs(read_sliced('HMGET', KEYS[2], ARGV)) do
   if held then
     local mark, bytes = string.match(held, '^(r?)(%d+)$')
     local part = 'stored'
@@ -32,7 +34,7 @@ end
 if total == 0 then
   return 0
 end
-redis.call('HDEL', KEYS[2], unpack(ARGV))
+write_sliced('HDEL', KEYS[2], ARGV)
 for part, bytes in pairs(num) do
   if bytes > 0 then
     redis.call('HINCRBY', KEYS[3], part, string.format('%.0f', -bytes))

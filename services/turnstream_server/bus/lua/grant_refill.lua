@@ -23,6 +23,7 @@
 -- Errors:
 --   FENCED    another planner leads
 --   CONFLICT  no such group, or one that is gone, so over; or a refill before this one was not granted
+--   INVALID   the trajectory is no sample of the group
 
 if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
   return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])
@@ -36,6 +37,11 @@ if state ~= 'open' and state ~= 'decided' then
 end
 local needed, highest, granted = string.match(
   redis.call('HGET', KEYS[4], ARGV[2]) or num_samples .. ':0:0:', '^(%d+):(%d+):(%d+):')
+local of_group, sample, attempt = string.match(ARGV[4], '^([^/]*)/(%d+)/(%d+)$')
+if of_group ~= ARGV[2] or tonumber(sample) >= tonumber(num_samples) then
+  return redis.error_reply('INVALID trajectory ' .. ARGV[4] .. ' is none of the ' .. num_samples
+    .. ' samples of group ' .. ARGV[2])
+end
 local number = tonumber(ARGV[3])
 if number <= tonumber(granted) then
   return 0
@@ -51,17 +57,16 @@ end
 local CLOCK = KEYS[11]
 -- include: turnstream.store/run_clock.lua
 
+local config = cjson.decode(redis.call('HGET', KEYS[7], redis.call('HGET', KEYS[7], 'newest')))
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-local attempt = tonumber(string.match(ARGV[4], '(%d+)$'))
-redis.call('HSET', KEYS[4], ARGV[2], needed .. ':' .. math.max(tonumber(highest), attempt) .. ':'
+redis.call('HSET', KEYS[4], ARGV[2], needed .. ':' .. math.max(tonumber(highest), tonumber(attempt)) .. ':'
   .. number .. ':' .. ARGV[5])
 redis.call('HSET', KEYS[2], ARGV[2], num_samples .. ':open')
 if state == 'decided' then
   redis.call('HINCRBY', KEYS[10], 'open_groups', 1)
 end
 redis.call('ZADD', KEYS[5], string.format('%.0f', now_ms), ARGV[4])
-local config = cjson.decode(redis.call('HGET', KEYS[7], redis.call('HGET', KEYS[7], 'newest')))
 local deadline_s = config.group_deadline_s or 0
 if deadline_s > 0 then
   redis.call('ZADD', KEYS[6], string.format('%.0f', run_ms() + deadline_s * 1000),

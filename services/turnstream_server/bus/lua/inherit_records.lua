@@ -7,6 +7,7 @@
 --                           inherited
 --   KEYS[2] past      hash  added: step -> compact record
 --   KEYS[3] cold      hash  added at last: newest step of a file -> its name
+--   KEYS[4] wake      stream  added at last, so that the planner moves old records to a file
 -- Arguments:
 --   ARGV[1] the run's origin, as fork_run was told
 --   ARGV[2] "" for records; at last the newest step that is in a file, 0 where none is
@@ -26,5 +27,6 @@ for i = 3, #ARGV, 2 do
 end
 if ARGV[2] ~= '' then
   redis.call('HSET', KEYS[1], 'cold', ARGV[2], 'inherited', 1)
+  redis.call('XADD', KEYS[4], 'MAXLEN', 1, '*', 'w', '')
 end
 return 1

@@ -6,7 +6,7 @@
 -- run_clock.lua goes by the store. While nobody leads, the run's time stands still.
 --
 -- Keys, all in the run's slot:
---   KEYS[1] leader  hash  read: epoch
+--   KEYS[1] leader  hash  read: epoch, parked: the time of a parked run stands still
 --   KEYS[2] clock   hash  ms, at_ms, most_ms: changed; made here for a run of a release before, with
 --                         the time of the store
 -- Arguments:
@@ -21,6 +21,9 @@ if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
   return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])
 end
 local known, at_ms, most_ms = unpack(redis.call('HMGET', KEYS[2], 'ms', 'at_ms', 'most_ms'))
+if known and redis.call('HEXISTS', KEYS[1], 'parked') == 1 then
+  return tonumber(known)
+end
 local ms = tonumber(ARGV[2] ~= '' and ARGV[2] or known or ARGV[3])
 if known and ARGV[2] == '' then
   -- A short gap between two terms counts. A long one may be a clock that was set.

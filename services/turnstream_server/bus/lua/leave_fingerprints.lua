@@ -3,7 +3,8 @@
 -- store/keys.py. However many names there are: one read, one write.
 --
 -- Needs OVER, a key:  hash  added: fingerprints; changed: n
--- Gives leave_fingerprints(names), of at most a thousand or so group names, each of them once.
+-- Needs read_sliced and write_sliced of slices.lua.
+-- Gives leave_fingerprints(names), of group names, each of them once.
 --
 -- With n buckets, the smallest power of two above n tells the bucket by the low bits of a hash, which
 -- is the first 28 bits of the fingerprint; where that bucket does not exist yet, half of that power
@@ -85,7 +86,7 @@ local function leave_fingerprints(names)
   for new = num_before, num_buckets - 1 do
     want(new - level_of(new))
   end
-  for i, found in ipairs(redis.call('HMGET', OVER, unpack(wanted))) do
+  for i, found in ipairs(read_sliced('HMGET', OVER, wanted)) do
     packed[wanted[i]] = found or ''
   end
   for new = num_before, num_buckets - 1 do
@@ -101,5 +102,5 @@ local function leave_fingerprints(names)
     changes[#changes + 1] = bucket
     changes[#changes + 1] = fingerprints
   end
-  redis.call('HSET', OVER, unpack(changes))
+  write_sliced('HSET', OVER, changes)
 end

@@ -17,6 +17,10 @@
 --   FENCED    another planner leads
 --   CONFLICT  the trajectory is not sealed, or already in a batch
 
+local LEDGER, COUNTS, EVENTS, LETTERS, DEADLINES = KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+
+-- include: set_dead.lua
+
 if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
   return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])
 end
@@ -29,13 +33,5 @@ if state ~= 'sealed' and state ~= 'awaiting_reward' then
   return redis.error_reply('CONFLICT ' .. ARGV[2] .. ' is ' .. (entry or 'unknown')
     .. ', not sealed')
 end
-local time = redis.call('TIME')
-local since = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
-redis.call('HSET', KEYS[2], ARGV[2], 'dead:' .. ARGV[3])
-redis.call('HINCRBY', KEYS[3], state, -1)
-redis.call('HINCRBY', KEYS[3], 'dead', 1)
-redis.call('HINCRBY', KEYS[3], 'dead_bytes', ARGV[5])
-redis.call('HSET', KEYS[5], ARGV[2], since .. ':' .. ARGV[5] .. ':')
-redis.call('ZREM', KEYS[6], 'reward:' .. ARGV[2])
-redis.call('XADD', KEYS[4], '*', 'r', ARGV[4])
+set_dead(ARGV[2], state, ARGV[3], ARGV[4], ARGV[5])
 return 1

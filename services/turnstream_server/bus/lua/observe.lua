@@ -4,10 +4,11 @@
 -- has seen something.
 --
 -- Keys, all in the run's slot:
---   KEYS[1] frontier   hash  read: stepped, released
---   KEYS[2] observers  hash  name -> "<newest step seen>:<expires_ms>:<expiry in ms>", and then
---                            ":<first step missed>"; made here
---   KEYS[3] clock      hash  read: see run_clock.lua
+--   KEYS[1] frontier   hash    read: stepped, released
+--   KEYS[2] observers  hash    name -> "<newest step seen>:<expires_ms>:<expiry in ms>", and then
+--                              ":<first step missed>"; made here
+--   KEYS[3] clock      hash    read: see run_clock.lua
+--   KEYS[4] wake       stream  added, so that a planner leads, which counts the time of the expiry
 -- Arguments:
 --   ARGV[1] name    ARGV[2] first step of a new observer, 0 for the one after the last stepped
 --   ARGV[3] expiry in ms
@@ -38,4 +39,5 @@ end
 missed = tonumber(missed or 0) or 0
 redis.call('HSET', KEYS[2], ARGV[1], string.format('%.0f:%.0f:%.0f', seen, run_ms() + ARGV[3],
   ARGV[3]) .. (missed > 0 and string.format(':%.0f', missed) or ''))
+redis.call('XADD', KEYS[4], 'MAXLEN', 1, '*', 'w', '')
 return {seen + 1, missed}

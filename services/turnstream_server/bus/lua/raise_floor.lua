@@ -31,17 +31,16 @@ end
 local first_kept = math.max(1, #steps - (config.retain_checkpoints or 2) + 1)
 
 -- Everybody who may still ask for a step holds the floor at it: the least of these counts.
-local holds = {tonumber(ARGV[2]) or math.huge}
-holds[#holds + 1] = #steps >= (config.retain_checkpoints or 2) and steps[first_kept] or 0
+local floor = math.min(tonumber(ARGV[2]) or math.huge,
+  #steps >= (config.retain_checkpoints or 2) and steps[first_kept] or 0)
 
 for _, entry in ipairs(redis.call('HVALS', KEYS[4])) do
   local seen, expires_ms = string.match(entry, '^(%d+):(%d+):')
   if expires_ms ~= '0' then
-    holds[#holds + 1] = tonumber(seen)
+    floor = math.min(floor, tonumber(seen))
   end
 end
 
-local floor = math.min(unpack(holds))
 released = tonumber(released or 0)
 if floor <= released then
   return released

@@ -8,7 +8,8 @@
 --   KEYS[4] conflicts hash  read: num, last
 -- Reply:
 --   {trajectories of all batches up to stepped; up to committed; up to the newest planned;
---    counts as a flat list of state, number; {conflicts, the last of them}}
+--    counts as a flat list of state, number; {conflicts, the last of them}}. An entry of a step that
+--    is damaged is false
 -- Errors:    NORUN  no such run
 
 local steps = redis.call('HMGET', KEYS[1], 'stepped', 'committed', 'planned')
@@ -18,7 +19,7 @@ end
 local reply = {}
 for i = 1, 3 do
   local entry = redis.call('HGET', KEYS[2], steps[i] or '0')
-  reply[i] = tonumber(string.match(entry or '0', '^%d+'))
+  reply[i] = tonumber(string.match(entry or '0', '^%d+')) or false
 end
 reply[4] = redis.call('HGETALL', KEYS[3])
 reply[5] = redis.call('HMGET', KEYS[4], 'num', 'last')

@@ -9,7 +9,7 @@
 --   KEYS[1] turns  stream  removed, off the server's main thread
 --   KEYS[2] meta   hash    replaced by the tombstone: released
 -- Arguments: ARGV[1] ms for which the tombstone stays
---            ARGV[2] what it says: "over", or "given up" where the ledger has the trajectory as
+--            ARGV[2] what it says: "over", "deleted" with its run, or "given up" where the ledger has the trajectory as
 --                    abandoned. A writer whose seal the store forgot is told by this, and by no more,
 --                    that what it sends again came to nothing
 -- Reply:     1, or 0 where the tombstone was there before

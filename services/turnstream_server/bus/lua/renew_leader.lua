@@ -1,16 +1,20 @@
 #!lua flags=allow-oom
--- Lengthens the lease of a run's planner, also one that has ended, if nobody else has led since.
+-- Lengthens the lease of a run's planner, also an expired one, if no other planner has led since. A
+-- planner that has just parked its run keeps its term, and its lease stays as it is.
 --
 -- Unlike acquire_leader it never begins a term: sent late, it changes nothing.
 --
 -- Keys, in the run's slot:
---   KEYS[1] leader  hash  changed: expires_ms, lease_ms
+--   KEYS[1] leader  hash  read: epoch, owner, parked; changed: expires_ms, lease_ms
 -- Arguments: ARGV[1] owner    ARGV[2] its epoch    ARGV[3] lease in ms
 -- Reply:     {1, or 0 where the term is over; the leader's epoch; the leader}
 
-local epoch, owner = unpack(redis.call('HMGET', KEYS[1], 'epoch', 'owner'))
+local epoch, owner, parked = unpack(redis.call('HMGET', KEYS[1], 'epoch', 'owner', 'parked'))
 if owner ~= ARGV[1] or epoch ~= ARGV[2] then
   return {0, tonumber(epoch or 0), owner or ''}
+end
+if parked then
+  return {1, tonumber(epoch), owner}
 end
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)

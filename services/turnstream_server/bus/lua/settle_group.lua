@@ -55,6 +55,7 @@ if state ~= 'open' and state ~= 'decided' then
   return redis.error_reply('CONFLICT group ' .. ARGV[2] .. ' is ' .. (state or 'unknown, or over'))
 end
 
+local config = cjson.decode(redis.call('HGET', CONFIG, redis.call('HGET', CONFIG, 'newest')))
 local num = {open = 0, sealed = 0, awaiting_reward = 0, surplus = 0, [ARGV[3]] = 0}
 local num_ended = 0
 
@@ -119,7 +120,6 @@ end
 local makes_room = is_dropped or given_back > 0
 if state == 'open' then
   redis.call('HINCRBY', KEYS[5], 'open_groups', -1)
-  local config = cjson.decode(redis.call('HGET', CONFIG, redis.call('HGET', CONFIG, 'newest')))
   makes_room = makes_room or (config.max_open_groups or 0) > 0
 end
 if makes_room then

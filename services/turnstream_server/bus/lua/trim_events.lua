@@ -6,6 +6,7 @@
 --   KEYS[1] leader    hash    read: epoch
 --   KEYS[2] snapshot  hash    read: before
 --   KEYS[3] events    stream  removed: entries below that position, whole nodes of the stream
+--   KEYS[4] rejected  zset    removed: ids of milliseconds before that position
 -- Arguments: ARGV[1] leader epoch    ARGV[2] about how many entries to remove at most
 -- Reply:     how many were removed, an integer; 0 when that is all
 -- Errors:    FENCED  another planner leads
@@ -17,4 +18,9 @@ local before = redis.call('HGET', KEYS[2], 'before')
 if not before then
   return 0
 end
-return redis.call('XTRIM', KEYS[3], 'MINID', '~', before, 'LIMIT', ARGV[2])
+-- include: turnstream.store/slices.lua
+
+local old = redis.call('ZRANGEBYSCORE', KEYS[4], '-inf', '(' .. string.match(before, '^%d+'),
+  'LIMIT', 0, ARGV[2])
+write_sliced('ZREM', KEYS[4], old)
+return #old + redis.call('XTRIM', KEYS[3], 'MINID', '~', before, 'LIMIT', ARGV[2])

@@ -104,6 +104,15 @@ for start = 1, #ids, CHUNK do
     num_bytes = num_bytes + (tonumber(bytes or 0) or 0)
   end
 end
+local function settings(number)
+  return cjson.decode(redis.call('HGET', CONFIG, string.format('%.0f', number)))
+end
+
+local newest_config = tonumber(redis.call('HGET', CONFIG, 'newest'))
+local batch_groups = {}  -- of every config
+for number = 1, newest_config do
+  batch_groups[number] = settings(number).batch_groups
+end
 local sizes = {}
 for i = first_group, first_left - 1 do
   local size, state = string.match(redis.call('HGET', GROUPS, ARGV[i]) or '', '^(%d+):(.*)$')
@@ -170,22 +179,17 @@ redis.call('HSET', KEYS[2], 'at_plans', table.concat(stand, ','))
 
 -- of configs that were in force from a later step on: the groups that admission counts for the steps
 -- between were those of the config before;
-local function settings(number)
-  return cjson.decode(redis.call('HGET', CONFIG, string.format('%.0f', number)))
-end
-
 local function first_step(number)
   return tonumber(redis.call('HGET', CONFIG, string.format('from:%.0f', number)))
 end
 
 -- (a short step had counted less than its config says, see write_manifest.lua)
-local newest_config = tonumber(redis.call('HGET', CONFIG, 'newest'))
 local usual, number = 0, newest_config
 for step = newest, first, -1 do
   while number > 1 and first_step(number) > step do
     number = number - 1
   end
-  usual = usual + settings(number).batch_groups
+  usual = usual + batch_groups[number]
 end
 if num_groups ~= usual then
   redis.call('HINCRBY', KEYS[2], 'revised_groups', string.format('%.0f', usual - num_groups))
@@ -193,7 +197,7 @@ end
 for number = 2, newest_config do
   local from = first_step(number)
   if from > first then
-    local fewer = settings(number - 1).batch_groups - settings(number).batch_groups
+    local fewer = batch_groups[number - 1] - batch_groups[number]
     redis.call('HINCRBY', KEYS[2], 'revised_groups',
       string.format('%.0f', (first - from) * fewer + 0))  -- no "-0"
     redis.call('HSET', CONFIG, string.format('from:%.0f', number), string.format('%.0f', first))

@@ -91,6 +91,7 @@ if in_force ~= ARGV[6] then
   return redis.error_reply('CONFLICT step ' .. step .. ' was planned with config revision ' .. ARGV[6]
     .. ', and revision ' .. in_force .. ' is in force')
 end
+local batch_groups = cjson.decode(redis.call('HGET', KEYS[15], in_force)).batch_groups
 revised = tonumber(revised or 0)
 local is_revised = revised > 0 and revised <= step
 if paused or is_revised or lineage ~= ARGV[7] then
@@ -207,7 +208,6 @@ local ever, live, at_plans = unpack(
   redis.call('HMGET', KEYS[2], 'opened_groups', 'live_groups', 'at_plans'))
 redis.call('HSET', KEYS[2], 'at_plans', string.format('%s,%s:%.0f:%.0f',
   string.match(at_plans or '0:0:0', '[^,]+$'), ARGV[2], ever - live, num_planned))
-local batch_groups = cjson.decode(redis.call('HGET', KEYS[15], in_force)).batch_groups
 if num_groups ~= batch_groups then
   redis.call('HINCRBY', KEYS[2], 'revised_groups', num_groups - batch_groups)
 end

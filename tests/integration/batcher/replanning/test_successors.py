@@ -193,7 +193,9 @@ async def test_what_had_ended_in_a_withdrawn_group_leaves_the_ledger_when_it_is_
     house, damage, replan, look, caplog, monkeypatch
 ):
     # The releaser has found the group planned, and comes to it when it is not any more.
-    monkeypatch.setattr(releaser, "REST", 0)  # it would rest for longer than it is held up here
+    monkeypatch.setattr(
+        releaser, "SEARCH_REST", 0
+    )  # it would rest for longer than it is held up here
     found, is_withdrawn, came_back = (asyncio.Event() for _ in range(3))
 
     async def hold(act: str) -> None:

@@ -19,7 +19,7 @@ from turnstream_server.bus.fixes import read_fix, to_json
 from turnstream_server.bus.leadership import acquire_leadership
 from turnstream_server.bus.ledger import read_ledger
 from turnstream_server.bus.letters import open_letter
-from turnstream_server.bus.trajectories import keep_event, mark_dead
+from turnstream_server.bus.trajectories import Rejection, mark_dead, reject_events
 
 
 class Office:
@@ -64,14 +64,10 @@ class Office:
         """Keep an event that nobody can read, as a leader does."""
         async with connect_async(self.url) as client:
             epoch = await self._lead(client)
-            return await keep_event(
-                client,
-                self.run,
-                event_id=event_id,
-                record=record,
-                reason="no event",
-                leader_epoch=epoch,
-            )
+            if not self.client.xrange(self.names.events, event_id, event_id):
+                self.client.xadd(self.names.events, {"r": record}, id=event_id)
+            rejection = Rejection(event_id, "no event", None)
+            return bool(await reject_events(client, self.run, [rejection], leader_epoch=epoch))
 
     async def bury(self, name: str, *, at: int = -9, bits: int = 1) -> None:
         """A trajectory that was published, damaged and found."""

@@ -11,6 +11,7 @@ import pytest
 from turnstream.store.ending import cancel_all
 from turnstream.testing import wait_until_async
 from turnstream_server.batcher.assembler import Assembler
+from turnstream_server.batcher.parking import ParkedRuns
 from turnstream_server.batcher.planner import RunPlanner
 from turnstream_server.batcher.renewal import LeadershipKeeper
 from turnstream_server.batcher.runs import RunView
@@ -27,10 +28,14 @@ async def view(run: Any, server: Any) -> AsyncIterator[RunView]:
     view = RunView(run.client, run.name, frontier=frontier, on_stepped=lambda _: None)
     assembler = Assembler(server.url, max_cache_bytes=1 << 20)
     keeper = LeadershipKeeper(server.url, owner="follower", lease_s=60)
-    planner = RunPlanner(run.client, view, assembler, keeper=keeper, upkeep=DEFAULT_UPKEEP)
+    parked = ParkedRuns(server.url)
+    planner = RunPlanner(
+        run.client, view, assembler, keeper=keeper, upkeep=DEFAULT_UPKEEP, parked=parked
+    )
     following = asyncio.create_task(planner.run())
     yield view
     await cancel_all([following])
+    await parked.close()
     await keeper.close()
     await assembler.close()
 

@@ -13,6 +13,7 @@ import operator
 from typing import Any
 
 from turnstream.errors import InvalidTurnError
+from turnstream.types.names import shown
 
 _NUM_BYTES = 8
 _LIMIT = 2 ** (8 * _NUM_BYTES)
@@ -35,7 +36,7 @@ def anchor_hash(anchor: Any) -> int | None:
         try:
             anchor = anchor.encode()
         except UnicodeEncodeError as error:  # half a surrogate pair has no UTF-8 form
-            raise InvalidTurnError("anchor", f"{anchor!r} is no valid Unicode") from error
+            raise InvalidTurnError("anchor", f"{shown(anchor)} is no valid Unicode") from error
     if isinstance(anchor, bytes):
         return int.from_bytes(hashlib.sha256(anchor).digest()[:_NUM_BYTES], "big")
     return _checked_number(anchor)
@@ -46,8 +47,10 @@ def _checked_number(anchor: Any) -> int:
         number = operator.index(anchor)
     except TypeError as error:
         raise InvalidTurnError(
-            "anchor", f"{anchor!r} is not a text, bytes or a whole number"
+            "anchor", f"{shown(anchor)} is not a text, bytes or a whole number"
         ) from error
     if isinstance(anchor, bool) or not 0 <= number < _LIMIT:
-        raise InvalidTurnError("anchor", f"{anchor!r} is not a whole number from 0 to 2^64 - 1")
+        raise InvalidTurnError(
+            "anchor", f"{shown(anchor)} is not a whole number from 0 to 2^64 - 1"
+        )
     return number

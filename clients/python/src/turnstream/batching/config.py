@@ -36,6 +36,7 @@ from turnstream.errors import InvalidConfigError
 from turnstream.types import DeclaredColumn
 
 __all__ = [
+    "LARGEST_GROUP",
     "LEAST_GROUP_BYTES",
     "UNPLANNABLE_ESTIMATORS",
     "Aggregation",
@@ -54,6 +55,9 @@ __all__ = [
 
 LEAST_GROUP_BYTES = 4096
 """What `max_bytes` counts for a group of one trajectory of no length at all."""
+
+LARGEST_GROUP = 8192
+"""Upper bound of `max_samples`: the store runs no other command while it opens a group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +95,8 @@ class BatchingConfig:
         max_staleness: steps a group may lag behind the weights it trains; bounds admission.
         max_open_groups: groups that may be under way at once, neither decided nor planned, as many
             as the engines can work on; bounds admission too (batching.capacity). 0 means no limit.
+        max_samples: samples that one group may have, at most 8,192. It may be revised; groups that
+            are open stay as they are. Configs stored without it have the default.
         max_age_policy: what becomes of tokens more than `max_staleness` steps older than the
             weights they would train, when their batch is planned. "keep" trains them, "mask" leaves
             them untrained, "drop" expires their group, which makes room for another. Of a version
@@ -161,6 +167,7 @@ class BatchingConfig:
     drop_zero_variance: bool = False
     max_staleness: int = 1
     max_open_groups: int = 0
+    max_samples: int = 1024
     max_age_policy: MaxAgePolicy = "keep"
     selection: Selection = "ready_first"
     max_planned_ahead: int = 1
@@ -195,6 +202,8 @@ class BatchingConfig:
         """
         for name, least in _LEAST.items():
             require_at_least(getattr(self, name), least, field=name)
+        if self.max_samples > LARGEST_GROUP:
+            raise InvalidConfigError("max_samples", f"{self.max_samples} is above {LARGEST_GROUP}")
         for name, least_s in _LEAST_S.items():
             object.__setattr__(
                 self, name, checked_seconds(getattr(self, name), least_s=least_s, field=name)
@@ -342,6 +351,7 @@ _LEAST = {
     "length_constant": 0,
     "max_staleness": 0,
     "max_open_groups": 0,
+    "max_samples": 1,
     "max_planned_ahead": 0,
     "pad_token_id": 0,
     "max_tokens_per_micro_batch": 0,

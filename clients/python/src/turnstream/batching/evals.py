@@ -58,7 +58,7 @@ class EvalFold:
     def apply(self, event_id: str, event: Event, config: BatchingConfig) -> list[Decision] | None:
         """What follows from an event of an evaluation; None where it is of something else."""
         if isinstance(event, GroupOpened):
-            return self._open(event_id, event)
+            return self._open(event_id, event, config)
         group_id = _group_of(event)
         if group_id in self.decided:
             return self._come_late(event)
@@ -83,11 +83,13 @@ class EvalFold:
         for group_id in group_ids:
             self.decided.pop(group_id, None)
 
-    def _open(self, event_id: str, event: GroupOpened) -> list[Decision] | None:
+    def _open(
+        self, event_id: str, event: GroupOpened, config: BatchingConfig
+    ) -> list[Decision] | None:
         if event.purpose is not Purpose.EVAL:
             return None
         if event.group_id not in self.groups and event.group_id not in self.decided:
-            self.groups[event.group_id] = GroupMembers(event, event_id)
+            self.groups[event.group_id] = GroupMembers.of_new_group(event, event_id, config)
         return []
 
     def _come_late(self, event: Event) -> list[Decision]:

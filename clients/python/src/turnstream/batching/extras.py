@@ -95,19 +95,21 @@ class _Known(NamedTuple):
 def whole_extras(
     stored: Sequence[StoredTurn], declared: Sequence[DeclaredColumn]
 ) -> list[dict[str, NDArray[Any]]]:
-    """What every turn says of its extra columns, whole: what the cut took away, put back.
+    """Return the extra columns of every turn, whole: shared values are put back in front.
 
-    A column of no values is not stored, so that one that may be left out comes back left out.
+    A turn that left an optional column out comes back without it. Later turns may share its tokens:
+    they get the values that a row has there, which are its parent's and then the fill.
 
     Args:
         stored: the turns of a trajectory, in order.
         declared: the columns of its run.
 
     Raises:
-        InvalidTurnError: a turn claims values that its parent does not hold.
+        InvalidTurnError: a turn shares more values than its parent holds.
     """
     dtypes = {column.name: column.numpy_dtype for column in declared}
     whole: list[dict[str, NDArray[Any]]] = []
+    held: list[dict[str, NDArray[Any]]] = []  # the same, and what rows have of left-out columns
     for turn in stored:
         values = {
             column.name: np.zeros((0, *column.shape), column.dtype)
@@ -121,14 +123,40 @@ def whole_extras(
         for name, (num_shared, _) in turn.extras.items():
             if not num_shared:
                 continue
-            known = whole[turn.parent_turn].get(name)
+            known = held[turn.parent_turn].get(name)
             if known is None or len(known) < num_shared:
                 raise InvalidTurnError(
                     f"extras[{name!r}]", f"{num_shared} values shared with turn {turn.parent_turn}"
                 )
             values[name] = np.concatenate((known[:num_shared], values[name]))
         whole.append(values)
+        held.append(_filled_in(values, turn, held, declared))
     return whole
+
+
+def _filled_in(
+    values: dict[str, NDArray[Any]],
+    turn: StoredTurn,
+    held: Sequence[dict[str, NDArray[Any]]],
+    declared: Sequence[DeclaredColumn],
+) -> dict[str, NDArray[Any]]:
+    """Return the values of a turn, and of each per-token column that it left out those of its row.
+
+    Args:
+        values: of the turn, by name.
+        turn: as it is stored.
+        held: the same of the turns before it.
+        declared: the columns of the run.
+    """
+    missing = [each for each in declared if each.per == "token" and each.name not in values]
+    of_row = dict(values)
+    for column in missing:
+        own = filled(column, len(turn.token_ids))
+        if turn.shared_tokens:
+            shared = held[turn.parent_turn][column.name][: turn.shared_tokens]
+            own = np.concatenate((shared, own))
+        of_row[column.name] = own
+    return of_row
 
 
 class ExtraIndex:

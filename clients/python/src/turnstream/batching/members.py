@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Self
 
+from turnstream.batching.config import BatchingConfig
 from turnstream.batching.decisions import RefillWanted
+from turnstream.errors import InvalidTurnError
 from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey
 
 
@@ -56,6 +59,21 @@ class GroupMembers:
     def ordered(self) -> tuple[SealedTrajectory, ...]:
         """The members in order of their samples."""
         return tuple(member for _, member in sorted(self.members.items()))
+
+    @classmethod
+    def of_new_group(cls, opened: GroupOpened, opened_by: str, config: BatchingConfig) -> Self:
+        """Return a new group, without members.
+
+        Raises:
+            InvalidTurnError: it has more samples than `max_samples`. No script opens such a group.
+        """
+        if opened.num_samples > config.max_samples:
+            raise InvalidTurnError(
+                "num_samples",
+                f"group {opened.group_id!r} has {opened.num_samples} samples, above "
+                f"max_samples={config.max_samples} of the run",
+            )
+        return cls(opened, opened_by)
 
     def is_sample(self, number: int) -> bool:
         """Whether the group was declared with this sample."""

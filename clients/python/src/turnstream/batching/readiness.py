@@ -128,6 +128,9 @@ class RunFold(OpenGroups):
         Args:
             event_id: of the stream, ascending; becomes `completed_by` of what the event completes.
             event: the next one, or one that was applied before.
+
+        Raises:
+            BatchingError: the event is refused, and nothing has changed.
         """
         of_evals = self._evals.apply(event_id, event, self._config)
         if of_evals is not None:
@@ -233,7 +236,8 @@ class RunFold(OpenGroups):
 
     def _open_group(self, event_id: str, event: GroupOpened) -> list[Decision]:
         if event.group_id not in self._groups and event.group_id not in self._decided:
-            self._groups[event.group_id] = GroupMembers(event, event_id)
+            members = GroupMembers.of_new_group(event, event_id, self._config)
+            self._groups[event.group_id] = members
         return []
 
     def _seal(self, event_id: str, event: SealedTrajectory) -> list[Decision]:

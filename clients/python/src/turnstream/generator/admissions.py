@@ -136,10 +136,20 @@ class Admissions:
         """Seconds until the store is asked; None while what it said last will do."""
         return None if (at_s := self._asks_at_s) is None else max(0.0, at_s - now_s)
 
-    def due(self, now_s: float) -> list[WaitsCall]:
-        """The call to send now, behind those of groups: what a wait that may end soon hangs on."""
+    @property
+    def waits(self) -> WaitFacts | None:
+        """The answer of the store that came last; None where there is none."""
+        return self._waits
+
+    def due(self, now_s: float, *, is_full: bool) -> list[WaitsCall]:
+        """The call to send after those of groups: the reasons of a wait that may end soon.
+
+        A store that is full is asked every few seconds, until it takes writes.
+        """
+        is_old = self._asked_s is None or now_s - self._asked_s >= ASKS_EVERY_S
         may_end_soon = self._timeout_s < ASKS_BEFORE_S and len(self._queues.admissions) > 0
-        return [WaitsCall()] if may_end_soon or self.asks_in_s(now_s) == 0 else []
+        is_due = (is_full and is_old) or may_end_soon or self.asks_in_s(now_s) == 0
+        return [WaitsCall()] if is_due else []
 
     def told(self, waits: WaitFacts | None, now_s: float) -> None:
         """What the waits hang on; None where the store could not say."""

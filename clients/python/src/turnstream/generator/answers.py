@@ -47,7 +47,6 @@ class Answers:
 
     def __init__(self, lives: Lives, admissions: Admissions, reposts: Reposts) -> None:
         self.extra_columns: tuple[DeclaredColumn, ...] | None = None
-        self._run = lives.run
         self._lives = lives
         self._window = lives.window
         self._admissions = admissions
@@ -102,7 +101,7 @@ class Answers:
                 receipt.settle(None, error)
             case _:
                 what = "a conflict is not counted" if isinstance(call, NoteCall) else _NO_ROOM
-                _logger.warning("run %s: %s: %s", self._run, what, error)
+                _logger.warning("run %s: %s: %s", self._lives.run, what, error)
 
     def _accept_of_run(self, call: Call, answer: Any, now_s: float) -> None:
         """The same of what belongs to no trajectory of this writer."""
@@ -118,7 +117,7 @@ class Answers:
                 pass  # nobody waits to hear that a note was taken
 
     def _refuse_heartbeat(self, lanes: Sequence[Lane], error: TurnstreamError) -> None:
-        _logger.warning("run %s: leases cannot be renewed: %s", self._run, error)
+        _logger.warning("run %s: leases cannot be renewed: %s", self._lives.run, error)
         if isinstance(error, RunNotFoundError):
             for lane in [lane for lane in lanes if not lane.is_ending]:
                 self._lives.fail(lane, error)
@@ -126,7 +125,7 @@ class Answers:
     def _told(self, answer: Any, now_s: float) -> None:
         """What a wait hangs on; a config of a newer release must not hide that it ends."""
         try:
-            waits = parse_waits(self._run, answer)
+            waits = parse_waits(self._lives.run, answer)
         except TurnstreamError:
             waits = None
         self._admissions.told(waits, now_s)

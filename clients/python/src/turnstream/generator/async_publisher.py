@@ -13,10 +13,10 @@ from turnstream.generator.async_sender import AsyncSender
 from turnstream.generator.bases import PublisherBase
 from turnstream.generator.group_writers import AsyncGroupWriter
 from turnstream.generator.receipts import AsyncReceipt
-from turnstream.generator.refills import take_refill_async
+from turnstream.generator.refills import take_refill_async, wait_for_refill
 from turnstream.generator.statistics import PublisherStatistics
 from turnstream.generator.takeovers import take_over_async
-from turnstream.generator.tasks import AsyncTask, take_task_async
+from turnstream.generator.tasks import AsyncTask, take_task_async, wait_for_task
 from turnstream.generator.trajectory_writers import AsyncTrajectoryWriter
 from turnstream.generator.writers import WriterState
 from turnstream.store.asking import StoreWait
@@ -25,7 +25,10 @@ from turnstream.store.ending import to_the_end
 from turnstream.store.groups import Refill
 from turnstream.store.leases import LapsedTrajectory, list_lapsed_async
 from turnstream.store.rewards import RewardOutcome
+from turnstream.store.run_ids import find_run_async
 from turnstream.types import Group, GroupOpened, TrajectoryKey
+from turnstream.types.names import checked_setting
+from turnstream.types.scalars import seconds, timeout
 
 
 class AsyncPublisher(
@@ -41,7 +44,7 @@ class AsyncPublisher(
 
     def _connect(self, url: str) -> AsyncSender:
         self._client = connect_async(url)  # connects when it is first used
-        return AsyncSender(url, self._outbox.run, self._outbox)
+        return AsyncSender(url, self._outbox)
 
     async def __aenter__(self) -> Self:
         return self
@@ -58,9 +61,9 @@ class AsyncPublisher(
 
     async def lapsed(self) -> list[LapsedTrajectory]:
         """Trajectories of the run that may be taken over now. See `Publisher.lapsed`."""
-        run = self._outbox.run
-        async with self._asking(f"run {run!r}: what has lapsed was not listed").asking_async():
-            return await list_lapsed_async(self._client, run)
+        what = f"run {self._outbox.run!r}: what has lapsed was not listed"
+        async with self._asking(what).asking_async():
+            return await list_lapsed_async(self._client, await self._found_run())
 
     async def take_over(
         self, group_id: str, sample: int, attempt: int = 0
@@ -102,9 +105,14 @@ class AsyncPublisher(
             NotReadyError: there was none within `timeout_s`.
             StoreUnavailableError: the store cannot be reached, or did not answer by then.
         """
+        timeout_s = seconds(timeout_s, field="timeout_s")
+        clock = asyncio.get_running_loop().time
+        wait = wait_for_refill(self._client, self._outbox.run, wait_s=timeout_s, clock=clock)
+        async with wait.asking_async():
+            run = await self._found_run()
         return await take_refill_async(
             self._client,
-            self._outbox.run,
+            run,
             writer=self._outbox.writer,
             timeout_s=timeout_s,
             tried=self._tried_refills,
@@ -114,9 +122,14 @@ class AsyncPublisher(
         """Take a refill if there is one, else the next prompt. See `Publisher.next_task`."""
         outbox = self._outbox
         self._sender.require_open()
+        wait_s = seconds(wait_s, field="wait_s")
+        clock = asyncio.get_running_loop().time
+        wait = wait_for_task(self._client, outbox.run, wait_s=wait_s, clock=clock)
+        async with wait.asking_async():
+            run = await self._found_run()
         return await take_task_async(
             self._client,
-            outbox.run,
+            run,
             writer=outbox.writer,
             adopt=self._writers_of,
             wait_s=wait_s,
@@ -142,12 +155,12 @@ class AsyncPublisher(
                 came back without something that it had acknowledged and that is no longer kept.
                 Several of them are one error, with `others`.
         """
-        await self._sender.flush(timeout_s)
+        await self._sender.flush(timeout(timeout_s, field="timeout_s"))
         writers.raise_unread(self._unread_failures, self._outbox.take_losses())
 
     async def flush_to_disk(self, timeout_s: float | None = None) -> None:
         """Wait until everything accepted is on the store's disk. See `Publisher.flush_to_disk`."""
-        await self._sender.flush_to_disk(timeout_s)
+        await self._sender.flush_to_disk(timeout(timeout_s, field="timeout_s"))
         await self.flush(timeout_s)
 
     def statistics(self) -> PublisherStatistics:
@@ -156,6 +169,7 @@ class AsyncPublisher(
 
     async def close_run(self, reason: str = "") -> None:
         """Send what was accepted, then close the run to new groups."""
+        checked_setting(reason, field="reason")
         await self.flush()
         await self._closing(reason)
 
@@ -169,6 +183,7 @@ class AsyncPublisher(
             NotReadyError: not all of it was sent within `timeout_s`; the rest was given up.
             TurnstreamError: a published group failed, and its receipt was not asked.
         """
+        timeout_s = timeout(timeout_s, field="timeout_s")
         try:
             await self.flush(timeout_s)
         finally:
@@ -178,6 +193,12 @@ class AsyncPublisher(
         """A call that has no deadline of its own."""
         clock = asyncio.get_running_loop().time
         return StoreWait(self._client, None, what, wait_s=self._outbox.timeout_s, clock=clock)
+
+    async def _found_run(self) -> str:
+        """The id of the run; only the first call asks the store."""
+        if not self._outbox.target.is_found:
+            self._outbox.target.found(await find_run_async(self._client, self._outbox.run))
+        return self._outbox.run
 
     async def _close(self) -> None:
         writers.tell_what_stays_open(self._outbox)

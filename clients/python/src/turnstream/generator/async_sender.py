@@ -1,4 +1,8 @@
-"""Carries an outbox to the store with one task; a second one listens for leave."""
+"""Sends an outbox to the store with one task; a second task listens while groups wait.
+
+The listener and its connection live from the first refusal to `close`. They never end between two
+waits, so that no refusal can fall into a gap.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +35,12 @@ _logger = logging.getLogger(__name__)
 class AsyncSender:
     """Owns the tasks and the connections of one asyncio publisher; lives in one event loop."""
 
-    def __init__(self, url: str, run: str, outbox: Outbox) -> None:
+    def __init__(self, url: str, outbox: Outbox) -> None:
         self._outbox = outbox
         self._url = url
-        self._wake_key = keys.run_keys(run).wake
         self._work = asyncio.Event()
         self._progress = asyncio.Event()
+        self._refused = asyncio.Event()
         self._sender: asyncio.Task[None] | None = None
         self._listener: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -159,8 +163,10 @@ class AsyncSender:
         finally:
             self._leave_time()
         self._tell_progress()
-        if self._outbox.wake_id is not None and (self._listener is None or self._listener.done()):
-            self._listener = asyncio.create_task(self._listen(), name="turnstream-listener")
+        if self._outbox.wake_id is not None and not self._is_closed:
+            self._refused.set()
+            if self._listener is None:
+                self._listener = asyncio.create_task(self._listen(), name="turnstream-listener")
 
     def _keep_time(self) -> None:
         """End what has waited long enough, while the task that sends waits for a silent store."""
@@ -182,17 +188,26 @@ class AsyncSender:
         self._progress = asyncio.Event()
 
     async def _listen(self) -> None:
-        """Wait on the run's wake stream for as long as groups are told to wait."""
+        """Wait on the run's wake stream whenever groups wait for admission."""
         client = connect_async(self._url, num_retries=0)
         try:
-            while (wake_id := self._outbox.wake_id) is not None:
+            while True:
+                wake_id = await self._next_wake_id()
                 try:
                     async with asyncio.timeout(ASK_AGAIN_S + ANSWER_S):
                         block_ms = int(ASK_AGAIN_S * 1000)
-                        await client.xread({self._wake_key: wake_id}, block=block_ms)
+                        wake = keys.run_keys(self._outbox.run).wake
+                        await client.xread({wake: wake_id}, block=block_ms)
                 except (RedisError, OSError):
                     await asyncio.sleep(_LISTEN_AGAIN_S)
                 self._outbox.woken()  # whether it has moved or not
                 self._work.set()
         finally:
             await to_the_end(client.aclose())
+
+    async def _next_wake_id(self) -> str:
+        """Return the id from which to read the wake stream, once a group waits for admission."""
+        while (wake_id := self._outbox.wake_id) is None:
+            self._refused.clear()
+            await self._refused.wait()
+        return wake_id

@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from turnstream.errors import RejectedError
+from turnstream.errors import InvalidTurnError, RejectedError
 from turnstream.generator import writers
+from turnstream.generator.checks import check_key
 from turnstream.generator.drafts import DraftedTrajectory, draft_group
 from turnstream.generator.lanes import Lane, RewardPost
 from turnstream.generator.outbox import Outbox
@@ -29,6 +30,7 @@ from turnstream.types import (
     TrajectoryKey,
     Turn,
 )
+from turnstream.types.names import shown
 
 _Result = TypeVar("_Result")
 _Receipt = TypeVar("_Receipt", bound=Delivery)
@@ -110,12 +112,14 @@ class GroupWriterBase(ABC, Generic[_Carrier, _Writer]):
             InvalidTurnError: the group has no such sample.
             RejectedError: the group was not entered.
         """
+        group_id = self._group.group_id
+        key = TrajectoryKey(group_id, sample)
+        check_key(key, num_samples=self._group.num_samples)
         writer = self._writers.get(sample)
         if writer is None:
-            group_id = self._group.group_id
             if not self._lanes:
                 raise RejectedError(f"group {group_id!r} is not open: use it in {self._entered_by}")
-            state = WriterState(self._outbox, self._group, TrajectoryKey(group_id, sample), None)
+            state = WriterState(self._outbox, self._group, key, None)
             state.lane = self._lanes[sample]
             writer = self._writers[sample] = self._writer(state)
         return writer
@@ -228,7 +232,13 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         return self._writer(WriterState(self._outbox, group, key, None))
 
     def refill_trajectory(self, refill: Refill) -> _Writer:
-        """The writer of an attempt that `next_refill` gave."""
+        """Return the writer of an attempt that `next_refill` returned.
+
+        Raises:
+            InvalidTurnError: it is no Refill.
+        """
+        if not isinstance(refill, Refill):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidTurnError("refill", f"{shown(refill)} is not a Refill")
         return self._writer(WriterState(self._outbox, refill.group, refill.key, None))
 
     @abstractmethod

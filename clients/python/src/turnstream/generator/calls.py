@@ -20,7 +20,7 @@ from turnstream.store.durability import SETTINGS, unsafe_setting
 from turnstream.store.groups import group_size
 from turnstream.store.leases import heartbeat_command, take_over_command
 from turnstream.store.replies import error_text
-from turnstream.store.rewards import POST_REWARD
+from turnstream.store.rewards import POST_REWARD, addressed
 from turnstream.store.runs import close_command
 from turnstream.store.scripts import Argument, Command, Script, pack
 from turnstream.store.waits import READ_WAITS, waits_command
@@ -157,28 +157,35 @@ class Round(NamedTuple):
             that syncs.
         is_grouped: all calls are carried out as one write, between whose parts the store neither
             answers nor syncs: one sync to disk for all of them, where it syncs before it answers.
+        pointer: a key that is read too, in a round without calls; "" for none.
     """
 
     calls: Sequence[Call]
     commands: Sequence[Command]
     loads_scripts: bool
     is_grouped: bool = False
+    pointer: str = ""
 
     @property
     def num_replies(self) -> int:
         """How many replies will come."""
-        return self._num_first + len(self.commands) + (2 if self.is_grouped else 0)
+        num_others = (2 if self.is_grouped else 0) + (1 if self.pointer else 0)
+        return self._num_first + len(self.commands) + num_others
 
     def pack(self) -> bytes:
         """The bytes to send."""
         words: list[Sequence[Argument]] = [command.words for command in self.commands]
         if self.is_grouped:
             words = [("MULTI",), *words, ("EXEC",)]
+        if self.pointer:
+            words.append(("GET", self.pointer))
         return pack([*_FIRST_WORDS[: self._num_first], *words])
 
     def answers(self, replies: Sequence[Any]) -> Iterator[tuple[Call, Any]]:
         """Each call with its reply."""
         answers = replies[self._num_first :]
+        if self.pointer:
+            answers = answers[:-1]
         if self.is_grouped:
             *queued, answers = answers[1:]
             if not isinstance(answers, list):
@@ -237,10 +244,14 @@ class Round(NamedTuple):
 
 
 class CommandMaker:
-    """Says calls in commands, for one writer of one run."""
+    """Says calls in commands, for one writer of one run.
+
+    Attributes:
+        run: id of the run.
+    """
 
     def __init__(self, run: str, writer: str) -> None:
-        self._run = run
+        self.run = run
         self._writer = writer
         names = keys.run_keys(run)
         self._group_keys = names.of_open_group
@@ -260,7 +271,7 @@ class CommandMaker:
             case AbandonCall(lane):
                 return self._abandon(lane)
             case RewardCall(post):
-                return post.command
+                return addressed(post.command, self.run)
             case _:
                 return self._rare(call)
 
@@ -276,24 +287,24 @@ class CommandMaker:
     ) -> Command:
         match call:
             case CloseCall(reason, _):
-                return close_command(self._run, reason)
+                return close_command(self.run, reason)
             case ConfigCall():
-                return read_config_command(self._run)
+                return read_config_command(self.run)
             case NoteCall():
-                return _NOTE_CONFLICT((keys.run_keys(self._run).conflicts,), *call)
+                return _NOTE_CONFLICT((keys.run_keys(self.run).conflicts,), *call)
             case ReserveCall(lanes, sizes):
                 wanted = [
                     (lane.trajectory_id, lane.epoch, size)
                     for lane, size in zip(lanes, sizes, strict=True)
                 ]
-                return reserve_command(self._run, wanted, writer=self._writer)
+                return reserve_command(self.run, wanted, writer=self._writer)
             case HeartbeatCall(lanes):
                 held = [(lane.trajectory_id, lane.epoch) for lane in lanes]
-                return heartbeat_command(self._run, held, writer=self._writer)
+                return heartbeat_command(self.run, held, writer=self._writer)
             case TakeOverCall(lane):
-                return take_over_command(self._run, lane.trajectory_id, writer=self._writer)
+                return take_over_command(self.run, lane.trajectory_id, writer=self._writer)
             case WaitsCall():
-                return waits_command(self._run)
+                return waits_command(self.run)
 
     def _admission(self, admission: Admission) -> Command:
         group = admission.group
@@ -314,7 +325,8 @@ class CommandMaker:
         if call.seals:
             records.append(lane.seal_record)
         lease = f"{lane.epoch}{'/' if lane.is_placed else ':'}{self._writer}"
-        return _APPEND(lane.keys, lease, lane.num_acknowledged, int(call.seals), *records)
+        payload = keys.trajectory_keys(self.run, lane.trajectory_id)
+        return _APPEND(payload, lease, lane.num_acknowledged, int(call.seals), *records)
 
     def _seals(self, lanes: Sequence[Lane]) -> Command:
         arguments: list[Argument] = []

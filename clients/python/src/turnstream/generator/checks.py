@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.anchors import anchor_hash
+from turnstream.batching.config import LARGEST_GROUP
 from turnstream.batching.figures import MAX_METRIC
 from turnstream.errors import InvalidTurnError
 from turnstream.store.keys import encode_name
@@ -27,7 +28,15 @@ from turnstream.types import (
     Turn,
     VersionRun,
 )
-from turnstream.types.names import checked_text
+from turnstream.types.names import checked_text, shown
+from turnstream.types.scalars import (
+    finite_number,
+    flag,
+    named_numbers,
+    named_values,
+    out_of_its_graph,
+    whole_number,
+)
 
 MAX_RECORD_BYTES = 64 * 1024 * 1024
 """Of one stored turn: a reader must hold several in memory."""
@@ -86,6 +95,7 @@ def checked_turn(
     Raises:
         InvalidTurnError: something does not fit.
     """
+    allow_empty = flag(allow_empty, field="allow_empty")
     prompt = token_ids(prompt_ids, field="prompt_ids")
     response = token_ids(response_ids, field="response_ids")
     if len(prompt) == 0:
@@ -105,7 +115,9 @@ def checked_turn(
 
 
 def recheck_turn(turn: Turn) -> Turn:
-    """The same turn, its arrays checked; an empty response is taken as meant."""
+    """Return the same turn, its arrays checked; an empty response is taken as meant."""
+    if not isinstance(turn, Turn):
+        raise InvalidTurnError("turn", f"{shown(turn)} is not a Turn")
     return checked_turn(
         turn.prompt_ids,
         turn.response_ids,
@@ -119,8 +131,8 @@ def recheck_turn(turn: Turn) -> Turn:
 
 
 def check_key(key: TrajectoryKey, *, num_samples: int | None) -> None:
-    """Refuse a key that cannot be a member of a group of `num_samples`; None: of any group."""
-    check_group(key.group_id, num_samples=1 if num_samples is None else num_samples)
+    """Refuse a key that no group of `num_samples` has; None stands for a group of any size."""
+    checked_name(key.group_id, field="group_id")
     _whole_number(key.sample, field="sample")
     _whole_number(key.attempt, field="attempt", limit=ATTEMPT_LIMIT)
     if num_samples is not None and key.sample >= num_samples:
@@ -131,6 +143,12 @@ def check_group(group_id: str, *, num_samples: int, num_needed: int | None = Non
     """Refuse a group that cannot be; `num_needed` None stands for all samples."""
     checked_name(group_id, field="group_id")
     _whole_number(num_samples, field="num_samples", least=1)
+    if num_samples > LARGEST_GROUP:
+        raise InvalidTurnError(
+            "num_samples",
+            f"{num_samples} is above {LARGEST_GROUP}, the most that the setting max_samples of a "
+            "run allows",
+        )
     if num_needed is not None:
         _whole_number(num_needed, field="num_needed", least=1)
         if num_needed > num_samples:
@@ -141,9 +159,9 @@ def checked_purpose(purpose: Purpose | str, *, num_samples: int, num_needed: int
     """What a group is sampled for; an evaluation takes no first few, which would flatter it."""
     try:
         checked = Purpose(purpose)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         choices = ", ".join(Purpose)
-        raise InvalidTurnError("purpose", f"{purpose!r} is not one of {choices}") from error
+        raise InvalidTurnError("purpose", f"{shown(purpose)} is not one of {choices}") from error
     if checked is Purpose.EVAL and num_needed not in {None, num_samples}:
         raise InvalidTurnError(
             "num_needed", f"{num_needed} of {num_samples} samples: an evaluation counts them all"
@@ -153,40 +171,39 @@ def checked_purpose(purpose: Purpose | str, *, num_samples: int, num_needed: int
 
 def checked_group(group: Group) -> list[Trajectory]:
     """The trajectories of a whole group, their turns checked, in order of their samples."""
-    samples = sorted(trajectory.sample for trajectory in group.trajectories)
+    if not isinstance(group, Group):
+        raise InvalidTurnError("group", f"{shown(group)} is not a Group")
+    members = group.trajectories
+    check_list_of(members, Trajectory, field="trajectories")
+    samples = sorted(_whole_number(each.sample, field="sample") for each in members)
     check_group(group.group_id, num_samples=len(samples))
     if samples != list(range(len(samples))):
         raise InvalidTurnError("sample", f"{samples} are not 0 to {len(samples) - 1}, each once")
-    return sorted(group.trajectories, key=operator.attrgetter("sample"))
+    return sorted(members, key=operator.attrgetter("sample"))
 
 
 def checked_name(name: str, *, field: str) -> str:
-    """The name in the form that keys have."""
+    """Return the name in the form that keys have."""
     try:
-        return encode_name(name)
-    except (ValueError, TypeError) as error:
+        return encode_name(checked_text(name, field=field))
+    except ValueError as error:
+        if isinstance(error, InvalidTurnError):
+            raise
         raise InvalidTurnError(field, str(error)) from error
 
 
 def checked_reward(reward: Any, *, awaits_reward: bool = False) -> float | None:
     """The outcome reward as a finite float, or None."""
     if reward is not None and awaits_reward:
-        raise InvalidTurnError("reward", f"{reward!r} is given, and awaits_reward says: later")
-    return None if reward is None else _finite(reward, field="reward")
-
-
-def checked_numbers(values: Mapping[str, Any] | None, *, field: str) -> dict[str, float]:
-    """Named finite numbers, ordered by name."""
-    if not values:
-        return {}
-    for name in values:
-        checked_text(name, field=field)
-    return {name: _finite(values[name], field=f"{field}[{name!r}]") for name in sorted(values)}
+        raise InvalidTurnError(
+            "reward", f"{shown(reward)} is given, but awaits_reward says that it comes later"
+        )
+    return None if reward is None else finite_number(reward, field="reward")
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """Named numbers that can be summed up, ordered by name."""
-    numbers = checked_numbers(metrics, field="metrics")
+    numbers = named_numbers(metrics, field="metrics")
     _check_labels(numbers, field="metrics")
     for name, number in numbers.items():
         if abs(number) > MAX_METRIC:
@@ -195,15 +212,13 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def checked_tags(tags: Mapping[str, str] | None) -> dict[str, str]:
-    """Named texts, ordered by name."""
-    if not tags:
-        return {}
-    for name, text in tags.items():
-        checked_text(name, field="tags")
+    """Return named texts, ordered by name."""
+    named = named_values(tags, field="tags")
+    for name, text in named.items():
         checked_text(text, field=f"tags[{name!r}]")
         _check_size(text, field=f"tags[{name!r}]", most=MAX_TAG_BYTES)
-    _check_labels(tags, field="tags")
-    return dict(sorted(tags.items()))
+    _check_labels(named, field="tags")
+    return dict(sorted(named.items()))
 
 
 def _check_labels(values: Mapping[str, Any], *, field: str) -> None:
@@ -225,9 +240,9 @@ def checked_status(status: Status | str) -> Status:
     """One of the ways in which an episode can end."""
     try:
         return Status(status)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         choices = ", ".join(Status)
-        raise InvalidTurnError("status", f"{status!r} is not one of {choices}") from error
+        raise InvalidTurnError("status", f"{shown(status)} is not one of {choices}") from error
 
 
 def token_ids(values: Any, *, field: str) -> NDArray[np.int32]:
@@ -236,7 +251,9 @@ def token_ids(values: Any, *, field: str) -> NDArray[np.int32]:
     if array.dtype.kind not in "iu":
         if len(array) == 0:  # a list without elements says nothing of their type
             return np.empty(0, np.int32)
-        raise InvalidTurnError(field, f"are whole numbers, not {array.dtype}: {array[0]!r} at 0")
+        raise InvalidTurnError(
+            field, f"are whole numbers, not {array.dtype}: {shown(array[0])} at 0"
+        )
     if array.dtype.itemsize < 4 or not array.dtype.isnative:
         array = array.astype(np.int64)
     # Read as unsigned, negative numbers are the largest: one pass over the tokens in place of two.
@@ -274,7 +291,7 @@ def _logprobs(
 
 def _rewards(values: Any, *, num_tokens: int) -> NDArray[np.float32]:
     array = _per_token(
-        _out_of_its_graph(values), field="rewards", kinds="biuf", num_tokens=num_tokens
+        out_of_its_graph(values), field="rewards", kinds="biuf", num_tokens=num_tokens
     )
     rewards = _as_float32(array)
     wrong = ~np.isfinite(rewards)
@@ -286,23 +303,43 @@ def _rewards(values: Any, *, num_tokens: int) -> NDArray[np.float32]:
 def _version_runs(
     version: int | None, runs: Iterable[VersionRun], *, num_tokens: int
 ) -> tuple[VersionRun, ...]:
-    runs = tuple(VersionRun(*run) for run in runs)
+    runs = _listed_runs(runs)
     if version is not None:
         if runs:
-            raise InvalidTurnError("version", f"{version!r} and version_runs are both given")
+            raise InvalidTurnError("version", f"{shown(version)} and version_runs are both given")
         number = _whole_number(version, field="version", limit=_VERSION_LIMIT)
         return (VersionRun(number, num_tokens),) if num_tokens else ()
-    for position, run in enumerate(runs):
-        if run.version is not None:
-            name = f"version_runs[{position}].version"
-            _whole_number(run.version, field=name, limit=_VERSION_LIMIT)
-        _whole_number(run.num_tokens, field=f"version_runs[{position}].num_tokens", least=1)
     num_covered = sum(run.num_tokens for run in runs)
     if runs and num_covered != num_tokens:
         raise InvalidTurnError(
             "version_runs", f"cover {num_covered} tokens, response_ids has {num_tokens}"
         )
     return runs
+
+
+def _listed_runs(given: Iterable[VersionRun]) -> tuple[VersionRun, ...]:
+    """Return version runs, each of a version or None and a number of tokens."""
+    runs: list[VersionRun] = []
+    try:
+        listed = [VersionRun(*run) for run in given]
+    except TypeError as error:
+        message = f"{shown(given)} is no list of (version, num_tokens)"
+        raise InvalidTurnError("version_runs", message) from error
+    for position, (version, num_tokens) in enumerate(listed):
+        name = f"version_runs[{position}]"
+        if version is not None:
+            version = _whole_number(version, field=f"{name}.version", limit=_VERSION_LIMIT)
+        runs.append(
+            VersionRun(version, _whole_number(num_tokens, field=f"{name}.num_tokens", least=1))
+        )
+    return tuple(runs)
+
+
+def check_list_of(values: object, kind: type[object], *, field: str) -> None:
+    """Refuse a value that is no sequence of objects of one type."""
+    given = cast("Sequence[object]", values)
+    if not isinstance(values, Sequence) or not all(isinstance(each, kind) for each in given):
+        raise InvalidTurnError(field, f"{shown(values)} is not a list of {kind.__name__}")
 
 
 def _as_float32(array: NDArray[Any]) -> NDArray[np.float32]:
@@ -317,7 +354,7 @@ def _per_token(values: Any, *, field: str, kinds: str, num_tokens: int) -> NDArr
     if len(array) != num_tokens:
         raise InvalidTurnError(field, f"has {len(array)} values, response_ids has {num_tokens}")
     if array.dtype.kind not in kinds and len(array):
-        raise InvalidTurnError(field, f"are numbers, not {array.dtype}: {array[0]!r} at 0")
+        raise InvalidTurnError(field, f"are numbers, not {array.dtype}: {shown(array[0])} at 0")
     return array
 
 
@@ -328,20 +365,9 @@ def _row(values: Any, *, field: str) -> NDArray[Any]:
         # RuntimeError: a torch tensor that is part of a graph.
         raise InvalidTurnError(field, f"is no array of numbers: {error}") from error
     if array.ndim != 1:
-        raise InvalidTurnError(field, f"has the shape {array.shape}, not one dimension")
+        message = f"has the shape {array.shape}, not one dimension: {shown(values)}"
+        raise InvalidTurnError(field, message)
     return array
-
-
-def _out_of_its_graph(values: Any) -> Any:
-    """A torch tensor as numpy can take it, without importing torch; anything else as it is.
-
-    Rewards come from models of rewards, often in bfloat16 and with a graph that nobody wants.
-    """
-    if not hasattr(values, "detach"):
-        return values
-    tensor = values.detach().cpu()
-    # numpy has no bfloat16.
-    return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
 
 
 def _at_first(
@@ -351,23 +377,5 @@ def _at_first(
     return InvalidTurnError(field, f"{array[position].item()!r} at position {position} {message}")
 
 
-def _finite(value: Any, *, field: str) -> float:
-    try:
-        number = float(_out_of_its_graph(value))
-    except (TypeError, ValueError) as error:
-        raise InvalidTurnError(field, f"{value!r} is not a number") from error
-    if not math.isfinite(number):
-        raise InvalidTurnError(field, f"{number!r} is not finite")
-    return number
-
-
 def _whole_number(value: Any, *, field: str, least: int = 0, limit: int = _NUMBER_LIMIT) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError as error:
-        raise InvalidTurnError(field, f"{value!r} is not a whole number") from error
-    if not least <= number < limit or isinstance(value, bool):
-        raise InvalidTurnError(
-            field, f"{value!r} is not a whole number from {least} to {limit - 1}"
-        )
-    return number
+    return whole_number(value, field=field, least=least, limit=limit)

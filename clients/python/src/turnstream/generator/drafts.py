@@ -14,6 +14,7 @@ from turnstream.batching.prefix import PrefixIndex, PrefixMatch
 from turnstream.errors import InvalidTurnError
 from turnstream.generator import checks
 from turnstream.generator.extras import with_checked_extras
+from turnstream.records.event_limits import MAX_EVENT_BYTES, MAX_TURNS
 from turnstream.records.events import encode_event
 from turnstream.records.turns import encode_turn
 from turnstream.types import (
@@ -28,6 +29,7 @@ from turnstream.types import (
     TurnShape,
     VersionRun,
 )
+from turnstream.types.scalars import flag, named_numbers
 
 SealMaker = Callable[[int], bytes]
 """Gives the seal's record for a lease epoch: the epoch is known when the trajectory is open."""
@@ -73,8 +75,8 @@ class TrajectoryDraft:
         """Encode the next turn, and remember its tokens for the turns that follow.
 
         Raises:
-            InvalidTurnError: the record would be larger than MAX_RECORD_BYTES, or an extra column
-                does not go with those of earlier turns.
+            InvalidTurnError: the record would be larger than MAX_RECORD_BYTES, the trajectory has
+                MAX_TURNS turns, or an extra column does not go with those of earlier turns.
         """
         linked = self._extras.link(turn, self._index.matches(turn.prompt_ids))
         made = self._encode(turn, linked)
@@ -112,14 +114,15 @@ class TrajectoryDraft:
         """Check what is said of the whole trajectory, and give what makes its seal.
 
         Raises:
-            InvalidTurnError: a value is wrong, or there is no turn.
+            InvalidTurnError: a value is wrong, there is no turn, or the seal is too large.
         """
         if not self._shapes:
             raise InvalidTurnError("turns", "there is none; a trajectory needs at least one")
         status = checks.checked_status(status)
+        awaits_reward = flag(awaits_reward, field="awaits_reward")
         reward = checks.checked_reward(reward, awaits_reward=awaits_reward)
-        components = checks.checked_numbers(reward_components, field="reward_components")
-        sampling = checks.checked_numbers(sampling, field="sampling")
+        components = named_numbers(reward_components, field="reward_components")
+        sampling = named_numbers(sampling, field="sampling")
         metrics = checks.checked_metrics(metrics)
         tags = checks.checked_tags(tags)
 
@@ -150,6 +153,9 @@ class TrajectoryDraft:
                 )
             )
 
+        # Seals of fewer turns and versions are far below the limit, whatever their labels are.
+        if len(self._shapes) + sum(map(len, turn_versions)) > MAX_TURNS:
+            _check_seal(make_seal(1))
         return make_seal
 
     @property
@@ -165,6 +171,10 @@ class TrajectoryDraft:
         return tuple(self._versions) if len(names) > 1 else ()
 
     def _encode(self, turn: Turn, linked: LinkedTurn) -> TurnRecord:
+        if len(self._shapes) >= MAX_TURNS:
+            raise InvalidTurnError(
+                "turn", f"is number {len(self._shapes) + 1}, more than {MAX_TURNS} turns"
+            )
         match = linked.match
         stored = StoredTurn(
             index=len(self._shapes),
@@ -210,6 +220,14 @@ class TrajectoryDraft:
             known = [v for v in (self._oldest_version, self._newest_version) if v is not None]
             self._oldest_version = min((*versions, *known))
             self._newest_version = max((*versions, *known))
+
+
+def _check_seal(record: bytes) -> None:
+    if len(record) > MAX_EVENT_BYTES:
+        raise InvalidTurnError(
+            "version_runs",
+            f"the seal of the trajectory has {len(record)} bytes, more than {MAX_EVENT_BYTES}",
+        )
 
 
 def _trained_versions(turn: Turn, *, num_trained: int) -> tuple[VersionRun, ...]:
@@ -265,12 +283,14 @@ def draft_group(
 def _draft_trajectory(
     group_id: str, trajectory: Trajectory, declared: Sequence[DeclaredColumn]
 ) -> DraftedTrajectory:
+    where = f"trajectories[{trajectory.sample}]"
     key = TrajectoryKey(group_id, trajectory.sample, trajectory.attempt)
     draft = TrajectoryDraft(key, extra_columns=declared)
-    last = len(trajectory.turns) - 1
     turns: list[TurnRecord] = []
-    where = f"trajectories[{trajectory.sample}]"
     try:
+        checks.check_key(key, num_samples=None)
+        checks.check_list_of(trajectory.turns, Turn, field="turns")
+        last = len(trajectory.turns) - 1
         for number, turn in enumerate(trajectory.turns):
             where = f"trajectories[{trajectory.sample}].turns[{number}]"
             add = draft.add_last if number == last else draft.add

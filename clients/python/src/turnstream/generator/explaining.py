@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from turnstream.errors import StoreUnavailableError, TurnstreamError, WaitReason
+from turnstream.errors import (
+    StoreFullError,
+    StoreUnavailableError,
+    TurnstreamError,
+    WaitReason,
+)
 from turnstream.generator.admissions import Admissions
 from turnstream.generator.lanes import Admission, Lane
 from turnstream.generator.lives import Lives
@@ -27,9 +32,13 @@ class Explanations:
         silent_s = self._patience.silent_s(now_s)
         return [
             *of_writes(self._lives.unended, delivery, silent_s=silent_s),
-            *self._patience.why(now_s),
+            *self.store(now_s),
             *self._admissions.why_waiting(now_s, delivery),
         ]
+
+    def store(self, now_s: float) -> list[WaitReason]:
+        """Return whether the store is full, away or silent."""
+        return self._patience.why(now_s, self._admissions.waits)
 
     def no_room(self, now_s: float) -> list[WaitReason]:
         """Why nothing more may be accepted."""
@@ -45,11 +54,14 @@ class Explanations:
     def given_up(
         self, message: str, now_s: float
     ) -> Callable[[Lane | Admission | str], TurnstreamError]:
-        """The errors of whatever ends because the store was away, or silent, for too long."""
-        why, silent_s = self._patience.why(now_s), self._patience.silent_s(now_s)
+        """The errors of writes that end as the store was full, away or silent for too long."""
+        why, silent_s = self.store(now_s), self._patience.silent_s(now_s)
+        kind = StoreUnavailableError
+        if self._patience.is_full:
+            kind, message = StoreFullError, f"{message.partition(': ')[0]}: {why[0].sentence}"
 
         def error_of(what: Lane | Admission | str) -> TurnstreamError:
             waited = of_what_ends(what, silent_s=silent_s, now_s=now_s)
-            return StoreUnavailableError(message, [*waited, *why], RETRY_AFTER_S)
+            return kind(message, [*waited, *why], RETRY_AFTER_S)
 
         return error_of

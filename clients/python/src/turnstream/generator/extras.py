@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from turnstream.batching.extras import require_declared
 from turnstream.errors import InvalidTurnError
 from turnstream.types import DeclaredColumn, Turn
+from turnstream.types.names import shown
+from turnstream.types.scalars import named_values
 
 _KINDS = {"u": "biu", "i": "biu", "f": "iuf"}
 """Kinds of numbers that a column of whole numbers, and of floats, takes."""
@@ -33,9 +35,10 @@ def with_checked_extras(
     Raises:
         InvalidTurnError: names the column and what is wrong with it.
     """
-    if not declared and not extras:
+    named = named_values(extras, field="extras")
+    if not declared and not named:
         return turn
-    given = {name: values for name, values in (extras or {}).items() if values is not None}
+    given = {name: values for name, values in named.items() if values is not None}
     columns = {column.name: column for column in declared}
     arrays = {
         name: _checked(columns[name], values) if name in columns else np.empty(0)
@@ -59,9 +62,11 @@ def _checked(column: DeclaredColumn, values: Any) -> NDArray[Any]:
         array = np.empty((0, *column.shape), column.dtype)
     if array.ndim != 1 + len(column.shape) or array.shape[1:] != column.shape:
         expected = ", ".join(["n", *map(str, column.shape)])
-        raise InvalidTurnError(field, f"has the shape {array.shape}, not ({expected})")
+        message = f"has the shape {array.shape}, not ({expected}): {shown(values)}"
+        raise InvalidTurnError(field, message)
     if array.dtype.kind not in _KINDS[column.numpy_dtype.kind]:
-        raise InvalidTurnError(field, f"are numbers for {column.dtype}, not {array.dtype}")
+        message = f"are numbers for {column.dtype}, not {array.dtype}: {shown(values)}"
+        raise InvalidTurnError(field, message)
     if column.numpy_dtype.kind == "f":
         return _as_floats(array, column, field=field)
     return _as_integers(array, column, field=field)

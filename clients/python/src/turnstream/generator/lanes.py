@@ -11,7 +11,6 @@ from turnstream.errors import TurnstreamError
 from turnstream.generator.drafts import SealMaker, TurnRecord
 from turnstream.generator.receipts import Delivery
 from turnstream.store.budget import FIRST_BYTES
-from turnstream.store.keys import TrajectoryKeys
 from turnstream.store.scripts import Command
 from turnstream.types import GroupOpened, TrajectoryKey
 
@@ -37,7 +36,6 @@ class Lane:
     5. ended: `end` is settled.
 
     Attributes:
-        keys: of its payload.
         awaits_reward: its reward is posted after the seal.
         is_placed: the store has made the place of its payload.
         num_acknowledged: turns acknowledged: the index of `pending[0]`.
@@ -53,7 +51,6 @@ class Lane:
 
     key: TrajectoryKey
     trajectory_id: str
-    keys: TrajectoryKeys
     end: Delivery | None = None
     epoch: int = 0
     is_placed: bool = False

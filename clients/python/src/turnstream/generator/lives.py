@@ -64,7 +64,7 @@ class Lives:
     def begin(self, key: TrajectoryKey) -> Lane:
         """A lane that is not open."""
         name = keys.trajectory_id(key)
-        lane = Lane(key, name, keys.trajectory_keys(self.run, name))
+        lane = Lane(key, name)
         self.unended[lane] = None
         return lane
 

@@ -53,15 +53,17 @@ from turnstream.generator.endings import end_all
 from turnstream.generator.explaining import Explanations
 from turnstream.generator.lanes import Admission, Lane, RewardPost
 from turnstream.generator.lives import Lives
-from turnstream.generator.patience import Patience
+from turnstream.generator.patience import Patience, first_of
 from turnstream.generator.receipts import Delivery
 from turnstream.generator.rewinds import Reposts
 from turnstream.generator.statistics import PublisherStatistics
 from turnstream.generator.tally import Tally
+from turnstream.generator.target import TargetRun
 from turnstream.generator.window import KEEP_S, MAX_KEPT_BYTES, Window
 from turnstream.store.limits import is_silence
-from turnstream.store.replies import error_text, is_passing, translate
+from turnstream.store.replies import is_passing, translate
 from turnstream.types import DeclaredColumn, GroupOpened, TrajectoryKey
+from turnstream.types.names import RunId
 
 _logger = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ class Outbox:
     """Writes on their way to one run.
 
     Args:
-        run: name of the run.
+        run: the run, or its id.
         writer: who holds the leases of its trajectories.
         max_inflight_bytes: see Tally.
         timeout_s: how long the store may be away or full before everything fails.
@@ -80,13 +82,14 @@ class Outbox:
         keep_s, max_kept_bytes: see Window.
 
     Attributes:
+        target: the run, whose id is read before anything else is sent.
         patience: how long the store may be away or silent.
         why: its waits bring nothing.
     """
 
     def __init__(
         self,
-        run: str,
+        run: str | TargetRun,
         writer: str,
         *,
         max_inflight_bytes: int,
@@ -97,13 +100,13 @@ class Outbox:
         keep_s: float = KEEP_S,
         max_kept_bytes: int = MAX_KEPT_BYTES,
     ) -> None:
-        self.run = run
+        self.target = TargetRun(RunId(run)) if isinstance(run, str) else run
         self.writer = writer
         self.tally = Tally(max_inflight_bytes)
-        self._make = CommandMaker(run, writer)
+        self._make = CommandMaker(self.run, writer)
         self._window = Window(keep_s=keep_s, max_bytes=max_kept_bytes)
         # The same writer may have more than one outbox: their notes differ by a nonce.
-        self._lives = Lives(run, tally=self.tally, window=self._window, nonce=jitter())
+        self._lives = Lives(self.run, tally=self.tally, window=self._window, nonce=jitter())
         self._queues = self._lives.queues
         self._admissions = Admissions(self._lives, timeout_s=admission_timeout_s)
         self._reposts = Reposts(timeout_s)
@@ -117,6 +120,11 @@ class Outbox:
         self._scripts_known = False
         self._syncs_each_write = False
         self._was_aborted = False
+
+    @property
+    def run(self) -> str:
+        """The id of the run; its name until it is found."""
+        return self.target.run
 
     @property
     def wake_id(self) -> str | None:
@@ -234,16 +242,19 @@ class Outbox:
         if self._round is not None or self.patience.pause_s(now_s) > 0:
             return None
         self.patience.sent_s = now_s
-        if not self._scripts_known and not self._window.is_settled:
+        is_known = self._scripts_known or self._window.is_settled
+        if not is_known or not (self.target.is_found or self._queues.is_empty):
             return self._look()  # whatever else is sent must find what was acknowledged before
         heartbeats = self._lives.heartbeats.due(now_s)
         self._queues.rewards.extend(self._reposts.due(now_s))
-        asks = self._admissions.due(now_s)
+        asks = self._admissions.due(now_s, is_full=self.patience.is_full)
         calls = [*self._lives.take(heartbeats, now_s), *asks]
         if not calls:
             return self._look() if self._window.pause_s(now_s) == 0 else None
         if heartbeats:
             self._lives.heartbeats.sent(now_s)
+        if self._make.run != self.run:  # it was found since
+            self._make = CommandMaker(self.run, self.writer)
         commands = [self._make.command(call) for call in calls]
         self._round = Round(
             calls,
@@ -261,18 +272,18 @@ class Outbox:
         """
         patience = self.patience
         if self._admissions.pause_s(now_s) == 0:
-            store = patience.why(now_s) if patience.is_strained(now_s) else ()
+            store = self.why.store(now_s) if patience.is_strained(now_s) else ()
             self._admissions.expire(now_s, store=store)
         if patience.left_s(now_s) == 0:
             self._give_up(patience.trouble, now_s)
 
     def ends_in_s(self, now_s: float) -> float | None:
         """Seconds after which `expire` may end something; None while nothing has a deadline."""
-        return _first(self._admissions.pause_s(now_s), self.patience.left_s(now_s))
+        return first_of(self._admissions.pause_s(now_s), self.patience.left_s(now_s))
 
     def _look(self) -> Round:
-        """A round without calls, to see which store answers."""
-        self._round = Round((), (), loads_scripts=True)
+        """A round without calls, to see which store answers, and which run has the name."""
+        self._round = Round((), (), loads_scripts=True, pointer=self.target.pointer)
         self.patience.sent(0)
         return self._round
 
@@ -280,10 +291,10 @@ class Outbox:
         """Seconds after which `next_round` may give something that it does not give now."""
         expires_s, away_s = self._admissions.pause_s(now_s), self.patience.pause_s(now_s)
         if away_s > 0:
-            return _first(expires_s, away_s)
+            return first_of(expires_s, away_s)
         parts = (self._lives.heartbeats, self._window, self._reposts)
         due_s = [part.pause_s(now_s) for part in parts]
-        return _first(expires_s, *due_s, self._admissions.asks_in_s(now_s))
+        return first_of(expires_s, *due_s, self._admissions.asks_in_s(now_s))
 
     def answered(self, sent: Round, *, replies: Sequence[Any], now_s: float) -> None:
         """The store answered the round; `replies` holds values and ResponseErrors."""
@@ -302,7 +313,7 @@ class Outbox:
             if not isinstance(answer, ResponseError):
                 self._answers.accept(call, answer, now_s)
                 continue
-            text = error_text(answer)
+            text = self.target.refusal(answer)
             is_unknown = isinstance(answer, NoScriptError)
             if is_unknown or is_passing(text):
                 back.append(call)
@@ -347,6 +358,8 @@ class Outbox:
         is_same = known == self._incarnation and (known is not None or not is_new)
         if not is_same and not self._window.is_settled:
             self._lives.rewind(is_other=known is not None or self._incarnation is None)
+        if sent.pointer and (error := self.target.answered(replies[-1])):
+            self.fail_all(error)
 
     def woken(self) -> None:
         """The run's wake stream has moved: let those ask again who were told to wait."""
@@ -393,8 +406,3 @@ class Outbox:
         error_of = self.why.given_up(message, now_s)
         self.patience.took()
         self._end_all(error_of)
-
-
-def _first(*pauses_s: float | None) -> float | None:
-    """The shortest of some pauses, of which None never ends."""
-    return min([pause_s for pause_s in pauses_s if pause_s is not None], default=None)

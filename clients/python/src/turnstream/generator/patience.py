@@ -7,7 +7,9 @@ from collections.abc import Callable
 from turnstream.errors import WaitReason
 from turnstream.generator.backoff import Backoff
 from turnstream.store.limits import ANSWER_S
-from turnstream.store.wait_reasons import store_away, store_silent
+from turnstream.store.replies import FULL
+from turnstream.store.wait_reasons import store_away, store_full, store_silent
+from turnstream.store.waits import WaitFacts
 
 
 class Patience:
@@ -38,6 +40,11 @@ class Patience:
     def is_failing(self) -> bool:
         """Whether the last try failed."""
         return self._backoff.is_failing
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the store answers, and has no memory for writes."""
+        return self._away_since_s is not None and self._trouble.startswith(FULL)
 
     @property
     def trouble(self) -> str:
@@ -101,8 +108,8 @@ class Patience:
         """Seconds since the store answered anything; None if it never did."""
         return None if self._answered_s is None else now_s - self._answered_s
 
-    def why(self, now_s: float) -> list[WaitReason]:
-        """Whether the store is away, or silent."""
+    def why(self, now_s: float, waits: WaitFacts | None) -> list[WaitReason]:
+        """Return whether the store is full, away or silent; `waits` is what it said of the run."""
         away_since_s, silent_since_s = self._away_since_s, None
         if away_since_s is not None and self._is_silent:
             away_since_s, silent_since_s = None, away_since_s
@@ -111,8 +118,16 @@ class Patience:
         found: list[WaitReason] = []
         if away_since_s is not None:
             since_s = now_s - away_since_s
-            found.append(store_away(self._trouble, address=self._address, since_s=since_s))
+            if self.is_full:
+                found.append(store_full(waits, address=self._address, since_s=since_s))
+            else:
+                found.append(store_away(self._trouble, address=self._address, since_s=since_s))
         if silent_since_s is not None:
             since_s = now_s - silent_since_s
             found.append(store_silent(address=self._address, since_s=since_s))
         return found
+
+
+def first_of(*pauses_s: float | None) -> float | None:
+    """The shortest of some pauses, of which None never ends."""
+    return min([pause_s for pause_s in pauses_s if pause_s is not None], default=None)

@@ -11,11 +11,11 @@ from turnstream.generator import writers
 from turnstream.generator.bases import PublisherBase
 from turnstream.generator.group_writers import GroupWriter
 from turnstream.generator.receipts import Receipt
-from turnstream.generator.refills import take_refill
+from turnstream.generator.refills import take_refill, wait_for_refill
 from turnstream.generator.sender import Sender
 from turnstream.generator.statistics import PublisherStatistics
 from turnstream.generator.takeovers import take_over
-from turnstream.generator.tasks import Task, take_task
+from turnstream.generator.tasks import Task, take_task, wait_for_task
 from turnstream.generator.trajectory_writers import TrajectoryWriter
 from turnstream.generator.writers import WriterState
 from turnstream.store.asking import StoreWait
@@ -23,7 +23,10 @@ from turnstream.store.connection import connect
 from turnstream.store.groups import Refill
 from turnstream.store.leases import LapsedTrajectory, list_lapsed
 from turnstream.store.rewards import RewardOutcome
+from turnstream.store.run_ids import find_run
 from turnstream.types import Group, GroupOpened, TrajectoryKey
+from turnstream.types.names import checked_setting
+from turnstream.types.scalars import seconds, timeout
 
 
 class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
@@ -38,7 +41,8 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
 
     Args:
         url: `redis://`, `rediss://` or `unix://` address of the store.
-        run: name of the run, which must exist.
+        run: name of the run, which must exist. The first contact with the store finds the run that
+            has the name then; this publisher never writes to a later run of that name.
         writer: name of this generator, which holds the leases of its trajectories; the same name
             again is the same generator. None makes a name up.
         max_inflight_bytes: accepted and not yet acknowledged; writes wait above it.
@@ -52,7 +56,7 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
 
     def _connect(self, url: str) -> Sender:
         self._client = connect(url)  # connects when it is first used
-        return Sender(url, self._outbox.run, self._outbox)
+        return Sender(url, self._outbox)
 
     def __enter__(self) -> Self:
         return self
@@ -76,9 +80,8 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
             RunNotFoundError: no such run.
             StoreUnavailableError: the store cannot be reached, or did not answer for `timeout_s`.
         """
-        run = self._outbox.run
-        with self._asking(f"run {run!r}: what has lapsed was not listed").asking():
-            return list_lapsed(self._client, run)
+        with self._asking(f"run {self._outbox.run!r}: what has lapsed was not listed").asking():
+            return list_lapsed(self._client, self._found_run())
 
     def take_over(self, group_id: str, sample: int, attempt: int = 0) -> TrajectoryWriter:
         """Go on with a trajectory whose writer is gone, from the next turn.
@@ -125,11 +128,15 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
 
         Raises:
             NotReadyError: there was none within `timeout_s`.
+            RunNotFoundError: no such run.
             StoreUnavailableError: the store cannot be reached, or did not answer by then.
         """
+        timeout_s = seconds(timeout_s, field="timeout_s")
+        with wait_for_refill(self._client, self._outbox.run, wait_s=timeout_s).asking():
+            run = self._found_run()
         return take_refill(
             self._client,
-            self._outbox.run,
+            run,
             writer=self._outbox.writer,
             timeout_s=timeout_s,
             tried=self._tried_refills,
@@ -151,9 +158,12 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
         """
         outbox = self._outbox
         self._sender.require_open()
+        wait_s = seconds(wait_s, field="wait_s")
+        with wait_for_task(self._client, outbox.run, wait_s=wait_s).asking():
+            run = self._found_run()
         return take_task(
             self._client,
-            outbox.run,
+            run,
             writer=outbox.writer,
             adopt=self._writers_of,
             wait_s=wait_s,
@@ -187,7 +197,7 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
                 came back without something that it had acknowledged and that is no longer kept.
                 Several of them are one error, with `others`.
         """
-        self._sender.flush(timeout_s)
+        self._sender.flush(timeout(timeout_s, field="timeout_s"))
         writers.raise_unread(self._unread_failures, self._outbox.take_losses())
 
     def flush_to_disk(self, timeout_s: float | None = None) -> None:
@@ -201,7 +211,7 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
             NotReadyError: that was not so within `timeout_s`.
             TurnstreamError: see `flush`.
         """
-        self._sender.flush_to_disk(timeout_s)
+        self._sender.flush_to_disk(timeout(timeout_s, field="timeout_s"))
         self.flush(timeout_s)
 
     def statistics(self) -> PublisherStatistics:
@@ -211,6 +221,7 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
 
     def close_run(self, reason: str = "") -> None:
         """Send what was accepted, then close the run to new groups."""
+        checked_setting(reason, field="reason")
         self.flush()
         self._closing(reason).result()
 
@@ -224,6 +235,7 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
             NotReadyError: not all of it was sent within `timeout_s`; the rest was given up.
             TurnstreamError: a published group failed, and its receipt was not asked.
         """
+        timeout_s = timeout(timeout_s, field="timeout_s")
         try:
             self.flush(timeout_s)
         finally:
@@ -232,6 +244,14 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
     def _asking(self, what: str) -> StoreWait:
         """A call that has no deadline of its own."""
         return StoreWait(self._client, None, what, wait_s=self._outbox.timeout_s)
+
+    def _found_run(self) -> str:
+        """The id of the run; only the first call asks the store."""
+        if not self._outbox.target.is_found:
+            run = find_run(self._client, self._outbox.run)
+            with self._sender.lock:
+                self._outbox.target.found(run)
+        return self._outbox.run
 
     def _close(self) -> None:
         with self._sender.lock:

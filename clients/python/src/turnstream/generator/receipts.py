@@ -9,6 +9,7 @@ from typing import Any
 
 from turnstream.errors import NotReadyError, TurnstreamError, WaitReason
 from turnstream.types import TrajectoryKey
+from turnstream.types.scalars import timeout
 
 
 class Delivery:
@@ -93,6 +94,7 @@ class Receipt(Delivery):
             NotReadyError: it was not done within `timeout_s`, and why; it goes on being sent.
             TurnstreamError: the first error; `errors` has all of them.
         """
+        timeout_s = timeout(timeout_s, field="timeout_s")
         with self._lock:
             if not self.is_done and self._event is None:
                 self._event = threading.Event()
@@ -134,6 +136,7 @@ class AsyncReceipt(Delivery):
             NotReadyError: it was not done within `timeout_s`, and why; it goes on being sent.
             TurnstreamError: the first error; `errors` has all of them.
         """
+        timeout_s = timeout(timeout_s, field="timeout_s")
         if not self.is_done:
             self._event = self._event or asyncio.Event()
             try:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import redis
 import redis.asyncio
@@ -25,6 +26,18 @@ from turnstream.store.waits import WaitFacts
 from turnstream.types import TrajectoryKey
 
 _MAX_LISTED = 32
+
+
+def wait_for_refill(
+    client: redis.Redis | redis.asyncio.Redis,
+    run: str,
+    *,
+    wait_s: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> StoreWait:
+    """The wait of a call that takes a refill; see StoreWait."""
+    what = f"run {run!r}: no sample was to be tried again"
+    return StoreWait(client, WaitKind.NO_REFILL, what, wait_s=wait_s, clock=clock)
 
 
 def take_refill(
@@ -48,9 +61,10 @@ def take_refill(
 
     Raises:
         NotReadyError: there was none within `timeout_s`.
+        RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached, or did not answer by then.
     """
-    wait = StoreWait(client, WaitKind.NO_REFILL, _what(run), wait_s=timeout_s)
+    wait = wait_for_refill(client, run, wait_s=timeout_s)
     tried = {} if tried is None else tried
     while True:
         with wait.asking():
@@ -80,7 +94,7 @@ async def take_refill_async(
 ) -> Refill:
     """The same as `take_refill`, for asyncio."""
     clock = asyncio.get_running_loop().time
-    wait = StoreWait(client, WaitKind.NO_REFILL, _what(run), wait_s=timeout_s, clock=clock)
+    wait = wait_for_refill(client, run, wait_s=timeout_s, clock=clock)
     tried = {} if tried is None else tried
     listed = list_refills_command(run, max_count=_MAX_LISTED)
     while True:
@@ -126,10 +140,6 @@ def _in_turn(refills: Sequence[Refill], writer: str) -> Sequence[Refill]:
 def _is_taken(answers: Sequence[int | bytes]) -> bool:
     """Whether the attempt is ours: an epoch stands for yes, a text says whose it is."""
     return isinstance(answers[0], int)
-
-
-def _what(run: str) -> str:
-    return f"run {run!r}: no sample was to be tried again"
 
 
 def _none_left(refills: Sequence[Refill]) -> str:

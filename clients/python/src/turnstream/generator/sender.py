@@ -39,14 +39,13 @@ class Sender:
     The threads start with the first write and end with `close`.
     """
 
-    def __init__(self, url: str, run: str, outbox: Outbox) -> None:
+    def __init__(self, url: str, outbox: Outbox) -> None:
         self.lock = threading.Lock()
         self._outbox = outbox
         self._work = threading.Condition(self.lock)
         self._progress = threading.Condition(self.lock)
         self._refused = threading.Condition(self.lock)
         self._link = Link(url)
-        self._wake_key = keys.run_keys(run).wake
         self._wake_client = connect(url, num_retries=0)
         self._sender: threading.Thread | None = None
         self._listener: threading.Thread | None = None
@@ -203,9 +202,10 @@ class Sender:
     def _has_moved(self, wake_id: str, *, block_s: float) -> bool | None:
         """Whether the run's wake stream has moved by then; None where it cannot be read."""
         block_ms = max(1, int(block_s * 1000))
+        wake = keys.run_keys(self._outbox.run).wake
         try:
             with ending_within(block_s + ANSWER_S):
-                return bool(self._wake_client.xread({self._wake_key: wake_id}, block=block_ms))
+                return bool(self._wake_client.xread({wake: wake_id}, block=block_ms))
         except (RedisError, OSError):
             return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Protocol, Self, TypeVar
@@ -91,6 +92,17 @@ class AsyncTask(_Task[_AnyWriter]):
         self._give_up(error)
 
 
+def wait_for_task(
+    client: redis.Redis | redis.asyncio.Redis,
+    run: str,
+    *,
+    wait_s: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> StoreWait:
+    """The wait of a call that takes a task; see StoreWait."""
+    return StoreWait(client, WaitKind.NO_TASK, f"run {run!r}: no task", wait_s=wait_s, clock=clock)
+
+
 def take_task(
     client: redis.Redis,
     run: str,
@@ -117,7 +129,7 @@ def take_task(
         EndOfRunError: the run is closed.
         StoreUnavailableError: the store cannot be reached, or did not answer by then.
     """
-    wait = StoreWait(client, WaitKind.NO_TASK, f"run {run!r}: no task", wait_s=wait_s)
+    wait = wait_for_task(client, run, wait_s=wait_s)
     while True:
         with _request(unanswered) as request, wait.asking():
             command = next_task_command(run, writer=writer, request=request)
@@ -145,8 +157,7 @@ async def take_task_async(
 ) -> AsyncTask[_AnyWriter]:
     """The same as `take_task`, for asyncio."""
     clock = asyncio.get_running_loop().time
-    what = f"run {run!r}: no task"
-    wait = StoreWait(client, WaitKind.NO_TASK, what, wait_s=wait_s, clock=clock)
+    wait = wait_for_task(client, run, wait_s=wait_s, clock=clock)
     while True:
         with _request(unanswered) as request:
             async with wait.asking_async():

@@ -10,15 +10,25 @@ import socket
 from collections.abc import Mapping
 from typing import Self
 
-from turnstream.errors import RejectedError, TurnstreamError
+from redis.connection import parse_url
+
+from turnstream.errors import (
+    InvalidConfigError,
+    InvalidTurnError,
+    RejectedError,
+    TurnstreamError,
+)
 from turnstream.generator import checks
 from turnstream.generator.drafts import DraftedTrajectory, TrajectoryDraft, TurnRecord
 from turnstream.generator.lanes import Lane
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import Delivery
 from turnstream.generator.takeovers import Taken
+from turnstream.generator.target import TargetRun
 from turnstream.store.connection import address_of
 from turnstream.types import GroupOpened, Purpose, Status, TrajectoryKey, Turn
+from turnstream.types.names import shown, text_trouble
+from turnstream.types.scalars import seconds, whole_number
 
 MAX_INFLIGHT_BYTES = 64 * 1024 * 1024
 TIMEOUT_S = 300.0
@@ -47,21 +57,47 @@ def new_outbox(
     keep_s: float,
     max_kept_bytes: int,
 ) -> Outbox:
-    """An outbox for one publisher; without a name it is named after host and process."""
+    """Return the outbox of one publisher; without a name it is named after host and process.
+
+    Raises:
+        BatchingError: names the argument and its value.
+    """
+    address = _checked_address(url)
     if writer is None:
         writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     checks.checked_name(run, field="run")
     return Outbox(
-        run,
+        TargetRun(run),
         checks.checked_name(writer, field="writer"),
-        max_inflight_bytes=max_inflight_bytes,
-        timeout_s=timeout_s,
-        admission_timeout_s=admission_timeout_s,
+        max_inflight_bytes=_num_bytes(max_inflight_bytes, field="max_inflight_bytes"),
+        timeout_s=seconds(timeout_s, field="timeout_s", least=0),
+        admission_timeout_s=seconds(admission_timeout_s, field="admission_timeout_s", least=0),
         jitter=random.random,
-        address=address_of(url),
-        keep_s=keep_s,
-        max_kept_bytes=max_kept_bytes,
+        address=address,
+        keep_s=seconds(keep_s, field="keep_s", least=0),
+        max_kept_bytes=_num_bytes(max_kept_bytes, field="max_kept_bytes"),
     )
+
+
+def _checked_address(url: str) -> str:
+    """Return where the store of a URL is, without its password."""
+    if text_trouble(url):
+        raise InvalidConfigError("url", f"{_without_password(url)} is not a valid text")
+    try:
+        parse_url(url)
+        return address_of(url)
+    except ValueError as error:
+        raise InvalidConfigError("url", f"{_without_password(url)}: {error}") from error
+
+
+def _without_password(url: object) -> str:
+    if isinstance(url, bytes):
+        return shown(url.rpartition(b"@")[2])
+    return shown(url.rpartition("@")[2] if isinstance(url, str) else url)
+
+
+def _num_bytes(value: int, *, field: str) -> int:
+    return whole_number(value, field=field, limit=2**63, refusal=InvalidConfigError)
 
 
 def checked_opening(
@@ -72,15 +108,15 @@ def checked_opening(
     num_needed: int | None = None,
     purpose: Purpose | str = Purpose.TRAIN,
 ) -> GroupOpened:
-    """The event of a group that begins, checked; `num_needed` None stands for all samples."""
+    """Return the event of a group that begins, checked; `num_needed` None means all samples."""
     checks.check_group(group_id, num_samples=num_samples, num_needed=num_needed)
     purpose = checks.checked_purpose(purpose, num_samples=num_samples, num_needed=num_needed)
     checks.checked_text(prompt_uid, field="prompt_uid")
     return GroupOpened(
         group_id=group_id,
         prompt_uid=prompt_uid,
-        num_samples=num_samples,
-        num_needed=num_needed or num_samples,
+        num_samples=int(num_samples),
+        num_needed=int(num_needed or num_samples),
         purpose=purpose,
     )
 
@@ -123,7 +159,7 @@ class WriterState:
         self, outbox: Outbox, group: GroupOpened, key: TrajectoryKey, lane: Lane | None
     ) -> None:
         checks.check_key(key, num_samples=group.num_samples)
-        self.key = key
+        self.key = TrajectoryKey(key.group_id, int(key.sample), int(key.attempt))
         self._draft: TrajectoryDraft | None = None
         self.has_ended = False
         self.lane = lane
@@ -214,7 +250,14 @@ class WriterState:
         self.has_ended = True
 
     def abandon(self, reason: str, end: Delivery) -> None:
-        """Give the trajectory up behind its last turn, where it was ever opened."""
+        """Abandon the trajectory after its last turn, if it was opened.
+
+        Raises:
+            InvalidTurnError: the reason is no text.
+            RejectedError: the trajectory has ended.
+        """
+        if not isinstance(reason, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidTurnError("reason", f"{shown(reason)} is not a text")
         self.require_open()
         self.has_ended = True
         if self.lane is None:
@@ -229,7 +272,7 @@ def checked_key(group_id: str, sample: int, attempt: int) -> TrajectoryKey:
     """The name of a trajectory whose group somebody else has opened, checked."""
     key = TrajectoryKey(group_id, sample, attempt)
     checks.check_key(key, num_samples=None)
-    return key
+    return TrajectoryKey(group_id, int(sample), int(attempt))
 
 
 def tell_what_stays_open(outbox: Outbox) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Final, cast, get_args
 from google.protobuf.message import DecodeError
 
 from turnstream.errors import CorruptRecordError, RecordError
+from turnstream.records.event_limits import check_event, check_key, check_num_turns
 from turnstream.records.framing import EVENT, read_header, write_frame
 from turnstream.records.keys import by_name, decode_key, decode_trajectory_key, encode_key
 from turnstream.records.seals import decode_seal, encode_seal
@@ -48,13 +49,33 @@ def encode_event(event: Event) -> bytes:
 
 
 def decode_event(record: bytes) -> Event:
-    """The event of a record.
+    """Return the event of a record.
+
+    Raises:
+        CorruptRecordError: the bytes are damaged, contradict themselves or exceed a limit of
+            `event_limits`.
+        RecordError: a newer release wrote the record.
+    """
+    name, message = _parse(record)
+    if name == "trajectory_sealed":
+        check_num_turns(len(message.turns))
+    event = _decode_message(name, message)
+    check_event(event)
+    return event
+
+
+def decode_accepted_event(record: bytes) -> Event:
+    """Return an event that a fold has accepted, perhaps in a release that had no limits.
 
     Raises:
         CorruptRecordError: the bytes are damaged or contradict themselves.
-        RecordError: an event of a kind that this release does not know.
-        UnknownFormatError: a newer major version.
+        RecordError: a newer release wrote the record.
     """
+    return _decode_message(*_parse(record))
+
+
+def _parse(record: bytes) -> tuple[str, Any]:
+    """Return the kind of an event, as the message names it, and its own message."""
     header = read_header(record, kind=EVENT)
     try:
         message = wire.Event.FromString(header)
@@ -62,19 +83,32 @@ def decode_event(record: bytes) -> Event:
         raise CorruptRecordError(f"the header of an event is unreadable: {error}") from error
     name = message.WhichOneof("event")
     if name is None:
-        raise RecordError("an event of a kind that this release does not know")
-    return _DECODERS[name](getattr(message, name))
+        raise RecordError(
+            "an event of a kind that this release does not know: a newer release wrote it"
+        )
+    return name, getattr(message, name)
+
+
+def _decode_message(name: str, message: Any) -> Event:
+    try:
+        return _DECODERS[name](message)
+    except (RecordError, MemoryError):
+        raise
+    except Exception as error:
+        raise CorruptRecordError(f"the values of a {name} event: {error!r}") from error
 
 
 def key_of_seal(record: bytes) -> TrajectoryKey | None:
-    """The trajectory of a seal that contradicts itself; None of any other record."""
+    """Return the trajectory of a seal that contradicts itself; None of any other record."""
     try:
         message = wire.Event.FromString(read_header(record, kind=EVENT))
+        if message.WhichOneof("event") != "trajectory_sealed":
+            return None
+        key = decode_key(message.trajectory_sealed)
+        check_key(key)
     except (DecodeError, RecordError):
         return None
-    if message.WhichOneof("event") != "trajectory_sealed":
-        return None
-    return decode_key(message.trajectory_sealed)
+    return key
 
 
 def _encode_group_opened(event: GroupOpened) -> wire.Event:
@@ -159,7 +193,7 @@ def _encode_closed(event: RunClosed) -> wire.Event:
 def _decode_closed(message: wire.RunClosed) -> RunClosed:
     leftover = message.leftover or "short"
     if leftover not in get_args(Leftover):
-        raise RecordError(f"a run was closed with leftover={leftover!r}, of a newer release")
+        raise RecordError(f"a run was closed with leftover={leftover!r}: a newer release wrote it")
     return RunClosed(reason=message.reason, leftover=cast("Leftover", leftover))
 
 

@@ -24,7 +24,7 @@ from turnstream.batching.evals import EvalFold
 from turnstream.batching.members import GroupMembers
 from turnstream.batching.readiness import RunFold
 from turnstream.errors import CorruptRecordError, UnknownFormatError
-from turnstream.records.events import decode_event, encode_event
+from turnstream.records.events import decode_accepted_event, encode_event
 from turnstream.records.framing import SNAPSHOT, read_header, write_frame
 from turnstream.types import (
     EvalResult,
@@ -176,6 +176,6 @@ _DECODERS: Final[dict[str, Callable[[list[Any]], Any]]] = {
     "s": lambda rest: {_decode(each) for each in rest},
     "d": lambda rest: {_decode(key): _decode(each) for key, each in rest},
     "k": lambda rest: TrajectoryKey(*rest),
-    "e": lambda rest: decode_event(base64.b64decode(rest[0])),
+    "e": lambda rest: decode_accepted_event(base64.b64decode(rest[0])),
     "o": _decode_object,
 }

@@ -44,6 +44,7 @@ _STATUSES: Final[dict[type[TurnstreamError], _Status]] = {
     errors.UnknownFormatError: _Status("UNIMPLEMENTED", 501),
     errors.UnavailableError: _Status("UNAVAILABLE", 503),
     errors.StoreUnavailableError: _Status("UNAVAILABLE", 503),
+    errors.StoreFullError: _Status("UNAVAILABLE", 507),
     errors.NotReadyError: _Status("DEADLINE_EXCEEDED", 504),
     errors.BatcherUnavailableError: _Status("UNAVAILABLE", 503),
     errors.RejectedError: _Status("RESOURCE_EXHAUSTED", 429),
@@ -90,6 +91,7 @@ _ERRORS_OF_HTTP: Final[dict[int, type[TurnstreamError]]] = {
     502: errors.UnavailableError,
     503: errors.UnavailableError,
     504: errors.NotReadyError,
+    507: errors.StoreFullError,
 }
 
 

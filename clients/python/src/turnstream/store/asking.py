@@ -11,11 +11,17 @@ from typing import NamedTuple
 import redis
 import redis.asyncio
 
-from turnstream.errors import StoreUnavailableError, WaitKind, WaitReason
+from turnstream.errors import (
+    StoreFullError,
+    StoreUnavailableError,
+    UnavailableError,
+    WaitKind,
+    WaitReason,
+)
 from turnstream.store.connection import MAX_BLOCK_S, address_of_client
 from turnstream.store.limits import ANSWER_S, ending_by, is_silence
 from turnstream.store.replies import translating
-from turnstream.store.wait_reasons import store_away, store_silent
+from turnstream.store.wait_reasons import store_away, store_full, store_silent
 from turnstream.store.waits import WaitFacts, read_waits, read_waits_async
 
 
@@ -78,12 +84,13 @@ class StoreWait:
 
         Raises:
             StoreUnavailableError: a call was not answered in time, or could not be made.
+            StoreFullError: the store refused a call for want of memory.
         """
         asked_s = self._clock()
         try:
             with ending_by(self._last_s), translating():
                 yield
-        except StoreUnavailableError as error:
+        except (StoreFullError, StoreUnavailableError) as error:
             raise self._unanswered(error, asked_s) from error
 
     @contextlib.asynccontextmanager
@@ -94,7 +101,7 @@ class StoreWait:
             with translating():
                 async with asyncio.timeout(self._last_s - asked_s):
                     yield
-        except StoreUnavailableError as error:
+        except (StoreFullError, StoreUnavailableError) as error:
             raise self._unanswered(error, asked_s) from error
 
     def look(self, client: redis.Redis, run: str) -> WaitFacts | None:
@@ -118,24 +125,28 @@ class StoreWait:
         """Until when a call may wait for its answer."""
         return self._since_s + self.wait_s + ANSWER_S
 
-    def _unanswered(self, error: StoreUnavailableError, asked_s: float) -> StoreUnavailableError:
+    def _unanswered(
+        self, error: StoreFullError | StoreUnavailableError, asked_s: float
+    ) -> UnavailableError:
         """The error of a call that brought no answer, with what is known."""
         now_s = self._clock()
         reason = unanswered(error, address=self._address, since_s=now_s - asked_s)
         message = f"{self._what}: {reason.sentence}"
         retry_after_s = error.retry_after_s if self._left_s > 0 else None
         if self._kind is None:
-            return StoreUnavailableError(message, [reason], retry_after_s)
+            return type(error)(message, [reason], retry_after_s)
         why, told_s = "the store has said nothing of it", None
         if self._told is not None:
             told_s = now_s - self._told.at_s
             why = f"the store said {told_s:.1f} s ago: {self._told.why}"
         facts = {"waited_s": now_s - self._since_s, "told_s": told_s}
         waited = WaitReason(self._kind, why, facts)
-        return StoreUnavailableError(message, [waited, reason], retry_after_s)
+        return type(error)(message, [waited, reason], retry_after_s)
 
 
-def unanswered(error: StoreUnavailableError, *, address: str, since_s: float) -> WaitReason:
+def unanswered(
+    error: StoreFullError | StoreUnavailableError, *, address: str, since_s: float
+) -> WaitReason:
     """Why a call brought no answer.
 
     Args:
@@ -143,6 +154,8 @@ def unanswered(error: StoreUnavailableError, *, address: str, since_s: float) ->
         address: of the store.
         since_s: seconds since it was made.
     """
+    if isinstance(error, StoreFullError):
+        return store_full(None, address=address, since_s=since_s)
     if error.__cause__ is not None and is_silence(error.__cause__):
         return store_silent(address=address, since_s=since_s)
     return store_away(str(error), address=address, since_s=since_s)

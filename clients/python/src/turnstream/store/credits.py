@@ -15,10 +15,10 @@ import redis.asyncio
 
 from turnstream.batching.capacity import capacity, most_live_groups
 from turnstream.batching.config import BatchingConfig
-from turnstream.errors import RunNotFoundError
 from turnstream.store import keys
 from turnstream.store.configs import read_config, read_config_async
 from turnstream.store.replies import translating
+from turnstream.store.run_ids import find_run, find_run_async, no_such_run
 
 _FIELDS = ("stepped", "live_groups", "open_groups", "closed", "revised_groups", "paused")
 
@@ -63,6 +63,7 @@ def credit(client: redis.Redis, run: str) -> Credit:
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
+    run = find_run(client, run)
     _, config = read_config(client, run)
     with translating():
         found: Any = client.hmget(keys.run_keys(run).frontier, _FIELDS)
@@ -71,6 +72,7 @@ def credit(client: redis.Redis, run: str) -> Credit:
 
 async def credit_async(client: redis.asyncio.Redis, run: str) -> Credit:
     """The same as `credit`, for asyncio."""
+    run = await find_run_async(client, run)
     _, config = await read_config_async(client, run)
     with translating():
         found: Any = await client.execute_command("HMGET", keys.run_keys(run).frontier, *_FIELDS)
@@ -163,7 +165,7 @@ def _why_none(
 def _parse(run: str, config: BatchingConfig, found: Any) -> Credit:
     stepped, live, opened, closed, revised, paused = found
     if stepped is None:
-        raise RunNotFoundError(f"no run named {run!r}")
+        raise no_such_run(run)
     return credit_of(
         config,
         stepped=int(stepped),

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import redis
 
-from turnstream.errors import RunNotFoundError
 from turnstream.records.evals import decode_eval_group, decode_eval_result
 from turnstream.store import keys
 from turnstream.store.replies import translating
+from turnstream.store.run_ids import find_run, no_such_run
 from turnstream.types import EvalGroup, EvalResult
 
 _UNKNOWN: Final = "unknown"
@@ -29,12 +29,13 @@ def eval_results(client: redis.Redis, run: str) -> list[EvalResult]:
         CorruptRecordError: the stored bytes are damaged.
         StoreUnavailableError: the store cannot be reached.
     """
+    run = find_run(client, run)
     names = keys.run_keys(run)
     with translating():
         stepped: Any = client.hget(names.frontier, "stepped")
         records: Any = client.hvals(names.evals)
     if stepped is None:
-        raise RunNotFoundError(f"no run named {run!r}")
+        raise no_such_run(run)
     groups: dict[int | None, list[EvalGroup]] = defaultdict(list)
     for group in _read_groups(client, names.evalgroups):
         groups[group.version].append(group)

@@ -77,7 +77,8 @@ def open_refill_command(run: str, writer: str, refill: Refill) -> Command:
 def list_refills_command(run: str, *, max_count: int) -> Command:
     """The call that reads the oldest refills that nobody has opened; nothing is sent."""
     names = keys.run_keys(run)
-    return _LIST_REFILLS((names.groups, names.members, names.refills, names.wake), max_count)
+    where = (names.groups, names.members, names.refills, names.wake, names.frontier)
+    return _LIST_REFILLS(where, max_count)
 
 
 def parse_refills(reply: Sequence[Any]) -> tuple[str, list[Refill]]:

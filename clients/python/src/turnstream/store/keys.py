@@ -1,6 +1,7 @@
 """The names of all keys in Redis. Nothing else in Turnstream writes a key by hand.
 
-The plan of a run lives in one slot, `ts:{<run>}:`, where scripts can be atomic:
+The plan of a run lives in one slot, `ts:{<run>}:`, where scripts can be atomic. A later run of a
+name has `~2`, `~3` .. after the brace, `ts:{<run>}~2:`: all of them share the slot and no key.
 
 =========  ======  ==========================================================================
 events     stream  what the plan depends on, in order; field `r` = event record; where a generator
@@ -60,7 +61,8 @@ observers  hash    name -> `<newest step seen>:<when it expires, in ms of the ru
                    once it is forgotten>:<expiry in ms>`, and then `:<first step it missed>` where
                    it was forgotten before and has seen nothing since
 leader     hash    epoch, owner, expires_ms, lease_ms; planning_trouble and release_trouble, what
-                   keeps it from going on, where something does
+                   keeps it from going on, where something does; parked, `<last event id> <last wake
+                   id>`, while the run is idle and has no leader, see park_leader.lua
 config     hash    revision -> JSON of the batching config; `newest` -> the revision in force;
                    `from:<revision>` -> its first step, `at:<revision>` -> id of the event that
                    put it in force; `last` -> the last revision, once there are several;
@@ -86,21 +88,23 @@ budget     hash    reserved, stored, planned: the sums of `held` of what is not 
                    sealed, and what is in a batch; estimate, the usual bytes of a trajectory, and
                    settled, over how many at most that is a mean
 over       hash    bucket -> fingerprints of the groups that are over; `n` -> how many, see below
-letters    hash    id of a dead trajectory whose payload is kept -> `<since, server ms>:<bytes>:<id
-                   of the trajectory that it was replayed as, or nothing>`
-conflicts  hash    num, the writes that were refused because their key has another content; last,
-                   last_ms, which was the last one and when; token, see note_conflict.lua
-damaged    stream  events that nobody can read, under their own ids; fields `r` = record, `why`
+letters    hash    id of a dead trajectory -> `<since, server ms>:<bytes>:<id of its replay, or "">`
+conflicts  hash    num, writes refused for their content; last, last_ms, token: note_conflict.lua
+damaged    stream  rejected events of no sealed trajectory, under their own ids; fields `r`, `why`
+rejected   zset    ids of events that no leader folds, by their milliseconds: see trim_events.lua
 evals      hash    version, or `unknown` -> record of what its evaluations gave
 evalgroups stream  evaluated groups, the newest of them; field `r` = record
 snapshot   hash    position, step, record: what the planner knew after the event `position`;
                    before, the position of the snapshot before: the events below it go;
                    withdrawn_at, that of the newest one from which plans were withdrawn
-cold       hash    newest step of a file -> its name in the archive folder: compact records that
-                   have left `past`
+cold       hash    newest step of a file of compact records -> its name in the archive folder
 deleted    hash    since_ms, fence_ms: the run is being deleted, or was and the key expires
 doomed     hash    the ledger of a run that is being deleted, until the payload is gone
 =========  ======  ==========================================================================
+
+`ts:{<run>}:incarnation`, a string, is one for all runs of a name, from the first deletion on: the
+number of the run that has the name, or gets it when it is created. The runs before are deleted, or
+being deleted. It never decreases and stays (about 100 bytes): no number is ever used twice.
 
 A ledger value is `open:<epoch>:<writer>`, `sealed:<epoch>`, `awaiting_reward:<epoch>`,
 `planned:<step>` or `<filtered|expired|surplus|incomplete|evaluated|abandoned|dead>:<reason>`.
@@ -111,7 +115,8 @@ over, the entry in `groups` becomes 8 bytes in `over`, the beginning of the SHA-
 that no name is ever opened again. The buckets of `over` are split one by one as it grows (linear
 hashing, 64 fingerprints a bucket): a lookup reads about 500 bytes, however many there are.
 
-The payload of a trajectory lives in a slot of its own, `ts:{<run>/<trajectory id>}:`:
+The payload of a trajectory lives in a slot of its own, `ts:{<run>/<trajectory id>}:`, of a later
+run of the name `ts:{<run>/<trajectory id>}~2:`:
 
 =========  ======  ==========================================================================
 turns      stream  turn n (from 0) has id `0-<n + 1>`, the seal is the entry after the last
@@ -120,14 +125,14 @@ meta       hash    epoch, writer, turns, bytes, sealed (0 or 1); made by the fir
                    after the release only `released`, for as long as late writers may come
 =========  ======  ==========================================================================
 
-Of a deleted run stay `deleted`, `wake` with one entry, and `meta` of the trajectories that somebody
-may still write to; all of them expire.
+After a deletion remain `deleted`, `wake` with one entry, and `meta` of the trajectories that
+another process may still write to; all of them expire. `incarnation` stays.
 
 Two keys are global:
 
 =========  ======  ==========================================================================
-ts:runs    set     the names of all runs
-ts:news    stream  runs that were made, or opened again, about the newest 1,000; field `n` = name
+ts:runs    set     the ids of all runs: `<name>`, `<name>~2`
+ts:news    stream  runs that were made, or opened again, about the newest 1,000; field `n` = id
 =========  ======  ==========================================================================
 """
 
@@ -138,13 +143,13 @@ import re
 from typing import NamedTuple
 
 from turnstream.types import TrajectoryKey
-from turnstream.types.names import decode_name, encode_name, encode_run
+from turnstream.types.names import RunId, decode_name, encode_name, encode_run  # noqa: F401
 
 RUNS = "ts:runs"
-"""Set of the (encoded) names of all runs."""
+"""Set of the (encoded) ids of all runs."""
 
 NEWS = "ts:news"
-"""Stream of the (encoded) names of runs for which a batcher is needed from now on."""
+"""Stream of the (encoded) ids of runs for which a batcher is needed from now on."""
 
 _GLOBAL_TYPES = {RUNS: "set", NEWS: "stream"}
 
@@ -178,6 +183,7 @@ _RUN_TYPES = {
     "snapshot": "hash",
     "letters": "hash",
     "damaged": "stream",
+    "rejected": "zset",
     "cold": "hash",
     "deleted": "hash",
     "doomed": "hash",
@@ -189,13 +195,12 @@ _RUN_TYPES = {
     "again": "zset",
     "held": "hash",
     "budget": "hash",
+    "incarnation": "string",
 }
 _TRAJECTORY_TYPES = {"turns": "stream", "meta": "hash"}
-_NAME_IN_TEXT = re.compile(
-    r"(?:(?<=\bgroup )|(?<=\bobserver )|(?<=\bby )|(?<=\bof )|(?<=\d:))[A-Za-z0-9._%-]+"
-    r"|[A-Za-z0-9._%-]+(?=/\d+/\d+\b)"
+_KEY = re.compile(
+    r"ts:\{(?P<name>[^{}/~]+)(?P<trajectory>/[^{}/]+/\d+/\d+)?\}(?P<number>~\d+)?:(?P<part>[a-z]+)"
 )
-_KEY = re.compile(r"ts:\{([^{}/]+)(/[^{}/]+/\d+/\d+)?\}:([a-z]+)")
 
 
 class RunKeys(NamedTuple):
@@ -237,6 +242,7 @@ class RunKeys(NamedTuple):
     evalgroups: str
     letters: str
     damaged: str
+    rejected: str
     conflicts: str
     cold: str
     deleted: str
@@ -244,9 +250,10 @@ class RunKeys(NamedTuple):
 
     @property
     def of_condemn_run(self) -> tuple[str, ...]:
-        """The keys of the script condemn_run: every key of the run."""
+        """The keys of the script condemn_run: every key of the run, and the one of its name."""
         first = (self.deleted, self.wake, self.ledger, self.doomed, self.frontier, self.config)
-        return (*first, *(key for key in self if key not in first))
+        shared = incarnation_key(run_of(self.frontier))
+        return (*first, shared, *(key for key in self if key not in first))
 
     @property
     def of_open_group(self) -> tuple[str, ...]:
@@ -254,7 +261,7 @@ class RunKeys(NamedTuple):
         return (
             *(self.frontier, self.config, self.groups, self.ledger, self.counts, self.events),
             *(self.wake, self.leases, self.deadlines, self.members, self.refills, self.over),
-            *(self.held, self.budget, self.clock),
+            *(self.held, self.budget, self.clock, self.leader),
         )
 
     @property
@@ -296,15 +303,40 @@ class TrajectoryKeys(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def run_keys(run: str) -> RunKeys:
-    """The keys of the run with this (plain) name; InvalidConfigError where no run can have it."""
-    prefix = f"ts:{{{encode_run(run)}}}:"
-    return RunKeys(*[prefix + part for part in RunKeys._fields])
+    """The keys of the run with this (plain) id; InvalidConfigError where no run can have it.
+
+    >>> run_keys("maze").ledger, run_keys("maze~2").ledger
+    ('ts:{maze}:ledger', 'ts:{maze}~2:ledger')
+    """
+    name, number = _encoded_parts(run)
+    return RunKeys(*[f"ts:{{{name}}}{number}:{part}" for part in RunKeys._fields])
 
 
 def trajectory_keys(run: str, trajectory_id: str) -> TrajectoryKeys:
-    """The keys of one trajectory's payload."""
-    prefix = f"ts:{{{encode_run(run)}/{trajectory_id}}}:"
+    """The keys of one trajectory's payload.
+
+    >>> trajectory_keys("maze~2", "g/0/0").turns
+    'ts:{maze/g/0/0}~2:turns'
+    """
+    name, number = _encoded_parts(run)
+    prefix = f"ts:{{{name}/{trajectory_id}}}{number}:"
     return TrajectoryKeys(prefix + "turns", prefix + "meta")
+
+
+def incarnation_key(run: str) -> str:
+    """The key that all runs of this run's name share; see the table above.
+
+    >>> incarnation_key("maze"), incarnation_key("maze~2")
+    ('ts:{maze}:incarnation', 'ts:{maze}:incarnation')
+    """
+    return f"ts:{{{_encoded_parts(run)[0]}}}:incarnation"
+
+
+@functools.lru_cache(maxsize=1024)
+def _encoded_parts(run: str) -> tuple[str, str]:
+    """The name inside the braces of a key, and what follows them."""
+    name, tilde, number = encode_run(run).partition("~")
+    return name, tilde + number
 
 
 def trajectory_id(key: TrajectoryKey) -> str:
@@ -329,25 +361,6 @@ def parse_trajectory_id(text: str) -> TrajectoryKey:
     return TrajectoryKey(decode_name(group), int(sample), int(attempt))
 
 
-def keys_named(text: str) -> tuple[TrajectoryKey, ...]:
-    """The trajectories that somebody may mean by a name, as people read it or as an id.
-
-    A group may have a name that looks encoded: as it is read comes first.
-
-    >>> [key.group_id for key in keys_named("a/b#1/3/0")]
-    ['a/b#1']
-    >>> [key.group_id for key in keys_named("a%2Fb%231/3/0")]
-    ['a%2Fb%231', 'a/b#1']
-
-    Raises:
-        ValueError: it is the name of no trajectory.
-    """
-    group, sample, attempt = text.rsplit("/", 2)
-    encode_name(group)  # refuses what no group can be called
-    names = dict.fromkeys((group, decode_name(group)))
-    return tuple(TrajectoryKey(name, int(sample), int(attempt)) for name in names)
-
-
 def readable_name(trajectory_id: str) -> str:
     """A trajectory's id as people read it.
 
@@ -358,23 +371,11 @@ def readable_name(trajectory_id: str) -> str:
     return f"{decode_name(group)}{separator}{rest}"
 
 
-def with_readable_names(message: str) -> str:
-    """A message of a script with its names as people read them: scripts know only encoded ones.
+def run_of(key: str) -> RunId:
+    """The (plain) id of the run that a key is of.
 
-    Trajectories are known by their form, groups, observers and writers by the word before them.
-    What else is in a message stays as it is: a reason that somebody gave may have a percent sign.
-
-    >>> with_readable_names("group a%2Fb of a%2Fb/0/0 is open:1:host%3A7, not at 50%25")
-    'group a/b of a/b/0/0 is open:1:host:7, not at 50%25'
-    """
-    return _NAME_IN_TEXT.sub(lambda found: decode_name(found[0]), message)
-
-
-def run_of(key: str) -> str:
-    """The (plain) name of the run that a key is of.
-
-    >>> run_of("ts:{a%2Fb}:ledger"), run_of("ts:{a/g/0/0}:meta")
-    ('a/b', 'a')
+    >>> run_of("ts:{a%2Fb}:ledger"), run_of("ts:{a/g/0/0}~2:meta")
+    ('a/b', 'a~2')
 
     Raises:
         ValueError: it is the key of no run.
@@ -382,13 +383,13 @@ def run_of(key: str) -> str:
     match = _KEY.fullmatch(key)
     if match is None:
         raise ValueError(f"{key!r} is the key of no run")
-    return decode_name(match[1])
+    return RunId(decode_name(match["name"]) + (match["number"] or ""))
 
 
 def declared_type(key: str) -> str | None:
     """The Redis type that a key of this name must have; None if no such key is declared.
 
-    >>> declared_type("ts:{a}:ledger"), declared_type("ts:{a/g/0/0}:meta"), declared_type("a")
+    >>> declared_type("ts:{a}~2:ledger"), declared_type("ts:{a/g/0/0}:meta"), declared_type("a")
     ('hash', 'hash', None)
     """
     if key in _GLOBAL_TYPES:
@@ -396,5 +397,5 @@ def declared_type(key: str) -> str | None:
     match = _KEY.fullmatch(key)
     if match is None:
         return None
-    types = _TRAJECTORY_TYPES if match[2] else _RUN_TYPES
-    return types.get(match[3])
+    types = _TRAJECTORY_TYPES if match["trajectory"] else _RUN_TYPES
+    return types.get(match["part"])

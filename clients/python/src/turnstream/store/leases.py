@@ -10,6 +10,7 @@ import redis
 import redis.asyncio
 
 from turnstream.store import keys
+from turnstream.store.run_ids import find_run, find_run_async
 from turnstream.store.scripts import Argument, Command, Script, run_command, run_command_async
 from turnstream.types import TrajectoryKey
 
@@ -54,6 +55,7 @@ def list_lapsed(
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
+    run = find_run(client, run)
     return _parse(run_command(client, _list(run, max_count=max_count)))
 
 
@@ -72,6 +74,7 @@ async def list_lapsed_async(
         until_ms: only leases that ended at this time of the store's clock, or before; None for now.
         max_count: how many at most.
     """
+    run = await find_run_async(client, run)
     return _parse(
         await run_command_async(client, _list(run, until_ms=until_ms, max_count=max_count))
     )

@@ -6,6 +6,7 @@ import redis
 
 from turnstream.records.events import encode_event
 from turnstream.store import keys
+from turnstream.store.run_ids import find_run
 from turnstream.store.runs import tell_batchers
 from turnstream.store.scripts import Command, Script, run_command
 from turnstream.types import RunReopened
@@ -29,7 +30,7 @@ def pause_run(client: redis.Redis, run: str, reason: str = "") -> bool:
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
-    return bool(run_command(client, _set_paused(run, 1, reason)))
+    return bool(run_command(client, _set_paused(find_run(client, run), 1, reason)))
 
 
 def resume_run(client: redis.Redis, run: str) -> bool:
@@ -42,7 +43,7 @@ def resume_run(client: redis.Redis, run: str) -> bool:
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
-    return bool(run_command(client, _set_paused(run, 0, "")))
+    return bool(run_command(client, _set_paused(find_run(client, run), 0, "")))
 
 
 def reopen_run(client: redis.Redis, run: str) -> bool:
@@ -55,6 +56,7 @@ def reopen_run(client: redis.Redis, run: str) -> bool:
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
+    run = find_run(client, run)
     names = keys.run_keys(run)
     record = encode_event(RunReopened())
     command = _REOPEN_RUN((names.frontier, names.events, names.wake), record)

@@ -5,6 +5,7 @@ The scripts refuse with an error reply whose first word is a code; the rest is f
 =========  ==========================  ===================================================
 FENCED     FencedError                 a newer owner has taken over
 CONFLICT   ConflictError               the key is taken by another content
+INVALID    RejectedError               an argument that cannot be
 GAP        TurnGapError                `GAP expected <k>`: turn k is missing before this one
 WAIT       RejectedError               `WAIT <wake id> <why>`: see `wake_id`
 HELD       ConflictError               `HELD <ms> <why>`: a lease that ends after so long
@@ -14,11 +15,11 @@ EXPIRED    ObserverExpiredError        an observer was silent for too long
 CLOSED     EndOfRunError               the run takes no new group
 RELEASED   ReleasedError               a step that is no longer retained
 UNHEARD    NotReadyError               a step that a rank is not known to have yet
-TOOLARGE   GroupTooLargeError          a group for which there can never be room
+TOOLARGE   GroupTooLargeError          a group with too many samples, or too large for any room
 =========  ==========================  ===================================================
 
-Everything that passes by itself (no connection, a server that is loading, full, read-only or
-without its disk) is StoreUnavailableError.
+A server that has reached its `maxmemory` is StoreFullError. Everything else that passes by itself
+(no connection, a server that is loading, read-only or without its disk) is StoreUnavailableError.
 """
 
 from __future__ import annotations
@@ -39,16 +40,20 @@ from turnstream.errors import (
     ReleasedError,
     RunNotFoundError,
     StoreBehindError,
+    StoreFullError,
     StoreUnavailableError,
     TurnGapError,
     TurnstreamError,
 )
-from turnstream.store.keys import with_readable_names
 from turnstream.store.limits import is_silence
+from turnstream.store.trajectory_names import with_readable_names
 
 RETRY_AFTER_S = 1.0
 """Said to a caller that was told to wait and cannot listen to the run's `wake` stream, or whose
 store is full or away."""
+
+FULL = "OOM"
+"""First word of an error reply of a server that has reached its `maxmemory`."""
 
 _REFUSALS: dict[str, type[RejectedError | NotReadyError]] = {
     "FENCED": FencedError,
@@ -64,7 +69,7 @@ _REFUSALS: dict[str, type[RejectedError | NotReadyError]] = {
 }
 _PASSING = frozenset(
     {
-        *("OOM", "LOADING", "BUSY", "MISCONF", "READONLY", "NOREPLICAS", "NOSCRIPT"),
+        *(FULL, "LOADING", "BUSY", "MISCONF", "READONLY", "NOREPLICAS", "NOSCRIPT"),
         *("MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "EXECABORT"),
     }
 )
@@ -73,7 +78,7 @@ _CODES: dict[type[redis_errors.ResponseError], str] = {  # what older clients do
     redis_errors.ExecAbortError: "EXECABORT",
     redis_errors.MasterDownError: "MASTERDOWN",
     redis_errors.NoScriptError: "NOSCRIPT",
-    redis_errors.OutOfMemoryError: "OOM",
+    redis_errors.OutOfMemoryError: FULL,
     redis_errors.ReadOnlyError: "READONLY",
     redis_errors.TryAgainError: "TRYAGAIN",
 }
@@ -97,6 +102,8 @@ def refusal(text: str) -> TurnstreamError:
     if code == "HELD":
         left_ms, _, reason = message.partition(" ")
         return ConflictError(reason, int(left_ms) / 1000)
+    if code == FULL:
+        return StoreFullError(f"the store is full: {message}", retry_after_s=RETRY_AFTER_S)
     if code in _PASSING:
         return StoreUnavailableError(text, retry_after_s=RETRY_AFTER_S)
     if code in _REFUSALS:

@@ -13,6 +13,7 @@ from turnstream.errors import InvalidConfigError, RunNotFoundError
 from turnstream.records.configs import decode_config, encode_config
 from turnstream.store import keys
 from turnstream.store.replies import translating
+from turnstream.store.run_ids import find_run, no_such_run
 from turnstream.store.scripts import Script, run_command
 
 _REVISE_CONFIG = Script("revise_config")
@@ -26,12 +27,14 @@ class Revision:
         number: from 1.
         from_step: the first batch that is planned with it, unless a later revision has that step.
         announced_at: id of the event that put it in force; "0-0" of the first, and before that.
+        has_max_samples: False where a release stored it that did not know the setting.
     """
 
     number: int
     from_step: int
     config: BatchingConfig
     announced_at: str = "0-0"
+    has_max_samples: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +88,15 @@ class Revisions:
         found = [each for each in self.stored if each.announced_at == event_id]
         return found[0] if found else None
 
+    def was_put_in_force(self, number: int, event_id: str) -> bool:
+        """Return whether this event may have put a revision in force.
+
+        Early releases did not store the id of the event.
+        """
+        return number <= self.in_force and any(
+            each.number == number and each.announced_at in {event_id, "0-0"} for each in self.stored
+        )
+
 
 def revise_config(client: redis.Redis, run: str, config: BatchingConfig, *, from_step: int) -> int:
     """Let a run go on with another config from a step on that is not planned yet.
@@ -105,6 +117,7 @@ def revise_config(client: redis.Redis, run: str, config: BatchingConfig, *, from
     """
     if from_step < 1:
         raise InvalidConfigError("from_step", f"{from_step} is no step: steps count from 1")
+    run = find_run(client, run)
     last = read_revisions(client, run).last
     check_revision(last.config, config)
     names = keys.run_keys(run)
@@ -128,6 +141,7 @@ def read_revisions(client: redis.Redis, run: str) -> Revisions:
         RecordError: one of them is damaged, or of a newer release.
         StoreUnavailableError: the store cannot be reached.
     """
+    run = find_run(client, run)
     with translating():
         fields: Any = client.hgetall(keys.run_keys(run).config)
     return parse_revisions(run, fields)
@@ -148,7 +162,7 @@ def parse_revisions(run: str, fields: dict[bytes, bytes]) -> Revisions:
         RecordError: one of them is damaged, or of a newer release.
     """
     if b"newest" not in fields:
-        raise RunNotFoundError(f"no run named {run!r}")
+        raise no_such_run(run)
     numbers = sorted(int(name) for name in fields if name.isdigit())
     return Revisions(
         in_force=int(fields[b"newest"]),
@@ -158,6 +172,7 @@ def parse_revisions(run: str, fields: dict[bytes, bytes]) -> Revisions:
                 from_step=int(fields.get(b"from:%d" % number, 1)),
                 config=decode_config(fields[b"%d" % number]),
                 announced_at=fields.get(b"at:%d" % number, b"0-0").decode(),
+                has_max_samples=b'"max_samples":' in fields[b"%d" % number],
             )
             for number in numbers
         ),

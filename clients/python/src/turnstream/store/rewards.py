@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Final
@@ -13,11 +12,15 @@ import redis.asyncio
 from turnstream.errors import InvalidTurnError
 from turnstream.records.events import encode_event
 from turnstream.store import keys
+from turnstream.store.run_ids import find_run, find_run_async
 from turnstream.store.scripts import Command, Script, run_command, run_command_async
 from turnstream.types import RewardPosted, TrajectoryKey
-from turnstream.types.names import checked_text
+from turnstream.types.names import checked_setting, checked_text, shown
+from turnstream.types.scalars import finite_number, named_numbers, whole_number
 
 POST_REWARD: Final = Script("post_reward")
+
+_NUMBER_LIMIT: Final = 2**31
 
 
 class RewardOutcome(StrEnum):
@@ -40,7 +43,9 @@ def post_reward(
 
     Args:
         client: of the store.
-        run: name of the run.
+        run: name of the run. A process that posts many rewards passes the id that
+            `turnstream.store.run_ids.find_run` gives: that saves a round trip each, and after the
+            run was deleted nothing is posted to another run of its name.
         key: the trajectory.
         reward: its outcome reward.
         reward_components: named rewards; they join those of the seal, and replace their namesakes.
@@ -58,6 +63,7 @@ def post_reward(
         StoreUnavailableError: the store cannot be reached.
     """
     command = reward_command(run, key, reward, reward_components)
+    command = addressed(command, find_run(client, run))
     return RewardOutcome(run_command(client, command).decode())
 
 
@@ -71,6 +77,7 @@ async def post_reward_async(
 ) -> RewardOutcome:
     """The same as `post_reward`, for asyncio."""
     command = reward_command(run, key, reward, reward_components)
+    command = addressed(command, await find_run_async(client, run))
     return RewardOutcome((await run_command_async(client, command)).decode())
 
 
@@ -81,15 +88,11 @@ def reward_command(
     reward_components: Mapping[str, float] | None,
 ) -> Command:
     """The call that posts a reward; nothing is sent."""
-    for name in reward_components or {}:
-        checked_text(name, field="reward_components")
-    components = {
-        name: _finite(value, field=f"reward_components[{name!r}]")
-        for name, value in sorted((reward_components or {}).items())
-    }
+    checked_setting(run, field="run")
+    components = named_numbers(reward_components, field="reward_components")
     if reward is None and not components:
         raise InvalidTurnError("reward", "there is none, and no component")
-    outcome = None if reward is None else _finite(reward, field="reward")
+    outcome = None if reward is None else finite_number(reward, field="reward")
     name = _trajectory_id(key)
     record = encode_event(RewardPosted(key=key, reward=outcome, reward_components=components))
     return POST_REWARD(
@@ -100,18 +103,18 @@ def reward_command(
     )
 
 
+def addressed(command: Command, run: str) -> Command:
+    """The same reward for this run: a reward is checked before the id of its run is known."""
+    return command._replace(keys=keys.run_keys(run).of_post_reward)
+
+
 def _trajectory_id(key: TrajectoryKey) -> str:
+    if not isinstance(key, TrajectoryKey):
+        raise InvalidTurnError("key", f"{shown(key)} is not a TrajectoryKey")
+    checked_text(key.group_id, field="group_id")
+    for field in ("sample", "attempt"):
+        whole_number(getattr(key, field), field=field, limit=_NUMBER_LIMIT)
     try:
         return keys.trajectory_id(key)
     except ValueError as error:
         raise InvalidTurnError("group_id", str(error)) from error
-
-
-def _finite(value: float, *, field: str) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError) as error:
-        raise InvalidTurnError(field, f"{value!r} is not a number") from error
-    if not math.isfinite(number):
-        raise InvalidTurnError(field, f"{number!r} is not finite")
-    return number

@@ -20,10 +20,11 @@ from turnstream.store import keys
 from turnstream.store.asking import StoreWait
 from turnstream.store.configs import read_config
 from turnstream.store.replies import translating
+from turnstream.store.run_ids import create_under, find_run
 from turnstream.store.scripts import Command, Script, run_command
 from turnstream.store.wait_reasons import no_version
 from turnstream.types import Leftover, RunClosed, VersionAnnounced
-from turnstream.types.names import checked_setting
+from turnstream.types.names import RunId, checked_setting
 
 _NUM_NEWS: Final = 1_000
 """Whoever has missed more reads the list of all runs."""
@@ -43,32 +44,40 @@ def create_run(client: redis.Redis, run: str, config: BatchingConfig) -> int:
         learns it by the number.
 
     Raises:
-        ConflictError: the run exists with another config; or, with `retry_after_s`, one of this
-            name was deleted, and its late writers are still fenced.
+        InvalidConfigError: no run can have this name.
+        ConflictError: the run exists with another config.
         StoreUnavailableError: the store cannot be reached.
     """
-    names = keys.run_keys(run)
-    where = (names.frontier, names.config, names.counts, names.deleted, names.clock)
-    try:
-        revision: int = run_command(client, _CREATE_RUN(where, encode_config(config)))
-    except ConflictError as error:
-        if error.retry_after_s is not None:
-            raise
-        revision, stored = read_config(client, run)
-        if config not in (stored, _first_config(client, run)):
-            raise
-    list_run(client, run)
+
+    def create(run_id: RunId) -> int:
+        try:
+            return run_command(client, _create_command(run_id, config))
+        except ConflictError:
+            revision, stored = read_config(client, run_id)
+            if config not in (stored, _first_config(client, run_id)):
+                raise
+            return revision
+
+    run_id, revision = create_under(client, run, create)
+    list_run(client, run_id)
     return revision
 
 
+def _create_command(run: RunId, config: BatchingConfig) -> Command:
+    names = keys.run_keys(run)
+    shared = keys.incarnation_key(run)
+    where = (names.frontier, names.config, names.counts, names.deleted, names.clock, shared)
+    return _CREATE_RUN(where, encode_config(config), run.incarnation)
+
+
 def list_run(client: redis.Redis, run: str) -> None:
-    """Let a run that was made be found by its name, and by every batcher at once.
+    """Let a run that was created be listed, and found by every batcher at once.
 
     Raises:
         StoreUnavailableError: the store cannot be reached; to be repeated.
     """
     with translating():
-        client.sadd(keys.RUNS, keys.encode_name(run))
+        client.sadd(keys.RUNS, keys.encode_run(run))
     tell_batchers(client, run)
 
 
@@ -79,15 +88,15 @@ def tell_batchers(client: redis.Redis, run: str) -> None:
         StoreUnavailableError: the store cannot be reached; to be repeated.
     """
     with translating():
-        words = ("MAXLEN", "~", _NUM_NEWS, "*", "n", keys.encode_name(run))
+        words = ("MAXLEN", "~", _NUM_NEWS, "*", "n", keys.encode_run(run))
         client.execute_command("XADD", keys.NEWS, *words)
 
 
-def list_runs(client: redis.Redis) -> list[str]:
-    """The names of all runs, sorted."""
+def list_runs(client: redis.Redis) -> list[RunId]:
+    """The ids of all runs, sorted; also of those whose payload is still being deleted."""
     with translating():
         names: Any = client.smembers(keys.RUNS)
-    return sorted(keys.decode_name(name.decode()) for name in names)
+    return sorted(RunId(keys.decode_name(name.decode())) for name in names)
 
 
 def _first_config(client: redis.Redis, run: str) -> BatchingConfig:
@@ -98,8 +107,9 @@ def _first_config(client: redis.Redis, run: str) -> BatchingConfig:
 
 def newest_version(client: redis.Redis, run: str) -> VersionAnnounced | None:
     """The highest version announced so far; None before the first."""
+    versions = keys.run_keys(find_run(client, run)).versions
     with translating():
-        entries: Any = client.xrevrange(keys.run_keys(run).versions, count=1)
+        entries: Any = client.xrevrange(versions, count=1)
     if not entries:
         return None
     event = decode_event(entries[0][1][b"r"])
@@ -116,10 +126,12 @@ def wait_for_version(
         NotReadyError: no such version was announced within `timeout_s`, and why.
         StoreUnavailableError: the store cannot be reached, or did not answer by then.
     """
-    # The entry of version v has the id <v + 1>-0: whatever is above lies behind this id.
-    position: Any = {keys.run_keys(run).versions: f"{above + 1}-0"}
     what = f"run {run!r}: no version above {above}"
     wait = StoreWait(client, WaitKind.NO_VERSION, what, wait_s=timeout_s)
+    with wait.asking():
+        run = find_run(client, run)
+    # The entry of version v has the id <v + 1>-0: whatever is above lies behind this id.
+    position: Any = {keys.run_keys(run).versions: f"{above + 1}-0"}
     while True:
         with wait.asking():
             found = client.xread(position, count=1, block=wait.block_ms)
@@ -155,6 +167,7 @@ def close_run(
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
+    run = find_run(client, run)
     return bool(run_command(client, close_command(run, reason, leftover=leftover)))
 
 

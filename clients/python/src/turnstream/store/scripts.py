@@ -9,16 +9,18 @@ import contextlib
 import hashlib
 import importlib.resources
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import redis
 import redis.asyncio
 from redis.exceptions import NoScriptError, RedisError
 
-from turnstream.errors import RunNotFoundError
-from turnstream.store.keys import run_of
+from turnstream.errors import RunNotFoundError, StoreFullError
+from turnstream.store.fullness import Bytes
+from turnstream.store.keys import run_keys, run_of
 from turnstream.store.replies import translate, translating
+from turnstream.store.run_ids import no_such_run
 
 Argument = str | bytes | int | memoryview
 """What may be a key or an argument of a script."""
@@ -95,12 +97,18 @@ def run_command(client: redis.Redis, command: Command) -> Any:
     Raises:
         TurnstreamError: what the refusal, or the failing connection, stands for.
     """
-    with _translating(command):
-        try:
-            return client.execute_command(*command.words)
-        except NoScriptError:
-            client.script_load(command.script.source)
-            return client.execute_command(*command.words)
+    try:
+        with _translating(command):
+            try:
+                return client.execute_command(*command.words)
+            except NoScriptError:
+                client.script_load(command.script.source)
+                return client.execute_command(*command.words)
+    except StoreFullError as error:
+        with translating():
+            memory: Any = client.info("memory")
+            held: Any = client.hgetall(run_keys(run_of(command.keys[0])).budget)
+        raise _full(error, memory, held) from error
 
 
 def run_commands(client: redis.Redis, commands: Sequence[Command]) -> list[Any]:
@@ -124,12 +132,20 @@ def run_commands(client: redis.Redis, commands: Sequence[Command]) -> list[Any]:
 
 async def run_command_async(client: redis.asyncio.Redis, command: Command) -> Any:
     """The same as `run_command`, for asyncio."""
-    with _translating(command):
-        try:
-            return await client.execute_command(*command.words)
-        except NoScriptError:
-            await client.script_load(command.script.source)
-            return await client.execute_command(*command.words)
+    try:
+        with _translating(command):
+            try:
+                return await client.execute_command(*command.words)
+            except NoScriptError:
+                await client.script_load(command.script.source)
+                return await client.execute_command(*command.words)
+    except StoreFullError as error:
+        with translating():
+            memory: Any = await client.info("memory")
+            held: Any = await client.execute_command(
+                "HGETALL", run_keys(run_of(command.keys[0])).budget
+            )
+        raise _full(error, memory, held) from error
 
 
 async def run_commands_async(client: redis.asyncio.Redis, commands: Sequence[Command]) -> list[Any]:
@@ -183,6 +199,21 @@ def _translating(command: Command) -> Iterator[None]:
         raise _unknown_run(command) from error
 
 
+def _full(
+    error: StoreFullError, memory: Mapping[str, Any], held: Mapping[bytes, bytes]
+) -> StoreFullError:
+    """Return the error with the bytes used and allowed, and what holds them."""
+    known = Bytes(
+        used=int(memory.get("used_memory", 0)),
+        allowed=int(memory.get("maxmemory", 0)),
+        reserved=int(held.get(b"reserved", 0)),
+        stored=int(held.get(b"stored", 0)),
+        planned=int(held.get(b"planned", 0)),
+    )
+    message = known.why_full(is_urgent=True) if known.refuses_writes else error.message
+    return StoreFullError(message, retry_after_s=error.retry_after_s)
+
+
 def _translated(reply: Any, command: Command) -> Any:
     if not isinstance(reply, (RedisError, OSError)):
         return reply
@@ -191,5 +222,5 @@ def _translated(reply: Any, command: Command) -> Any:
 
 
 def _unknown_run(command: Command) -> RunNotFoundError:
-    """Scripts do not know the name of their run: it is in their keys."""
-    return RunNotFoundError(f"no run named {run_of(command.keys[0])!r}")
+    """Scripts do not know the id of their run: it is in their keys."""
+    return no_such_run(run_of(command.keys[0]))

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import redis
 
+from turnstream.batching.config import LARGEST_GROUP
 from turnstream.errors import InvalidTurnError
 from turnstream.store import keys
+from turnstream.store.configs import read_config
 from turnstream.store.replies import translating
+from turnstream.store.run_ids import find_run
 from turnstream.store.scripts import Command, Script, run_command
+from turnstream.store.stored import StoredHash, parsed_number, reading
 from turnstream.types import GroupOpened, TrajectoryKey
-from turnstream.types.names import checked_text
+from turnstream.types.names import checked_setting, checked_text, shown
+from turnstream.types.scalars import whole_number
 
 _ADD_PROMPTS = Script("add_prompts")
 _NEXT_TASK = Script("next_task")
 
 _MAX_PROMPTS_PER_CALL: Final = 256
 _MAX_BYTES_PER_CALL: Final = 1_000_000
+_FIRST_LIMIT: Final = 2**53
+"""Bound of the numbers of prompts: the store counts them in floats of 64 bits."""
+
 _LONGEST_SUFFIX: Final = "#" + "9" * 9
 """Of the name of a group of a prompt: its visits are counted."""
 
@@ -48,11 +56,9 @@ class Prompt:
         """
         _check_uid(self.prompt_uid)
         if not isinstance(self.payload, bytes):
-            raise InvalidTurnError("payload", f"{type(self.payload).__name__} is not bytes")
+            raise InvalidTurnError("payload", f"{shown(self.payload)} is not bytes")
         for field, least in (("num_samples", 1), ("num_needed", 0)):
-            number: object = getattr(self, field)
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise InvalidTurnError(field, f"{number!r} is not a whole number from {least}")
+            whole_number(getattr(self, field), field=field, least=least, limit=LARGEST_GROUP + 1)
         if self.num_needed > self.num_samples:
             raise InvalidTurnError("num_needed", f"{self.num_needed} of {self.num_samples} samples")
 
@@ -137,16 +143,26 @@ def add_prompts(
         How many prompts the run was ever given.
 
     Raises:
+        InvalidConfigError: no run can have this name.
+        InvalidTurnError: `first` is not a whole number from 1, or a prompt is not a Prompt.
         ConflictError: a number has another prompt already, or the one before is missing.
         EndOfRunError: the run is closed.
+        InvalidTurnError: a prompt has more samples than `max_samples` of the run; none was added.
         RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached, or is full; some may have been added.
+        StoreFullError: the store has no memory left; some may have been added.
+        StoreUnavailableError: the store cannot be reached; some may have been added.
     """
+    checked_setting(run, field="run")
+    listed = _listed(prompts)
+    number = None if first is None else _first_number(first)
+    run = find_run(client, run)
     names = keys.run_keys(run)
-    where = (names.frontier, names.prompts, names.wake)
-    number = first or read_prompt_counts(client, run).num_added + 1
+    where = (names.frontier, names.prompts, names.wake, names.config)
+    _check_samples(listed, most=read_config(client, run)[1].max_samples)
+    if number is None:
+        number = read_prompt_counts(client, run).num_added + 1
     num_added: int = run_command(client, _ADD_PROMPTS(where, number))
-    for page in _pages(prompts):
+    for page in _pages(listed):
         num_added = run_command(client, _ADD_PROMPTS(where, number, *page))
         number += len(page)
     return num_added
@@ -158,13 +174,18 @@ def read_prompt_counts(client: redis.Redis, run: str) -> PromptCounts:
     Raises:
         StoreUnavailableError: the store cannot be reached.
     """
-    names = keys.run_keys(run)
-    with translating():
+    names = keys.run_keys(find_run(client, run))
+    counted = ("added", "next", "done", "filtered")
+    with reading(f"{names.prompts} or {names.again}"), translating():
         pipeline = client.pipeline(transaction=True)
-        pipeline.hmget(names.prompts, ["added", "next", "done", "filtered"])
+        pipeline.hmget(names.prompts, counted)
         pipeline.zcard(names.again)
         found: Any = pipeline.execute()
-    added, last, done, filtered = (int(number or 0) for number in found[0])
+    stored = StoredHash(
+        names.prompts,
+        {field.encode(): value or b"0" for field, value in zip(counted, found[0], strict=True)},
+    )
+    added, last, done, filtered = (stored.needed(field, parsed_number) for field in counted)
     num_again: int = found[1]
     return PromptCounts(
         num_added=added,
@@ -205,12 +226,42 @@ def parse_task(reply: Sequence[Any]) -> TakenTask | NoTask:
 
 def _check_uid(prompt_uid: object) -> None:
     if not isinstance(prompt_uid, str) or not prompt_uid:
-        raise InvalidTurnError("prompt_uid", f"{prompt_uid!r} is no text, or empty")
+        raise InvalidTurnError("prompt_uid", f"{shown(prompt_uid)} is no text, or empty")
     checked_text(prompt_uid, field="prompt_uid")
     try:
         keys.encode_name(prompt_uid + _LONGEST_SUFFIX)
     except ValueError as error:
         raise InvalidTurnError("prompt_uid", str(error)) from error
+
+
+def _check_samples(prompts: Sequence[Prompt], *, most: int) -> None:
+    """Refuse all prompts where one has too many samples: the store checks page by page."""
+    for prompt in prompts:
+        if prompt.num_samples > most:
+            raise InvalidTurnError(
+                "num_samples",
+                f"prompt {prompt.prompt_uid!r} has {prompt.num_samples} samples, above "
+                f"max_samples={most} of the run: use fewer samples, or revise max_samples",
+            )
+
+
+def _first_number(first: object) -> int:
+    return whole_number(first, field="first", least=1, limit=_FIRST_LIMIT)
+
+
+def _listed(prompts: object) -> list[Prompt]:
+    """Return prompts as a list.
+
+    Raises:
+        InvalidTurnError: names the first entry that is not a Prompt.
+    """
+    if not isinstance(prompts, Iterable):
+        raise InvalidTurnError("prompts", f"{shown(prompts)} is not a list of Prompt")
+    listed = list(cast("Iterable[object]", prompts))
+    for position, prompt in enumerate(listed):
+        if not isinstance(prompt, Prompt):
+            raise InvalidTurnError(f"prompts[{position}]", f"{shown(prompt)} is not a Prompt")
+    return cast("list[Prompt]", listed)
 
 
 def _record(prompt: Prompt) -> bytes:

@@ -7,12 +7,11 @@ from typing import Final
 
 from turnstream.errors import WaitKind, WaitReason
 from turnstream.store.credits import CreditReason, credit_of
+from turnstream.store.fullness import LEAST_ESTIMATE, RESERVE
 from turnstream.store.lasting import for_so_long, last_opened, named_ranks, not_asked
 from turnstream.store.waits import MAX_LEASES, MAX_NAMED, HeldMember, WaitFacts
 from turnstream.types import GroupOpened, Purpose
 
-_LEAST_ESTIMATE: Final = 16_384  # as in open_group.lua, also what follows
-_RESERVE: Final = 0.2
 _ORDER: Final = list(WaitKind)
 
 
@@ -47,6 +46,28 @@ def store_away(why: str, *, address: str, since_s: float) -> WaitReason:
         f"the store at {address} has taken nothing for {since_s:.1f} s: {why}",
         {"address": address, "since_s": since_s, "why": why},
     )
+
+
+def store_full(waits: WaitFacts | None, *, address: str, since_s: float) -> WaitReason:
+    """The store answers, and refuses writes as it has no memory left."""
+    facts: dict[str, str | int | float | None] = {"address": address, "since_s": since_s}
+    if waits is None or not waits.bytes.refuses_writes:
+        why = "the store is full, and refuses writes: used memory is above maxmemory"
+    else:
+        why = waits.bytes.why_full(is_urgent=True)
+        facts |= {"server_used": waits.server_used, "server_max": waits.server_max}
+        facts |= _holders(waits)
+    since = f"the store at {address} has been full for {since_s:.1f} s"
+    sentence = why.replace("the store is full", since, 1)
+    return WaitReason(WaitKind.STORE_FULL, sentence, facts)
+
+
+def _holders(waits: WaitFacts) -> dict[str, int]:
+    return {
+        "reserved": waits.reserved,
+        "stored": waits.stored,
+        "planned": waits.planned_bytes,
+    }
 
 
 def store_silent(*, address: str, since_s: float) -> WaitReason:
@@ -169,7 +190,7 @@ def _of_capacity(waits: WaitFacts) -> Iterator[WaitReason]:
 def _of_bytes(waits: WaitFacts, group: GroupOpened | None) -> Iterator[WaitReason]:
     """What leaves no room for a group, by the rule of open_group.lua."""
     num_samples = 1 if group is None else group.num_samples
-    needed = num_samples * max(_LEAST_ESTIMATE, waits.estimate)
+    needed = num_samples * max(LEAST_ESTIMATE, waits.estimate)
     held = waits.reserved + waits.stored + waits.planned_bytes
     is_urgent = waits.is_starved and (group is None or group.purpose is Purpose.TRAIN)
     by = (
@@ -184,8 +205,11 @@ def _of_bytes(waits: WaitFacts, group: GroupOpened | None) -> Iterator[WaitReaso
         "server_used": waits.server_used,
         "server_max": waits.server_max,
     }
-    usable = waits.server_max * (1 - (_RESERVE / 2 if is_urgent else _RESERVE))
-    if 0 < waits.config.max_bytes < held + needed and not is_urgent:
+    usable = waits.server_max * (1 - (RESERVE / 2 if is_urgent else RESERVE))
+    why_full = waits.bytes._replace(needed=needed).why_full(is_urgent=is_urgent)
+    if why_full:
+        yield WaitReason(WaitKind.STORE_FULL, why_full, {**facts, **_holders(waits)})
+    elif 0 < waits.config.max_bytes < held + needed and not is_urgent:
         sentence = f"{held:,} of max_bytes={waits.config.max_bytes:,} are held: {by}"
         yield WaitReason(WaitKind.OUT_OF_BYTES, sentence, facts)
     elif 0 < usable < waits.server_used + waits.reserved + needed:

@@ -13,6 +13,7 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.errors import TurnstreamError
 from turnstream.records.configs import decode_config
 from turnstream.store import keys
+from turnstream.store.fullness import LEAST_ESTIMATE, Bytes
 from turnstream.store.lasting import NOT_NOTED, Lasting, lasting, ranks_behind
 from turnstream.store.passing import RecentGroups, recent_groups
 from turnstream.store.scripts import Command, Script, run_command, run_command_async
@@ -131,6 +132,19 @@ class WaitFacts:
         return self.planned <= self.stepped and self.num_ready < self.config.batch_groups
 
     @property
+    def bytes(self) -> Bytes:
+        """Bytes used and allowed; the next group is one of a single sample."""
+        return Bytes(
+            used=self.server_used,
+            allowed=self.server_max,
+            reserved=self.reserved,
+            stored=self.stored,
+            planned=self.planned_bytes,
+            needed=max(LEAST_ESTIMATE, self.estimate),
+            max_bytes=self.config.max_bytes,
+        )
+
+    @property
     def is_held_by_groups(self) -> bool:
         """Whether what comes next waits for groups that are under way."""
         is_full = 0 < self.config.max_open_groups <= self.num_open
@@ -144,7 +158,7 @@ def waits_command(run: str) -> Command:
         *(names.frontier, names.config, names.leader, names.budget, names.prompts, names.again),
         *(names.leases, names.ledger, names.refills, names.versions, names.counts),
         names.deadlines,
-        *(names.clock, names.times, names.ranks),
+        *(names.clock, names.times, names.ranks, names.events, names.wake),
     )
     return READ_WAITS(where, MAX_LEASES, MAX_NAMED)
 

@@ -11,7 +11,49 @@ from turnstream.errors import InvalidConfigError, InvalidTurnError
 MAX_NAME_LENGTH = 512
 """Of an encoded run or group name: a ledger field is kept in memory for every trajectory."""
 
+_SHOWN_LENGTH = 80
+_SHOWN_BITS = 128
+
 _PLAIN = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_LATER_RUN = re.compile(r"(.+)~([2-9]|[1-9][0-9]+)", re.DOTALL)
+_RESERVED_END = re.compile(r"~[0-9]+\Z")
+
+
+class RunId(str):
+    """The id of one run: its name; for the second run of that name `<name>~2`, then `<name>~3`.
+
+    A name can be used again after its run was deleted. Keys and files are named by the id, so that
+    two runs of one name never share any. A function that takes a name also takes an id: it then
+    works on that very run.
+
+    >>> RunId("maze").name, RunId("maze").incarnation
+    ('maze', 1)
+    >>> RunId("maze~2").name, RunId("maze~2").incarnation
+    ('maze', 2)
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, name: str, incarnation: int) -> RunId:
+        """The id of the n-th run of a name, from 1.
+
+        >>> RunId.of("maze", 1), RunId.of("maze", 2)
+        ('maze', 'maze~2')
+        """
+        return cls(name if incarnation == 1 else f"{name}~{incarnation}")
+
+    @property
+    def name(self) -> str:
+        """The name that a user gave the run."""
+        found = _LATER_RUN.fullmatch(self)
+        return found[1] if found else str(self)
+
+    @property
+    def incarnation(self) -> int:
+        """The number of the run among those of its name, from 1."""
+        found = _LATER_RUN.fullmatch(self)
+        return int(found[2]) if found else 1
 
 
 @functools.lru_cache(maxsize=4096)
@@ -38,20 +80,67 @@ def encode_name(name: str) -> str:
 
 
 def encode_run(run: str) -> str:
-    """The same of a run's name.
+    """The form of a run's id that is safe inside a key.
+
+    An encoded name has no `~`, so the number after one is that of the incarnation.
+
+    >>> encode_run("a/b"), encode_run("a/b~2"), encode_run("a~b")
+    ('a%2Fb', 'a%2Fb~2', 'a%7Eb')
 
     Raises:
         InvalidConfigError: no run can have this name.
     """
+    later = _LATER_RUN.fullmatch(checked_setting(run, field="run"))
     try:
-        return encode_name(run)
+        return f"{encode_name(later[1])}~{later[2]}" if later else encode_name(run)
     except ValueError as error:
         raise InvalidConfigError("run", str(error)) from error
+
+
+def checked_run_name(name: str) -> str:
+    """The name of a run that is to be created, which is no id of a later run.
+
+    >>> checked_run_name("maze~b")
+    'maze~b'
+    >>> checked_run_name("maze~2")
+    Traceback (most recent call last):
+    turnstream.errors.InvalidConfigError: run: 'maze~2' ends in '~' and digits, as only the ids of \
+later runs of a name do; choose another name
+
+    Raises:
+        InvalidConfigError: it ends in `~` and digits.
+    """
+    if _RESERVED_END.search(name):
+        raise InvalidConfigError(
+            "run",
+            f"{name!r} ends in '~' and digits, as only the ids of later runs of a name do; "
+            "choose another name",
+        )
+    return name
 
 
 def decode_name(encoded: str) -> str:
     """The name that `encode_name` was given."""
     return urllib.parse.unquote(encoded)
+
+
+def shown(value: object) -> str:
+    """Return a value as an error shows it: its repr, shortened where it is long.
+
+    >>> shown("a"), shown(10**400)
+    ("'a'", 'a whole number of 1329 bits')
+    >>> shown("a" * 200)[-24:]
+    'aaa... (202 characters)'
+    """
+    if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
+        return f"a whole number of {value.bit_length()} bits"
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - the caller's own repr() may raise anything
+        return f"a value of type {type(value).__name__}"
+    if len(text) <= _SHOWN_LENGTH:
+        return text
+    return f"{text[:_SHOWN_LENGTH]}... ({len(text)} characters)"
 
 
 def text_trouble(text: object) -> str:
@@ -61,11 +150,11 @@ def text_trouble(text: object) -> str:
     ("'half of a pair: \\ud800' is no valid Unicode", '3 is not a text', '')
     """
     if not isinstance(text, str):
-        return f"{text!r} is not a text"
+        return f"{shown(text)} is not a text"
     try:
         text.encode()
     except UnicodeEncodeError:  # half a surrogate pair has no UTF-8 form
-        return f"{text!r} is no valid Unicode"
+        return f"{shown(text)} is no valid Unicode"
     return ""
 
 

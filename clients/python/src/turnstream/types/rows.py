@@ -248,8 +248,8 @@ class MiniBatchInfo:
         width: max(prompt + response) over all rows of all ranks, in tokens.
         response_width: the longest response of all ranks, in tokens.
         alignment: tokens, of which every row of a packed micro-batch begins at a multiple.
-        padding_share: share of padding positions in the left-padded layout, 0 to 1.
-        merge_ratio: tokens of the turns sent one by one / tokens of the rows.
+        padding_share: share of padding among real rows of all ranks x `width` positions, 0 to 1.
+        merge_ratio: tokens of the turns sent one by one / tokens of the real rows of all ranks.
         oldest_version, newest_version: over the trained tokens; None if unknown.
         figures: tags and metrics of the whole batch; said once, in its first mini-batch, and empty
             in the others.

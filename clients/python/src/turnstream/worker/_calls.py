@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
-from grpc.experimental import ChannelOptions
 
 from turnstream.errors import (
     BatcherUnavailableError,
@@ -28,6 +27,7 @@ from turnstream.worker._reasons import (
     not_acknowledged,
     of_failure,
 )
+from turnstream.worker._replicas import Replicas, check_alive, open_channel
 
 ATTEMPT_S = 30.0
 """Longest a single acknowledging call may take before it is made again."""
@@ -38,19 +38,7 @@ LEAST_ATTEMPT_S = 1.0
 FIRST_DELAY_S = 0.05
 MAX_DELAY_S = 2.0
 
-_CHANNEL_OPTIONS = (
-    # Without it, the events of a stream go through a thread of the channel, and a stream that
-    # begins while its server stops can hang for ever, beyond its deadline and beyond `cancel`.
-    # With it, a stream that is cancelled keeps its connection open: see `hang_up`.
-    (ChannelOptions.SingleThreadedUnaryStream, 1),
-    ("grpc.max_receive_message_length", -1),
-    # A restarted batcher should be found within a second or two, not after minutes.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1000),
-    ("grpc.max_reconnect_backoff_ms", 2000),
-)
-
-Reply = TypeVar("Reply")
+Reply = TypeVar("Reply", bound=Message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +80,10 @@ _TRANSPORT_CODES = (
 
 
 class BatcherCalls:
-    """One connection to a batcher for one share; every call is safe to make twice."""
+    """The calls of one share to the batcher; every call is safe to make twice.
+
+    A call that brings no answer of the batcher is made again to the next replica.
+    """
 
     def __init__(self, target: str, *, share: Share, timeout_s: float) -> None:
         checked_setting(share.run, field="run")
@@ -103,26 +94,25 @@ class BatcherCalls:
         self._session_epoch = 0
         self._session = ""
         self._closed = threading.Event()
-        self._channel = _open_channel(target)
-        self._start = self._unary("Start", wire.StartReply)
-        self._stepped = self._unary("Stepped", wire.SteppedReply)
-        self._committed = self._unary("Committed", wire.CommittedReply)
-        self._announce = self._unary("AnnounceVersion", wire.AnnounceVersionReply)
-        self._observe = self._unary("Observe", wire.ObserveReply)
-        self._observed = self._unary("Observed", wire.ObservedReply)
+        self._replicas = Replicas(target)
         self._get_lock = threading.Lock()
-        self._get_channel = _open_channel(target)
+        self._get_address = self._asked_address = self._replicas.current
+        self._get_channel = open_channel(self._get_address)
+        self._is_alive = False
 
     def start(self, *, recovery_token: str, session: str) -> wire.StartReply:
-        """Begin a session, or the same one again; later calls carry its epoch."""
+        """Begin a session, or the same one again; later calls carry its epoch and its run's id."""
         request = wire.StartRequest(
             run=self.share.run,
             recovery_token=checked_setting(recovery_token, field="recovery_token"),
             dp_world_size=self.share.dp_world_size,
             session=checked_setting(session, field="session"),
         )
-        reply = self._repeat(self._start, request, what="the beginning of a trainer session")
+        reply = self._repeat(
+            "Start", request, wire.StartReply, what="the beginning of a trainer session"
+        )
         self._session_epoch, self._session = reply.session_epoch, session
+        self._keep_to(reply.run)
         return reply
 
     def get(
@@ -137,6 +127,7 @@ class BatcherCalls:
 
         Raises:
             RejectedError: this was closed.
+            grpc.RpcError: a replica that has not answered yet does not answer.
         """
         request = wire.GetRequest(
             run=self.share.run,
@@ -150,11 +141,12 @@ class BatcherCalls:
             previous_hash=previous_hash,
             manifest_hash=manifest_hash,
         )
+        channel = self._connected_get_channel()
         with self._get_lock:
             if self._closed.is_set():
                 raise RejectedError("the stream was closed")
             # Raw bytes out: turnstream.worker._frames strips the framing without a copy.
-            call = self._get_channel.unary_stream(
+            call = channel.unary_stream(
                 _path("Get"), request_serializer=wire.GetRequest.SerializeToString
             )
             return cast("Iterator[bytes]", call(request))
@@ -162,12 +154,36 @@ class BatcherCalls:
     def hang_up(self) -> None:
         """End the Get that runs, from another thread; the next one begins on a new channel.
 
-        Closing its channel ends it for certain and gives its connection back.
+        Closing its channel ends it for certain and closes its connection.
         """
         with self._get_lock:
-            self._get_channel.close()
-            if not self._closed.is_set():
-                self._get_channel = _open_channel(self.target)
+            self._open_get_channel()
+
+    def leave_if_silent(self, error: TurnstreamError) -> None:
+        """Send the next Get to another replica, unless the last one ended with an answer."""
+        if not is_answer(error):
+            self._is_alive = False
+            self._replicas.leave(self._asked_address)
+
+    def _connected_get_channel(self) -> grpc.Channel:
+        """Return the channel for the next Get, to a replica that has answered."""
+        with self._get_lock:
+            if self._closed.is_set():
+                raise RejectedError("the stream was closed")
+            if self._get_address != self._replicas.current:
+                self._open_get_channel()
+            self._asked_address, channel = self._get_address, self._get_channel
+        if not self._is_alive:
+            check_alive(channel)
+            self._is_alive = True
+        return channel
+
+    def _open_get_channel(self) -> None:
+        self._get_channel.close()
+        if not self._closed.is_set():
+            self._get_address = self._replicas.current
+            self._get_channel = open_channel(self._get_address)
+            self._is_alive = False
 
     def observe(self, *, first_step: int, expiry_s: float) -> wire.ObserveReply:
         """Declare the observer of this share, or come back as it."""
@@ -178,12 +194,19 @@ class BatcherCalls:
             expiry_s=expiry_s,
         )
         what = f"the beginning of observer {self.share.observer}"
-        return self._repeat(self._observe, request, what=what)
+        reply = self._repeat("Observe", request, wire.ObserveReply, what=what)
+        self._keep_to(reply.run)
+        return reply
+
+    def _keep_to(self, run: str) -> None:
+        """Use this run id in all later calls, also if the name belongs to another run by then."""
+        if run:  # a batcher of an older release does not send it
+            self.share = replace(self.share, run=run)
 
     def observed(self, step: int) -> None:
         """Say that the observer has seen every batch up to `step`."""
         request = wire.ObservedRequest(run=self.share.run, observer=self.share.observer, step=step)
-        self._repeat(self._observed, request, what=f"step {step} as seen")
+        self._repeat("Observed", request, wire.ObservedReply, what=f"step {step} as seen")
 
     def stepped(self, step: int, *, manifest_hash: str, timeout_s: float | None = None) -> str:
         """Acknowledge a step; gives the recovery token as text.
@@ -198,7 +221,9 @@ class BatcherCalls:
             session=self._session,
         )
         what = f"step {step} as stepped"
-        return self._repeat(self._stepped, request, what=what, timeout_s=timeout_s).recovery_token
+        return self._repeat(
+            "Stepped", request, wire.SteppedReply, what=what, timeout_s=timeout_s
+        ).recovery_token
 
     def committed(self, recovery_token: str) -> None:
         """Say that the checkpoint with this token is on disk."""
@@ -208,7 +233,9 @@ class BatcherCalls:
             session_epoch=self._session_epoch,
             session=self._session,
         )
-        self._repeat(self._committed, request, what=f"the checkpoint {recovery_token}")
+        self._repeat(
+            "Committed", request, wire.CommittedReply, what=f"the checkpoint {recovery_token}"
+        )
 
     def announce_version(self, version: int, *, step: int, weights_uri: str) -> None:
         """Say that new weights exist."""
@@ -220,29 +247,30 @@ class BatcherCalls:
             weights_uri=checked_setting(weights_uri, field="weights_uri"),
             session=self._session,
         )
-        self._repeat(self._announce, request, what=f"policy version {version}")
+        self._repeat(
+            "AnnounceVersion", request, wire.AnnounceVersionReply, what=f"policy version {version}"
+        )
 
     def pause(self, seconds: float) -> None:
         """Wait, but not beyond `close`."""
         self._closed.wait(seconds)
 
     def close(self) -> None:
-        """Give the connection back; calls in flight end as cancelled."""
+        """Close all connections; calls in flight end as cancelled."""
         self._closed.set()
         self.hang_up()
-        self._channel.close()
+        self._replicas.close()
 
-    def _unary(self, method: str, reply: type[Reply]) -> Callable[..., Reply]:
-        return self._channel.unary_unary(
-            _path(method),
-            request_serializer=_serialize,
-            response_deserializer=reply.FromString,  # pyright: ignore[reportAttributeAccessIssue] - protobuf's
+    def _unary(self, method: str, reply: type[Reply], address: str) -> Callable[..., Reply]:
+        return self._replicas.channel(address).unary_unary(
+            _path(method), request_serializer=_serialize, response_deserializer=reply.FromString
         )
 
     def _repeat(
         self,
-        call: Callable[..., Reply],
-        request: object,
+        method: str,
+        request: Message,
+        reply: type[Reply],
         *,
         what: str,
         timeout_s: float | None = None,
@@ -258,13 +286,16 @@ class BatcherCalls:
         num_failures = 0
         while True:
             attempt_s = max(0.01, min(ATTEMPT_S, deadline_s - time.monotonic()))
+            address = self._replicas.current
             try:
-                return call(request, timeout=attempt_s)
+                return self._unary(method, reply, address)(request, timeout=attempt_s)
             except grpc.RpcError as rpc_error:
                 error = error_of(rpc_error)
             now_s = time.monotonic()
             if is_answer(error):
                 answered_s = now_s
+            else:
+                self._replicas.leave(address)
             if found is None or attempt_s >= LEAST_ATTEMPT_S or not is_silence(error):
                 found = error
             num_failures += 1
@@ -276,10 +307,6 @@ class BatcherCalls:
             self.pause(delay_s)
             if self._closed.is_set():
                 raise RejectedError("the stream was closed")
-
-
-def _open_channel(target: str) -> grpc.Channel:
-    return grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
 
 
 def retry_delay_s(error: TurnstreamError, *, num_failures: int) -> float | None:

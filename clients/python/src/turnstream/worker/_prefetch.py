@@ -327,6 +327,7 @@ class Prefetcher:
             TurnstreamError: `error`, where it never will.
         """
         progress = self.progress
+        self._calls.leave_if_silent(error)
         if isinstance(error, NotReadyError):
             progress.answered_s = time.monotonic()
             has_waited = time.monotonic() - started_s >= self._wait_s / 2

@@ -65,8 +65,9 @@ class ObserverStream(MiniBatches):
         """Declare the observer, or come back as it, and start to pull.
 
         Args:
-            target: gRPC address of a batcher, "host:port".
-            run: name of the run.
+            target: gRPC address of a batcher, "host:port"; several replicas with commas.
+            run: name of the run. The observer stays with the run that has the name now, also after
+                that was deleted and another one created.
             observer: its name, the same after a restart.
             dp_rank: position of this process among those that share the observer's batches.
             dp_world_size: number of such positions, whatever the trainer has.

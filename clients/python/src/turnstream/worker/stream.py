@@ -69,8 +69,9 @@ class BatchStream(MiniBatches):
         """Begin a trainer session and start to pull.
 
         Args:
-            target: gRPC address of a batcher, "host:port".
-            run: name of the run.
+            target: gRPC address of a batcher, "host:port"; several replicas with commas.
+            run: name of the run. The session stays with the run that has the name now, also after
+                that was deleted and another one created.
             dp_rank: data-parallel position of this process.
             dp_world_size: number of such positions.
             recovery_token: as it was kept in the checkpoint; None starts from the beginning.
@@ -177,7 +178,8 @@ class BatchStream(MiniBatches):
             if not self._newest_had:
                 raise
             raise StoreBehindError(
-                f"the store has lost run {self._calls.share.run!r}: {self._progress()}"
+                f"the store has lost run {self._calls.share.run!r}, or it was deleted: "
+                f"{self._progress()}"
             ) from error
 
     def _progress(self) -> str:

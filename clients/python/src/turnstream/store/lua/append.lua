@@ -47,6 +47,9 @@ local holder, writer, turns, sealed, bytes, released = unpack(
 if released == 'given up' then
   return redis.error_reply('FENCED the trajectory was given up, and its payload released')
 end
+if released == 'deleted' then
+  return redis.error_reply('FENCED the trajectory is over: its run was deleted')
+end
 if released then
   return redis.error_reply('FENCED the trajectory is over, and its payload released')
 end

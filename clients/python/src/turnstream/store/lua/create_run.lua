@@ -7,23 +7,19 @@
 --                           session_ms
 --   KEYS[2] config    hash  made here: "1" -> the JSON, newest -> "1"
 --   KEYS[3] counts    hash  made here: accepted and open, both 0
---   KEYS[4] deleted   hash  read: there while late writers of a deleted run of this name are fenced
+--   KEYS[4] deleted   hash  read: the run is being deleted, or was
 --   KEYS[5] clock    hash  made here: it stands still until a planner leads, see keep_clock.lua
--- Arguments: ARGV[1] config as JSON
--- Reply:     the config revision, an integer
--- Errors:
---   CONFLICT  the run exists with another config
---   HELD      "HELD <ms> <why>": a run of this name is being deleted, or was not long ago
+--   KEYS[6] incarnation  string  read, and moved on behind a run that an older release has deleted
+-- Arguments: ARGV[1] config as JSON    ARGV[2] number of this run among those of its name
+-- Reply:     the config revision, an integer; below 0, the number of the run that may be created in
+--            place of this one, negated
+-- Errors:    CONFLICT  the run exists with another config
 
-local fence_ms = redis.call('HGET', KEYS[4], 'fence_ms')
-if fence_ms then
-  local left_ms = redis.call('PTTL', KEYS[4])
-  if left_ms < 0 then
-    return redis.error_reply('HELD ' .. fence_ms .. ' a run of this name is being deleted')
-  end
-  return redis.error_reply('HELD ' .. string.format('%.0f', left_ms)
-    .. ' a run of this name was deleted; its name is free in '
-    .. string.format('%.0f', math.ceil(left_ms / 1000)) .. ' s, when no writer of it can be left')
+-- include: claim_name.lua
+
+local other = other_claimant(KEYS[6], KEYS[4], tonumber(ARGV[2]))
+if other then
+  return -other
 end
 local newest = redis.call('HGET', KEYS[2], 'newest')
 if newest then

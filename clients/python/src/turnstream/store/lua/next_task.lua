@@ -1,6 +1,8 @@
-#!lua
+#!lua flags=allow-oom
 -- Gives a writer something to do: an attempt that was granted as a refill, else the next prompt as a
 -- new group, admitted, opened and leased for it. Prompts whose group failed come first.
+--
+-- Runs also when the server is full: see open_group.lua.
 --
 -- A request that comes again, since its reply was lost, is given the same again: the answers of the
 -- last requests are kept in 4096 places, by the beginning of the request. Where another request took
@@ -23,7 +25,7 @@
 -- Errors:
 --   NORUN     no such run
 --   CLOSED    the run is closed, and no refill will come
---   CONFLICT  of open_group.lua
+--   CONFLICT, TOOLARGE  of open_group.lua
 
 local PROMPTS, TASKS, AGAIN = KEYS[1], KEYS[2], KEYS[3]
 local THEIRS = {unpack(KEYS, 4)}
@@ -128,6 +130,13 @@ local function task(name, samples, needed, uid, ids, epochs)
   return reply
 end
 
+local function with_ids(words, ids)
+  for _, id in ipairs(ids) do
+    words[#words + 1] = id
+  end
+  return words
+end
+
 -- Opens trajectories of a group that is there; nil where it is over.
 local function of_known_group(name, ids)
   local samples = string.match(redis.call('HGET', GROUPS, name) or '', '^%d+')
@@ -137,13 +146,13 @@ local function of_known_group(name, ids)
   local needed, uid = string.match(
     redis.call('HGET', MEMBERS, name) or '', '^(%d+):%d+:%d+:(.*)$')
   needed = needed or samples
-  local epochs = open_group(THEIRS, {name, samples .. '/' .. needed, WRITER, '',
-    unpack(ids or sample_ids(name, samples))})
+  ids = ids or sample_ids(name, samples)
+  local size = samples .. '/' .. needed
+  local epochs = open_group(THEIRS, with_ids({name, size, WRITER, ''}, ids))
   if epochs.err then
     return nil
   end
-  return task(name, tonumber(samples), tonumber(needed), uid or '',
-    ids or sample_ids(name, samples), epochs)
+  return task(name, tonumber(samples), tonumber(needed), uid or '', ids, epochs)
 end
 
 local function given_before()
@@ -185,8 +194,12 @@ local function next_number()
     .. ' are given out and not done')
 end
 
+local function config_in_force()
+  return cjson.decode(redis.call('HGET', CONFIG, redis.call('HGET', CONFIG, 'newest')))
+end
+
 local function closed_reply()
-  local config = cjson.decode(redis.call('HGET', CONFIG, redis.call('HGET', CONFIG, 'newest')))
+  local config = config_in_force()
   local num_open = tonumber(redis.call('HGET', FRONTIER, 'open_groups') or 0)
   if config.deadline_policy == 'refill' and num_open > 0 then
     return wait('WAIT', 'the run is closed; ' .. num_open .. ' groups are open, and may be refilled')
@@ -194,21 +207,26 @@ local function closed_reply()
   return redis.error_reply('CLOSED the run takes no new group')
 end
 
+-- include: max_samples.lua
+
 local function next_prompt()
   local number, none = next_number()
   if not number then
     return none
   end
   local samples, needed, uid = prompt(number)
+  local too_many = why_too_many(samples, config_in_force())
+  if too_many then
+    return redis.error_reply('TOOLARGE prompt ' .. number .. ' (' .. encoded(uid) .. '): ' .. too_many)
+  end
   local visit, name, opened = 0, nil, nil
   repeat  -- a name is used once, also of a prompt that came before
     visit = visit + 1
     name = encoded(uid .. '#' .. visit)
     opened = {err = 'CONFLICT'}
     if redis.call('HEXISTS', GROUPS, name) == 0 then
-      opened = open_group(THEIRS, {name, samples .. '/' .. needed, WRITER,
-        opened_record(uid .. '#' .. visit, uid, samples, needed),
-        unpack(sample_ids(name, samples))})
+      opened = open_group(THEIRS, with_ids({name, samples .. '/' .. needed, WRITER,
+        opened_record(uid .. '#' .. visit, uid, samples, needed)}, sample_ids(name, samples)))
     end
   until not (opened.err and string.match(opened.err, '^%-?CONFLICT'))
   if opened.err then

@@ -1,4 +1,4 @@
-#!lua
+#!lua flags=allow-oom
 -- Registers a group, where it is new, and takes samples of it for one writer, with a lease.
 --
 -- A new group needs capacity, by the rule of batching/capacity.py: (max_staleness + stepped + 1) *
@@ -13,7 +13,11 @@
 -- a trainer that has nothing to do and waits for this very group there is room in any budget, and in
 -- half of the reserve; it never waits for an evaluation. The room is reserved here for all samples at
 -- once, and topped up in reserve.lua. Why that cannot deadlock: docs/decisions/0018-byte-budgets.md.
--- A group that needs more than there can ever be room for does not wait.
+-- A group that needs more than there can ever be room for does not wait, and neither does one with
+-- more samples than the run allows (max_samples). All arguments are checked before the first write.
+--
+-- Runs also when the server is full, so that it can reply WAIT with the bytes used and allowed: a
+-- new group waits then, and a member of a known group is some hundred bytes.
 --
 -- A group that its writer has opened before, and that a store which was started anew has forgotten,
 -- had room then, and needs capacity only: room may never come where less is allowed since.
@@ -28,7 +32,7 @@
 --   KEYS[4] ledger    hash    trajectory id -> "open:<epoch>:<writer>"; made here
 --   KEYS[5] counts    hash    changed: accepted, open
 --   KEYS[6] events    stream  added, once per group: field r = the group_opened record
---   KEYS[7] wake      stream  read: its last id
+--   KEYS[7] wake      stream  read: its last id; added where a lease begins in a parked run
 --   KEYS[8] leases    zset    trajectory id -> end of its lease; made here, renewed for its writer
 --   KEYS[9] deadlines zset    added, once per group, where the run has such a deadline
 --   KEYS[10] members  hash    group name -> "<num_needed>:<highest attempt>:...", where these are not
@@ -38,6 +42,7 @@
 --   KEYS[13] held     hash    trajectory id -> "r<bytes>"; made here, for samples not begun, too
 --   KEYS[14] budget   hash    read: stored, planned, estimate; changed: reserved
 --   KEYS[15] clock    hash    read, where the run has such a deadline: see run_clock.lua
+--   KEYS[16] leader   hash    read: parked, see park_leader.lua
 -- Arguments:
 --   ARGV[1] group name    ARGV[2] "<num_samples>", or "<num_samples>/<num_needed>",
 --                         and ":eval" behind it where it is opened to evaluate, and "+" at the
@@ -50,7 +55,9 @@
 --   CLOSED    a new group in a closed run
 --   CONFLICT  the group was opened with another num_samples or num_needed, for another purpose, or
 --             was over
---   TOOLARGE  a new group needs more bytes than the run or the server may ever have for it
+--   TOOLARGE  a new group has more samples than max_samples, or needs more bytes than the run or
+--             the server may ever have for it
+--   INVALID   num_samples, num_needed or a trajectory id cannot be
 --   WAIT      "WAIT <last wake id> <why>": no capacity, no room, or the run is paused; try again when
 --             wake has a newer entry
 
@@ -70,6 +77,33 @@ local config = cjson.decode(redis.call('HGET', CONFIG, redis.call('HGET', CONFIG
 local samples, needed, purpose, again = string.match(ARGV[2], '^(%d+)/?(%d*):?(%a*)(%+?)$')
 local begins = purpose == 'eval' and 'evaluating' or 'open'
 needed = needed == '' and samples or needed
+
+-- include: max_samples.lua
+
+-- Why the arguments cannot be; nil where they can.
+local function why_invalid()
+  local num_samples, num_needed = tonumber(samples), tonumber(needed)
+  if not num_samples or num_samples < 1 or num_needed < 1 or num_needed > num_samples then
+    return 'size ' .. ARGV[2] .. ' of group ' .. ARGV[1] .. ' is no num_samples/num_needed'
+  end
+  for i = 5, #ARGV do
+    local group, sample = string.match(ARGV[i], '^([^/]*)/(%d+)/%d+$')
+    if group ~= ARGV[1] or tonumber(sample) >= num_samples then
+      return 'trajectory ' .. ARGV[i] .. ' is none of the ' .. samples .. ' samples of group '
+        .. ARGV[1]
+    end
+  end
+end
+
+local group = redis.call('HGET', KEYS[3], ARGV[1])
+local too_many = not group and samples and why_too_many(tonumber(samples), config)
+if too_many then
+  return redis.error_reply('TOOLARGE group ' .. ARGV[1] .. ': ' .. too_many)
+end
+local invalid = why_invalid()
+if invalid then
+  return redis.error_reply('INVALID ' .. invalid)
+end
 
 -- Why no group may be opened to train now; nil where one may.
 local function shortage()
@@ -91,6 +125,9 @@ end
 -- include: run_clock.lua
 
 -- include: lease_end.lua
+
+-- include: slices.lua
+
 local function estimate()
   local usual = tonumber(redis.call('HGET', BUDGET, 'estimate') or FIRST_ESTIMATE)
   return math.max(LEAST_ESTIMATE, usual)
@@ -151,6 +188,10 @@ local function why_no_room(num_samples)
   end
   local used, memory = server_memory()
   local usable = memory * (1 - (starves and RESERVE / 2 or RESERVE))
+  if memory > 0 and used >= memory then
+    return string.format('the store is full: it uses %.0f bytes, maxmemory is %.0f, and it refuses '
+      .. 'writes; this run holds %.0f: %s', used, memory, held, by)
+  end
   if memory > 0 and used + reserved + needed > usable then
     return string.format('the server uses %.0f of its %.0f bytes, of which it keeps %.0f for what '
       .. 'goes on; this run holds %.0f: %s; room comes as steps of any run are released', used,
@@ -170,7 +211,6 @@ end
 
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-local group = redis.call('HGET', KEYS[3], ARGV[1])
 local state = begins
 local members = group and redis.call('HGET', MEMBERS, ARGV[1])
 if group then
@@ -207,9 +247,12 @@ else
     return redis.error_reply('WAIT ' .. (last and last[1] or '0-0') .. ' ' .. why_not)
   end
   local bytes = estimate()
+  local reserved = {}
   for sample = 0, samples - 1 do
-    redis.call('HSET', HELD, ARGV[1] .. '/' .. sample .. '/0', string.format('r%.0f', bytes))
+    reserved[#reserved + 1] = ARGV[1] .. '/' .. sample .. '/0'
+    reserved[#reserved + 1] = string.format('r%.0f', bytes)
   end
+  write_sliced('HSET', HELD, reserved)
   redis.call('HINCRBY', BUDGET, 'reserved', string.format('%.0f', samples * bytes))
   redis.call('HSET', KEYS[3], ARGV[1], samples .. ':' .. begins)
   if needed ~= samples then
@@ -230,19 +273,18 @@ else
   redis.call('XADD', KEYS[6], '*', 'r', ARGV[4])
 end
 
-local num_ids = #ARGV - 4
-if num_ids == 0 then
-  return {}
+local ids = {}
+for i = 5, #ARGV do
+  ids[#ids + 1] = ARGV[i]
 end
-local entries = redis.call('HMGET', KEYS[4], unpack(ARGV, 5))
+local entries = read_sliced('HMGET', KEYS[4], ids)
 local lease_ms = math.floor((config.lease_s or 60) * 1000)
 local ends_ms = string.format('%.0f', lease_end(now_ms, lease_ms))
 local replies = {}
 local opened = {}
 local leases = {}
 local highest = 0
-for i = 1, num_ids do
-  local id = ARGV[4 + i]
+for i, id in ipairs(ids) do
   local entry = entries[i]
   if entry then
     local epoch, writer = string.match(entry, '^open:(%d+):(.*)$')
@@ -259,12 +301,14 @@ for i = 1, num_ids do
     replies[i] = 'CONFLICT group ' .. ARGV[1] .. ' is already ' .. state
   else
     replies[i] = 1
-    reserve_more(id)
     opened[#opened + 1] = id
     opened[#opened + 1] = 'open:1:' .. ARGV[3]
     leases[#leases + 1] = ends_ms
     leases[#leases + 1] = id
     local attempt = tonumber(string.match(id, '(%d+)$'))
+    if group or attempt > 0 then  -- the first attempts of a new group hold theirs already
+      reserve_more(id)
+    end
     if attempt > 0 then
       highest = math.max(highest, attempt)
       redis.call('ZREM', REFILLS, id)
@@ -278,10 +322,13 @@ if highest > 0 then
   end
 end
 if #leases > 0 then
-  redis.call('ZADD', LEASES, unpack(leases))
+  write_sliced('ZADD', LEASES, leases)
+  if group and redis.call('HEXISTS', KEYS[16], 'parked') == 1 then
+    redis.call('XADD', KEYS[7], 'MAXLEN', 1, '*', 'w', '')  -- no event says so
+  end
 end
 if #opened > 0 then
-  redis.call('HSET', KEYS[4], unpack(opened))
+  write_sliced('HSET', KEYS[4], opened)
   redis.call('HINCRBY', KEYS[5], 'accepted', #opened / 2)
   redis.call('HINCRBY', KEYS[5], 'open', #opened / 2)
 end

@@ -47,6 +47,8 @@ end
 
 -- include: was_over.lua
 
+-- include: slices.lua
+
 -- include: remember_rewards.lua
 
 local function is_group_over()

@@ -26,6 +26,7 @@
 --            ":<awaits>" where both are. The trajectory_sealed record
 -- Reply: per trajectory, in order: "OK", "DUPLICATE" (it had been posted), "SURPLUS" (its group was
 --        decided without it), or why not ("FENCED ...")
+-- Errors: INVALID  an epoch, or a record, is missing: nothing was written
 
 local LEASES, DEADLINES, CONFIG, HELD, BUDGET = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local CLOCK = KEYS[10]
@@ -33,10 +34,24 @@ local OVERHEAD = 4096  -- of keys, ledger entry, lease and events of a trajector
 local MEAN_OVER = 16
 
 local ids = {}
+local awaits_any = false
 for i = 1, #ARGV, 3 do
+  local epoch, awaits = string.match(ARGV[i + 1] or '', '^(%d+):?(%a*)')
+  if not epoch or not ARGV[i + 2] then
+    return redis.error_reply('INVALID trajectory ' .. ARGV[i] .. ' has no lease epoch, or no record')
+  end
   ids[#ids + 1] = ARGV[i]
+  awaits_any = awaits_any or awaits ~= ''
 end
-local entries = redis.call('HMGET', KEYS[1], unpack(ids))
+local reward_deadline_s = 0
+if awaits_any then
+  local config = cjson.decode(redis.call('HGET', CONFIG, redis.call('HGET', CONFIG, 'newest')))
+  reward_deadline_s = config.reward_deadline_s or 0
+end
+
+-- include: slices.lua
+
+local entries = read_sliced('HMGET', KEYS[1], ids)
 local after_seal = {sealed = 1, awaiting_reward = 1, planned = 1, filtered = 1, expired = 1,
   incomplete = 1, evaluated = 1, dead = 1}
 local has_epoch = {sealed = 1, awaiting_reward = 1}
@@ -54,10 +69,8 @@ end
 -- include: run_clock.lua
 
 local function await_reward(id)
-  local config = cjson.decode(redis.call('HGET', CONFIG, redis.call('HGET', CONFIG, 'newest')))
-  local deadline_s = config.reward_deadline_s or 0
-  if deadline_s > 0 then
-    redis.call('ZADD', DEADLINES, string.format('%.0f', run_ms() + deadline_s * 1000),
+  if reward_deadline_s > 0 then
+    redis.call('ZADD', DEADLINES, string.format('%.0f', run_ms() + reward_deadline_s * 1000),
       'reward:' .. id)
   end
 end
@@ -120,7 +133,7 @@ for i, id in ipairs(ids) do
   end
 end
 if #changes > 0 then
-  redis.call('HSET', KEYS[1], unpack(changes))
+  write_sliced('HSET', KEYS[1], changes)
   redis.call('HINCRBY', KEYS[2], 'open', -#changes / 2)
   for state, number in pairs(num) do
     if number > 0 then

@@ -5,7 +5,7 @@
 -- Keys, all in the run's slot, all read:
 --   KEYS[1] frontier  hash    the fields named below
 --   KEYS[2] config    hash    newest, and that revision's JSON
---   KEYS[3] leader    hash    owner, expires_ms
+--   KEYS[3] leader    hash    owner, expires_ms, lease_ms, parked
 --   KEYS[4] budget    hash    reserved, stored, planned, estimate
 --   KEYS[5] prompts   hash    added, next, done
 --   KEYS[6] again     zset    how many
@@ -18,12 +18,15 @@
 --   KEYS[13] clock    hash    see run_clock.lua
 --   KEYS[14] times    hash    when the newest step was stepped, and the one after it planned
 --   KEYS[15] ranks    hash    what the ranks of the session have, while the trainer is waited for
+--   KEYS[16] events   stream  its last id
+--   KEYS[17] wake     stream  its last id
 -- Arguments: ARGV[1] how many leases at most    ARGV[2] of how many of these the group's deadline
 -- Reply: {server time in ms;
 --         stepped, planned, planned_groups, released, live_groups, open_groups, opened_groups,
 --         revised_groups, session_epoch, closed, paused, at_plans of the frontier, as an array;
 --         the config's JSON;
---         {owner, expires_ms};  {reserved, stored, planned, estimate};
+--         {owner, expires_ms: of a parked run, which needs no planner, one lease from now};
+--         {reserved, stored, planned, estimate};
 --         {added, next, done, how many are to be given out again};
 --         how many refills nobody has taken;
 --         last id of versions, or false;
@@ -80,18 +83,33 @@ local function ranks()
 end
 
 local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+
+local function last_id(stream)
+  local last = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
+  return last and last[1]
+end
+
+local function planner()
+  local owner, expires_ms, lease_ms, parked = unpack(
+    redis.call('HMGET', KEYS[3], 'owner', 'expires_ms', 'lease_ms', 'parked'))
+  if parked == (last_id(KEYS[16]) or '0-0') .. ' ' .. (last_id(KEYS[17]) or '0-0') then
+    expires_ms = string.format('%.0f', now_ms + lease_ms)
+  end
+  return {owner, expires_ms}
+end
+
 local prompts = redis.call('HMGET', KEYS[5], 'added', 'next', 'done')
 prompts[4] = redis.call('ZCARD', KEYS[6])
-local last = redis.call('XREVRANGE', KEYS[10], '+', '-', 'COUNT', 1)[1]
 return {
-  string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000)),
+  string.format('%.0f', now_ms),
   frontier,
   redis.call('HGET', KEYS[2], redis.call('HGET', KEYS[2], 'newest')),
-  redis.call('HMGET', KEYS[3], 'owner', 'expires_ms'),
+  planner(),
   redis.call('HMGET', KEYS[4], 'reserved', 'stored', 'planned', 'estimate'),
   prompts,
   redis.call('ZCARD', KEYS[9]),
-  last and last[1] or false,
+  last_id(KEYS[10]) or false,
   redis.call('HMGET', KEYS[11], 'filtered', 'expired', 'abandoned', 'incomplete', 'dead'),
   server_memory(),
   redis.call('ZCARD', KEYS[7]),

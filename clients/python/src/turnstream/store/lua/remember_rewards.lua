@@ -4,8 +4,9 @@
 --
 -- Needs REWARDS   a key, hash  read; removed: the oldest of those that are only remembered
 --       REWARDED  a key, zset  added: trajectory ids, by when they were remembered; the oldest go
--- Gives remember_rewards(ids), of at most a thousand or so ids that are in REWARDS, and
---       forget_rewards(ids), of as many that leave the ledger, rewarded or not.
+-- Needs read_sliced and write_sliced of slices.lua.
+-- Gives remember_rewards(ids), of ids that are in REWARDS, and forget_rewards(ids), of ids that
+--       leave the ledger, rewarded or not.
 
 local MOST_REWARDED = 4096
 
@@ -17,18 +18,18 @@ local function remember_rewards(ids)
     members[#members + 1] = now_ms
     members[#members + 1] = id
   end
-  redis.call('ZADD', REWARDED, unpack(members))
+  write_sliced('ZADD', REWARDED, members)
   local surplus = redis.call('ZCARD', REWARDED) - MOST_REWARDED
   if surplus > 0 then
     local oldest = redis.call('ZRANGE', REWARDED, 0, surplus - 1)
-    redis.call('ZREM', REWARDED, unpack(oldest))
-    redis.call('HDEL', REWARDS, unpack(oldest))
+    write_sliced('ZREM', REWARDED, oldest)
+    write_sliced('HDEL', REWARDS, oldest)
   end
 end
 
 local function forget_rewards(ids)
   local rewarded = {}
-  for i, known in ipairs(redis.call('HMGET', REWARDS, unpack(ids))) do
+  for i, known in ipairs(read_sliced('HMGET', REWARDS, ids)) do
     if known then
       rewarded[#rewarded + 1] = ids[i]
     end

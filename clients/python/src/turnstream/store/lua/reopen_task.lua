@@ -1,6 +1,8 @@
-#!lua
+#!lua flags=allow-oom
 -- Opens a group again that a store had given to its writer as a task, and may have forgotten: as
 -- open_group.lua does, and its prompt is given out as this group again.
+--
+-- Runs also when the server is full: see open_group.lua.
 --
 -- What a store forgets is the last of what it did. So the prompt waits to be given out again, or comes
 -- behind the newest that was given out; those that are passed over wait from then on, until their own
@@ -97,7 +99,11 @@ if is_unknown and redis.call('HEXISTS', GROUPS, NAME) == 0 and had_another() the
   return redis.error_reply('CONFLICT group ' .. NAME .. ' is of a prompt that the store goes on with '
     .. 'as an earlier group, or has trained as one')
 end
-local reply = open_group(THEIRS, {unpack(ARGV, 2)})
+local words = {}
+for i = 2, #ARGV do
+  words[#words + 1] = ARGV[i]
+end
+local reply = open_group(THEIRS, words)
 if number and not reply.err and is_under_way() then
   give_out(number, was_before)
 end

@@ -12,9 +12,15 @@
 --            bytes of its records
 -- Reply:     per trajectory, in order: bytes of records for which there is room now; 0 where it is
 --            not open with this lease
+-- Errors:    INVALID  bytes that are no number: nothing was written
 
 local OVERHEAD = 4096  -- of keys, ledger entry, lease and events of a trajectory
 
+for i = 1, #ARGV, 3 do
+  if not tonumber(ARGV[i + 2]) then
+    return redis.error_reply('INVALID bytes of ' .. ARGV[i] .. ' are no number')
+  end
+end
 local replies = {}
 local grown = 0
 for i = 1, #ARGV, 3 do

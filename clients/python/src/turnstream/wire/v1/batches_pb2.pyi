@@ -17,18 +17,20 @@ class StartRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., recovery_token: _Optional[str] = ..., dp_world_size: _Optional[int] = ..., session: _Optional[str] = ...) -> None: ...
 
 class StartReply(_message.Message):
-    __slots__ = ("session_epoch", "next_step", "config_json", "lineage", "newest_version")
+    __slots__ = ("session_epoch", "next_step", "config_json", "lineage", "newest_version", "run")
     SESSION_EPOCH_FIELD_NUMBER: _ClassVar[int]
     NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     session_epoch: int
     next_step: int
     config_json: str
     lineage: str
     newest_version: int
-    def __init__(self, session_epoch: _Optional[int] = ..., next_step: _Optional[int] = ..., config_json: _Optional[str] = ..., lineage: _Optional[str] = ..., newest_version: _Optional[int] = ...) -> None: ...
+    run: str
+    def __init__(self, session_epoch: _Optional[int] = ..., next_step: _Optional[int] = ..., config_json: _Optional[str] = ..., lineage: _Optional[str] = ..., newest_version: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
 
 class GetRequest(_message.Message):
     __slots__ = ("run", "step", "dp_rank", "dp_world_size", "session_epoch", "wait_s", "observer", "session", "previous_hash", "manifest_hash")
@@ -125,16 +127,18 @@ class ObserveRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., observer: _Optional[str] = ..., first_step: _Optional[int] = ..., expiry_s: _Optional[float] = ...) -> None: ...
 
 class ObserveReply(_message.Message):
-    __slots__ = ("next_step", "config_json", "lineage", "first_missed")
+    __slots__ = ("next_step", "config_json", "lineage", "first_missed", "run")
     NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     FIRST_MISSED_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     next_step: int
     config_json: str
     lineage: str
     first_missed: int
-    def __init__(self, next_step: _Optional[int] = ..., config_json: _Optional[str] = ..., lineage: _Optional[str] = ..., first_missed: _Optional[int] = ...) -> None: ...
+    run: str
+    def __init__(self, next_step: _Optional[int] = ..., config_json: _Optional[str] = ..., lineage: _Optional[str] = ..., first_missed: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
 
 class ObservedRequest(_message.Message):
     __slots__ = ("run", "observer", "step")

@@ -1,0 +1,32 @@
+#!lua flags=allow-oom
+-- Part of claim_replay, fold_batch, fold_ended, give_back, open_group, post_reward,
+-- post_sealed and trim_events: calls with any number of values, some at a time. `unpack` fails above about 8,000.
+--
+-- Gives read_sliced(command, key, names), the replies for all names in one table, and
+--       write_sliced(command, key, words). Words that belong together come in pairs.
+
+local SLICE = 1000  -- an even number: no pair is cut
+
+local function slices(command, key, words, take)
+  for start = 1, #words, SLICE do
+    take(redis.call(command, key, unpack(words, start, math.min(start + SLICE - 1, #words))))
+  end
+end
+
+local function read_sliced(command, key, names)
+  local replies = {}
+  slices(command, key, names, function(some)
+    for _, reply in ipairs(some) do
+      replies[#replies + 1] = reply
+    end
+  end)
+  return replies
+end
+
+local function write_sliced(command, key, words)
+  local changed = 0
+  slices(command, key, words, function(number)
+    changed = changed + number
+  end)
+  return changed
+end

@@ -1,0 +1,135 @@
+"""The batcher replicas that a stream may call, with a channel of its own for each address."""
+
+from __future__ import annotations
+
+import threading
+from typing import cast
+
+import grpc
+from grpc.experimental import ChannelOptions
+
+from turnstream.errors import InvalidConfigError, RejectedError
+
+KEEPALIVE_EVERY_S = 2.0
+"""While a call is open, the replica is pinged so often. Its answer needs no store and no Python, so
+that a replica which waits for its store still answers."""
+
+KEEPALIVE_WITHIN_S = 4.0
+"""A replica that has not answered a ping within this time is gone: its calls fail, and are made
+again to another replica. Frozen processes and dead machines are noticed by this alone."""
+
+ALIVE_WITHIN_S = 4.0
+"""A replica that is called for the first time answers its health check within this time."""
+
+_HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+_NO_ANSWER = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+)
+
+_CHANNEL_OPTIONS = (
+    # Without it, the events of a stream go through a thread of the channel, and a stream that
+    # begins while its server stops can hang for ever, beyond its deadline and beyond `cancel`.
+    # With it, a stream that is cancelled keeps its connection open: see `BatcherCalls.hang_up`.
+    (ChannelOptions.SingleThreadedUnaryStream, 1),
+    # A new channel must not get the connection of another one, which may be the silent one.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_receive_message_length", -1),
+    # A restarted batcher should be found within a second or two, not after minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.keepalive_time_ms", int(KEEPALIVE_EVERY_S * 1000)),
+    ("grpc.keepalive_timeout_ms", int(KEEPALIVE_WITHIN_S * 1000)),
+    # The timeout of a keepalive has no effect if that of all pings is longer: 60 s by default.
+    ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_WITHIN_S * 1000)),
+    ("grpc.http2.max_pings_without_data", 0),  # no limit: a Get may wait for minutes
+)
+
+
+def addresses_of(target: str) -> tuple[str, ...]:
+    """Return the addresses in a target, each as a target of gRPC.
+
+    >>> addresses_of("batcher:7070"), addresses_of("unix:/run/batcher.sock")
+    (('batcher:7070',), ('unix:/run/batcher.sock',))
+    >>> addresses_of("one:7070, two:7070")
+    ('one:7070', 'two:7070')
+    >>> addresses_of("ipv4:10.0.0.1:7070,10.0.0.2:7070")
+    ('ipv4:10.0.0.1:7070', 'ipv4:10.0.0.2:7070')
+
+    Raises:
+        InvalidConfigError: one of several addresses is empty.
+    """
+    scheme = next((each for each in ("ipv4:", "ipv6:") if target.startswith(each)), "")
+    addresses = [address.strip() for address in target.removeprefix(scheme).split(",")]
+    if not all(addresses):
+        raise InvalidConfigError("target", f"{target!r} has an empty address")
+    return tuple(scheme + address for address in addresses)
+
+
+def open_channel(address: str) -> grpc.Channel:
+    """Return a channel with connections of its own."""
+    return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+
+
+def check_alive(channel: grpc.Channel) -> None:
+    """Connect, and return once the replica has answered, whatever its state is.
+
+    A stream must not be the first call of a channel: the socket of an attempt to connect that a
+    stream began stays open for good if it fails, also after the channel was closed.
+
+    Raises:
+        grpc.RpcError: the replica did not answer within ALIVE_WITHIN_S.
+    """
+    try:
+        channel.unary_unary(_HEALTH_CHECK)(b"", timeout=ALIVE_WITHIN_S)
+    except grpc.RpcError as error:
+        if cast("grpc.Call", error).code() in _NO_ANSWER:
+            raise
+
+
+class Replicas:
+    """The replica that is called now, and the next one where it does not answer. Thread-safe.
+
+    Args:
+        target: one address, or several with commas between them.
+    """
+
+    def __init__(self, target: str) -> None:
+        self._addresses = addresses_of(target)
+        self._index = 0
+        self._channels: dict[str, grpc.Channel] = {}
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def current(self) -> str:
+        """Address of the replica to call."""
+        return self._addresses[self._index]
+
+    def leave(self, address: str) -> None:
+        """Call the next replica from now on, unless another thread has left this one already."""
+        with self._lock:
+            if self.current == address:
+                self._index = (self._index + 1) % len(self._addresses)
+
+    def channel(self, address: str) -> grpc.Channel:
+        """Return the channel of an address for short calls. All threads share it.
+
+        Raises:
+            RejectedError: this was closed.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise RejectedError("the stream was closed")
+            if address not in self._channels:
+                self._channels[address] = open_channel(address)
+            return self._channels[address]
+
+    def close(self) -> None:
+        """Close all channels. Their calls end as cancelled."""
+        with self._lock:
+            self._is_closed = True
+            for channel in self._channels.values():
+                channel.close()

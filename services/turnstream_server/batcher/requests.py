@@ -1,0 +1,154 @@
+"""Validation of gRPC requests: every field of every request has a limit here.
+
+A request that is refused has read and written nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from turnstream.errors import InvalidConfigError
+from turnstream.types import RecoveryToken
+from turnstream.types.names import encode_name, encode_run
+from turnstream.wire.v1 import batches_pb2 as wire
+
+MAX_DP_WORLD_SIZE: Final = 8192
+"""Dividing a mini-batch among so many ranks takes about 10 ms, among 10^6 it takes seconds."""
+
+MAX_STEP: Final = 2**31 - 1
+"""The ids of inert rows have no room for a larger step."""
+
+MAX_EXACT: Final = 2**53 - 2
+"""The scripts of the store compute with doubles: above it, two numbers may be the same."""
+
+MAX_SECONDS: Final = 1e9
+
+_TEXTS: Final = {
+    "recovery_token": 2048,
+    "session": 512,
+    "previous_hash": 128,
+    "manifest_hash": 128,
+    "weights_uri": 4096,
+}
+"""Longest value of a text, in characters."""
+
+_NUMBERS: Final[dict[str, tuple[float, float]]] = {
+    "step": (0, MAX_STEP),
+    "first_step": (0, MAX_STEP),
+    "dp_rank": (0, MAX_DP_WORLD_SIZE - 1),
+    "dp_world_size": (1, MAX_DP_WORLD_SIZE),
+    "session_epoch": (0, MAX_EXACT),
+    "version": (0, MAX_EXACT),
+    "wait_s": (0, MAX_SECONDS),
+    "expiry_s": (0.001, MAX_SECONDS),
+}
+"""Smallest and largest value of a number."""
+
+_NOT_EMPTY: Final = frozenset(
+    {
+        ("StartRequest", "session"),
+        ("ObserveRequest", "observer"),
+        ("ObservedRequest", "observer"),
+        ("CommittedRequest", "recovery_token"),
+    }
+)
+"""Fields that must have a value; the name of the run always must."""
+
+_LEAST: Final = {("GetRequest", "step"): 1, ("SteppedRequest", "step"): 1}
+"""Smallest values that are larger than in other requests."""
+
+_SHOWN: Final = 40
+"""Characters of a refused value that its error shows."""
+
+Request = TypeVar("Request", bound=Message)
+
+
+def parse_request(data: bytes, kind: type[Request]) -> Request:
+    """Return the request in these bytes, with every field within its limits.
+
+    Raises:
+        InvalidConfigError: the bytes are no such request, or a field is out of its limits.
+    """
+    try:
+        request = kind.FromString(data)
+    except DecodeError as error:
+        name = kind.DESCRIPTOR.name
+        raise InvalidConfigError("request", f"{len(data)} bytes are no {name}: {error}") from error
+    check_request(request)
+    return request
+
+
+def check_request(request: Message) -> None:
+    """Refuse a request with a field that is out of its limits.
+
+    Raises:
+        InvalidConfigError: names the field, its value and the limit.
+    """
+    kind = request.DESCRIPTOR.name
+    for field in request.DESCRIPTOR.fields:
+        value: Any = getattr(request, field.name)
+        if field.name == "run":
+            encode_run(value)
+        elif (kind, field.name) in _NOT_EMPTY and not value:
+            raise InvalidConfigError(field.name, f"a {kind} needs one, and has ''")
+        elif field.name == "observer":
+            _check_observer(value)
+        elif field.name in _TEXTS:
+            _check_text(value, field=field.name)
+        else:
+            least, most = _NUMBERS[field.name]
+            _check_number(value, _LEAST.get((kind, field.name), least), most, field=field.name)
+    if isinstance(request, wire.GetRequest) and request.dp_rank >= request.dp_world_size:
+        raise InvalidConfigError(
+            "dp_rank", f"{request.dp_rank} is not below dp_world_size={request.dp_world_size}"
+        )
+
+
+def parse_token(text: str) -> RecoveryToken:
+    """Return the recovery token that a trainer presents.
+
+    Raises:
+        InvalidConfigError: the text is no recovery token, or its step is out of range.
+    """
+    try:
+        token = RecoveryToken.parse(text)
+    except ValueError as error:
+        reason = f"{_shown(text)} is not a recovery token"
+        raise InvalidConfigError("recovery_token", reason) from error
+    if not 0 <= token.step <= MAX_STEP:
+        raise InvalidConfigError(
+            "recovery_token", f"{_shown(text)} has a step that is not from 0 to {MAX_STEP}"
+        )
+    return token
+
+
+def _check_observer(name: str) -> None:
+    """Refuse a name that no observer can have. An empty one says that the trainer calls."""
+    try:
+        if name:
+            encode_name(name)
+    except ValueError as error:
+        raise InvalidConfigError("observer", str(error)) from error
+
+
+def _check_text(text: str, *, field: str) -> None:
+    if len(text) > _TEXTS[field]:
+        raise InvalidConfigError(
+            field, f"{len(text)} characters, at most {_TEXTS[field]} are allowed: {_shown(text)}"
+        )
+
+
+def _check_number(value: float, least: float, most: float, *, field: str) -> None:
+    if not least <= value <= most:  # also refuses NaN
+        raise InvalidConfigError(field, f"{value} is not from {least:.16g} to {most:.16g}")
+
+
+def _shown(text: str) -> str:
+    r"""Return the beginning of a text, as an error shows it.
+
+    >>> _shown("main\n:1"), _shown("a" * 100)[-5:]
+    ("'main\\n:1'", "aa'..")
+    """
+    return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}.."

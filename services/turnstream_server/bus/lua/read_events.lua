@@ -1,0 +1,48 @@
+#!lua flags=no-writes
+-- Reads the next entries of a run's events, as many as a number of bytes can hold.
+--
+-- Keys, in the run's slot:
+--   KEYS[1] events  stream  read
+-- Arguments: ARGV[1] id of the entry before the first    ARGV[2] entries, at most
+--            ARGV[3] bytes of all fields, at most; the first entry is returned however long it is
+--            ARGV[4] bytes of one entry, at most: of a longer one field r is left out
+-- Reply:     per entry, in order: {its id, field r, field t, bytes of all its fields}; nil stands for
+--            a field that is missing or left out
+
+local ID_BYTES = 600  -- more than any id of a trajectory has
+local CHUNK = 16  -- entries that are copied before their bytes are counted
+
+local most, most_bytes, most_each = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local reply = {}
+local num_bytes = 0
+local after = '(' .. ARGV[1]
+local count = 1  -- doubled, so that one long entry is not read together with hundreds
+
+while true do
+  local entries = redis.call('XRANGE', KEYS[1], after, '+', 'COUNT', math.min(count, most - #reply))
+  for _, entry in ipairs(entries) do
+    local record, posted_for, size = false, false, 0
+    for i = 1, #entry[2], 2 do
+      local name, value = entry[2][i], entry[2][i + 1]
+      size = size + #name + #value
+      if name == 'r' then
+        record = value
+      elseif name == 't' then
+        posted_for = string.sub(value, 1, ID_BYTES)
+      end
+    end
+    if size > most_each then
+      record = false
+    end
+    num_bytes = num_bytes + size
+    if #reply > 0 and num_bytes > most_bytes then
+      return reply
+    end
+    reply[#reply + 1] = {entry[1], record, posted_for, size}
+  end
+  if #entries < math.min(count, most) or #reply >= most or num_bytes >= most_bytes then
+    return reply
+  end
+  after = '(' .. entries[#entries][1]
+  count = math.min(count * 2, CHUNK)
+end

@@ -1,0 +1,175 @@
+"""Events that cannot be read or folded: each one is set aside, and the run continues."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from turnstream.records.events import encode_event
+from turnstream.records.framing import EVENT, write_frame
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.testing import group, sealed, stored_turn, wait_until_async
+from turnstream.types import ConfigRevised, GroupOpened, TurnShape
+from turnstream_server.bus.letters import DeadLetters, read_letters
+from turnstream_server.bus.reasons import reasons
+from turnstream_server.bus.waits import read_snapshot
+from turnstream_server.jobs.letters import print_letters
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(120)]
+
+SEAL = encode_event(sealed("elsewhere"))
+TOO_LONG = TurnShape(-1, 0, 2**32 - 1, 2**32 - 1, 1)
+"""A turn whose prompt and response have more tokens than a plan can hold."""
+
+UNREADABLE: dict[str, Mapping[str, bytes]] = {
+    "field_has_another_name": {"s": SEAL},
+    "field_name_is_no_utf8": {b"\xf2": SEAL},  # type: ignore[dict-item]
+    "record_is_empty": {"r": b""},
+    "t_is_no_trajectory": {"r": SEAL, "t": b"nonsense"},
+    "t_is_no_utf8": {"r": SEAL, "t": b"\xe7/0/0"},
+    "t_has_no_number": {"r": SEAL, "t": b"g/x/0"},
+    "t_has_a_sign": {"r": SEAL, "t": b"g/+1/0"},
+    "revision_is_unknown": {"r": encode_event(ConfigRevised(revision=99, step=1))},
+    "group_without_samples": {
+        "r": encode_event(GroupOpened(group_id="none", prompt_uid="", num_samples=0))
+    },
+    "group_needs_more_than_it_has": {
+        "r": encode_event(GroupOpened(group_id="few", prompt_uid="", num_samples=2, num_needed=3))
+    },
+    "name_is_too_long": {"r": encode_event(sealed("x" * 2_000))},
+    "number_of_attempt_is_too_large": {"r": encode_event(sealed("g0", attempt=2**32 - 1))},
+    "record_is_too_large": {"r": SEAL + bytes(2**20)},
+}
+
+
+def add_event(house: Any, run: str, fields: Mapping[Any, Any], *, event_id: str = "*") -> str:
+    """Write an event past every check; its id."""
+    with connect(house.url) as client:
+        added: Any = client.xadd(keys.run_keys(run).events, dict(fields), id=event_id)
+    return added.decode()
+
+
+def letters(house: Any, run: str) -> DeadLetters:
+    with connect(house.url) as client:
+        return read_letters(client, run)
+
+
+def why(house: Any, run: str) -> str:
+    """The sentences of `turnstream why`."""
+    with connect(house.url) as client:
+        return "\n".join(each.sentence for each in reasons(read_snapshot(client, run)))
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+async def test_unreadable_event_is_set_aside_and_the_run_continues(house: Any, kind: str) -> None:
+    # One damaged byte in a field's name, or in the name of a trajectory, raised KeyError or
+    # ValueError in each leader that read it, so that the run was never planned again.
+    run = house.create_run(batch_groups=1)
+    await house.publish(run, group("g0"))
+    event_id = add_event(house, run, UNREADABLE[kind])
+    await house.publish(run, group("g1"))
+
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+    (first,) = await trainer.get(1, wait_s=15)
+    await trainer.stepped([first])
+    (second,) = await trainer.get(2, wait_s=15)
+
+    names = {*first.mini_batch.rows.trajectory_id, *second.mini_batch.rows.trajectory_id}
+    assert {name.partition("/")[0] for name in names} == {"g0", "g1"}
+    assert [each.event_id for each in letters(house, run).events] == [event_id]
+    assert event_id in why(house, run)
+
+
+async def test_seal_whose_lengths_overflow_ends_its_trajectory_alone(house: Any) -> None:
+    # The lengths passed the fold and overflowed in the plan: ValueError of protobuf, in each term.
+    run = house.create_run(batch_groups=1)
+    house.seal_group_of_one(run, "big", stored_turn("ab", "CD"), said=TOO_LONG)
+    await house.publish(run, group("g1"))
+
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+    (pulled,) = await trainer.get(1, wait_s=15)
+
+    assert {name.partition("/")[0] for name in pulled.mini_batch.rows.trajectory_id} == {"g1"}
+    (letter,) = letters(house, run).letters
+    assert letter.trajectory_id == "big/0/0"
+    assert "8589934590 tokens" in letter.reason
+    assert "big/0/0" in why(house, run)
+
+
+async def test_damaged_name_of_trajectory_ends_what_its_record_names(house: Any) -> None:
+    # The seal is intact and its field `t` is not: the ledger called the trajectory sealed, and no
+    # leader got past the entry.
+    run = house.create_run(batch_groups=1)
+    house.seal_group_of_one(run, "g0", stored_turn("ab", "CD"), posts=True)
+    events = keys.run_keys(run).events
+    with connect(house.url) as client:
+        entries: Any = client.xrange(events)
+        event_id, fields = entries[-1]
+        client.xdel(events, event_id)
+        client.xadd(events, {"r": fields[b"r"], "t": b"g0/0/\xb0"})
+    await house.publish(run, group("g1"))
+
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+    (pulled,) = await trainer.get(1, wait_s=15)
+
+    assert {name.partition("/")[0] for name in pulled.mini_batch.rows.trajectory_id} == {"g1"}
+    (letter,) = letters(house, run).letters
+    assert letter.trajectory_id == "g0/0/0"
+    assert letter.group_state == "incomplete"
+
+
+async def test_event_of_a_distant_time_does_not_stop_the_run(house: Any) -> None:
+    # One damaged byte of an event's time makes it centuries late, and all after it.
+    run = house.create_run(batch_groups=1)
+    await house.publish(run, group("g0"))
+    event_id = f"{2**63}-0"
+    add_event(house, run, {"s": SEAL}, event_id=event_id)
+    await house.publish(run, group("g1"))
+
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+    await trainer.stepped(await trainer.get(1, wait_s=15))
+    (pulled,) = await trainer.get(2, wait_s=15)
+
+    assert {name.partition("/")[0] for name in pulled.mini_batch.rows.trajectory_id} == {"g1"}
+    assert [each.event_id for each in letters(house, run).events] == [event_id]
+    shown = io.StringIO()
+    print_letters(house.url, run, Console(file=shown, width=200))
+    assert f"{2**63} ms" in shown.getvalue()
+
+
+@pytest.mark.parametrize("posted", [{}, {"t": b"elsewhere/0/0"}])
+async def test_newer_record_stops_the_run_and_sets_nothing_aside(
+    house: Any, posted: Mapping[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A record of a newer major version that was posted for a trajectory made it a dead letter,
+    # though a batcher of that release would have trained it.
+    run = house.create_run(batch_groups=1)
+    await house.publish(run, group("g0"))
+    with monkeypatch.context() as patched:
+        patched.setattr("turnstream.records.framing.MAJOR_VERSION", 1)
+        newer = write_frame(EVENT, SEAL[8:-4].rstrip(b"\0"))
+    event_id = add_event(house, run, {"r": newer, **posted})
+    batcher = await house.start_batcher()
+
+    async def said() -> bool:
+        return "newer release" in why(house, run)
+
+    await wait_until_async(said, describe="why names the newer release")
+
+    assert event_id in why(house, run)
+    assert letters(house, run).letters == letters(house, run).events == ()
+    await batcher.stop()
+    monkeypatch.setattr("turnstream.records.framing.MAJOR_VERSION", 1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+    (pulled,) = await trainer.get(1, wait_s=15)
+    assert {name.partition("/")[0] for name in pulled.mini_batch.rows.trajectory_id} == {"g0"}

@@ -1,0 +1,346 @@
+"""Rejected events and the leaders that follow: all of them pass over the same events."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from turnstream.batching.plan import Manifest
+from turnstream.batching.readiness import RunFold
+from turnstream.records.events import encode_event
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.testing import group, sealed, trajectory, turn, wait_until_async
+from turnstream.types import (
+    BatchDue,
+    ConfigRevised,
+    DeadlineFired,
+    Event,
+    GroupOpened,
+    PlansWithdrawn,
+    Purpose,
+    RefillGranted,
+    RewardPosted,
+    RolledBack,
+    RunClosed,
+    RunFinished,
+    RunReopened,
+    TrajectoryAbandoned,
+    TrajectoryDied,
+    TrajectoryKey,
+    VersionAnnounced,
+)
+from turnstream_server.batcher import chain
+from turnstream_server.batcher.upkeep import Upkeep
+from turnstream_server.bus.letters import read_letters
+from turnstream_server.bus.manifests import read_plan
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(300)]
+
+KEY = TrajectoryKey("elsewhere", 1)
+EVENTS: list[Event] = [
+    GroupOpened(group_id="elsewhere", prompt_uid="uid", num_samples=3, num_needed=2),
+    GroupOpened(group_id="eval", prompt_uid="", num_samples=1, purpose=Purpose.EVAL),
+    sealed("elsewhere", sample=1, tags={"env": "maze"}, metrics={"turns": 2.0}),
+    TrajectoryAbandoned(key=KEY, reason="gone"),
+    TrajectoryDied(key=KEY, reason="damaged"),
+    VersionAnnounced(version=3, step=1, lineage="l", weights_uri="file:///w"),
+    RunClosed(reason="done", leftover="carry"),
+    RunReopened(),
+    RunFinished(step=1),
+    RolledBack(step=1),
+    DeadlineFired(group_id="elsewhere", awaited=KEY, num_refills=1),
+    RefillGranted(key=KEY, number=1),
+    RewardPosted(key=KEY, reward=1.0, reward_components={"quality": 0.5}),
+    BatchDue(step=1),
+    ConfigRevised(revision=2, step=2),
+    PlansWithdrawn(step=1, dead=(KEY,)),
+]
+SNAPSHOTS = Upkeep(snapshot_events=1, snapshot_steps=1)
+
+# A batcher that is killed where its failpoint is.
+DOOMED = """
+import asyncio, sys
+from turnstream_server import failpoints
+from turnstream_server.batcher.options import BatcherOptions
+from turnstream_server.batcher.service import serving
+
+url, failpoint = sys.argv[1:]
+failpoints.arm(failpoint)
+
+async def main():
+    async with serving(BatcherOptions(redis_url=url, leader_lease_s=0.6)):
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def spoiled(record: bytes) -> Iterator[bytes]:
+    """The record with one byte changed, at each place, and cut off at each length."""
+    for place in range(len(record)):
+        changed = bytearray(record)
+        changed[place] ^= 1 << place % 8
+        yield bytes(changed)
+        yield record[:place]
+
+
+def entries(seed: int = 7) -> list[dict[bytes, bytes]]:
+    """Entries that no release can read, for every type of event, and some with strange fields."""
+    found = [{b"r": each} for event in EVENTS for each in spoiled(encode_event(event))]
+    chance = random.Random(seed)
+    for event in EVENTS:
+        name = bytes(chance.choices(range(256), k=3))
+        found.append({name: encode_event(event)})
+        found.append({b"r": encode_event(sealed("elsewhere")), b"t": name})
+    chance.shuffle(found)
+    return found
+
+
+def write_events(house: Any, run: str, found: list[Any]) -> list[str]:
+    """Write entries past every check; their ids."""
+    with connect(house.url) as client:
+        pipeline = client.pipeline(transaction=False)
+        for fields in found:
+            words = [word for pair in fields.items() for word in pair]
+            pipeline.execute_command("XADD", keys.run_keys(run).events, "*", *words)
+        ids: Any = pipeline.execute()
+    return [event_id.decode() for event_id in ids]
+
+
+def chain_of(house: Any, run: str, steps: int) -> list[tuple[str, Manifest]]:
+    """The plans of a run with their hashes."""
+    with connect(house.url) as client:
+        plans = [read_plan(client, run, step) for step in range(1, steps + 1)]
+    return [(each.hash, each.manifest) for each in plans if each is not None]
+
+
+def contents(plans: list[tuple[str, Manifest]]) -> list[Manifest]:
+    """The plans without the ids of the events that killed members: each store has its own."""
+    return [replace(each, last_event_id="", previous_hash="") for _, each in plans]
+
+
+async def planned(house: Any, run: str, step: int) -> None:
+    async def is_planned() -> bool:
+        with connect(house.url) as client:
+            found: Any = client.hget(keys.run_keys(run).frontier, "planned")
+        return int(found or 0) >= step
+
+    await wait_until_async(is_planned, describe=f"step {step} planned")
+
+
+def rejected(house: Any, run: str) -> set[str]:
+    with connect(house.url) as client:
+        found: Any = client.zrange(keys.run_keys(run).rejected, 0, -1)
+    return {event_id.decode() for event_id in found}
+
+
+def trouble(house: Any, run: str) -> bytes | None:
+    with connect(house.url) as client:
+        found: Any = client.hget(keys.run_keys(run).leader, "planning_trouble")
+    return found
+
+
+def saved(house: Any) -> dict[Any, Any]:
+    """All that the store holds."""
+    with connect(house.url) as client:
+        names: Any = client.keys("*")
+        return {name: client.dump(name) for name in names}
+
+
+def restore(house: Any, store: dict[Any, Any]) -> None:
+    with connect(house.url) as client:
+        client.flushall()
+        for name, value in store.items():
+            client.restore(name, 0, value)
+
+
+async def die_at(house: Any, failpoint: str) -> None:
+    """Let a batcher be killed at a failpoint."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", DOOMED, house.url, failpoint, stderr=subprocess.DEVNULL
+    )
+    try:
+        assert await asyncio.wait_for(process.wait(), 60) == -signal.SIGKILL
+    finally:
+        if process.returncode is None:
+            process.kill()
+
+
+def group_of_3(name: str) -> Any:
+    members = [trajectory(turn("ab", "CD"), sample=n, reward=float(n)) for n in range(3)]
+    return group(name, *members)
+
+
+async def damaged_run(house: Any) -> str:
+    """A run of three groups with damaged events around, and in, them."""
+    run = house.create_run(batch_groups=1, max_planned_ahead=2)
+    events = keys.run_keys(run).events
+    for number in range(3):
+        write_events(house, run, entries(number)[:40])
+        await house.publish(run, group_of_3(f"g{number}"))
+    with connect(house.url) as client:
+        (entry,) = cast("list[Any]", client.xrevrange(events, count=1))  # the last seal of g2
+        client.xdel(events, entry[0])
+        client.xadd(events, {"r": entry[1][b"r"][:-1], "t": entry[1][b"t"]})
+    return run
+
+
+async def test_sweep_of_damaged_events_never_stops_the_planner(house: Any) -> None:
+    # Any of these bytes may be the one that a disk loses: some of them raised KeyError, ValueError
+    # or UnicodeDecodeError in the planner of the run, for good.
+    run = house.create_run(batch_groups=1, max_planned_ahead=3)
+    found = entries()
+    ids = write_events(house, run, found[::2])
+    await house.publish(run, group("g0"))
+    first = await house.start_batcher(upkeep=SNAPSHOTS)
+    await planned(house, run, 1)
+    await first.stop()
+
+    first_half = set(ids)
+    ids += write_events(house, run, found[1::2])
+    await house.publish(run, group("g1"))
+    await house.start_batcher(upkeep=SNAPSHOTS)
+    await planned(house, run, 2)
+
+    async def is_trimmed() -> bool:
+        return not rejected(house, run) & first_half
+
+    await wait_until_async(is_trimmed, describe="decisions below the snapshots removed")
+
+    assert len(ids) > 1_000
+    assert not trouble(house, run)
+    names = [[each.group_id for each in plan.groups] for _, plan in chain_of(house, run, 2)]
+    assert names == [["g0"], ["g1"]]
+    with connect(house.url) as client:
+        letters = read_letters(client, run)
+    assert letters.events[-1].event_id == max(ids, key=lambda each: [*map(int, each.split("-"))])
+    assert letters.num_discarded_events + len(letters.events) == len(ids)
+
+
+@pytest.mark.parametrize(
+    "failpoint",
+    ["reject.before", "reject.after", "reject.after@2", "plan.before_write", "plan.after_write"],
+)
+async def test_killed_leader_is_followed_by_one_with_the_same_plans(
+    house: Any, failpoint: str
+) -> None:
+    run = await damaged_run(house)
+    before = saved(house)
+    undisturbed = await house.start_batcher()
+    await planned(house, run, 3)
+    await undisturbed.stop()
+    expected, decided = chain_of(house, run, 3), rejected(house, run)
+
+    restore(house, before)
+    if failpoint == "reject.after@2":  # the second leader folds from a snapshot
+        await house.start_batcher(upkeep=SNAPSHOTS)
+    else:
+        await die_at(house, failpoint)
+        partial = chain_of(house, run, 3)
+        await house.start_batcher()
+        assert chain_of(house, run, 3)[: len(partial)] == partial
+    await planned(house, run, 3)
+
+    assert contents(chain_of(house, run, 3)) == contents(expected)
+    assert rejected(house, run) == decided
+    assert not trouble(house, run)
+
+
+async def test_successor_of_another_release_skips_what_was_rejected(
+    house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The fold of the first leader fails half way through one seal, that of its successor does not.
+    run = house.create_run(batch_groups=2, max_planned_ahead=0)
+    await house.publish(run, group_of_3("bad"), group_of_3("g1"))
+    seal = RunFold._seal  # pyright: ignore[reportPrivateUsage]
+    hashes: list[Any] = []
+
+    def fails(self: RunFold, event_id: str, event: Any) -> Any:
+        decisions = seal(self, event_id, event)
+        if event.key == TrajectoryKey("bad", 1):
+            raise ZeroDivisionError("a defect of this release")
+        return decisions
+
+    async def hold(manifest: Manifest) -> None:
+        hashes.append(manifest)
+        await asyncio.Event().wait()
+
+    async def is_drafted() -> bool:
+        return bool(hashes)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFold, "_seal", fails)
+        first = await house.start_batcher(before_write=hold)
+        await wait_until_async(is_drafted, describe="a plan drafted")
+        await first.stop()
+    await house.start_batcher()
+    await planned(house, run, 1)
+
+    ((_, manifest),) = chain_of(house, run, 1)
+    assert manifest == hashes[0]
+    members = {each.key for found in manifest.groups for each in found.trajectories}
+    assert TrajectoryKey("bad", 0) in members
+    assert TrajectoryKey("bad", 1) not in members
+    with connect(house.url) as client:
+        (letter,) = read_letters(client, run).letters
+    assert letter.trajectory_id == "bad/1/0"
+    assert "a defect of this release" in letter.reason
+
+
+async def test_trajectory_that_cannot_be_planned_is_set_aside(
+    house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A value that passed the fold and failed in the plan failed in each term again.
+    run = house.create_run(batch_groups=2)
+    await house.publish(run, group_of_3("bad"), group_of_3("g1"))
+    plan_batch = chain.plan_batch
+
+    def fails(ready: Any, **words: Any) -> Manifest:
+        if any(each.key == TrajectoryKey("bad", 1) for one in ready for each in one.members):
+            raise ValueError("Value out of range: 8589934590")
+        return plan_batch(ready, **words)
+
+    monkeypatch.setattr(chain, "plan_batch", fails)
+    await house.start_batcher()
+    await planned(house, run, 1)
+
+    ((_, manifest),) = chain_of(house, run, 1)
+    assert [len(each.trajectories) for each in manifest.groups] == [2, 3]
+    with connect(house.url) as client:
+        (letter,) = read_letters(client, run).letters
+    assert letter.trajectory_id == "bad/1/0"
+    assert "Value out of range" in letter.reason
+
+
+async def test_lack_of_memory_rejects_nothing(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = house.create_run(batch_groups=1)
+    await house.publish(run, group("g0"))
+
+    def fails(*_: Any) -> Any:
+        raise MemoryError("not enough")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFold, "_seal", fails)
+        first = await house.start_batcher()
+
+        async def is_told() -> bool:
+            return trouble(house, run) == b"not enough"
+
+        await wait_until_async(is_told, describe="why the run is not planned")
+        await first.stop()
+    await house.start_batcher()
+    await planned(house, run, 1)
+
+    assert rejected(house, run) == set()
+    with connect(house.url) as client:
+        letters = read_letters(client, run)
+    assert letters.letters == letters.events == ()

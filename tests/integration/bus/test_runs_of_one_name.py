@@ -1,0 +1,347 @@
+"""Runs that have the same name, one after the other: the store's side."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+
+from harness.stored import content_of
+from turnstream.errors import (
+    ConflictError,
+    FencedError,
+    InvalidConfigError,
+    RunNotFoundError,
+    StoreBehindError,
+)
+from turnstream.generator import Prompt, add_prompts
+from turnstream.records.events import encode_event
+from turnstream.store import keys
+from turnstream.store.configs import read_config
+from turnstream.store.leases import heartbeat_command, take_over_command
+from turnstream.store.rewards import post_reward, reward_command
+from turnstream.store.run_ids import find_run
+from turnstream.store.runs import close_command, close_run, create_run, list_runs
+from turnstream.store.scripts import Command, Script, run_command, run_commands
+from turnstream.store.tasks import next_task_command, read_prompt_counts
+from turnstream.testing import config, sealed
+from turnstream.types import GroupOpened, RecoveryToken, TrajectoryKey
+from turnstream.types.names import RunId
+from turnstream_server.bus.deletion import delete_run, deleting_since_ms
+from turnstream_server.bus.forks import fork_run
+from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.bus.sessions import start_session
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = [pytest.mark.redis]
+
+PLACES = ("delete.after_condemned", "delete.after_slice", "delete.after_payload")
+NUM_MANY = 200
+"""Trajectories of several slices."""
+
+_names = (f"maze {number}" for number in itertools.count(1))
+
+
+@pytest.fixture
+def name(client: redis.Redis) -> str:
+    """The name of a run that is in the store."""
+    name = next(_names)
+    create_run(client, name, config(2))
+    return name
+
+
+def open_group(run: str, group_id: str, *, num_samples: int = 1) -> Command:
+    opened = GroupOpened(group_id=group_id, prompt_uid="", num_samples=num_samples)
+    ids = [TrajectoryKey(group_id, sample).trajectory_id for sample in range(num_samples)]
+    words = (group_id, num_samples, "w", encode_event(opened))
+    return Script("open_group")(keys.run_keys(run).of_open_group, *words, *ids)
+
+
+def append(run: str, trajectory_id: str, record: bytes, *, lease: str, first: int = 0) -> Command:
+    payload = keys.trajectory_keys(run, trajectory_id)
+    return Script("append")(payload, lease, first, 0, record)
+
+
+def fill(client: redis.Redis, run: str, *, num_samples: int = 1) -> None:
+    """A group `g`, whose trajectories are open and have a turn each."""
+    run_command(client, open_group(run, "g", num_samples=num_samples))
+    ids = [TrajectoryKey("g", sample).trajectory_id for sample in range(num_samples)]
+    run_commands(client, [append(run, each, b"turn0", lease="1:w") for each in ids])
+
+
+def content(client: redis.Redis, run: str) -> dict[str, Any]:
+    """Everything that the store has of one run."""
+    found: Any = client.scan_iter(match=f"ts:{{{keys.encode_name(RunId(run).name)}*", count=1000)
+    own = [key.decode() for key in found if keys.run_of(key.decode()) == run]
+    return {key: content_of(client, key) for key in own}
+
+
+def kill_deletion(server: EmbeddedServer, name: str, place: str) -> int:
+    """The exit status of a command `delete` that is killed at a failpoint."""
+    command = [sys.executable, "-m", "turnstream_server.cli", "delete", name, "--yes"]
+    environment = {"TURNSTREAM_FAILPOINT": place, "TURNSTREAM_REDIS_URL": server.url}
+    return subprocess.run(command, env=environment, capture_output=True, check=False).returncode
+
+
+class Overtaken(redis.Redis):
+    """A client of the same store; another process acts just before its first call of a script."""
+
+    def __init__(self, client: redis.Redis, script: str, act: Callable[[], object]) -> None:
+        super().__init__(connection_pool=client.connection_pool)
+        self._sha = Script(script).sha
+        self._acts = [act]
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Send one command."""
+        if self._sha in args and self._acts:
+            self._acts.pop()()
+        return super().execute_command(*args, **options)
+
+
+def test_deleted_name_can_be_used_again_at_once(client: redis.Redis, name: str) -> None:
+    # The name of a deleted run was blocked for 960 s, or 15 leases where that is longer: create_run
+    # raised ConflictError until then.
+    fill(client, name)
+    delete_run(client, name)
+
+    revision = create_run(client, name, config(7))
+    again = create_run(client, name, config(7))
+
+    assert (revision, again) == (1, 1)
+    assert find_run(client, name) == f"{name}~2"
+    assert read_config(client, f"{name}~2")[1] == config(7)
+    assert read_ledger(client, f"{name}~2").accepted == 0
+    assert [run for run in list_runs(client) if run.name == name] == [f"{name}~2"]
+    with pytest.raises(ConflictError, match="another config"):
+        create_run(client, name, config(2))
+
+
+def test_number_of_a_name_stays_when_its_tombstones_have_expired(
+    client: redis.Redis, name: str
+) -> None:
+    fill(client, name)
+    delete_run(client, name)
+    for key in content(client, name):
+        if key != keys.incarnation_key(name):
+            client.delete(key)
+
+    create_run(client, name, config())
+
+    assert find_run(client, name) == f"{name}~2"
+    assert int(client.pttl(keys.incarnation_key(name))) == -1
+    assert not client.exists(keys.run_keys(name).config)
+
+
+def test_functions_that_take_a_name_work_on_its_newest_run(client: redis.Redis, name: str) -> None:
+    delete_run(client, name)
+    create_run(client, name, config(2))
+    newest = f"{name}~2"
+
+    add_prompts(client, name, [Prompt(prompt_uid="p", payload=b"", num_samples=1)])
+    close_run(client, name)
+
+    assert read_prompt_counts(client, name).num_added == 1
+    assert read_prompt_counts(client, newest).num_added == 1
+    assert read_frontier(client, newest).is_closed
+
+
+def test_late_writers_of_a_deleted_run_leave_the_next_one_untouched(
+    client: redis.Redis, name: str
+) -> None:
+    # Both runs have an open trajectory of the same name, epoch and writer: only the id of the run
+    # tells the late writer of the first from the writer of the second.
+    fill(client, name)
+    old, new = find_run(client, name), RunId(f"{name}~2")
+    delete_run(client, name)
+    create_run(client, name, config(2))
+    fill(client, new)
+    before = content(client, new)
+
+    trajectory_id, key = "g/0/0", TrajectoryKey("g", 0)
+    names = keys.run_keys(old)
+    abandoned = (names.ledger, names.counts, names.events, names.leases)
+    replies = run_commands(
+        client,
+        [
+            append(old, trajectory_id, b"turn1", lease="1", first=1),
+            append(old, trajectory_id, b"turn1", lease="1/w", first=1),
+            Script("post_sealed")(names.of_post_sealed, trajectory_id, 1, encode_event(sealed())),
+            Script("abandon")(abandoned, trajectory_id, 1, "bored", b"r"),
+            open_group(old, "h"),
+            reward_command(old, key, 1.0, None),
+            heartbeat_command(old, [(trajectory_id, 1)]),
+            take_over_command(old, trajectory_id, writer="x"),
+            next_task_command(old, writer="w", request="q"),
+            close_command(old, ""),
+        ],
+    )
+
+    texts = [str(reply) for reply in replies]
+    kinds = {type(reply) for reply in replies if isinstance(reply, Exception)}
+    assert kinds == {FencedError, RunNotFoundError}
+    assert all("FENCED" in text or "deleted" in text for text in texts if "never" not in text)
+    assert "its run was deleted" in texts[0]
+    assert content(client, new) == before
+    assert content(client, old).keys() == {
+        *(names.deleted, names.wake, keys.trajectory_keys(old, trajectory_id).meta),
+        keys.incarnation_key(old),
+    }
+
+
+def test_late_reward_by_the_id_of_a_deleted_run_is_refused(client: redis.Redis, name: str) -> None:
+    old = find_run(client, name)
+    delete_run(client, name)
+    create_run(client, name, config(2))
+
+    with pytest.raises(RunNotFoundError, match="it was deleted"):
+        post_reward(client, old, TrajectoryKey("g", 0), 1.0)
+    with pytest.raises(ConflictError, match="never opened"):
+        post_reward(client, name, TrajectoryKey("g", 0), 1.0)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_killed_deletion_is_finished_after_the_name_was_used_again(
+    client: redis.Redis, server: EmbeddedServer, name: str, place: str
+) -> None:
+    fill(client, name, num_samples=NUM_MANY)
+    killed = kill_deletion(server, name, place)
+
+    create_run(client, name, config(7))
+    fill(client, f"{name}~2")
+    listed = [run for run in list_runs(client) if run.name == name]
+    since_ms = deleting_since_ms(client, name)
+    other_since_ms = deleting_since_ms(client, f"{name}~2")
+    done = delete_run(client, name)
+
+    assert killed == -9
+    assert listed == [name, f"{name}~2"]
+    assert (since_ms is not None, other_since_ms) == (True, None)
+    assert done.runs == (name, f"{name}~2")
+    assert not [run for run in list_runs(client) if run.name == name]
+    assert not client.exists(keys.run_keys(name).doomed, keys.run_keys(f"{name}~2").doomed)
+    for run in done.runs:
+        left = {key: int(client.pttl(key)) for key in content(client, run)}
+        assert {key for key, ms in left.items() if ms == -1} <= {keys.incarnation_key(name)}
+    create_run(client, name, config())
+    assert find_run(client, name) == f"{name}~3"
+
+
+def test_finishing_an_old_deletion_does_not_touch_a_run_given_by_its_id(
+    client: redis.Redis, server: EmbeddedServer, name: str
+) -> None:
+    fill(client, name, num_samples=NUM_MANY)
+    kill_deletion(server, name, "delete.after_condemned")
+    create_run(client, name, config())
+    fill(client, f"{name}~2")
+    before = content(client, f"{name}~2")
+
+    done = delete_run(client, RunId(name))
+
+    assert (done.runs, done.num_trajectories) == ((name,), NUM_MANY)
+    assert content(client, f"{name}~2") == before
+
+
+def test_delete_without_a_run_finishes_the_killed_deletion(
+    client: redis.Redis, server: EmbeddedServer, name: str
+) -> None:
+    fill(client, name, num_samples=NUM_MANY)
+    kill_deletion(server, name, "delete.after_slice")
+
+    done = delete_run(client, name)
+
+    assert done.runs == (name,)
+    assert 0 < done.num_trajectories < NUM_MANY
+    with pytest.raises(RunNotFoundError, match=f"'{name}' with the id '{name}~2'"):
+        delete_run(client, name)
+
+
+def test_run_created_while_its_name_moves_on_is_the_newest(client: redis.Redis, name: str) -> None:
+    delete_run(client, name)
+
+    def use_up() -> None:
+        create_run(client, name, config(5))
+        delete_run(client, name)
+
+    later = Overtaken(client, "create_run", use_up)
+    create_run(later, name, config(7))
+
+    assert find_run(client, name) == f"{name}~3"
+    assert read_config(client, f"{name}~3")[1] == config(7)
+    assert not client.exists(keys.run_keys(f"{name}~2").config)
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_tombstone_of_an_older_release_does_not_block_the_name(
+    client: redis.Redis, is_done: bool
+) -> None:
+    # The previous release stored no key `incarnation`: its tombstone alone says what was deleted.
+    name = next(_names)
+    deleted = keys.run_keys(name).deleted
+    client.hset(deleted, mapping={"since_ms": 1, "fence_ms": 900_000})
+    client.sadd(keys.RUNS, keys.encode_run(name))
+    if is_done:
+        client.srem(keys.RUNS, keys.encode_run(name))
+        client.pexpire(deleted, 960_000)
+
+    create_run(client, name, config())
+    done = delete_run(client, name)
+
+    assert done.runs == ((f"{name}~2",) if is_done else (name, f"{name}~2"))
+    assert not [run for run in list_runs(client) if run.name == name]
+
+
+@pytest.mark.parametrize("name", ["a~2", "a b~1", "~007"])
+def test_name_that_ends_like_an_id_is_refused_for_a_new_run(
+    client: redis.Redis, name: str, new_run: Callable[..., str]
+) -> None:
+    origin = new_run(client)
+    token = RecoveryToken(lineage="main", step=0, chain_hash="")
+
+    with pytest.raises(InvalidConfigError, match="ends in '~' and digits"):
+        create_run(client, name, config())
+    with pytest.raises(InvalidConfigError, match="ends in '~' and digits"):
+        fork_run(client, origin, name, token)
+
+    assert name not in list_runs(client)
+    assert not client.exists(keys.run_keys(name).config)
+
+
+async def test_fork_of_a_deleted_origin_knows_it_from_the_next_of_its_name(
+    client: redis.Redis, run: Any
+) -> None:
+    await run.plan_steps(2)
+    await run.commit(await run.start("s"), 1, 2)
+    fork = next(_names)
+    made = fork_run(client, run.name, fork, run.token(2))
+    delete_run(client, run.name)
+    create_run(client, run.name, config())
+
+    again = fork_run(client, run.name, fork, run.token(2))
+
+    assert again == made
+    with pytest.raises(StoreBehindError):
+        fork_run(client, run.name, next(_names), run.token(2))
+
+
+async def test_token_of_a_deleted_run_begins_no_session_of_the_next(
+    client: redis.Redis, async_client: Any, run: Any
+) -> None:
+    await run.plan_steps(1)
+    await run.commit(await run.start("s"), 1)
+    token = run.token(1)
+    delete_run(client, run.name)
+    create_run(client, run.name, config())
+    before = content(client, f"{run.name}~2")
+
+    with pytest.raises(StoreBehindError):
+        await start_session(
+            async_client, f"{run.name}~2", session="t", dp_world_size=1, token=token
+        )
+
+    assert content(client, f"{run.name}~2") == before

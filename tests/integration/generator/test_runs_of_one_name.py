@@ -1,0 +1,237 @@
+"""Generators of a run that is deleted while the next run of its name is there."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import redis
+
+from harness.stored import content_of
+from turnstream.errors import FencedError, RunNotFoundError, TurnstreamError
+from turnstream.generator import AsyncPublisher, Prompt, Publisher, add_prompts
+from turnstream.store import keys
+from turnstream.store.runs import create_run
+from turnstream.testing import config, ids, wait_until
+from turnstream.types import TrajectoryKey
+from turnstream_server.bus.deletion import delete_run
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.redis
+
+REFUSALS = (RunNotFoundError, FencedError)
+KEY = TrajectoryKey("g", 0)
+
+_names = (f"shop {number}" for number in itertools.count(1))
+
+
+@pytest.fixture
+def name(client: redis.Redis) -> str:
+    """The name of a run that is in the store."""
+    name = next(_names)
+    create_run(client, name, config(4))
+    return name
+
+
+def begin(trajectory: Any) -> None:
+    trajectory.append(ids("ab"), ids("c")).result(10)
+
+
+def replace_run(client: redis.Redis, name: str, *, number: int = 2) -> dict[str, Any]:
+    """Delete the run and create the next, in which another writer has the same trajectory open.
+
+    Returns:
+        Everything that the store has of the new run.
+    """
+    delete_run(client, name)
+    create_run(client, name, config(2))
+    address = client.connection_pool.connection_kwargs
+    url = f"redis://{address['host']}:{address['port']}/0"
+    with Publisher(url, name, writer="w") as publisher:
+        begin(publisher.trajectory("g", 0, num_samples=1))
+    return content(client, f"{name}~{number}")
+
+
+def content(client: redis.Redis, run: str) -> dict[str, Any]:
+    """Everything that the store has of one run."""
+    found: Any = client.scan_iter(match="ts:{*", count=1000)
+    own = [key.decode() for key in found if keys.run_of(key.decode()) == run]
+    return {key: content_of(client, key) for key in own}
+
+
+CALLS: dict[str, Callable[[Publisher, Any], object]] = {
+    "append": lambda _, open_: open_.append(ids("abcd"), ids("e")).result(10),
+    "seal": lambda _, open_: open_.seal(1.0),
+    "abandon": lambda _, open_: open_.abandon("bored").result(10),
+    "open": lambda publisher, _: begin(publisher.trajectory("h", 0, num_samples=1)),
+    "reward": lambda publisher, _: publisher.post_reward(KEY, 1.0),
+    "lapsed": lambda publisher, _: publisher.lapsed(),
+    "take_over": lambda publisher, _: publisher.take_over("g", 0),
+    "next_task": lambda publisher, _: publisher.next_task(5),
+    "next_refill": lambda publisher, _: publisher.next_refill(5),
+    "close_run": lambda publisher, _: publisher.close_run(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_old_publisher_is_refused_and_writes_nothing_to_the_next_run(
+    server: EmbeddedServer, client: redis.Redis, name: str, call: str
+) -> None:
+    # Two runs of one name had the same keys, so that only a time in which the name was blocked kept
+    # the writers of the first away from the second.
+    with Publisher(server.url, name, writer="w") as publisher:
+        trajectory = publisher.trajectory("g", 0, num_samples=1)
+        begin(trajectory)
+        before = replace_run(client, name)
+
+        with pytest.raises(REFUSALS) as refused:
+            CALLS[call](publisher, trajectory)
+
+        assert "deleted" in str(refused.value) or "was never opened" in str(refused.value)
+        assert content(client, f"{name}~2") == before
+
+
+def test_old_publisher_is_refused_after_its_tombstones_have_expired(
+    server: EmbeddedServer, client: redis.Redis, name: str
+) -> None:
+    # A writer that slept for longer than the tombstones stood wrote its turn to the next run, and
+    # sealed a trajectory there that another writer had opened.
+    with Publisher(server.url, name, writer="w") as publisher:
+        trajectory = publisher.trajectory("g", 0, num_samples=1)
+        begin(trajectory)
+        before = replace_run(client, name)
+        for key in content(client, name):
+            if key != keys.incarnation_key(name):
+                client.delete(key)
+
+        with pytest.raises(REFUSALS):
+            trajectory.append(ids("abcd"), ids("e")).result(10)
+        with pytest.raises(REFUSALS):
+            trajectory.seal(1.0)
+
+    assert content(client, f"{name}~2") == before
+    assert content(client, name).keys() == {keys.incarnation_key(name)}
+
+
+async def append_async(_: AsyncPublisher, open_: Any) -> None:
+    await (await open_.append(ids("abcd"), ids("e")))
+
+
+ASYNC_CALLS: dict[str, Callable[[AsyncPublisher, Any], Any]] = {
+    "append": append_async,
+    "seal": lambda _, open_: open_.seal(1.0),
+    "reward": lambda publisher, _: publisher.post_reward(KEY, 1.0),
+    "lapsed": lambda publisher, _: publisher.lapsed(),
+    "next_task": lambda publisher, _: publisher.next_task(5),
+    "next_refill": lambda publisher, _: publisher.next_refill(5),
+}
+
+
+@pytest.mark.parametrize("call", ASYNC_CALLS)
+async def test_old_asyncio_publisher_is_refused_and_writes_nothing_to_the_next_run(
+    server: EmbeddedServer, client: redis.Redis, name: str, call: str
+) -> None:
+    async with AsyncPublisher(server.url, name, writer="w") as publisher:
+        trajectory = publisher.trajectory("g", 0, num_samples=1)
+        await trajectory.append(ids("ab"), ids("c"))
+        before = replace_run(client, name)
+
+        with pytest.raises(REFUSALS):
+            await ASYNC_CALLS[call](publisher, trajectory)
+
+        assert content(client, f"{name}~2") == before
+
+
+def test_holder_of_an_old_task_is_refused_and_the_next_run_gives_it_again(
+    server: EmbeddedServer, client: redis.Redis, name: str
+) -> None:
+    prompt = Prompt(prompt_uid="p", payload=b"?", num_samples=1)
+    add_prompts(client, name, [prompt])
+    with Publisher(server.url, name, writer="w") as old, old.next_task(10) as task:
+        begin(task.trajectories[0])
+        delete_run(client, name)
+        create_run(client, name, config(4))
+        add_prompts(client, name, [prompt])
+        before = content(client, f"{name}~2")
+
+        with pytest.raises(REFUSALS):
+            task.trajectories[0].seal(1.0)
+        unchanged = content(client, f"{name}~2") == before
+        with Publisher(server.url, name, writer="w") as new, new.next_task(10) as again:
+            begin(again.trajectories[0])
+            again.trajectories[0].seal(1.0)
+
+    assert unchanged
+    assert again.prompt_uid == "p"
+
+
+def test_refused_heartbeat_of_an_old_publisher_fails_its_trajectories(
+    server: EmbeddedServer, client: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = next(_names)
+    create_run(client, name, replace(config(4), lease_s=0.6))
+    with Publisher(server.url, name, writer="w") as publisher:
+        trajectory = publisher.trajectory("g", 0, num_samples=1)
+        begin(trajectory)
+        before = replace_run(client, name)
+
+        wait_until(
+            lambda: "leases cannot be renewed: no run named" in caplog.text,
+            describe="a heartbeat that is refused",
+        )
+        with pytest.raises(REFUSALS, match="deleted"):
+            trajectory.append(ids("abcd"), ids("e"))
+
+    assert content(client, f"{name}~2") == before
+
+
+def test_publisher_that_first_writes_after_a_deletion_writes_to_the_next_run(
+    server: EmbeddedServer, client: redis.Redis, name: str
+) -> None:
+    with Publisher(server.url, name, writer="first") as publisher:
+        delete_run(client, name)
+        create_run(client, name, config(4))
+        with publisher.group("g", 2) as group:
+            for sample in range(2):
+                begin(group.trajectory(sample))
+                group.trajectory(sample).seal(1.0)
+
+    counts: Any = client.hgetall(keys.run_keys(f"{name}~2").counts)
+    assert counts[b"sealed"] == b"2"
+    assert not client.exists(keys.run_keys(name).ledger)
+
+
+def test_publisher_asks_for_the_id_of_its_run_once(
+    server: EmbeddedServer, client: redis.Redis, name: str
+) -> None:
+    def num_gets() -> int:
+        found: Any = client.info("commandstats")
+        return found.get("cmdstat_get", {"calls": 0})["calls"]
+
+    before = num_gets()
+    with Publisher(server.url, name) as publisher:
+        trajectory = publisher.trajectory("g", 0, num_samples=1)
+        begin(trajectory)
+        at_first = num_gets()
+        for number in range(20):
+            trajectory.append(ids("abcd") + ids("x") * number, ids("e")).result(10)
+        publisher.lapsed()
+        trajectory.seal(1.0)
+
+    assert at_first - before == 1
+    assert num_gets() == at_first
+
+
+def test_publisher_names_the_run_that_does_not_exist(
+    server: EmbeddedServer, client: redis.Redis, name: str
+) -> None:
+    delete_run(client, name)
+
+    with (
+        Publisher(server.url, name) as publisher,
+        pytest.raises(TurnstreamError, match=f"no run named '{name}' with the id '{name}~2'"),
+    ):
+        begin(publisher.trajectory("g", 0, num_samples=1))

@@ -1,0 +1,372 @@
+"""Arguments of wrong types are refused by field and value, before anything is sent."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+
+from turnstream.errors import InvalidConfigError, InvalidTurnError
+from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.testing import group, trajectory, turn
+from turnstream.types import DeclaredColumn, Group, TrajectoryKey, VersionRun
+from turnstream.types.names import shown
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.redis
+
+NewRun = Callable[..., str]
+Read = Callable[[redis.Redis, str], Any]
+Case = tuple[str, dict[str, Any]]
+"""The field that an error names, and the arguments of the call."""
+
+HALF = "a\ud800"
+LONG = 10**400  # too large for a float
+ENDLESS = 10**5000  # Python refuses to print it
+NOT_A_TEXT = [None, 5, b"g", ["g"], {}, HALF, ENDLESS]
+NOT_WHOLE = [None, "1", b"1", 1.5, math.nan, True, -1, LONG, ENDLESS, [1], {}]
+NOT_A_NUMBER = ["1", b"1", bytearray(b"1"), [1.0], {}, 1j, math.nan, math.inf, LONG, ENDLESS]
+NOT_TOKENS = [None, 5, "ab", b"ab", ["a"], {1: 2}, {1}, [None], [LONG], [ENDLESS], [1.5], [True]]
+NOT_PER_TOKEN = [5, "a", b"a", ["a"], {1: 2}, [None], [LONG], [ENDLESS], [1j], [math.nan], [HALF]]
+NOT_NAMED = [
+    5,
+    True,
+    "ab",
+    ["a"],
+    [],
+    {5: 1.0},
+    {None: 1.0},
+    {HALF: 1.0},
+    {"a": None},
+    {1: 1, "a": 1},
+]
+NOT_A_FLAG = [None, 1, "yes", "no", [], ENDLESS]
+NOT_SECONDS = ["5", b"5", [], {}, True, math.nan, math.inf, 1e300, LONG, ENDLESS]
+NOT_A_KEY = [None, 5, "g/0/0", ("g", 0, 0)]
+
+
+def each(field: str, values: list[Any], **fixed: Any) -> list[Case]:
+    """A case for each value of an argument."""
+    return [(field, {**fixed, field: value}) for value in values]
+
+
+APPEND = [
+    *each("prompt_ids", NOT_TOKENS),
+    *each("response_ids", NOT_TOKENS),
+    *each("logprobs", NOT_PER_TOKEN),
+    *each("loss_mask", NOT_PER_TOKEN),
+    *each("rewards", NOT_PER_TOKEN),
+    *each("version", NOT_WHOLE[1:]),
+    *each(
+        "version_runs", [None, 5, "ab", [5], [(1, 2, 3)], [("a", 1)], [(1, "a")], [(ENDLESS, 1)]]
+    ),
+    *each("extras", [5, "ab", ["a"], [], {5: [1]}, {HALF: [1]}, {"teacher": "a"}]),
+    *each("extras", [{"teacher": [value]} for value in NOT_PER_TOKEN[1:]]),
+    *each("anchor", [1.5, [], {}, True, -1, ENDLESS, HALF, bytearray(b"1")]),
+    *each("allow_empty", NOT_A_FLAG),
+]
+SEAL = [
+    *each("reward", NOT_A_NUMBER),
+    *each("reward_components", [*NOT_NAMED, *[{"a": value} for value in NOT_A_NUMBER]]),
+    *each("sampling", [*NOT_NAMED, *[{"a": value} for value in NOT_A_NUMBER]]),
+    *each("metrics", [*NOT_NAMED, *[{"a": value} for value in NOT_A_NUMBER]]),
+    *each("tags", [*NOT_NAMED, *[{"a": value} for value in NOT_A_TEXT]]),
+    *each("status", [None, 5, b"completed", [], {}, HALF, ENDLESS]),
+    *each("awaits_reward", NOT_A_FLAG),
+]
+OPEN = [
+    *each("group_id", [*NOT_A_TEXT, ""], num_samples=2),
+    *each("num_samples", NOT_WHOLE, group_id="g"),
+    *each("num_needed", NOT_WHOLE[1:], group_id="g", num_samples=2),
+    *each("prompt_uid", NOT_A_TEXT, group_id="g", num_samples=2),
+    *each("purpose", [None, 5, "train ", [], ENDLESS], group_id="g", num_samples=2),
+]
+SAMPLE = [
+    *each("sample", NOT_WHOLE, group_id="g"),
+    *each("attempt", NOT_WHOLE, group_id="g", sample=0),
+]
+CALLS: list[tuple[str, Case]] = [
+    *[("group", case) for case in OPEN],
+    *[("trajectory", (field, {"sample": 0, **given})) for field, given in OPEN],
+    *[("trajectory", (field, {"num_samples": 1, **given})) for field, given in SAMPLE],
+    *[("take_over", case) for case in [*SAMPLE, *each("group_id", NOT_A_TEXT, sample=0)]],
+    *[("post_reward", case) for case in each("key", NOT_A_KEY, reward=1.0)],
+    *[
+        (
+            "post_reward",
+            (field, {"key": TrajectoryKey(**{"group_id": "g", **given}), "reward": 1.0}),
+        )
+        for field, given in [*SAMPLE, *each("group_id", [*NOT_A_TEXT, ""], sample=0)]
+    ],
+    *[
+        ("post_reward", (field, {"key": TrajectoryKey("g", 0), **given}))
+        for field, given in SEAL
+        if field in {"reward", "reward_components"}
+    ],
+    *[("refill_trajectory", case) for case in each("refill", [None, 5, "g", {}])],
+    *[("next_refill", case) for case in each("timeout_s", [None, *NOT_SECONDS])],
+    *[("next_task", case) for case in each("wait_s", [None, *NOT_SECONDS])],
+    *[("flush", case) for case in each("timeout_s", NOT_SECONDS)],
+    *[("flush_to_disk", case) for case in each("timeout_s", NOT_SECONDS)],
+    *[("close_run", case) for case in each("reason", NOT_A_TEXT)],
+    *[("publish", case) for case in each("group", [None, 5, "g", {}])],
+    *[("close", case) for case in each("timeout_s", NOT_SECONDS)],
+]
+PUBLISHER = [
+    *each("url", [None, 5, b"redis://a", "", "nowhere", "http://a", "redis://a:port", [], HALF]),
+    *each("run", [*NOT_A_TEXT, ""]),
+    *each("writer", [*NOT_A_TEXT[1:], ""]),
+    *each("max_inflight_bytes", NOT_WHOLE),
+    *each("max_kept_bytes", NOT_WHOLE),
+    *each("timeout_s", [None, -1, *NOT_SECONDS]),
+    *each("admission_timeout_s", [None, -1, *NOT_SECONDS]),
+    *each("keep_s", [None, -1, *NOT_SECONDS]),
+]
+TEACHER = DeclaredColumn(name="teacher", per="response_token", dtype="float32", is_optional=True)
+
+
+def is_refused(error: pytest.ExceptionInfo[Any], field: str, value: Any) -> None:
+    """Check that an error names the field, or an entry of it, and shows the value in short."""
+    assert error.value.args[0].partition("[")[0].partition(".")[0] == field
+    message = error.value.args[1]
+    assert len(message) < 400
+    if isinstance(value, int | float) and abs(value) < 10**9:
+        assert repr(value) in message
+    if value is LONG or value is ENDLESS:
+        assert "whole number of" in message
+
+
+async def answer_of(method: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Return what a method returns, awaited where it must be."""
+    answer = method(**given)
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+REFUSED = (InvalidTurnError, InvalidConfigError)
+
+
+@pytest.fixture
+def run(client: redis.Redis, new_run: NewRun) -> str:
+    """A run that declares an extra column."""
+    return new_run(client, extra_columns=(TEACHER,))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_sent(client: redis.Redis, run: str, read: Read) -> Iterator[None]:
+    """Nothing is sealed; a trajectory may have been opened."""
+    yield
+    stored = read(client, run)
+    assert stored.sealed() == []
+    assert set(stored.states().values()) <= {"abandoned"}
+
+
+@pytest.mark.parametrize(("field", "given"), APPEND, ids=shown)
+def test_append_refuses_wrong_types_by_field_and_value(
+    server: EmbeddedServer, run: str, field: str, given: dict[str, Any]
+) -> None:
+    # `extras=5` raised AttributeError, `version_runs=[5]` and others TypeError, from inside.
+    with Publisher(server.url, run) as publisher:
+        episode = publisher.trajectory("g", 0, num_samples=1)
+        with pytest.raises(InvalidTurnError) as error:
+            episode.append(**{"prompt_ids": [1], "response_ids": [2], **given})
+
+    is_refused(error, field, given.get(field))
+
+
+def test_seal_refuses_wrong_types_by_field_and_value(server: EmbeddedServer, run: str) -> None:
+    # `reward=10**400` raised OverflowError, `reward="1"` counted as 1.0, `tags=5` raised
+    # AttributeError; `awaits_reward="yes"` failed inside the sender, after the call had returned.
+    with Publisher(server.url, run) as publisher:
+        for number, (field, given) in enumerate(SEAL):
+            with publisher.trajectory(f"s{number}", 0, num_samples=1) as episode:
+                episode.append([1], [2])
+                with pytest.raises(InvalidTurnError) as error:
+                    episode.seal(**given)
+                is_refused(error, field, given.get(field))
+
+
+async def test_async_writers_refuse_wrong_types_by_field_and_value(
+    server: EmbeddedServer, run: str
+) -> None:
+    # The same for asyncio: AttributeError, TypeError and OverflowError from inside.
+    async with AsyncPublisher(server.url, run) as publisher:
+        for field, given in APPEND:
+            episode = publisher.trajectory("g", 0, num_samples=1)
+            with pytest.raises(InvalidTurnError) as error:
+                await episode.append(**{"prompt_ids": [1], "response_ids": [2], **given})
+            is_refused(error, field, given.get(field))
+        for number, (field, given) in enumerate(SEAL):
+            async with publisher.trajectory(f"a{number}", 0, num_samples=1) as episode:
+                await episode.append([1], [2])
+                with pytest.raises(InvalidTurnError) as error:
+                    await episode.seal(**given)
+                is_refused(error, field, given.get(field))
+
+
+@pytest.mark.parametrize(("method", "case"), CALLS, ids=shown)
+async def test_publishers_refuse_wrong_types_by_field_and_value(
+    server: EmbeddedServer, run: str, method: str, case: Case
+) -> None:
+    # `publish(5)`, `post_reward("g/0/0", 1.0)` and `refill_trajectory(5)` raised AttributeError,
+    # `next_task("5")` TypeError, `flush(math.inf)` OverflowError, all from inside.
+    field, given = case
+    with Publisher(server.url, run) as publisher, pytest.raises(REFUSED) as error:
+        getattr(publisher, method)(**given)
+    is_refused(error, field, given.get(field))
+
+    async with AsyncPublisher(server.url, run) as publisher:
+        with pytest.raises(REFUSED) as error:
+            await answer_of(getattr(publisher, method), given)
+        is_refused(error, field, given.get(field))
+
+
+@pytest.mark.parametrize("kind", [Publisher, AsyncPublisher])
+@pytest.mark.parametrize(("field", "given"), PUBLISHER, ids=shown)
+def test_publisher_constructors_refuse_wrong_types(
+    server: EmbeddedServer, run: str, kind: type[Any], field: str, given: dict[str, Any]
+) -> None:
+    # `Publisher(5, run)` raised AttributeError; `timeout_s="5"` was accepted, and the first write
+    # failed with TypeError inside the sender.
+    with pytest.raises(REFUSED) as error:
+        kind(**{"url": server.url, "run": run, **given})
+
+    is_refused(error, field, given.get(field))
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://u:secret@h:port", b"redis://u:secret@h", "redis://u:secret@" + HALF], ids=shown
+)
+def test_publisher_hides_the_password_of_a_wrong_url(run: str, url: Any) -> None:
+    # An error shows the wrong value, and the value of a URL holds a password.
+    # Only the part after it is shown.
+    with pytest.raises(InvalidConfigError, match=r"^url: ") as error:
+        Publisher(url, run)
+
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("reason", NOT_A_TEXT[:5], ids=shown)
+def test_abandon_refuses_a_reason_that_is_no_text(
+    server: EmbeddedServer, run: str, reason: Any
+) -> None:
+    # `abandon(None)` raised TypeError from inside, and the trajectory counted as ended after it.
+    with (
+        Publisher(server.url, run) as publisher,
+        publisher.trajectory("r", 0, num_samples=1) as episode,
+    ):
+        with pytest.raises(InvalidTurnError, match=r"^reason: "):
+            episode.abandon(reason)
+        has_ended = episode.has_ended
+
+    assert not has_ended
+
+
+@pytest.mark.parametrize("sample", [None, "0", [], 1.0, True, -1, 2, ENDLESS], ids=shown)
+def test_group_writer_refuses_a_sample_that_is_no_number(
+    server: EmbeddedServer, run: str, sample: Any
+) -> None:
+    # `group.trajectory([])` raised TypeError, and True was the sample 1.
+    with Publisher(server.url, run) as publisher, publisher.group("w", 2) as visit:
+        visit.trajectory(1)
+        with pytest.raises(InvalidTurnError, match=r"^sample: "):
+            visit.trajectory(sample)
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("trajectories", replace(group("g"), trajectories=5)),
+        ("trajectories", replace(group("g"), trajectories=[5])),
+        ("sample", group("g", replace(trajectory(), sample="0"))),
+        ("sample", group("g", trajectory(), replace(trajectory(), sample=None))),
+        ("group_id", group(5)),  # pyright: ignore[reportArgumentType]
+        ("purpose", replace(group("g"), purpose=5)),
+        *[
+            (f"trajectories[0].{field}", group("g", replace(trajectory(), **{name: value})))
+            for field, name, value in [
+                ("attempt", "attempt", "0"),
+                ("turns", "turns", 5),
+                ("turns", "turns", [5]),
+                ("reward", "reward", "1"),
+                ("tags", "tags", 5),
+                ("awaits_reward", "awaits_reward", "yes"),
+                ("turns[0].extras", "turns", [replace(turn("a", "B"), extras=5)]),
+                ("turns[0].version_runs", "turns", [replace(turn("a", "B"), version_runs=5)]),
+            ]
+        ],
+    ],
+)
+def test_publish_refuses_wrong_types_inside_a_group(
+    server: EmbeddedServer, run: str, field: str, wrong: Group
+) -> None:
+    # Fields of whole groups that were of a wrong type raised TypeError or AttributeError.
+    with Publisher(server.url, run) as publisher, pytest.raises(InvalidTurnError) as error:
+        publisher.publish(wrong)
+
+    assert error.value.field == field
+
+
+@pytest.mark.parametrize("timeout_s", NOT_SECONDS, ids=shown)
+async def test_receipts_refuse_a_timeout_that_is_no_number(
+    server: EmbeddedServer, run: str, timeout_s: Any
+) -> None:
+    # `receipt.result("5")` raised TypeError, `result(math.inf)` OverflowError.
+    # The receipt is still good for another call.
+    with (
+        Publisher(server.url, run) as publisher,
+        publisher.trajectory("t", 0, num_samples=1) as episode,
+    ):
+        receipt = episode.append([1], [2])
+        with pytest.raises(InvalidConfigError) as error:
+            receipt.result(timeout_s)
+        receipt.result(10)
+    is_refused(error, "timeout_s", timeout_s)
+
+    async with (
+        AsyncPublisher(server.url, run) as publisher,
+        publisher.trajectory("u", 0, num_samples=1) as episode,
+    ):
+        receipt = await episode.append([1], [2])
+        with pytest.raises(InvalidConfigError) as error:
+            await receipt.result(timeout_s)
+        await receipt.result(10)
+    is_refused(error, "timeout_s", timeout_s)
+
+
+def test_numbers_of_numpy_are_accepted_everywhere(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    # Scalars of numpy count as numbers and flags, as they come out of arrays.
+    run = new_run(client, extra_columns=(TEACHER,))
+    one: Any = np.int64(1)
+    no: Any = np.bool_(False)
+    sizes: Any = {"timeout_s": np.float32(30), "max_inflight_bytes": np.int64(1 << 20)}
+    wrapped: Any = {"reward": np.float32(0.5), "metrics": {"m": np.int32(3)}}
+    with Publisher(server.url, run, **sizes) as publisher:
+        with publisher.group(
+            np.str_("g"), one + 1, num_needed=one, prompt_uid=np.str_("p")
+        ) as visit:
+            episode = visit.trajectory(one)
+            episode.append(
+                np.array([1]),
+                np.array([2]),
+                version_runs=[VersionRun(one, one)],
+                extras={np.str_("teacher"): np.array([0.5], np.float16)},
+                anchor=one,
+                allow_empty=no,
+            )
+            episode.seal(
+                **wrapped,
+                reward_components={np.str_("a"): np.float64(1)},
+                tags={"a": np.str_("b")},
+                awaits_reward=no,
+            )
+        publisher.flush(np.float64(10))
+
+    assert read(client, run).states()["g/1/0"] == "sealed"

@@ -1,0 +1,265 @@
+"""Groups with many samples: refused above the limit before any write, opened whole below it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+
+from turnstream.batching.config import LARGEST_GROUP, BatchingConfig
+from turnstream.errors import (
+    GroupTooLargeError,
+    InvalidConfigError,
+    InvalidTurnError,
+    RejectedError,
+    RunNotFoundError,
+)
+from turnstream.generator import Publisher
+from turnstream.records.configs import decode_config, encode_config
+from turnstream.store.budget import settled_lease
+from turnstream.store.revisions import revise_config
+from turnstream.store.scripts import Script, run_command
+from turnstream.store.tasks import Prompt, add_prompts, next_task_command, parse_task
+from turnstream_server.bus.budget import read_budget
+
+pytestmark = pytest.mark.redis
+
+Drive = Callable[..., Any]
+
+
+def ids(num_samples: int, *, group: str = "g") -> list[str]:
+    return [f"{group}/{sample}/0" for sample in range(num_samples)]
+
+
+def contents(run: Any) -> dict[bytes, bytes]:
+    """Every key of the run, but the clock, as it is stored."""
+    found: Any = run.client.keys(f"*{run.name}*")
+    return {key: run.client.dump(key) for key in found}
+
+
+def test_largest_group_opens_whole_with_all_samples(client: redis.Redis, drive: Drive) -> None:
+    # Above some 4,000 samples `unpack` failed after the group, its event and its reservation were
+    # written: the caller got an error, and the group stayed open with its bytes reserved.
+    run = drive(client, max_samples=LARGEST_GROUP)
+
+    epochs = run.do(run.open_group(*ids(LARGEST_GROUP), num_samples=LARGEST_GROUP))
+
+    assert epochs == [1] * LARGEST_GROUP
+    assert run.counts() == {"accepted": LARGEST_GROUP, "open": LARGEST_GROUP}
+    assert client.zcard(run.keys.leases) == client.hlen(run.keys.held) == LARGEST_GROUP
+
+
+def test_next_task_opens_largest_group_whole(client: redis.Redis, drive: Drive) -> None:
+    # The script failed after its first write, no generator got the task, and each further call
+    # filled the run with one more group of 327 MB.
+    run = drive(client, max_samples=LARGEST_GROUP)
+    add_prompts(client, run.name, [Prompt(prompt_uid="a", payload=b"", num_samples=LARGEST_GROUP)])
+
+    task: Any = parse_task(run.do(next_task_command(run.name, writer="w", request="abc")))
+
+    assert len(task.epochs) == LARGEST_GROUP
+    assert run.counts() == {"accepted": LARGEST_GROUP, "open": LARGEST_GROUP}
+
+
+def test_many_seals_posted_at_once_count_whole(client: redis.Redis, drive: Drive) -> None:
+    # More than 4,000 seals in one call were taken off the leases, then `unpack` failed, and none of
+    # them was sealed.
+    run = drive(client, max_samples=LARGEST_GROUP)
+    run.do(run.open_group(*ids(LARGEST_GROUP), num_samples=LARGEST_GROUP))
+    lease = settled_lease(1, "w", awaits_reward=False, num_bytes=100)
+
+    replies = run.do(
+        run.post_sealed(*(word for one in ids(LARGEST_GROUP) for word in (one, lease, b"seal")))
+    )
+
+    assert replies == [b"OK"] * LARGEST_GROUP
+    assert run.counts() == {"accepted": LARGEST_GROUP, "sealed": LARGEST_GROUP}
+
+
+@pytest.mark.parametrize("num_samples", [1025, 1_000_000, 2**31 - 1])
+def test_group_above_max_samples_is_refused_before_any_write(
+    client: redis.Redis, drive: Drive, num_samples: int
+) -> None:
+    # A million samples stopped the store for 4 s: only 2^31 - 1 bounded their number.
+    run = drive(client)
+    before = contents(run)
+
+    with pytest.raises(GroupTooLargeError) as refused:
+        run.do(run.open_group("g/0/0", num_samples=num_samples))
+
+    assert str(refused.value) == (
+        f"group g: num_samples={num_samples} is above max_samples=1024 of the run: "
+        "use fewer samples, or revise max_samples"
+    )
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize(
+    ("size", "trajectory"),
+    [
+        *(("0", "g/0/0"), ("2/3", "g/0/0"), ("x", "g/0/0"), ("2", "g/2/0"), ("2", "h/0/0")),
+        *(("2", "g/0"), ("2", "g/0/x")),
+    ],
+)
+def test_open_group_refuses_bad_arguments_before_any_write(
+    client: redis.Redis, drive: Drive, size: str, trajectory: str
+) -> None:
+    # An id without an attempt raised in the script after the group had been written.
+    run = drive(client)
+    before = contents(run)
+
+    with pytest.raises(RejectedError, match=r"INVALID (size|trajectory)"):
+        run.do(run.open_group("g/1/0", trajectory, num_samples=size))
+
+    assert contents(run) == before
+
+
+def test_post_sealed_refuses_bad_lease_before_any_write(client: redis.Redis, drive: Drive) -> None:
+    # The first seal was taken in before the script failed at the epoch of the second.
+    run = drive(client)
+    run.do(run.open_group("g/0/0", "g/1/0"))
+    before = contents(run)
+
+    with pytest.raises(RejectedError, match="INVALID trajectory g/1/0 has no lease epoch"):
+        run.do(run.post_sealed("g/0/0", "1:", b"seal", "g/1/0", "x", b"seal"))
+
+    assert contents(run) == before
+
+
+def test_prompts_above_max_samples_are_refused_all_together(
+    client: redis.Redis, drive: Drive
+) -> None:
+    # A prompt of 5,000 samples was taken, and stopped every generator that asked for a task.
+    run = drive(client)
+    prompts = [Prompt(prompt_uid=f"p{n}", payload=b"", num_samples=4) for n in range(300)]
+    before = contents(run)
+
+    with pytest.raises(InvalidTurnError, match=r"num_samples: .* 1025 samples, .* max_samples="):
+        add_prompts(
+            client,
+            run.name,
+            [*prompts, Prompt(prompt_uid="q", payload=b"", num_samples=1025)],
+        )
+
+    assert contents(run) == before
+
+
+def test_script_refuses_prompts_above_max_samples(client: redis.Redis, drive: Drive) -> None:
+    # Another client's prompts reach the script unchecked.
+    run = drive(client)
+    names = run.keys
+    where = (names.frontier, names.prompts, names.wake, names.config)
+    before = contents(run)
+
+    with pytest.raises(GroupTooLargeError, match=r"prompt 2: num_samples=1025 is above"):
+        run.do(Script("add_prompts")(where, 1, b"4/4:1:a", b"1025/4:1:b"))
+
+    assert contents(run) == before
+
+
+def test_next_task_names_stored_prompt_above_max_samples(client: redis.Redis, drive: Drive) -> None:
+    # An earlier release stored prompts of any size: with 2^31 samples the store ran out of memory.
+    run = drive(client)
+    client.hset(run.keys.prompts, mapping={"1": f"{2**31 - 1}/1:1:a", "added": 1})
+    before = contents(run)
+
+    with pytest.raises(GroupTooLargeError, match=r"prompt 1 \(a\): num_samples=2147483647"):
+        run.do(next_task_command(run.name, writer="w", request="abc"))
+
+    assert contents(run) == before
+
+
+def test_revised_max_samples_opens_larger_groups(client: redis.Redis, drive: Drive) -> None:
+    # The limit is a setting of the run, so that a run with larger groups can open them.
+    run = drive(client, batch_groups=2)
+    config = BatchingConfig(batch_groups=2, mini_batch_groups=2, max_samples=2000)
+    revise_config(client, run.name, config, from_step=1)
+    client.hset(run.keys.config, "newest", 2)
+
+    assert run.do(run.open_group("g/1999/0", num_samples=2000)) == [1]
+
+
+def test_known_group_stays_open_below_a_lowered_limit(client: redis.Redis, drive: Drive) -> None:
+    # A group that is open is not judged again: its generators open further samples of it.
+    run = drive(client, max_samples=8)
+    run.do(run.open_group("g/0/0", num_samples=8))
+    client.hset(run.keys.config, "1", encode_config(_config(max_samples=4)))
+
+    assert run.do(run.open_group("g/7/0", num_samples=8)) == [1]
+
+
+def test_stored_config_without_max_samples_has_the_default(
+    client: redis.Redis, drive: Drive
+) -> None:
+    # The previous release stored no such field; scripts and programs must read it alike.
+    run = drive(client)
+    text = encode_config(_config()).replace('"max_samples": 1024, ', "")
+    client.hset(run.keys.config, "1", text)
+
+    assert decode_config(text).max_samples == 1024
+    assert run.do(run.open_group("g/0/0", num_samples=1024)) == [1]
+    with pytest.raises(GroupTooLargeError, match="max_samples=1024"):
+        run.do(run.open_group("h/0/0", group="h", num_samples=1025))
+
+
+@pytest.mark.parametrize("value", [0, LARGEST_GROUP + 1, True, 2.0])
+def test_config_refuses_max_samples_out_of_bounds(value: Any) -> None:
+    with pytest.raises(InvalidConfigError, match="max_samples"):
+        _config(max_samples=value)
+
+
+def test_publisher_refuses_groups_above_max_samples(client: redis.Redis, drive: Drive) -> None:
+    # The publisher built a million keys, and the store stopped for everybody.
+    run = drive(client)
+    url = f"redis://{client.connection_pool.connection_kwargs['host']}:{_port(client)}"
+
+    with Publisher(url, run.name) as publisher:
+        with pytest.raises(InvalidTurnError, match=r"num_samples: 1000000 is above 8192"):
+            publisher.group("g", 1_000_000)
+        with (
+            pytest.raises(GroupTooLargeError, match="max_samples=1024"),
+            publisher.group("g", 2000),
+        ):
+            pass
+
+    assert run.ledger() == {}
+    assert read_budget(client, run.name).held.reserved == 0
+
+
+def test_refill_of_no_sample_is_refused_before_any_write(client: redis.Redis, drive: Drive) -> None:
+    # A refill was granted for any trajectory id, also for a sample that the group does not have.
+    run = drive(client)
+    run.do(run.open_group("g/0/0"))
+    client.hset(run.keys.leader, "epoch", 1)
+    names = run.keys
+    where = (names.leader, names.groups, names.ledger, names.members, names.refills)
+    where += (names.deadlines, names.config, names.events, names.wake, names.frontier, names.clock)
+    before = contents(run)
+
+    with pytest.raises(RejectedError, match="INVALID trajectory g/2/1 is none of the 2 samples"):
+        run_command(
+            client,
+            Script("grant_refill", "turnstream_server.bus")(
+                where, 1, "g", 1, "g/2/1", "uid", b"record"
+            ),
+        )
+
+    assert contents(run) == before
+
+
+def test_add_prompts_names_a_missing_run(client: redis.Redis) -> None:
+    with pytest.raises(RunNotFoundError, match="nobody"):
+        add_prompts(client, "nobody", [])
+
+
+def _config(**fields: Any) -> BatchingConfig:
+    config = BatchingConfig(batch_groups=100, mini_batch_groups=100)
+    return dataclasses.replace(config, **fields)
+
+
+def _port(client: redis.Redis) -> int:
+    port: int = client.connection_pool.connection_kwargs["port"]
+    return port

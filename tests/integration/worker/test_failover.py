@@ -1,0 +1,322 @@
+"""Two batcher processes on one store: a stream whose replica is frozen continues with the other.
+
+A frozen process (SIGSTOP) keeps its connections open and answers nothing. Its planner loses its
+lease after 5 s, and the other replica plans the next batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from turnstream.errors import UnavailableError, WaitKind
+from turnstream.generator import Publisher
+from turnstream.store.connection import connect
+from turnstream.store.runs import create_run, newest_version
+from turnstream.testing import config, wait_until
+from turnstream.types import Group, Trajectory, Turn
+from turnstream.worker import BatchStream, ObserverStream, _prefetch
+from turnstream.worker._replicas import KEEPALIVE_EVERY_S, KEEPALIVE_WITHIN_S
+from turnstream_server.bus.frontier import Frontier, read_frontier
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = [pytest.mark.grpc, pytest.mark.redis]
+
+TIMEOUT_S = 20.0
+"""The other replica should have answered within 10 s."""
+
+NOTICED_S = KEEPALIVE_EVERY_S + KEEPALIVE_WITHIN_S + 2.0
+"""By then a stream has noticed that its replica is frozen."""
+
+LARGE = 1_000_000
+"""Tokens of a trajectory that does not fit into the window of a connection."""
+
+
+class Replica(NamedTuple):
+    """A batcher process."""
+
+    pid: int
+    address: str
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Inside, the process is stopped."""
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
+
+    @property
+    def num_connections(self) -> int:
+        """Number of established TCP connections to this replica."""
+        port = f":{int(self.address.rpartition(':')[2]):04X}"
+        tables = [Path("/proc/net", name).read_text() for name in ("tcp", "tcp6")]
+        rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+        return sum(remote.endswith(port) and state == "01" for _, _, remote, state, *_ in rows)
+
+
+class Pair:
+    """A store and two replicas."""
+
+    def __init__(self, server: EmbeddedServer, first: Replica, second: Replica) -> None:
+        self.server, self.first, self.second = server, first, second
+        self.target = f"{first.address},{second.address}"
+
+    def create_run(self, name: str, **fields: Any) -> str:
+        """Create a run that never makes a generator wait."""
+        changes = {"max_staleness": 1000, "mini_batch_groups": 1, **fields}
+        with connect(self.server.url) as client:
+            create_run(client, name, replace(config(fields.get("batch_groups", 1)), **changes))
+        return name
+
+    def publish(self, run: str, *names: str, num_tokens: int = 3) -> None:
+        """Publish groups of two trajectories, whose tokens differ."""
+        with Publisher(self.server.url, run) as publisher:
+            for index, name in enumerate(names):
+                members = tuple(
+                    Trajectory(
+                        sample=sample,
+                        reward=float(sample),
+                        turns=(
+                            Turn(
+                                prompt_ids=np.array([index, sample], np.int32),
+                                response_ids=np.arange(num_tokens, dtype=np.int32),
+                                logprobs=np.zeros(num_tokens, np.float32),
+                            ),
+                        ),
+                    )
+                    for sample in range(2)
+                )
+                publisher.publish(Group(group_id=name, trajectories=members)).result(30)
+
+    @property
+    def num_connections(self) -> int:
+        """Number of established TCP connections to both replicas."""
+        return self.first.num_connections + self.second.num_connections
+
+    def frontier(self, run: str) -> Frontier:
+        """Return how far the run is."""
+        with connect(self.server.url) as client:
+            return read_frontier(client, run)
+
+    def content(self, run: str, num_steps: int) -> list[tuple[int, str]]:
+        """Return (step, content hash) of the first mini-batches, as an observer receives them."""
+        with ObserverStream(self.second.address, run, "control", first_step=1) as stream:
+            return [identity(each) for each in until(stream, num_steps)]
+
+
+def until(stream: Any, num_steps: int) -> Iterator[Any]:
+    """Yield mini-batches up to the last of this step."""
+    for mini_batch in stream:
+        yield mini_batch
+        if mini_batch.is_last and mini_batch.info.step == num_steps:
+            return
+
+
+def identity(mini_batch: Any) -> tuple[int, str]:
+    """Return its step and content hash."""
+    return mini_batch.info.step, mini_batch.content_hash
+
+
+@contextlib.contextmanager
+def batcher_process(url: str, file: Path) -> Iterator[Replica]:
+    words = ("batcher", "--redis", url, "--listen", "127.0.0.1:0", "--address-file", str(file))
+    with subprocess.Popen([sys.executable, "-m", "turnstream_server.cli", *words]) as process:
+        try:
+            wait_until(file.exists, describe="the batcher's address")
+            yield Replica(process.pid, file.read_text().strip())
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("replicas")
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(EmbeddedServer())
+        replicas = [
+            stack.enter_context(batcher_process(server.url, folder / name)) for name in ("a", "b")
+        ]
+        yield Pair(server, *replicas)
+
+
+@pytest.fixture(autouse=True)
+def pings_alone_notice_a_frozen_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Get that is silent is also ended after its wait and 10 s; here that takes too long."""
+    monkeypatch.setattr(_prefetch, "STALL_GRACE_S", 10 * TIMEOUT_S)
+
+
+@pytest.mark.parametrize("scheme", ["", "ipv4:"])
+def test_waiting_get_continues_with_the_other_replica(pair: Pair, scheme: str) -> None:
+    # A trainer stayed with a frozen replica for 150 s and more, although another one was healthy:
+    # its new channel got the connection of the old one.
+    run = pair.create_run(f"waiting {scheme}")
+    pair.publish(run, "g1")
+    with BatchStream(scheme + pair.target, run, timeout_s=TIMEOUT_S) as stream:
+        trained = [identity(next(stream))]
+        stream.stepped()
+
+        with pair.first.frozen():
+            pair.publish(run, "g2")
+            trained.append(identity(next(stream)))
+            stream.stepped()
+        with pair.second.frozen():
+            pair.publish(run, "g3")
+            trained.append(identity(next(stream)))
+            stream.stepped()
+
+    assert trained == pair.content(run, 3)
+    assert [step for step, _ in trained] == [1, 2, 3]
+    assert pair.frontier(run).stepped == 3
+
+
+def test_half_received_batch_continues_with_the_other_replica(pair: Pair) -> None:
+    run = pair.create_run("half", batch_groups=2)
+    pair.publish(run, "g1", "g2", num_tokens=LARGE)
+    with BatchStream(pair.target, run, timeout_s=TIMEOUT_S, max_prefetch_bytes=1) as stream:
+        wait_until(lambda: stream.statistics().queued_mini_batches, describe="the first mini-batch")
+
+        with pair.first.frozen():
+            trained = [identity(each) for each in until(stream, 1)]
+            stream.stepped()
+        num_damaged = stream.statistics().num_damaged
+
+    assert len(trained) == 2
+    assert trained == pair.content(run, 1)
+    assert num_damaged == 0
+
+
+def test_session_begins_with_the_other_replica(pair: Pair) -> None:
+    run = pair.create_run("start")
+    pair.publish(run, "g1")
+
+    with (
+        pair.first.frozen(),
+        BatchStream(pair.target, run, timeout_s=TIMEOUT_S) as stream,
+    ):
+        trained = [identity(next(stream))]
+
+    assert trained == pair.content(run, 1)
+    assert pair.frontier(run).session_epoch == 1
+
+
+@pytest.mark.parametrize("acknowledges", ["stepped", "committed", "announce_version"])
+def test_acknowledgements_continue_with_the_other_replica(pair: Pair, acknowledges: str) -> None:
+    run = pair.create_run(f"acknowledged {acknowledges}")
+    pair.publish(run, "g1", "g2")
+    with BatchStream(pair.target, run, timeout_s=TIMEOUT_S) as stream:
+        next(stream)
+        token = None if acknowledges == "stepped" else stream.stepped()
+
+        with pair.first.frozen():
+            match acknowledges:
+                case "stepped":
+                    token = stream.stepped()
+                case "committed":
+                    stream.committed(str(token))
+                case _:
+                    stream.announce_version(1)
+            second = next(stream)
+        stream.stepped()
+
+    frontier = pair.frontier(run)
+    with connect(pair.server.url) as client:
+        version = newest_version(client, run)
+    assert token is not None
+    assert (token.step, second.info.step, frontier.stepped) == (1, 2, 2)
+    assert frontier.committed == (acknowledges == "committed")
+    assert (version is not None) == (acknowledges == "announce_version")
+
+
+def test_observer_continues_with_the_other_replica(pair: Pair) -> None:
+    run = pair.create_run("observer")
+    pair.publish(run, "g1")
+    with ObserverStream(pair.target, run, "audit", timeout_s=TIMEOUT_S) as stream:
+        seen = [identity(next(stream))]
+
+        with pair.first.frozen():
+            assert stream.seen() == 1
+            pair.publish(run, "g2")
+            seen.append(identity(next(stream)))
+        assert stream.seen() == 2
+
+    assert seen == pair.content(run, 2)
+
+
+@pytest.mark.parametrize("timeout_s", [3.0, NOTICED_S])
+def test_wait_ends_by_its_deadline_if_both_replicas_are_frozen(
+    pair: Pair, timeout_s: float
+) -> None:
+    run = pair.create_run(f"both {timeout_s}")
+    pair.publish(run, "g1")
+    num_connections = pair.num_connections
+    with BatchStream(pair.target, run, timeout_s=timeout_s) as stream:
+        next(stream)
+
+        with pair.first.frozen(), pair.second.frozen():
+            errors = [ending(stream.stepped), ending(lambda: next(stream))]
+        stream.stepped()
+
+    wait_until(
+        lambda: pair.num_connections == num_connections, describe="the end of all connections"
+    )
+    silent_or_away = {WaitKind.BATCHER_SILENT, WaitKind.BATCHER_AWAY}
+    assert [error.reasons[0].kind for error in errors] == ["not_acknowledged", "no_batch"]
+    for error in errors:
+        assert error.reasons[1].kind in silent_or_away
+        assert error.reasons[1].facts["address"] == pair.target
+    assert pair.frontier(run).stepped == 1
+
+
+def ending(call: Callable[[], object]) -> UnavailableError:
+    with pytest.raises(UnavailableError) as caught:
+        call()
+    return caught.value
+
+
+def test_silent_store_keeps_a_stream_at_its_replica(pair: Pair) -> None:
+    # All replicas answer pings while their store stands still: another one would not help.
+    run = pair.create_run("store")
+    pair.publish(run, "g1")
+    store = Replica(pair.server.pid, "127.0.0.1:0")
+    num_before = pair.second.num_connections
+    with BatchStream(pair.target, run, timeout_s=NOTICED_S) as stream:
+        next(stream)
+
+        with store.frozen():
+            error = ending(stream.stepped)
+            num_elsewhere = pair.second.num_connections
+        stream.stepped()
+        pair.publish(run, "g2")
+        second = next(stream)
+
+    assert error.reasons[-1].kind == WaitKind.STORE_SILENT
+    assert num_elsewhere == num_before
+    assert second.info.step == 2
+
+
+def test_paused_trainer_keeps_its_transfer(pair: Pair) -> None:
+    # A full queue pauses a transfer: the replica is healthy, however long the trainer computes.
+    run = pair.create_run("paused", batch_groups=2)
+    pair.publish(run, "g1", "g2", num_tokens=LARGE)
+    with BatchStream(pair.target, run, timeout_s=TIMEOUT_S, max_prefetch_bytes=1) as stream:
+        wait_until(lambda: stream.statistics().queued_mini_batches, describe="the first mini-batch")
+
+        time.sleep(NOTICED_S)
+        trained = list(until(stream, 1))
+        statistics = stream.statistics()
+
+    assert len(trained) == 2
+    assert (statistics.num_retries, statistics.num_damaged) == (0, 0)

@@ -1,0 +1,206 @@
+"""Streams of a run that is deleted, and of the next run of its name: real batcher, real gRPC."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import redis
+
+from harness.stored import content_of
+from turnstream import testing
+from turnstream.errors import (
+    FencedError,
+    ObserverExpiredError,
+    RunNotFoundError,
+    StoreBehindError,
+    TurnstreamError,
+)
+from turnstream.generator import Publisher
+from turnstream.store import keys
+from turnstream.store.runs import create_run
+from turnstream.types.names import RunId
+from turnstream.worker import BatchStream, ObserverStream
+from turnstream_server.bus.deletion import delete_run
+from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = [pytest.mark.grpc, pytest.mark.redis]
+
+REFUSALS = (RunNotFoundError, FencedError, StoreBehindError)
+
+_names = (f"lab {number}" for number in itertools.count(1))
+
+
+@pytest.fixture
+def name(client: redis.Redis) -> str:
+    """The name of a run with one group per batch."""
+    name = next(_names)
+    create(client, name)
+    return name
+
+
+def create(client: redis.Redis, name: str, *, batch_groups: int = 1) -> None:
+    create_run(client, name, replace(testing.config(batch_groups), max_staleness=100))
+
+
+def publish(url: str, name: str, *group_ids: str, closes: bool = False) -> None:
+    with Publisher(url, name) as publisher:
+        for group_id in group_ids:
+            members = [
+                testing.trajectory(testing.turn("ab", "CD"), sample=n, reward=float(n))
+                for n in range(2)
+            ]
+            publisher.publish(testing.group(group_id, *members)).result(10)
+        if closes:
+            publisher.close_run()
+
+
+def trained(stream: BatchStream) -> list[str]:
+    """The group of every batch that there is, acknowledged."""
+    groups = []
+    for mini_batch in stream:
+        groups.append(mini_batch.rows.group_id[0])
+        stream.committed(stream.stepped())
+    return groups
+
+
+def state_of(client: redis.Redis, run: str) -> dict[str, Any]:
+    """The keys of a run that trainers write to, and how far they are."""
+    names = keys.run_keys(run)
+    wanted = (names.batches, names.sessions, names.ranks, names.times, names.versions)
+    written = {key: content_of(client, key) for key in wanted if client.exists(key)}
+    frontier = read_frontier(client, run)
+    return {**written, "frontier": (frontier.session_epoch, frontier.stepped, frontier.committed)}
+
+
+@pytest.mark.parametrize("call", ["next", "stepped", "committed", "announce_version"])
+def test_old_trainer_session_is_refused_and_the_next_run_stays_untouched(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    start_batcher: Any,
+    name: str,
+    call: str,
+) -> None:
+    publish(server.url, name, "a", "b")
+    target = start_batcher().target
+    with BatchStream(target, name, timeout_s=20) as stream:
+        next(stream)
+        token = stream.stepped() if call == "committed" else None
+        delete_run(client, name)
+        create(client, name, batch_groups=3)
+        publish(server.url, name, "a")
+        before = state_of(client, f"{name}~2")
+        calls: dict[str, Callable[[], object]] = {
+            "next": lambda: [*stream],
+            "stepped": stream.stepped,
+            "committed": lambda: stream.committed(str(token)),
+            "announce_version": lambda: stream.announce_version(1),
+        }
+
+        with pytest.raises(REFUSALS, match="deleted"):
+            calls[call]()
+
+        assert state_of(client, f"{name}~2") == before
+
+
+@pytest.mark.parametrize("call", ["next", "seen"])
+def test_old_observer_is_refused_and_is_none_of_the_next_run(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    start_batcher: Any,
+    name: str,
+    call: str,
+) -> None:
+    publish(server.url, name, "a")
+    target = start_batcher().target
+    with ObserverStream(target, name, "audit", first_step=1, timeout_s=20) as stream:
+        next(stream)
+        delete_run(client, name)
+        create(client, name)
+        publish(server.url, name, "a")
+
+        with pytest.raises((RunNotFoundError, ObserverExpiredError)):
+            next(stream) if call == "next" else stream.seen()
+
+    assert not client.exists(keys.run_keys(f"{name}~2").observers)
+
+
+def test_next_run_trains_while_the_payload_of_the_old_one_is_still_there(
+    server: EmbeddedServer, client: redis.Redis, start_batcher: Any, name: str
+) -> None:
+    publish(server.url, name, "a", "b")
+    target = start_batcher().target
+    with BatchStream(target, name, timeout_s=20) as stream:
+        next(stream)
+    environment = {
+        "TURNSTREAM_FAILPOINT": "delete.after_condemned",
+        "TURNSTREAM_REDIS_URL": server.url,
+    }
+    command = [sys.executable, "-m", "turnstream_server.cli", "delete", name, "--yes"]
+    killed = subprocess.run(command, env=environment, capture_output=True, check=False)
+
+    create(client, name)
+    publish(server.url, name, "a", "b", closes=True)
+    with BatchStream(target, name, timeout_s=20) as stream:
+        groups = trained(stream)
+    old_payload = keys.trajectory_keys(name, "a/0/0").turns
+    was_there = bool(client.exists(old_payload))
+    done = delete_run(client, RunId(name))
+
+    assert killed.returncode == -9
+    assert groups == ["a", "b"]
+    assert was_there
+    assert (done.runs, done.num_trajectories) == ((name,), 4)
+    assert not client.exists(old_payload)
+    ledger = read_ledger(client, f"{name}~2")
+    ledger.check()
+    assert (ledger.accepted, ledger.num_trained) == (4, 4)
+    assert read_frontier(client, f"{name}~2").committed == 2
+
+
+def test_trainer_and_observer_that_begin_later_get_the_next_run(
+    server: EmbeddedServer, client: redis.Redis, start_batcher: Any, name: str
+) -> None:
+    target = start_batcher().target
+    delete_run(client, name)
+    create(client, name)
+    publish(server.url, name, "new", closes=True)
+
+    with (
+        ObserverStream(target, name, "audit", first_step=1, timeout_s=20) as observer,
+        BatchStream(target, name, timeout_s=20) as stream,
+    ):
+        groups = trained(stream)
+        observed = []
+        for mini_batch in observer:
+            observed.append(mini_batch.rows.group_id[0])
+            observer.seen()
+
+    assert (groups, observed) == (["new"], ["new"])
+    assert client.exists(keys.run_keys(f"{name}~2").observers)
+
+
+def test_token_of_a_deleted_run_starts_no_trainer_of_the_next(
+    server: EmbeddedServer, client: redis.Redis, start_batcher: Any, name: str
+) -> None:
+    publish(server.url, name, "a")
+    target = start_batcher().target
+    with BatchStream(target, name, timeout_s=20) as stream:
+        next(stream)
+        token = stream.stepped()
+        stream.committed(token)
+    delete_run(client, name)
+    create(client, name)
+
+    with pytest.raises(StoreBehindError) as refused:
+        BatchStream(target, name, recovery_token=token, timeout_s=20)
+
+    assert isinstance(refused.value, TurnstreamError)
+    assert read_frontier(client, f"{name}~2").session_epoch == 0

@@ -1,0 +1,100 @@
+"""Values that a leader accepts: a plan can be made, and stored, of each of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from turnstream.batching.planning import plan_batch
+from turnstream.batching.readiness import RunFold
+from turnstream.records.framing import EVENT, write_frame
+from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encode_snapshot
+from turnstream.testing import config
+from turnstream.types import GroupOpened
+from turnstream.wire.v1 import records_pb2 as wire
+from turnstream_server.batcher.letters import UnreadableEvent, read_entry
+from turnstream_server.bus.events import EventEntry
+from turnstream_server.bus.manifests import encode_for_store
+
+CONFIGS = (
+    config(1),
+    replace(config(1), reward_source="sum_of_turns", over_long="alone"),
+    replace(config(1), merge=False, estimator="opo"),
+)
+numbers = st.sampled_from([0, 1, 2, 5, 2**31 - 1, 2**31, 2**32 - 1])
+large = st.sampled_from([0, 1, 2**31, 2**63 - 1])
+reals = st.sampled_from([0.0, 1.0, -1.0, 1e30, 1e308, float("inf"), float("-inf"), float("nan")])
+
+
+@st.composite
+def turns(draw: st.DrawFn, index: int) -> wire.TurnShape:
+    """A turn with any lengths."""
+    response = draw(numbers)
+    trained = draw(st.sampled_from([0, response, draw(numbers)]))
+    runs = [wire.VersionRun(version=draw(large), count=trained)] if draw(st.booleans()) else []
+    return wire.TurnShape(
+        parent_turn=draw(st.integers(-1, index)),
+        shared_tokens=draw(numbers),
+        num_new_prompt_tokens=draw(numbers),
+        num_response_tokens=response,
+        num_trained_tokens=trained,
+        reward=draw(reals),
+        payload_crc=draw(numbers),
+        trained_versions=runs,
+    )
+
+
+@st.composite
+def seals(draw: st.DrawFn) -> bytes:
+    """A seal of one sample that says anything under a right checksum."""
+    names = st.dictionaries(st.sampled_from(["a", "b", ""]), reals, max_size=2)
+    message: Any = wire.TrajectorySealed(
+        key=wire.TrajectoryKey(group_id="g", sample=0, attempt=draw(numbers)),
+        lease_epoch=draw(numbers),
+        status=draw(st.sampled_from(["completed", "truncated"])),
+        reward=draw(reals),
+        reward_components=draw(names),
+        turns=[draw(turns(index)) for index in range(draw(st.integers(0, 3)))],
+        oldest_version=draw(large),
+        newest_version=draw(large),
+        num_payload_bytes=2**64 - 1,
+        metrics=draw(names),
+        sampling=draw(names),
+        tags={"env": "maze"},
+    )
+    return write_frame(EVENT, wire.Event(trajectory_sealed=message).SerializeToString())
+
+
+@settings(max_examples=1_000)
+@given(record=seals(), number=st.integers(0, len(CONFIGS) - 1))
+def test_accepted_seal_can_be_folded_planned_and_stored(record: bytes, number: int) -> None:
+    # Lengths of 2**32 - 1 tokens were folded, and overflowed in every plan that was made of them.
+    of = CONFIGS[number]
+    event = read_entry(EventEntry("2-0", record, ""))
+    if isinstance(event, UnreadableEvent):
+        return
+    fold = RunFold(of)
+    fold.apply("1-0", GroupOpened(group_id="g", prompt_uid="", num_samples=1))
+
+    fold.apply("2-0", event)
+
+    snapshot = PlannerSnapshot(
+        position="2-0", step=0, manifest_hash="", next_row_id=0, fold=fold.snapshot()
+    )
+    restored = decode_snapshot(encode_snapshot(snapshot)).restore_fold(of)
+    assert restored.num_ready == fold.num_ready
+    if fold.ready:
+        manifest = plan_batch(
+            fold.ready,
+            config=of,
+            run="run",
+            step=1,
+            lineage="main",
+            previous_hash="",
+            first_row_id=0,
+            config_revision=1,
+        )
+        encode_for_store(manifest)
