@@ -64,3 +64,20 @@ def test_the_stall_benchmark_sees_the_batch_that_is_assembled_on_the_loop(tmp_pa
     assert found["num_bytes"] > 0
     assert min(found["idle_ms"], found["batcher_ms"], found["on_loop_ms"]) > 0
     assert "| on loop |" in page_of("stall", tmp_path, results)
+
+
+@pytest.mark.grpc
+def test_failover_benchmark_measures_a_frozen_replica(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+
+    done = subprocess.run(
+        [sys.executable, FOLDER / "failover.py", "--tiny", "--json", results],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    found = json.loads(results.read_text())
+    assert "median s" in done.stdout
+    assert (found["trials"], found["num_at_limit"]) == (1, 0)
+    assert 0 < found["min_s"] == found["max_s"]

@@ -65,6 +65,20 @@ def test_a_tiny_run_measures_everything_and_says_what_was_reached(tmp_path: Path
     assert "| merge short, breaks: none |" in page_of("batching", tmp_path, results)
 
 
+def test_tiny_run_of_shares_measures_both_numbers_of_ranks(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+
+    subprocess.run(
+        [sys.executable, FOLDER / "shares.py", "--tiny", "--json", results],
+        capture_output=True,
+        check=True,
+    )
+
+    found = json.loads(results.read_text())
+    assert [line["num_ranks"] for line in found] == [8, 64]
+    assert all(line["cut_ms"] > 0 for line in found)
+
+
 def test_the_loop_of_collation_makes_the_same_rectangles(loops: ModuleType) -> None:
     from turnstream.testing import rows
 
