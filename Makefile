@@ -14,6 +14,8 @@ DURABILITY ?=
 # Of `make simulate`: how many lives, from which seed on; with PROCESSES= on fewer than all cores.
 SEEDS ?= 2000
 FIRST ?= 0
+# Of `make fuzz`: the number of damaged runs and requests; SEED= repeats one campaign.
+CASES ?= 2000
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,7 +26,7 @@ PYPROJECTS := pyproject.toml clients/python/pyproject.toml
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check bench figures mutate simulate chaos proto
+.PHONY: help setup demo test check bench figures mutate simulate chaos fuzz proto
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -65,6 +67,9 @@ chaos: $(STAMP) ## random faults over a running stack; SECONDS=1800 SEED= DURABI
 	PYTHONPATH=tests/chaos $(BIN)/python -m harness.soak --seconds $(SECONDS) \
 	  $(if $(SEED),--seed $(SEED)) $(if $(DURABILITY),--durability $(DURABILITY)) $(if $(JSON),--json "$(JSON)")
 
+fuzz: $(STAMP) ## damage stored bytes and requests at random over a batcher and a store; CASES=2000 SEED=
+	PYTHONPATH=tests/chaos $(BIN)/python -m fuzz --cases $(CASES) $(if $(SEED),--seed $(SEED))
+
 proto: $(PROTO_STAMP) ## compile proto/ with the pinned compiler
 	$(PROTO_VENV)/bin/python tools/generate_wire.py
 
@@ -77,7 +82,7 @@ $(STAMP): $(PYPROJECTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q "$(TORCH)"
-	$(BIN)/python -m pip install -q -e ".[trainer]" --group dev
+	$(BIN)/python -m pip install -q -e ./clients/python -e ".[trainer]" --group dev
 	@touch $@
 
 # The compiler still imports pkg_resources, which setuptools 80 began to drop.

@@ -1,0 +1,41 @@
+"""Damage thousands of runs and requests, print a summary, and fail after any violation."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from fuzz.campaign import Campaign, Report
+
+
+def main() -> int:
+    """Run a campaign and return the exit status."""
+    parser = argparse.ArgumentParser(prog="fuzz", description=__doc__)
+    parser.add_argument("--cases", type=int, default=2_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--keep", type=Path, help="a folder for data and logs, which is kept")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.keep or Path(temporary)
+        with Campaign(folder, seed=options.seed) as campaign:
+            report = campaign.run(options.cases)
+    _show(report, seed=options.seed)
+    return 1 if report.problems else 0
+
+
+def _show(report: Report, *, seed: int) -> None:
+    print(f"{report.num_cases} cases of seed {seed}")
+    for outcome, number in sorted(report.outcomes.items()):
+        print(f"  {number:5d}  {outcome}")
+    for name, growth in report.growth_bytes.items():
+        print(f"the {name} grew by {growth / 1e6:.0f} MB")
+    print(f"the healthy run kept {report.pace:.0%} of its pace,", end=" ")
+    print(f"with a longest gap of {report.longest_gap_s:.1f} s")
+    for problem in report.problems:
+        print(f"PROBLEM {problem}")
+    print(f"{len(report.problems)} problems")
+
+
+sys.exit(main())

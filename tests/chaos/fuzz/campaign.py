@@ -1,0 +1,321 @@
+"""Thousands of damaged runs and requests on one store and one batcher, with a judgement."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple, Self
+
+import grpc
+import redis
+
+from fuzz.calls import call_damaged
+from fuzz.pace import HealthyRun
+from fuzz.runs import (
+    AFTER,
+    NUM_GROUPS,
+    KnownRun,
+    Trained,
+    copy_run,
+    make_run,
+    offer_run,
+    publish,
+    run_keys_of,
+    train,
+    wrong_rows,
+)
+from fuzz.stored import EVENTS, KINDS, LEDGER, PLAN, TURNS, Spot, damage_run
+from turnstream.errors import BatcherUnavailableError, NotReadyError, TurnstreamError
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.store.runs import close_run
+from turnstream.testing import wait_until
+from turnstream_server.bus.deletion import delete_run
+from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.jobs.services import StartedBatcher, start_batcher, store_environment
+from turnstream_server.jobs.stack import Service, Stack
+
+CHUNK: Final = 16
+"""Damaged runs that are offered at once."""
+
+CALLS_PER_CASE: Final = 2
+
+GROWTH_LIMIT_BYTES: Final = 200_000_000
+
+_LEASE = {"TURNSTREAM_LEASE_S": "1"}
+_WAIT_S: Final = 8.0
+"""A run without a mini-batch for this long counts as stopped."""
+
+_READY_S: Final = 60.0
+_NEWER: Final = ("newer release", "format version")
+_WARM_UP_S: Final = 3.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Case:
+    """One damaged run.
+
+    Attributes:
+        run: the run with the rows that it may serve.
+        spot: the damage; None in a control chunk.
+        trained: the rows and the end that a trainer saw.
+    """
+
+    run: KnownRun
+    spot: Spot | None
+    trained: Trained
+
+    @property
+    def outcome(self) -> str:
+        """The kind of damage and the end of the run, for the summary."""
+        error = self.trained.error
+        ended = "trained to its end" if error is None else type(error).__name__
+        return f"{self.spot.kind if self.spot else 'control'}: {ended}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """The result of a campaign.
+
+    Attributes:
+        num_cases: damaged runs and damaged requests.
+        outcomes: number of cases by kind and end.
+        problems: violations, each with the case that shows it.
+        growth_bytes: peak growth of each process, by its name.
+        pace: steps per second of the healthy run in damaged chunks, over those in control chunks.
+        longest_gap_s: longest time between two steps of the healthy run in damaged chunks.
+    """
+
+    num_cases: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter[str])
+    problems: list[str] = field(default_factory=list[str])
+    growth_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    pace: float = 0.0
+    longest_gap_s: float = 0.0
+
+
+class Place(NamedTuple):
+    """A store with a batcher, and a client of the store."""
+
+    server: EmbeddedServer
+    batcher: StartedBatcher
+    client: redis.Redis
+
+
+class Campaign:
+    """Damages runs in chunks; a context manager that leaves no process behind.
+
+    Args:
+        folder: for data and logs.
+        seed: each case is a function of it and of the number of the case.
+    """
+
+    def __init__(self, folder: Path, *, seed: int) -> None:
+        self.report = Report()
+        self._folder = folder
+        self._seed = seed
+        self._resources = contextlib.ExitStack()
+        self._rates: dict[bool, list[float]] = {True: [], False: []}
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            self._fresh = stack.enter_context(EmbeddedServer(self._folder / "fresh"))
+            self._builder = stack.enter_context(_place(self._folder / "builder"))
+            self._subject = stack.enter_context(_place(self._folder / "subject"))
+            target = self._subject.batcher.address
+            url = self._subject.server.url
+            self._healthy = stack.enter_context(HealthyRun(url, target, "healthy"))
+            self._fresh_client = stack.enter_context(connect(self._fresh.url))
+            self._channel = stack.enter_context(grpc.insecure_channel(target))
+            self._resources = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._resources.close()
+
+    def run(self, num_cases: int) -> Report:
+        """Run this many cases, and one control chunk before and one after them."""
+        wait_until(lambda: len(self._healthy.steps_s) > NUM_GROUPS, timeout_s=_READY_S)
+        self._chunk(range(CHUNK), is_damaged=False)
+        before = self._sizes()
+        number = CHUNK
+        while self.report.num_cases < num_cases:
+            self._chunk(range(number, number + CHUNK), is_damaged=True)
+            number += CHUNK
+        peaks = self._peaks()
+        self._chunk(range(number, number + CHUNK), is_damaged=False)
+        self.report.growth_bytes = {name: peaks[name] - before[name] for name in peaks}
+        self.report.pace = _mean(self._rates[True]) / _mean(self._rates[False])
+        self._judge_processes()
+        return self.report
+
+    def _chunk(self, numbers: range, *, is_damaged: bool) -> None:
+        """Make, damage, offer and train a few runs; send damaged requests at the same time."""
+        cases = [self._case(number, is_damaged=is_damaged) for number in numbers]
+        start_s = time.monotonic()
+        with ThreadPoolExecutor(CHUNK) as pool:
+            trained = [pool.submit(self._train, case) for case in cases]
+            if is_damaged:
+                self._call(numbers)
+            for each in trained:
+                each.result()
+        stop_s = time.monotonic()
+        self._rates[is_damaged].append(self._healthy.steps_per_s(start_s, stop_s))
+        if is_damaged:
+            gap_s = self._healthy.longest_gap_s(start_s, stop_s)
+            self.report.longest_gap_s = max(self.report.longest_gap_s, gap_s)
+            self.report.num_cases += len(cases)
+        for case in cases:
+            self._judge(case)
+            self._remove(case.run.name)
+
+    def _case(self, number: int, *, is_damaged: bool) -> Case:
+        """Make a run, copy it to the store under test, and damage it there."""
+        rng = random.Random(self._seed * 1_000_003 + number)
+        kind = KINDS[number % len(KINDS)]
+        name = f"fuzz-{number}"
+        is_planned = kind in (PLAN, LEDGER)
+        server = self._builder.server if is_planned else self._fresh
+        source = self._builder.client if is_planned else self._fresh_client
+        case = Case(run=make_run(server.url, name, rng), spot=None, trained=Trained())
+        if is_planned:
+            self._plan(name)
+        if kind == LEDGER:
+            address = self._builder.batcher.address
+            case.trained = train(address, name, timeout_s=_READY_S, max_steps=NUM_GROUPS - 1)
+        copy_run(source, self._subject.client, name)
+        _delete(source, name)
+        if is_damaged:
+            case.spot = damage_run(self._subject.client, name, kind, rng)
+        return case
+
+    def _plan(self, name: str) -> None:
+        client = self._builder.client
+        wait_until(
+            lambda: read_frontier(client, name).planned == NUM_GROUPS,
+            timeout_s=_READY_S,
+            describe=f"the plans of {name}",
+        )
+
+    def _train(self, case: Case) -> None:
+        """Offer a run, write one more group, close the run, and train it to its end."""
+        name, url = case.run.name, self._subject.server.url
+        before = case.trained
+        offer_run(self._subject.client, name)
+        try:
+            case.run = publish(url, case.run, [AFTER], random.Random(name))
+            close_run(self._subject.client, name)
+        except TurnstreamError as error:
+            case.trained = Trained(error=error, rows=before.rows)
+            return
+        target = self._subject.batcher.address
+        case.trained = train(target, name, timeout_s=_WAIT_S, token=before.token)
+        case.trained.rows = before.rows + case.trained.rows
+
+    def _judge(self, case: Case) -> None:
+        """Record the violations of one case."""
+        forged = case.spot is not None and case.spot.damage.is_forged
+        problems = wrong_rows(case.run, case.trained, checks_reward=not forged)
+        problems += _stops(case)
+        self.report.outcomes[case.outcome] += 1
+        told = f"{case.run.name} ({case.spot}): "
+        error = case.trained.error
+        self.report.problems += [f"{told}{each}; ended by {error!r}" for each in problems]
+
+    def _call(self, numbers: range) -> None:
+        """Send damaged requests for a run that exists and for others."""
+        for number in numbers:
+            rng = random.Random(-self._seed * 1_000_003 - number)
+            for _ in range(CALLS_PER_CASE):
+                run = rng.choice((f"fuzz-{number}", "healthy-too", "x" * 200))
+                answer = call_damaged(self._channel, run, rng)
+                self.report.num_cases += 1
+                self.report.outcomes[f"request: {answer.code}"] += 1
+                if not answer.is_typed:
+                    self.report.problems.append(f"request of case {number}: {answer}")
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(TurnstreamError):
+            delete_run(self._subject.client, name)
+        _delete(self._subject.client, name)
+
+    def _judge_processes(self) -> None:
+        report = self.report
+        for name, service in self._services():
+            if service.status is not None:
+                report.problems.append(f"the {name} has ended with status {service.status}")
+        for name, growth in report.growth_bytes.items():
+            if growth > GROWTH_LIMIT_BYTES:
+                report.problems.append(f"the {name} grew by {growth / 1e6:.0f} MB")
+        if self._healthy.error is not None:
+            report.problems.append(f"the healthy run has ended: {self._healthy.error!r}")
+
+    def _services(self) -> Iterator[tuple[str, Service]]:
+        yield "batcher", self._subject.batcher.service
+
+    def _sizes(self) -> dict[str, int]:
+        return {name: _memory(pid, "VmRSS") for name, pid in self._pids()}
+
+    def _peaks(self) -> dict[str, int]:
+        return {name: _memory(pid, "VmHWM") for name, pid in self._pids()}
+
+    def _pids(self) -> Iterator[tuple[str, int]]:
+        yield "batcher", self._subject.batcher.service.pid
+        yield "store", self._subject.server.pid
+
+
+def _stops(case: Case) -> list[str]:
+    """Return a problem if the run stopped without a reason that names its damage."""
+    error = case.trained.error
+    if case.spot is None:
+        return [] if error is None else ["a run without damage has stopped"]
+    if AFTER in case.trained.group_ids:
+        return []
+    if isinstance(error, BatcherUnavailableError):
+        return ["no batcher answered"]
+    says = f"{error} {getattr(error, 'reasons', '')}"
+    if any(each in says for each in _NEWER):
+        return []
+    if case.spot.kind in (EVENTS, TURNS):
+        return ["its planner has stopped"]
+    if error is None or (isinstance(error, NotReadyError) and "damaged" not in says):
+        return ["it has stopped without a reason"]
+    return []
+
+
+def _delete(client: redis.Redis, name: str) -> None:
+    """Remove all keys of a run."""
+    found = run_keys_of(client, name)
+    if found:
+        client.delete(*found)
+    client.srem(keys.RUNS, keys.encode_name(name))
+
+
+def _mean(rates: list[float]) -> float:
+    return sum(rates) / len(rates)
+
+
+def _memory(pid: int, what: str) -> int:
+    """Return a line of /proc/<pid>/status, in bytes."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{what}:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(f"process {pid} has no {what}")
+
+
+@contextlib.contextmanager
+def _place(folder: Path) -> Iterator[Place]:
+    """A store and a batcher of its own."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(EmbeddedServer(folder / "data"))
+        environment = {**store_environment(server.url), **_LEASE}
+        services = stack.enter_context(Stack(folder, environment))
+        batcher = start_batcher(services, name="batcher")
+        yield Place(server, batcher, stack.enter_context(connect(server.url)))

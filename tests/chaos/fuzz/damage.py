@@ -1,0 +1,217 @@
+"""Ways to damage bytes: pure functions of the bytes and a random generator.
+
+Stored records carry a checksum, so plain damage rarely reaches the decoder behind it. `forged`
+damage changes one field of the protobuf header and writes a checksum that fits.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+HUGE_NUMBERS = (2**31 - 1, 2**31, 2**32 - 1, 2**53 + 1, 2**63 - 1, 2**64 - 1)
+
+_PREFIX = struct.Struct("<2s1sBI")
+_NUM_CRC_BYTES = 4
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+class Damage(NamedTuple):
+    """Damaged bytes.
+
+    Attributes:
+        how: the kind of damage.
+        is_forged: the checksum fits the damaged bytes.
+    """
+
+    how: str
+    data: bytes
+    is_forged: bool = False
+
+
+def damaged(data: bytes, rng: random.Random) -> Damage:
+    """Return the bytes after one random change; a framed record may get a fitting checksum."""
+    ways: list[Callable[[bytes, random.Random], Damage]] = [
+        random_bytes,
+        truncated,
+        flipped_bit,
+        flipped_byte,
+        repeated,
+    ]
+    if is_framed(data):
+        ways += [forged_field, forged_field, forged_header, newer_version]
+    return rng.choice(ways)(data, rng)
+
+
+def random_bytes(data: bytes, rng: random.Random) -> Damage:
+    """Replace all of it by noise, mostly of the same length."""
+    length = rng.choice((len(data), len(data), 0, 1, 7, 4_096))
+    return Damage("random bytes", rng.randbytes(length))
+
+
+def truncated(data: bytes, rng: random.Random) -> Damage:
+    """Keep only the beginning."""
+    return Damage("truncated", data[: rng.randrange(len(data) or 1)])
+
+
+def flipped_bit(data: bytes, rng: random.Random) -> Damage:
+    """Flip one bit.
+
+    >>> flipped_bit(b"", random.Random(0)).data
+    b''
+    """
+    if not data:
+        return Damage("nothing to flip", data)
+    place = rng.randrange(len(data))
+    return Damage("one bit flipped", _with_byte(data, place, data[place] ^ (1 << rng.randrange(8))))
+
+
+def flipped_byte(data: bytes, rng: random.Random) -> Damage:
+    """Replace one byte by another one."""
+    if not data:
+        return Damage("nothing to flip", data)
+    place = rng.randrange(len(data))
+    other = data[place] ^ rng.randrange(1, 256)
+    return Damage("one byte flipped", _with_byte(data, place, other))
+
+
+def repeated(data: bytes, rng: random.Random) -> Damage:
+    """Write it several times, one after the other."""
+    return Damage("repeated", data * rng.choice((2, 3, 50)))
+
+
+def is_framed(data: bytes) -> bool:
+    """Return whether these bytes are a stored record with a checksum."""
+    return data[:2] == b"TS" and len(data) >= _PREFIX.size + _NUM_CRC_BYTES
+
+
+def forged_field(data: bytes, rng: random.Random) -> Damage:
+    """Change one field of the record's header, and write the checksum that fits."""
+    header, body = _split(data)
+    return Damage("one field forged", _join(data, damaged_message(header, rng), body), True)
+
+
+def forged_header(data: bytes, rng: random.Random) -> Damage:
+    """Flip one byte of the record's header, and write the checksum that fits."""
+    header, body = _split(data)
+    other = flipped_byte(header, rng).data
+    return Damage("one byte of the header forged", _join(data, other, body), True)
+
+
+def newer_version(data: bytes, rng: random.Random) -> Damage:
+    """Write the major version of a newer release."""
+    header, body = _split(data)
+    newer = _with_byte(data, 3, rng.randrange(1, 256))
+    return Damage("a newer release", _join(newer, header, body), True)
+
+
+def damaged_message(message: bytes, rng: random.Random) -> bytes:
+    """Return a protobuf message with one field changed, at any depth.
+
+    >>> damaged_message(b"", random.Random(0)) != b""
+    True
+    """
+    fields = _fields(message)
+    if not fields:
+        return _encode([(rng.randrange(1, 60), _VARINT, rng.choice(HUGE_NUMBERS))])
+    place = rng.randrange(len(fields))
+    number, kind, value = fields[place]
+    if rng.random() < 0.1:
+        return _encode(fields[:place] + fields[place + 1 :])
+    if rng.random() < 0.1:
+        return _encode([*fields, fields[place]])
+    fields[place] = (number, kind, _changed(value, rng))
+    return _encode(fields)
+
+
+def _changed(value: int | bytes, rng: random.Random) -> int | bytes:
+    if isinstance(value, int):
+        return rng.choice((*HUGE_NUMBERS, 0, value + 1, value ^ 1))
+    inner = _fields(value)
+    if inner and rng.random() < 0.8:
+        return damaged_message(value, rng)
+    way = rng.choice((random_bytes, truncated, flipped_bit, flipped_byte, repeated))
+    return way(value, rng).data
+
+
+def _with_byte(data: bytes, place: int, byte: int) -> bytes:
+    return data[:place] + bytes([byte]) + data[place + 1 :]
+
+
+def _split(record: bytes) -> tuple[bytes, bytes]:
+    """Return the header and the body of a framed record."""
+    length = _PREFIX.unpack_from(record)[3]
+    start = _PREFIX.size + length
+    return record[_PREFIX.size : start], record[start + -length % 8 : -_NUM_CRC_BYTES]
+
+
+def _join(record: bytes, header: bytes, body: bytes) -> bytes:
+    """Return the record with another header, and a checksum that fits."""
+    magic, kind, version, _ = _PREFIX.unpack_from(record)
+    start = _PREFIX.pack(magic, kind, version, len(header))
+    framed = start + header + bytes(-len(header) % 8) + body
+    return framed + struct.pack("<I", zlib.crc32(framed))
+
+
+_Field = tuple[int, int, int | bytes]
+
+
+def _fields(message: bytes) -> list[_Field]:
+    """Return the fields of a protobuf message, in order; none where it does not parse."""
+    found: list[_Field] = []
+    place = 0
+    try:
+        while place < len(message):
+            tag, place = _varint(message, place)
+            kind = tag & 7
+            if kind == _VARINT:
+                value, place = _varint(message, place)
+                found.append((tag >> 3, kind, value))
+                continue
+            if kind == _BYTES:
+                length, place = _varint(message, place)
+            else:
+                length = {_FIXED64: 8, _FIXED32: 4}[kind]
+            if place + length > len(message):
+                return []
+            found.append((tag >> 3, kind, message[place : place + length]))
+            place += length
+    except (IndexError, KeyError):
+        return []
+    return found if all(number for number, _, _ in found) else []
+
+
+def _varint(message: bytes, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = message[place]
+        value |= (byte & 0x7F) << shift
+        place, shift = place + 1, shift + 7
+        if byte < 0x80:
+            return value, place
+
+
+def _encode(fields: list[_Field]) -> bytes:
+    parts: list[bytes] = []
+    for number, kind, value in fields:
+        parts.append(_encode_varint(number << 3 | kind))
+        if isinstance(value, int):
+            parts.append(_encode_varint(value % 2**64))
+        elif kind == _BYTES:
+            parts += [_encode_varint(len(value)), value]
+        else:
+            width = 8 if kind == _FIXED64 else 4
+            parts.append(value[:width].ljust(width, b"\0"))
+    return b"".join(parts)
+
+
+def _encode_varint(value: int) -> bytes:
+    parts = bytearray()
+    while value >= 0x80:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    parts.append(value)
+    return bytes(parts)

@@ -1,0 +1,194 @@
+"""Small runs whose rows are known: made in a store, copied to another one, and trained."""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import redis
+
+from turnstream import testing
+from turnstream.batching.config import BatchingConfig
+from turnstream.errors import TurnstreamError
+from turnstream.generator import Publisher
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.store.runs import create_run, list_run
+from turnstream.types import Group, RecoveryToken, Turn
+from turnstream.worker import BatchStream
+
+NUM_GROUPS = 3
+GROUP_SIZE = 2
+AFTER = "after"
+"""The group that is written after the damage; a planner that continues trains it."""
+
+CONFIG = BatchingConfig(
+    batch_groups=1,
+    mini_batch_groups=1,
+    estimator="rloo",
+    max_staleness=100,
+    max_planned_ahead=NUM_GROUPS,
+    retain_checkpoints=1,
+    lease_s=60.0,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A row as it must be served: its letters, with trained ones as capitals, and its reward."""
+
+    letters: str
+    reward: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownRun:
+    """A run and the row of each of its trajectories, by trajectory id."""
+
+    name: str
+    rows: Mapping[str, Row]
+
+
+@dataclass(slots=True, kw_only=True)
+class Trained:
+    """The training of one run.
+
+    Attributes:
+        rows: trajectory ids and rows, in order.
+        num_steps: number of committed steps.
+        token: recovery token of the last committed step, or None.
+        error: the error that ended training; None at the end of the run.
+    """
+
+    rows: list[tuple[str, Row]] = field(default_factory=list[tuple[str, Row]])
+    num_steps: int = 0
+    token: RecoveryToken | None = None
+    error: TurnstreamError | None = None
+
+    @property
+    def group_ids(self) -> set[str]:
+        """The groups with a served row."""
+        return {name.partition("/")[0] for name, _ in self.rows}
+
+
+def make_run(url: str, name: str, rng: random.Random) -> KnownRun:
+    """Create a run, and publish its groups."""
+    with connect(url) as client:
+        create_run(client, name, CONFIG)
+    return publish(url, KnownRun(name=name, rows={}), [f"g{i}" for i in range(NUM_GROUPS)], rng)
+
+
+def publish(url: str, run: KnownRun, group_ids: list[str], rng: random.Random) -> KnownRun:
+    """Publish groups of random letters; return the run with their rows."""
+    rows = dict(run.rows)
+    with Publisher(url, run.name) as publisher:
+        for group_id in group_ids:
+            group, known = _group(group_id, rng)
+            publisher.publish(group).result(30)
+            rows |= known
+    return KnownRun(name=run.name, rows=rows)
+
+
+def _group(group_id: str, rng: random.Random) -> tuple[Group, dict[str, Row]]:
+    members, rows = [], {}
+    for sample in range(GROUP_SIZE):
+        turns, letters = _turns(rng)
+        reward = float(sample) + rng.randrange(100) / 4
+        members.append(testing.trajectory(*turns, sample=sample, reward=reward))
+        rows[f"{group_id}/{sample}/0"] = Row(letters=letters, reward=reward)
+    return testing.group(group_id, *members), rows
+
+
+def _turns(rng: random.Random) -> tuple[list[Turn], str]:
+    """Return two turns of which the second continues the first, and the row that they make."""
+    letters = _word(rng, 2, 6)
+    turns = []
+    for observed in (_word(rng, 0, 3), ""):
+        response = _word(rng, 1, 5).upper()
+        turns.append(testing.turn(letters, response, logprobs=-0.5, version=0))
+        letters += response + observed
+    return turns, letters
+
+
+def _word(rng: random.Random, least: int, most: int) -> str:
+    return "".join(rng.choices(string.ascii_lowercase, k=rng.randint(least, most)))
+
+
+def copy_run(source: redis.Redis, target: redis.Redis, name: str) -> None:
+    """Copy all keys of a run to another store, where no batcher leads it yet."""
+    found = run_keys_of(source, name)
+    with source.pipeline(transaction=True) as pipeline:
+        for key in found:
+            pipeline.dump(key)
+        dumps: Any = pipeline.execute()
+    for key, dump in zip(found, dumps, strict=True):
+        target.restore(key, 0, dump, replace=True)
+    leader = keys.run_keys(name).leader
+    if target.exists(leader):
+        target.hset(leader, "expires_ms", 0)
+
+
+def run_keys_of(client: redis.Redis, name: str) -> list[bytes]:
+    """Return all keys of a run and of its trajectories."""
+    found: Any = [*client.keys(f"ts:{{{name}}}*"), *client.keys(f"ts:{{{name}/*")]
+    return sorted(found)
+
+
+def offer_run(client: redis.Redis, name: str) -> None:
+    """Let the batchers of the store find the run."""
+    list_run(client, name)
+
+
+def train(
+    target: str,
+    run: str,
+    *,
+    timeout_s: float,
+    max_steps: int = 1_000,
+    token: RecoveryToken | None = None,
+) -> Trained:
+    """Train a run until it ends, or until an error."""
+    trained = Trained(token=token)
+    try:
+        with BatchStream(target, run, recovery_token=token, timeout_s=timeout_s) as stream:
+            for mini_batch in stream:
+                trained.rows += _rows_of(mini_batch)
+                if mini_batch.is_last:
+                    trained.token = stream.stepped()
+                    stream.committed(trained.token)
+                    trained.num_steps += 1
+                if trained.num_steps == max_steps:
+                    break
+    except TurnstreamError as error:
+        trained.error = error
+    return trained
+
+
+def _rows_of(mini_batch: Any) -> list[tuple[str, Row]]:
+    rows = mini_batch.rows
+    found = zip(rows.trajectory_id, testing.spell(rows), rows.reward, rows.is_padding, strict=True)
+    return [
+        (str(name), Row(letters=letters, reward=float(reward)))
+        for name, letters, reward, is_padding in found
+        if not is_padding
+    ]
+
+
+def wrong_rows(run: KnownRun, trained: Trained, *, checks_reward: bool) -> list[str]:
+    """Return one sentence for each served row that is unknown, changed or a repeat."""
+    problems, seen = [], set[str]()
+    for name, row in trained.rows:
+        expected = run.rows.get(name)
+        if expected is None:
+            problems.append(f"{name} was served, and no generator wrote it")
+        elif row.letters != expected.letters:
+            problems.append(f"{name} was served as {row.letters!r}, not {expected.letters!r}")
+        elif checks_reward and row.reward != expected.reward:
+            problems.append(f"{name} was served with reward {row.reward}, not {expected.reward}")
+        if name in seen:
+            problems.append(f"{name} was served twice")
+        seen.add(name)
+    return problems

@@ -1,0 +1,86 @@
+"""Damaged stored bytes and requests, over a batcher and a store as processes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fuzz.campaign import CHUNK, Campaign
+from fuzz.damage import Damage, damaged, damaged_message, is_framed
+from turnstream.errors import UnknownFormatError
+from turnstream.records.events import decode_event, encode_event
+from turnstream.testing import sealed
+
+pytestmark = pytest.mark.timeout(240)
+
+LEAST_PACE = 0.3
+"""Least share of its pace that the healthy run keeps; a test machine is shared and noisy."""
+
+LONGEST_GAP_S = 10.0
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_batcher_survives_damaged_runs_and_requests(tmp_path: Path) -> None:
+    with Campaign(tmp_path, seed=20_261_123) as campaign:
+        report = campaign.run(3 * CHUNK)
+
+    assert report.problems == []
+    assert report.num_cases >= 3 * CHUNK
+    assert report.pace > LEAST_PACE
+    assert report.longest_gap_s < LONGEST_GAP_S
+
+
+def test_damage_depends_on_the_seed_alone() -> None:
+    record = encode_event(sealed("g0"))
+
+    once = [damaged(record, random.Random(seed)) for seed in range(200)]
+    again = [damaged(record, random.Random(seed)) for seed in range(200)]
+
+    assert once == again
+    assert len({damage.data for damage in once}) > 150
+
+
+def test_forged_damage_reaches_the_decoder() -> None:
+    record = encode_event(sealed("g0"))
+
+    forged = [damage for damage in map(_damage_of(record), range(300)) if damage.is_forged]
+    plain = [damage for damage in map(_damage_of(record), range(300)) if not damage.is_forged]
+
+    assert any(_is_read(damage.data) for damage in forged)
+    assert any(_is_of_newer_release(damage.data) for damage in forged)
+    assert not any(_is_read(damage.data) for damage in plain)
+
+
+def test_damaged_message_changes_every_field() -> None:
+    message = encode_event(sealed("g0"))
+    assert is_framed(message)
+
+    lengths = {len(damaged_message(message[8:-4], random.Random(seed))) for seed in range(200)}
+
+    assert len(lengths) > 5
+
+
+def _damage_of(record: bytes) -> Callable[[int], Damage]:
+    return lambda seed: damaged(record, random.Random(seed))
+
+
+def _is_read(record: bytes) -> bool:
+    try:
+        decode_event(record)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_of_newer_release(record: bytes) -> bool:
+    try:
+        decode_event(record)
+    except UnknownFormatError:
+        return True
+    except ValueError:
+        return False
+    return False
