@@ -128,8 +128,9 @@ class Releaser:
                 is_done = not (has_worked or self._trouble or self._file_trouble)
             except (FencedError, RunNotFoundError, UnavailableError):
                 raise
-            except Exception:  # planning must not stop because something cannot be released
+            except Exception as error:  # planning must not stop because release fails
                 logger.exception("release in run %s failed", self._run)
+                await self._note(str(error) or repr(error))
             self.done_at_s = started_s if is_done else float("-inf")
             if has_worked and self._has_backlog:
                 await asyncio.sleep(0)
@@ -193,7 +194,9 @@ class Releaser:
 
     async def _note_trouble(self) -> None:
         """Tell `turnstream why` what is not released, and when it is again."""
-        trouble = self._trouble or self._file_trouble
+        await self._note(self._trouble or self._file_trouble)
+
+    async def _note(self, trouble: str) -> None:
         if trouble != self._noted:
             await note_trouble(
                 self._client, self._run, "release_trouble", trouble, owner=self._owner

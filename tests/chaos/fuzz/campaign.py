@@ -55,6 +55,9 @@ _WAIT_S: Final = 8.0
 
 _READY_S: Final = 60.0
 _NEWER: Final = ("newer release", "format version")
+_NAMED: Final = ("damaged", "config revision")
+"""Words of reasons that name the damage. A forged plan may name a revision that the run lacks."""
+
 _WARM_UP_S: Final = 3.0
 
 
@@ -285,7 +288,8 @@ def _stops(case: Case) -> list[str]:
         return []
     if case.spot.kind in (EVENTS, TURNS):
         return ["its planner has stopped"]
-    if error is None or (isinstance(error, NotReadyError) and "damaged" not in says):
+    is_named = any(each in says for each in _NAMED)
+    if error is None or (isinstance(error, NotReadyError) and not is_named):
         return ["it has stopped without a reason"]
     return []
 

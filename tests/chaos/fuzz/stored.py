@@ -13,7 +13,7 @@ from turnstream.store import keys
 EVENTS, TURNS, PLAN, LEDGER = "events", "turns", "plan", "ledger"
 KINDS = (EVENTS, TURNS, PLAN, LEDGER)
 
-LEDGER_KEYS = ("ledger", "groups", "members", "batches", "past", "ended", "over", "held")
+LEDGER_KEYS = ("ledger", "groups", "members", "batches", "past", "ended", "over", "held", "counts")
 """Hashes with the state of trajectories and groups."""
 
 

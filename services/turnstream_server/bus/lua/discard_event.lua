@@ -13,6 +13,13 @@ local found = redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1])[1]
 if not found then
   return 0
 end
+
+-- include: turnstream.store/whole_numbers.lua
+
+local damage = damaged(KEYS[2])
+if damage then
+  return damage
+end
 redis.call('XDEL', KEYS[1], ARGV[1])
 redis.call('HINCRBY', KEYS[2], 'discarded_events', 1)
 redis.call('HINCRBY', KEYS[2], 'dead_bytes', -#found[2][2])

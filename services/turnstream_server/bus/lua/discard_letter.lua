@@ -21,6 +21,13 @@ local letter = redis.call('HGET', KEYS[2], ARGV[1])
 if not letter then
   return 0
 end
+
+-- include: turnstream.store/whole_numbers.lua
+
+local damage = damaged(KEYS[3])
+if damage then
+  return damage
+end
 redis.call('HDEL', KEYS[2], ARGV[1])
 redis.call('HSET', KEYS[1], ARGV[1], 'dead:discarded' .. ARGV[2] .. ': ' .. string.sub(entry, 6))
 redis.call('HINCRBY', KEYS[3], 'discarded', 1)

@@ -80,6 +80,13 @@ for i, entry in ipairs(read_sliced('HMGET', KEYS[4], groups)) do
   end
 end
 
+-- include: turnstream.store/whole_numbers.lua
+
+local damage = damaged(KEYS[7])
+if damage then
+  return damage
+end
+
 -- 2. Write.
 for reason, number in pairs(numbers) do
   if redis.call('HEXISTS', KEYS[7], reason) == 0

@@ -34,6 +34,13 @@ end
 if total == 0 then
   return 0
 end
+
+-- include: turnstream.store/whole_numbers.lua
+
+local damage = damaged(KEYS[3])
+if damage then
+  return damage
+end
 write_sliced('HDEL', KEYS[2], ARGV)
 for part, bytes in pairs(num) do
   if bytes > 0 then

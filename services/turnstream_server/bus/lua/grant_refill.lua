@@ -54,6 +54,13 @@ if redis.call('HEXISTS', KEYS[3], ARGV[4]) == 1 or redis.call('ZSCORE', KEYS[5],
   return -1
 end
 
+-- include: turnstream.store/whole_numbers.lua
+
+local damage = damaged(KEYS[10], 'open_groups')
+if damage then
+  return damage
+end
+
 local CLOCK = KEYS[11]
 -- include: turnstream.store/run_clock.lua
 

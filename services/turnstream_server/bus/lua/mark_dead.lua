@@ -33,5 +33,12 @@ if state ~= 'sealed' and state ~= 'awaiting_reward' then
   return redis.error_reply('CONFLICT ' .. ARGV[2] .. ' is ' .. (entry or 'unknown')
     .. ', not sealed')
 end
+
+-- include: turnstream.store/whole_numbers.lua
+
+local damage = damaged(COUNTS)
+if damage then
+  return damage
+end
 set_dead(ARGV[2], state, ARGV[3], ARGV[4], ARGV[5])
 return 1

@@ -70,6 +70,12 @@ local function keep(event_id, why)
   make_room()
 end
 
+-- include: turnstream.store/whole_numbers.lua
+
+local damage = damaged(COUNTS)
+if damage then
+  return damage
+end
 local num_new = 0
 for i = 4, #ARGV, PER_EVENT do
   local event_id, why, id, died, bytes = unpack(ARGV, i, i + PER_EVENT - 1)

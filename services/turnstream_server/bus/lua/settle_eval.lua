@@ -46,6 +46,13 @@ if state ~= 'evaluating' then
     .. ', not evaluating')
 end
 
+-- include: turnstream.store/whole_numbers.lua
+
+local damage = damaged(KEYS[4]) or damaged(BUDGET)
+if damage then
+  return damage
+end
+
 local num = {open = 0, sealed = 0, awaiting_reward = 0, surplus = 0, evaluated = 0}
 local num_ended = 0
 

@@ -55,6 +55,14 @@ if state ~= 'open' and state ~= 'decided' then
   return redis.error_reply('CONFLICT group ' .. ARGV[2] .. ' is ' .. (state or 'unknown, or over'))
 end
 
+-- include: turnstream.store/whole_numbers.lua
+
+local damage = damaged(KEYS[4]) or damaged(BUDGET) or damaged(PROMPTS, 'done', 'filtered')
+  or damaged(KEYS[5], 'live_groups', 'open_groups')
+if damage then
+  return damage
+end
+
 local config = cjson.decode(redis.call('HGET', CONFIG, redis.call('HGET', CONFIG, 'newest')))
 local num = {open = 0, sealed = 0, awaiting_reward = 0, surplus = 0, [ARGV[3]] = 0}
 local num_ended = 0

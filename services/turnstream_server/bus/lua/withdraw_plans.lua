@@ -123,6 +123,14 @@ for i = first_group, first_left - 1 do
   sizes[ARGV[i]] = size
 end
 
+-- include: turnstream.store/whole_numbers.lua
+
+local damage = damaged(KEYS[6]) or damaged(KEYS[13])
+  or damaged(KEYS[2], 'session_epoch', 'planned_groups', 'opened_groups', 'live_groups', 'revised_groups')
+if damage then
+  return damage
+end
+
 -- 2. Write: what becomes of the trajectories,
 local time = redis.call('TIME')
 local since = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
@@ -208,7 +216,7 @@ end
 local observers = redis.call('HGETALL', KEYS[15])
 for i = 1, #observers, 2 do
   local seen, rest = string.match(observers[i + 1], '^(%d+)(:.*)$')
-  if tonumber(seen) >= first then
+  if seen and tonumber(seen) >= first then
     redis.call('HSET', KEYS[15], observers[i], string.format('%.0f', first - 1) .. rest)
   end
 end

@@ -98,6 +98,14 @@ if paused or is_revised or lineage ~= ARGV[7] then
   return -1
 end
 
+-- include: turnstream.store/whole_numbers.lua
+
+local damage = damaged(KEYS[6]) or damaged(BUDGET) or damaged(PROMPTS, 'done')
+  or damaged(KEYS[2], 'planned_groups', 'opened_groups', 'live_groups', 'open_groups', 'revised_groups')
+if damage then
+  return damage
+end
+
 -- 1. Nothing is written before every trajectory has been looked at.
 local named = {}
 local sizes = {}  -- group name -> num_samples

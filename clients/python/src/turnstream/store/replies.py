@@ -16,6 +16,7 @@ CLOSED     EndOfRunError               the run takes no new group
 RELEASED   ReleasedError               a step that is no longer retained
 UNHEARD    NotReadyError               a step that a rank is not known to have yet
 TOOLARGE   GroupTooLargeError          a group with too many samples, or too large for any room
+DAMAGED    CorruptRecordError          a counter that is no whole number; nothing was written
 =========  ==========================  ===================================================
 
 A server that has reached its `maxmemory` is StoreFullError. Everything else that passes by itself
@@ -31,6 +32,7 @@ from redis import exceptions as redis_errors
 
 from turnstream.errors import (
     ConflictError,
+    CorruptRecordError,
     EndOfRunError,
     FencedError,
     GroupTooLargeError,
@@ -104,6 +106,8 @@ def refusal(text: str) -> TurnstreamError:
         return ConflictError(reason, int(left_ms) / 1000)
     if code == FULL:
         return StoreFullError(f"the store is full: {message}", retry_after_s=RETRY_AFTER_S)
+    if code == "DAMAGED":
+        return CorruptRecordError(f"damaged: {message}")
     if code in _PASSING:
         return StoreUnavailableError(text, retry_after_s=RETRY_AFTER_S)
     if code in _REFUSALS:

@@ -30,6 +30,13 @@ if string.match(rest, '^%d+') ~= ARGV[2] and rest ~= ARGV[2] then
   return redis.error_reply('FENCED ' .. ARGV[1] .. ' is open for ' .. rest .. ', not for '
     .. ARGV[2])
 end
+
+-- include: whole_numbers.lua
+
+local damage = damaged(KEYS[2])
+if damage then
+  return damage
+end
 redis.call('HSET', KEYS[1], ARGV[1], 'abandoned:' .. ARGV[3])
 redis.call('HINCRBY', KEYS[2], 'open', -1)
 redis.call('HINCRBY', KEYS[2], 'abandoned', 1)

@@ -209,6 +209,13 @@ local function reserve_more(id)
   end
 end
 
+-- include: whole_numbers.lua
+
+local damage = damaged(KEYS[5]) or damaged(BUDGET)
+  or damaged(KEYS[1], 'live_groups', 'open_groups', 'opened_groups')
+if damage then
+  return damage
+end
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 local state = begins

@@ -45,6 +45,13 @@ if known and known ~= 'missed' then
   return redis.error_reply('CONFLICT another reward was posted for ' .. ARGV[1])
 end
 
+-- include: whole_numbers.lua
+
+local damage = damaged(KEYS[2])
+if damage then
+  return damage
+end
+
 -- include: was_over.lua
 
 -- include: slices.lua

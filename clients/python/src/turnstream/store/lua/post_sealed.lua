@@ -51,6 +51,13 @@ end
 
 -- include: slices.lua
 
+-- include: whole_numbers.lua
+
+local damage = damaged(KEYS[2]) or damaged(BUDGET)
+if damage then
+  return damage
+end
+
 local entries = read_sliced('HMGET', KEYS[1], ids)
 local after_seal = {sealed = 1, awaiting_reward = 1, planned = 1, filtered = 1, expired = 1,
   incomplete = 1, evaluated = 1, dead = 1}

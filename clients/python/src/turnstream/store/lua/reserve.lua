@@ -21,6 +21,13 @@ for i = 1, #ARGV, 3 do
     return redis.error_reply('INVALID bytes of ' .. ARGV[i] .. ' are no number')
   end
 end
+
+-- include: whole_numbers.lua
+
+local damage = damaged(KEYS[3])
+if damage then
+  return damage
+end
 local replies = {}
 local grown = 0
 for i = 1, #ARGV, 3 do

@@ -1,0 +1,98 @@
+"""A damaged counter holds a run up with its name in `why`; once it is mended, nothing is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from turnstream.errors import CorruptRecordError
+from turnstream.generator import Publisher
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.testing import group, wait_until_async
+from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.reasons import reasons
+from turnstream_server.bus.waits import read_snapshot
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+DAMAGE = b"\xc5"
+
+
+async def until_named(house: Any, run: str, words: str) -> None:
+    """Until `turnstream why` says these words, in a reason or as its error."""
+
+    async def is_named() -> bool:
+        try:
+            with connect(house.url) as client:
+                found = [reason.sentence for reason in reasons(read_snapshot(client, run))]
+        except CorruptRecordError as error:
+            found = [str(error)]
+        return any(words in sentence for sentence in found)
+
+    await wait_until_async(is_named, describe=f"a reason that says {words}")
+
+
+@pytest.mark.parametrize(("part", "field"), [("counts", "sealed"), ("budget", "stored")])
+async def test_step_is_planned_whole_after_a_damaged_counter_is_mended(
+    house: Any, part: str, field: str
+) -> None:
+    # The plan was in its stream, its trajectories were planned, and no step had them: the run
+    # finished, and they were trained by nobody.
+    run = house.create_run(batch_groups=1)
+    await house.publish(run, group("g0"))
+    names = keys.run_keys(run)
+    with connect(house.url) as client:
+        count: Any = client.hget(getattr(names, part), field)
+        client.hset(getattr(names, part), field, DAMAGE)
+
+        trainer = house.trainer(await house.start_batcher(), run)
+        await until_named(house, run, f"damaged: {getattr(names, part)}, field '{field}'")
+        assert (client.xlen(names.plan), read_frontier(client, run).planned) == (0, 0)
+        client.hset(getattr(names, part), field, count)
+
+    await trainer.start()
+    (pulled,) = await trainer.get(1, wait_s=30)
+    assert {*pulled.mini_batch.rows.trajectory_id} == {"g0/0/0", "g0/1/0"}
+
+
+async def test_release_that_fails_at_a_damaged_counter_is_named_until_it_is_mended(
+    house: Any,
+) -> None:
+    run = house.create_run(batch_groups=1, retain_checkpoints=1)
+    replica = await house.start_batcher()
+    await house.publish(run, group("g0"), group("g1"))
+    trainer = house.trainer(replica, run)
+    await trainer.start()
+    await trainer.stepped(await trainer.get(1, wait_s=30))
+    (second,) = await trainer.get(2, wait_s=30)
+    names = keys.run_keys(run)
+    with connect(house.url) as client:
+        count: Any = client.hget(names.budget, "planned")
+        client.hset(names.budget, "planned", DAMAGE)
+        await trainer.committed(await trainer.stepped([second]))
+
+        await until_named(house, run, f"damaged: {names.budget}, field 'planned'")
+        held = client.hlen(names.held)
+        client.hset(names.budget, "planned", count)
+
+        async def is_given_back() -> bool:
+            return client.hget(names.budget, "planned") == b"0" and not client.hlen(names.held)
+
+        await wait_until_async(is_given_back, describe="the bytes of what is released")
+    assert held > 0
+
+
+def test_group_and_seal_are_refused_by_the_name_of_the_damaged_counter(house: Any) -> None:
+    run = house.create_run(batch_groups=1)
+    names = keys.run_keys(run)
+    with connect(house.url) as client, Publisher(house.url, run) as publisher:
+        publisher.publish(group("g0")).result(30)
+        client.hset(names.counts, "open", DAMAGE)
+        with pytest.raises(CorruptRecordError, match=f"{names.counts}, field 'open'"):
+            publisher.publish(group("g1")).result(30)
+        client.hset(names.counts, "open", 0)
+        publisher.publish(group("g1")).result(30)
+
+        assert client.hget(names.counts, "sealed") == b"4"
