@@ -47,11 +47,15 @@ check: $(STAMP) ## the quick loop: lint, types, layers, unit and contract tests
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q tests/unit tests/contract
 
-bench: $(STAMP) ## measure the path, the core, durability and stalls, beside their baselines
+bench: $(STAMP) ## measure the path, the core and the services, beside their baselines
 	$(BIN)/python benchmarks/pipeline.py --json benchmarks/results/pipeline.json
 	$(BIN)/python benchmarks/batching.py --json benchmarks/results/batching.json
 	$(BIN)/python benchmarks/durability.py --json benchmarks/results/durability.json
 	$(BIN)/python benchmarks/stall.py --json benchmarks/results/stall.json
+	$(BIN)/python benchmarks/idle.py --json benchmarks/results/idle.json
+	$(BIN)/python benchmarks/release.py --json benchmarks/results/release.json
+	$(BIN)/python benchmarks/failover.py --json benchmarks/results/failover.json
+	$(BIN)/python benchmarks/shares.py --json benchmarks/results/shares.json
 
 figures: $(STAMP) ## put what `make bench` measured into docs/benchmarks.md
 	$(BIN)/python benchmarks/page.py

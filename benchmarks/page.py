@@ -23,6 +23,8 @@ COPY_GOAL = 2.0
 STALL_GOAL_MS = 50.0
 POINTS_GOAL = 5.0
 WEIGHT_GOAL = 16
+IDLE_GOAL_PERCENT = 1.0
+FAILOVER_GOAL_S = 10.0
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -222,11 +224,84 @@ def ledger(weights: list[dict[str, Any]]) -> str:
     return table([*titles, f"at most {WEIGHT_GOAL}"], rows)
 
 
+def idle(costs: list[dict[str, Any]]) -> str:
+    """What runs without work cost both processes, beside the processes without a run."""
+    rows = [
+        [
+            f"{each['num_runs']} {each['kind']}" if each["num_runs"] else "no run",
+            number(each["batcher_cpu_s"], 2),
+            number(each["store_cpu_s"], 2),
+            f"{each['core_percent']:.2f} %",
+            number(each["commands"] / each["window_s"]),
+        ]
+        for each in costs
+    ]
+    alone = sum(each["core_percent"] for each in costs if not each["num_runs"])
+    most = max(each["core_percent"] - alone for each in costs)
+    titles = ["runs", "batcher, CPU s", "store, CPU s", "of a core", "commands/s"]
+    said = (
+        f"In {costs[0]['window_s']:.0f} s. The runs add {most:.2f} % of a core at most; goal "
+        f"{IDLE_GOAL_PERCENT:g} %: {reached(most <= IDLE_GOAL_PERCENT)}."
+    )
+    return table(titles, rows) + f"\n\n{said}"
+
+
+def release(rounds: list[dict[str, Any]]) -> str:
+    """Whether the payload of trained steps goes as fast as new payload comes."""
+    rows = [
+        [
+            f"{each['max_bytes'] / 1e6:.0f} MB" if each["max_bytes"] else "none",
+            number(each["per_s"], 0),
+            number(each["peak_lag"], 0),
+            number(each["peak_held"] / 1e6),
+            number(each["end"]["held"] / max(1, each["end"]["retained"])),
+            number(each["peak_used_memory"] / 1e6),
+            number(each["drained_s"]),
+            number(each["cpu_s"]["batcher"]),
+        ]
+        for each in rounds
+    ]
+    titles = ["byte budget", "trajectories/s", "steps behind, most", "MB held, most"]
+    titles += ["held / retained", "MB used, most", "drained after, s", "batcher, CPU s"]
+    ratio = rounds[-1]["per_s"] / rounds[0]["per_s"]
+    said = f"Throughput with the budget over without: {ratio:.2f}, in {rounds[0]['wall_s']:.0f} s."
+    return table(titles, rows) + f"\n\n{said}"
+
+
+def failover(found: dict[str, Any]) -> str:
+    """Seconds until a step arrives from the other replica."""
+    titles = ["trials", "least, s", "median, s", "most, s", f"none in {found['limit_s']:.0f} s"]
+    seconds = [number(found[name], 1) for name in ("min_s", "median_s", "max_s")]
+    kept = reached(found["max_s"] <= FAILOVER_GOAL_S)
+    rows = [[str(found["trials"]), *seconds, str(found["num_at_limit"])]]
+    return table(titles, rows) + f"\n\nGoal: at most {FAILOVER_GOAL_S:g} s: {kept}."
+
+
+def shares(lines: list[dict[str, Any]]) -> str:
+    """What the shares of all ranks cost, in times of one cut."""
+    rows = [
+        [
+            str(each["num_ranks"]),
+            number(each["cut_ms"]),
+            number(each["shares_ms"]),
+            number(each["shares_per_cut"]),
+            number(each["each_cuts_per_cut"]),
+        ]
+        for each in lines
+    ]
+    titles = ["ranks", "one cut, ms", "all shares, ms", "times one cut", "each rank cuts, times"]
+    return table(titles, rows) + f"\n\n{lines[0]['num_rows']:,} rows."
+
+
 PAGES: dict[str, Callable[[Any], str]] = {
     "pipeline": pipeline,
     "batching": batching,
     "durability": durability,
     "stall": stall,
+    "idle": idle,
+    "release": release,
+    "failover": failover,
+    "shares": shares,
     "ledger": ledger,
 }
 

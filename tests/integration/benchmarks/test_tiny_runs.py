@@ -81,3 +81,41 @@ def test_failover_benchmark_measures_a_frozen_replica(tmp_path: Path) -> None:
     assert "median s" in done.stdout
     assert (found["trials"], found["num_at_limit"]) == (1, 0)
     assert 0 < found["min_s"] == found["max_s"]
+    assert "Goal: at most 10 s: reached." in page_of("failover", tmp_path, results)
+
+
+@pytest.mark.grpc
+def test_release_benchmark_measures_without_and_with_a_budget(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+
+    subprocess.run(
+        [sys.executable, FOLDER / "release.py", "--tiny", "--json", results],
+        capture_output=True,
+        check=True,
+    )
+
+    without, limited = json.loads(results.read_text())
+    assert (without["max_bytes"], limited["max_bytes"]) == (0, 200_000_000)
+    assert without["per_s"] > 0
+    assert without["samples"][-1]["lag"] == 0
+    assert "Throughput with the budget over without: " in page_of("release", tmp_path, results)
+
+
+@pytest.mark.grpc
+def test_idle_benchmark_measures_idle_and_closed_runs(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+
+    subprocess.run(
+        [
+            *(sys.executable, FOLDER / "idle.py", "--json", results),
+            *("--runs", "2", "--settle", "0.5", "--window", "0.5"),
+        ],
+        capture_output=True,
+        check=True,
+    )
+
+    costs = json.loads(results.read_text())
+    assert [(each["kind"], each["num_runs"]) for each in costs] == [
+        *(("none", 0), ("idle", 2), ("closed", 2))
+    ]
+    assert "| 2 closed |" in page_of("idle", tmp_path, results)
