@@ -125,7 +125,8 @@ def copy_run(source: redis.Redis, target: redis.Redis, name: str) -> None:
             pipeline.dump(key)
         dumps: Any = pipeline.execute()
     for key, dump in zip(found, dumps, strict=True):
-        target.restore(key, 0, dump, replace=True)
+        if dump is not None:  # a key may be deleted after the list of keys was read
+            target.restore(key, 0, dump, replace=True)
     leader = keys.run_keys(name).leader
     if target.exists(leader):
         target.hset(leader, "expires_ms", 0)
