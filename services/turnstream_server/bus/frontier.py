@@ -250,11 +250,16 @@ def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
         paused=stored.parsed("paused", bytes.decode, None),
         num_revised_groups=number("revised_groups"),
         rollbacks=stored.parsed("rollbacks", _rollbacks, ()),
-        lost_session=stored.parsed("session_lost", bytes.decode, "").partition(":")[2],
+        lost_session=_sentence(fields.get(b"session_lost", b"")),
         damage=stored.parsed("damaged", _damage, None),
         replan=stored.parsed("replan", _replan, None),
         withdrawn=stored.parsed("withdrawn", _withdrawn, Withdrawn()),
     )
+
+
+def _sentence(value: bytes) -> str:
+    """What follows the step; it may quote damaged bytes."""
+    return value.decode(errors="replace").partition(":")[2]
 
 
 def _damage(value: bytes) -> PayloadDamage:

@@ -134,6 +134,20 @@ async def test_another_session_goes_on_where_one_was_lost(run: Any) -> None:
     assert (await read_frontier_async(run.client, run.name)).lost_session == ""
 
 
+async def test_damaged_hash_of_a_batch_leaves_the_frontier_readable(run: Any) -> None:
+    # The reason for the loss quoted the hash, and nothing of the run could be read after it.
+    await run.plan_steps(1)
+    session = await start(run, "s")
+    await run.client.hset(run.keys.batches, "1", b"2:ab\x96")
+
+    with pytest.raises(StoreBehindError, match="was delivered to dp_rank 1"):
+        await hear(run, session, 1, 1)
+
+    assert 'this store has "ab\ufffd" as step 1' in (
+        (await read_frontier_async(run.client, run.name)).lost_session
+    )
+
+
 async def test_a_batch_that_was_lost_before_it_is_sent_costs_no_session(run: Any) -> None:
     await run.plan_steps(1)
     session = await start(run, "s")
