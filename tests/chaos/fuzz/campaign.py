@@ -31,7 +31,12 @@ from fuzz.runs import (
     wrong_rows,
 )
 from fuzz.stored import EVENTS, KINDS, LEDGER, PLAN, TURNS, Spot, damage_run
-from turnstream.errors import BatcherUnavailableError, NotReadyError, TurnstreamError
+from turnstream.errors import (
+    BatcherUnavailableError,
+    FencedError,
+    NotReadyError,
+    TurnstreamError,
+)
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.runs import close_run
@@ -281,6 +286,8 @@ def _stops(case: Case) -> list[str]:
         return [] if error is None else ["a run without damage has stopped"]
     if AFTER in case.trained.group_ids:
         return []
+    if isinstance(error, FencedError):
+        return []  # a request of the campaign was valid and began a session
     if isinstance(error, BatcherUnavailableError):
         return ["no batcher answered"]
     says = f"{error} {getattr(error, 'reasons', '')}"
