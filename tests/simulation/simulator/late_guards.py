@@ -19,7 +19,7 @@ LATE_GUARDS = (
             ("keep_clock", "\nlocal known, at_ms"),
             ("mark_dead", "\nlocal entry = "),
             ("refuse_replan", "\nlocal standing = "),
-            ("settle_members", "\nlocal num_ended = 0\nfor i = 2"),
+            ("settle_members", "\nlocal num_ended = 0\n\n-- Part of"),
             (
                 "trim_events",
                 "\nlocal before = redis.call('HGET', KEYS[2], 'before')\nif not before",
@@ -291,7 +291,7 @@ LATE_GUARDS = (
     ),
     Guard(
         "withdraw_plans: what observers have seen",
-        script("  if tonumber(seen) >= first then", "  if false then"),
+        script("  if seen and tonumber(seen) >= first then", "  if false then"),
     ),
     Guard(
         "save_snapshot: a later one",

@@ -21,17 +21,17 @@
 if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
   return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])
 end
+local time = redis.call('TIME')
+local until_ms = tonumber(ARGV[2])
+if until_ms > time[1] * 1000 + math.floor(time[2] / 1000) then
+  until_ms = -math.huge
+end
 
 -- include: turnstream.store/whole_numbers.lua
 
 local damage = damaged(KEYS[4])
 if damage then
   return damage
-end
-local time = redis.call('TIME')
-local until_ms = tonumber(ARGV[2])
-if until_ms > time[1] * 1000 + math.floor(time[2] / 1000) then
-  until_ms = -math.huge
 end
 local replies = {}
 local num_given_up = 0

@@ -18,6 +18,7 @@
 if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
   return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])
 end
+local num_ended = 0
 
 -- include: turnstream.store/whole_numbers.lua
 
@@ -25,7 +26,6 @@ local damage = damaged(KEYS[3])
 if damage then
   return damage
 end
-local num_ended = 0
 for i = 2, #ARGV, 3 do
   local entry = redis.call('HGET', KEYS[2], ARGV[i])
   local state = string.match(entry or '', '^[^:]*')
