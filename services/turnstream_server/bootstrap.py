@@ -65,6 +65,7 @@ def start_batcher(
     options = BatcherOptions(
         redis_url=redis_url,
         listen=listen or f"{settings.batcher_host}:{settings.batcher_port}",
+        advertise=settings.batcher_advertise,
         address_file=address_file,
         get_wait_max_s=settings.get_wait_max_s,
         leader_lease_s=settings.lease_s,

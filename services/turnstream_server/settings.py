@@ -22,6 +22,8 @@ class Settings(BaseSettings):
         store_max_bytes: memory of the embedded server, above which it refuses writes; 0: no limit.
         batcher_host: address on which the batcher listens.
         batcher_port: its port; 0 takes a free one.
+        batcher_advertise: "host:port" or "host" at which workers reach the batcher; empty for the
+            address on which it listens.
         lease_s: seconds after which a silent planner loses its leadership.
         get_wait_max_s: longest time the batcher holds a call that waits for a batch.
         assembly_cache_bytes: encoded mini-batches that a batcher keeps to answer again.
@@ -40,6 +42,7 @@ class Settings(BaseSettings):
     store_max_bytes: int = Field(default=0, ge=0)
     batcher_host: str = "127.0.0.1"
     batcher_port: int = Field(default=0, ge=0, le=65_535)
+    batcher_advertise: str = ""
     lease_s: float = Field(default=5.0, gt=0.0)
     get_wait_max_s: float = Field(default=30.0, gt=0.0)
     assembly_cache_bytes: int = Field(default=512 * 1024 * 1024, ge=0)

@@ -16,6 +16,8 @@ class BatcherOptions:
     Attributes:
         redis_url: the store.
         listen: host:port of the gRPC server; port 0 takes a free one.
+        advertise: "host:port" or "host" at which workers reach this replica; "" for the address
+            that it listens on, or the name of this machine where it listens on all addresses.
         address_file: where the bound "host:port" is written once the server answers; None
             writes it nowhere.
         get_wait_max_s: longest a Get may wait for its batch, whatever it asks for.
@@ -30,6 +32,7 @@ class BatcherOptions:
 
     redis_url: str
     listen: str = "127.0.0.1:0"
+    advertise: str = ""
     address_file: Path | None = None
     get_wait_max_s: float = 60.0
     leader_lease_s: float = 5.0

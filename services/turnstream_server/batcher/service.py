@@ -26,6 +26,7 @@ from turnstream_server.batcher.lookout import Lookout
 from turnstream_server.batcher.options import BatcherOptions
 from turnstream_server.batcher.parking import ParkedRuns
 from turnstream_server.batcher.process import tune_process
+from turnstream_server.batcher.registration import Registration, advertised
 from turnstream_server.batcher.registry import RunRegistry
 from turnstream_server.batcher.renewal import LeadershipKeeper
 from turnstream_server.batcher.servicer import SERVICE, BatchesServicer
@@ -119,6 +120,9 @@ async def serving(options: BatcherOptions, *, before_write: Hook = no_hook) -> A
         address = _bind(server, options.listen)
         await server.start()
         stack.push_async_callback(_stop, server, servicer, runs, health, options.shutdown_grace_s)
+        registration = Registration(options.redis_url, advertised(address, options.advertise))
+        stack.push_async_callback(registration.close)
+        await registration.start()
         logger.info("batcher listens at %s", address)
         yield address
 

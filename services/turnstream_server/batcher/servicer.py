@@ -214,6 +214,7 @@ class BatchesServicer:
             step=request.step,
             manifest_hash=request.manifest_hash,
             session=request.session,
+            dp_rank=request.dp_rank if request.HasField("dp_rank") else None,
         )
         reach("stepped.after")
         return wire.SteppedReply(recovery_token=str(token))
@@ -227,6 +228,7 @@ class BatchesServicer:
             session_epoch=request.session_epoch,
             token=parse_token(request.recovery_token),
             session=request.session,
+            dp_rank=request.dp_rank if request.HasField("dp_rank") else None,
         )
         reach("committed.after")
         return wire.CommittedReply()

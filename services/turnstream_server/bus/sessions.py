@@ -155,18 +155,21 @@ async def acknowledge_stepped(
     step: int,
     manifest_hash: str,
     session: str = "",
+    dp_rank: int | None = None,
 ) -> RecoveryToken:
     """Note that the optimizer took the last update of a step; gives the token for its checkpoint.
 
     The same again, for this or an earlier step, gives the same token.
 
-    The name of the session, where it is given, must be that of the epoch, too.
+    The name of the session, where it is given, must be that of the epoch, too. A call with a
+    `dp_rank` speaks for that rank alone.
 
     Raises:
         FencedError: another session has begun.
         StoreBehindError: this store does not have the batch, or the session is lost.
         ConflictError: not the next step, or trained from another manifest.
-        NotReadyError: a rank is not known to have this batch; its next Get says that it has.
+        NotReadyError: a rank is not known to have this batch, or, of a call for one rank, to have
+            stepped it; its next call says so.
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
@@ -177,6 +180,7 @@ async def acknowledge_stepped(
         step,
         manifest_hash,
         session,
+        "" if dp_rank is None else dp_rank,
     )
     lineage: bytes = await run_command_async(client, command)
     return RecoveryToken(lineage=lineage.decode(), step=step, chain_hash=manifest_hash)
@@ -189,8 +193,11 @@ async def acknowledge_committed(
     session_epoch: int,
     token: RecoveryToken,
     session: str = "",
+    dp_rank: int | None = None,
 ) -> None:
     """Note that the checkpoint with this token is on disk. The same or an older one is fine.
+
+    A call with a `dp_rank` speaks for that rank's part: it counts once all ranks have called.
 
     Raises:
         FencedError: another session has begun.
@@ -200,6 +207,7 @@ async def acknowledge_committed(
         StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(run)
-    where = (names.frontier, names.batches, names.times, names.wake)
-    command = _COMMITTED(where, session_epoch, token.step, token.chain_hash, session)
+    where = (names.frontier, names.batches, names.times, names.wake, names.ranks)
+    rank = "" if dp_rank is None else dp_rank
+    command = _COMMITTED(where, session_epoch, token.step, token.chain_hash, session, rank)
     await run_command_async(client, command)

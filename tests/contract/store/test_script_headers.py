@@ -28,13 +28,20 @@ def split(name: str) -> tuple[str, str]:
 def test_the_scripts_of_generators_are_these() -> None:
     assert [
         *("abandon.lua", "add_prompts.lua", "append.lua", "close_run.lua", "create_run.lua"),
-        *("heartbeat.lua", "list_lapsed.lua", "list_refills.lua", "next_task.lua"),
+        *(
+            "heartbeat.lua",
+            "list_batchers.lua",
+            "list_lapsed.lua",
+            "list_refills.lua",
+            "next_task.lua",
+        ),
         *("note_conflict.lua", "open_group.lua"),
         *(
             "post_reward.lua",
             "post_sealed.lua",
             "read_config.lua",
             "read_waits.lua",
+            "register_batcher.lua",
             "reopen_run.lua",
             "reopen_task.lua",
         ),

@@ -1,7 +1,39 @@
 """Turnstream: the data service between LLM rollouts and training.
 
-Generators use `turnstream.generator`, training loops use `turnstream.worker`; both speak in the
-values of `turnstream.types` and raise the errors of `turnstream.errors`.
+    import turnstream
+
+    service = turnstream.connect()
+    run = service.create_run("demo", batch_groups=8)
+
+A generator streams turns with `run.publisher()`; a trainer iterates over `run.batches()`. Modules
+below `turnstream` are for advanced use: `turnstream.generator`, `.worker`, `.types`, `.errors`.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from turnstream.errors import TurnstreamError
+    from turnstream.run import Run
+    from turnstream.service import Service, connect
+
 __version__ = "0.1.0"
+
+__all__ = ["Run", "Service", "TurnstreamError", "connect"]
+
+_HOMES = {
+    "Run": "turnstream.run",
+    "Service": "turnstream.service",
+    "TurnstreamError": "turnstream.errors",
+    "connect": "turnstream.service",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is first used: the import of the package alone is quick."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)

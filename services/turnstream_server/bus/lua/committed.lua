@@ -1,15 +1,18 @@
 #!lua flags=allow-oom
--- Acknowledges that the checkpoint which holds a recovery token is on disk.
+-- Acknowledges that the checkpoint which holds a recovery token is on disk. A call may speak for all
+-- ranks, or for the part of one: then the checkpoint is acknowledged once every rank has called.
 --
 -- Keys, all in the run's slot:
---   KEYS[1] frontier  hash    read: session_epoch, stepped, session_lost; changed: committed, which
---                             never falls here, and checkpoints
+--   KEYS[1] frontier  hash    read: session_epoch, stepped, session_lost, dp_world_size; changed:
+--                             committed, which never falls here, and checkpoints
 --   KEYS[2] batches   hash    read: step -> "<trajectories planned up to it>:<manifest hash>"
 --   KEYS[3] times     hash    "committed:<step>" -> server ms; added
 --   KEYS[4] wake      stream  added, so that the planner releases what no checkpoint needs
+--   KEYS[5] ranks     hash    "committed:<dp_rank>" -> the newest step that it has committed; changed
 -- Arguments: ARGV[1] session epoch    ARGV[2] token's step    ARGV[3] token's manifest hash
 --            ARGV[4] session name, or "", see stepped.lua
--- Reply:     1, or 0 where that much was committed before
+--            ARGV[5] dp_rank that the call speaks for; "" for all
+-- Reply:     1, or 0 where that much was committed before, or another rank is awaited
 -- Errors:
 --   NORUN     no such run
 --   FENCED    another trainer session has begun
@@ -18,8 +21,9 @@
 
 -- include: present_session.lua
 
-local epoch, stepped, committed, checkpoints, session, lost = unpack(redis.call('HMGET', KEYS[1],
-  'session_epoch', 'stepped', 'committed', 'checkpoints', 'session', 'session_lost'))
+local epoch, stepped, committed, checkpoints, session, lost, world_size = unpack(redis.call('HMGET',
+  KEYS[1], 'session_epoch', 'stepped', 'committed', 'checkpoints', 'session', 'session_lost',
+  'dp_world_size'))
 local refusal = refused(epoch, session, ARGV[1], ARGV[4])
 if refusal then
   return refusal
@@ -40,6 +44,14 @@ if hash ~= ARGV[3] then
 end
 if step <= tonumber(committed) then
   return 0
+end
+if ARGV[5] ~= '' then
+  redis.call('HSET', KEYS[5], 'committed:' .. ARGV[5], ARGV[2])
+  for rank = 0, tonumber(world_size) - 1 do
+    if tonumber(redis.call('HGET', KEYS[5], 'committed:' .. rank) or 0) < step then
+      return 0
+    end
+  end
 end
 checkpoints = (checkpoints and checkpoints ~= '') and checkpoints .. ',' .. step or step
 redis.call('HSET', KEYS[1], 'committed', step, 'checkpoints', checkpoints)

@@ -1,23 +1,26 @@
 #!lua flags=allow-oom
 -- Acknowledges that the optimizer has taken the last update of a step, which all ranks of the session
--- are known to have from the same manifest.
+-- are known to have from the same manifest. A call may speak for all ranks, or for one: then the step
+-- is acknowledged once every rank has called.
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] frontier  hash    read: session_epoch, lineage, dp_world_size, session_lost; changed:
 --                             stepped
 --   KEYS[2] batches   hash    read: step -> "<trajectories planned up to it>:<manifest hash>"
 --   KEYS[3] wake      stream  added, so that whoever waits for capacity is told
---   KEYS[4] ranks     hash    read: dp_rank -> "<step>:<manifest hash>", the newest that it has
+--   KEYS[4] ranks     hash    read: dp_rank -> "<step>:<manifest hash>", the newest that it has;
+--                             changed: "stepped:<dp_rank>", the same of the newest it has stepped
 --   KEYS[5] times     hash    "stepped:<step>" -> server ms; added
 -- Arguments: ARGV[1] session epoch    ARGV[2] step    ARGV[3] manifest hash
 --            ARGV[4] session name, or "": a store that lost a session may give its epoch to another
+--            ARGV[5] dp_rank that the call speaks for; "" for all
 -- Reply:     the run's lineage, for the recovery token; the same again for an earlier step
 -- Errors:
 --   NORUN     no such run
 --   FENCED    another trainer session has begun
 --   BEHIND    this store has no such batch: it was lost; or the session is, see hear_rank.lua
---   CONFLICT  not the next step, or trained from another manifest
---   UNHEARD   a rank is not known to have this batch: its next call says so
+--   CONFLICT  not the next step, or trained from another manifest; or no rank of the session
+--   UNHEARD   a rank is not known to have this batch, or to have stepped it: its next call says so
 
 -- include: present_session.lua
 
@@ -44,10 +47,12 @@ local function hash_of(number)
   return string.match(redis.call('HGET', KEYS[2], number) or '', ':(.*)$')
 end
 
--- A batch behind this one follows it, by its hash.
-local function unheard_rank()
-  for rank = 1, tonumber(world_size) - 1 do
-    local newest, hash = string.match(redis.call('HGET', KEYS[4], rank) or '', '^(%d+):(.*)$')
+-- The first rank whose newest batch is before this one, or another; a batch behind it follows it, by
+-- its hash.
+local function rank_behind(first_rank, prefix)
+  for rank = first_rank, tonumber(world_size) - 1 do
+    local entry = redis.call('HGET', KEYS[4], prefix .. rank) or ''
+    local newest, hash = string.match(entry, '^(%d+):(.*)$')
     if not newest or tonumber(newest) < step or hash_of(newest) ~= hash then
       return rank
     end
@@ -59,8 +64,19 @@ if hash ~= ARGV[3] then
   return redis.error_reply('CONFLICT step ' .. step .. ' has the manifest "' .. (hash or '')
     .. '", not "' .. ARGV[3] .. '"')
 end
+if ARGV[5] ~= '' and tonumber(ARGV[5]) >= tonumber(world_size) then
+  return redis.error_reply('CONFLICT dp_rank ' .. ARGV[5] .. ' is none of the ' .. world_size
+    .. ' ranks of the session')
+end
+if step == stepped + 1 and ARGV[5] ~= '' then
+  redis.call('HSET', KEYS[4], 'stepped:' .. ARGV[5], ARGV[2] .. ':' .. hash)
+  local rank = rank_behind(0, 'stepped:')
+  if rank then
+    return redis.error_reply('UNHEARD step ' .. step .. ': dp_rank ' .. rank .. ' has not stepped it')
+  end
+end
 if step == stepped + 1 then
-  local rank = unheard_rank()
+  local rank = ARGV[5] == '' and rank_behind(1, '')
   if rank then
     return redis.error_reply('UNHEARD step ' .. step .. ': this store does not know that dp_rank '
       .. rank .. ' has it from the manifest "' .. ARGV[3] .. '"')

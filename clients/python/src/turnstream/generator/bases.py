@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from turnstream.errors import InvalidTurnError, RejectedError
@@ -123,6 +123,10 @@ class GroupWriterBase(ABC, Generic[_Carrier, _Writer]):
             state.lane = self._lanes[sample]
             writer = self._writers[sample] = self._writer(state)
         return writer
+
+    def __iter__(self) -> Iterator[_Writer]:
+        """Yield the writers of all samples, in order."""
+        return map(self.trajectory, range(self._group.num_samples))
 
     @abstractmethod
     def _writer(self, state: WriterState) -> _Writer: ...

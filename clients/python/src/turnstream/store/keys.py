@@ -76,7 +76,8 @@ again      zset    numbers of prompts whose group failed, to be given out again
 leases     zset    id of every open trajectory -> when its writer's lease ends, ms of server time
 sessions   hash    name of every trainer session that ever began -> its epoch
 ranks      hash    dp_rank of the session, if it has several -> `<step>:<manifest hash>`, the newest
-                   batch that it is known to have, or was about to get
+                   batch that it is known to have, or was about to get; `stepped:<dp_rank>` -> the
+                   same, `committed:<dp_rank>` -> step, of ranks that acknowledge for themselves
 times      hash    `planned:<step>`, `stepped:<step>`, `committed:<step>` -> when, server ms, of the
                    steps that are in `batches`; of a checkpoint, and not of every step up to it
 past       hash    step -> compact record of a batch that is over
@@ -128,11 +129,12 @@ meta       hash    epoch, writer, turns, bytes, sealed (0 or 1); made by the fir
 After a deletion remain `deleted`, `wake` with one entry, and `meta` of the trajectories that
 another process may still write to; all of them expire. `incarnation` stays.
 
-Two keys are global:
+Three keys are global:
 
 =========  ======  ==========================================================================
 ts:runs    set     the ids of all runs: `<name>`, `<name>~2`
 ts:news    stream  runs that were made, or opened again, about the newest 1,000; field `n` = id
+ts:batchers zset   address of a batcher -> end of its lease, server ms: see register_batcher.lua
 =========  ======  ==========================================================================
 """
 
@@ -151,7 +153,10 @@ RUNS = "ts:runs"
 NEWS = "ts:news"
 """Stream of the (encoded) ids of runs for which a batcher is needed from now on."""
 
-_GLOBAL_TYPES = {RUNS: "set", NEWS: "stream"}
+BATCHERS = "ts:batchers"
+"""Sorted set of the addresses at which batchers answer."""
+
+_GLOBAL_TYPES = {RUNS: "set", NEWS: "stream", BATCHERS: "zset"}
 
 _RUN_TYPES = {
     "events": "stream",

@@ -296,6 +296,11 @@ class MiniBatch:
     rows: Rows
     info: MiniBatchInfo
 
+    @property
+    def denominators(self) -> Denominators:
+        """What the sums of a loss are divided by, the same on all ranks."""
+        return self.info.denominators
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryToken:

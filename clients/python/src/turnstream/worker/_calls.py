@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from turnstream.errors import (
     BatcherUnavailableError,
+    NotReadyError,
     RejectedError,
     TurnstreamError,
     UnavailableError,
@@ -37,6 +38,8 @@ LEAST_ATTEMPT_S = 1.0
 
 FIRST_DELAY_S = 0.05
 MAX_DELAY_S = 2.0
+RANK_DELAY_S = 0.25
+"""Longest pause of a rank that waits for the other ranks of its step."""
 
 Reply = TypeVar("Reply", bound=Message)
 
@@ -83,14 +86,23 @@ class BatcherCalls:
     """The calls of one share to the batcher; every call is safe to make twice.
 
     A call that brings no answer of the batcher is made again to the next replica.
+
+    Args:
+        target: gRPC address of a batcher, "host:port"; several replicas with commas.
+        share: whose data is asked for.
+        timeout_s: longest wait for an answer.
+        for_one_rank: whether acknowledgements are those of this rank, not of all ranks.
     """
 
-    def __init__(self, target: str, *, share: Share, timeout_s: float) -> None:
+    def __init__(
+        self, target: str, *, share: Share, timeout_s: float, for_one_rank: bool = False
+    ) -> None:
         checked_setting(share.run, field="run")
         checked_setting(share.observer, field="observer")
         self.target = target
         self.share = share
         self._timeout_s = timeout_s
+        self._acknowledged_by = share.dp_rank if for_one_rank else None
         self._session_epoch = 0
         self._session = ""
         self._closed = threading.Event()
@@ -219,10 +231,16 @@ class BatcherCalls:
             session_epoch=self._session_epoch,
             manifest_hash=manifest_hash,
             session=self._session,
+            dp_rank=self._acknowledged_by,
         )
         what = f"step {step} as stepped"
         return self._repeat(
-            "Stepped", request, wire.SteppedReply, what=what, timeout_s=timeout_s
+            "Stepped",
+            request,
+            wire.SteppedReply,
+            what=what,
+            timeout_s=timeout_s,
+            max_delay_s=MAX_DELAY_S if self._acknowledged_by is None else RANK_DELAY_S,
         ).recovery_token
 
     def committed(self, recovery_token: str) -> None:
@@ -232,6 +250,7 @@ class BatcherCalls:
             recovery_token=checked_setting(recovery_token, field="recovery_token"),
             session_epoch=self._session_epoch,
             session=self._session,
+            dp_rank=self._acknowledged_by,
         )
         self._repeat(
             "Committed", request, wire.CommittedReply, what=f"the checkpoint {recovery_token}"
@@ -274,6 +293,7 @@ class BatcherCalls:
         *,
         what: str,
         timeout_s: float | None = None,
+        max_delay_s: float = MAX_DELAY_S,
     ) -> Reply:
         """Call until it is answered or refused; the last error is raised after `timeout_s`.
 
@@ -300,6 +320,8 @@ class BatcherCalls:
                 found = error
             num_failures += 1
             delay_s = retry_delay_s(error, num_failures=num_failures)
+            if isinstance(error, NotReadyError):
+                delay_s = min(delay_s or 0.0, max_delay_s)
             if delay_s is None or now_s + delay_s >= deadline_s:
                 why = of_failure(found, target=self.target, since_s=now_s - answered_s)
                 reasons = [not_acknowledged(what, waited_s=now_s - began_s), *why]

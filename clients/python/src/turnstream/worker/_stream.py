@@ -56,6 +56,7 @@ class MiniBatches:
         lineage: the history of the run as it was when this began.
         max_prefetch_bytes: bound of what is pulled ahead.
         timeout_s: longest wait for a mini-batch.
+        every_rank: whether each rank acknowledges for itself.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class MiniBatches:
         lineage: str,
         max_prefetch_bytes: int,
         timeout_s: float,
+        every_rank: bool = False,
     ) -> None:
         self.config = config
         self.lineage = lineage
@@ -74,6 +76,7 @@ class MiniBatches:
         self._steps = AcknowledgedSteps(calls)
         self._last_acknowledged = first_step - 1
         self._finished: MiniBatchInfo | None = None
+        self._every_rank = every_rank
         self._wait_s = 0.0
         self._prefetcher = Prefetcher(
             calls,
@@ -134,7 +137,7 @@ class MiniBatches:
 
     def _finished_batch(self, call: str) -> MiniBatchInfo:
         """The batch that `call` acknowledges; it is acknowledged by `_acknowledged`."""
-        self._require_rank_0(call)
+        self._check_speaker(call)
         if self._finished is None:
             raise RejectedError(
                 f"{call}() is for a batch whose last mini-batch was yielded, once; "
@@ -144,6 +147,11 @@ class MiniBatches:
 
     def _acknowledged(self, info: MiniBatchInfo) -> None:
         self._finished, self._last_acknowledged = None, info.step
+
+    def _check_speaker(self, call: str) -> None:
+        """Refuse an acknowledgement of a rank that does not speak for the others."""
+        if not self._every_rank:
+            self._require_rank_0(call)
 
     def _require_rank_0(self, call: str) -> None:
         dp_rank = self._calls.share.dp_rank

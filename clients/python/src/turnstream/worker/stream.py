@@ -65,6 +65,7 @@ class BatchStream(MiniBatches):
         session: str | None = None,
         timeout_s: float = 600.0,
         max_prefetch_bytes: int = GIB,
+        every_rank: bool = False,
     ) -> None:
         """Begin a trainer session and start to pull.
 
@@ -79,6 +80,8 @@ class BatchStream(MiniBatches):
                 Needed with several ranks; beginning a session fences the one before.
             timeout_s: longest wait for a mini-batch, or for an acknowledgement to be taken.
             max_prefetch_bytes: bound of what is pulled ahead.
+            every_rank: whether every rank calls `stepped` and `committed`, without a barrier:
+                either counts once all ranks have called. Else dp_rank 0 alone calls.
 
         Raises:
             InvalidConfigError: a rank outside the world, several ranks without a session, or a name
@@ -89,7 +92,7 @@ class BatchStream(MiniBatches):
         """
         _check_share(dp_rank, dp_world_size=dp_world_size, session=session)
         share = Share(run=run, dp_rank=dp_rank, dp_world_size=dp_world_size)
-        calls = BatcherCalls(target, share=share, timeout_s=timeout_s)
+        calls = BatcherCalls(target, share=share, timeout_s=timeout_s, for_one_rank=every_rank)
         try:
             reply = calls.start(
                 recovery_token="" if recovery_token is None else str(recovery_token),
@@ -108,6 +111,7 @@ class BatchStream(MiniBatches):
             lineage=reply.lineage,
             max_prefetch_bytes=max_prefetch_bytes,
             timeout_s=timeout_s,
+            every_rank=every_rank,
         )
 
     def __next__(self) -> PulledMiniBatch:
@@ -119,10 +123,12 @@ class BatchStream(MiniBatches):
     def stepped(self) -> RecoveryToken:
         """Acknowledge the batch whose last mini-batch was just yielded; gives its recovery token.
 
-        Call it after the optimizer's last update of the batch, on dp_rank 0, behind a barrier of
-        all ranks. Keep the token in the checkpoint that holds these weights.
+        Call it after the optimizer's last update of the batch: on dp_rank 0, behind a barrier of
+        all ranks, or on every rank of a stream with `every_rank`, where it returns once all ranks
+        have called. Keep the token in the checkpoint that holds these weights.
 
         Raises:
+            NotReadyError: a rank has not called it within `timeout_s`, and which.
             RejectedError: this is not dp_rank 0, or no finished batch waits to be acknowledged.
             FencedError: a newer trainer session took over.
             StoreBehindError, ConflictError: the store lost this step or one before it, and has no
@@ -142,7 +148,7 @@ class BatchStream(MiniBatches):
             FencedError: a newer trainer session took over.
             StoreBehindError: the store lost the run.
         """
-        self._require_rank_0("committed")
+        self._check_speaker("committed")
         with self._telling_of_loss():
             self._steps.insist(lambda: self._calls.committed(str(token)))
         step = RecoveryToken.parse(str(token)).step

@@ -79,18 +79,20 @@ class MiniBatchHeader(_message.Message):
     def __init__(self, step: _Optional[int] = ..., mini_batch: _Optional[int] = ..., num_mini_batches: _Optional[int] = ..., num_bytes: _Optional[int] = ..., content_hash: _Optional[str] = ...) -> None: ...
 
 class SteppedRequest(_message.Message):
-    __slots__ = ("run", "step", "session_epoch", "manifest_hash", "session")
+    __slots__ = ("run", "step", "session_epoch", "manifest_hash", "session", "dp_rank")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SESSION_EPOCH_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_HASH_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    DP_RANK_FIELD_NUMBER: _ClassVar[int]
     run: str
     step: int
     session_epoch: int
     manifest_hash: str
     session: str
-    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., session_epoch: _Optional[int] = ..., manifest_hash: _Optional[str] = ..., session: _Optional[str] = ...) -> None: ...
+    dp_rank: int
+    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., session_epoch: _Optional[int] = ..., manifest_hash: _Optional[str] = ..., session: _Optional[str] = ..., dp_rank: _Optional[int] = ...) -> None: ...
 
 class SteppedReply(_message.Message):
     __slots__ = ("recovery_token",)
@@ -99,16 +101,18 @@ class SteppedReply(_message.Message):
     def __init__(self, recovery_token: _Optional[str] = ...) -> None: ...
 
 class CommittedRequest(_message.Message):
-    __slots__ = ("run", "recovery_token", "session_epoch", "session")
+    __slots__ = ("run", "recovery_token", "session_epoch", "session", "dp_rank")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RECOVERY_TOKEN_FIELD_NUMBER: _ClassVar[int]
     SESSION_EPOCH_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    DP_RANK_FIELD_NUMBER: _ClassVar[int]
     run: str
     recovery_token: str
     session_epoch: int
     session: str
-    def __init__(self, run: _Optional[str] = ..., recovery_token: _Optional[str] = ..., session_epoch: _Optional[int] = ..., session: _Optional[str] = ...) -> None: ...
+    dp_rank: int
+    def __init__(self, run: _Optional[str] = ..., recovery_token: _Optional[str] = ..., session_epoch: _Optional[int] = ..., session: _Optional[str] = ..., dp_rank: _Optional[int] = ...) -> None: ...
 
 class CommittedReply(_message.Message):
     __slots__ = ()

@@ -1,0 +1,187 @@
+"""One run of a store: its publishers, its batches, and what an operator does with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import redis
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.store import life, runs
+from turnstream.store.batchers import wait_for_batchers
+from turnstream.store.configs import read_config
+from turnstream.store.credits import Credit, credit
+from turnstream.store.revisions import revise_config
+from turnstream.store.rewards import RewardOutcome, post_reward
+from turnstream.store.tasks import Prompt, add_prompts
+from turnstream.types import Leftover, TrajectoryKey, VersionAnnounced
+from turnstream.types.names import RunId
+
+if TYPE_CHECKING:
+    from turnstream.worker.steps import Batches
+
+
+class Run:
+    """A run, from `Service.create_run` or `Service.run`.
+
+    It stays the same run for ever: after its deletion every call raises RunNotFoundError, also if
+    another run has got the name.
+
+    Attributes:
+        name: as it was created.
+    """
+
+    def __init__(self, client: redis.Redis, url: str, run_id: RunId) -> None:
+        self.name = run_id.name
+        self._client = client
+        self._url = url
+        self._id = run_id
+
+    @property
+    def config(self) -> BatchingConfig:
+        """The settings in force, read from the store.
+
+        Raises:
+            RunNotFoundError: the run was deleted.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        return read_config(self._client, self._id)[1]
+
+    def publisher(self, writer: str | None = None, **options: Any) -> Publisher:
+        """Return a publisher, which streams trajectories from threads.
+
+        Args:
+            writer: name of this generator; see `Publisher`.
+            **options: the other arguments of `Publisher`.
+        """
+        return Publisher(self._url, self._id, writer=writer, **options)
+
+    def async_publisher(self, writer: str | None = None, **options: Any) -> AsyncPublisher:
+        """Return a publisher for asyncio, with the same arguments as `publisher`."""
+        return AsyncPublisher(self._url, self._id, writer=writer, **options)
+
+    def batches(
+        self,
+        state: str | None = None,
+        *,
+        dp_rank: int | None = None,
+        dp_world_size: int | None = None,
+        session: str | None = None,
+        batcher: str | None = None,
+        timeout_s: float = 600.0,
+        max_prefetch_bytes: int = 1 << 30,
+    ) -> Batches:
+        """Begin to train: return the steps of this rank, from the step after `state`.
+
+        Needs the extra `worker`: `pip install "turnstream[worker]"`.
+
+        Args:
+            state: what `Step.done` returned for the checkpoint that is loaded; None begins at the
+                first step.
+            dp_rank: data-parallel rank of this process; None takes torchrun's RANK, else 0.
+            dp_world_size: number of ranks; None takes torchrun's WORLD_SIZE, else 1.
+            session: name of this start of the trainer, the same on all ranks and never used
+                before; None makes one from torchrun's environment. See `worker.launch`.
+            batcher: gRPC address of a batcher, "host:port", several with commas; None finds the
+                batchers that are registered in the store.
+            timeout_s: longest wait for a batcher, a mini-batch, or an acknowledgement.
+            max_prefetch_bytes: bound of what is pulled ahead.
+
+        Raises:
+            InvalidConfigError: a rank outside the world, or ranks without a session.
+            RunNotFoundError: the run was deleted.
+            StoreBehindError: the store does not have the step of `state`.
+            BatcherUnavailableError: no batcher answered for `timeout_s`.
+        """
+        # Here and not above: generators need neither grpcio nor pyarrow.
+        from turnstream.worker.launch import find_launch
+        from turnstream.worker.steps import Batches
+        from turnstream.worker.stream import BatchStream
+
+        launch = find_launch(dp_rank, dp_world_size, session)
+        target = batcher or ",".join(wait_for_batchers(self._client, timeout_s=timeout_s))
+        stream = BatchStream(
+            target,
+            self._id,
+            launch.dp_rank,
+            launch.dp_world_size,
+            state,
+            session=launch.session or None,
+            timeout_s=timeout_s,
+            max_prefetch_bytes=max_prefetch_bytes,
+            every_rank=True,
+        )
+        return Batches(stream)
+
+    def add_prompts(self, prompts: Sequence[Prompt], *, first: int | None = None) -> int:
+        """Give the run prompts, which `Publisher.next_task` takes one by one.
+
+        Args:
+            prompts: in the order in which they are given out.
+            first: number of the first of them, from 1. A call that is repeated with the same
+                number adds nothing twice.
+
+        Returns:
+            The number of prompts that the run was given so far.
+        """
+        return add_prompts(self._client, self._id, prompts, first=first)
+
+    def credit(self) -> Credit:
+        """Return how many groups may start now, and the reason where none may."""
+        return credit(self._client, self._id)
+
+    def post_reward(
+        self,
+        key: TrajectoryKey,
+        reward: float | None = None,
+        *,
+        reward_components: Mapping[str, float] | None = None,
+    ) -> RewardOutcome:
+        """Give a trajectory that was sealed with `awaits_reward` its reward."""
+        return post_reward(self._client, self._id, key, reward, reward_components=reward_components)
+
+    def wait_for_version(self, *, above: int = -1, timeout_s: float = 600.0) -> VersionAnnounced:
+        """Wait for a policy version above `above`; return the newest one.
+
+        Raises:
+            NotReadyError: none was announced within `timeout_s`.
+        """
+        return runs.wait_for_version(self._client, self._id, above=above, timeout_s=timeout_s)
+
+    def revise(self, *, from_step: int, **settings: Any) -> int:
+        """Change settings from a step on; return the number of the revision.
+
+        Raises:
+            InvalidConfigError: names a setting that cannot change, or not to this value.
+            ConflictError: the step is planned.
+        """
+        config = dataclasses.replace(self.config, **settings)
+        return revise_config(self._client, self._id, config, from_step=from_step)
+
+    def pause(self, reason: str = "") -> bool:
+        """Let no group begin and no step be planned; return whether that is new."""
+        return life.pause_run(self._client, self._id, reason)
+
+    def resume(self) -> bool:
+        """End a pause; return whether there was one."""
+        return life.resume_run(self._client, self._id)
+
+    def close(self, reason: str = "", *, leftover: Leftover = "short") -> None:
+        """Let no new group begin. Batches end after the last step; see `leftover`.
+
+        Args:
+            reason: for people.
+            leftover: what becomes of complete groups that make no whole batch: "short" trains them
+                in a smaller one, "carry" keeps them for a reopened run, "drop" ends them.
+        """
+        runs.close_run(self._client, self._id, reason, leftover=leftover)
+
+    def reopen(self) -> bool:
+        """Take new groups again; return whether the run was closed."""
+        return life.reopen_run(self._client, self._id)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self._id)!r})"

@@ -1,0 +1,14 @@
+#!lua flags=allow-oom
+-- Says for how long a batcher answers at an address, or that it stops, and forgets those whose lease
+-- has ended.
+--
+-- Keys:
+--   KEYS[1] batchers  zset  address -> end of its lease, server ms; changed
+-- Arguments: ARGV[1] address, "host:port"    ARGV[2] length of the lease, ms; 0 ends it
+-- Reply:     1
+
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('ZADD', KEYS[1], string.format('%.0f', now_ms + ARGV[2]), ARGV[1])
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', string.format('%.0f', now_ms))
+return 1

@@ -1,0 +1,97 @@
+"""Which rank of a trainer this process is, from the environment of torchrun."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from turnstream.errors import InvalidConfigError
+
+
+class Launch(NamedTuple):
+    """One process of a trainer.
+
+    Attributes:
+        dp_rank: data-parallel rank of this process.
+        dp_world_size: number of ranks.
+        session: name of this start of the trainer, the same on all ranks; "" for one rank.
+    """
+
+    dp_rank: int
+    dp_world_size: int
+    session: str
+
+
+def find_launch(
+    dp_rank: int | None = None,
+    dp_world_size: int | None = None,
+    session: str | None = None,
+    *,
+    environment: Mapping[str, str] = os.environ,
+) -> Launch:
+    """Return what the arguments say, and for the rest what torchrun's environment says.
+
+    Args:
+        dp_rank: None takes RANK, else 0.
+        dp_world_size: None takes WORLD_SIZE, else 1.
+        session: None makes a name of the launch: see below.
+        environment: the variables of the process.
+
+    A session name must be the same on all ranks and new at each start. On one node it is made of
+    the launcher's process, and of TORCHELASTIC_RESTART_COUNT. Over several nodes it is made of
+    TORCHELASTIC_RUN_ID, which must then be new at each start: `torchrun --rdzv-id`.
+
+    Raises:
+        InvalidConfigError: a variable is no number, or nothing names a start over several nodes.
+
+    >>> find_launch(environment={})
+    Launch(dp_rank=0, dp_world_size=1, session='')
+    >>> find_launch(1, 2, "start-7", environment={"RANK": "5"})
+    Launch(dp_rank=1, dp_world_size=2, session='start-7')
+    """
+    rank = _number(environment, "RANK", 0) if dp_rank is None else dp_rank
+    size = _number(environment, "WORLD_SIZE", 1) if dp_world_size is None else dp_world_size
+    if session is None and size > 1:
+        session = _session(environment)
+    return Launch(rank, size, session or "")
+
+
+def _session(environment: Mapping[str, str]) -> str:
+    """Return a name that all ranks of this start make, and no other start."""
+    restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    run_id = environment.get("TORCHELASTIC_RUN_ID", "none")
+    if environment.get("LOCAL_WORLD_SIZE", "") == environment.get("WORLD_SIZE", "?"):
+        parts = (socket.gethostname(), _launcher(), run_id, restart)
+    elif run_id != "none":
+        parts = (run_id, restart)
+    else:
+        raise InvalidConfigError(
+            "session",
+            "several ranks need a name in common that is new at each start: give `session`, or "
+            "start them with torchrun on one node, or with `torchrun --rdzv-id` and a new id",
+        )
+    return "torchrun-" + hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
+
+
+def _launcher() -> str:
+    """Return the process that started this one: its number, and when it began."""
+    pid = os.getppid()
+    try:
+        began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):  # no such file outside Linux
+        began = ""
+    return f"{pid}:{began}"
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidConfigError(name, f"{text!r} in the environment is no number") from None

@@ -1,0 +1,172 @@
+"""A run as steps: what a training loop iterates over, with two acknowledgements per step.
+
+with run.batches(state=checkpoint.get("turnstream")) as batches:
+    for step in batches:
+        for mini_batch in step:
+            train(mini_batch.to_torch("cuda"), mini_batch.denominators)
+        state = step.done()
+        save({"model": model.state_dict(), "turnstream": state})
+        step.commit()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.errors import RejectedError
+from turnstream.worker.mini_batch import PulledMiniBatch
+from turnstream.worker.step_metrics import StepMetrics
+from turnstream.worker.stream import BatchStream, StreamStatistics
+
+
+class Batches:
+    """The steps of a run, in order; an iterator and a context manager.
+
+    Made by `Run.batches`. Iteration ends when the run is closed and its last step is done. It
+    raises what `BatchStream` raises.
+
+    Every rank iterates, and calls `done()` and `commit()` of every step; no barrier is needed.
+
+    Args:
+        stream: with `every_rank`; closed with this.
+    """
+
+    def __init__(self, stream: BatchStream) -> None:
+        self._stream = stream
+        self._step: Step | None = None
+
+    @property
+    def config(self) -> BatchingConfig:
+        """The settings of the run."""
+        return self._stream.config
+
+    @property
+    def newest_version(self) -> int:
+        """The highest policy version announced so far; -1: none. Never announce one twice."""
+        return self._stream.newest_version
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Step:
+        if self._step is not None and not self._step.is_done:
+            raise RejectedError(
+                f"step {self._step.number} is not done: call done() after its last mini-batch, "
+                "then take the next step"
+            )
+        waited_s = self._stream.statistics().wait_s
+        first = next(self._stream)
+        self._step = Step(self._stream, first, waited_s=waited_s)
+        return self._step
+
+    def announce_version(
+        self, version: int, *, step: int | None = None, weights_uri: str = ""
+    ) -> None:
+        """Say that weights named `version` exist; see `BatchStream.announce_version`."""
+        self._stream.announce_version(version, step=step, weights_uri=weights_uri)
+
+    def statistics(self) -> StreamStatistics:
+        """Return what was received, and what is held now."""
+        return self._stream.statistics()
+
+    def close(self) -> None:
+        """Disconnect. Safe to call twice."""
+        self._stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Step:
+    """One training step: this rank's share of its mini-batches. Iterate over it once.
+
+    Attributes:
+        number: from 1.
+        num_mini_batches: optimizer updates of the step.
+    """
+
+    def __init__(self, stream: BatchStream, first: PulledMiniBatch, *, waited_s: float) -> None:
+        self.number = first.info.step
+        self.num_mini_batches = first.info.num_mini_batches
+        self._stream = stream
+        self._metrics = StepMetrics(waited_s)
+        self._mini_batches = self._pull(first)
+        self._is_pulled = False
+        self._state = ""
+
+    def __iter__(self) -> Iterator[PulledMiniBatch]:
+        return self._mini_batches
+
+    def _pull(self, first: PulledMiniBatch) -> Iterator[PulledMiniBatch]:
+        mini_batch = first
+        while True:
+            self._metrics.add(mini_batch)
+            self._is_pulled = mini_batch.is_last
+            yield mini_batch
+            if self._is_pulled:
+                return
+            mini_batch = next(self._stream)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `done` has returned."""
+        return bool(self._state)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the mini-batches so far, for a dashboard.
+
+        Of all ranks: `merge_ratio` (tokens of the turns one by one / tokens of the rows),
+        `num_groups`, `num_trained_tokens`, and `staleness`: versions between the newest announced
+        one and the oldest of a trained token, missing where versions are unknown. Of this rank:
+        `num_rows`, `num_tokens`, `padding_share` (0 to 1), and `wait_s`, the seconds without data.
+        """
+        return self._metrics.numbers(
+            newest_version=self._stream.newest_version, wait_s=self._stream.statistics().wait_s
+        )
+
+    def done(self) -> str:
+        """Say that this rank's optimizer has taken the last update of the step.
+
+        Returns once all ranks have called it; the batcher then counts the step as trained. The
+        same call again returns the same.
+
+        Returns:
+            The state to keep in the checkpoint that holds these weights, the same on all ranks.
+
+        Raises:
+            RejectedError: the step has mini-batches that were not iterated over.
+            NotReadyError: a rank has not called it within `timeout_s`, and which.
+            FencedError: a newer start of the trainer took over.
+            StoreBehindError, ConflictError: the store lost this step, or one before it.
+        """
+        if not self._state:
+            if not self._is_pulled:
+                raise RejectedError(f"step {self.number} has mini-batches that were not taken yet")
+            self._state = str(self._stream.stepped())
+        return self._state
+
+    def commit(self) -> None:
+        """Say that this rank's part of the checkpoint with the state of `done` is on disk.
+
+        It counts once all ranks have called it; each call returns at once. What no retained
+        checkpoint needs is then deleted from the store.
+
+        Raises:
+            RejectedError: the step is not done.
+            FencedError: a newer start of the trainer took over.
+        """
+        if not self._state:
+            raise RejectedError(f"step {self.number} is not done: call done() before commit()")
+        self._stream.committed(self._state)

@@ -1,0 +1,204 @@
+"""A training loop over steps: every rank says `done` and `commit`, and the batcher counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import turnstream
+from turnstream.errors import (
+    BatcherUnavailableError,
+    ConflictError,
+    FencedError,
+    NotReadyError,
+    RejectedError,
+)
+from turnstream.store.batchers import list_batchers, register_command
+from turnstream.store.connection import connect
+from turnstream.store.scripts import run_command
+from turnstream.testing import group, wait_until
+from turnstream.types import RecoveryToken
+from turnstream_server.bus.frontier import read_frontier
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+
+@pytest.fixture
+def service(server: Any) -> Any:
+    with turnstream.connect(server.url) as service:
+        yield service
+
+
+@pytest.fixture
+def run(service: Any, start_batcher: Callable[[], Any]) -> turnstream.Run:
+    """A run of two updates a step, with a batcher."""
+    start_batcher()
+    return service.create_run("steps", batch_groups=2, mini_batch_groups=1, max_staleness=20)
+
+
+def publish(run: turnstream.Run, num_steps: int, *, first: int = 0) -> None:
+    with run.publisher() as publisher:
+        for number in range(2 * first, 2 * (first + num_steps)):
+            publisher.publish(group(f"g{number}"))
+
+
+def frontier(run: turnstream.Run, server: Any) -> Any:
+    with connect(server.url) as client:
+        return read_frontier(client, run.name)
+
+
+def trained(step: Any) -> set[str]:
+    """Take all mini-batches of a step; the names of the groups in them."""
+    names = [name for each in step for name in each.rows.trajectory_id if name]
+    return {str(name).partition("/")[0] for name in names}
+
+
+def test_loop_trains_each_step_once_and_ends_with_the_run(run: Any, server: Any) -> None:
+    publish(run, 3)
+    run.close()
+    states: list[str] = []
+    groups: list[set[str]] = []
+
+    with run.batches() as batches:
+        for step in batches:
+            groups.append(trained(step))
+            states.append(step.done())
+            assert step.done() == states[-1]
+            step.commit()
+
+    assert groups == [{"g0", "g1"}, {"g2", "g3"}, {"g4", "g5"}]
+    assert [RecoveryToken.parse(state).step for state in states] == [1, 2, 3]
+    assert (frontier(run, server).stepped, frontier(run, server).committed) == (3, 3)
+
+
+def test_loop_resumes_after_the_state_of_its_checkpoint(run: Any) -> None:
+    publish(run, 2)
+    with run.batches() as batches:
+        step = next(batches)
+        trained(step)
+        state = step.done()
+        step.commit()
+        trained(next(batches))  # a step that the checkpoint does not hold
+
+    with run.batches(state) as batches:
+        assert trained(next(batches)) == {"g2", "g3"}
+
+
+def test_step_counts_once_all_ranks_are_done_and_all_get_the_same_state(
+    run: Any, server: Any
+) -> None:
+    publish(run, 1)
+    ranks = [run.batches(dp_rank=rank, dp_world_size=3, session="s") for rank in range(3)]
+    steps = [next(batches) for batches in ranks]
+    for step in steps:
+        trained(step)
+
+    with ThreadPoolExecutor() as pool:
+        first = [pool.submit(step.done) for step in steps[:2]]
+        wait_until(lambda: reported(server, run) == {b"stepped:0", b"stepped:1"})
+        assert frontier(run, server).stepped == 0
+        assert not any(each.done() for each in first)
+        states = {steps[2].done(), *(each.result(30) for each in first)}
+
+    assert len(states) == 1
+    assert frontier(run, server).stepped == 1
+    for rank, step in enumerate(steps):
+        step.commit()
+        assert frontier(run, server).committed == (1 if rank == 2 else 0)
+    for batches in ranks:
+        batches.close()
+
+
+def reported(server: Any, run: Any) -> set[bytes]:
+    with connect(server.url) as client:
+        found: Any = client.hkeys(f"ts:{{{run.name}}}:ranks")
+    return {name for name in found if name.startswith(b"stepped:")}
+
+
+def test_rank_that_waits_for_another_is_told_which(run: Any) -> None:
+    publish(run, 1)
+    ranks = [
+        run.batches(dp_rank=rank, dp_world_size=2, session="s", timeout_s=2.0) for rank in range(2)
+    ]
+    steps = [next(batches) for batches in ranks]
+    for step in steps:
+        trained(step)
+
+    with pytest.raises(NotReadyError, match="dp_rank 1 has not stepped it"):
+        steps[0].done()
+    for batches in ranks:
+        batches.close()
+
+
+def test_rank_outside_the_session_is_no_report(run: Any) -> None:
+    publish(run, 1)
+    with run.batches() as batches:
+        step = next(batches)
+        trained(step)
+        batches._stream._calls._acknowledged_by = 7  # pyright: ignore[reportPrivateUsage]
+        with pytest.raises(ConflictError, match="dp_rank 7 is none of the 1 ranks"):
+            step.done()
+
+
+def test_new_start_of_the_trainer_fences_the_one_before(run: Any) -> None:
+    publish(run, 1)
+    with run.batches() as before:
+        step = next(before)
+        trained(step)
+        with run.batches(), pytest.raises(FencedError):
+            step.done()
+
+
+def test_step_that_is_not_done_is_not_passed_over(run: Any) -> None:
+    publish(run, 2)
+    with run.batches() as batches:
+        step = next(batches)
+        with pytest.raises(RejectedError, match="mini-batches that were not taken"):
+            step.done()
+        with pytest.raises(RejectedError, match="call done"):
+            step.commit()
+        trained(step)
+        with pytest.raises(RejectedError, match="step 1 is not done"):
+            next(batches)
+
+
+def test_metrics_of_a_step_are_plain_numbers(run: Any) -> None:
+    publish(run, 1)
+    with run.batches() as batches:
+        step = next(batches)
+        rows = [mini_batch.rows for mini_batch in step]
+
+    numbers = step.metrics
+    assert {type(value) for value in numbers.values()} <= {int, float}
+    assert numbers["num_groups"] == 2
+    assert numbers["num_tokens"] == sum(int(each.input_ids.lengths.sum()) for each in rows)
+    assert 0 <= numbers["padding_share"] < 1
+    assert numbers["merge_ratio"] >= 1
+    assert numbers["wait_s"] >= 0
+
+
+def test_batcher_is_found_through_the_store_until_it_stops(
+    server: Any, service: Any, start_batcher: Callable[[], Any]
+) -> None:
+    run = service.create_run("found", batch_groups=2)
+    with pytest.raises(BatcherUnavailableError, match="no batcher is registered at the store"):
+        run.batches(timeout_s=0.0)
+
+    batcher = start_batcher()
+    with connect(server.url) as client:
+        assert list_batchers(client) == [batcher.target]
+        run.batches().close()
+        batcher.stop()
+        assert list_batchers(client) == []
+
+
+def test_batcher_whose_lease_has_ended_is_not_listed(server: Any) -> None:
+    with connect(server.url) as client:
+        run_command(client, register_command("10.0.0.1:7600", lease_s=0.001))
+        wait_until(lambda: list_batchers(client) == [])
+        run_command(client, register_command("10.0.0.2:7600"))
+
+        assert list_batchers(client) == ["10.0.0.2:7600"]
