@@ -29,7 +29,7 @@ class Registration:
     A store that is away gets the address when it is back.
 
     Args:
-        url: of the store.
+        url: address of the store.
         address: "host:port", as workers reach this replica.
     """
 

@@ -118,7 +118,7 @@ def reported(server: Any, run: Any) -> set[bytes]:
     return {name for name in found if name.startswith(b"stepped:")}
 
 
-def test_rank_that_waits_for_another_is_told_which(run: Any) -> None:
+def test_waiting_rank_is_told_which_rank_is_behind(run: Any) -> None:
     publish(run, 1)
     ranks = [
         run.batches(dp_rank=rank, dp_world_size=2, session="s", timeout_s=2.0) for rank in range(2)

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 class Run:
     """A run, from `Service.create_run` or `Service.run`.
 
-    It stays the same run for ever: after its deletion every call raises RunNotFoundError, also if
-    another run has got the name.
+    After its deletion every call raises RunNotFoundError, even if another run has the name by then.
 
     Attributes:
         name: as it was created.
@@ -79,7 +78,7 @@ class Run:
         Needs the extra `worker`: `pip install "turnstream[worker]"`.
 
         Args:
-            state: what `Step.done` returned for the checkpoint that is loaded; None begins at the
+            state: the return value of `Step.done` from the loaded checkpoint; None begins at the
                 first step.
             dp_rank: data-parallel rank of this process; None takes torchrun's RANK, else 0.
             dp_world_size: number of ranks; None takes torchrun's WORLD_SIZE, else 1.
@@ -174,8 +173,8 @@ class Run:
 
         Args:
             reason: for people.
-            leftover: what becomes of complete groups that make no whole batch: "short" trains them
-                in a smaller one, "carry" keeps them for a reopened run, "drop" ends them.
+            leftover: complete groups that make no whole batch are trained in a smaller one
+                ("short"), kept for a reopened run ("carry") or ended ("drop").
         """
         runs.close_run(self._client, self._id, reason, leftover=leftover)
 

@@ -1,4 +1,4 @@
-"""A run as steps: what a training loop iterates over, with two acknowledgements per step.
+"""A run as an iterator of steps, with two acknowledgements per step.
 
 with run.batches(state=checkpoint.get("turnstream")) as batches:
     for step in batches:
@@ -127,10 +127,11 @@ class Step:
     def metrics(self) -> dict[str, float]:
         """Numbers of the mini-batches so far, for a dashboard.
 
-        Of all ranks: `merge_ratio` (tokens of the turns one by one / tokens of the rows),
-        `num_groups`, `num_trained_tokens`, and `staleness`: versions between the newest announced
-        one and the oldest of a trained token, missing where versions are unknown. Of this rank:
-        `num_rows`, `num_tokens`, `padding_share` (0 to 1), and `wait_s`, the seconds without data.
+        These cover all ranks: `merge_ratio` (tokens of the turns one by one / tokens of the rows),
+        `num_groups`, `num_trained_tokens`, and `staleness`, the versions between the newest
+        announced one and the oldest of a trained token. It is missing if versions are unknown.
+        These cover this rank: `num_rows`, `num_tokens`, `padding_share` (0 to 1), and `wait_s`,
+        the seconds without data.
         """
         return self._metrics.numbers(
             newest_version=self._stream.newest_version, wait_s=self._stream.statistics().wait_s
@@ -160,8 +161,8 @@ class Step:
     def commit(self) -> None:
         """Say that this rank's part of the checkpoint with the state of `done` is on disk.
 
-        It counts once all ranks have called it; each call returns at once. What no retained
-        checkpoint needs is then deleted from the store.
+        It counts once all ranks have called it; each call returns at once. The batcher then
+        deletes payload that no retained checkpoint needs.
 
         Raises:
             RejectedError: the step is not done.
