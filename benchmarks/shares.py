@@ -33,7 +33,7 @@ from turnstream.batching.minibatch import (
 from turnstream.types import Rows
 
 BUDGET = Budget(limit=65_536)
-CUT = {"step": 1, "mini_batch": 0, "pad_token_id": 0}
+CUT: dict[str, Any] = {"step": 1, "mini_batch": 0, "pad_token_id": 0}
 
 
 def measure(rows: Rows, *, num_ranks: int, rounds: int) -> dict[str, Any]:
