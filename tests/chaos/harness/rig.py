@@ -264,9 +264,9 @@ class Rig:
         return {int(step): entry.decode().partition(":")[2] for step, entry in found.items()}
 
     def digest(self) -> dict[bytes, Any]:
-        """All that the store has, but for leases of who plans the run and observes it, and time."""
+        """All that the store has, but for leases of batchers, planners and observers, and time."""
         own = keys.run_keys(self.run)
-        moving = {name.encode() for name in (own.leader, own.clock, own.observers)}
+        moving = {name.encode() for name in (own.leader, own.clock, own.observers, keys.BATCHERS)}
         names: Any = self.client.keys("*")
         return {name: content_of(self.client, name) for name in sorted({*names} - moving)}
 

@@ -102,7 +102,7 @@ async def test_columns_per_token_are_as_long_as_the_response_for_every_reader(
 
 
 async def test_steps_with_and_without_rewards_and_logprobs_have_the_same_columns(house, tmp_path):
-    run = house.create_run(batch_groups=1)
+    run = house.create_run(batch_groups=1, retain_checkpoints=3)
     says_more = turn("ab", "CDE", logprobs=-0.5, rewards=1.0)
     members = [trajectory(says_more, sample=n, reward=float(n)) for n in range(2)]
     await house.publish(run, group("a"), group("b", *members))

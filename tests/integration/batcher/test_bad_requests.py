@@ -34,7 +34,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "session": ("s" * 513,),
     "recovery_token": ("x", "a:b", "main:-1:", "main:x:y", f"main:{FORTY}:ab", "m" * 3000),
     "dp_world_size": (0, MAX_DP_WORLD_SIZE + 1, 10**6, 2**32 - 1),
-    "dp_rank": (1, MAX_DP_WORLD_SIZE, 2**32 - 1),
+    "dp_rank": (MAX_DP_WORLD_SIZE, 2**32 - 1),
     "step": (2**31, 2**63, 2**64 - 1),
     "first_step": (2**31, 2**63, 2**64 - 1),
     "session_epoch": (2**53, 2**64 - 1),
@@ -51,6 +51,7 @@ ALSO_BAD: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Observe", "observer"): ("",),
     ("Observed", "observer"): ("",),
     ("Get", "step"): (0,),
+    ("Get", "dp_rank"): (1,),
     ("Stepped", "step"): (0,),
 }
 CASES = [

@@ -11,16 +11,17 @@
 --   KEYS[5] ranks     hash    "committed:<dp_rank>" -> the newest step that it has committed; changed
 -- Arguments: ARGV[1] session epoch    ARGV[2] token's step    ARGV[3] token's manifest hash
 --            ARGV[4] session name, or "", see stepped.lua
---            ARGV[5] dp_rank that the call speaks for; "" for all
+--            ARGV[5] dp_rank that the call speaks for; "" or nothing for all
 -- Reply:     1, or 0 where that much was committed before, or another rank is awaited
 -- Errors:
 --   NORUN     no such run
 --   FENCED    another trainer session has begun
 --   BEHIND    a rank has this step, or one before it, from another manifest
---   CONFLICT  the step was not stepped, or trained from another manifest
+--   CONFLICT  the step was not stepped, or trained from another manifest; or no rank of the session
 
 -- include: present_session.lua
 
+local speaker = ARGV[5] or ''
 local epoch, stepped, committed, checkpoints, session, lost, world_size = unpack(redis.call('HMGET',
   KEYS[1], 'session_epoch', 'stepped', 'committed', 'checkpoints', 'session', 'session_lost',
   'dp_world_size'))
@@ -45,8 +46,12 @@ end
 if step <= tonumber(committed) then
   return 0
 end
-if ARGV[5] ~= '' then
-  redis.call('HSET', KEYS[5], 'committed:' .. ARGV[5], ARGV[2])
+if speaker ~= '' and tonumber(speaker) >= tonumber(world_size) then
+  return redis.error_reply('CONFLICT dp_rank ' .. speaker .. ' is none of the ' .. world_size
+    .. ' ranks of the session')
+end
+if speaker ~= '' then
+  redis.call('HSET', KEYS[5], 'committed:' .. speaker, ARGV[2])
   for rank = 0, tonumber(world_size) - 1 do
     if tonumber(redis.call('HGET', KEYS[5], 'committed:' .. rank) or 0) < step then
       return 0

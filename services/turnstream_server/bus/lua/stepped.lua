@@ -13,7 +13,7 @@
 --   KEYS[5] times     hash    "stepped:<step>" -> server ms; added
 -- Arguments: ARGV[1] session epoch    ARGV[2] step    ARGV[3] manifest hash
 --            ARGV[4] session name, or "": a store that lost a session may give its epoch to another
---            ARGV[5] dp_rank that the call speaks for; "" for all
+--            ARGV[5] dp_rank that the call speaks for; "" or nothing for all
 -- Reply:     the run's lineage, for the recovery token; the same again for an earlier step
 -- Errors:
 --   NORUN     no such run
@@ -24,6 +24,7 @@
 
 -- include: present_session.lua
 
+local speaker = ARGV[5] or ''
 local epoch, stepped, lineage, session, planned, world_size, lost = unpack(redis.call('HMGET',
   KEYS[1], 'session_epoch', 'stepped', 'lineage', 'session', 'planned', 'dp_world_size',
   'session_lost'))
@@ -41,6 +42,10 @@ if step > tonumber(planned or 0) then
 end
 if step > stepped + 1 then
   return redis.error_reply('CONFLICT step ' .. step .. ' does not follow step ' .. stepped)
+end
+if speaker ~= '' and tonumber(speaker) >= tonumber(world_size) then
+  return redis.error_reply('CONFLICT dp_rank ' .. speaker .. ' is none of the ' .. world_size
+    .. ' ranks of the session')
 end
 
 local function hash_of(number)
@@ -64,19 +69,15 @@ if hash ~= ARGV[3] then
   return redis.error_reply('CONFLICT step ' .. step .. ' has the manifest "' .. (hash or '')
     .. '", not "' .. ARGV[3] .. '"')
 end
-if ARGV[5] ~= '' and tonumber(ARGV[5]) >= tonumber(world_size) then
-  return redis.error_reply('CONFLICT dp_rank ' .. ARGV[5] .. ' is none of the ' .. world_size
-    .. ' ranks of the session')
-end
-if step == stepped + 1 and ARGV[5] ~= '' then
-  redis.call('HSET', KEYS[4], 'stepped:' .. ARGV[5], ARGV[2] .. ':' .. hash)
+if step == stepped + 1 and speaker ~= '' then
+  redis.call('HSET', KEYS[4], 'stepped:' .. speaker, ARGV[2] .. ':' .. hash)
   local rank = rank_behind(0, 'stepped:')
   if rank then
     return redis.error_reply('UNHEARD step ' .. step .. ': dp_rank ' .. rank .. ' has not stepped it')
   end
 end
 if step == stepped + 1 then
-  local rank = ARGV[5] == '' and rank_behind(1, '')
+  local rank = speaker == '' and rank_behind(1, '')
   if rank then
     return redis.error_reply('UNHEARD step ' .. step .. ': this store does not know that dp_rank '
       .. rank .. ' has it from the manifest "' .. ARGV[3] .. '"')
