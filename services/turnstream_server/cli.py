@@ -132,12 +132,32 @@ def up(
         ".turnstream/up"
     ),
     batchers: Annotated[int, typer.Option(min=1, help="Number of batcher replicas.")] = 1,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65_535,
+            help="Of the first batcher: 7600; 0 takes a free one.",
+            metavar="PORT",
+        ),
+    ] = None,
+    store_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65_535, help="Of the store: 7379; 0: a free one.", metavar="PORT"),
+    ] = None,
 ) -> None:
-    """Run the store and the batcher until Ctrl-C: what generators and trainers connect to."""
+    """Run the store and the batcher until Ctrl-C; generators and trainers connect to them."""
     from turnstream_server.jobs.up import run_up
 
+    ports = {"batcher_port": port, "store_port": store_port}
+    given = {name: value for name, value in ports.items() if value is not None}
     with _interruptible():
-        run_up(environment(), folder=data_dir, num_batchers=batchers, console=console())
+        run_up(
+            environment().model_copy(update=given),
+            folder=data_dir,
+            num_batchers=batchers,
+            console=console(),
+        )
 
 
 @app.command(rich_help_panel=SERVICES)

@@ -20,6 +20,7 @@ class Settings(BaseSettings):
         data_dir: kept folder of the embedded server; without it the data is temporary.
         durability: "everysec", or "fsync": an acknowledged write survives a power cut too.
         store_max_bytes: memory of the embedded server, above which it refuses writes; 0: no limit.
+        store_port: port of the store of `turnstream up`; 0 takes a free one.
         batcher_host: address on which the batcher listens.
         batcher_port: its port; 0 takes a free one.
         batcher_advertise: "host:port" or "host" at which workers reach the batcher; empty for the
@@ -40,8 +41,9 @@ class Settings(BaseSettings):
     data_dir: Path | None = None
     durability: Literal["everysec", "fsync"] = "everysec"
     store_max_bytes: int = Field(default=0, ge=0)
+    store_port: int = Field(default=7379, ge=0, le=65_535)
     batcher_host: str = "127.0.0.1"
-    batcher_port: int = Field(default=0, ge=0, le=65_535)
+    batcher_port: int = Field(default=7600, ge=0, le=65_535)
     batcher_advertise: str = ""
     lease_s: float = Field(default=5.0, gt=0.0)
     get_wait_max_s: float = Field(default=30.0, gt=0.0)

@@ -14,7 +14,7 @@ from turnstream.errors import InvalidConfigError
 from turnstream.store.connection import connect
 from turnstream.store.durability import SETTINGS, SYNCS, unsafe_setting
 from turnstream.store.replies import translate
-from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.embedded import EmbeddedServer, free_port
 from turnstream_server.settings import Settings, mask_password
 
 _OLDEST = {"valkey": 8, "redis": 7}
@@ -22,11 +22,15 @@ _SYNCS = {"everysec": SYNCS, "fsync": ("always",)}
 
 
 @contextlib.contextmanager
-def open_store(settings: Settings) -> Iterator[str]:
+def open_store(settings: Settings, *, port: int = 0) -> Iterator[str]:
     """The URL of the store, for as long as it is needed.
 
     Without TURNSTREAM_REDIS_URL the embedded server runs until the end of the block; otherwise the
     external server is checked, and never stopped.
+
+    Args:
+        settings: which server, and the folder of the embedded one.
+        port: of the embedded server; 0 takes a free one.
 
     Raises:
         InvalidConfigError: the external server is too old, or set up so that it would lose data.
@@ -41,6 +45,7 @@ def open_store(settings: Settings) -> Iterator[str]:
         settings.data_dir,
         durability=settings.durability,
         max_memory_bytes=settings.store_max_bytes,
+        choose_port=(lambda: port) if port else free_port,
     ) as server:
         yield server.url
 

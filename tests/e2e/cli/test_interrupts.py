@@ -98,7 +98,8 @@ def test_interrupt_prints_no_traceback_at_any_moment(after_s: float, silent_stor
 def test_interrupt_of_up_leaves_no_process(after_s: float, tmp_path: Path) -> None:
     # Ctrl-C while `turnstream up` was importing or starting its services printed a traceback.
     mark = f"mark-{tmp_path}-{after_s}"
-    command = [sys.executable, "-c", SAYS_GO, "up", "--data-dir", str(tmp_path / "up")]
+    options = ["--port", "0", "--store-port", "0", "--data-dir", str(tmp_path / "up")]
+    command = [sys.executable, "-c", SAYS_GO, "up", *options]
 
     status, stderr = interrupted(command, after_s=after_s, mark=mark)
 

@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
+import turnstream
 from turnstream.store.connection import connect
 from turnstream.testing import wait_until
 
@@ -15,12 +19,57 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 
-def start_up(job: Job) -> dict[str, str]:
-    """Start store and batcher; gives what it prints: addresses by name."""
-    process = job.start("up")
+FREE = ("--port", "0", "--store-port", "0")
+
+
+def start_up(job: Job, *options: str) -> dict[str, str]:
+    """Start store and batcher on free ports; return the printed addresses by name."""
+    process = job.start("up", *(options or FREE))
     assert process.stdout is not None
-    lines = [process.stdout.readline() for _ in range(4)]
+    lines = [process.stdout.readline() for _ in range(5)]
     return {line.split()[0]: line.split()[1] for line in lines}
+
+
+def test_up_uses_the_default_ports_and_prints_the_line_to_export(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TURNSTREAM_REDIS_URL", raising=False)
+    printed = start_up(job, "--batchers", "1")
+
+    assert printed["batcher"] == "127.0.0.1:7600"
+    assert printed["export"] == "TURNSTREAM_REDIS_URL=" + printed["store"]
+    assert turnstream.connect().runs() == []
+
+
+@pytest.mark.parametrize("option", ["--port", "--store-port"])
+def test_taken_port_ends_in_one_line_with_port_and_option(job: Job, option: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+
+        status, output = job.run("up", *FREE, option, str(port), timeout_s=60)
+
+    assert status == 1
+    assert f"{option}: port {port} of 127.0.0.1 is taken" in output
+    assert output.count("\n") == 1
+
+
+def test_second_up_on_the_same_data_prints_the_addresses_of_the_first(job: Job) -> None:
+    first = start_up(job)
+    command = [sys.executable, "-P", "-m", "turnstream_server.cli", "up", *FREE]
+
+    second = subprocess.run(
+        [*command, "--data-dir", str(job.folder)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+
+    assert second.stdout.startswith(f"already running on {job.folder}\n")
+    assert first["store"] in second.stdout
+    assert first["batcher"] in second.stdout
 
 
 def test_up_prints_where_to_connect(job: Job) -> None:

@@ -51,12 +51,12 @@ _CHANNEL_OPTIONS = (
 def addresses_of(target: str) -> tuple[str, ...]:
     """Return the addresses in a target, each as a target of gRPC.
 
-    >>> addresses_of("batcher:7070"), addresses_of("unix:/run/batcher.sock")
-    (('batcher:7070',), ('unix:/run/batcher.sock',))
-    >>> addresses_of("one:7070, two:7070")
-    ('one:7070', 'two:7070')
-    >>> addresses_of("ipv4:10.0.0.1:7070,10.0.0.2:7070")
-    ('ipv4:10.0.0.1:7070', 'ipv4:10.0.0.2:7070')
+    >>> addresses_of("batcher:7600"), addresses_of("unix:/run/batcher.sock")
+    (('batcher:7600',), ('unix:/run/batcher.sock',))
+    >>> addresses_of("one:7600, two:7600")
+    ('one:7600', 'two:7600')
+    >>> addresses_of("ipv4:10.0.0.1:7600,10.0.0.2:7600")
+    ('ipv4:10.0.0.1:7600', 'ipv4:10.0.0.2:7600')
 
     Raises:
         InvalidConfigError: one of several addresses is empty.

@@ -2,7 +2,7 @@
 
 For a critic on other machines, a logger, a dashboard, an evaluation of what is trained::
 
-    with ObserverStream("localhost:7070", "my-run", "reward-audit") as stream:
+    with ObserverStream("localhost:7600", "my-run", "reward-audit") as stream:
         for mini_batch in stream:
             look_at(mini_batch)
             if mini_batch.is_last:

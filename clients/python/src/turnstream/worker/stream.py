@@ -2,7 +2,7 @@
 
 Ten lines in anybody's training loop::
 
-    with BatchStream("localhost:7070", "my-run", recovery_token=checkpoint.get("token")) as stream:
+    with BatchStream("localhost:7600", "my-run", recovery_token=checkpoint.get("token")) as stream:
         for mini_batch in stream:
             tensors = mini_batch.to_torch(device)
             for part in tensors.micro_batches():
