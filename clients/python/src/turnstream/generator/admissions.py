@@ -165,6 +165,11 @@ class Admissions:
         found = [self._no_leave(each, now_s) for each in waiting[:MAX_NAMED]]
         return [*found, *self._reasons(waiting[0], now_s)] if found else []
 
+    def waited_s(self, now_s: float) -> float | None:
+        """Seconds for which the longest wait for leave lasts; None if no group waits."""
+        admission = self._first_to_end
+        return None if admission is None else now_s - (admission.since_s or now_s)
+
     def withdraw_given_up(self) -> None:
         """Ask no longer for groups of which every member was given up."""
         for admission in self._queues.take_given_up():

@@ -148,7 +148,7 @@ class AsyncSender:
                 return sent
             self._tell_progress()  # groups may have waited too long, and are turned away
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._outbox.pause_s(time.monotonic())):
+                async with asyncio.timeout(self._outbox.wakes_in_s(time.monotonic())):
                     await self._work.wait()
 
     async def _exchange(self, link: AsyncLink, sent: Round) -> None:

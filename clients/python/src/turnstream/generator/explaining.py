@@ -17,6 +17,7 @@ from turnstream.generator.patience import Patience
 from turnstream.generator.receipts import Delivery
 from turnstream.generator.waits import not_on_disk, of_what_ends, of_writes
 from turnstream.store.replies import RETRY_AFTER_S
+from turnstream.store.wait_warnings import WaitWarnings
 
 
 class Explanations:
@@ -26,6 +27,7 @@ class Explanations:
         self._lives = lives
         self._admissions = admissions
         self._patience = patience
+        self._warnings = WaitWarnings()
 
     def waiting(self, now_s: float, delivery: Delivery | None = None) -> list[WaitReason]:
         """Why not all is acknowledged; of one delivery where it is given. Looks at every write."""
@@ -35,6 +37,21 @@ class Explanations:
             *self.store(now_s),
             *self._admissions.why_waiting(now_s, delivery),
         ]
+
+    def warning(self, now_s: float) -> str:
+        """Return the sentence to log of a wait that has become long; "" while none is due."""
+        if not self._warnings.is_due(self._waited_s(now_s)):
+            return ""
+        found = [*self.store(now_s), *self._admissions.why_waiting(now_s)]
+        return found[0].sentence if found else ""
+
+    def warns_in_s(self, now_s: float) -> float | None:
+        """Return the seconds until `warning` may have a sentence; None while nothing waits."""
+        return self._warnings.pause_s(self._waited_s(now_s))
+
+    def _waited_s(self, now_s: float) -> float | None:
+        waits = (self._patience.away_s(now_s), self._admissions.waited_s(now_s))
+        return max((wait for wait in waits if wait is not None), default=None)
 
     def store(self, now_s: float) -> list[WaitReason]:
         """Return whether the store is full, away or silent."""

@@ -239,6 +239,8 @@ class Outbox:
     def next_round(self, now_s: float) -> Round | None:
         """What to send now; None while there is nothing, or while the store is left alone."""
         self.expire(now_s)
+        if warning := self.why.warning(now_s):
+            _logger.warning("run %s: %s", self.run, warning)
         if self._round is not None or self.patience.pause_s(now_s) > 0:
             return None
         self.patience.sent_s = now_s
@@ -295,6 +297,10 @@ class Outbox:
         parts = (self._lives.heartbeats, self._window, self._reposts)
         due_s = [part.pause_s(now_s) for part in parts]
         return first_of(expires_s, *due_s, self._admissions.asks_in_s(now_s))
+
+    def wakes_in_s(self, now_s: float) -> float | None:
+        """Return the seconds until `next_round` is to be called again: for a round, or to warn."""
+        return first_of(self.pause_s(now_s), self.why.warns_in_s(now_s))
 
     def answered(self, sent: Round, *, replies: Sequence[Any], now_s: float) -> None:
         """The store answered the round; `replies` holds values and ResponseErrors."""

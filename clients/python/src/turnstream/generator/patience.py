@@ -99,6 +99,10 @@ class Patience:
         since_s = self.sent_s if self._backoff.since_s is None else self._backoff.since_s
         return max(0.0, since_s + self.timeout_s + ANSWER_S - now_s)
 
+    def away_s(self, now_s: float) -> float | None:
+        """Seconds since the store takes no writes; None while it takes them."""
+        return None if self._away_since_s is None else now_s - self._away_since_s
+
     def is_strained(self, now_s: float) -> bool:
         """Whether the store is away, or has let the round on its way wait for a while."""
         is_silent = self._num_calls is not None and now_s - self.sent_s >= ANSWER_S

@@ -157,7 +157,7 @@ class Sender:
                 if sent is not None:
                     return sent
                 self._progress.notify_all()  # groups may have waited too long, and are turned away
-                self._work.wait(self._outbox.pause_s(time.monotonic()))
+                self._work.wait(self._outbox.wakes_in_s(time.monotonic()))
         return None
 
     def _exchange(self, sent: Round) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from turnstream.errors import (
     UnavailableError,
 )
 from turnstream.records.statuses import status_to_error
+from turnstream.store.wait_warnings import WaitWarnings
 from turnstream.types.names import checked_setting
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream.worker._reasons import (
@@ -29,6 +31,8 @@ from turnstream.worker._reasons import (
     of_failure,
 )
 from turnstream.worker._replicas import Replicas, check_alive, open_channel
+
+_logger = logging.getLogger(__name__)
 
 ATTEMPT_S = 30.0
 """Longest a single acknowledging call may take before it is made again."""
@@ -304,6 +308,7 @@ class BatcherCalls:
         deadline_s = began_s + (self._timeout_s if timeout_s is None else timeout_s)
         found: TurnstreamError | None = None
         num_failures = 0
+        warnings = WaitWarnings()
         while True:
             attempt_s = max(0.01, min(ATTEMPT_S, deadline_s - time.monotonic()))
             address = self._replicas.current
@@ -326,6 +331,8 @@ class BatcherCalls:
                 why = of_failure(found, target=self.target, since_s=now_s - answered_s)
                 reasons = [not_acknowledged(what, waited_s=now_s - began_s), *why]
                 raise ended(found, reasons) from found.__cause__
+            if warnings.is_due(now_s - began_s):
+                _logger.warning("%s is not acknowledged by %s: %s", what, self.target, found)
             self.pause(delay_s)
             if self._closed.is_set():
                 raise RejectedError("the stream was closed")

@@ -28,6 +28,7 @@ from turnstream.errors import (
     UnknownFormatError,
     WaitReason,
 )
+from turnstream.store.wait_warnings import WaitWarnings
 from turnstream.types import MiniBatchInfo
 from turnstream.wire.v1.batches_pb2 import MiniBatchHeader
 from turnstream.worker._acknowledged import AcknowledgedSteps
@@ -137,6 +138,8 @@ class Prefetcher:
         self._num_reserved = 0
         self._closed = threading.Event()
         self._has_stalled = False
+        self._takes_since_s = 0.0
+        self._warnings = WaitWarnings()
         self._reading_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="turnstream-prefetch", daemon=True)
         self._thread.start()
@@ -149,10 +152,11 @@ class Prefetcher:
             BatcherUnavailableError: nobody answered for `timeout_s`.
             TurnstreamError: what ended the pulling: EndOfRunError, FencedError, ...
         """
+        self._takes_since_s = time.monotonic()
         try:
             return self._queue.take(timeout_s=self._timeout_s, watch=self._watch)
         except TimeoutError:
-            raise self._timeout_error() from self.progress.failure
+            raise self._why_none(self._timeout_s) from self.progress.failure
 
     def queue_size(self) -> QueueSize:
         """What was pulled ahead."""
@@ -166,10 +170,11 @@ class Prefetcher:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _timeout_error(self) -> TurnstreamError:
+    def _why_none(self, waited_s: float) -> TurnstreamError:
+        """Return the error for a mini-batch that did not come for so long."""
         progress, run, target = self.progress, self._calls.share.run, self._calls.target
-        waited = f"step {progress.step} of run {run!r} did not come within {self._timeout_s:g} s"
-        wanted = no_batch(run, progress.step, waited_s=self._timeout_s)
+        waited = f"step {progress.step} of run {run!r} did not come within {round(waited_s, 1):g} s"
+        wanted = no_batch(run, progress.step, waited_s=waited_s)
         silent_s = time.monotonic() - progress.answered_s
         if progress.failure is not None:
             why = of_failure(progress.failure, target=target, since_s=silent_s)
@@ -182,7 +187,13 @@ class Prefetcher:
         return NotReadyError(f"{waited}: {progress.waiting_for}", [wanted, *progress.reasons])
 
     def _watch(self) -> float:
-        """End a call that has gone silent; gives the seconds until the next look."""
+        """Warn of a long wait, end a silent call; return the seconds until the next look."""
+        waited_s = time.monotonic() - self._takes_since_s
+        if self._warnings.is_due(waited_s):
+            logger.warning("%s", self._why_none(waited_s))
+        return min(self._end_if_silent(), self._warnings.pause_s(waited_s) or 0.0)
+
+    def _end_if_silent(self) -> float:
         limit_s = self._wait_s + STALL_GRACE_S
         since_s = self._reading_since_s
         silent_s = 0.0 if since_s is None else time.monotonic() - since_s

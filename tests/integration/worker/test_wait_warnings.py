@@ -1,0 +1,138 @@
+"""A long wait leaves one warning with its reason, and a short one leaves none."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import turnstream
+from turnstream.errors import BatcherUnavailableError, NotReadyError, StoreUnavailableError
+from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.store import wait_warnings
+from turnstream.testing import group, wait_until
+from turnstream.worker import BatchStream
+from turnstream_server.embedded import free_port
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+
+@pytest.fixture(autouse=True)
+def warn_early(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Warn after a tenth of a second, and then not again."""
+    monkeypatch.setattr(wait_warnings, "FIRST_S", 0.1)
+    monkeypatch.setattr(wait_warnings, "EVERY_S", 1000.0)
+    caplog.set_level(logging.WARNING)
+
+
+@pytest.fixture
+def run(server: Any) -> Any:
+    """A run that is full after one group."""
+    with turnstream.connect(server.url) as service:
+        yield service.create_run("waits", batch_groups=1, max_staleness=0, max_planned_ahead=0)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+
+
+def test_group_without_leave_is_warned_of_once_with_the_reason(
+    run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = run.publisher(admission_timeout_s=600.0)
+    publisher.publish(group("g0")).result(30)
+    for name in ("g1", "g2"):
+        publisher.publish(group(name))
+    wait_until(lambda: warnings(caplog), describe="a warning")
+    with pytest.raises(NotReadyError):
+        publisher.close(1.0)
+
+    [warning] = [each for each in warnings(caplog) if "leave to start" in each]
+    assert warning.startswith("run waits: group g1 has waited")
+    assert "1 groups are live, 1 are allowed after step 0" in warning
+
+
+async def test_asyncio_publisher_warns_of_the_same_wait(
+    run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = run.async_publisher(admission_timeout_s=600.0)
+    await (await publisher.publish(group("g0")))
+    await publisher.publish(group("g1"))
+
+    await asyncio.to_thread(wait_until, lambda: warnings(caplog), describe="a warning")
+
+    assert "group g1 has waited" in warnings(caplog)[0]
+    with pytest.raises(NotReadyError):
+        await publisher.close(0.1)
+
+
+def test_wrong_address_of_a_store_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    publisher = Publisher(f"redis://127.0.0.1:{port}", "run", timeout_s=600.0)
+    threading.Thread(target=publish_and_fail, args=(publisher,), daemon=True).start()
+
+    words = f"the store at 127.0.0.1:{port} has taken nothing"
+    wait_until(lambda: any(words in each for each in warnings(caplog)), describe="a warning")
+
+    with pytest.raises(NotReadyError):
+        publisher.close(0.1)
+
+
+async def test_asyncio_publisher_warns_of_a_wrong_address(caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    publisher = AsyncPublisher(f"redis://127.0.0.1:{port}", "run", timeout_s=600.0)
+    publishing = asyncio.create_task(publisher.publish(group("g0")))
+
+    words = f"the store at 127.0.0.1:{port} has taken nothing"
+    await asyncio.to_thread(wait_until, lambda: any(words in each for each in warnings(caplog)))
+
+    publishing.cancel()
+    with pytest.raises(NotReadyError):
+        await publisher.close(0.1)
+
+
+def publish_and_fail(publisher: Publisher) -> None:
+    with pytest.raises(StoreUnavailableError):
+        publisher.publish(group("g0")).result()
+
+
+def test_stream_without_data_is_warned_of_with_the_reason_of_the_batcher(
+    run: Any, start_batcher: Callable[[], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    start_batcher()
+    with run.batches(timeout_s=4.0) as batches, pytest.raises(NotReadyError):
+        next(batches)
+
+    [warning] = warnings(caplog)
+    assert warning.startswith("step 1 of run 'waits' did not come within 0")
+
+
+def test_address_without_a_batcher_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+
+    with pytest.raises(BatcherUnavailableError):
+        BatchStream(f"127.0.0.1:{port}", "run", timeout_s=3.0)
+
+    [warning] = warnings(caplog)
+    assert "the beginning of a trainer session is not acknowledged" in warning
+    assert f"127.0.0.1:{port}" in warning
+
+
+def test_short_wait_leaves_no_warning(
+    run: Any,
+    start_batcher: Callable[[], Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wait_warnings, "FIRST_S", 300.0)
+    start_batcher()
+    with run.publisher() as publisher:
+        publisher.publish(group("g0")).result(30)
+    with run.batches() as batches:
+        next(batches)
+
+    assert warnings(caplog) == []
