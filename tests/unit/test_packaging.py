@@ -22,6 +22,8 @@ def modules_loaded_by(code: str) -> set[str]:
 @pytest.mark.parametrize(
     ("code", "absent"),
     [
+        ("import turnstream", {"numpy", "torch", "pyarrow", "grpc", "redis"}),
+        ("import turnstream; turnstream.from_vllm", {"torch", "pyarrow", "grpc", "redis"}),
         (
             "import turnstream.batching",
             {"torch", "pyarrow", "grpc", "redis", "httpx", "pydantic"},

@@ -5,8 +5,10 @@
     service = turnstream.connect()
     run = service.create_run("demo", batch_groups=8)
 
-A generator streams turns with `run.publisher()`; a trainer iterates over `run.batches()`. Modules
-below `turnstream` are for advanced use: `turnstream.generator`, `.worker`, `.types`, `.errors`.
+A generator streams turns with `run.publisher()`; a trainer iterates over `run.batches()`.
+`from_vllm` and `from_openai` make the arguments of a turn from the response of an inference engine.
+Modules below `turnstream` are for advanced use: `turnstream.generator`, `.worker`, `.types`,
+`.errors`.
 """
 
 from __future__ import annotations
@@ -16,18 +18,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from turnstream.errors import TurnstreamError
+    from turnstream.responses import from_openai, from_vllm
     from turnstream.run import Run
     from turnstream.service import Service, connect
 
 __version__ = "0.1.0"
 
-__all__ = ["Run", "Service", "TurnstreamError", "connect"]
+__all__ = ["Run", "Service", "TurnstreamError", "connect", "from_openai", "from_vllm"]
 
 _HOMES = {
     "Run": "turnstream.run",
     "Service": "turnstream.service",
     "TurnstreamError": "turnstream.errors",
     "connect": "turnstream.service",
+    "from_openai": "turnstream.responses",
+    "from_vllm": "turnstream.responses",
 }
 
 
