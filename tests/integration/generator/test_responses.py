@@ -1,0 +1,80 @@
+"""Responses of engines come through a publisher into the store with the same tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import redis
+
+import turnstream
+from turnstream.batching.merge import turn_prompts
+from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.types import TrajectoryKey
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.redis
+
+NewRun = Callable[..., str]
+Read = Callable[[redis.Redis, str], Any]
+
+SHAPES = Path(__file__).parents[2] / "shapes"
+PROMPT = [151644, 872, 30, 151645]
+RESPONSE = [19, 17, 151645]
+LOGPROBS = [-0.25, -0.5, -0.125]
+
+
+def next_output() -> Any:
+    """A RequestOutput of vLLM, of a second turn: the tokens of the first and two of a tool."""
+    candidates = [{5: SimpleNamespace(logprob=-1.5)}, {6: SimpleNamespace(logprob=-0.75)}]
+    completion = SimpleNamespace(token_ids=[5, 6], logprobs=candidates, finish_reason="length")
+    prompt = [*PROMPT, *RESPONSE, 21, 22]
+    return SimpleNamespace(prompt_token_ids=prompt, outputs=[completion])
+
+
+def check(stored: Any) -> None:
+    """Both turns are stored whole; the second is found to continue the first."""
+    first, second = stored.turns(TrajectoryKey("g", 0))
+    prompts = [prompt.tolist() for prompt in turn_prompts([first, second])]
+    assert prompts == [PROMPT, [*PROMPT, *RESPONSE, 21, 22]]
+    assert [turn.response_ids.tolist() for turn in (first, second)] == [RESPONSE, [5, 6]]
+    assert [turn.logprobs.tolist() for turn in (first, second)] == [LOGPROBS, [-1.5, -0.75]]
+    assert second.token_ids.tolist() == [21, 22, 5, 6]
+
+
+def test_turns_of_responses_are_stored_with_their_tokens(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(client)
+    response = json.loads((SHAPES / "vllm-0.33.0-chat.json").read_text())
+
+    with (
+        Publisher(server.url, run) as publisher,
+        publisher.trajectory("g", 0, num_samples=1) as writer,
+    ):
+        writer.append(**turnstream.from_openai(response), version=7)
+        writer.append(**turnstream.from_vllm(next_output()), version=8)
+        writer.seal(reward=1.0, status="truncated")
+
+    check(read(client, run))
+
+
+async def test_async_publishers_take_the_same_arguments(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(client)
+    response = json.loads((SHAPES / "sglang-0.5.23-chat.json").read_text())
+
+    async with (
+        AsyncPublisher(server.url, run) as publisher,
+        publisher.trajectory("g", 0, num_samples=1) as writer,
+    ):
+        await writer.append(**turnstream.from_openai(response), version=7)
+        await writer.append(**turnstream.from_vllm(next_output()), version=8)
+        await writer.seal(reward=1.0, status="truncated")
+
+    check(read(client, run))
