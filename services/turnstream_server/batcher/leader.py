@@ -226,6 +226,7 @@ class Leader:
         left_over = self._fold.take(
             [group for group in self._fold.ready if group.group_id in wanted]
         )
+        self._fold.pass_over(wanted)
         self._selector.pass_step(manifest.step)
         return left_over
 

@@ -15,9 +15,11 @@ import pytest
 
 from turnstream.batching.plan import Manifest
 from turnstream.batching.readiness import RunFold
+from turnstream.errors import EndOfRunError
 from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.connection import connect
+from turnstream.store.runs import close_run
 from turnstream.testing import group, sealed, trajectory, turn, wait_until_async
 from turnstream.types import (
     BatchDue,
@@ -344,3 +346,45 @@ async def test_lack_of_memory_rejects_nothing(house: Any, monkeypatch: pytest.Mo
     with connect(house.url) as client:
         letters = read_letters(client, run)
     assert letters.letters == letters.events == ()
+
+
+async def test_closed_run_ends_although_a_planned_seal_is_rejected_later(house: Any) -> None:
+    # The successor kept the group open for ever: the run never ended.
+    run = house.create_run(batch_groups=1)
+    await house.publish(run, group("g0"))
+    first = await house.start_batcher(lease_s=0.5)
+    trainer = house.trainer(first, run)
+    await trainer.start()
+    pulled = await trainer.get(1, wait_s=15)
+    await first.stop()
+    damage_seal(house, run)
+
+    await trainer.move_to(await house.start_batcher())
+    await trainer.stepped(pulled)
+    with connect(house.url) as client:
+        close_run(client, run)
+
+    with pytest.raises(EndOfRunError):
+        await trainer.get(2, wait_s=15)
+    assert len(letters_of(house, run)) == 1
+
+
+def damage_seal(house: Any, run: str) -> None:
+    """Flip a byte of the newest seal, under its own id."""
+    events = keys.run_keys(run).events
+    with connect(house.url) as client:
+        entries: Any = client.xrange(events)
+        place = max(n for n, (_, fields) in enumerate(entries) if b"t" in fields)
+        event_id, fields = entries[place]
+        record = bytearray(fields[b"r"])
+        record[len(record) // 2] ^= 0xFF
+        entries[place] = (event_id, {**fields, b"r": bytes(record)})
+        client.delete(events)
+        for each_id, each in entries:
+            client.xadd(events, each, id=each_id)
+
+
+def letters_of(house: Any, run: str) -> list[str]:
+    """The ids of the rejected events."""
+    with connect(house.url) as client:
+        return [each.event_id for each in read_letters(client, run).events]

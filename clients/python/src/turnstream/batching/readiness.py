@@ -205,6 +205,14 @@ class RunFold(OpenGroups):
         """Groups that are kept in mind only to know what comes too late."""
         return (*self._decided, *self._evals.decided)
 
+    def pass_over(self, group_ids: Iterable[str]) -> None:
+        """Forget planned groups that are still open here: some of their events were rejected."""
+        for group_id in group_ids:
+            members = self._groups.get(group_id)
+            if members is not None:
+                self._ready.pop(group_id, None)
+                self._forget(members)
+
     def forget(self, group_ids: Iterable[str]) -> None:
         """Forget decided groups: the store lets nothing come any more that would belong to them."""
         names = tuple(group_ids)
