@@ -24,7 +24,7 @@ def delete(
     redis: Redis = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for the name again.")] = False,
 ) -> None:
-    """Remove everything that the store holds of a run; to be repeated where it was interrupted."""
+    """Remove everything that the store holds of a run, or finish an interrupted deletion."""
     from turnstream.store.connection import connect
     from turnstream_server import bootstrap
     from turnstream_server.bus.deletion import delete_run

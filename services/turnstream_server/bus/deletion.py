@@ -19,7 +19,6 @@ from typing import Any, Final
 
 import redis
 
-from turnstream.errors import RunNotFoundError
 from turnstream.store import keys
 from turnstream.store.replies import translating
 from turnstream.store.run_ids import find_run, is_id
@@ -69,8 +68,8 @@ def delete_run(client: redis.Redis, run: str) -> DeletedRun:
 
     Args:
         client: connection to the store.
-        run: its name. Interrupted deletions of earlier runs of the name are finished first. An id
-            deletes that very run.
+        run: its name, or the id of one run. If deletions of earlier runs of the name were
+            interrupted, this call finishes them, and leaves the run that has the name now.
 
     Raises:
         RunNotFoundError: no such run, and no deletion to finish.
@@ -78,14 +77,9 @@ def delete_run(client: redis.Redis, run: str) -> DeletedRun:
     """
     current = find_run(client, run)
     unfinished = [] if is_id(run) else _unfinished(client, current)
-    num_trajectories = sum(_delete(client, each) for each in unfinished)
-    try:
-        num_trajectories += _delete(client, current)
-    except RunNotFoundError:
-        if not unfinished:
-            raise
-        return DeletedRun(runs=tuple(unfinished), num_trajectories=num_trajectories)
-    return DeletedRun(runs=(*unfinished, current), num_trajectories=num_trajectories)
+    runs = unfinished or [current]
+    num_trajectories = sum(_delete(client, each) for each in runs)
+    return DeletedRun(runs=tuple(runs), num_trajectories=num_trajectories)
 
 
 def _unfinished(client: redis.Redis, current: RunId) -> list[RunId]:

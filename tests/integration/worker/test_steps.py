@@ -15,12 +15,14 @@ from turnstream.errors import (
     FencedError,
     NotReadyError,
     RejectedError,
+    RunNotFoundError,
 )
 from turnstream.store.batchers import list_batchers, register_command
 from turnstream.store.connection import connect
 from turnstream.store.scripts import run_command
 from turnstream.testing import group, wait_until
 from turnstream.types import RecoveryToken
+from turnstream_server.bus.deletion import delete_run
 from turnstream_server.bus.frontier import read_frontier
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
@@ -178,6 +180,23 @@ def test_metrics_of_a_step_are_plain_numbers(run: Any) -> None:
     assert 0 <= numbers["padding_share"] < 1
     assert numbers["merge_ratio"] >= 1
     assert numbers["wait_s"] >= 0
+
+
+def test_deleted_run_begins_no_session_of_the_next_run_of_its_name(
+    server: Any, service: Any, run: Any
+) -> None:
+    with connect(server.url) as client:
+        delete_run(client, run.name)
+    new = service.create_run(run.name, batch_groups=1)
+    publish(new, 1)
+
+    with new.batches() as batches:
+        step = next(batches)
+        trained(step)
+        with pytest.raises(RunNotFoundError):
+            run.batches()
+
+        assert RecoveryToken.parse(step.done()).step == 1
 
 
 def test_batcher_is_found_through_the_store_until_it_stops(

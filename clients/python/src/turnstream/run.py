@@ -100,6 +100,7 @@ class Run:
         from turnstream.worker.steps import Batches
         from turnstream.worker.stream import BatchStream
 
+        _ = self.config  # a batcher takes the id of a deleted run for the name of a later one
         launch = find_launch(dp_rank, dp_world_size, session)
         target = batcher or ",".join(wait_for_batchers(self._client, timeout_s=timeout_s))
         stream = BatchStream(
