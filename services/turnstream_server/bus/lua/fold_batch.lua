@@ -43,6 +43,12 @@ local function arguments(first, last)
   return some
 end
 
+-- include: turnstream.store/whole_numbers.lua
+
+local damage = damaged(OVER, 'n')
+if damage then
+  return damage
+end
 local last_group = 3 + ARGV[3]
 if last_group > 3 then
   local names = arguments(4, last_group)

@@ -82,7 +82,7 @@ end
 
 -- include: turnstream.store/whole_numbers.lua
 
-local damage = damaged(KEYS[7])
+local damage = damaged(KEYS[7]) or damaged(OVER, 'n')
 if damage then
   return damage
 end

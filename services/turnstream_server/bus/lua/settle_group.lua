@@ -34,6 +34,7 @@
 -- Errors:
 --   FENCED    another planner leads
 --   CONFLICT  no such group; or one is dropped that is planned, or was dropped otherwise
+--   DAMAGED   the entry of the group in members is damaged: nothing was written
 
 local MEMBERS, DEADLINES, REFILLS, LEASES, CONFIG = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
 local TASKS, PROMPTS, AGAIN, HELD, BUDGET = KEYS[12], KEYS[13], KEYS[14], KEYS[15], KEYS[16]
@@ -48,6 +49,9 @@ if state == ARGV[3] or (not is_dropped and state ~= 'open') then
 end
 local attempts, granted = string.match(redis.call('HGET', MEMBERS, ARGV[2]) or ':0:0:',
   '^%d*:(%d+):(%d+):')
+if not attempts then
+  return redis.error_reply('DAMAGED ' .. MEMBERS .. ", field '" .. ARGV[2] .. "' is no entry of members")
+end
 if not is_dropped and tonumber(granted) > tonumber(ARGV[5]) then
   return 0  -- a call that comes late
 end

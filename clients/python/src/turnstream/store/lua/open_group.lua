@@ -211,7 +211,7 @@ end
 
 -- include: whole_numbers.lua
 
-local damage = damaged(KEYS[5]) or damaged(BUDGET)
+local damage = damaged(KEYS[5]) or damaged(BUDGET) or damaged(OVER, 'n')
   or damaged(KEYS[1], 'live_groups', 'open_groups', 'opened_groups')
 if damage then
   return damage
