@@ -50,7 +50,7 @@ def full(start_rig: StartRig) -> Rig:
     """A server with payload for eight steps and no room for more, in front of two producers."""
     rig = start_rig(config=config(max_staleness=20, retain_checkpoints=1))
     rig.start_batcher()
-    rig.join(rig.start_generator("before", groups=32, samples=4))
+    rig.join(rig.start_generator("before", groups=32, samples=8))
     rig.wait(lambda: rig.planned() == NUM_PLANNED, "all plans")  # no payload is read any more
     may_go_on = rig.folder / "go on"
     rig.start_generator("full", groups=3, hang_in=HELD, hang_until=may_go_on)
@@ -87,7 +87,7 @@ def test_a_full_server_holds_producers_up_while_consumers_go_on(full: Rig) -> No
     assert refused < 30 + 10 * lasted_s  # they wait between two tries
     assert looks[0] > limit
     assert max(looks) < 1.1 * limit  # I8: what goes on takes little
-    assert full.counts() == {"accepted": 142, "committed": 142}
+    assert full.counts() == {"accepted": 270, "committed": 270}
 
 
 def _told(rig: Rig) -> str:

@@ -212,7 +212,7 @@ def of_services() -> list[WaitReason]:
     """What is said of a store or a batcher that is away or silent."""
     refused = "Error 111 connecting to 10.0.0.7:6379. Connection refused."
     store: dict[str, Any] = {"address": "10.0.0.7:6379", "since_s": 12.0}
-    batcher: dict[str, Any] = {"target": "10.0.0.8:7070", "since_s": 12.0}
+    batcher: dict[str, Any] = {"target": "10.0.0.8:7600", "since_s": 12.0}
     return [
         store_away(f"the store cannot be reached: {refused}", **store),
         store_silent(**store),
