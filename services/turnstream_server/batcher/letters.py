@@ -19,6 +19,7 @@ from turnstream.errors import (
     CorruptRecordError,
     RecordError,
     TurnstreamError,
+    UnknownFormatError,
 )
 from turnstream.records.event_limits import check_key
 from turnstream.records.events import decode_event, key_of_seal
@@ -68,12 +69,17 @@ def read_entry(entry: EventEntry) -> Event | UnreadableEvent:
         RecordError: a newer release wrote the event, which this one must not pass over.
     """
     key = _posted_for(entry)
-    if entry.problem:
-        return UnreadableEvent(entry.problem, key or key_of_seal(entry.record))
     try:
+        if entry.problem:
+            raise CorruptRecordError(entry.problem)
         event = decode_event(entry.record)
-    except CorruptRecordError as error:
-        return UnreadableEvent(str(error), key or key_of_seal(entry.record))
+    except UnknownFormatError:
+        raise
+    except RecordError as error:
+        key = key or key_of_seal(entry.record)
+        if key is None and not isinstance(error, CorruptRecordError):
+            raise
+        return UnreadableEvent(str(error), key)
     is_of_generator = isinstance(event, SealedTrajectory | RewardPosted)
     if not entry.posted_for or (is_of_generator and event.key == key):
         return event

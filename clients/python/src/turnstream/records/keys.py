@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
-from turnstream.errors import CorruptRecordError, RecordError
+from turnstream.errors import CorruptRecordError
 from turnstream.types import Status, TrajectoryKey
 from turnstream.wire.v1 import records_pb2 as wire
 
@@ -46,11 +46,11 @@ def decode_status(text: str) -> Status:
     """The status of that name.
 
     Raises:
-        RecordError: there is none here; a newer release wrote it.
+        CorruptRecordError: there is none.
     """
     status = _STATUSES.get(text)
     if status is None:
-        raise RecordError(f"{text!r} is no status of a trajectory: a newer release wrote it")
+        raise CorruptRecordError(f"{text!r} is no status of a trajectory")
     return status
 
 
