@@ -78,7 +78,7 @@ def test_a_clock_that_jumps_by_an_hour_ends_no_deadline_and_no_observer(
     ):
         hangs, waits = (publisher.trajectory(name, 0, num_samples=1) for name in ("hangs", "waits"))
         for episode in (hangs, waits):
-            episode.append(ids("ab"), ids("c"), logprobs=[-1.0], version=0)
+            episode.append(ids("ab"), ids("c"), logprobs=[-1.0], policy_version=0)
         waits.seal(awaits_reward=True)
         publisher.flush(10)
 
@@ -97,7 +97,7 @@ def test_a_clock_that_jumps_by_an_hour_ends_no_deadline_and_no_observer(
 
         counts = rig.counts()
         assert counts == {"accepted": 6, "open": 1, "awaiting_reward": 1, "planned": 4}
-        hangs.append(ids("abcd"), ids("e"), logprobs=[-1.0], version=0).result(10)
+        hangs.append(ids("abcd"), ids("e"), logprobs=[-1.0], policy_version=0).result(10)
         outcome = post_reward(rig.client, rig.run, TrajectoryKey("waits", 0), 1.0)
         assert outcome is RewardOutcome.POSTED
         hangs.seal(1.0)

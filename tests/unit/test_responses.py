@@ -103,7 +103,7 @@ def test_a_request_output_becomes_a_turn_that_append_accepts() -> None:
     arguments = from_vllm(output())
 
     assert arguments == TURN
-    turn = checked_turn(**arguments, version=7)
+    turn = checked_turn(**arguments, policy_version=7)
     assert turn.prompt_ids.tolist() == PROMPT
     assert turn.logprobs is not None
     assert turn.logprobs.tolist() == LOGPROBS

@@ -84,7 +84,7 @@ class Player:
             seat.prompt_ids,
             response.token_ids,
             logprobs=response.logprobs,
-            version=self.version,
+            policy_version=self.version,
             anchor=seat.prompt_ids.astype("<i4").tobytes(),  # all that was said is where it stands
         )
         answer = game.step(seat.episode, response.token_ids)

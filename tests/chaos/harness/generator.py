@@ -252,7 +252,7 @@ class _Generator:
         for index, turn in enumerate(said.turns[first:], first):
             self._log.write("appending", trajectory=name, turn=index)
             receipt = writer.append(
-                turn.prompt_ids, turn.response_ids, version=self._options.version
+                turn.prompt_ids, turn.response_ids, policy_version=self._options.version
             )
             with self._log.waiting("append", deadline_s=self._write_s):
                 self._wait_for(receipt, name)

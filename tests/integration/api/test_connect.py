@@ -32,7 +32,7 @@ def service(server: Any) -> Any:
 def write_group(run: turnstream.Run, group_id: str) -> None:
     with run.publisher() as publisher, publisher.group(group_id, num_samples=2) as group:
         for sample, trajectory in enumerate(group):
-            trajectory.append(ids("ab"), ids("CD"), logprobs=[-0.5, -0.25], version=0)
+            trajectory.append(ids("ab"), ids("CD"), logprobs=[-0.5, -0.25], policy_version=0)
             trajectory.seal(reward=float(sample))
 
 
@@ -53,7 +53,7 @@ async def test_group_is_written_with_the_asyncio_publisher(
 
     async with run.async_publisher() as publisher, publisher.group("g", num_samples=2) as group:
         for trajectory in group:
-            await trajectory.append(ids("ab"), ids("CD"), logprobs=[-0.5, -0.25], version=0)
+            await trajectory.append(ids("ab"), ids("CD"), logprobs=[-0.5, -0.25], policy_version=0)
             await trajectory.seal(reward=1.0)
 
     assert read_ledger(client, new_name).by_state[TrajectoryState.SEALED] == 2

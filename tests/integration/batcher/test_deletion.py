@@ -87,15 +87,15 @@ def test_a_generator_is_told_at_its_next_word_and_makes_no_key(house_at, own_ser
     run = house.create_run()
     with Publisher(house.url, run) as publisher:
         busy = publisher.trajectory("busy", sample=0, num_samples=1)
-        busy.append([1, 2], [3], logprobs=[-0.5], version=0).result(10)
+        busy.append([1, 2], [3], logprobs=[-0.5], policy_version=0).result(10)
 
         with connect(house.url) as client:
             delete_run(client, run)
         with pytest.raises((FencedError, RunNotFoundError)):
-            busy.append([1, 2, 3, 4], [5], logprobs=[-0.5], version=0).result(10)
+            busy.append([1, 2, 3, 4], [5], logprobs=[-0.5], policy_version=0).result(10)
         new = publisher.trajectory("new", sample=0, num_samples=1)
         with pytest.raises(RunNotFoundError):
-            new.append([1], [2], logprobs=[-0.5], version=0).result(10)
+            new.append([1], [2], logprobs=[-0.5], policy_version=0).result(10)
 
     assert keys_of(house.url, run) == {"deleted", "wake", "meta", "incarnation"}
 

@@ -217,7 +217,7 @@ async def test_a_hanging_member_of_an_evaluation_ends_at_the_deadline(house):
     await house.start_batcher()
     async with AsyncPublisher(house.url, run) as publisher:
         async with publisher.trajectory("e", 0, num_samples=2, purpose="eval") as episode:
-            await episode.append(ids("ab"), ids("c"), version=2)
+            await episode.append(ids("ab"), ids("c"), policy_version=2)
             await episode.seal(1.0)
         hanging = publisher.trajectory("e", 1, num_samples=2, purpose="eval")
         house.pass_deadlines(run)

@@ -197,5 +197,5 @@ def seal_backwards(url: str, run: str, version_of: dict[str, int]) -> None:
         opened = [stack.enter_context(publisher.group(name, 1)) for name in version_of]
         writers = [members.trajectory(0) for members in opened]
         for writer, version in reversed(list(zip(writers, version_of.values(), strict=True))):
-            writer.append([1, 2], [3], version=version)
+            writer.append([1, 2], [3], policy_version=version)
             writer.seal(reward=1.0)

@@ -44,7 +44,7 @@ class FullStore:
         ]
         for writer in self.writers:
             writer.__enter__()
-            writer.append([1], [2] * 3000, version=0)
+            writer.append([1], [2] * 3000, policy_version=0)
         self.publisher.flush(20)
 
     def fill(self) -> None:
@@ -91,7 +91,7 @@ def test_publisher_waits_on_full_store_say_full(full: FullStore) -> None:
     # Every wait said that the store was away, with StoreUnavailableError: "the store has taken
     # nothing for 2.0 s: OOM command not allowed".
     full.fill()
-    full.writers[0].append([1] + [2] * 3000 + [3], [4] * 3000, version=0)
+    full.writers[0].append([1] + [2] * 3000 + [3], [4] * 3000, policy_version=0)
 
     with pytest.raises(NotReadyError) as flushed:
         full.publisher.flush(timeout_s=1.5)

@@ -41,7 +41,7 @@ def typed(place: Any) -> Iterator[Any]:
         add_prompts(client, RUN, [Prompt(prompt_uid="p[/p]", payload=b"", num_samples=1)], first=1)
     with Publisher(place.url, RUN, writer="gen [/w]") as publisher:
         with publisher.group("e[/e]", 1, purpose="eval") as evaluated:
-            evaluated.trajectory(0).append(ids("ab"), ids("c"), version=1)
+            evaluated.trajectory(0).append(ids("ab"), ids("c"), policy_version=1)
             evaluated.trajectory(0).seal(1.0, **LABELS)
         with publisher.group("x[/x]", len(REASONS)) as given_up:
             for sample, reason in enumerate(REASONS):

@@ -52,8 +52,8 @@ async def test_five_lines_bring_a_trajectory_into_the_run(
 
     async with AsyncPublisher(server.url, run) as publisher:
         async with publisher.trajectory("g", 0, num_samples=1, prompt_uid="p") as episode:
-            await episode.append([1, 2, 3], [4, 5], logprobs=[-0.5, -0.25], version=7)
-            await episode.append([1, 2, 3, 4, 5, 6], [7], logprobs=[-1.0], version=8)
+            await episode.append([1, 2, 3], [4, 5], logprobs=[-0.5, -0.25], policy_version=7)
+            await episode.append([1, 2, 3, 4, 5, 6], [7], logprobs=[-1.0], policy_version=8)
             await episode.seal(reward=0.5)
         states = read(client, run).states()
 

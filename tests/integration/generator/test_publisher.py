@@ -38,8 +38,8 @@ def test_five_lines_bring_a_trajectory_into_the_run(
         Publisher(server.url, run, writer="w") as publisher,
         publisher.trajectory("g", 0, num_samples=1, prompt_uid="p") as episode,
     ):
-        episode.append([1, 2, 3], [4, 5], logprobs=[-0.5, -0.25], version=7)
-        episode.append([1, 2, 3, 4, 5, 6], [7], logprobs=[-1.0], version=8)
+        episode.append([1, 2, 3], [4, 5], logprobs=[-0.5, -0.25], policy_version=7)
+        episode.append([1, 2, 3, 4, 5, 6], [7], logprobs=[-1.0], policy_version=8)
         episode.seal(reward=0.5, tags={"env": "guess"}, metrics={"n": 2}, sampling={"t": 1})
 
     stored = read(client, run)
@@ -138,7 +138,7 @@ def test_a_response_that_is_continued_has_an_empty_prompt_delta(
         publisher.trajectory("g", 0, num_samples=1) as episode,
     ):
         episode.append(ids("ab"), ids("cd"), version_runs=[VersionRun(1, 1), VersionRun(2, 1)])
-        episode.append(ids("abcd"), ids("ef"), version=2)
+        episode.append(ids("abcd"), ids("ef"), policy_version=2)
         episode.seal(1.0)
 
     first, second = read(client, run).turns(TrajectoryKey("g", 0))

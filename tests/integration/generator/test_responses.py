@@ -56,8 +56,8 @@ def test_turns_of_responses_are_stored_with_their_tokens(
         Publisher(server.url, run) as publisher,
         publisher.trajectory("g", 0, num_samples=1) as writer,
     ):
-        writer.append(**turnstream.from_openai(response), version=7)
-        writer.append(**turnstream.from_vllm(next_output()), version=8)
+        writer.append(**turnstream.from_openai(response), policy_version=7)
+        writer.append(**turnstream.from_vllm(next_output()), policy_version=8)
         writer.seal(reward=1.0, status="truncated")
 
     check(read(client, run))
@@ -73,8 +73,8 @@ async def test_async_publishers_take_the_same_arguments(
         AsyncPublisher(server.url, run) as publisher,
         publisher.trajectory("g", 0, num_samples=1) as writer,
     ):
-        await writer.append(**turnstream.from_openai(response), version=7)
-        await writer.append(**turnstream.from_vllm(next_output()), version=8)
+        await writer.append(**turnstream.from_openai(response), policy_version=7)
+        await writer.append(**turnstream.from_vllm(next_output()), policy_version=8)
         await writer.seal(reward=1.0, status="truncated")
 
     check(read(client, run))

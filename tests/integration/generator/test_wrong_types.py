@@ -62,7 +62,7 @@ APPEND = [
     *each("logprobs", NOT_PER_TOKEN),
     *each("loss_mask", NOT_PER_TOKEN),
     *each("rewards", NOT_PER_TOKEN),
-    *each("version", NOT_WHOLE[1:]),
+    *each("policy_version", NOT_WHOLE[1:]),
     *each(
         "version_runs", [None, 5, "ab", [5], [(1, 2, 3)], [("a", 1)], [(1, "a")], [(ENDLESS, 1)]]
     ),

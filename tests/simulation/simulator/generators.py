@@ -276,7 +276,7 @@ async def _episode(process: Process, life: Life, writer: AsyncTrajectoryWriter) 
     for _ in range(rng.choice((1, 1, 2, 3))):
         prompt, response = [*tokens, *life.tokens(1)], life.tokens(2)
         receipt = await writer.append(
-            prompt, response, logprobs=[-1.0, -2.0], version=life.history.newest_version
+            prompt, response, logprobs=[-1.0, -2.0], policy_version=life.history.newest_version
         )
         tokens = [*prompt, *response]
         if rng.random() < 0.3:

@@ -93,7 +93,9 @@ def test_an_empty_response_is_refused_unless_it_is_meant() -> None:
     with pytest.raises(InvalidTurnError, match="response_ids: is empty"):
         check(response=[])
 
-    turn = check(response=[], logprobs=[], loss_mask=[], rewards=[], version=3, allow_empty=True)
+    turn = check(
+        response=[], logprobs=[], loss_mask=[], rewards=[], policy_version=3, allow_empty=True
+    )
 
     assert len(turn.response_ids) == 0
     assert turn.response_ids.dtype == np.int32
@@ -218,8 +220,8 @@ def test_a_tensor_that_is_part_of_a_graph_is_refused_by_name() -> None:
 
 
 def test_one_version_covers_the_whole_response() -> None:
-    assert check(version=7).version_runs == ((7, 2),)
-    assert check(version=np.int64(7)).version_runs == ((7, 2),)
+    assert check(policy_version=7).version_runs == ((7, 2),)
+    assert check(policy_version=np.int64(7)).version_runs == ((7, 2),)
     assert check().version_runs == ()
 
 
@@ -232,11 +234,17 @@ def test_version_runs_are_taken_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"version": -1}, "version: -1 is not a whole number"),
-        ({"version": 1.5}, r"version: 1\.5 is not a whole number"),
-        ({"version": True}, "version: True is not a whole number"),
-        ({"version": 2**63}, "version: 9223372036854775808 is not a whole number from 0 to"),
-        ({"version": 1, "version_runs": [(1, 2)]}, "version: 1 and version_runs are both given"),
+        ({"policy_version": -1}, "policy_version: -1 is not a whole number"),
+        ({"policy_version": 1.5}, r"policy_version: 1\.5 is not a whole number"),
+        ({"policy_version": True}, "policy_version: True is not a whole number"),
+        (
+            {"policy_version": 2**63},
+            "policy_version: 9223372036854775808 is not a whole number from 0 to",
+        ),
+        (
+            {"policy_version": 1, "version_runs": [(1, 2)]},
+            "policy_version: 1 and version_runs are both present",
+        ),
         ({"version_runs": [(1, 1)]}, "version_runs: cover 1 tokens, response_ids has 2"),
         ({"version_runs": [(1, 3)]}, "version_runs: cover 3 tokens, response_ids has 2"),
         ({"version_runs": [(1, 2), (2, 0)]}, r"version_runs\[1\]\.num_tokens: 0 is not"),

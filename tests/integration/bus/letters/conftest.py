@@ -38,8 +38,10 @@ class Office:
             writer = publisher.trajectory(
                 group_id, sample, num_samples=num_samples, prompt_uid="uid"
             )
-            writer.append(ids("ab"), ids("CD"), logprobs=[-0.5, -0.25], version=1, anchor="room 3")
-            writer.append(ids("abCDe"), ids("F"), logprobs=[-1.0], version=1)
+            writer.append(
+                ids("ab"), ids("CD"), logprobs=[-0.5, -0.25], policy_version=1, anchor="room 3"
+            )
+            writer.append(ids("abCDe"), ids("F"), logprobs=[-1.0], policy_version=1)
             writer.seal(float(sample), tags={"split": "a"})
 
     def damage(self, trajectory_id: str, *, at: int = -9, bits: int = 1) -> None:

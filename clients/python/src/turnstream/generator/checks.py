@@ -73,7 +73,7 @@ def checked_turn(
     logprobs: Any = None,
     loss_mask: Any = None,
     rewards: Any = None,
-    version: int | None = None,
+    policy_version: int | None = None,
     version_runs: Sequence[VersionRun] = (),
     anchor: Anchor | None = None,
     allow_empty: bool = False,
@@ -87,7 +87,7 @@ def checked_turn(
             looked at, and becomes 0.0.
         loss_mask: (R,) of 0 and 1 or booleans; None trains every response token.
         rewards: (R,); None for none.
-        version: of the weights that sampled all of the response.
+        policy_version: the version of the weights that sampled all of the response.
         version_runs: which weights sampled which part of it, where there were several.
         anchor: the state that the turn began in; its hash is kept.
         allow_empty: accept a response without tokens.
@@ -109,7 +109,7 @@ def checked_turn(
         logprobs=None if logprobs is None else _logprobs(logprobs, mask, num_tokens=len(response)),
         loss_mask=mask,
         rewards=None if rewards is None else _rewards(rewards, num_tokens=len(response)),
-        version_runs=_version_runs(version, version_runs, num_tokens=len(response)),
+        version_runs=_version_runs(policy_version, version_runs, num_tokens=len(response)),
         anchor=anchor_hash(anchor),
     )
 
@@ -301,13 +301,15 @@ def _rewards(values: Any, *, num_tokens: int) -> NDArray[np.float32]:
 
 
 def _version_runs(
-    version: int | None, runs: Iterable[VersionRun], *, num_tokens: int
+    policy_version: int | None, runs: Iterable[VersionRun], *, num_tokens: int
 ) -> tuple[VersionRun, ...]:
     runs = _listed_runs(runs)
-    if version is not None:
+    if policy_version is not None:
         if runs:
-            raise InvalidTurnError("version", f"{shown(version)} and version_runs are both given")
-        number = _whole_number(version, field="version", limit=_VERSION_LIMIT)
+            raise InvalidTurnError(
+                "policy_version", f"{shown(policy_version)} and version_runs are both present"
+            )
+        number = _whole_number(policy_version, field="policy_version", limit=_VERSION_LIMIT)
         return (VersionRun(number, num_tokens),) if num_tokens else ()
     num_covered = sum(run.num_tokens for run in runs)
     if runs and num_covered != num_tokens:

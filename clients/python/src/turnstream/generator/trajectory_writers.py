@@ -47,7 +47,7 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
         logprobs: Any = None,
         loss_mask: Any = None,
         rewards: Any = None,
-        version: int | None = None,
+        policy_version: int | None = None,
         version_runs: Sequence[VersionRun] = (),
         extras: Mapping[str, Any] | None = None,
         anchor: Anchor | None = None,
@@ -62,8 +62,8 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
             logprobs: one per response token, in nats, under the sampling policy.
             loss_mask: one per response token, 1 where it is trained; None trains all.
             rewards: one per response token; None for none.
-            version: of the weights that sampled the response.
-            version_runs: where several versions sampled it.
+            policy_version: the version of the weights that sampled the response.
+            version_runs: (version, num_tokens) of each part, if several versions sampled it.
             extras: values of the columns that the run declares, by name, each said of the whole
                 turn, as `prompt_ids` is: see `turnstream.types.extras`.
             anchor: the state that the environment was in when the turn began, for
@@ -82,7 +82,7 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
             logprobs=logprobs,
             loss_mask=loss_mask,
             rewards=rewards,
-            version=version,
+            policy_version=policy_version,
             version_runs=version_runs,
             anchor=anchor,
             allow_empty=allow_empty,
@@ -199,7 +199,7 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[AsyncSender]):
         logprobs: Any = None,
         loss_mask: Any = None,
         rewards: Any = None,
-        version: int | None = None,
+        policy_version: int | None = None,
         version_runs: Sequence[VersionRun] = (),
         extras: Mapping[str, Any] | None = None,
         anchor: Anchor | None = None,
@@ -212,7 +212,7 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[AsyncSender]):
             logprobs=logprobs,
             loss_mask=loss_mask,
             rewards=rewards,
-            version=version,
+            policy_version=policy_version,
             version_runs=version_runs,
             anchor=anchor,
             allow_empty=allow_empty,
