@@ -124,6 +124,7 @@ class RunSnapshot:
         refills: the oldest that nobody has taken, a bounded number.
         silent: generators that are gone, those with most trajectories first.
         untrained: (reason, trajectories) of what ended untrained, the most frequent first.
+        num_unsealed: trajectories that were left without a seal.
         newest_version: of the policy; None before the first.
         max_open_groups: groups that may be open at once; 0 means no limit.
         prompts: where those are that the run was given; None where it was not asked.
@@ -149,6 +150,7 @@ class RunSnapshot:
     refills: tuple[OpenRefill, ...] = ()
     silent: tuple[SilentWriter, ...] = ()
     untrained: tuple[tuple[str, int], ...] = ()
+    num_unsealed: int = 0
     newest_version: int | None = None
     max_open_groups: int = 0
     prompts: PromptCounts | None = None

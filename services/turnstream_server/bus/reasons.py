@@ -50,6 +50,7 @@ def reasons(snapshot: RunSnapshot) -> tuple[Reason, ...]:
         found += _of_budget(snapshot.budget, is_urgent=snapshot.is_starved)
     if snapshot.is_starved:
         found += [*_of_shortage(snapshot), *_of_prompts(snapshot), *_of_refills(snapshot)]
+        found += _of_unsealed(snapshot)
     for group in snapshot.groups:
         found += [
             each
@@ -262,6 +263,18 @@ def _of_pass_rate(snapshot: RunSnapshot) -> Iterator[Reason]:
                 "since_step": recent.since_step,
                 **dict(snapshot.untrained),
             },
+        )
+
+
+def _of_unsealed(snapshot: RunSnapshot) -> Iterator[Reason]:
+    """Trajectories that a generator left without `seal`."""
+    number = snapshot.num_unsealed
+    if number:
+        yield Reason(
+            kind=ReasonKind.MEMBER_UNSEALED,
+            sentence=f"{number} trajectories were left without a seal and are not trained: the "
+            "generator has to call seal(reward=...) before the block of a trajectory ends",
+            facts={"trajectories": number},
         )
 
 

@@ -17,6 +17,7 @@ from turnstream.store.lasting import RUN_FIELDS, Lasting, lasting, ranks_behind,
 from turnstream.store.replies import translating
 from turnstream.store.runs import newest_version
 from turnstream.store.tasks import read_prompt_counts
+from turnstream.store.wait_reasons import UNSEALED
 from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.budget import read_budget
 from turnstream_server.bus.frontier import Frontier, read_frontier
@@ -124,6 +125,7 @@ def read_snapshot(client: redis.Redis, run: str) -> RunSnapshot:
         refills=_open_refills(refills, now_ms),
         silent=_silent(groups.values(), leases, now_ms),
         untrained=tuple(untrained.most_common(TOP_REASONS)),
+        num_unsealed=untrained[f"{TrajectoryState.ABANDONED}: {UNSEALED}"],
         newest_version=None if version is None else version.version,
         budget=read_budget(client, run),
         store_trouble=read_store_trouble(client),

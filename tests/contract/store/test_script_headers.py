@@ -40,6 +40,7 @@ def test_the_scripts_of_generators_are_these() -> None:
             "post_reward.lua",
             "post_sealed.lua",
             "read_config.lua",
+            "read_group.lua",
             "read_waits.lua",
             "register_batcher.lua",
             "reopen_run.lua",

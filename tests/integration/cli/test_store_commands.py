@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from turnstream.batching.decisions import RefillWanted
 from turnstream.errors import RunNotFoundError
+from turnstream.generator import Publisher
 from turnstream.records.evals import encode_eval_result
 from turnstream.records.events import encode_event
 from turnstream.store import keys
@@ -20,7 +21,7 @@ from turnstream.store.leases import list_lapsed
 from turnstream.store.rewards import post_reward
 from turnstream.store.runs import close_run, create_run
 from turnstream.store.scripts import Script, run_command
-from turnstream.testing import config, sealed, wait_until
+from turnstream.testing import config, ids, sealed, wait_until
 from turnstream.types import EvalResult, GroupOpened, Spread, TrajectoryKey
 from turnstream_server import cli
 from turnstream_server.bus.groups import grant_refill
@@ -205,6 +206,18 @@ def test_why_names_whom_everybody_waits_for(url: str) -> None:
     assert (not_begun["group"], not_begun["sample"]) == ("a [b]", 2)
     assert "its deadline is in" in str(found[4]["sentence"])
     assert "group a [b] (0 of 3 members)" in printed.output
+
+
+def test_why_counts_trajectories_left_without_a_seal(url: str) -> None:
+    with connect(url) as client:
+        create_run(client, "maze", config(2))
+    with Publisher(url, "maze") as publisher, publisher.group("g", 3) as group:
+        for trajectory in group:
+            trajectory.append(ids("ab"), ids("c"))
+
+    (unsealed,) = [each for each in reasons_of("maze") if each["kind"] == "member_unsealed"]
+
+    assert unsealed["facts"] == {"trajectories": 3}
 
 
 def test_why_of_a_living_writer_and_of_a_group_that_has_only_a_refill_left(url: str) -> None:

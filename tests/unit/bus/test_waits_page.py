@@ -112,6 +112,7 @@ MOMENTS = [
     of(
         groups=(replace(GROUP, awaited=(REWARD,)),),
         refills=(OpenRefill(group_id="g6", sample=2, attempt=1, since_s=30.0),),
+        num_unsealed=3,
         frontier={"paused": "the judge is down"},
     ),
     of(

@@ -163,6 +163,7 @@ class WaitKind(StrEnum):
     GENERATOR_GONE = "generator_gone"
     MEMBER_LAPSED = "member_lapsed"
     PASS_RATE_LOW = "pass_rate_low"  # noqa: S105 - a share of groups, no password
+    MEMBER_UNSEALED = "member_unsealed"
     REWARD_AWAITED = "reward_awaited"
     REFILL_OPEN = "refill_open"
     MEMBER_NOT_BEGUN = "member_not_begun"

@@ -7,13 +7,14 @@ import contextlib
 from collections.abc import Mapping
 from typing import Self
 
-from turnstream.errors import NotReadyError, TurnstreamError
+from turnstream.errors import ConflictError, FencedError, NotReadyError, TurnstreamError
 from turnstream.generator import writers
 from turnstream.generator.async_sender import AsyncSender
 from turnstream.generator.bases import PublisherBase
 from turnstream.generator.group_writers import AsyncGroupWriter
 from turnstream.generator.receipts import AsyncReceipt
 from turnstream.generator.refills import take_refill_async, wait_for_refill
+from turnstream.generator.reopening import Reopened, Reopening
 from turnstream.generator.statistics import PublisherStatistics
 from turnstream.generator.takeovers import take_over_async
 from turnstream.generator.tasks import AsyncTask, take_task_async, wait_for_task
@@ -22,10 +23,11 @@ from turnstream.generator.writers import WriterState
 from turnstream.store.asking import StoreWait
 from turnstream.store.connection import connect_async
 from turnstream.store.ending import to_the_end
-from turnstream.store.groups import Refill
+from turnstream.store.groups import Refill, parse_unfinished, read_group_command
 from turnstream.store.leases import LapsedTrajectory, list_lapsed_async
 from turnstream.store.rewards import RewardOutcome
 from turnstream.store.run_ids import find_run_async
+from turnstream.store.scripts import run_command_async
 from turnstream.types import Group, GroupOpened, TrajectoryKey
 from turnstream.types.names import checked_setting
 from turnstream.types.scalars import seconds, timeout
@@ -208,8 +210,29 @@ class AsyncPublisher(
         await self._sender.close()
         await self._client.aclose()
 
-    def _group_writer(self, group: GroupOpened) -> AsyncGroupWriter:
-        return AsyncGroupWriter(self._sender, self._outbox, group)
+    def _group_writer(self, group: GroupOpened, *, exist_ok: bool) -> AsyncGroupWriter:
+        reopen = self._reopen if exist_ok else None
+        return AsyncGroupWriter(self._sender, self._outbox, group, reopen=reopen)
+
+    async def _reopen(self, group: GroupOpened) -> Reopened[AsyncTrajectoryWriter]:
+        """Return the unfinished samples of a group that may exist, those without turns adopted."""
+        what = f"run {self._outbox.run!r}: group {group.group_id} was not read"
+        async with self._asking(what).asking_async():
+            command = read_group_command(await self._found_run(), group)
+            reply = await run_command_async(self._client, command)
+        unfinished = parse_unfinished(reply, num_samples=group.num_samples)
+        reopening = Reopening[AsyncTrajectoryWriter](group.group_id, unfinished)
+        while reopening.pending:
+            for sample in [*reopening.pending]:
+                if self._is_written_here(TrajectoryKey(group.group_id, sample)):
+                    reopening.skip(sample)
+                    continue
+                try:
+                    reopening.adopted(sample, await self.take_over(group.group_id, sample))
+                except (ConflictError, FencedError) as error:
+                    reopening.refused(sample, error)
+            await asyncio.sleep(reopening.pause_s)
+        return reopening.result
 
     def _writer(self, state: WriterState) -> AsyncTrajectoryWriter:
         return AsyncTrajectoryWriter(self._sender, state)

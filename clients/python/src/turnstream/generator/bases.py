@@ -15,10 +15,11 @@ from turnstream.generator.drafts import DraftedTrajectory, draft_group
 from turnstream.generator.lanes import Lane, RewardPost
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import Delivery
+from turnstream.generator.reopening import AnyTrajectoryWriter, Reopened
 from turnstream.generator.takeovers import Taken
 from turnstream.generator.tasks import task_states
 from turnstream.generator.window import KEEP_S, MAX_KEPT_BYTES
-from turnstream.generator.writers import WriterState
+from turnstream.generator.writers import NOT_STARTED, WriterState
 from turnstream.store.groups import Refill
 from turnstream.store.rewards import reward_command
 from turnstream.store.tasks import TakenTask
@@ -31,6 +32,7 @@ from turnstream.types import (
     Turn,
 )
 from turnstream.types.names import shown
+from turnstream.types.scalars import flag
 
 _Result = TypeVar("_Result")
 _Receipt = TypeVar("_Receipt", bound=Delivery)
@@ -81,16 +83,7 @@ class TrajectoryWriterBase(Generic[_Carrier]):
         return self._state.has_ended
 
 
-class _Abandoned(Protocol):
-    """A trajectory writer, for threads or for asyncio."""
-
-    @property
-    def has_ended(self) -> bool: ...
-
-    def abandon(self, reason: str) -> object: ...
-
-
-_Writer = TypeVar("_Writer", bound=_Abandoned)
+_Writer = TypeVar("_Writer", bound=AnyTrajectoryWriter)
 
 
 class GroupWriterBase(ABC, Generic[_Carrier, _Writer]):
@@ -102,7 +95,8 @@ class GroupWriterBase(ABC, Generic[_Carrier, _Writer]):
         self._sender = sender
         self._outbox = outbox
         self._group = group
-        self._lanes: list[Lane] = []
+        self._is_open = False
+        self._lanes: dict[int, Lane] = {}
         self._writers: dict[int, _Writer] = {}
 
     def trajectory(self, sample: int) -> _Writer:
@@ -110,41 +104,59 @@ class GroupWriterBase(ABC, Generic[_Carrier, _Writer]):
 
         Raises:
             InvalidTurnError: the group has no such sample.
-            RejectedError: the group was not entered.
+            RejectedError: the group was not entered, or the sample is finished already.
         """
         group_id = self._group.group_id
         key = TrajectoryKey(group_id, sample)
         check_key(key, num_samples=self._group.num_samples)
         writer = self._writers.get(sample)
         if writer is None:
-            if not self._lanes:
+            if not self._is_open:
                 raise RejectedError(f"group {group_id!r} is not open: use it in {self._entered_by}")
+            if sample not in self._lanes:
+                raise RejectedError(
+                    f"sample {sample} of group {group_id!r} is finished, or has another generator"
+                )
             state = WriterState(self._outbox, self._group, key, None)
             state.lane = self._lanes[sample]
             writer = self._writers[sample] = self._writer(state)
         return writer
 
     def __iter__(self) -> Iterator[_Writer]:
-        """Yield the writers of all samples, in order."""
-        return map(self.trajectory, range(self._group.num_samples))
+        """Yield the writers of all samples in order; with `exist_ok`, of the unfinished ones."""
+        return map(self.trajectory, sorted({*self._lanes, *self._writers}))
 
     @abstractmethod
     def _writer(self, state: WriterState) -> _Writer: ...
 
-    def _ask(self, opened: Delivery) -> None:
-        """Ask leave for all its samples at once."""
+    def _ask(self, opened: Delivery, samples: Sequence[int]) -> None:
+        """Ask for the admission of these samples, all at once."""
         group = self._group
-        members = [TrajectoryKey(group.group_id, sample) for sample in range(group.num_samples)]
-        self._lanes = self._sender.put(lambda: self._outbox.admit(group, members, opened=opened))
+        members = [TrajectoryKey(group.group_id, sample) for sample in samples]
+        self._is_open = True
+        if not members:
+            opened.settle(None)
+            return
+        lanes = self._sender.put(lambda: self._outbox.admit(group, members, opened=opened))
+        self._lanes = dict(zip(samples, lanes, strict=True))
+
+    def _resume(self, reopened: Reopened[_Writer]) -> Sequence[int]:
+        """Keep the samples that an earlier process opened; return those to be opened."""
+        self._writers = dict(reopened.adopted)
+        return reopened.unopened
 
     def _give_up(self, error: BaseException | None) -> None:
-        """Abandon whatever was not sealed."""
-        for sample in range(len(self._lanes)):
+        """Abandon the samples that are not sealed, and warn of those that should be."""
+        unsealed: list[int] = []
+        for sample in sorted({*self._lanes, *self._writers}):
             is_started = sample in self._writers
             writer = self.trajectory(sample)
             if not writer.has_ended:
-                reason = writers.NOT_STARTED if error is None and not is_started else ""
+                reason = NOT_STARTED if error is None and not is_started else ""
                 writer.abandon(reason or writers.reason_of(error))
+                unsealed.append(sample)
+        if unsealed and error is None:
+            writers.warn_unsealed(self._group.group_id, unsealed)
 
 
 _GroupWriter = TypeVar("_GroupWriter")
@@ -188,19 +200,35 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         num_needed: int | None = None,
         prompt_uid: str = "",
         purpose: Purpose | str = Purpose.TRAIN,
+        exist_ok: bool = False,
     ) -> _GroupWriter:
-        """A group of which this publisher writes every sample.
+        """Return a group of which this publisher writes every sample.
 
-        Entering it waits for leave to start and opens all its samples at once. Leaving it abandons
-        the samples that were never started, so that the group can end.
+        Entering it waits for admission and opens all samples at once. Leaving it abandons the
+        samples without a seal, so that the group can end, and logs a warning with their numbers.
+
+        Args:
+            group_id: name of the group; a run uses it once.
+            num_samples: number of its trajectories.
+            num_needed: members that decide the group, the first that are sealed; None for all.
+            prompt_uid: the dataset's name of the prompt.
+            purpose: "train", or "eval" for a group that is never trained.
+            exist_ok: accept a group that was opened before, and iterate over its unfinished
+                samples only. So a restarted generator can iterate over its prompts again. A sample
+                that an earlier process left with turns and without a seal is abandoned. Samples of
+                another writer are adopted when their lease ends (at most `lease_s` of the run), or
+                left to that writer if it renews the lease. A publisher with the same `writer` as
+                before does not wait.
 
         Raises:
-            InvalidTurnError: the name or the number cannot be.
+            InvalidTurnError: the name or a number is invalid.
+            ConflictError: on entering, the group was opened before, and `exist_ok` is False or its
+                `num_samples` differs.
         """
         group = writers.checked_opening(
             group_id, num_samples, prompt_uid, num_needed=num_needed, purpose=purpose
         )
-        return self._group_writer(group)
+        return self._group_writer(group, exist_ok=flag(exist_ok, field="exist_ok"))
 
     def trajectory(
         self,
@@ -250,10 +278,14 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         """Make what carries the outbox, and a client for calls that wait for their answer."""
 
     @abstractmethod
-    def _group_writer(self, group: GroupOpened) -> _GroupWriter: ...
+    def _group_writer(self, group: GroupOpened, *, exist_ok: bool) -> _GroupWriter: ...
 
     @abstractmethod
     def _writer(self, state: WriterState) -> _Writer: ...
+
+    def _is_written_here(self, key: TrajectoryKey) -> bool:
+        """Return whether this publisher has the trajectory open."""
+        return self._sender.put(lambda: self._outbox.is_writing(key))
 
     def _reward(
         self,

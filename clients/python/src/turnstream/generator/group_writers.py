@@ -2,29 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Self
 
+from turnstream.errors import ConflictError
 from turnstream.generator.async_sender import AsyncSender
 from turnstream.generator.bases import GroupWriterBase
+from turnstream.generator.outbox import Outbox
+from turnstream.generator.reopening import Reopened
 from turnstream.generator.sender import Sender
 from turnstream.generator.trajectory_writers import AsyncTrajectoryWriter, TrajectoryWriter
 from turnstream.generator.writers import WriterState
+from turnstream.types import GroupOpened
 
 
 class GroupWriter(GroupWriterBase[Sender, TrajectoryWriter]):
-    """A group being written; a context manager. Made by `Publisher.group`."""
+    """A group being written; a context manager. Made by `Publisher.group`.
+
+    Args:
+        sender: of the publisher.
+        outbox: of the publisher.
+        group: as it is opened.
+        reopen: finds the unfinished samples of a group that may exist; None if it must be new.
+    """
 
     _entered_by = "`with`"
 
+    def __init__(
+        self,
+        sender: Sender,
+        outbox: Outbox,
+        group: GroupOpened,
+        *,
+        reopen: Callable[[GroupOpened], Reopened[TrajectoryWriter]] | None,
+    ) -> None:
+        super().__init__(sender, outbox, group)
+        self._reopen = reopen
+
     def __enter__(self) -> Self:
+        if self._reopen is None:
+            self._open(range(self._group.num_samples))
+            return self
+        try:
+            self._open(self._resume(self._reopen(self._group)))
+        except ConflictError:  # another generator was faster, or the sizes differ: raised again
+            self._open(self._resume(self._reopen(self._group)))
+        return self
+
+    def _open(self, samples: Sequence[int]) -> None:
         opened = self._sender.receipt()
-        self._ask(opened)
+        self._ask(opened, samples)
         try:
             opened.result()
         except BaseException as error:
             self._give_up(error)
             raise
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._give_up(error)
@@ -38,15 +70,35 @@ class AsyncGroupWriter(GroupWriterBase[AsyncSender, AsyncTrajectoryWriter]):
 
     _entered_by = "`async with`"
 
+    def __init__(
+        self,
+        sender: AsyncSender,
+        outbox: Outbox,
+        group: GroupOpened,
+        *,
+        reopen: Callable[[GroupOpened], Awaitable[Reopened[AsyncTrajectoryWriter]]] | None,
+    ) -> None:
+        super().__init__(sender, outbox, group)
+        self._reopen = reopen
+
     async def __aenter__(self) -> Self:
+        if self._reopen is None:
+            await self._open(range(self._group.num_samples))
+            return self
+        try:
+            await self._open(self._resume(await self._reopen(self._group)))
+        except ConflictError:  # another generator was faster, or the sizes differ: raised again
+            await self._open(self._resume(await self._reopen(self._group)))
+        return self
+
+    async def _open(self, samples: Sequence[int]) -> None:
         opened = self._sender.receipt()
-        self._ask(opened)
+        self._ask(opened, samples)
         try:
             await opened
         except BaseException as error:
             self._give_up(error)
             raise
-        return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._give_up(error)

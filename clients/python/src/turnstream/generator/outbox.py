@@ -154,6 +154,10 @@ class Outbox:
             key, epoch=epoch, num_turns=num_turns, num_bytes=num_bytes, now_s=now_s
         )
 
+    def is_writing(self, key: TrajectoryKey) -> bool:
+        """Return whether this trajectory is open here, or was and may have to be sent again."""
+        return self._lives.has_any({key})
+
     def adopt_opened(
         self, group: GroupOpened, epochs: Mapping[TrajectoryKey, int], *, now_s: float
     ) -> list[Lane]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping
 from typing import Self
 
-from turnstream.errors import NotReadyError, TurnstreamError
+from turnstream.errors import ConflictError, FencedError, NotReadyError, TurnstreamError
 from turnstream.generator import writers
 from turnstream.generator.bases import PublisherBase
 from turnstream.generator.group_writers import GroupWriter
 from turnstream.generator.receipts import Receipt
 from turnstream.generator.refills import take_refill, wait_for_refill
+from turnstream.generator.reopening import Reopened, Reopening
 from turnstream.generator.sender import Sender
 from turnstream.generator.statistics import PublisherStatistics
 from turnstream.generator.takeovers import take_over
@@ -20,10 +22,11 @@ from turnstream.generator.trajectory_writers import TrajectoryWriter
 from turnstream.generator.writers import WriterState
 from turnstream.store.asking import StoreWait
 from turnstream.store.connection import connect
-from turnstream.store.groups import Refill
+from turnstream.store.groups import Refill, parse_unfinished, read_group_command
 from turnstream.store.leases import LapsedTrajectory, list_lapsed
 from turnstream.store.rewards import RewardOutcome
 from turnstream.store.run_ids import find_run
+from turnstream.store.scripts import run_command
 from turnstream.types import Group, GroupOpened, TrajectoryKey
 from turnstream.types.names import checked_setting
 from turnstream.types.scalars import seconds, timeout
@@ -259,8 +262,30 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
         self._sender.close()
         self._client.close()
 
-    def _group_writer(self, group: GroupOpened) -> GroupWriter:
-        return GroupWriter(self._sender, self._outbox, group)
+    def _group_writer(self, group: GroupOpened, *, exist_ok: bool) -> GroupWriter:
+        reopen = self._reopen if exist_ok else None
+        return GroupWriter(self._sender, self._outbox, group, reopen=reopen)
+
+    def _reopen(self, group: GroupOpened) -> Reopened[TrajectoryWriter]:
+        """Return the unfinished samples of a group that may exist, those without turns adopted."""
+        with self._asking(
+            f"run {self._outbox.run!r}: group {group.group_id} was not read"
+        ).asking():
+            command = read_group_command(self._found_run(), group)
+            reply = run_command(self._client, command)
+        unfinished = parse_unfinished(reply, num_samples=group.num_samples)
+        reopening = Reopening[TrajectoryWriter](group.group_id, unfinished)
+        while reopening.pending:
+            for sample in [*reopening.pending]:
+                if self._is_written_here(TrajectoryKey(group.group_id, sample)):
+                    reopening.skip(sample)
+                    continue
+                try:
+                    reopening.adopted(sample, self.take_over(group.group_id, sample))
+                except (ConflictError, FencedError) as error:
+                    reopening.refused(sample, error)
+            time.sleep(reopening.pause_s)
+        return reopening.result
 
     def _writer(self, state: WriterState) -> TrajectoryWriter:
         return TrajectoryWriter(self._sender, state)

@@ -38,6 +38,8 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not self.has_ended:
             self.abandon(writers.reason_of(error))
+            if error is None:
+                writers.warn_unsealed(self.key.group_id, [self.key.sample])
 
     def append(
         self,
@@ -190,6 +192,8 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[AsyncSender]):
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not self.has_ended:
             self.abandon(writers.reason_of(error))
+            if error is None:
+                writers.warn_unsealed(self.key.group_id, [self.key.sample])
 
     async def append(
         self,

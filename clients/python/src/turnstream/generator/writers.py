@@ -7,7 +7,7 @@ import os
 import random
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 from redis.connection import parse_url
@@ -26,6 +26,7 @@ from turnstream.generator.receipts import Delivery
 from turnstream.generator.takeovers import Taken
 from turnstream.generator.target import TargetRun
 from turnstream.store.connection import address_of
+from turnstream.store.wait_reasons import UNSEALED
 from turnstream.types import GroupOpened, Purpose, Status, TrajectoryKey, Turn
 from turnstream.types.names import shown, text_trouble
 from turnstream.types.scalars import seconds, whole_number
@@ -37,7 +38,6 @@ ADMISSION_TIMEOUT_S = 3600.0
 LAST_FLUSH_S = 10.0
 """How long a publisher that an exception has left still tries to send what it accepted."""
 
-UNSEALED = "left without a seal"
 NOT_STARTED = "never started"
 
 _logger = logging.getLogger(__name__)
@@ -138,8 +138,17 @@ def send_group(
         )
 
 
+def warn_unsealed(group_id: str, samples: Sequence[int]) -> None:
+    """Log that samples were abandoned because their block was left without a seal."""
+    _logger.warning(
+        "group %s: sample %s left without a seal, so it is abandoned and not trained: call "
+        "seal(reward=...) before the block ends",
+        *(group_id, ", ".join(map(str, samples))),
+    )
+
+
 def reason_of(error: BaseException | None) -> str:
-    """Why a with block was left, in words that fit the ledger."""
+    """Return why a with block was left, for the ledger."""
     if error is None:
         return UNSEALED
     return f"{type(error).__name__}: {error}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from turnstream.records.events import encode_event
 from turnstream.store import keys
@@ -13,6 +13,19 @@ from turnstream.types import GroupOpened, Purpose, TrajectoryKey
 
 _OPEN_GROUP = Script("open_group")
 _LIST_REFILLS = Script("list_refills")
+_READ_GROUP = Script("read_group")
+
+
+class Unfinished(NamedTuple):
+    """Samples of a group that are not finished.
+
+    Attributes:
+        unopened: samples that no generator has opened, in order.
+        begun: samples that a generator has opened and not ended, in order.
+    """
+
+    unopened: Sequence[int]
+    begun: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +72,30 @@ def group_size(group: GroupOpened, *, is_again: bool = False) -> str:
     needed = "" if group.num_needed == group.num_samples else f"/{group.num_needed}"
     purpose = ":eval" if group.purpose is Purpose.EVAL else ""
     return f"{group.num_samples}{needed}{purpose}{'+' if is_again else ''}"
+
+
+def read_group_command(run: str, group: GroupOpened) -> Command:
+    """Return the call that reads how far the samples of a group are; nothing is sent."""
+    names = keys.run_keys(run)
+    where = (names.frontier, names.groups, names.ledger, names.over)
+    return _READ_GROUP(where, keys.encode_name(group.group_id), group.num_samples)
+
+
+def parse_unfinished(reply: Sequence[bytes], *, num_samples: int) -> Unfinished:
+    """Return the unfinished samples of a group, from the reply of the script read_group.
+
+    >>> parse_unfinished([b"new"], num_samples=2)
+    Unfinished(unopened=[0, 1], begun=[])
+    >>> parse_unfinished([b"open", b"sealed", b"open", b""], num_samples=3)
+    Unfinished(unopened=[2], begun=[1])
+    """
+    state, *samples = [word.decode() for word in reply]
+    if state == "new":
+        return Unfinished([*range(num_samples)], [])
+    return Unfinished(
+        [sample for sample, word in enumerate(samples) if word == ""],
+        [sample for sample, word in enumerate(samples) if word == "open"],
+    )
 
 
 def open_refill_command(run: str, writer: str, refill: Refill) -> Command:

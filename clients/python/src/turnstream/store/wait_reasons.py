@@ -14,6 +14,9 @@ from turnstream.types import GroupOpened, Purpose
 
 _ORDER: Final = list(WaitKind)
 
+UNSEALED: Final = "left without a seal"
+"""The ledger's reason for a trajectory whose block ended without `seal`."""
+
 
 def reasons_of(waits: WaitFacts | None, *, group: GroupOpened | None = None) -> list[WaitReason]:
     """What holds a wait for leave, a task, a refill or a version; the most important first.

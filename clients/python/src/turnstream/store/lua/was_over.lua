@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Part of open_group, post_reward and reopen_task: whether a group is over and gone, by its
--- fingerprint, see store/keys.py.
+-- Part of open_group, post_reward, read_group and reopen_task: whether a group is over and gone,
+-- by its fingerprint, see store/keys.py.
 --
 -- Needs OVER, a key:  hash  read
 -- Gives was_over(name), of a group; true also of about one other name in 10^12.

@@ -1,0 +1,45 @@
+#!lua flags=no-writes
+-- Reads how far the samples of a group are, for a generator that opens a group again.
+--
+-- Keys, all in the run's slot:
+--   KEYS[1] frontier hash  read: there is such a run
+--   KEYS[2] groups   hash  read: group name -> "<num_samples>:<state>"
+--   KEYS[3] ledger   hash  read: trajectory id -> "<state>:..."
+--   KEYS[4] over     hash  read: fingerprints of the groups that are over
+-- Arguments: ARGV[1] group name    ARGV[2] num_samples
+-- Reply: {state of the group: "new" if it was never opened, "over" if it is finished and released,
+--         else as in KEYS[2]; then, of a group that is open, the state of the first attempt of each
+--         sample, empty if it was not begun}
+-- Errors:
+--   NORUN     no such run
+--   CONFLICT  the group was opened with another num_samples
+
+local OVER = KEYS[4]
+-- include: was_over.lua
+
+-- include: slices.lua
+
+if redis.call('EXISTS', KEYS[1]) == 0 then
+  return redis.error_reply('NORUN no such run')
+end
+local group = redis.call('HGET', KEYS[2], ARGV[1])
+if not group then
+  return {was_over(ARGV[1]) and 'over' or 'new'}
+end
+local samples, state = string.match(group, '^(%d+):(.*)$')
+if samples ~= ARGV[2] then
+  return redis.error_reply('CONFLICT group ' .. ARGV[1] .. ' was opened with ' .. samples
+    .. ' samples, not ' .. ARGV[2])
+end
+local reply = {state}
+if state ~= 'open' and state ~= 'evaluating' then
+  return reply
+end
+local ids = {}
+for sample = 0, samples - 1 do
+  ids[#ids + 1] = ARGV[1] .. '/' .. sample .. '/0'
+end
+for _, entry in ipairs(read_sliced('HMGET', KEYS[3], ids)) do
+  reply[#reply + 1] = entry and string.match(entry, '^[^:]*') or ''
+end
+return reply

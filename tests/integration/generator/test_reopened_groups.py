@@ -1,0 +1,234 @@
+"""A group id that was used before: a restarted generator iterates over its prompts again."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+
+from turnstream.errors import ConflictError, RejectedError
+from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.store import keys
+from turnstream.testing import ids
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.redis
+
+NewRun = Callable[..., str]
+Read = Callable[[redis.Redis, str], Any]
+SEALED = {"g/0/0": "sealed", "g/1/0": "sealed", "g/2/0": "sealed"}
+
+GENERATOR = """
+import sys, time
+from turnstream.generator import Publisher
+from turnstream.testing import ids
+publisher = Publisher(sys.argv[1], sys.argv[2], writer=sys.argv[3] or None)
+group = publisher.group("g", 3).__enter__()
+first, second = group.trajectory(0), group.trajectory(1)
+first.append(ids("ab"), ids("c"))
+first.seal(1.0)
+if sys.argv[4] == "half":
+    second.append(ids("ab"), ids("d")).result(10)
+print("open", flush=True)
+time.sleep(600)
+"""
+
+
+def killed_generator(url: str, run: str, *, writer: str = "", half: str = "") -> None:
+    """Seal sample 0 of a group of 3, begin sample 1 where `half` is set, and die."""
+    command = [sys.executable, "-c", GENERATOR, url, run, writer, half]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+        process.send_signal(signal.SIGKILL)
+
+
+def write_rest(publisher: Publisher) -> list[int]:
+    """Seal every sample that the group yields; return their numbers."""
+    written: list[int] = []
+    with publisher.group("g", 3, exist_ok=True) as group:
+        for trajectory in group:
+            trajectory.append(ids("ab"), ids("e"))
+            trajectory.seal(0.5)
+            written.append(trajectory.key.sample)
+    return written
+
+
+def test_new_group_with_exist_ok_yields_all_samples(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(client)
+
+    with Publisher(server.url, run) as publisher:
+        written = write_rest(publisher)
+
+    assert written == [0, 1, 2]
+    assert read(client, run).states() == SEALED
+
+
+def test_finished_group_yields_no_sample(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(client)
+    with Publisher(server.url, run) as publisher:
+        write_rest(publisher)
+
+        again = write_rest(publisher)
+    with Publisher(server.url, run) as publisher:
+        later = write_rest(publisher)
+
+    assert (again, later) == ([], [])
+    assert read(client, run).counts() == {"accepted": 3, "sealed": 3}
+
+
+@pytest.mark.parametrize("writer", ["", "gen-0"])
+def test_restarted_generator_writes_only_the_unfinished_samples(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read, writer: str
+) -> None:
+    run = new_run(client, lease_s=1.0, takeover_s=60.0)
+    killed_generator(server.url, run, writer=writer)
+
+    with Publisher(server.url, run, writer=writer or None) as publisher:
+        written = write_rest(publisher)
+
+    assert written == [1, 2]
+    assert read(client, run).states() == SEALED
+
+
+def test_half_written_sample_is_abandoned_with_a_warning(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    new_run: NewRun,
+    read: Read,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = new_run(client)
+    killed_generator(server.url, run, writer="gen-0", half="half")
+
+    with Publisher(server.url, run, writer="gen-0") as publisher:
+        written = write_rest(publisher)
+
+    assert written == [2]
+    assert (
+        read(client, run).ledger()["g/1/0"] == "abandoned:left half-written by an earlier process"
+    )
+    assert "group g: sample 1 is abandoned" in caplog.text
+
+
+def test_samples_of_a_living_generator_stay_with_it(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(client, lease_s=1.0)
+    with Publisher(server.url, run) as owner, owner.group("g", 3) as group:
+        with Publisher(server.url, run) as publisher:
+            written = write_rest(publisher)
+
+        for trajectory in group:
+            trajectory.append(ids("ab"), ids("c"))
+            trajectory.seal(1.0)
+
+    assert written == []
+    assert read(client, run).states() == SEALED
+
+
+def test_group_open_in_the_same_publisher_is_not_written_twice(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client)
+
+    with Publisher(server.url, run) as publisher, publisher.group("g", 3) as group:
+        inner = write_rest(publisher)
+        for trajectory in group:
+            trajectory.append(ids("ab"), ids("c"))
+            trajectory.seal(1.0)
+
+    assert inner == []
+
+
+def test_finished_sample_is_refused_by_its_number(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client)
+    with Publisher(server.url, run) as publisher:
+        write_rest(publisher)
+
+        with (
+            publisher.group("g", 3, exist_ok=True) as group,
+            pytest.raises(RejectedError, match="sample 1 of group 'g' is finished"),
+        ):
+            group.trajectory(1)
+
+
+def test_group_of_another_size_is_refused(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client)
+    with Publisher(server.url, run) as publisher:
+        write_rest(publisher)
+
+        with (
+            pytest.raises(ConflictError, match="was opened with 3 samples, not 4"),
+            publisher.group("g", 4, exist_ok=True),
+        ):
+            pass
+
+
+def test_released_group_yields_no_sample(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    # The ledger no longer names its trajectories; only a fingerprint of the group is left.
+    run = new_run(client)
+    with Publisher(server.url, run) as publisher:
+        write_rest(publisher)
+        names = keys.run_keys(run)
+        client.delete(names.groups, names.ledger)
+        client.hset(names.over, mapping={"n": 1, "0": hashlib.sha1(b"g").digest()[:8]})
+
+        assert write_rest(publisher) == []
+
+
+async def test_async_generator_writes_only_the_unfinished_samples(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
+) -> None:
+    run = new_run(client, lease_s=1.0, takeover_s=60.0)
+    killed_generator(server.url, run)
+    written: list[int] = []
+
+    async with (
+        AsyncPublisher(server.url, run) as publisher,
+        publisher.group("g", 3, exist_ok=True) as group,
+    ):
+        for trajectory in group:
+            await trajectory.append(ids("ab"), ids("e"))
+            await trajectory.seal(0.5)
+            written.append(trajectory.key.sample)
+
+    assert written == [1, 2]
+    assert read(client, run).states() == SEALED
+
+
+def test_group_left_without_a_seal_is_named_in_one_warning(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    new_run: NewRun,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = new_run(client)
+
+    with Publisher(server.url, run) as publisher, publisher.group("task-7", 3) as group:
+        first, second, _ = group
+        first.append(ids("ab"), ids("c"))
+        first.seal(1.0)
+        second.append(ids("ab"), ids("d"))
+
+    warnings = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("group task-7: sample 1, 2 left without a seal")
