@@ -9,10 +9,11 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from turnstream.errors import InvalidConfigError
+from turnstream.service import DEFAULT_URL, URL_VARIABLE
+from turnstream.store.connection import checked_url
 from turnstream_server import failpoints
 from turnstream_server.logs import configure_logging
-from turnstream_server.settings import Settings, read_settings
+from turnstream_server.settings import Settings
 
 if TYPE_CHECKING:
     from turnstream_server.generators.live import LiveGeneratorConfig
@@ -21,29 +22,20 @@ if TYPE_CHECKING:
 
 
 def store_url(settings: Settings, given: str | None = None) -> str:
-    """The address of a store that runs already: the given one, else that of the settings.
+    """Return the address of a store that runs already.
+
+    Args:
+        settings: name a store if `given` does not.
+        given: the option `--redis`; without both it is the default of `turnstream up`.
 
     Raises:
-        InvalidConfigError: neither names one.
+        InvalidConfigError: the address has another form.
     """
     if given:
-        return given
+        return checked_url(given, field="--redis")
     if settings.redis_url is None:
-        raise InvalidConfigError(
-            "TURNSTREAM_REDIS_URL", "is not set; name a store there, or with --redis"
-        )
-    return settings.redis_url.get_secret_value()
-
-
-def store_url_of_job(given: str | None) -> str:
-    """The address of the store for a job that changes it, in a process that tests may let die.
-
-    Raises:
-        InvalidConfigError: nothing names a store, or a setting is wrong.
-    """
-    settings = read_settings()
-    failpoints.arm(settings.failpoint)
-    return store_url(settings, given)
+        return DEFAULT_URL
+    return checked_url(settings.redis_url.get_secret_value(), field=URL_VARIABLE)
 
 
 def start_batcher(

@@ -1,8 +1,11 @@
-"""What the commands of `turnstream` share: their usual options, and what these stand for."""
+"""Options that several commands of `turnstream` share, and the values that they stand for."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,14 +16,23 @@ if TYPE_CHECKING:
 
 Redis = Annotated[
     str | None,
-    typer.Option("--redis", metavar="URL", help="The store; else TURNSTREAM_REDIS_URL."),
+    typer.Option(
+        "--redis",
+        metavar="URL",
+        help="Address of the store. Default: TURNSTREAM_REDIS_URL, or redis://127.0.0.1:7379.",
+    ),
 ]
-RunArgument = Annotated[str, typer.Argument(help="Name of the run.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+def group(help_: str) -> typer.Typer:
+    """Return a group of commands, which prints its help when it is called without one."""
+    return typer.Typer(help=help_, no_args_is_help=True, rich_markup_mode="rich")
+
+
 def environment() -> Settings:
-    """The settings of the environment.
+    """Return the settings of the environment.
 
     Raises:
         InvalidConfigError: names the variable and what is wrong with it.
@@ -31,18 +43,38 @@ def environment() -> Settings:
 
 
 def store_url(given: str | None) -> str:
-    """The address of the store, from the option `--redis`.
+    """Return the address of the store, from the option `--redis` or the environment.
 
     Raises:
-        InvalidConfigError: nothing names a store, or a setting is wrong.
+        InvalidConfigError: the address has another form, or a setting is wrong.
     """
-    from turnstream_server import bootstrap
+    from turnstream_server import bootstrap, failpoints
 
-    return bootstrap.store_url(environment(), given)
+    settings = environment()
+    failpoints.arm(settings.failpoint)
+    return bootstrap.store_url(settings, given)
 
 
 def console() -> Console:
-    """The standard output, for people; what users wrote is never markup on it."""
+    """Return the standard output, on which no text of a user is markup."""
     from turnstream_server.jobs.screen import Screen
 
     return Screen()
+
+
+def say(sentence: str, *, as_json: bool, **facts: Any) -> None:
+    """Print the result of a command: a sentence, or the same facts as JSON."""
+    typer.echo(json.dumps(facts, indent=2) if as_json else sentence)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Treat SIGTERM as Ctrl-C in the block; both print "interrupted" and exit with status 130."""
+    from turnstream_server.jobs.stack import terminate_as_interrupt
+
+    try:
+        with terminate_as_interrupt():
+            yield
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(130) from None

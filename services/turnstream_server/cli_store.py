@@ -1,7 +1,8 @@
-"""Commands of `turnstream` that look into a store, and change nothing unless they are told to."""
+"""Commands of `turnstream` that read a store: progress, ledger, batches, text."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -13,97 +14,100 @@ from turnstream_server.cli_options import (
     RunArgument,
     console,
     environment,
+    interruptible,
+    say,
     store_url,
 )
-from turnstream_server.jobs.dead import dead
 
 app = typer.Typer()
 
-PANEL = "A look into a store"
+PANEL = "Look at a run"
 
 
 @app.command(rich_help_panel=PANEL)
-def runs(redis: Redis = None) -> None:
-    """List the runs of a store."""
-    from turnstream_server.jobs.runs import print_runs
+def status(
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="Name of the run. Default: every run.")
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh it until Ctrl-C.")] = False,
+    redis: Redis = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show progress, ledger, newest batch and the first reason for waiting, on one screen."""
+    from turnstream_server.jobs import status as jobs
 
-    print_runs(store_url(redis), console())
+    url = store_url(redis)
+    if as_json:
+        typer.echo(jobs.status_json(url, run))
+    elif watch:
+        with interruptible():
+            jobs.watch_status(url, run, console())
+    else:
+        jobs.print_status(url, run, console())
 
 
 @app.command(rich_help_panel=PANEL)
-def show(run: RunArgument, redis: Redis = None) -> None:
-    """Show how far one run is, and its configuration; `ledger` shows its trajectories."""
-    from turnstream_server.jobs.runs import print_run
+def why(run: RunArgument, redis: Redis = None, as_json: AsJson = False) -> None:
+    """Explain why a run waits, the most important reason first."""
+    from turnstream_server.jobs import why as jobs
 
-    print_run(store_url(redis), run, console())
+    if as_json:
+        typer.echo(jobs.reasons_json(store_url(redis), run))
+    else:
+        jobs.print_reasons(store_url(redis), run, console())
 
 
 @app.command(rich_help_panel=PANEL)
 def ledger(
     run: RunArgument,
     trajectory: Annotated[
-        str | None, typer.Argument(help="<group>/<sample>/<attempt>: the life of this one.")
+        str | None, typer.Argument(metavar="[TRAJECTORY]", help="<group>/<sample>/<attempt>.")
     ] = None,
     redis: Redis = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show where the trajectories of a run are and why, or what became of one of them."""
+    """Count the trajectories of a run by state, or show the history of one."""
     from turnstream_server.jobs import ledger as jobs
 
-    url = store_url(redis)
+    url, folder = store_url(redis), environment().archive_dir
     if trajectory is None and as_json:
         typer.echo(jobs.ledger_json(url, run))
     elif trajectory is None:
         jobs.print_ledger(url, run, console())
     elif as_json:
-        typer.echo(jobs.history_json(url, run, trajectory, folder=environment().archive_dir))
+        typer.echo(jobs.history_json(url, run, trajectory, folder=folder))
     else:
-        folder = environment().archive_dir
         jobs.print_history(url, run, trajectory, console(), folder=folder)
-
-
-app.command(rich_help_panel=PANEL)(dead)
-
-
-@app.command(rich_help_panel=PANEL)
-def why(run: RunArgument, redis: Redis = None, as_json: AsJson = False) -> None:
-    """Say why nobody gets data of a run: who waits for whom, the most important reason first."""
-    from turnstream_server.jobs import why as jobs
-
-    url = store_url(redis)
-    if as_json:
-        typer.echo(jobs.reasons_json(url, run))
-    else:
-        jobs.print_reasons(url, run, console())
 
 
 @app.command(rich_help_panel=PANEL)
 def batch(
     run: RunArgument,
-    step: Annotated[int, typer.Argument(min=1, help="Number of the batch.")],
+    step: Annotated[int, typer.Argument(metavar="STEP", min=1, help="Number of the batch.")],
     diff: Annotated[
         int | None, typer.Option(min=1, metavar="STEP", help="Compare with this batch.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Receives the exact bytes of its mini-batches, as Arrow.")
+        Path | None, typer.Option(metavar="FILE", help="Write its mini-batches as Arrow streams.")
     ] = None,
     merge: Annotated[
-        bool, typer.Option("--merge", help="How turns merge, and where trajectories break.")
+        bool, typer.Option("--merge", help="Show how turns merge, and where a prompt differs.")
     ] = False,
-    dp_rank: Annotated[int, typer.Option(min=0, help="Whose bytes.")] = 0,
-    dp_world_size: Annotated[int, typer.Option(min=1, help="Of so many ranks.")] = 1,
+    show_all: Annotated[bool, typer.Option("--all", help="Every trajectory, not only 12.")] = False,
+    dp_rank: Annotated[int, typer.Option(min=0, help="Rank whose mini-batches --out writes.")] = 0,
+    dp_world_size: Annotated[int, typer.Option(min=1, help="Number of ranks, for --out.")] = 1,
     redis: Redis = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what one batch of a run is made of, how its turns merge, its bytes, its differences."""
+    """Show the content of one batch: sizes, rewards, advantages, differences."""
     from turnstream_server.jobs import batches as jobs
     from turnstream_server.jobs import merges
 
     url, folder = store_url(redis), environment().archive_dir
     if out is not None:
         ranks = {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
-        for path in jobs.write_batch(url, run, step, out, **ranks):
-            typer.echo(path)
+        paths = [str(path) for path in jobs.write_batch(url, run, step, out, **ranks)]
+        say("\n".join(paths), as_json=as_json, files=paths)
     elif diff is not None and as_json:
         typer.echo(jobs.difference_json(url, run, step, diff, folder=folder))
     elif diff is not None:
@@ -115,35 +119,40 @@ def batch(
     elif as_json:
         typer.echo(jobs.batch_json(url, run, step, folder=folder))
     else:
-        jobs.print_batch(url, run, step, console(), folder=folder)
-
-
-@app.command(rich_help_panel=PANEL)
-def archive(
-    run: RunArgument,
-    folder: Annotated[Path, typer.Option("--to", help="Receives a Parquet file for every step.")],
-    redis: Redis = None,
-) -> None:
-    """Write every step that is committed and still retained as Parquet."""
-    from turnstream_server.jobs.archives import archive_run
-
-    for path in archive_run(store_url(redis), run, folder):
-        typer.echo(path)
-
-
-@app.command(rich_help_panel=PANEL)
-def config() -> None:
-    """Print the settings of this environment, one variable a line."""
-    for name, value in environment().printable().items():
-        typer.echo(f"{name}={value}")
+        jobs.print_batch(url, run, step, console(), folder=folder, show_all=show_all)
 
 
 @app.command(rich_help_panel=PANEL)
 def evals(run: RunArgument, redis: Redis = None, as_json: AsJson = False) -> None:
-    """Show what the evaluations of a run gave, for each version of the weights."""
+    """Show the results of evaluations, for each version of the weights."""
     from turnstream_server.jobs import evals as jobs
 
     if as_json:
         typer.echo(jobs.evals_json(store_url(redis), run))
     else:
         jobs.print_evals(store_url(redis), run, console())
+
+
+@app.command(rich_help_panel=PANEL)
+def archive(
+    run: RunArgument,
+    folder: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Receives a file a step.")],
+    redis: Redis = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the committed steps that are still stored as Parquet files."""
+    from turnstream_server.jobs.archives import archive_run
+
+    paths = [str(path) for path in archive_run(store_url(redis), run, folder)]
+    say("\n".join(paths) or "nothing to write", as_json=as_json, files=paths)
+
+
+@app.command(rich_help_panel="Jobs")
+def config(as_json: AsJson = False) -> None:
+    """Print the settings of this environment, one variable a line."""
+    settings = environment().printable()
+    if as_json:
+        typer.echo(json.dumps(settings, indent=2))
+        return
+    for name, value in settings.items():
+        typer.echo(f"{name}={value}")

@@ -87,7 +87,7 @@ def _of_dead_letters(run: str, dead: KeptDeadLetters) -> Reason:
         sentence=(
             f"dead letters that are kept: {dead.num_trajectories} of trajectories, "
             f"{dead.num_events} of events; the newest is {dead.newest}: {dead.reason}; "
-            f"`turnstream dead {run}` lists them"
+            f"`turnstream dead list {run}` lists them"
         ),
         facts={
             "trajectories": dead.num_trajectories,

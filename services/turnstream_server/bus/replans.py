@@ -82,7 +82,7 @@ class Withdrawal:
 
 def how_to_go_on(run: str) -> str:
     """What an operator can do about damage, for whoever meets it."""
-    return f"`turnstream replan {shlex.quote(run)}` sets it aside, and plans again without it"
+    return f"`turnstream run replan {shlex.quote(run)}` sets it aside, and plans again without it"
 
 
 def request_replan(client: redis.Redis, run: str, *, step: int | None = None) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
@@ -19,14 +21,32 @@ from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.manifests import StoredManifest, read_plan
 from turnstream_server.bus.past import read_past_batch
 from turnstream_server.bus.states import state_of_step
+from turnstream_server.jobs.batch_numbers import BatchNumbers, numbers_of
 from turnstream_server.jobs.figures import print_figures
 from turnstream_server.jobs.looks import looking_at
 
+MAX_SHOWN: Final = 12
+"""Trajectories of a batch that are printed; more do not fit one screen."""
+
 
 def print_batch(
-    url: str, run: str, step: int, console: Console, *, folder: Path | None = None
+    url: str,
+    run: str,
+    step: int,
+    console: Console,
+    *,
+    folder: Path | None = None,
+    show_all: bool = False,
 ) -> None:
-    """Groups, trajectories, rewards, advantages and denominators of a batch.
+    """Sizes of a batch, its first trajectories with reward and advantage, and denominators.
+
+    Args:
+        url: of the store.
+        run: name of the run.
+        step: number of the batch.
+        console: where it is printed.
+        folder: the archive folder, which has the oldest batches.
+        show_all: print every trajectory, and the tags and metrics.
 
     Raises:
         NotReadyError: the step is not planned yet.
@@ -40,19 +60,44 @@ def print_batch(
     if "trajectories" in content:
         names = ", ".join(keys.readable_name(each["id"]) for each in content["trajectories"])
         console.print(f"no longer retained; of its trajectories the names are kept: {names}")
-    for index, mini_batch in enumerate(content["mini_batches"]):
-        table = Table("trajectory", "reward", "advantage", "rows", title=f"mini-batch {index}")
-        for trajectory in mini_batch["trajectories"]:
-            table.add_row(
-                keys.readable_name(trajectory["id"]),
-                f"{trajectory['reward']:g}",
-                f"{trajectory['advantage']:g}",
-                str(trajectory["num_rows"]),
-            )
-        console.print(table)
-        denominators = mini_batch["denominators"].items()
-        console.print(", ".join(f"{name} {value:g}" for name, value in denominators))
-    print_figures(content.get("figures"), console)
+    if "numbers" in content:
+        _print_numbers(BatchNumbers(**content["numbers"]), console)
+    _print_trajectories(content["mini_batches"], console, most=None if show_all else MAX_SHOWN)
+    if show_all:
+        print_figures(content.get("figures"), console)
+
+
+def _print_numbers(numbers: BatchNumbers, console: Console) -> None:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in numbers.rows():
+        table.add_row(name, value)
+    console.print(table)
+
+
+def _print_trajectories(
+    mini_batches: Sequence[Mapping[str, Any]], console: Console, *, most: int | None
+) -> None:
+    """Print the trajectories, and what the loss of each mini-batch is divided by."""
+    members = [
+        (index, each) for index, cut in enumerate(mini_batches) for each in cut["trajectories"]
+    ]
+    if not members:
+        return
+    table = Table("mini-batch", "reward", "advantage", "rows", "trajectory", box=None)
+    for index, each in members[:most]:
+        table.add_row(
+            str(index),
+            f"{each['reward']:g}",
+            f"{each['advantage']:g}",
+            str(each["num_rows"]),
+            keys.readable_name(each["id"]),
+        )
+    console.print(table)
+    if most is not None and len(members) > most:
+        console.print(f"and {len(members) - most:,} others: --all prints them, tags and metrics")
+    for index, cut in enumerate(mini_batches[: None if most is None else 4]):
+        told = ", ".join(f"{name} {value:g}" for name, value in cut["denominators"].items())
+        console.print(f"mini-batch {index}: {told}", soft_wrap=True)
 
 
 def batch_json(url: str, run: str, step: int, *, folder: Path | None = None) -> str:
@@ -221,6 +266,7 @@ def _content(stored: StoredManifest) -> dict[str, Any]:
         "previous_hash": manifest.previous_hash,
         "lineage": manifest.lineage,
         "config_revision": manifest.config_revision,
+        "numbers": asdict(numbers_of([manifest])),
         "figures": shown_figures(manifest.figures),
         "mini_batches": mini_batches,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, cast
 
 from turnstream.batching.config import BatchingConfig
@@ -15,8 +16,47 @@ from turnstream.store.connection import connect
 from turnstream.store.life import pause_run, reopen_run, resume_run
 from turnstream.store.revisions import Revisions, read_revisions, revise_config
 from turnstream.store.run_ids import find_run
-from turnstream.store.runs import close_run
+from turnstream.store.runs import close_run, create_run
 from turnstream.types import Leftover
+
+
+def create(url: str, run: str, settings: Sequence[str], config_file: Path | None) -> str:
+    """Create a run, or accept it if it has these settings already; return its name.
+
+    Args:
+        url: of the store.
+        run: its name.
+        settings: "name=value" each.
+        config_file: all settings as JSON; `settings` change it.
+
+    Raises:
+        InvalidConfigError: no such setting, a config that cannot work, or no batch_groups.
+        ConflictError: the run exists with other settings.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    if config_file is not None:
+        config = with_settings(decode_config(config_file.read_text(encoding="utf-8")), settings)
+    else:
+        config = _first_config(settings)
+    with connect(url) as client:
+        create_run(client, run, config)
+        return find_run(client, run)
+
+
+def _first_config(settings: Sequence[str]) -> BatchingConfig:
+    """Return a config from the settings alone; an update takes all groups of a step."""
+    given = {name: text for name, _, text in (each.partition("=") for each in settings)}
+    if "batch_groups" not in given:
+        raise InvalidConfigError(
+            "batch_groups", "it is missing; write --set batch_groups=8: the groups of one step"
+        )
+    try:
+        batch_groups = int(given["batch_groups"])
+    except ValueError as error:
+        text = given["batch_groups"]
+        raise InvalidConfigError("batch_groups", f"{text!r} is no whole number") from error
+    default = BatchingConfig(batch_groups=batch_groups, mini_batch_groups=batch_groups)
+    return with_settings(default, settings)
 
 
 def revise_run(url: str, run: str, settings: Sequence[str], *, from_step: int) -> Iterator[str]:
@@ -90,7 +130,7 @@ def pause(url: str, run: str, reason: str) -> str:
 
 
 def resume(url: str, run: str) -> str:
-    """Let a paused run go on, and say what became of it.
+    """End a pause; return the outcome in words.
 
     Raises:
         RunNotFoundError: no such run.
@@ -99,7 +139,7 @@ def resume(url: str, run: str) -> str:
     with connect(url) as client:
         run = find_run(client, run)
         is_new = resume_run(client, run)
-    return f"run {run} goes on" if is_new else f"run {run} was not paused"
+    return f"run {run} is resumed" if is_new else f"run {run} was not paused"
 
 
 def with_settings(config: BatchingConfig, settings: Sequence[str]) -> BatchingConfig:

@@ -1,27 +1,45 @@
-"""The runs of a store, for people."""
+"""The runs of a store, for people and for programs."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
+from typing import Any, Final
 
 import redis
 from rich.console import Console
 from rich.table import Table
 
+from turnstream.batching.config import BatchingConfig
 from turnstream.errors import RunNotFoundError
-from turnstream.store.revisions import read_revisions
+from turnstream.records.configs import encode_config
+from turnstream.store.connection import address_of
+from turnstream.store.revisions import Revisions, read_revisions
 from turnstream.store.run_ids import find_run
 from turnstream.store.runs import list_runs
 from turnstream_server.bus.deletion import deleting_since_ms
-from turnstream_server.bus.frontier import Origin, Rollback
+from turnstream_server.bus.frontier import Frontier, Origin, Rollback
 from turnstream_server.bus.ledger import RunSummary, run_summary
+from turnstream_server.bus.manifests import read_plan
 from turnstream_server.bus.observers import Observer, read_observers
 from turnstream_server.bus.replans import last_replanned
+from turnstream_server.jobs.batch_numbers import BatchNumbers, numbers_of
 from turnstream_server.jobs.ledger import duration
 from turnstream_server.jobs.life import pending_revisions
 from turnstream_server.jobs.looks import looking_at
 from turnstream_server.jobs.replanning import replanned_text
+
+_COLUMNS: Final = (
+    "run",
+    "state",
+    "planned",
+    "stepped",
+    "committed",
+    "accepted",
+    "trained",
+    "origin",
+)
 
 
 def print_runs(url: str, console: Console) -> None:
@@ -30,30 +48,89 @@ def print_runs(url: str, console: Console) -> None:
     Raises:
         StoreUnavailableError: the store cannot be reached.
     """
-    table = Table(
-        "run", "planned", "stepped", "committed", "accepted", "trained", "closed", "origin"
+    rows = [_run_facts(client, run) for client, run in _runs(url)]
+    if not rows:
+        console.print(no_runs(url), soft_wrap=True, highlight=False)
+        return
+    cells = [[_cell(row.get(name)) for name in _COLUMNS] for row in rows]
+    for line in aligned([[*_COLUMNS], *cells]):
+        console.print(line, soft_wrap=True, highlight=False)
+
+
+def runs_json(url: str) -> str:
+    """The same as JSON: a list with an object per run.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    return json.dumps([_run_facts(client, run) for client, run in _runs(url)], indent=2)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line per row with aligned columns; no cell is cut or wrapped.
+
+    >>> aligned([["run", "state"], ["maze", "open"]])
+    ['run   state', 'maze  open']
+    """
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def no_runs(url: str) -> str:
+    """Return the sentence for an empty store, with the command that creates a run."""
+    return (
+        f"no runs in the store at {address_of(url)}; create one: "
+        "turnstream run create NAME --set batch_groups=8"
     )
+
+
+def _runs(url: str) -> Any:
     with looking_at(url) as client:
         for run in list_runs(client):
-            table.add_row(run, *_run_row(client, run))
-    console.print(table if table.row_count else "no runs")
+            yield client, run
 
 
-def _run_row(client: redis.Redis, run: str) -> tuple[str, ...]:
+def _run_facts(client: redis.Redis, run: str) -> dict[str, Any]:
     try:
         seen = run_summary(client, run)
     except RunNotFoundError:
         is_going = deleting_since_ms(client, run) is not None
-        return ("being deleted" if is_going else "gone",)
-    return (
-        str(seen.frontier.planned),
-        str(seen.frontier.stepped),
-        str(seen.frontier.committed),
-        f"{seen.ledger.accepted:,}",
-        f"{seen.ledger.num_trained:,}",
-        "yes" if seen.frontier.is_closed else "no",
-        origin_text(seen.frontier.origin),
-    )
+        return {"run": run, "state": "being deleted" if is_going else "gone"}
+    frontier = seen.frontier
+    return {
+        "run": run,
+        "state": state_of(frontier),
+        "planned": frontier.planned,
+        "stepped": frontier.stepped,
+        "committed": frontier.committed,
+        "accepted": seen.ledger.accepted,
+        "trained": seen.ledger.num_trained,
+        "origin": origin_text(frontier.origin) or None,
+    }
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def state_of(frontier: Frontier) -> str:
+    """Return "open", "paused", "closed" (steps may follow) or "finished"."""
+    if frontier.is_finished and frontier.stepped >= frontier.planned:
+        return "finished"
+    if frontier.is_closed:
+        return "closed"
+    return "open" if frontier.paused is None else "paused"
+
+
+def steps_text(frontier: Frontier) -> str:
+    """Return the progress of a run in a few words."""
+    numbers = (frontier.planned, frontier.stepped, frontier.committed)
+    return "{} planned, {} stepped, {} committed".format(*numbers)
 
 
 def origin_text(origin: Origin | None) -> str:
@@ -65,8 +142,14 @@ def origin_text(origin: Origin | None) -> str:
     return "" if origin is None else f"step {origin.step} of {origin.run}"
 
 
-def print_run(url: str, run: str, console: Console) -> None:
-    """How far one run is, and its configuration.
+def print_run(url: str, run: str, console: Console, *, show_all: bool = False) -> None:
+    """Progress, numbers of the newest batch, and settings of a run.
+
+    Args:
+        url: of the store.
+        run: its name.
+        console: where it is printed.
+        show_all: print the settings at their default too.
 
     Raises:
         RunNotFoundError: no such run.
@@ -78,57 +161,139 @@ def print_run(url: str, run: str, console: Console) -> None:
         revisions = read_revisions(client, run)
         observers = read_observers(client, run)
         replanned = last_replanned(client, run)
-    config = revisions.config(revisions.in_force)
-    table = _run_table(seen)
+        numbers = newest_batch(client, run, seen.frontier)
+    table = _lines()
+    for name, value in _run_rows(seen):
+        table.add_row(name, value)
     if replanned is not None:
         table.add_row("planned again", replanned_text(replanned))
+    if numbers is not None:
+        table.add_section()
+        for name, value in numbers.rows():
+            table.add_row(name, value)
     console.print(table)
     if observers:
         console.print(_observer_table(observers))
-    settings = Table("setting", "value", title=f"configuration, revision {revisions.in_force}")
-    for name, value in asdict(config).items():
-        settings.add_row(name, str(value))
-    settings.add_section()
-    for which, changes in pending_revisions(revisions):
-        settings.add_row(which, changes)
-    console.print(settings)
+    console.print(f"settings, revision {revisions.in_force} (* differs from the default)")
+    console.print(_settings_table(revisions, show_all=show_all))
+    if not show_all:
+        console.print("--all prints the settings at their default")
+
+
+def run_json(url: str, run: str) -> str:
+    """The same as JSON, with every setting.
+
+    Raises:
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    with looking_at(url) as client:
+        run = find_run(client, run)
+        seen = run_summary(client, run)
+        revisions = read_revisions(client, run)
+        observers = read_observers(client, run)
+        numbers = newest_batch(client, run, seen.frontier)
+    config = revisions.config(revisions.in_force)
+    content = {
+        "run": run,
+        "state": state_of(seen.frontier),
+        "steps": {
+            "planned": seen.frontier.planned,
+            "stepped": seen.frontier.stepped,
+            "committed": seen.frontier.committed,
+        },
+        "groups_opened": seen.frontier.num_opened_groups,
+        "policy_version": None if seen.newest_version is None else seen.newest_version.version,
+        "session_epoch": seen.frontier.session_epoch,
+        "dp_world_size": seen.frontier.dp_world_size,
+        "planner": seen.planner or None,
+        "lineage": seen.frontier.lineage,
+        "rollbacks": [each._asdict() for each in seen.frontier.rollbacks],
+        "origin": None if seen.frontier.origin is None else asdict(seen.frontier.origin),
+        "paused": seen.frontier.paused,
+        "newest_batch": None if numbers is None else asdict(numbers),
+        "observers": [asdict(each) for each in observers],
+        "revision": revisions.in_force,
+        "settings": json.loads(encode_config(config)),
+        "changed_settings": sorted(changed_names(config)),
+    }
+    return json.dumps(content, indent=2)
+
+
+def newest_batch(client: redis.Redis, run: str, frontier: Frontier) -> BatchNumbers | None:
+    """Return the numbers of the newest planned batch; None before the first."""
+    stored = read_plan(client, run, frontier.planned) if frontier.planned else None
+    return None if stored is None else numbers_of([stored.manifest])
+
+
+def changed_names(config: BatchingConfig) -> set[str]:
+    """Return the names of the settings that differ from their default, or have none.
+
+    >>> sorted(changed_names(BatchingConfig(batch_groups=8, mini_batch_groups=8, max_staleness=3)))
+    ['batch_groups', 'max_staleness', 'mini_batch_groups']
+    """
+    return {
+        field.name
+        for field in fields(BatchingConfig)
+        if field.default is MISSING or getattr(config, field.name) != field.default
+    }
 
 
 def rollback_text(rollback: Rollback) -> str:
     """A rollback in few words.
 
     >>> rollback_text(Rollback("main-1", step=4, stepped=7))
-    'main-1 goes on from step 4, where 7 was stepped'
+    'main-1 continues from step 4; the steps up to 7 are trained again'
     """
     return (
-        f"{rollback.lineage} goes on from step {rollback.step}, where {rollback.stepped} was "
-        "stepped"
+        f"{rollback.lineage} continues from step {rollback.step}; the steps up to "
+        f"{rollback.stepped} are trained again"
     )
 
 
+def _settings_table(revisions: Revisions, *, show_all: bool) -> Table:
+    config = revisions.config(revisions.in_force)
+    changed = changed_names(config)
+    table = _lines()
+    for name, value in asdict(config).items():
+        if name in changed or show_all:
+            table.add_row(f"{'*' if name in changed else ' '} {name}", str(value))
+    for which, changes in pending_revisions(revisions):
+        table.add_row(which, changes)
+    return table
+
+
+def _lines() -> Table:
+    """Return a table of names and values, without borders."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
 def _observer_table(observers: Sequence[Observer]) -> Table:
-    table = Table("observer", "step seen", "silent for", "forgotten in")
+    table = Table("observer", "step seen", "silent for", "forgotten in", box=None, pad_edge=False)
     for each in observers:
         left = duration(each.left_s) if each.left_s > 0 else "it is gone"
         table.add_row(each.name, str(each.seen), duration(each.silent_s), left)
     return table
 
 
-def _run_table(seen: RunSummary) -> Table:
+def _run_rows(seen: RunSummary) -> list[tuple[str, str]]:
     frontier = seen.frontier
     version = seen.newest_version
-    table = Table(title=seen.run, show_header=False)
-    table.add_row("batches", f"{frontier.planned} planned")
-    table.add_row("", f"{frontier.stepped} stepped, {frontier.committed} committed")
-    table.add_row("groups", f"{frontier.num_opened_groups} opened")
-    table.add_row("policy version", "none yet" if version is None else str(version.version))
-    table.add_row("trainer", f"session {frontier.session_epoch}, {frontier.dp_world_size} ranks")
-    table.add_row("planner", seen.planner or "none")
-    table.add_row("lineage", frontier.lineage)
-    for each in frontier.rollbacks:
-        table.add_row("rollback", rollback_text(each))
-    table.add_row("origin", origin_text(frontier.origin) or "none")
-    table.add_row("closed", "yes" if frontier.is_closed else "no")
-    if frontier.paused is not None:
-        table.add_row("paused", frontier.paused or "yes")
-    return table
+    rows = [
+        ("run", f"{seen.run}: {state_of(frontier)}"),
+        ("steps", steps_text(frontier)),
+        ("groups opened", f"{frontier.num_opened_groups:,}"),
+        ("policy version", "none yet" if version is None else str(version.version)),
+        ("trainer", f"session {frontier.session_epoch}, {frontier.dp_world_size} ranks"),
+        ("planner", seen.planner or "none"),
+        ("lineage", frontier.lineage),
+        *[("rollback", rollback_text(each)) for each in frontier.rollbacks],
+    ]
+    if frontier.origin is not None:
+        rows.append(("origin", origin_text(frontier.origin)))
+    if frontier.paused:
+        rows.append(("paused", frontier.paused))
+    return rows

@@ -42,7 +42,7 @@ def start_batcher(stack: Stack, *, name: str, listen: str = "127.0.0.1:0") -> St
     address_file = stack.folder / f"{name}.address"
     address_file.unlink(missing_ok=True)
     service = stack.start(
-        name, ["batcher", "--listen", listen, "--address-file", str(address_file)]
+        name, ["serve", "batcher", "--listen", listen, "--address-file", str(address_file)]
     )
     address = stack.wait_for_file(address_file, of=service, timeout_s=_READY_S)
     return StartedBatcher(service, address)
@@ -63,7 +63,7 @@ def start_trainer(stack: Stack, config: TrainerConfig, *, name: str = "trainer")
     ]
     if config.dump_folder is not None:
         arguments += ["--dump", str(config.dump_folder)]
-    return stack.start(name, ["trainer", *arguments])
+    return stack.start(name, ["serve", "trainer", *arguments])
 
 
 def start_live_generator(
@@ -84,7 +84,7 @@ def start_live_generator(
         *("--group-size", str(preset.group_size), "--round", str(groups_per_round)),
         *("--temperature", str(preset.temperature)),
     ]
-    return stack.start(writer, ["generator", *arguments])
+    return stack.start(writer, ["serve", "generator", *arguments])
 
 
 def start_replay(stack: Stack, config: ReplayConfig) -> Service:
@@ -99,7 +99,7 @@ def start_replay(stack: Stack, config: ReplayConfig) -> Service:
     ]
     if config.policy is not None:
         arguments += ["--logprobs-by", str(_policy_path(stack, config.policy))]
-    return stack.start(config.writer, ["replayer", *arguments])
+    return stack.start(config.writer, ["serve", "replayer", *arguments])
 
 
 def _policy_path(stack: Stack, policy: PolicySource) -> Path:

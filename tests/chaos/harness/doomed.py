@@ -114,7 +114,7 @@ def kill_a_replay(stack: Stack) -> None:
         side.wait_for({"accepted": 3, "planned": 2, "dead": 1})
         fix = stack.rig.folder / f"fix-{side.run}.json"
         fix.write_text(to_json(open_letter(side.client, side.run, _DAMAGED)))
-        words = ("dead", side.run, _DAMAGED, "--replay", "--fix", str(fix), "--as-group", "new")
+        words = ("dead", "replay", side.run, _DAMAGED, "--fix", str(fix), "--as-group", "new")
         _command_that_dies(stack, failpoint, *words)
         side.wait_for({"accepted": 4, "planned": 3, "dead": 1})
 
@@ -125,7 +125,7 @@ def kill_a_deletion(stack: Stack) -> None:
     with side_run(stack) as side:
         for group in ("g", "h"):
             side.seal(group, 0, 1, num_samples=2)
-        words = ("delete", side.run, "--yes")
+        words = ("run", "delete", side.run, "--yes")
         _killed_command(stack, failpoint, *words)
         side.create_again()
         side.seal("g", 0, 1, num_samples=2)
@@ -145,7 +145,7 @@ def kill_a_fork(stack: Stack) -> None:
     stack.num_sides += 1
     new_run, token = f"side-{stack.num_sides}", stack.rig.folder / "fork.token"
     token.write_text(str(token_of_step(client, run, step)))
-    _command_that_dies(stack, failpoint, "fork", run, new_run, "--token-file", str(token))
+    _command_that_dies(stack, failpoint, "run", "fork", run, new_run, "--token-file", str(token))
     states = read_states(client, new_run)
     states.counts.check()
     assert states.frontier.origin is not None

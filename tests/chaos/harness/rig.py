@@ -152,7 +152,7 @@ class Rig:
     def begin_batcher(self, name: str, *, failpoint: str = "", lease_s: float = LEASE_S) -> Service:
         """A batcher that nobody waits for: it may die before it answers."""
         environment = {"TURNSTREAM_FAILPOINT": failpoint, "TURNSTREAM_LEASE_S": str(lease_s)}
-        arguments = ["batcher", "--listen", self.address(name)]
+        arguments = ["serve", "batcher", "--listen", self.address(name)]
         return self.keep(self._stack(environment).start(name, arguments))
 
     def let_batcher_die(self, failpoint: str, *, name: str = "doomed") -> None:

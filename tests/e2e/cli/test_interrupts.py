@@ -63,7 +63,7 @@ def silent_store() -> Iterator[str]:
 def test_interrupt_during_an_import_prints_no_traceback(module: str, silent_store: str) -> None:
     # All modules of the command line were imported before anything handled Ctrl-C: in the first
     # 0.1 s it printed a traceback of the import system and ended the process by the signal.
-    command = [sys.executable, "-c", AT_IMPORT, module, "runs", "--redis", silent_store]
+    command = [sys.executable, "-c", AT_IMPORT, module, "run", "list", "--redis", silent_store]
 
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
@@ -76,7 +76,16 @@ def test_interrupt_swallowed_by_an_import_still_ends_the_command(silent_store: s
     # went on as if there had been no Ctrl-C.
     hook = "os.kill(os.getpid(), signal.SIGINT)"
     swallowing = AT_IMPORT.replace(hook, f"exec('try: {hook}\\nexcept BaseException: pass')")
-    command = [sys.executable, "-c", swallowing, "pydantic_core", "runs", "--redis", silent_store]
+    command = [
+        sys.executable,
+        "-c",
+        swallowing,
+        "pydantic_core",
+        "run",
+        "list",
+        "--redis",
+        silent_store,
+    ]
 
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
@@ -86,7 +95,7 @@ def test_interrupt_swallowed_by_an_import_still_ends_the_command(silent_store: s
 @pytest.mark.parametrize("after_s", [0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0])
 def test_interrupt_prints_no_traceback_at_any_moment(after_s: float, silent_store: str) -> None:
     # The same from outside: before the command line was there, Ctrl-C printed a traceback.
-    command = [sys.executable, "-c", SAYS_GO, "runs", "--redis", silent_store]
+    command = [sys.executable, "-c", SAYS_GO, "run", "list", "--redis", silent_store]
 
     status, stderr = interrupted(command, after_s=after_s)
 

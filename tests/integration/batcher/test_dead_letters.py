@@ -39,7 +39,7 @@ async def until(predicate: Callable[[], object], describe: str) -> None:
 
 
 async def command(house: Any, *words: str) -> str:
-    """What `turnstream dead` prints."""
+    """What `turnstream dead list` prints."""
     arguments = ["dead", *words, "--redis", house.url]
     shown = await asyncio.to_thread(CliRunner().invoke, cli.app, arguments)
     if shown.exception is not None and not isinstance(shown.exception, SystemExit):

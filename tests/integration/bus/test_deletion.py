@@ -187,7 +187,7 @@ def test_a_deletion_that_is_killed_anywhere_is_finished_by_the_next(
 ) -> None:
     run = new_run(client)
     fill(client, run, num_samples=NUM_MANY)
-    command = [sys.executable, "-m", "turnstream_server.cli", "delete", run, "--yes"]
+    command = [sys.executable, "-m", "turnstream_server.cli", "run", "delete", run, "--yes"]
     environment = {"TURNSTREAM_FAILPOINT": place, "TURNSTREAM_REDIS_URL": server.url}
 
     killed = subprocess.run(command, env=environment, capture_output=True, check=False)

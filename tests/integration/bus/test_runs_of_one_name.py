@@ -84,7 +84,7 @@ def content(client: redis.Redis, run: str) -> dict[str, Any]:
 
 def kill_deletion(server: EmbeddedServer, name: str, place: str) -> int:
     """The exit status of a command `delete` that is killed at a failpoint."""
-    command = [sys.executable, "-m", "turnstream_server.cli", "delete", name, "--yes"]
+    command = [sys.executable, "-m", "turnstream_server.cli", "run", "delete", name, "--yes"]
     environment = {"TURNSTREAM_FAILPOINT": place, "TURNSTREAM_REDIS_URL": server.url}
     return subprocess.run(command, env=environment, capture_output=True, check=False).returncode
 

@@ -51,7 +51,9 @@ def test_why_gives_the_silence_of_the_store_as_the_reason(frozen_url: str) -> No
     assert 0.2 <= reason["facts"]["since_s"] < LONGEST_S
 
 
-@pytest.mark.parametrize("words", [["ledger", "maze"], ["ledger", "maze", "a/0/0"], ["runs"]])
+@pytest.mark.parametrize(
+    "words", [["ledger", "maze"], ["ledger", "maze", "a/0/0"], ["run", "list"], ["status"]]
+)
 def test_other_looks_end_with_an_error_that_says_so(frozen_url: str, words: list[str]) -> None:
     began_s = time.monotonic()
 

@@ -75,8 +75,8 @@ def content(client: redis.Redis, run: str) -> dict[str, object]:
 def test_close_ends_a_run_once_and_keeps_what_becomes_of_the_rest(
     client: redis.Redis, run: str, turnstream: Shell
 ) -> None:
-    first = turnstream("close", run, "--leftover", "carry", "--reason", "enough")
-    again = turnstream("close", run)
+    first = turnstream("run", "close", run, "--leftover", "carry", "--reason", "enough")
+    again = turnstream("run", "close", run)
 
     assert first == Told(0, f"run {run} is closed\n", "")
     assert again == Told(0, f"run {run} was closed before\n", "")
@@ -89,9 +89,9 @@ def test_close_ends_a_run_once_and_keeps_what_becomes_of_the_rest(
 def test_reopen_lets_a_closed_run_go_on_once(
     client: redis.Redis, run: str, turnstream: Shell
 ) -> None:
-    turnstream("close", run)
+    turnstream("run", "close", run)
 
-    first, again = turnstream("reopen", run), turnstream("reopen", run)
+    first, again = turnstream("run", "reopen", run), turnstream("run", "reopen", run)
 
     assert first == Told(0, f"run {run} takes groups again\n", "")
     assert again == Told(0, f"run {run} was not closed\n", "")
@@ -101,16 +101,16 @@ def test_reopen_lets_a_closed_run_go_on_once(
 def test_pause_and_resume_keep_the_first_reason_and_say_what_was_to_do(
     client: redis.Redis, run: str, turnstream: Shell
 ) -> None:
-    not_paused = turnstream("resume", run)
-    paused = turnstream("pause", run, "--reason", "the disk is full")
-    again = turnstream("pause", run, "--reason", "another")
+    not_paused = turnstream("run", "resume", run)
+    paused = turnstream("run", "pause", run, "--reason", "the disk is full")
+    again = turnstream("run", "pause", run, "--reason", "another")
     reason = read_frontier(client, run).paused
-    resumed = turnstream("resume", run)
+    resumed = turnstream("run", "resume", run)
 
     assert not_paused == Told(0, f"run {run} was not paused\n", "")
     assert paused == Told(0, f"run {run} is paused\n", "")
     assert again == Told(0, f"run {run} was paused before\n", "")
-    assert resumed == Told(0, f"run {run} goes on\n", "")
+    assert resumed == Told(0, f"run {run} is resumed\n", "")
     assert (reason, read_frontier(client, run).paused) == ("the disk is full", None)
 
 
@@ -129,10 +129,10 @@ def test_replan_says_what_is_planned_again_as_text_and_as_json(
 
     with ThreadPoolExecutor() as pool:
         pool.submit(answer)
-        told = turnstream("replan", run)
+        told = turnstream("run", "replan", run)
         pool.submit(answer)
-        as_json = turnstream("replan", run, "--json")
-    shown = turnstream("show", run)
+        as_json = turnstream("run", "replan", run, "--json")
+    shown = turnstream("run", "show", run)
 
     since = "1970-01-01 00:01:01+00:00"
     assert told == Told(0, f"planned again: steps 3 to 4, since {since}, without g/0/0\n", "")
@@ -143,8 +143,8 @@ def test_replan_says_what_is_planned_again_as_text_and_as_json(
 def test_replan_says_that_nobody_answers_and_what_becomes_of_it(
     client: redis.Redis, run: str, turnstream: Shell
 ) -> None:
-    told = turnstream("replan", run, "--wait-s", "0")
-    never = turnstream("replan", run, "--step", "7")
+    told = turnstream("run", "replan", run, "--wait-s", "0")
+    never = turnstream("run", "replan", run, "--step", "7")
 
     assert told.status == 1
     assert "no batcher has answered within 0 s; the request stands" in told.err
@@ -153,7 +153,7 @@ def test_replan_says_that_nobody_answers_and_what_becomes_of_it(
 
 
 def test_replan_refuses_a_step_that_is_not_planned(run: str, turnstream: Shell) -> None:
-    assert turnstream("replan", run, "--step", "7") == Told(
+    assert turnstream("run", "replan", run, "--step", "7") == Told(
         1, "", "error: step 7 is not planned; 0 are\n"
     )
 
@@ -161,7 +161,7 @@ def test_replan_refuses_a_step_that_is_not_planned(run: str, turnstream: Shell) 
 def test_why_says_as_json_that_a_run_is_paused_and_the_reason(
     client: redis.Redis, run: str, turnstream: Shell
 ) -> None:
-    turnstream("pause", run, "--reason", "the disk is full")
+    turnstream("run", "pause", run, "--reason", "the disk is full")
 
     told = turnstream("why", run, "--json")
 
@@ -174,9 +174,9 @@ def test_revise_shows_each_change_and_show_what_is_to_come(
 ) -> None:
     words = ("--set", "max_staleness=3", "--set", "estimator=rloo", "--from-step", "2")
 
-    told = turnstream("revise", run, *words)
-    again = turnstream("revise", run, *words)
-    shown = turnstream("show", run)
+    told = turnstream("run", "revise", run, *words)
+    again = turnstream("run", "revise", run, *words)
+    shown = turnstream("run", "show", run)
 
     assert told.status == 0
     assert told.out.splitlines() == [
@@ -214,7 +214,7 @@ def test_revise_names_the_setting_that_is_wrong_and_its_value(
 ) -> None:
     before = content(client, run)
 
-    told = turnstream("revise", run, *words, "--from-step", "2")
+    told = turnstream("run", "revise", run, *words, "--from-step", "2")
 
     assert (told.status, told.out) == (1, "")
     assert told.err.startswith(f"error: {message}")
@@ -228,7 +228,7 @@ def test_revise_of_a_step_that_is_planned_says_which_is_not(
     client.hset(keys.run_keys(run).frontier, "planned", 4)
     before = content(client, run)
 
-    told = turnstream("revise", run, "--set", "max_staleness=3", "--from-step", "4")
+    told = turnstream("run", "revise", run, "--set", "max_staleness=3", "--from-step", "4")
 
     assert told == Told(1, "", "error: step 4 is planned; the first that is not is step 5\n")
     assert content(client, run) == before
@@ -246,7 +246,7 @@ def test_revise_of_a_step_that_is_planned_says_which_is_not(
 def test_revise_without_a_step_or_a_setting_is_wrong_usage(
     client: redis.Redis, run: str, turnstream: Shell, words: tuple[str, ...], named: str
 ) -> None:
-    told = turnstream("revise", run, *words)
+    told = turnstream("run", "revise", run, *words)
 
     assert (told.status, told.out) == (2, "")
     assert named in told.err
@@ -256,10 +256,10 @@ def test_revise_without_a_step_or_a_setting_is_wrong_usage(
 def test_close_refuses_another_leftover_than_there_is_or_was(
     client: redis.Redis, run: str, turnstream: Shell
 ) -> None:
-    unknown = turnstream("close", run, "--leftover", "keep")
+    unknown = turnstream("run", "close", run, "--leftover", "keep")
     is_open = not read_frontier(client, run).is_closed
-    turnstream("close", run, "--leftover", "drop")
-    other = turnstream("close", run, "--leftover", "carry")
+    turnstream("run", "close", run, "--leftover", "drop")
+    other = turnstream("run", "close", run, "--leftover", "carry")
 
     assert unknown == Told(1, "", "error: leftover: 'keep' is not one of short, carry, drop\n")
     assert is_open
@@ -270,31 +270,32 @@ def test_close_refuses_another_leftover_than_there_is_or_was(
 @pytest.mark.parametrize(
     "words",
     [
-        *(("close",), ("reopen",), ("pause",), ("resume",), ("show",), ("ledger",), ("why",)),
-        ("revise", "--set", "max_staleness=3", "--from-step", "2"),
+        *(("run close",), ("run reopen",), ("run pause",), ("run resume",), ("run show",)),
+        *(("ledger",), ("why",), ("status",)),
+        ("run revise", "--set", "max_staleness=3", "--from-step", "2"),
     ],
     ids=lambda words: words[0],
 )
 def test_a_run_that_does_not_exist_is_named(
     client: redis.Redis, turnstream: Shell, words: tuple[str, ...]
 ) -> None:
-    told = turnstream(words[0], "mace", *words[1:])
+    told = turnstream(*words[0].split(), "mace", *words[1:])
 
-    error = "error: no run named 'mace': it was deleted, or not created yet\n"
+    error = "error: no run named 'mace': `turnstream run list` prints the runs of the store\n"
     assert told == Told(1, "", error)
     assert client.exists(*keys.run_keys("mace")) == 0
 
 
 @pytest.mark.parametrize("command", ["close", "reopen", "pause", "resume", "revise"])
 def test_without_a_run_it_is_wrong_usage(turnstream: Shell, command: str) -> None:
-    told = turnstream(command)
+    told = turnstream("run", command)
 
     assert (told.status, told.out) == (2, "")
-    assert "Missing argument 'run'" in told.err.replace("RUN", "run")
+    assert "Missing argument 'RUN'" in told.err
 
 
 def test_a_store_that_is_away_is_one_line_of_another_process() -> None:
-    command = [sys.executable, "-m", "turnstream_server.cli", "pause", "maze"]
+    command = [sys.executable, "-m", "turnstream_server.cli", "run", "pause", "maze"]
 
     done = subprocess.run(
         [*command, "--redis", "redis://127.0.0.1:1/0"], capture_output=True, text=True, check=False

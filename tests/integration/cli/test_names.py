@@ -56,7 +56,7 @@ def test_what_was_never_there_is_refused_by_its_readable_name(
     with pytest.raises(TrajectoryNotFoundError, match="trajectory 'task-8#1/0/0'"):
         place.type("ledger", run, typed)
     with pytest.raises(LetterNotFoundError, match="letter 'task-8#1/0/0'"):
-        place.type("dead", run, typed)
+        place.type("dead", "show", run, typed)
 
 
 @pytest.mark.parametrize("typed", ["a/b", "a/b/c", "/0/0", "a/0/x", f"{'a' * 600}/0/0"])
@@ -64,7 +64,7 @@ def test_what_cannot_be_a_name_is_said_so(place: Any, run: str, typed: str) -> N
     with pytest.raises(TrajectoryNotFoundError, match=f"{re.escape(typed)}' is no trajectory"):
         place.type("ledger", run, typed)
     with pytest.raises(LetterNotFoundError, match=f"{re.escape(typed)}' is no trajectory"):
-        place.type("dead", run, typed)
+        place.type("dead", "show", run, typed)
 
 
 @pytest.mark.parametrize("typed", ["d#1/1/0", "d%231/1/0"])
@@ -78,13 +78,13 @@ def test_a_dead_letter_is_shown_mended_replayed_and_discarded_by_either_name(
     place.train(run)
     fix = str(tmp_path / "fix.json")
 
-    listed = place.type("dead", run)
-    shown = place.type("dead", run, typed)
-    place.type("dead", run, typed, "--out", fix)
-    checked = place.type("dead", run, typed, "--fix", fix)
-    replayed = place.type("dead", run, typed, "--fix", fix, "--replay", "--as-group", "m#1")
-    listed_again = place.type("dead", run)
-    discarded = place.type("dead", run, typed, "--discard")
+    listed = place.type("dead", "list", run)
+    shown = place.type("dead", "show", run, typed)
+    place.type("dead", "export", run, typed, "--to", fix)
+    checked = place.type("dead", "replay", run, typed, "--fix", fix, "--dry-run")
+    replayed = place.type("dead", "replay", run, typed, "--fix", fix, "--as-group", "m#1")
+    listed_again = place.type("dead", "list", run)
+    discarded = place.type("dead", "discard", run, typed)
 
     assert "d#1/1/0" in listed
     assert f"{run}: d#1/1/0" in shown
@@ -93,4 +93,4 @@ def test_a_dead_letter_is_shown_mended_replayed_and_discarded_by_either_name(
     assert "m#1/0/0" in listed_again
     assert discarded == "1 discarded\n"
     with pytest.raises(ConflictError):
-        place.type("dead", run, "f/0/0", "--discard")
+        place.type("dead", "discard", run, "f/0/0")

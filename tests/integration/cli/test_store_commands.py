@@ -6,16 +6,17 @@ import json
 import re
 from typing import Any
 
+import pytest
 import redis
 from typer.testing import CliRunner
 
 from turnstream.batching.decisions import RefillWanted
-from turnstream.errors import RunNotFoundError
+from turnstream.errors import ConflictError, InvalidConfigError, RunNotFoundError
 from turnstream.generator import Publisher
 from turnstream.records.evals import encode_eval_result
 from turnstream.records.events import encode_event
 from turnstream.store import keys
-from turnstream.store.connection import connect, connect_async
+from turnstream.store.connection import address_of, connect, connect_async
 from turnstream.store.groups import group_size
 from turnstream.store.leases import list_lapsed
 from turnstream.store.rewards import post_reward
@@ -34,16 +35,66 @@ def test_runs_lists_every_run_of_the_store(url: str) -> None:
         create_run(client, "guess it/2", config())
         close_run(client, "maze")
 
-    shown = CliRunner().invoke(cli.app, ["runs"])
+    shown = CliRunner().invoke(cli.app, ["run", "list"])
 
-    lines = [line for line in shown.output.splitlines() if "maze" in line or "guess" in line]
-    assert [("yes" in line, "no" in line) for line in lines] == [(False, True), (True, False)]
+    lines = [line.split() for line in shown.output.splitlines()]
+    assert [line[:4] for line in lines[1:]] == [
+        ["guess", "it/2", "open", "0"],
+        ["maze", "closed", "0", "0"],
+    ]
+
+
+def test_run_list_never_truncates_a_name(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    name = "qwen3-8b-grpo-2026-11-23-seed-17-lr-1e-6-maze-with-tools-and-a-long-name"
+    with connect(url) as client:
+        create_run(client, name, config())
+
+    shown = CliRunner().invoke(cli.app, ["run", "list"])
+    as_json = CliRunner().invoke(cli.app, ["run", "list", "--json"])
+
+    assert any(name in line for line in shown.output.splitlines())
+    assert [each["run"] for each in json.loads(as_json.output)] == [name]
+    assert json.loads(as_json.output)[0]["state"] == "open"
+
+
+def test_created_run_has_its_settings_and_may_be_created_again(url: str) -> None:
+    words = ["run", "create", "maze", "--set", "batch_groups=8", "--set", "estimator=rloo"]
+
+    first = CliRunner().invoke(cli.app, words)
+    again = CliRunner().invoke(cli.app, words)
+    shown = CliRunner().invoke(cli.app, ["run", "show", "maze", "--json"])
+    other = CliRunner().invoke(cli.app, ["run", "create", "maze", "--set", "batch_groups=4"])
+
+    assert (first.output, again.output) == ("run maze is ready\n", "run maze is ready\n")
+    settings = json.loads(shown.output)["settings"]
+    assert (settings["batch_groups"], settings["mini_batch_groups"]) == (8, 8)
+    assert settings["estimator"] == "rloo"
+    assert isinstance(other.exception, ConflictError)
+    assert "batch_groups is 8, not 4; mini_batch_groups is 8, not 4; " in str(other.exception)
+    assert "estimator is 'rloo', not 'grpo'" in str(other.exception)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "batch_groups: it is missing; write --set batch_groups=8"),
+        (["--set", "batch_groups=many"], "batch_groups: 'many' is no whole number"),
+        (["--set", "batch_groups=8", "--set", "estimater=rloo"], "estimater: is no setting"),
+    ],
+)
+def test_create_names_the_wrong_setting(url: str, words: list[str], message: str) -> None:
+    done = CliRunner().invoke(cli.app, ["run", "create", "maze", *words])
+
+    assert isinstance(done.exception, InvalidConfigError)
+    assert message in str(done.exception)
+    assert "no runs" in CliRunner().invoke(cli.app, ["run", "list"]).output
 
 
 def test_runs_says_that_there_is_none(url: str) -> None:
-    shown = CliRunner().invoke(cli.app, ["runs", "--redis", url])
+    shown = CliRunner().invoke(cli.app, ["run", "list", "--redis", url])
 
-    assert shown.output == "no runs\n"
+    assert shown.output.startswith(f"no runs in the store at {address_of(url)}; create one: ")
 
 
 def test_delete_asks_for_the_name_again_and_runs_shows_what_was_interrupted(url: str) -> None:
@@ -53,59 +104,59 @@ def test_delete_asks_for_the_name_again_and_runs_shows_what_was_interrupted(url:
         client.hset(keys.run_keys("half").deleted, mapping={"since_ms": 1, "fence_ms": 1})
         client.delete(keys.run_keys("half").frontier, keys.run_keys("half").config)
 
-    kept = CliRunner().invoke(cli.app, ["delete", "maze"], input="maza\n")
-    shown = CliRunner().invoke(cli.app, ["runs"])
-    deleted = CliRunner().invoke(cli.app, ["delete", "maze"], input="maze\n")
-    finished = CliRunner().invoke(cli.app, ["delete", "half", "--yes"])
+    kept = CliRunner().invoke(cli.app, ["run", "delete", "maze"], input="maza\n")
+    shown = CliRunner().invoke(cli.app, ["run", "list"])
+    deleted = CliRunner().invoke(cli.app, ["run", "delete", "maze"], input="maze\n")
+    finished = CliRunner().invoke(cli.app, ["run", "delete", "half", "--yes"])
 
     assert (kept.exit_code, deleted.exit_code, finished.exit_code) == (1, 0, 0)
     assert "nothing was deleted" in kept.output
     rows = [line.split() for line in shown.output.splitlines()]
-    assert any("maze" in row and "no" in row for row in rows)
+    assert any("maze" in row and "open" in row for row in rows)
     assert any("half" in row and "deleted" in row for row in rows)
     assert "deleted maze; the name can be used again" in deleted.output
-    assert CliRunner().invoke(cli.app, ["runs"]).output == "no runs\n"
+    assert CliRunner().invoke(cli.app, ["run", "list"]).output.startswith("no runs ")
 
 
 def test_commands_of_a_name_show_its_newest_run(url: str) -> None:
     with connect(url) as client:
         create_run(client, "maze", config(batch_groups=6, mini_batch_groups=3))
-    first = CliRunner().invoke(cli.app, ["delete", "maze", "--yes"])
+    first = CliRunner().invoke(cli.app, ["run", "delete", "maze", "--yes"])
     with connect(url) as client:
         create_run(client, "maze", config(batch_groups=9, mini_batch_groups=3))
 
-    shown = CliRunner().invoke(cli.app, ["show", "maze"])
-    listed = CliRunner().invoke(cli.app, ["runs"])
-    closed = CliRunner().invoke(cli.app, ["close", "maze"])
+    shown = CliRunner().invoke(cli.app, ["run", "show", "maze"])
+    listed = CliRunner().invoke(cli.app, ["run", "list"])
+    closed = CliRunner().invoke(cli.app, ["run", "close", "maze"])
     counted = CliRunner().invoke(cli.app, ["ledger", "maze", "--json"])
-    second = CliRunner().invoke(cli.app, ["delete", "maze", "--yes"])
-    third = CliRunner().invoke(cli.app, ["delete", "maze", "--yes"])
+    second = CliRunner().invoke(cli.app, ["run", "delete", "maze", "--yes"])
+    third = CliRunner().invoke(cli.app, ["run", "delete", "maze", "--yes"])
 
     assert first.output == "deleted maze; the name can be used again\n"
     assert "maze~2" in shown.output
-    assert any("batch_groups" in row and " 9 " in row for row in shown.output.splitlines())
-    assert [row.split()[1] for row in listed.output.splitlines()[3:-1]] == ["maze~2"]
+    assert ["*", "batch_groups", "9"] in [row.split() for row in shown.output.splitlines()]
+    assert [row.split()[0] for row in listed.output.splitlines()[1:]] == ["maze~2"]
     assert closed.output == "run maze~2 is closed\n"
     assert counted.exit_code == 0
     assert second.output == "deleted maze~2; the name can be used again\n"
     assert isinstance(third.exception, RunNotFoundError)
-    assert CliRunner().invoke(cli.app, ["runs"]).output == "no runs\n"
+    assert CliRunner().invoke(cli.app, ["run", "list"]).output.startswith("no runs ")
 
 
 def test_show_prints_how_far_a_run_is_and_its_configuration(url: str) -> None:
     with connect(url) as client:
         create_run(client, "maze", config(batch_groups=6, mini_batch_groups=3))
 
-    shown = CliRunner().invoke(cli.app, ["show", "maze"])
+    shown = CliRunner().invoke(cli.app, ["run", "show", "maze"])
 
     assert shown.exit_code == 0
-    for words in ("0 planned", "0 stepped, 0 committed", "mini_batch_groups", "none"):
+    for words in ("0 planned, 0 stepped, 0 committed", "mini_batch_groups", "none"):
         assert words in shown.output
     assert "accepted" not in shown.output  # that is for `ledger` to say
 
 
 def test_show_of_an_unknown_run_is_a_clear_error(url: str) -> None:
-    shown = CliRunner().invoke(cli.app, ["show", "nobody"])
+    shown = CliRunner().invoke(cli.app, ["run", "show", "nobody"])
 
     assert isinstance(shown.exception, RunNotFoundError)
     assert "nobody" in str(shown.exception)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from turnstream.batching.config import BatchingConfig
 from turnstream.errors import NotReadyError
 from turnstream.generator import Publisher
 from turnstream.testing import group, ids, trajectory, turn
@@ -52,14 +54,63 @@ def lines_of(table: str) -> dict[str, str]:
 
 
 def test_show_tells_how_far_a_run_is_who_watches_and_where_it_went_back(typed: Any) -> None:
-    shown = typed("show", RUN)
+    shown = typed("run", "show", RUN)
 
-    assert re.search(r"batches +│ 3 planned", shown)
-    assert "3 stepped, 3 committed" in shown
-    assert re.search(r"lineage +│ main-1 ", shown)
-    assert "main-1 goes on from step 2, where 3 was stepped" in shown
-    assert re.search(r"│ the critic +│ 1 +│ \d+ s +│ (9 min \d+ s|10 min 0 s) +│", shown)
-    assert re.search(r"max_staleness +│ 3 ", shown)
+    assert re.search(r"steps +3 planned, 3 stepped, 3 committed", shown)
+    assert re.search(r"lineage +main-1 ", shown)
+    assert "main-1 continues from step 2; the steps up to 3 are trained again" in shown
+    assert re.search(r"the critic +1 +\d+ s +(9 min \d+ s|10 min 0 s)", shown)
+    assert re.search(r"\* max_staleness +3", shown)
+
+
+def test_show_fits_one_screen_and_all_prints_every_setting(typed: Any) -> None:
+    shown = typed("run", "show", RUN)
+    everything = typed("run", "show", RUN, "--all")
+    as_json = json.loads(typed("run", "show", RUN, "--json"))
+
+    assert len(shown.splitlines()) <= 24
+    assert "merge_ratio" not in shown
+    assert "estimator" not in shown
+    for field in dataclasses.fields(BatchingConfig):
+        assert re.search(rf"[* ] {field.name} ", everything), field.name
+    assert re.search(r"\* max_staleness +3", everything)
+    assert re.search(r"  estimator +grpo", everything)
+    assert as_json["steps"] == {"planned": 3, "stepped": 3, "committed": 3}
+    assert as_json["settings"]["max_staleness"] == 3
+    assert "max_staleness" in as_json["changed_settings"]
+
+
+def test_show_and_batch_print_the_same_numbers_of_a_batch(typed: Any) -> None:
+    # Two trajectories of one turn: 2 prompt tokens and 2 sampled ones each, equally long.
+    names = ("padding share", "merge ratio", "tokens", "policy versions", "mean reward")
+    wanted = ("0.0%", "1.00", "8 in 2 rows", "unknown", "0.500")
+
+    for shown in (typed("run", "show", RUN), typed("batch", RUN, "3")):
+        found = {name: re.search(rf"^{name} +(.*?) *$", shown, re.MULTILINE) for name in names}
+        assert [each and each[1] for each in found.values()] == [*wanted]
+    for content in (
+        json.loads(typed("run", "show", RUN, "--json"))["newest_batch"],
+        json.loads(typed("batch", RUN, "3", "--json"))["numbers"],
+    ):
+        assert (content["padding_share"], content["merge_ratio"]) == (0.0, 1.0)
+        assert (content["num_tokens"], content["num_trained_tokens"]) == (8, 4)
+        assert content["newest_version"] is None
+
+
+def test_status_prints_progress_ledger_and_first_reason(typed: Any) -> None:
+    shown = typed("status", RUN)
+    every = typed("status")
+    as_json = json.loads(typed("status", RUN, "--json"))
+
+    assert re.search(r"run +maze: open", shown)
+    assert re.search(r"steps +3 planned, 3 stepped, 3 committed", shown)
+    assert re.search(r"ledger +8 accepted: 1 open, 6 committed, 1 abandoned", shown)
+    assert "mean reward 0.500" in shown
+    assert re.search(r"waits +too_few_ready: |waits +out_of_data: ", shown)
+    assert re.search(r"run +maze: open", every)
+    assert (as_json["ledger"]["committed"], as_json["accepted"]) == (6, 8)
+    assert as_json["reason"]["kind"] in shown
+    assert json.loads(typed("status", "--json"))[0]["run"] == RUN
 
 
 def test_ledger_tells_the_states_with_ages_and_reasons(typed: Any) -> None:
@@ -109,8 +160,8 @@ def test_batch_tells_what_a_step_is_made_of(typed: Any) -> None:
     shown = typed("batch", RUN, "2")
 
     assert shown.startswith(f"step 2 of {RUN}: committed, ")
-    assert re.search(r"g2/0/0 +│ 0 +│ -0\.7\d* +│ 1 ", shown)
-    assert re.search(r"g2/1/0 +│ 1 +│ 0\.7\d* +│ 1 ", shown)
+    assert re.search(r"0 +0 +-0\.7\d* +1 +g2/0/0", shown)
+    assert re.search(r"0 +1 +0\.7\d* +1 +g2/1/0", shown)
     assert "num_tokens 4" in shown
     with pytest.raises(NotReadyError, match="step 9 is not planned; 3 are"):
         typed("batch", RUN, "9")
@@ -159,7 +210,7 @@ def test_dead_shows_a_letter_and_where_it_is_wrong(place: Any) -> None:
     place.publish(run, group("f"))
     place.train(run)
 
-    shown = lines_of(place.type("dead", run, "d/1/0"))
+    shown = lines_of(place.type("dead", "show", run, "d/1/0"))
 
     assert "checksum" in shown["reason"]
     assert shown["its group"] == "planned"

@@ -57,18 +57,18 @@ def _members(number: int) -> list[Any]:
 
 
 SHOWN = {
-    ("runs",): [RUN],
-    ("show", RUN): [RUN, PAUSE],
+    ("run", "list"): [RUN],
+    ("run", "show", RUN): [RUN, PAUSE],
     ("ledger", RUN): [f"ledger of {RUN}", *REASONS, "has [/another] content"],
     ("ledger", RUN, "x[/x]/0/0"): [f"{RUN}: x[/x]/0/0", f"abandoned: {REASONS[0]}"],
     ("ledger", RUN, "x[/x]/1/0"): [REASONS[1]],
     ("ledger", RUN, "x[/x]/2/0"): [REASONS[2]],
     ("why", RUN): [f"the run is paused: {PAUSE}", "group p[/p]#1", "generator gen [/w]"],
     ("ledger", RUN, "p[/p]#1/0/0"): ["gen [/w], lease epoch 1", "0, 0 bytes", "open"],
-    ("batch", RUN, "1"): [f"step 1 of {RUN}", "g[/g]/1/0", "e[nv]", "[/b]", "acc[val]"],
+    ("batch", RUN, "1", "--all"): [f"step 1 of {RUN}", "g[/g]/1/0", "e[nv]", "[/b]", "acc[val]"],
     ("batch", RUN, "1", "--diff", "2"): ["- g[/g]/0/0 reward 0", "+ d[/d]/0/0 reward 0"],
-    ("dead", RUN): [f"dead letters of {RUN}", "d[/d]/1/0"],
-    ("dead", RUN, "d[/d]/1/0"): [f"{RUN}: d[/d]/1/0"],
+    ("dead", "list", RUN): [f"dead letters of {RUN}", "d[/d]/1/0"],
+    ("dead", "show", RUN, "d[/d]/1/0"): [f"{RUN}: d[/d]/1/0"],
     ("evals", RUN): [f"evaluations of {RUN}", "e[nv]", "[/b]", "acc[val]"],
     ("batch", RUN, "1", "--out", "out.arrow"): ["out.arrow"],
     ("archive", RUN, "--to", "[/b]"): ["[/b]/"],
@@ -88,7 +88,7 @@ def test_what_changes_a_run_names_it_as_it_is(place: Any) -> None:
     run = place.create_run("[/r]:ok:")
 
     told = [
-        place.type(word, run, *words)
+        place.type("run", word, run, *words)
         for word, *words in (
             ("revise", "--set", "max_staleness=3", "--from-step", "1"),
             ("pause", "--reason", PAUSE),
@@ -101,7 +101,7 @@ def test_what_changes_a_run_names_it_as_it_is(place: Any) -> None:
     ]
 
     beginnings = [f"revision 2 of run {run}", *[f"run {run} "] * 4]
-    beginnings += [f"[/fork] goes on from step 0 of {run}", f"deleted {run}"]
+    beginnings += [f"[/fork] continues from step 0 of {run}", f"deleted {run}"]
     assert [each for each, start in zip(told, beginnings, strict=True) if start not in each] == []
 
 

@@ -138,7 +138,7 @@ def test_a_trainer_process_ends_well_on_sigterm_and_leaves_nothing_half_written(
     folder = tmp_path / "trainer"
     arguments = ["--run", run, "--batcher", batcher, "--policy", policy, "--folder", folder]
     process = subprocess.Popen(
-        [sys.executable, "-m", "turnstream_server.cli", "trainer", *map(str, arguments)],
+        [sys.executable, "-m", "turnstream_server.cli", "serve", "trainer", *map(str, arguments)],
         env={**os.environ, "TURNSTREAM_REDIS_URL": server.url},
     )
     try:

@@ -132,7 +132,16 @@ def identity(mini_batch: Any) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def batcher_process(url: str, file: Path) -> Iterator[Replica]:
-    words = ("batcher", "--redis", url, "--listen", "127.0.0.1:0", "--address-file", str(file))
+    words = (
+        "serve",
+        "batcher",
+        "--redis",
+        url,
+        "--listen",
+        "127.0.0.1:0",
+        "--address-file",
+        str(file),
+    )
     with subprocess.Popen([sys.executable, "-m", "turnstream_server.cli", *words]) as process:
         try:
             wait_until(file.exists, describe="the batcher's address")

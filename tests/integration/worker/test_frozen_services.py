@@ -100,7 +100,16 @@ def url(server: EmbeddedServer, client: redis.Redis) -> str:
 def process(url: str, tmp_path: Path) -> Iterator[tuple[int, str]]:
     """A batcher as a process: its id and its address."""
     file = tmp_path / "address"
-    words = ("batcher", "--redis", url, "--listen", "127.0.0.1:0", "--address-file", str(file))
+    words = (
+        "serve",
+        "batcher",
+        "--redis",
+        url,
+        "--listen",
+        "127.0.0.1:0",
+        "--address-file",
+        str(file),
+    )
     with subprocess.Popen([sys.executable, "-m", "turnstream_server.cli", *words]) as process:
         try:
             wait_until(file.exists, describe="the batcher's address")

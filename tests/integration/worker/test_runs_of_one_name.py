@@ -143,7 +143,7 @@ def test_next_run_trains_while_the_payload_of_the_old_one_is_still_there(
         "TURNSTREAM_FAILPOINT": "delete.after_condemned",
         "TURNSTREAM_REDIS_URL": server.url,
     }
-    command = [sys.executable, "-m", "turnstream_server.cli", "delete", name, "--yes"]
+    command = [sys.executable, "-m", "turnstream_server.cli", "run", "delete", name, "--yes"]
     killed = subprocess.run(command, env=environment, capture_output=True, check=False)
 
     create(client, name)

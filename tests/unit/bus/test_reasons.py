@@ -146,7 +146,7 @@ def test_damaged_payload_is_said_with_the_command_that_helps_until_it_is_over(
 
     assert found.kind is ReasonKind.PAYLOAD_DAMAGED
     assert found.sentence == (
-        "step 3: damaged payload of g/0/0; `turnstream replan maze` sets it aside, "
+        "step 3: damaged payload of g/0/0; `turnstream run replan maze` sets it aside, "
         "and plans again without it"
     )
     assert found.facts == {"step": 3, "damage": "step 3: damaged payload of g/0/0"}

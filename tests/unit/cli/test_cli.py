@@ -11,11 +11,23 @@ from turnstream.errors import TurnstreamError
 from turnstream_server import cli
 from turnstream_server.jobs.stack import ServiceFailedError
 
-COMMANDS = (
-    *("up", "demo", "replay", "batcher", "trainer", "generator", "replayer"),
-    *("runs", "show", "ledger", "why", "batch", "archive", "config", "fork", "delete"),
-    *("revise", "pause", "resume", "close", "reopen"),
+TOP = (
+    *("up", "demo", "replay", "config", "status", "why", "ledger", "batch", "evals", "archive"),
+    *("run", "dead", "serve"),
 )
+GROUPS = {
+    "run": (
+        *("create", "list", "show", "revise", "pause", "resume", "close", "reopen"),
+        *("fork", "replan", "delete"),
+    ),
+    "dead": ("list", "show", "export", "replay", "discard"),
+    "serve": ("batcher", "trainer", "generator", "replayer"),
+}
+COMMANDS = [*TOP, *(f"{group} {name}" for group, names in GROUPS.items() for name in names)]
+READS_STORE = [
+    *("status", "why", "ledger", "batch", "evals", "archive"),
+    *(name for name in COMMANDS if name.startswith(("run ", "dead "))),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -32,17 +44,28 @@ def turnstream(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command: str) -> None:
-    result = CliRunner().invoke(cli.app, [command, "--help"])
+    result = CliRunner().invoke(cli.app, [*command.split(), "--help"])
 
     assert result.exit_code == 0
     assert f"Usage: turnstream {command}" in result.output
     assert "--end-with-stdin" not in result.output
 
 
-def test_help_lists_every_command() -> None:
-    result = CliRunner().invoke(cli.app, ["--help"])
+@pytest.mark.parametrize("group", ["", *GROUPS])
+def test_help_lists_every_command_on_one_page(group: str) -> None:
+    result = CliRunner().invoke(cli.app, [*group.split(), "--help"])
 
-    assert all(f" {command} " in result.output for command in COMMANDS)
+    names = GROUPS[group] if group else TOP
+    assert all(f" {command} " in result.output for command in names)
+    assert len(result.output.splitlines()) <= 40
+
+
+@pytest.mark.parametrize("command", READS_STORE)
+def test_every_command_that_reads_a_store_prints_json(command: str) -> None:
+    result = CliRunner().invoke(cli.app, [*command.split(), "--help"])
+
+    assert "--json" in result.output
+    assert "--redis" in result.output
 
 
 def test_config_prints_the_settings_with_the_password_masked(
@@ -67,18 +90,40 @@ def test_a_bad_setting_is_one_line_that_names_the_variable(monkeypatch: pytest.M
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", [("runs",), ("show", "a"), ("batcher",)])
-def test_a_command_without_a_store_says_where_to_name_one(command: tuple[str, ...]) -> None:
-    done = turnstream(*command)
+ADDRESSES = {
+    "localhost:27211": "write redis://localhost:27211",
+    "27211": "write redis://HOST:PORT",
+    "http://localhost:27211": "write redis://HOST:PORT",
+    "redis://localhost:seven": "write redis://HOST:PORT",
+}
+
+
+@pytest.mark.parametrize("command", ["status", "run list", "ledger a", "serve batcher"])
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_wrong_store_address_is_one_line_with_the_expected_form(command: str, address: str) -> None:
+    done = turnstream(*command.split(), "--redis", address)
 
     assert done.returncode == 1
+    assert done.stderr.startswith("error: --redis: ")
+    assert done.stderr.endswith(ADDRESSES[address] + "\n")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_wrong_store_address_in_the_environment_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TURNSTREAM_REDIS_URL", "me:hush@store:6379")
+
+    done = turnstream("run", "list")
+
     assert done.stderr == (
-        "error: TURNSTREAM_REDIS_URL: is not set; name a store there, or with --redis\n"
+        "error: TURNSTREAM_REDIS_URL: 'store:6379' is not the address of a store: "
+        "write redis://store:6379\n"
     )
 
 
 def test_a_store_that_is_away_is_one_clear_line() -> None:
-    done = turnstream("runs", "--redis", "redis://127.0.0.1:1/0")
+    done = turnstream("run", "list", "--redis", "redis://127.0.0.1:1/0")
 
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
@@ -116,7 +161,14 @@ def test_an_error_of_ours_is_printed_and_exits_with_1(
 def test_a_service_ends_when_its_standard_input_does() -> None:
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "turnstream_server.cli", "batcher", "--end-with-stdin"),
+            *(
+                sys.executable,
+                "-m",
+                "turnstream_server.cli",
+                "serve",
+                "batcher",
+                "--end-with-stdin",
+            ),
             *("--redis", "redis://127.0.0.1:1/0"),
         ],
         stdin=subprocess.PIPE,

@@ -12,7 +12,7 @@ from turnstream.errors import InvalidConfigError, StoreUnavailableError
 from turnstream.run import Run
 from turnstream.store import runs
 from turnstream.store.configs import read_config
-from turnstream.store.connection import address_of
+from turnstream.store.connection import address_of, checked_url
 from turnstream.store.connection import connect as connect_to_store
 from turnstream.store.replies import translating
 from turnstream.store.run_ids import find_run
@@ -56,7 +56,7 @@ class Service:
     """
 
     def __init__(self, url: str) -> None:
-        self.url = url
+        self.url = checked_url(url)
         self._client = connect_to_store(url)
 
     def ping(self) -> None:

@@ -244,14 +244,14 @@ async def test_a_rank_and_an_operator_are_told_what_is_damaged_and_what_helps(
     damage(run, TrajectoryKey("g0", sample=1))
     other.session_epoch = planner.session_epoch
 
-    with pytest.raises(CorruptRecordError, match=f"g0/1/0: .*`turnstream replan '{run}'`"):
+    with pytest.raises(CorruptRecordError, match=f"g0/1/0: .*`turnstream run replan '{run}'`"):
         await other.get(1)
     (reason,) = look.damage_reasons(run)
     await replan(run)
 
     assert reason.facts["step"] == 1
     assert "damaged payload of g0/1/0: the checksum" in reason.sentence
-    assert f"`turnstream replan '{run}'`" in reason.sentence
+    assert f"`turnstream run replan '{run}'`" in reason.sentence
     assert look.damage_reasons(run) == []
 
 

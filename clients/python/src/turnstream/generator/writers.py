@@ -10,8 +10,6 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-from redis.connection import parse_url
-
 from turnstream.errors import (
     InvalidConfigError,
     InvalidTurnError,
@@ -25,10 +23,10 @@ from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import Delivery
 from turnstream.generator.takeovers import Taken
 from turnstream.generator.target import TargetRun
-from turnstream.store.connection import address_of
+from turnstream.store.connection import address_of, checked_url
 from turnstream.store.wait_reasons import UNSEALED
 from turnstream.types import GroupOpened, Purpose, Status, TrajectoryKey, Turn
-from turnstream.types.names import shown, text_trouble
+from turnstream.types.names import shown
 from turnstream.types.scalars import seconds, whole_number
 
 MAX_INFLIGHT_BYTES = 64 * 1024 * 1024
@@ -62,7 +60,7 @@ def new_outbox(
     Raises:
         BatchingError: names the argument and its value.
     """
-    address = _checked_address(url)
+    address = address_of(checked_url(url))
     if writer is None:
         writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     checks.checked_name(run, field="run")
@@ -77,23 +75,6 @@ def new_outbox(
         keep_s=seconds(keep_s, field="keep_s", least=0),
         max_kept_bytes=_num_bytes(max_kept_bytes, field="max_kept_bytes"),
     )
-
-
-def _checked_address(url: str) -> str:
-    """Return where the store of a URL is, without its password."""
-    if text_trouble(url):
-        raise InvalidConfigError("url", f"{_without_password(url)} is not a valid text")
-    try:
-        parse_url(url)
-        return address_of(url)
-    except ValueError as error:
-        raise InvalidConfigError("url", f"{_without_password(url)}: {error}") from error
-
-
-def _without_password(url: object) -> str:
-    if isinstance(url, bytes):
-        return shown(url.rpartition(b"@")[2])
-    return shown(url.rpartition("@")[2] if isinstance(url, str) else url)
 
 
 def _num_bytes(value: int, *, field: str) -> int:

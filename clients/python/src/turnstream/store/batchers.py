@@ -53,7 +53,7 @@ def wait_for_batchers(client: redis.Redis, *, timeout_s: float) -> list[str]:
         if time.monotonic() >= ends_s:
             raise BatcherUnavailableError(
                 f"no batcher is registered at the store {address_of_client(client)}: start one "
-                "with `turnstream up` or `turnstream batcher`, or give its address"
+                "with `turnstream up` or `turnstream serve batcher`, or give its address"
             )
         time.sleep(_LOOK_AGAIN_S)
     return found

@@ -15,7 +15,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.retry import Retry
 
+from turnstream.errors import InvalidConfigError
 from turnstream.store.limits import SOCKET_TIMEOUT_S, BoundedPauses, bounded, ending_within
+from turnstream.types.names import shown, text_trouble
 
 MAX_BLOCK_S = 10.0
 """Longest blocking read: well below SOCKET_TIMEOUT_S, which would end the connection."""
@@ -56,6 +58,38 @@ def connect_async(url: str, *, num_retries: int = NUM_RETRIES) -> redis.asyncio.
     errors = (RedisConnectionError,)
     retry = redis.asyncio.retry.Retry(backoff, num_retries, supported_errors=errors)
     return redis.asyncio.Redis.from_url(url, retry=retry, **_options())
+
+
+def checked_url(url: str, *, field: str = "url") -> str:
+    """Return the address of a store, if it is one.
+
+    >>> checked_url("redis://localhost:7379")
+    'redis://localhost:7379'
+
+    Raises:
+        InvalidConfigError: names the field, and the expected form; without the password.
+    """
+    if text_trouble(url):
+        raise InvalidConfigError(field, f"{_without_password(url)} is not a valid text")
+    try:
+        parse_url(url)
+        address_of(url)
+    except ValueError as error:
+        shown_url = _without_password(url)
+        form = "redis://HOST:PORT"
+        if "://" not in url and ":" in url:
+            form = f"redis://{url.rpartition('@')[2]}"
+        reason = "" if "://" not in url else f" ({error})"
+        raise InvalidConfigError(
+            field, f"{shown_url} is not the address of a store{reason}: write {form}"
+        ) from error
+    return url
+
+
+def _without_password(url: object) -> str:
+    if isinstance(url, bytes):
+        return shown(url.rpartition(b"@")[2])
+    return shown(url.rpartition("@")[2] if isinstance(url, str) else url)
 
 
 def address_of(url: str) -> str:

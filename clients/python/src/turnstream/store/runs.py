@@ -8,6 +8,7 @@ import redis
 import redis.asyncio
 
 from turnstream.batching.config import BatchingConfig
+from turnstream.batching.revising import changed_settings
 from turnstream.errors import (
     ConflictError,
     InvalidConfigError,
@@ -45,7 +46,7 @@ def create_run(client: redis.Redis, run: str, config: BatchingConfig) -> int:
 
     Raises:
         InvalidConfigError: no run can have this name.
-        ConflictError: the run exists with another config.
+        ConflictError: the run exists with another config; names the settings that differ.
         StoreUnavailableError: the store cannot be reached.
     """
 
@@ -55,12 +56,23 @@ def create_run(client: redis.Redis, run: str, config: BatchingConfig) -> int:
         except ConflictError:
             revision, stored = read_config(client, run_id)
             if config not in (stored, _first_config(client, run_id)):
-                raise
+                raise _other_config(run_id, stored, config) from None
             return revision
 
     run_id, revision = create_under(client, run, create)
     list_run(client, run_id)
     return revision
+
+
+def _other_config(run: str, stored: BatchingConfig, config: BatchingConfig) -> ConflictError:
+    changes = [
+        f"{change.name} is {change.before!r}, not {change.after!r}"
+        for change in changed_settings(stored, config)
+    ]
+    return ConflictError(
+        f"run {run} exists with another config: {'; '.join(changes)}. Open it with its own "
+        f"settings, change them with `turnstream run revise`, or use another name"
+    )
 
 
 def _create_command(run: RunId, config: BatchingConfig) -> Command:

@@ -1,0 +1,226 @@
+"""The commands `turnstream run ...`: runs, their settings, and their beginning and end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from turnstream.errors import InvalidConfigError
+from turnstream_server.cli_options import AsJson, Redis, RunArgument, console, group, say, store_url
+
+if TYPE_CHECKING:
+    from turnstream.types import RecoveryToken
+
+app = group("Runs: create, look at, change, end.")
+
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="A setting and its value; may be repeated."),
+]
+Reason = Annotated[str, typer.Option(help="Stored with the run and shown to programs that wait.")]
+
+
+@app.command()
+def create(
+    run: RunArgument,
+    settings: Assignments = None,
+    config_file: Annotated[
+        Path | None, typer.Option("--config", help="All settings, as JSON.")
+    ] = None,
+    redis: Redis = None,
+    as_json: AsJson = False,
+) -> None:
+    """Create a run. A run of this name with the same settings is accepted."""
+    from turnstream_server.jobs.life import create
+
+    name = create(store_url(redis), run, settings or [], config_file)
+    say(f"run {name} is ready", as_json=as_json, run=name)
+
+
+@app.command("list")
+def list_(redis: Redis = None, as_json: AsJson = False) -> None:
+    """List the runs of a store."""
+    from turnstream_server.jobs import runs as jobs
+
+    if as_json:
+        typer.echo(jobs.runs_json(store_url(redis)))
+    else:
+        jobs.print_runs(store_url(redis), console())
+
+
+@app.command()
+def show(
+    run: RunArgument,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Every setting, also those at their default.")
+    ] = False,
+    redis: Redis = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the progress, the last batch and the settings of a run."""
+    from turnstream_server.jobs import runs as jobs
+
+    if as_json:
+        typer.echo(jobs.run_json(store_url(redis), run))
+    else:
+        jobs.print_run(store_url(redis), run, console(), show_all=show_all)
+
+
+@app.command()
+def revise(
+    run: RunArgument,
+    settings: Annotated[
+        list[str], typer.Option("--set", metavar="NAME=VALUE", help="A setting; may be repeated.")
+    ],
+    from_step: Annotated[
+        int, typer.Option(min=1, help="First step with the new settings; it is not planned yet.")
+    ],
+    redis: Redis = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change settings of a run from a step on."""
+    from turnstream_server.jobs.life import revise_run
+
+    lines = [*revise_run(store_url(redis), run, settings, from_step=from_step)]
+    say("\n".join(lines), as_json=as_json, run=run, from_step=from_step, changes=lines[1:])
+
+
+@app.command()
+def pause(
+    run: RunArgument, reason: Reason = "", redis: Redis = None, as_json: AsJson = False
+) -> None:
+    """Admit no new group and plan no batch; open groups and planned batches continue."""
+    from turnstream_server.jobs.life import pause
+
+    say(pause(store_url(redis), run, reason), as_json=as_json, run=run, state="paused")
+
+
+@app.command()
+def resume(run: RunArgument, redis: Redis = None, as_json: AsJson = False) -> None:
+    """End a pause."""
+    from turnstream_server.jobs.life import resume
+
+    say(resume(store_url(redis), run), as_json=as_json, run=run, state="open")
+
+
+@app.command()
+def close(
+    run: RunArgument,
+    leftover: Annotated[
+        str | None,
+        typer.Option(
+            help="Complete groups that fill no whole batch: train a `short` one, `carry` them to "
+            "a reopened run, or `drop` them."
+        ),
+    ] = None,
+    reason: Reason = "",
+    redis: Redis = None,
+    as_json: AsJson = False,
+) -> None:
+    """Admit no new group, and end the run when its open groups are decided."""
+    from turnstream_server.jobs.life import close
+
+    done = close(store_url(redis), run, reason, leftover)
+    say(done, as_json=as_json, run=run, state="closed")
+
+
+@app.command()
+def reopen(run: RunArgument, redis: Redis = None, as_json: AsJson = False) -> None:
+    """Admit groups to a closed run again."""
+    from turnstream_server.jobs.life import reopen
+
+    say(reopen(store_url(redis), run), as_json=as_json, run=run, state="open")
+
+
+@app.command()
+def fork(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run to copy; it stays as it is.")],
+    new_run: Annotated[str, typer.Argument(metavar="NEW", help="Name of the new run.")],
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the recovery token of a checkpoint.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="A committed step, in place of a token.")
+    ] = None,
+    config_file: Annotated[
+        Path | None, typer.Option("--config", help="Other settings, as JSON.")
+    ] = None,
+    redis: Redis = None,
+    as_json: AsJson = False,
+) -> None:
+    """Start a new run from a checkpoint of another one."""
+    from turnstream.records.configs import decode_config
+    from turnstream.store.connection import connect
+    from turnstream_server.bus.forks import fork_run, token_of_step
+
+    if (token_file is None) == (step is None):
+        raise InvalidConfigError("--token-file", "use either --token-file or --step")
+    config = None if config_file is None else decode_config(config_file.read_text())
+    with connect(store_url(redis)) as client:
+        token = _read_token(token_file) if token_file else token_of_step(client, run, step or 0)
+        fork_run(client, run, new_run, token, config=config)
+    say(
+        f"{new_run} continues from step {token.step} of {run}; start its trainer with {token}",
+        as_json=as_json,
+        run=new_run,
+        token=str(token),
+    )
+
+
+@app.command()
+def replan(
+    run: RunArgument,
+    step: Annotated[
+        int | None, typer.Option(min=1, help="The damaged step. Default: the first one.")
+    ] = None,
+    wait_s: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for the batcher that plans the run.")
+    ] = 60.0,
+    redis: Redis = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan again from a step with damaged payload.
+
+    The damaged trajectories become dead letters. The trainer session ends; restart the trainer with
+    its recovery token.
+    """
+    from turnstream_server.jobs.replanning import replan, replanned_json, replanned_text
+
+    done = replan(store_url(redis), run, step, wait_s=wait_s)
+    typer.echo(replanned_json(run, done) if as_json else f"planned again: {replanned_text(done)}")
+
+
+@app.command()
+def delete(
+    run: RunArgument,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for the name again.")] = False,
+    redis: Redis = None,
+    as_json: AsJson = False,
+) -> None:
+    """Delete everything that the store holds of a run."""
+    from turnstream.store.connection import connect
+    from turnstream_server.bus.deletion import delete_run
+
+    url = store_url(redis)
+    if not yes and typer.prompt(f"This deletes all data of {run}. Type its name again") != run:
+        typer.echo("the name differs: nothing was deleted", err=True)
+        raise typer.Exit(1)
+    with connect(url) as client:
+        done = delete_run(client, run)
+    say(
+        f"deleted {', '.join(done.runs)}; the name can be used again",
+        as_json=as_json,
+        deleted=[*done.runs],
+    )
+
+
+def _read_token(path: Path) -> RecoveryToken:
+    from turnstream.types import RecoveryToken
+
+    text = path.read_text(encoding="utf-8").strip()
+    try:
+        return RecoveryToken.parse(text)
+    except ValueError as error:
+        raise InvalidConfigError("--token-file", f"{text!r} is not a recovery token") from error
