@@ -125,7 +125,7 @@ def test_ignored_interrupt_stays_ignored(silent_store: str) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
     assert ended.returncode == 0
-    assert "Train a policy on the batches of a run." in ended.stdout
+    assert "Services, one process each." in ended.stdout
 
 
 def interrupted(command: list[str], *, after_s: float, mark: str = "") -> tuple[int, str]:

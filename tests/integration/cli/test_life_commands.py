@@ -281,7 +281,7 @@ def test_a_run_that_does_not_exist_is_named(
 ) -> None:
     told = turnstream(*words[0].split(), "mace", *words[1:])
 
-    error = "error: no run named 'mace': `turnstream run list` prints the runs of the store\n"
+    error = "error: no run named 'mace': it was deleted, or not created yet\n"
     assert told == Told(1, "", error)
     assert client.exists(*keys.run_keys("mace")) == 0
 

@@ -81,10 +81,8 @@ def no_such_run(run: str) -> RunNotFoundError:
     """The error for a run that is not in the store.
 
     >>> str(no_such_run("maze~2"))
-    "no run named 'maze' with the id 'maze~2': `turnstream run list` prints the runs of the store"
+    "no run named 'maze' with the id 'maze~2': it was deleted, or not created yet"
     """
     name = RunId(run).name
     which = f"{name!r}" if name == run else f"{name!r} with the id {str(run)!r}"
-    return RunNotFoundError(
-        f"no run named {which}: `turnstream run list` prints the runs of the store"
-    )
+    return RunNotFoundError(f"no run named {which}: it was deleted, or not created yet")
