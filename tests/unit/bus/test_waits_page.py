@@ -232,7 +232,7 @@ def said() -> dict[str, set[str]]:
 
 
 def examples() -> list[tuple[str, str]]:
-    _, _, text = PAGE.read_text(encoding="utf-8").partition("## What was waited for")
+    _, _, text = PAGE.read_text(encoding="utf-8").partition("## Kinds of waits")
     rows = re.findall(r"^\| (`\w+` \| .*) \|$", text, re.MULTILINE)
     cells = [row.split(" | ") for row in rows]
     return [(row[0].strip("`"), row[-1]) for row in cells]
