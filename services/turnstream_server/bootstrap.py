@@ -5,17 +5,20 @@ Services are imported when they are started, so that a command line costs no tor
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from turnstream.service import DEFAULT_URL, URL_VARIABLE
-from turnstream.store.connection import checked_url
-from turnstream_server import failpoints
+from turnstream.store.connection import checked_url, connect
+from turnstream.store.runs import create_run
+from turnstream_server import dependencies, failpoints
 from turnstream_server.logs import configure_logging
 from turnstream_server.settings import Settings
 
 if TYPE_CHECKING:
+    from turnstream.batching.config import BatchingConfig
     from turnstream_server.generators.live import LiveGeneratorConfig
     from turnstream_server.generators.replay import ReplayConfig
     from turnstream_server.trainer.config import TrainerConfig
@@ -41,7 +44,7 @@ def store_url(settings: Settings, given: str | None = None) -> str:
 def start_batcher(
     settings: Settings, *, redis_url: str, listen: str | None, address_file: Path | None
 ) -> None:
-    """Serve batches until SIGTERM or SIGINT."""
+    """Serve batches until SIGTERM or SIGINT, as soon as the store answers."""
     from turnstream_server.batcher.archive import archive_step
     from turnstream_server.batcher.options import BatcherOptions
     from turnstream_server.batcher.service import run_batcher
@@ -50,6 +53,7 @@ def start_batcher(
 
     configure_logging(settings.log_level, service="batcher")
     failpoints.arm(settings.failpoint)
+    dependencies.wait_for_store(redis_url, timeout_s=settings.start_wait_s)
     folder = settings.archive_dir
     archive = functools.partial(archive_step, redis_url, folder=folder) if folder else None
     hot_batches = settings.ledger_hot_batches
@@ -67,20 +71,50 @@ def start_batcher(
     run_batcher(options)
 
 
-def start_trainer(settings: Settings, config: TrainerConfig) -> int:
-    """Train until the run ends, or SIGTERM or SIGINT comes; gives the exit status."""
+def start_trainer(
+    settings: Settings,
+    config: TrainerConfig,
+    *,
+    redis_url: str,
+    new_run: BatchingConfig | None = None,
+) -> int:
+    """Train until the run ends, or SIGTERM or SIGINT comes; return the exit status.
+
+    Args:
+        settings: of the environment.
+        config: an empty `batcher_target` stands for the batchers that are registered in the store.
+        redis_url: the store.
+        new_run: settings of the run, which is created if it does not exist; None waits for it.
+    """
     from turnstream_server.trainer.service import run_trainer
 
     configure_logging(settings.log_level, service="trainer")
     failpoints.arm(settings.failpoint)
+    if not config.batcher_target or new_run is not None:
+        config = _with_run_and_batcher(settings, config, redis_url=redis_url, new_run=new_run)
     return run_trainer(config)
 
 
+def _with_run_and_batcher(
+    settings: Settings, config: TrainerConfig, *, redis_url: str, new_run: BatchingConfig | None
+) -> TrainerConfig:
+    """Return the config with the address of a batcher, once the run exists."""
+    wait_s = settings.start_wait_s
+    if new_run is not None:
+        dependencies.wait_for_store(redis_url, timeout_s=wait_s)
+        with connect(redis_url) as client:
+            create_run(client, config.run, new_run)
+    dependencies.wait_for_run(redis_url, config.run, timeout_s=wait_s)
+    target = config.batcher_target or dependencies.wait_for_batcher(redis_url, timeout_s=wait_s)
+    return dataclasses.replace(config, batcher_target=target)
+
+
 def start_live_generator(settings: Settings, config: LiveGeneratorConfig) -> int:
-    """Play until the run ends, or SIGTERM or SIGINT comes; gives the exit status."""
+    """Play until the run ends, or SIGTERM or SIGINT comes; return the exit status."""
     from turnstream_server.generators.live import run_live_generator
 
     configure_logging(settings.log_level, service=config.writer)
+    dependencies.wait_for_run(config.redis_url, config.run, timeout_s=settings.start_wait_s)
     return run_live_generator(config)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import socket
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from turnstream.errors import InvalidConfigError
 from turnstream_server.cli_options import Redis, environment, group, interruptible
 
 app = group("Services, one process each.")
@@ -51,13 +55,28 @@ def batcher(
 
 @app.command()
 def trainer(
-    run: Run,
-    batcher_target: Annotated[str, typer.Option("--batcher", metavar="HOST:PORT")],
-    policy: Annotated[
-        Path, typer.Option(help="Model folder, or a JSON file that describes a small model.")
+    run: Annotated[
+        str, typer.Option("--run", help="Name of the run; without --preset it must exist.")
     ],
     folder: Annotated[Path, typer.Option(help="Receives checkpoints, weights and metrics.")],
-    learning_rate: Annotated[float, typer.Option(min=0)] = 1e-6,
+    policy: Annotated[
+        Path | None,
+        typer.Option(help="Model folder, or a JSON file that describes a small model."),
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="`guessing`: create the run of the demo, with its model and its rates."),
+    ] = None,
+    batcher_target: Annotated[
+        str,
+        typer.Option(
+            "--batcher", metavar="HOST:PORT", help="Default: the batchers registered in the store."
+        ),
+    ] = "",
+    redis: Redis = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(min=0, help="Default: 1e-6, or that of the preset.")
+    ] = None,
     warmup_updates: Annotated[int, typer.Option(min=0, help="Updates of linear warm-up.")] = 0,
     temperature: Annotated[
         float, typer.Option(min=0, help="Sampling temperature of the generators.")
@@ -76,13 +95,21 @@ def trainer(
 ) -> None:
     """Train a policy on the batches of a run."""
     from turnstream_server import bootstrap
+    from turnstream_server.generators.environments.preset import GuessingPreset
     from turnstream_server.models.spec import read_policy_source
     from turnstream_server.trainer.config import ObjectiveConfig, OptimizerConfig, TrainerConfig
 
+    if preset not in (None, "guessing"):
+        raise InvalidConfigError("--preset", f"{preset!r} is no preset; the only one is guessing")
+    if (policy is None) == (preset is None):
+        raise InvalidConfigError("--policy", "use either --policy or --preset")
+    values = GuessingPreset() if preset else None
+    if learning_rate is None:
+        learning_rate = values.learning_rate if values else 1e-6
     config = TrainerConfig(
         run=run,
         batcher_target=batcher_target,
-        policy=read_policy_source(policy),
+        policy=read_policy_source(policy) if policy else GuessingPreset().policy(seed=seed),
         folder=folder,
         optimizer=OptimizerConfig(learning_rate=learning_rate, num_warmup_updates=warmup_updates),
         objective=ObjectiveConfig(temperature=temperature),
@@ -93,14 +120,22 @@ def trainer(
         timeout_s=timeout_s,
         dump_folder=dump,
     )
-    raise typer.Exit(bootstrap.start_trainer(environment(), config))
+    status = bootstrap.start_trainer(
+        environment(),
+        config,
+        redis_url=bootstrap.store_url(environment(), redis),
+        new_run=values.batching() if values else None,
+    )
+    raise typer.Exit(status)
 
 
 @app.command()
 def generator(
     run: Run,
     redis: Redis = None,
-    writer: Annotated[str, typer.Option(help="Name of this process in the run.")] = "live-0",
+    writer: Annotated[
+        str, typer.Option(help="Name of this process in the run. Default: live-<host>-<process>.")
+    ] = "",
     numbers: Annotated[int, typer.Option(min=2, help="The secret is 1 to this.")] = 15,
     guesses: Annotated[int, typer.Option(min=1, help="Guesses of one game.")] = 4,
     group_size: Annotated[int, typer.Option(min=1, help="Games with one secret.")] = 8,
@@ -110,7 +145,9 @@ def generator(
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature.")] = 1.0,
     max_groups: Annotated[int, typer.Option(min=0, help="0: until the run is closed.")] = 0,
     threads: Threads = 0,
-    seed: Annotated[int, typer.Option(help="Seed of secrets and sampling.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of secrets and sampling. Default: a random one.")
+    ] = None,
     end_with_stdin: EndWithStdin = False,
 ) -> None:
     """Play the guessing game with the newest weights of the run."""
@@ -122,12 +159,12 @@ def generator(
     config = LiveGeneratorConfig(
         redis_url=bootstrap.store_url(settings, redis),
         run=run,
-        writer=writer,
+        writer=writer or f"live-{socket.gethostname()}-{os.getpid()}",
         game=GuessingGame(num_numbers=numbers, max_guesses=guesses),
         group_size=group_size,
         groups_per_round=groups_per_round,
         temperature=temperature,
-        seed=seed,
+        seed=secrets.randbits(31) if seed is None else seed,
         max_groups=max_groups,
         num_threads=threads,
     )

@@ -1,0 +1,87 @@
+"""Services wait for their dependencies at their start, and say for which."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import redis
+
+from turnstream.errors import (
+    BatcherUnavailableError,
+    RunNotFoundError,
+    StoreUnavailableError,
+)
+from turnstream.store.batchers import register_command
+from turnstream.store.runs import create_run
+from turnstream.store.scripts import run_command
+from turnstream.testing import config
+from turnstream_server import dependencies
+from turnstream_server.embedded import EmbeddedServer, free_port
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dependencies, "AGAIN_S", 0.05)
+    monkeypatch.setattr("turnstream.store.wait_warnings.FIRST_S", 0.1)
+
+
+def later(act: Callable[[], object]) -> threading.Timer:
+    timer = threading.Timer(0.4, act)
+    timer.start()
+    return timer
+
+
+def test_wait_for_run_returns_when_the_run_is_created(
+    server: EmbeddedServer, client: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    timer = later(lambda: create_run(client, "late run", config()))
+
+    dependencies.wait_for_run(server.url, "late run", timeout_s=30)
+
+    timer.join()
+    assert "no run named 'late run'" in caplog.text
+
+
+def test_wait_for_run_ends_with_the_name_of_the_run(server: EmbeddedServer) -> None:
+    with pytest.raises(RunNotFoundError, match="'never'"):
+        dependencies.wait_for_run(server.url, "never", timeout_s=0.2)
+
+
+def test_wait_for_batcher_returns_all_registered_addresses(
+    server: EmbeddedServer, client: redis.Redis
+) -> None:
+    timer = later(lambda: run_command(client, register_command("one:7600")))
+
+    found = dependencies.wait_for_batcher(server.url, timeout_s=30)
+
+    timer.join()
+    run_command(client, register_command("one:7600", lease_s=0))
+    assert found == "one:7600"
+    with pytest.raises(BatcherUnavailableError, match="no batcher is registered"):
+        dependencies.wait_for_batcher(server.url, timeout_s=0.2)
+
+
+def test_wait_for_store_names_the_store_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
+    began_s = time.monotonic()
+
+    with pytest.raises(StoreUnavailableError, match="cannot be reached"):
+        dependencies.wait_for_store("redis://127.0.0.1:1", timeout_s=0.5)
+
+    assert time.monotonic() - began_s >= 0.5
+    assert "waiting for" in caplog.text
+
+
+def test_wait_for_store_returns_when_the_store_starts() -> None:
+    port = free_port()
+    server = EmbeddedServer(choose_port=lambda: port)
+    timer = later(server.start)
+
+    dependencies.wait_for_store(f"redis://127.0.0.1:{port}", timeout_s=30)
+
+    timer.join()
+    server.stop()
