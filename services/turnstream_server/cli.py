@@ -27,6 +27,9 @@ app = typer.Typer(
 
 JOBS = "Jobs"
 
+TRAINER_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")
+"""Packages of the extra `trainer`."""
+
 Json = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write the summary here.")
 ]
@@ -163,6 +166,15 @@ def main() -> None:
         app()
     except (TurnstreamError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except ModuleNotFoundError as error:
+        if error.name not in TRAINER_PACKAGES:
+            raise
+        print(
+            f"error: this command needs the package {error.name}: pip install "
+            "'turnstream-server[trainer]' (in the repository: pip install '.[trainer]')",
+            file=sys.stderr,
+        )
         sys.exit(1)
 
 

@@ -147,11 +147,19 @@ def _owner() -> str:
 
 
 def _bind(server: grpc.aio.Server, listen: str) -> str:
+    host, _, number = listen.rpartition(":")
+    if not host or not number.isdecimal():
+        raise InvalidConfigError(
+            "--listen", f"{listen!r} is not HOST:PORT, such as 127.0.0.1:7600; port 0: a free one"
+        )
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError as error:
-        raise InvalidConfigError("listen", f"{listen!r}: {error}") from error
-    host, _, _ = listen.rpartition(":")
+        raise InvalidConfigError(
+            "--listen",
+            f"port {number} of {host} cannot be used, another program may listen there: choose "
+            f"another port with --listen or TURNSTREAM_BATCHER_PORT; 0 takes a free one",
+        ) from error
     return f"{host}:{port}"
 
 

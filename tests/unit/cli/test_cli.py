@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 from turnstream.errors import TurnstreamError
 from turnstream_server import cli
+from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.jobs.stack import ServiceFailedError
 
 TOP = (
@@ -180,3 +182,28 @@ def test_a_service_ends_when_its_standard_input_does() -> None:
     process.stdin.close()
 
     assert process.wait(timeout=60) is not None
+
+
+@pytest.mark.parametrize(
+    ("listen", "message"),
+    [
+        ("7600", "'7600' is not HOST:PORT, such as 127.0.0.1:7600"),
+        ("localhost", "'localhost' is not HOST:PORT"),
+        ("taken", "cannot be used, another program may listen there: choose another port"),
+    ],
+)
+def test_wrong_or_taken_port_of_the_batcher_is_one_line(
+    listen: str, message: str, tmp_path: Path
+) -> None:
+    with EmbeddedServer() as server, socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}" if listen == "taken" else listen
+        done = turnstream("serve", "batcher", "--listen", address, "--redis", server.url)
+
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert lines[0].startswith("error: --listen: ")
+    assert message in lines[0]
+    assert "Traceback" not in done.stderr

@@ -17,6 +17,7 @@
     │   ├── StoreFullError                  Redis has no memory left: says what holds it
     │   ├── NotReadyError                   the deadline passed before the data came: says why
     │   └── BatcherUnavailableError         no batcher answered
+    ├── MissingExtraError (ImportError)     a package is not installed: has the pip command
     └── RejectedError                       asked wrongly, too late or too fast; see retry_after_s
         ├── RunNotFoundError                no run of that name
         ├── ConflictError                   the same key came with another content
@@ -249,6 +250,29 @@ class RejectedError(TurnstreamError):
 
     def __str__(self) -> str:
         return self.message
+
+
+class MissingExtraError(TurnstreamError, ImportError):
+    """A package of an optional extra is not installed.
+
+    Attributes:
+        needed_by: the call or module that needs it.
+        package: the missing package.
+        extra: the extra that has it.
+    """
+
+    def __init__(self, needed_by: str, package: str, extra: str) -> None:
+        super().__init__(needed_by, package, extra)
+        self.needed_by = needed_by
+        self.package = package
+        self.extra = extra
+
+    def __str__(self) -> str:
+        return (
+            f"{self.needed_by} needs the package {self.package}: "
+            f"pip install 'turnstream[{self.extra}]' (in the repository: "
+            f"pip install './clients/python[{self.extra}]')"
+        )
 
 
 class RunNotFoundError(RejectedError):

@@ -91,6 +91,7 @@ class Run:
 
         Raises:
             InvalidConfigError: a rank outside the world, or ranks without a session.
+            MissingExtraError: grpcio or pyarrow is not installed.
             RunNotFoundError: the run was deleted.
             StoreBehindError: the store does not have the step of `state`.
             BatcherUnavailableError: no batcher answered for `timeout_s`.

@@ -33,6 +33,7 @@ class _Status(NamedTuple):
 
 _STATUSES: Final[dict[type[TurnstreamError], _Status]] = {
     errors.TurnstreamError: _Status("INTERNAL", 500),
+    errors.MissingExtraError: _Status("INTERNAL", 500),
     errors.BatchingError: _Status("INVALID_ARGUMENT", 422),
     errors.InvalidTurnError: _Status("INVALID_ARGUMENT", 422),
     errors.InvalidConfigError: _Status("INVALID_ARGUMENT", 422),

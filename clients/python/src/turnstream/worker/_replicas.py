@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
-from typing import cast
+from typing import Final, cast
 
 import grpc
 from grpc.experimental import ChannelOptions
@@ -48,6 +49,10 @@ _CHANNEL_OPTIONS = (
 )
 
 
+_ADDRESS: Final = re.compile(r"(?:unix|unix-abstract|vsock|dns|xds):.+|(?!redis)[^/]+:\d+")
+"""The forms of gRPC with a scheme, or host:port."""
+
+
 def addresses_of(target: str) -> tuple[str, ...]:
     """Return the addresses in a target, each as a target of gRPC.
 
@@ -59,12 +64,18 @@ def addresses_of(target: str) -> tuple[str, ...]:
     ('ipv4:10.0.0.1:7600', 'ipv4:10.0.0.2:7600')
 
     Raises:
-        InvalidConfigError: one of several addresses is empty.
+        InvalidConfigError: an address has another form than host:port.
     """
     scheme = next((each for each in ("ipv4:", "ipv6:") if target.startswith(each)), "")
     addresses = [address.strip() for address in target.removeprefix(scheme).split(",")]
-    if not all(addresses):
-        raise InvalidConfigError("target", f"{target!r} has an empty address")
+    for address in addresses:
+        if not _ADDRESS.fullmatch(address):
+            is_store = address.startswith(("redis:", "rediss:"))
+            why = "is the address of a store, not of a batcher" if is_store else "has no port"
+            why = "has an empty address" if not address else why
+            raise InvalidConfigError(
+                "target", f"{target!r} {why}: write HOST:PORT, such as 127.0.0.1:7600"
+            )
     return tuple(scheme + address for address in addresses)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from turnstream.optional import from_extra
 from turnstream.types import MiniBatch
 
 if TYPE_CHECKING:
@@ -37,13 +38,15 @@ class PulledMiniBatch(MiniBatch):
         To a CUDA device the copies go through pinned memory and do not block.
         """
         # Here and not above: torch takes a second to load, and pulling does not need it.
-        from turnstream.worker.tensors import to_torch
+        with from_extra("torch", needed_by="to_torch()"):
+            from turnstream.worker.tensors import to_torch
 
         return to_torch(self, device=device)
 
     def to_torch_right_padded(self, device: torch.device | str | None = None) -> RightPaddedTensors:
         """The rows as right-padded tensors, on the CPU or copied to `device`."""
-        from turnstream.worker.layouts import right_padded_to_torch
+        with from_extra("torch", needed_by="to_torch_right_padded()"):
+            from turnstream.worker.layouts import right_padded_to_torch
 
         return right_padded_to_torch(self, device=device)
 
@@ -54,12 +57,14 @@ class PulledMiniBatch(MiniBatch):
 
         `alignment` is the multiple at which every row begins, None that of the run.
         """
-        from turnstream.worker.layouts import packed_to_torch
+        with from_extra("torch", needed_by="to_torch_packed()"):
+            from turnstream.worker.layouts import packed_to_torch
 
         return packed_to_torch(self, alignment=alignment, device=device)
 
     def to_torch_jagged(self, device: torch.device | str | None = None) -> JaggedTensors:
         """The rows as flat values and offsets, on the CPU or copied to `device`."""
-        from turnstream.worker.layouts import jagged_to_torch
+        with from_extra("torch", needed_by="to_torch_jagged()"):
+            from turnstream.worker.layouts import jagged_to_torch
 
         return jagged_to_torch(self, device=device)
