@@ -26,12 +26,13 @@ from turnstream_server.jobs.services import (
 from turnstream_server.jobs.stack import Service, Stack
 from turnstream_server.jobs.summary import Summary, summary_table
 from turnstream_server.jobs.workspace import job_folder
-from turnstream_server.settings import Settings
+from turnstream_server.settings import Settings, mask_password
 from turnstream_server.trainer.config import ObjectiveConfig, OptimizerConfig, TrainerConfig
 
 SHARE_OF_BEST = 0.6
 """The mean reward to reach, as a share of the best policy's."""
 
+_NEXT = "next: `turnstream up` starts a store and a batcher for your own generator and trainer"
 _REFRESH_S = 0.5
 _CLOSING_S = 45.0
 _MIN_TRAJECTORIES = 2_560
@@ -82,18 +83,49 @@ def run_demo(settings: Settings, options: DemoOptions, console: Console) -> int:
         Stack(folder, store_environment(url)) as stack,
     ):
         create_run(client, run, preset.batching())
+        console.print(introduction(preset.game, url=url, run=run), soft_wrap=True, highlight=False)
         services = _start_services(stack, preset, options, run=run)
         history = RunHistory(client, run)
-        with ProgressDisplay(console) as display:
-            for elapsed_s in stack.watch(timeout_s=options.max_seconds, every_s=_REFRESH_S):
-                summary = history.summary()
-                display.show(_view(summary, preset.game, elapsed_s=elapsed_s))
-                if _may_stop(summary, preset.game):
-                    break
+        try:
+            _watch(stack, history, preset.game, options, console)
+        except KeyboardInterrupt:
+            console.print(summary_table(history.summary(), title="demo, interrupted"))
+            raise
         close_run(client, run, "the demo is over")
         stack.wait_for_all(services, timeout_s=_CLOSING_S)
         summary = history.summary()
-    return _report(summary, preset.game, options, console)
+    status = _report(summary, preset.game, options, console)
+    console.print(_NEXT, soft_wrap=True, highlight=False)
+    return status
+
+
+def introduction(game: GuessingGame, *, url: str, run: str) -> str:
+    """Return the lines before the first step: the store, the run, and the meaning of a reward."""
+    address = mask_password(url)
+    found = f"a number from 1 to {game.num_numbers} in {game.max_guesses} guesses"
+    return (
+        f"store   {address}\n"
+        f"run     {run}\n"
+        f"reward  1 if the model finds {found}, else 0; the best policy reaches "
+        f"{game.best_mean_reward:g}\n"
+        f"look    turnstream status {run} --watch --redis {address}"
+    )
+
+
+def _watch(
+    stack: Stack,
+    history: RunHistory,
+    game: GuessingGame,
+    options: DemoOptions,
+    console: Console,
+) -> None:
+    """Show the progress until the policy has learned, or the time is over."""
+    with ProgressDisplay(console) as display:
+        for elapsed_s in stack.watch(timeout_s=options.max_seconds, every_s=_REFRESH_S):
+            summary = history.summary()
+            display.show(_view(summary, game, elapsed_s=elapsed_s))
+            if _may_stop(summary, game):
+                break
 
 
 def judge(summary: Summary, *, best_reward: float) -> Verdict:

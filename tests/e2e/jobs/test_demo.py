@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,12 @@ def test_a_short_demo_ends_honestly_and_leaves_nothing(job: Job) -> None:
     )
 
     assert status in (0, 1), output + job.logs()
+    lines = output.splitlines()
+    assert re.fullmatch(r"store   redis://127\.0\.0\.1:\d+/0", lines[0])
+    assert re.fullmatch(r"run     demo-[\d-]+", lines[1])
+    assert lines[2].startswith("reward  1 if the model finds a number from 1 to 15 in 4 guesses")
+    assert lines[3].startswith(f"look    turnstream status {lines[1].split()[1]} --watch --redis ")
+    assert lines[-1].startswith("next: `turnstream up`")
     summary = json.loads(job.json_path.read_text())
     has_risen = summary["reward_last_tenth"] >= max(0.6, 2 * summary["reward_first_tenth"])
     assert (status == 0) == has_risen
@@ -42,6 +49,8 @@ def test_ctrl_c_stops_a_demo_with_all_its_processes(job: Job) -> None:
 
     assert process.returncode == 130, output
     assert output.endswith("interrupted\n")
+    assert "demo, interrupted" in output
+    assert re.search(r"ledger: |trajectories", output)
     assert "Traceback" not in output
     assert job.processes() == []
     assert job.files_outside() == []

@@ -44,7 +44,7 @@ def received(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, RecordingStack],
     monkeypatch.setenv("TURNSTREAM_REDIS_URL", URL)
     configs: list[Any] = []
 
-    def keep(_settings: object, config: object) -> int:
+    def keep(_settings: object, config: object, **_store: object) -> int:
         configs.append(config)
         return 0
 
