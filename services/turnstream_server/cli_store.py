@@ -58,6 +58,28 @@ def why(run: RunArgument, redis: Redis = None, as_json: AsJson = False) -> None:
 
 
 @app.command(rich_help_panel=PANEL)
+def text(
+    run: RunArgument,
+    trajectory: Annotated[
+        str, typer.Argument(metavar="TRAJECTORY", help="<group>/<sample>/<attempt>.")
+    ],
+    tokenizer: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Folder with the tokenizer.json of the model.")
+    ],
+    redis: Redis = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print a trajectory as text: prompts, sampled and masked tokens, turns, rewards."""
+    from turnstream_server.jobs import trajectory_text as jobs
+
+    url, folder = store_url(redis), environment().archive_dir
+    if as_json:
+        typer.echo(jobs.text_json(url, run, trajectory, tokenizer=tokenizer, folder=folder))
+    else:
+        jobs.print_text(url, run, trajectory, console(), tokenizer=tokenizer, folder=folder)
+
+
+@app.command(rich_help_panel=PANEL)
 def ledger(
     run: RunArgument,
     trajectory: Annotated[

@@ -14,7 +14,19 @@ from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.jobs.stack import ServiceFailedError
 
 TOP = (
-    *("up", "demo", "replay", "config", "status", "why", "ledger", "batch", "evals", "archive"),
+    *(
+        "up",
+        "demo",
+        "replay",
+        "config",
+        "status",
+        "why",
+        "text",
+        "ledger",
+        "batch",
+        "evals",
+        "archive",
+    ),
     *("run", "dead", "serve"),
 )
 GROUPS = {
@@ -27,7 +39,7 @@ GROUPS = {
 }
 COMMANDS = [*TOP, *(f"{group} {name}" for group, names in GROUPS.items() for name in names)]
 READS_STORE = [
-    *("status", "why", "ledger", "batch", "evals", "archive"),
+    *("status", "why", "text", "ledger", "batch", "evals", "archive"),
     *(name for name in COMMANDS if name.startswith(("run ", "dead "))),
 ]
 

@@ -1,0 +1,179 @@
+"""`turnstream text`: a trajectory as text, its prompts, sampled and masked tokens apart."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import redis
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.text import Text
+
+from turnstream.errors import InvalidConfigError, ReleasedError
+from turnstream.records.turns import decode_turn
+from turnstream.store import keys
+from turnstream.store.replies import translating
+from turnstream.store.run_ids import find_run
+from turnstream.types import StoredTurn
+from turnstream_server.bus.histories import TrajectoryHistory, read_history
+from turnstream_server.jobs.looks import looking_at
+from turnstream_server.jobs.screen import visible
+
+PROMPT: Final = "prompt"
+SAMPLED: Final = "sampled"
+MASKED: Final = "masked"
+
+_STYLES: Final = {PROMPT: "dim", SAMPLED: "bold green", MASKED: "yellow"}
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class Segment(NamedTuple):
+    """Neighbouring tokens of one kind.
+
+    Attributes:
+        kind: "prompt"; "sampled", tokens that are trained; "masked", sampled tokens that are not.
+        token_ids: int32 (N,).
+    """
+
+    kind: str
+    token_ids: NDArray[np.int32]
+
+
+def segments(turn: StoredTurn) -> Iterator[Segment]:
+    """Yield the tokens that a turn adds: its new prompt tokens, then its response.
+
+    With loss_mask 1 1 0 of the response tokens 5 6 7::
+
+        prompt 3 4, response 5 6 7  ->  prompt [3 4], sampled [5 6], masked [7]
+    """
+    if len(turn.new_prompt_ids):
+        yield Segment(PROMPT, turn.new_prompt_ids)
+    mask = turn.loss_mask
+    if mask is None:
+        mask = np.ones(turn.num_response_tokens, dtype=np.uint8)
+    borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
+    for start, stop in itertools.pairwise(borders):
+        if start < stop:
+            yield Segment(SAMPLED if mask[start] else MASKED, turn.response_ids[start:stop])
+
+
+def print_text(
+    url: str, run: str, name: str, console: Console, *, tokenizer: Path, folder: Path | None = None
+) -> None:
+    """Print a trajectory turn by turn, in colors on a terminal.
+
+    Raises what `read_text` raises.
+    """
+    content = read_text(url, run, name, tokenizer=tokenizer, folder=folder)
+    console.print(f"{content['run']}: {content['trajectory']}, {content['state']}")
+    for turn in content["turns"]:
+        versions = ", ".join(map(str, turn["policy_versions"])) or "unknown"
+        shared = turn["shared_tokens"]
+        before = f", after {shared:,} tokens of turn {turn['parent_turn']}" if shared else ""
+        rewards = "" if turn["reward"] is None else f", token rewards {turn['reward']:g}"
+        console.rule(f"turn {turn['index']}, policy version {versions}{before}{rewards}")
+        for each in turn["segments"]:
+            console.print(Text(f"[{each['kind']}: {each['num_tokens']} tokens]", style="cyan"))
+            console.print(Text(visible(each["text"]), style=_STYLES[each["kind"]]), soft_wrap=True)
+    reward = "none" if content["reward"] is None else f"{content['reward']:g}"
+    advantage = content["advantage"]
+    console.rule()
+    told = "" if advantage is None else f", advantage {advantage:g} in step {content['step']}"
+    console.print(f"reward {reward}{told}")
+
+
+def text_json(url: str, run: str, name: str, *, tokenizer: Path, folder: Path | None = None) -> str:
+    """Return the same as JSON; raises what `read_text` raises."""
+    content = read_text(url, run, name, tokenizer=tokenizer, folder=folder)
+    return json.dumps(content, indent=2, ensure_ascii=False)
+
+
+def read_text(
+    url: str, run: str, name: str, *, tokenizer: Path, folder: Path | None = None
+) -> dict[str, Any]:
+    """Return a trajectory with its turns as text, in plain values.
+
+    Args:
+        url: of the store.
+        run: name of the run.
+        name: <group>/<sample>/<attempt>.
+        tokenizer: folder with a tokenizer.json.
+        folder: the archive folder, which has the ends of the oldest trajectories.
+
+    Raises:
+        InvalidConfigError: the folder has no readable tokenizer.
+        TrajectoryNotFoundError: it was never opened.
+        ReleasedError: its payload is not stored any more.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    decode = load_decoder(tokenizer)
+    with looking_at(url) as client:
+        run = find_run(client, run)
+        history = read_history(client, run, name, folder=folder)
+        turns = _read_turns(client, run, history)
+    return {
+        "run": run,
+        "trajectory": keys.readable_name(history.trajectory_id),
+        "state": history.state + (f": {history.reason}" if history.reason else ""),
+        "reward": history.reward,
+        "advantage": history.advantage,
+        "step": history.step,
+        "turns": [_turn(turn, decode) for turn in turns],
+    }
+
+
+def load_decoder(folder: Path) -> Decode:
+    """Return the function that turns token ids into text, special tokens included.
+
+    Raises:
+        InvalidConfigError: the folder has no readable tokenizer.json.
+    """
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise InvalidConfigError("--tokenizer", f"{folder} has no tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # nothing narrower: the library raises Exception itself
+        raise InvalidConfigError("--tokenizer", f"{path} is no tokenizer: {error}") from error
+    return lambda token_ids: tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+
+def _read_turns(client: redis.Redis, run: str, history: TrajectoryHistory) -> list[StoredTurn]:
+    payload = keys.trajectory_keys(run, history.trajectory_id)
+    with translating():
+        entries: Any = client.xrange(payload.turns)
+        is_sealed = client.hget(payload.meta, "sealed") == b"1"
+    if not entries and not history.payload_is_kept:
+        raise ReleasedError(
+            f"the turns of {keys.readable_name(history.trajectory_id)} are not stored any more: it "
+            f"is {history.state}"
+        )
+    records = [fields[b"r"] for _, fields in entries]
+    return [decode_turn(record) for record in (records[:-1] if is_sealed else records)]
+
+
+def _turn(turn: StoredTurn, decode: Decode) -> dict[str, Any]:
+    return {
+        "index": turn.index,
+        "parent_turn": turn.parent_turn if turn.shared_tokens else None,
+        "shared_tokens": turn.shared_tokens,
+        "policy_versions": [each.version for each in turn.version_runs if each.version is not None],
+        "reward": None if turn.rewards is None else float(turn.rewards.sum()),
+        "segments": [
+            {
+                "kind": each.kind,
+                "num_tokens": len(each.token_ids),
+                "text": decode(each.token_ids.tolist()),
+            }
+            for each in segments(turn)
+        ],
+    }

@@ -1,0 +1,143 @@
+"""`turnstream text`: what the model read and wrote, as text."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from turnstream.errors import InvalidConfigError, ReleasedError
+from turnstream.generator import Publisher
+from turnstream.types import StoredTurn
+from turnstream_server.jobs.trajectory_text import print_text, segments
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+
+NUMBERS = itertools.count()
+
+
+def encode(folder: Path, text: str) -> list[int]:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+
+
+@pytest.fixture
+def written(place: Any, tokenizer_folder: Path) -> str:
+    """A run with one sealed trajectory of two turns; the last token of the second is masked."""
+    run = place.create_run(f"text {next(NUMBERS)}", batch_groups=2, max_staleness=3)
+    prompt = encode(tokenizer_folder, "<|im_start|>the user")
+    first = encode(tokenizer_folder, " says <hello> [/red]")
+    asked = encode(tokenizer_folder, " and then?")
+    second = encode(tokenizer_folder, " done!")
+    with Publisher(place.url, run) as publisher, publisher.group("g", 1) as group:
+        (trajectory,) = group
+        trajectory.append(prompt, first, policy_version=4)
+        mask = [1] * (len(second) - 1) + [0]
+        trajectory.append(
+            [*prompt, *first, *asked],
+            second,
+            loss_mask=mask,
+            rewards=[0.25] * len(second),
+            policy_version=5,
+        )
+        trajectory.seal(reward=0.5)
+    return run
+
+
+def test_text_prints_prompts_sampled_and_masked_tokens_by_turn(
+    place: Any, written: str, tokenizer_folder: Path
+) -> None:
+    shown = place.type("text", written, "g/0/0", "--tokenizer", str(tokenizer_folder))
+
+    lines = [line.strip("─ ") for line in shown.splitlines()]
+    num_shared = len(encode(tokenizer_folder, "<|im_start|>the user says <hello> [/red]"))
+    second = encode(tokenizer_folder, " done!")
+    assert lines[0] == f"{written}: g/0/0, sealed"
+    assert lines[1] == "turn 0, policy version 4"
+    assert lines[3:6:2] == ["<|im_start|>the user", "says <hello> [/red]"]
+    assert lines[6] == (
+        f"turn 1, policy version 5, after {num_shared} tokens of turn 0, "
+        f"token rewards {0.25 * len(second):g}"
+    )
+    assert [line.split(":")[0] for line in lines if line.startswith("[")] == [
+        *("[prompt", "[sampled", "[prompt", "[sampled", "[masked"),
+    ]
+    assert lines[-1] == "reward 0.5"
+
+
+def test_text_as_json_has_every_new_token_once(
+    place: Any, written: str, tokenizer_folder: Path
+) -> None:
+    words = ("text", written, "g/0/0", "--tokenizer", str(tokenizer_folder), "--json")
+
+    content = json.loads(place.type(*words))
+
+    told = [each["text"] for turn in content["turns"] for each in turn["segments"]]
+    assert "".join(told) == "<|im_start|>the user says <hello> [/red] and then? done!"
+    assert content["reward"] == 0.5
+    assert [turn["policy_versions"] for turn in content["turns"]] == [[4], [5]]
+
+
+def test_text_on_a_terminal_colors_sampled_and_masked_tokens(
+    place: Any, written: str, tokenizer_folder: Path
+) -> None:
+    terminal = Console(
+        width=200, force_terminal=True, color_system="standard", markup=False, emoji=False
+    )
+    with terminal.capture() as capture:
+        print_text(place.url, written, "g/0/0", terminal, tokenizer=tokenizer_folder)
+
+    shown = capture.get()
+    assert "\x1b[1;32m says <hello>" in shown
+    assert "\x1b[2m<|im_start|>the user" in shown
+    assert "\x1b[33m!" in shown
+
+
+def test_text_without_a_tokenizer_names_the_folder(
+    place: Any, written: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidConfigError, match=r"--tokenizer: .* has no tokenizer\.json"):
+        place.type("text", written, "g/0/0", "--tokenizer", str(tmp_path))
+
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(InvalidConfigError, match="is no tokenizer"):
+        place.type("text", written, "g/0/0", "--tokenizer", str(tmp_path))
+
+
+def test_text_of_an_abandoned_trajectory_says_that_it_is_not_stored(
+    place: Any, tokenizer_folder: Path
+) -> None:
+    run = place.create_run("abandoned text")
+    with Publisher(place.url, run) as publisher, publisher.group("g", 1) as group:
+        group.trajectory(0).abandon("no luck").result(10)
+
+    with pytest.raises(ReleasedError, match="turns of g/0/0 are not stored any more"):
+        place.type("text", run, "g/0/0", "--tokenizer", str(tokenizer_folder))
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (None, [("prompt", [3, 4]), ("sampled", [5, 6, 7])]),
+        ([1, 1, 0], [("prompt", [3, 4]), ("sampled", [5, 6]), ("masked", [7])]),
+        ([0, 1, 0], [("prompt", [3, 4]), ("masked", [5]), ("sampled", [6]), ("masked", [7])]),
+    ],
+)
+def test_segments_split_the_response_by_its_mask(mask: Any, expected: Any) -> None:
+    turn = StoredTurn(
+        index=0,
+        parent_turn=-1,
+        shared_tokens=0,
+        token_ids=np.array([3, 4, 5, 6, 7], dtype=np.int32),
+        num_response_tokens=3,
+        loss_mask=None if mask is None else np.array(mask, dtype=np.uint8),
+    )
+
+    assert [(kind, ids.tolist()) for kind, ids in segments(turn)] == expected
