@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
 import importlib.util
 import itertools
 import os
 import shutil
 import signal
+import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -189,6 +193,26 @@ def _binary(kind: str) -> Path:
         if os.environ.get("CI"):
             raise
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def default_ports() -> Iterator[None]:
+    """Hold the default ports of `turnstream up`: tests that use them run one at a time."""
+    with (Path(tempfile.gettempdir()) / "turnstream-default-ports.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for port in (7379, 7600):
+            wait_until(functools.partial(_is_free, port), timeout_s=120, describe=f"port {port}")
+        yield
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 @pytest.fixture(scope="session")

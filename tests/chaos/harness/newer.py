@@ -2,7 +2,7 @@
 
 ::
 
-    python -m harness.newer turnstream_server.cli batcher --listen ...
+    python -m harness.newer turnstream_server.cli serve batcher --listen ...
 
 The field is one that this release does not know; to read it back is what is tested.
 """

@@ -31,7 +31,7 @@ def start_up(job: Job, *options: str) -> dict[str, str]:
 
 
 def test_up_uses_the_default_ports_and_prints_the_line_to_export(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+    job: Job, default_ports: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TURNSTREAM_REDIS_URL", raising=False)
     printed = start_up(job, "--batchers", "1")
@@ -99,14 +99,14 @@ def test_nothing_survives_the_death_of_the_supervisor(job: Job) -> None:
 
     job.process.kill()
 
-    for service in ("cli up", "cli batcher", "valkey"):
+    for service in ("cli up", "cli serve batcher", "valkey"):
         assert [line for line in before if service in line], before
     wait_until(lambda: job.processes() == [], timeout_s=60, describe="the end of every process")
 
 
 def test_a_batcher_that_dies_ends_the_job_with_its_last_words(job: Job) -> None:
     start_up(job)
-    [batcher] = [line for line in job.processes() if "cli batcher" in line]
+    [batcher] = [line for line in job.processes() if "cli serve batcher" in line]
 
     os.kill(int(batcher.split()[0]), signal.SIGKILL)
     output, _ = job.process.communicate(timeout=60)

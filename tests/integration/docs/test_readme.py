@@ -1,63 +1,131 @@
-"""The code of the README runs as it stands, on a real store and a real batcher."""
+"""The programs of the README run as printed, against `turnstream up` on its default ports."""
 
 from __future__ import annotations
 
+import os
 import re
-import threading
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import redis
 
-from turnstream.types import RecoveryToken, TrajectoryState
+import turnstream
+from turnstream.testing import wait_until
+from turnstream.types import TrajectoryState
+from turnstream_server.bus.frontier import Frontier, read_frontier
 from turnstream_server.bus.ledger import read_ledger
-from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.jobs.services import start_batcher, store_environment
-from turnstream_server.jobs.stack import Stack
+
+pytestmark = [pytest.mark.grpc, pytest.mark.redis, pytest.mark.timeout(300)]
 
 README = Path(__file__).parents[3] / "README.md"
+SDK_ALONE = (
+    "import runpy, sys; sys.modules['turnstream_server'] = None; runpy.run_path(sys.argv[1])"
+)
+NUM_GROUPS, NUM_SAMPLES, NUM_STEPS = 20, 4, 10
 
 
-def blocks() -> list[str]:
-    """The Python blocks of the README, as printed."""
-    return re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+def programs() -> dict[str, str]:
+    """Return the Python blocks of the README by the name in their first line."""
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    return {block.partition("\n")[0].removeprefix("# "): block for block in blocks}
 
 
-@pytest.mark.grpc
-def test_main_path_of_the_readme_runs_as_printed(
-    own_server: EmbeddedServer,
-    own_client: redis.Redis,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TURNSTREAM_REDIS_URL", own_server.url)
-    samples = [([1, 2, 3], [4, 5], [-0.5, -0.25]), ([1, 2, 3], [4, 6], [-0.5, -0.25])]
-    trained: list[Any] = []
-    saved: list[Any] = []
-    names: dict[str, Any] = {
-        "sample": lambda: samples[len(judged)],
-        "judge": lambda response_ids: judged.append(response_ids) or float(len(judged)),
-        "checkpoint": {},
-        "model": "weights",
-        "train": lambda batch, denominators: trained.append((batch, denominators)),
-        "save": saved.append,
+@pytest.fixture
+def folder(default_ports: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the programs, while `turnstream up` runs."""
+    monkeypatch.delenv("TURNSTREAM_REDIS_URL", raising=False)
+    for name, text in programs().items():
+        (tmp_path / name).write_text(text)
+    command = [sys.executable, "-m", "turnstream_server.cli", "up", "--data-dir", tmp_path / "up"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as up:
+        assert up.stdout is not None
+        lines = [up.stdout.readline() for _ in range(5)]
+        assert lines[1] == "batcher  127.0.0.1:7600\n", lines
+        try:
+            yield tmp_path
+        finally:
+            up.send_signal(signal.SIGINT)
+            up.wait(60)
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
+    """Start a program of the folder, without the server's package."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, *words], cwd=folder, env=environment)
+
+
+def frontier(service: turnstream.Service) -> Frontier:
+    return read_frontier(service._client, "demo")
+
+
+def test_readme_has_two_short_programs() -> None:
+    counts = {
+        name: sum(bool(line) and not line.startswith(("#", "import")) for line in text.split("\n"))
+        for name, text in programs().items()
     }
-    judged: list[Any] = []
-    create, generate, train = blocks()
-    with Stack(tmp_path, store_environment(own_server.url)) as stack:
-        start_batcher(stack, name="batcher")
 
-        exec(create, names)
-        exec(generate, names)
-        names["run"].close()
-        worker = threading.Thread(target=exec, args=(train, names), daemon=True)
-        worker.start()
-        worker.join(90)
+    assert counts.keys() == {"generator.py", "trainer.py"}
+    assert max(counts.values()) <= 15
 
-    assert not worker.is_alive()
-    [(batch, denominators)] = trained
-    assert batch.input_ids_BT.tolist() == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]]
-    assert denominators.num_tokens == 4
-    assert [RecoveryToken.parse(each["turnstream"]).step for each in saved] == [1]
-    assert read_ledger(own_client, "demo").by_state[TrajectoryState.COMMITTED] == 2
+
+def test_programs_of_the_readme_survive_kills_with_the_sdk_alone(folder: Path) -> None:
+    survive_kills(
+        folder,
+        generator=("-c", SDK_ALONE, "generator.py"),
+        trainer=("-c", SDK_ALONE, "trainer.py"),
+    )
+
+
+def test_trainer_of_the_readme_survives_a_kill_under_torchrun(folder: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+    frontier = survive_kills(folder, generator=("generator.py",), trainer=(*torchrun, "trainer.py"))
+
+    assert frontier.dp_world_size == 2
+    assert {path.name for path in folder.glob("*.pt")} == {"checkpoint-0.pt", "checkpoint-1.pt"}
+
+
+def survive_kills(
+    folder: Path, *, generator: tuple[str, ...], trainer: tuple[str, ...]
+) -> Frontier:
+    """Kill both programs after two steps, start them again, and return the end of the run.
+
+    Without a trainer a generator may open the groups of two steps; then it waits.
+    """
+    writer = start(folder, *generator)
+    with turnstream.connect() as service:
+        wait_until(lambda: "demo" in service.runs(), describe="the run", timeout_s=60)
+        wait_until(lambda: num_sealed(service) == 16, describe="four groups", timeout_s=60)
+        writer.kill()
+        writer.wait()
+        worker = start(folder, *trainer)
+        wait_until(lambda: frontier(service).committed == 2, describe="step 2", timeout_s=90)
+        kill_with_children(worker)
+
+        again = [start(folder, *words) for words in (generator, trainer)]
+        statuses = [process.wait(150) for process in again]
+
+        ledger, end = read_ledger(service._client, "demo"), frontier(service)
+    ledger.check()
+    assert statuses == [0, 0]
+    assert ledger.accepted == NUM_GROUPS * NUM_SAMPLES
+    assert ledger.by_state[TrajectoryState.COMMITTED] == NUM_GROUPS * NUM_SAMPLES
+    assert (end.stepped, end.committed) == (NUM_STEPS, NUM_STEPS)
+    return end
+
+
+def num_sealed(service: turnstream.Service) -> int:
+    """Return the trajectories that are sealed, planned ones included."""
+    states = read_ledger(service._client, "demo").by_state
+    return states[TrajectoryState.SEALED] + states[TrajectoryState.PLANNED]
+
+
+def kill_with_children(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL a process and the processes that it started."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for pid in (process.pid, *map(int, children)):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
