@@ -156,7 +156,7 @@ def _stored_group(client: redis.Redis, run: str, group_id: str) -> GroupOpened:
         entry: Any = client.hget(names.groups, name)
         members: Any = client.hget(names.members, name)
     if entry is None:
-        raise ConflictError(f"group {group_id!r} is over")
+        raise ConflictError(f"group {group_id!r} is finished")
     num_samples = int(entry.partition(b":")[0])
     num_needed = int((members or b"0").partition(b":")[0])
     return GroupOpened(

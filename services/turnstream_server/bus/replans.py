@@ -129,8 +129,8 @@ def await_replan(client: redis.Redis, run: str, request: str, *, wait_s: float) 
         left_s = end_s - time.monotonic()
         if left_s <= 0:
             raise NotReadyError(
-                f"no batcher has answered within {wait_s:g} s; the request stands, and whoever "
-                f"plans run {run!r} next carries it out"
+                f"no batcher has answered within {wait_s:g} s; the request is kept, and the next "
+                f"batcher that plans run {run!r} carries it out"
             )
         with translating():
             news: Any = client.xread(

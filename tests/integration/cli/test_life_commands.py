@@ -147,7 +147,7 @@ def test_replan_says_that_nobody_answers_and_what_becomes_of_it(
     never = turnstream("run", "replan", run, "--step", "7")
 
     assert told.status == 1
-    assert "no batcher has answered within 0 s; the request stands" in told.err
+    assert "no batcher has answered within 0 s; the request is kept" in told.err
     assert read_frontier(client, run).replan is not None
     assert "already asked to plan again its first damaged step" in never.err
 

@@ -175,7 +175,7 @@ def test_case_25_a_trajectory_interrupted_by_another_is_refused() -> None:
     ("members", "message"),
     [
         ([("g", 0, False)], "row 0 is not flagged last, but .* ends there"),
-        ([("g", 0, True), ("g", 0, True)], "row 0 is flagged last, but .* goes on there"),
+        ([("g", 0, True), ("g", 0, True)], "row 0 is flagged last, but .* continues there"),
         ([("g", 0, False), ("g", 1, True)], "row 0 is not flagged last, but .* ends there"),
     ],
 )

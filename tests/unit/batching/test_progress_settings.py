@@ -37,7 +37,7 @@ def make(**fields: Any) -> BatchingConfig:
         ({"max_open_groups": 1.5}, r"^max_open_groups: 1\.5 is not a whole number"),
         (
             {"max_staleness": 0, "max_planned_ahead": 0, "max_age_policy": "drop"},
-            r"^max_age_policy: 'drop' with max_staleness=0 expires for ever",
+            r"^max_age_policy: 'drop' needs max_staleness >= 1",
         ),
     ],
 )

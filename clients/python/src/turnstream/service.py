@@ -131,7 +131,7 @@ def _config(config: BatchingConfig | None, settings: dict[str, Any]) -> Batching
     if config is not None:
         if settings:
             raise InvalidConfigError(
-                next(iter(settings)), "settings are given in `config` and by name; use one of them"
+                next(iter(settings)), "settings are in `config` and in arguments; use one of them"
             )
         return config
     for name in settings:

@@ -97,7 +97,7 @@ def require_whole_trajectories(rows: Rows) -> None:
         if bool(rows.is_last[row]) != ends:
             said = "is flagged last" if rows.is_last[row] else "is not flagged last"
             raise BatchingError(
-                f"row {rows.row_id[row]} {said}, but {key} {'ends' if ends else 'goes on'} there"
+                f"row {rows.row_id[row]} {said}, but {key} {'ends' if ends else 'continues'} there"
             )
         if ends:
             finished.add(key)

@@ -290,8 +290,8 @@ class BatchingConfig:
         if self.max_staleness == 0:
             raise InvalidConfigError(
                 "max_age_policy",
-                f"{self.max_age_policy!r} with max_staleness=0 expires for ever whatever was begun "
-                "before the newest weights reached its generator: allow 1, or keep it",
+                f"{self.max_age_policy!r} needs max_staleness >= 1: with 0 every group that began "
+                "before the newest weights would expire; allow 1, or use 'keep'",
             )
         if self.max_planned_ahead > self.max_staleness:
             raise InvalidConfigError(

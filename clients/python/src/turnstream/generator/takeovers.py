@@ -136,7 +136,7 @@ def _is_sealed(name: str, meta: Sequence[bytes | None], *, epoch: int) -> bool:
         whose = f"epoch {holder.decode()}" if holder else "nobody"
         raise FencedError(
             f"{keys.readable_name(name)} was taken over with epoch {epoch}, and is by now that of "
-            f"{whose}: its turns are not ours to go on from"
+            f"{whose}: only that writer may continue it"
         )
     return sealed == b"1"
 

@@ -145,7 +145,7 @@ def _views(
             extras[column] = ExtraPiece(spec.num_shared, values)
         start += num_bytes
     if start != frame.body_stop:
-        raise CorruptRecordError(f"{frame.body_stop - start} stray bytes behind the arrays")
+        raise CorruptRecordError(f"{frame.body_stop - start} stray bytes after the arrays")
     return arrays, extras
 
 
