@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import turnstream
+from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.generator.trajectory_writers import AsyncTrajectoryWriter, TrajectoryWriter
 from turnstream.run import Run
 from turnstream.worker.steps import Batches, Step
 
@@ -43,3 +45,19 @@ def test_page_lists_the_calls_of_a_run_and_its_steps(
     assert public(kind) - unlisted == listed - attributes - (
         {"batches"} if kind is Batches else set()
     )
+
+
+@pytest.mark.parametrize(
+    ("kinds", "prefix"),
+    [
+        ((Publisher, AsyncPublisher), "publisher"),
+        ((TrajectoryWriter, AsyncTrajectoryWriter), "trajectory"),
+    ],
+)
+def test_page_lists_the_calls_of_publishers_and_trajectories(
+    kinds: tuple[type, ...], prefix: str
+) -> None:
+    listed = set(re.findall(rf"`{prefix}\.(\w+)", PAGE))
+
+    for kind in kinds:
+        assert {name for name in dir(kind) if not name.startswith("_")} == listed
