@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from turnstream.errors import NotReadyError
 from turnstream.generator import Publisher
 from turnstream.testing import group, ids, trajectory, turn
 from turnstream.worker import ObserverStream
+from turnstream_server.jobs.screen import Screen
+from turnstream_server.jobs.status import REFRESH_S, watch_status
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -111,6 +114,22 @@ def test_status_prints_progress_ledger_and_first_reason(typed: Any) -> None:
     assert (as_json["ledger"]["committed"], as_json["accepted"]) == (6, 8)
     assert as_json["reason"]["kind"] in shown
     assert json.loads(typed("status", "--json"))[0]["run"] == RUN
+
+
+def test_watched_status_is_refreshed_until_ctrl_c(typed: Any, place: Any) -> None:
+    paused: list[float] = []
+
+    def pause(seconds: float) -> None:
+        paused.append(seconds)
+        if len(paused) == 3:
+            raise KeyboardInterrupt
+
+    output = io.StringIO()
+    with pytest.raises(KeyboardInterrupt):
+        watch_status(place.url, RUN, Screen(output, width=100), pause=pause)
+
+    assert paused == [REFRESH_S] * 3
+    assert re.search(r"steps +3 planned, 3 stepped, 3 committed", output.getvalue())
 
 
 def test_ledger_tells_the_states_with_ages_and_reasons(typed: Any) -> None:
