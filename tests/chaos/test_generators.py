@@ -103,7 +103,7 @@ def test_turns_out_of_order_are_refused_by_number_and_never_sealed_with_a_hole(r
         ({"loss_mask": [1]}, "loss_mask"),
         ({"loss_mask": [2, 1]}, "loss_mask"),
         ({"rewards": [float("nan"), 0.0]}, "rewards"),
-        ({"version": -1}, "version"),
+        ({"policy_version": -1}, "policy_version"),
     ],
 )
 def test_a_poisoned_turn_is_refused_at_the_door(

@@ -157,7 +157,7 @@ def _bind(server: grpc.aio.Server, listen: str) -> str:
     except RuntimeError as error:
         raise InvalidConfigError(
             "--listen",
-            f"port {number} of {host} cannot be used, another program may listen there: choose "
+            f"{listen!r} cannot be used, another program may listen there: choose "
             f"another port with --listen or TURNSTREAM_BATCHER_PORT; 0 takes a free one",
         ) from error
     return f"{host}:{port}"

@@ -39,7 +39,7 @@ async def until(predicate: Callable[[], object], describe: str) -> None:
 
 
 async def command(house: Any, *words: str) -> str:
-    """What `turnstream dead list` prints."""
+    """What `turnstream dead <words>` prints."""
     arguments = ["dead", *words, "--redis", house.url]
     shown = await asyncio.to_thread(CliRunner().invoke, cli.app, arguments)
     if shown.exception is not None and not isinstance(shown.exception, SystemExit):
@@ -92,11 +92,11 @@ async def test_a_mended_letter_takes_its_place_in_a_group_that_waits_for_a_refil
     await until(lambda: letters(house, run) == ["g0/1/0"], "its death is told")
 
     fix = tmp_path / "fix.json"
-    await command(house, run, "g0/1/0", "--out", str(fix))
-    sound = await command(house, run, "g0/1/0", "--fix", str(fix))
-    said = await command(house, run, "g0/1/0", "--fix", str(fix), "--replay")
+    await command(house, "export", run, "g0/1/0", "--to", str(fix))
+    sound = await command(house, "replay", run, "g0/1/0", "--fix", str(fix), "--dry-run")
+    said = await command(house, "replay", run, "g0/1/0", "--fix", str(fix))
     (pulled,) = await trainer.get(1)
-    again = await command(house, run, "g0/1/0", "--fix", str(fix), "--replay")
+    again = await command(house, "replay", run, "g0/1/0", "--fix", str(fix))
 
     assert "nothing was written" in sound
     assert said.startswith("g0/1/0 -> g0/1/1, ")
@@ -117,8 +117,8 @@ async def test_a_letter_that_comes_too_late_trains_once_in_a_group_of_its_own(
     await trainer.stepped(await trainer.get(1))
 
     fix = tmp_path / "fix.json"
-    await command(house, run, "g0/1/0", "--out", str(fix))
-    replay = [run, "g0/1/0", "--fix", str(fix), "--replay"]
+    await command(house, "export", run, "g0/1/0", "--to", str(fix))
+    replay = ["replay", run, "g0/1/0", "--fix", str(fix)]
     with pytest.raises(ConflictError, match="already planned"):
         await command(house, *replay)
     await command(house, *replay, "--as-group", "mended")
@@ -145,8 +145,8 @@ async def test_a_replay_that_was_trained_and_released_is_never_done_again(
     await trainer.start()
     await trainer.get(1)
     fix = tmp_path / "fix.json"
-    await command(house, run, "g0/1/0", "--out", str(fix))
-    replay = [run, "g0/1/0", "--fix", str(fix), "--replay", "--as-group", "mended"]
+    await command(house, "export", run, "g0/1/0", "--to", str(fix))
+    replay = ["replay", run, "g0/1/0", "--fix", str(fix), "--as-group", "mended"]
     await command(house, *replay)
 
     await house.publish(run, *[group(f"h{i}") for i in range(2)])
@@ -184,7 +184,7 @@ async def test_poison_beyond_the_bound_of_the_run_is_discarded_and_counted(house
         await until(lambda: not client.hexists(name, "g0/1/0"), "its compact record")
         history = read_history(client, run, "g0/1/0")
 
-    listed = json.loads(await command(house, run, "--json"))
+    listed = json.loads(await command(house, "list", run, "--json"))
     assert (listed["letters"], listed["num_discarded"], listed["num_bytes"]) == ([], 1, 0)
     assert history.state is TrajectoryState.DEAD
     assert history.reason.startswith("discarded for room: the checksum")
@@ -202,12 +202,12 @@ async def test_the_command_lists_shows_writes_and_discards(house: Any, tmp_path:
     await trainer.start()
     await trainer.get(1)
 
-    listed = json.loads(await command(house, run, "--json"))
-    shown = json.loads(await command(house, run, "g0/1/0", "--json"))
+    listed = json.loads(await command(house, "list", run, "--json"))
+    shown = json.loads(await command(house, "show", run, "g0/1/0", "--json"))
     (event,) = listed["events"]
     raw, junk = tmp_path / "letter.raw", tmp_path / "event.raw"
-    await command(house, run, "g0/1/0", "--out", str(raw))
-    await command(house, run, event["event_id"], "--out", str(junk))
+    await command(house, "export", run, "g0/1/0", "--to", str(raw))
+    await command(house, "export", run, event["event_id"], "--to", str(junk))
 
     assert [each["trajectory_id"] for each in listed["letters"]] == ["g0/1/0"]
     assert "checksum" in listed["letters"][0]["reason"]
@@ -215,12 +215,12 @@ async def test_the_command_lists_shows_writes_and_discards(house: Any, tmp_path:
     assert flaw["stop"] - flaw["start"] == 1
     assert junk.read_bytes() == b"junk of nobody"
     assert b"TST" in raw.read_bytes()
-    assert "dead letters of" in await command(house, run)
+    assert "dead letters of" in await command(house, "list", run)
     assert json.loads(ledger_json(house.url, run))["states"]["dead"]["count"] == 1
-    assert f"bytes {flaw['start']} to {flaw['stop']}" in await command(house, run, "g0/1/0")
-    discarded = await command(house, run, "g0/1/0", event["event_id"], "--discard")
+    assert f"bytes {flaw['start']} to {flaw['stop']}" in await command(house, "show", run, "g0/1/0")
+    discarded = await command(house, "discard", run, "g0/1/0", event["event_id"])
     assert discarded == "2 discarded\n"
-    assert json.loads(await command(house, run, "--json"))["letters"] == []
+    assert json.loads(await command(house, "list", run, "--json"))["letters"] == []
 
 
 async def test_a_damaged_seal_of_a_trajectory_that_awaits_its_reward_is_set_aside(

@@ -35,7 +35,7 @@ from turnstream.testing import ids
 url, run = sys.argv[1:]
 with Publisher(url, run) as publisher, publisher.group("e", 2, purpose="eval") as visit:
     for sample in range(2):
-        visit.trajectory(sample).append(ids("ab"), ids("c"), version=4).result(10)
+        visit.trajectory(sample).append(ids("ab"), ids("c"), policy_version=4).result(10)
     visit.trajectory(0).seal(0.5)
     print("sealed", flush=True)
     sys.stdin.read()

@@ -336,7 +336,9 @@ async def test_labels_are_summed_up_once_per_batch_for_workers_and_for_people(ho
     first, second = await trainer.get(1, dp_rank=1)
     seen = await batch(house, run, 1)
     screen = StringIO()
-    await asyncio.to_thread(print_batch, house.url, run, 1, Screen(screen, width=120))
+    await asyncio.to_thread(
+        print_batch, house.url, run, 1, Screen(screen, width=120), show_all=True
+    )
 
     figures = first.mini_batch.info.figures
     assert figures.metrics["turns"].mean == 3.0

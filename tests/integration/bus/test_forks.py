@@ -247,6 +247,7 @@ async def test_a_fork_that_was_killed_is_finished_by_the_same_call(
         sys.executable,
         "-m",
         "turnstream_server.cli",
+        "run",
         "fork",
         origin.name,
         "fork g",

@@ -30,7 +30,7 @@ with connect(sys.argv[1]) as client:
     create_run(client, sys.argv[2], BatchingConfig(batch_groups=1, mini_batch_groups=1))
 with Publisher(sys.argv[1], run=sys.argv[2]) as publisher:
     with publisher.trajectory("g0", sample=0, num_samples=1, prompt_uid="p") as trajectory:
-        trajectory.append([1, 2], [3], version=0)
+        trajectory.append([1, 2], [3], policy_version=0)
         trajectory.seal(reward=1.0)
 print("published")
 """

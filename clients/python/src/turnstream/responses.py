@@ -52,7 +52,7 @@ def from_vllm(
 ) -> TurnArguments:
     """Return the arguments of `append` for one output of vLLM.
 
-    `writer.append(**turnstream.from_vllm(output), version=7)`
+    `writer.append(**turnstream.from_vllm(output), policy_version=7)`
 
     Args:
         output: a finished RequestOutput, or one of its `outputs` together with `prompt_ids`. Its
@@ -90,7 +90,7 @@ def from_openai(
 ) -> TurnArguments:
     """Return the arguments of `append` for one choice of an OpenAI-compatible server.
 
-    `writer.append(**turnstream.from_openai(response), version=7)`
+    `writer.append(**turnstream.from_openai(response), policy_version=7)`
 
     Args:
         response: a chat completion or completion that was not streamed, or one of its choices: the
