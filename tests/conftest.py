@@ -201,7 +201,11 @@ def default_ports() -> Iterator[None]:
     with (Path(tempfile.gettempdir()) / "turnstream-default-ports.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for port in (7379, 7600):
-            wait_until(functools.partial(_is_free, port), timeout_s=120, describe=f"port {port}")
+            wait_until(
+                functools.partial(_is_free, port),
+                timeout_s=120,
+                describe=f"port {port}: end the program that listens there",
+            )
         yield
 
 

@@ -1,0 +1,162 @@
+"""Pages whose code runs as printed, with a `turnstream up` on its default ports."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnstream.testing import wait_until
+
+REPOSITORY = Path(__file__).parents[3]
+CLI = [sys.executable, "-P", "-m", "turnstream_server.cli"]
+
+
+class Page:
+    """A document with blocks of Python and of commands.
+
+    Attributes:
+        path: of the document.
+        text: of the document.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.text = path.read_text(encoding="utf-8")
+
+    def blocks(self) -> list[tuple[int, str]]:
+        """Return (line, code) of every Python block; those with a prompt are doctests."""
+        found = re.finditer(r"^```python\n(.*?)^```", self.text, re.DOTALL | re.MULTILINE)
+        blocks = [(self.text.count("\n", 0, each.start(1)), each[1]) for each in found]
+        return [(line, code) for line, code in blocks if not code.startswith(">>>")]
+
+    def commands(self) -> list[list[str]]:
+        """Return the words of every command in the blocks of text, without its comment."""
+        found = re.findall(r"^```text\n(.*?)^```", self.text, re.DOTALL | re.MULTILINE)
+        lines = [line for block in found for line in block.splitlines()]
+        return [line.partition("#")[0].split()[1:] for line in lines if line[:11] == "turnstream "]
+
+    def brought_names(self) -> set[str]:
+        """Return the names that the blocks use and do not make."""
+        names = [node for _, code in self.blocks() for node in ast.walk(ast.parse(code))]
+        used = {node.id for node in names if isinstance(node, ast.Name)}
+        made = {
+            node.id
+            for node in names
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
+        for node in names:
+            match node:
+                case ast.Import(names=found) | ast.ImportFrom(names=found):
+                    made |= {each.asname or each.name for each in found}
+                case ast.FunctionDef(name=name) | ast.ExceptHandler(name=str(name)):
+                    made.add(name)
+                case ast.arg(arg=name):
+                    made.add(name)
+        return used - made - set(vars(builtins))
+
+    def announced_names(self) -> set[str]:
+        """Return the names of the sentence "You bring `this` and `that`"."""
+        sentences = re.findall(r"You bring ([^.]*)\.", self.text)
+        return {name for each in sentences for name in re.findall(r"`(\w+)`", each)}
+
+
+class Runner:
+    """Runs the blocks of a page in one namespace.
+
+    Attributes:
+        names: the namespace.
+        text: of the page.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {}
+        self.text = ""
+        self._page: Page | None = None
+        self._next = 0
+
+    def open(self, name: str, **brought: Any) -> None:
+        """Begin a page, with a stand-in for each name that its reader brings."""
+        self._page = Page(REPOSITORY / name)
+        assert self._page.brought_names() == brought.keys()
+        assert self._page.announced_names() == brought.keys()
+        self.text = self._page.text
+        self.names.update(brought)
+
+    def run_block(self) -> None:
+        """Run the next block as it is printed."""
+        assert self._page is not None
+        line, code = self._page.blocks()[self._next]
+        self._next += 1
+        exec(compile("\n" * line + code, self._page.path, "exec"), self.names)
+
+    def run_all(self) -> None:
+        """Run all blocks that were not run."""
+        assert self._page is not None
+        while self._next < len(self._page.blocks()):
+            self.run_block()
+
+    def run_commands(self) -> str:
+        """Run all commands of the page as printed; return what they printed."""
+        assert self._page is not None
+        commands = self._page.commands()
+        assert commands
+        return "".join(
+            subprocess.run(
+                [*CLI, *words],
+                check=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=60,
+                env={**os.environ, "COLUMNS": "80"},
+            ).stdout
+            for words in commands
+        )
+
+
+@pytest.fixture
+def open_page() -> Callable[[Path], Page]:
+    """Return what reads a page."""
+    return Page
+
+
+@pytest.fixture
+def runner(
+    default_ports: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Runner]:
+    """Return what runs a page, with an empty `turnstream up` on its default ports."""
+    for name in [name for name in os.environ if name.startswith("TURNSTREAM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    output = tmp_path / "up.txt"
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            [*CLI, "up", "--data-dir", str(tmp_path / "up")],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        wait_until(
+            lambda: process.poll() is not None or "Ctrl-C stops" in output.read_text(),
+            timeout_s=60,
+            describe="`turnstream up`",
+        )
+        assert process.poll() is None, output.read_text()
+        yield Runner()
+        assert process.poll() is None, output.read_text()
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        finally:
+            process.kill()

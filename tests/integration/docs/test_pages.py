@@ -1,0 +1,238 @@
+"""The code and the commands of every page run as printed, with `turnstream up` on its ports."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import turnstream
+from turnstream.records.turns import decode_turn
+from turnstream.service import DEFAULT_URL
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.store.evals import eval_results
+from turnstream.store.tasks import read_prompt_counts
+from turnstream.testing import wait_until
+from turnstream.types import RecoveryToken, TrajectoryKey, TrajectoryState
+from turnstream_server.batcher.releaser import LONGEST_PAUSE_S
+from turnstream_server.bus.ledger import read_ledger
+
+if TYPE_CHECKING:
+    from tests.integration.docs.conftest import Runner
+
+pytestmark = [
+    pytest.mark.redis,
+    pytest.mark.grpc,
+    # Waiting for other tests that need the same ports is part of the time.
+    pytest.mark.timeout(400),
+    pytest.mark.xdist_group("default-ports"),
+]
+
+REPOSITORY = Path(__file__).parents[3]
+SHAPE = REPOSITORY / "tests/shapes/vllm-0.33.0-chat.json"
+COMMITTED, SURPLUS = TrajectoryState.COMMITTED, TrajectoryState.SURPLUS
+
+
+def sampler() -> Callable[[], tuple[list[int], list[int], list[float]]]:
+    """Return a generator's `sample`, whose responses differ."""
+    tokens = itertools.count(5)
+    return lambda: ([1, 2, 3], [4, next(tokens)], [-0.5, -0.25])
+
+
+def by_state(run: str) -> dict[TrajectoryState, int]:
+    """Return how many trajectories of a run are in each state; no state of none."""
+    with connect(DEFAULT_URL) as client:
+        counts = read_ledger(client, run).by_state
+    return {state: number for state, number in counts.items() if number}
+
+
+def stored(run: str, trajectory_id: str) -> list[tuple[list[int], list[int]]]:
+    """Return the new prompt tokens and the response of every turn of a trajectory."""
+    with connect(DEFAULT_URL) as client:
+        entries: Any = client.xrange(keys.trajectory_keys(run, trajectory_id).turns)
+    records = [fields[b"r"] for _, fields in entries]
+    turns = [decode_turn(record) for record in records if record[2:3] == b"T"]
+    return [(turn.new_prompt_ids.tolist(), turn.response_ids.tolist()) for turn in turns]
+
+
+def test_every_page_with_code_is_run(open_page: Callable[[Path], Any]) -> None:
+    paths = sorted((REPOSITORY / "docs").rglob("*.md"))
+    names = [path.stem.lower().replace("-", "_") for path in paths if open_page(path).blocks()]
+
+    assert len(names) >= 7
+    assert [name for name in names if f"test_{name}_runs_as_printed" not in globals()] == []
+
+
+def test_responses_runs_as_printed(runner: Runner) -> None:
+    sent: list[dict[str, Any]] = []
+
+    def create(**request: Any) -> Any:
+        sent.append(request)
+        return json.loads(SHAPE.read_text(), object_hook=lambda fields: SimpleNamespace(**fields))
+
+    outputs = [
+        SimpleNamespace(
+            index=index,
+            text="42",
+            token_ids=[token],
+            logprobs=[{token: SimpleNamespace(logprob=-1.0)}],
+            finish_reason="stop",
+        )
+        for index, token in enumerate((5, 6))
+    ]
+    output = SimpleNamespace(prompt_token_ids=[1, 2], outputs=outputs)
+    runner.open(
+        "docs/responses.md",
+        client=SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create))),
+        messages=[{"role": "user", "content": "What is 6 times 7?"}],
+        llm=SimpleNamespace(generate=lambda prompt, parameters: [output]),
+        prompt="What is 6 times 7?",
+        SamplingParams=SimpleNamespace,
+        score=lambda text: float(text == "42"),
+    )
+
+    runner.run_all()
+
+    assert [request["extra_body"] for request in sent] == [{"return_token_ids": True}]
+    assert stored("served", "visit-1/0/0") == [([151644, 872, 30, 151645], [19, 17, 151645])]
+    assert stored("served", "visit-2/0/0") == [([1, 2], [5])]
+    assert stored("served", "visit-2/1/0") == [([1, 2], [6])]
+
+
+def test_tasks_runs_as_printed(runner: Runner) -> None:
+    seen: list[bytes] = []
+
+    def play(payload: bytes) -> tuple[list[int], list[int], float]:
+        seen.append(payload)
+        return [1], [2], float(len(seen))
+
+    runner.open("docs/tasks.md", play=play)
+
+    runner.run_all()
+
+    assert seen == [b"What is 6 times 7?"] * 2 + [b"What is 6 times 8?"] * 2
+    assert by_state("quiz") == {TrajectoryState.PLANNED: 4}
+    with connect(DEFAULT_URL) as client:
+        assert read_prompt_counts(client, "quiz").num_added == 2
+
+
+def test_waits_runs_as_printed(runner: Runner, capsys: pytest.CaptureFixture[str]) -> None:
+    run = turnstream.connect().create_run("full", batch_groups=1)
+    with (
+        run.publisher(admission_timeout_s=1) as publisher,
+        publisher.group("g5", num_samples=1),
+        publisher.group("g6", num_samples=8),
+    ):
+        runner.open("docs/waits.md", publisher=publisher)
+        runner.run_all()
+
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("no_leave group g7 has waited 1 s for leave to start: 2 groups are")
+
+
+def test_late_rewards_runs_as_printed(runner: Runner, capsys: pytest.CaptureFixture[str]) -> None:
+    trained: list[Any] = []
+    runner.open(
+        "docs/late-rewards.md",
+        sample=sampler(),
+        judge=lambda key: float(key.sample),
+        train=lambda batch, denominators: trained.append(batch),
+    )
+
+    runner.run_all()
+    printed = capsys.readouterr().out
+    late = runner.names["run"].post_reward(TrajectoryKey("task-7", 2), 1.0)
+    commands = runner.run_commands()
+
+    assert (printed, late) == ("OK\nOK\n", "LATE")
+    assert [batch.input_ids_BT[:, -1].tolist() for batch in trained] == [[5, 6]]
+    assert trained[0].advantages_BR[0, 0] < 0 < trained[0].advantages_BR[1, 0]
+    assert by_state("judged") == {COMMITTED: 2, SURPLUS: 1}
+    assert "1 rewards came after their groups were decided" in commands
+
+
+def test_evaluations_runs_as_printed(runner: Runner) -> None:
+    trained: list[Any] = []
+    rewards = iter((1.0, 0.0, 0.25, 0.75))
+    runner.open(
+        "docs/evaluations.md",
+        sample=sampler(),
+        judge=lambda response_ids: next(rewards),
+        train=lambda batch, denominators: trained.append(batch),
+    )
+
+    runner.run_all()
+    wait_until(
+        lambda: by_state("graded") == {COMMITTED: 2, TrajectoryState.EVALUATED: 2},
+        describe="the evaluation",
+    )
+    printed = runner.run_commands()
+
+    assert [batch.input_ids_BT[:, -1].tolist() for batch in trained] == [[7, 8]]
+    with connect(DEFAULT_URL) as client:
+        [result] = eval_results(client, "graded")
+    assert (result.version, result.num_groups, result.reward.mean, result.best.mean) == (
+        3,
+        1,
+        0.5,
+        1,
+    )
+    assert "\n".join(line.rstrip() for line in printed.splitlines()) in runner.text
+
+
+def test_weights_runs_as_printed(runner: Runner) -> None:
+    rewards = itertools.count(1.0)
+    loaded: list[str] = []
+    trained: list[Any] = []
+    runner.open(
+        "docs/weights.md",
+        sample=sampler(),
+        judge=lambda response_ids: next(rewards),
+        load=loaded.append,
+        train=lambda batch, denominators: trained.append(batch),
+        publish_weights=lambda version: f"file:///weights/{version}",
+    )
+
+    runner.run_all()
+    printed = runner.run_commands()
+
+    assert len(trained) == 4
+    # The fourth group is admitted after step 2, and version 1 was announced before.
+    assert loaded[0] == "file:///weights/0"
+    assert 2 <= len(loaded) <= 4
+    assert runner.names["run"].wait_for_version().weights_uri == "file:///weights/4"
+    assert "policy version   4" in printed
+
+
+def test_retention_runs_as_printed(runner: Runner) -> None:
+    rewards = itertools.count(1.0)
+    saved: list[Any] = []
+    seen: list[int] = []
+    runner.open(
+        "docs/retention.md",
+        sample=sampler(),
+        judge=lambda response_ids: next(rewards),
+        train=lambda batch, denominators: None,
+        save=saved.append,
+        look_at=lambda mini_batch: seen.append(mini_batch.info.step),
+    )
+    ids = [f"task-{number}/0/0" for number in range(4)]
+
+    runner.run_block()
+    runner.run_block()
+    time.sleep(LONGEST_PAUSE_S + 0.5)  # by then every step would be deleted
+    held = [bool(stored("kept", name)) for name in ids]
+    runner.run_block()
+    wait_until(lambda: not any(stored("kept", name) for name in ids), describe="the deletion")
+    runner.run_commands()
+
+    assert [RecoveryToken.parse(each["turnstream"]).step for each in saved] == [1, 2, 3, 4]
+    assert (held, seen) == ([True] * 4, [1, 2, 3, 4])
+    assert turnstream.connect().runs() == []
