@@ -44,7 +44,7 @@ def listed(page: str) -> list[tuple[list[str], str]]:
 
 
 def defaults_of(names: list[str]) -> list[object]:
-    """Return the defaults of a setting: of the environment, of calls, or of a run."""
+    """Return the defaults of a variable, of an argument of calls, or of a setting of a run."""
     setting, *calls = names
     if setting.startswith("TURNSTREAM_"):
         return [Settings.model_fields[setting.removeprefix("TURNSTREAM_").lower()].default]

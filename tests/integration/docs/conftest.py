@@ -25,8 +25,8 @@ class Page:
     """A document with blocks of Python and of commands.
 
     Attributes:
-        path: of the document.
-        text: of the document.
+        path: file of the document.
+        text: the whole document.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,7 +75,7 @@ class Runner:
 
     Attributes:
         names: the namespace.
-        text: of the page.
+        text: the whole page.
     """
 
     def __init__(self) -> None:
