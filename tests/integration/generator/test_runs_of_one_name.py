@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -65,7 +66,6 @@ def content(client: redis.Redis, run: str) -> dict[str, Any]:
 CALLS: dict[str, Callable[[Publisher, Any], object]] = {
     "append": lambda _, open_: open_.append(ids("abcd"), ids("e")).result(10),
     "seal": lambda _, open_: open_.seal(1.0),
-    "abandon": lambda _, open_: open_.abandon("bored").result(10),
     "open": lambda publisher, _: begin(publisher.trajectory("h", 0, num_samples=1)),
     "reward": lambda publisher, _: publisher.post_reward(KEY, 1.0),
     "lapsed": lambda publisher, _: publisher.lapsed(),
@@ -91,6 +91,22 @@ def test_old_publisher_is_refused_and_writes_nothing_to_the_next_run(
             CALLS[call](publisher, trajectory)
 
         assert "deleted" in str(refused.value) or "was never opened" in str(refused.value)
+        assert content(client, f"{name}~2") == before
+
+
+def test_old_publisher_abandons_nothing_in_the_next_run(
+    server: EmbeddedServer, client: redis.Redis, name: str
+) -> None:
+    # The call is refused, unless the publisher has already learned of the deletion: then the
+    # trajectory has failed, and nothing is sent.
+    with Publisher(server.url, name, writer="w") as publisher:
+        trajectory = publisher.trajectory("g", 0, num_samples=1)
+        begin(trajectory)
+        before = replace_run(client, name)
+
+        with contextlib.suppress(*REFUSALS):
+            trajectory.abandon("bored").result(10)
+
         assert content(client, f"{name}~2") == before
 
 
