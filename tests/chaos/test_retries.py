@@ -176,10 +176,10 @@ def test_everything_a_generator_ever_sent_may_come_again_and_changes_nothing(
     assert "DUPLICATE" in texts
     refused = [text for text in texts if text.startswith(("FENCED", "CONFLICT", "GAP"))]
     assert {_without_names(text) for text in refused} <= {
-        "CONFLICT * is already sealed",  # an opening
-        "CONFLICT * is already planned",
-        "FENCED * is sealed: 1",  # a heartbeat
-        "FENCED * is planned: *",
+        "CONFLICT [sealed] * is already sealed",  # an opening
+        "CONFLICT [planned] * is already planned",
+        "FENCED [sealed] * is sealed: 1",  # a heartbeat
+        "FENCED [planned] * is planned: *",
     }
     rig.drain()
 

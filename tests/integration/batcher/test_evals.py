@@ -254,7 +254,7 @@ async def test_results_go_on_over_compaction_snapshots_and_a_successor(house):
     (result,) = results(house, run)
     assert (result.num_groups, result.reward.num, result.reward.mean) == (2, 4, 0.5)
     assert [each.group_id for each in result.groups] == ["e", "f"]
-    with pytest.raises(ConflictError, match="was over"):
+    with pytest.raises(ConflictError, match="is finished"):
         await house.publish(run, evaluation("e"))
 
 

@@ -146,7 +146,7 @@ def test_a_late_writer_makes_no_key_again(client: redis.Redis, new_run: Callable
 
     kinds = [type(reply) for reply in replies if isinstance(reply, Exception)]
     assert kinds == [*[FencedError] * 4, *[RunNotFoundError] * 3]
-    assert replies[3] == [b"FENCED g/0/0 was never opened, or is over"]
+    assert replies[3] == [b"FENCED [unknown] g/0/0 was never opened, or is finished"]
     assert keys_of(client, run).keys() == before.keys()
 
 

@@ -200,7 +200,7 @@ async def test_a_group_that_is_over_cannot_be_opened_again(released: Any) -> Non
     await released.fold(1)
     before = await released.dump()
 
-    with pytest.raises(ConflictError, match="group g1 was over"):
+    with pytest.raises(ConflictError, match="group g1 is finished"):
         await released.open("g1")
 
     assert await released.dump() == before
@@ -223,7 +223,7 @@ async def test_no_name_of_ten_thousand_is_forgotten_and_no_other_refused(run: An
 
     refused = 0
     for name in names[::7]:
-        with pytest.raises(ConflictError, match="was over"):
+        with pytest.raises(ConflictError, match="is finished"):
             await run.open(name)
         refused += 1
     for number in range(100):

@@ -101,7 +101,7 @@ async def test_folded_ends_leave_counts_of_their_reasons_and_fingerprints(run: A
     members = ("a", 0), ("a", 1), ("b", 0)
     assert decode_ends(record).trajectories == tuple(TrajectoryKey(*each) for each in members)
     (await read_ledger_async(run.client, run.name)).check()
-    with pytest.raises(ConflictError, match="was over"):
+    with pytest.raises(ConflictError, match="is finished"):
         await run.open("a")
 
 

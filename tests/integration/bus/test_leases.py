@@ -195,7 +195,7 @@ async def test_the_tombstone_of_what_was_given_up_says_so(run: Any) -> None:
 
     with pytest.raises(FencedError, match="given up, and its payload released"):
         await append(run, "a/0/0", b"turn")
-    with pytest.raises(FencedError, match="is over, and its payload released"):
+    with pytest.raises(FencedError, match="is finished, and its payload released"):
         await append(run, "a/1/0", b"turn")
 
 

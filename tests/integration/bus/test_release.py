@@ -209,7 +209,7 @@ async def test_after_the_tombstone_the_ledger_refuses_the_seal(released: Any) ->
 
     (reply,) = await released.seal("g1", 0)
 
-    assert reply.startswith(b"FENCED g1/0/0 was never opened, or is over")
+    assert reply.startswith(b"FENCED [unknown] g1/0/0 was never opened, or is finished")
 
 
 async def test_of_more_than_one_call_takes_all_payload_goes_and_all_is_given_back(run: Any) -> None:

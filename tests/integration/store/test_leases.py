@@ -132,8 +132,8 @@ def test_a_heartbeat_says_what_became_of_each_trajectory_that_is_lost(
 
     assert states == [
         b"FENCED g/0/0 was taken over by second:w with epoch 2",
-        b"FENCED g/1/0 is abandoned: bored",
-        b"FENCED g/9/0 was never opened, or is released",
+        b"FENCED [abandoned] g/1/0 is abandoned: bored",
+        b"FENCED [unknown] g/9/0 was never opened, or is released",
         b"OK",
     ]
     assert client.zscore(run.keys.leases, "g/0/0") == before

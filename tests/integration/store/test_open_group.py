@@ -100,8 +100,8 @@ def test_a_refusal_for_capacity_carries_the_newest_wake_id(
 
     after = raw_refusal(client, run.open_group(group="b"))
 
-    assert before.split()[:2] == ["WAIT", "0-0"]
-    assert after.split()[:2] == ["WAIT", wake_id.decode()]
+    assert before.split()[:2] == ["WAIT", "[0-0]"]
+    assert after.split()[:2] == ["WAIT", f"[{wake_id.decode()}]"]
 
 
 def raw_refusal(client: redis.Redis, command: Command) -> str:
@@ -133,7 +133,7 @@ def test_a_decided_group_takes_no_further_sample(client: redis.Redis, drive: Dri
 
     assert run.do(run.open_group("g/0/0", "g/1/0")) == [
         1,
-        b"CONFLICT group g is already filtered",
+        b"CONFLICT [group] group g is already filtered",
     ]
 
 

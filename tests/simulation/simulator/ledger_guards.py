@@ -23,8 +23,8 @@ LEDGER_GUARDS = (
     Guard(
         "append: the tombstone of a released trajectory",
         script(
-            "if released then\n  return redis.error_reply('FENCED the trajectory is over",
-            "if false then\n  return redis.error_reply('FENCED the trajectory is over",
+            "if released then\n  return redis.error_reply('FENCED [released] the trajectory is finished",
+            "if false then\n  return redis.error_reply('FENCED [released] the trajectory is finished",
         ),
     ),
     Guard(
@@ -44,8 +44,8 @@ LEDGER_GUARDS = (
     Guard(
         "open_group: a group that is decided",
         script(
-            "  elseif state ~= begins then\n    replies[i] = 'CONFLICT group '",
-            "  elseif false then\n    replies[i] = 'CONFLICT group '",
+            "  elseif state ~= begins then\n    replies[i] = 'CONFLICT [group] group '",
+            "  elseif false then\n    replies[i] = 'CONFLICT [group] group '",
         ),
     ),
     Guard(
@@ -67,7 +67,7 @@ LEDGER_GUARDS = (
     Guard(
         "abandon: what is sealed",
         script(
-            "if state ~= 'open' then\n  return redis.error_reply('CONFLICT ' .. ARGV[1] .. ' is already ' .. state)\nend\n"
+            "if state ~= 'open' then\n  return redis.error_reply('CONFLICT [' .. state .. '] ' .. ARGV[1] .. ' is already ' .. state)\nend\n"
             + _IS_ANOTHERS,
             "if string.match(rest, '^%d+') ~= string.match(ARGV[2], '^%d+') then",
         ),

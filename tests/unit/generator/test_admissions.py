@@ -55,7 +55,7 @@ def test_a_group_that_must_wait_stands_aside_until_it_is_woken(new_desk: NewDesk
     opened = Delivery()
     desk.asked(opened=opened)
 
-    desk.answer(ResponseError("WAIT 7-0 no capacity"))
+    desk.answer(ResponseError("WAIT [7-0] no capacity"))
     desk.append(lane)
     payload = desk.answer(1)
     wake_id, nothing_to_send = desk.outbox.wake_id, desk.take() is None
@@ -73,7 +73,7 @@ def test_the_oldest_wake_id_is_listened_from(new_desk: NewDesk) -> None:
     desk = new_desk()
     for wake_id in ("7-0", "9-0"):
         desk.asked()
-        desk.answer(ResponseError(f"WAIT {wake_id} no capacity"))
+        desk.answer(ResponseError(f"WAIT [{wake_id}] no capacity"))
 
     assert desk.outbox.wake_id == "7-0"
 
@@ -82,7 +82,7 @@ def test_a_wait_for_leave_ends_by_its_deadline(new_desk: NewDesk) -> None:
     desk = new_desk(admission_timeout_s=60.0)
     opened = Delivery()
     desk.asked(opened=opened)
-    desk.answer(ResponseError("WAIT 7-0 the planner sleeps"))
+    desk.answer(ResponseError("WAIT [7-0] the planner sleeps"))
 
     desk.wait_out()
     asked_s, asked = desk.now_s, desk.answer(ResponseError("ERR no answer to that"))
@@ -99,7 +99,7 @@ def test_a_wait_for_leave_ends_by_its_deadline_while_the_store_is_away(new_desk:
     desk = new_desk(admission_timeout_s=60.0, timeout_s=600.0)
     opened = Delivery()
     desk.asked(opened=opened)
-    desk.answer(ResponseError("WAIT 7-0 the planner sleeps"))
+    desk.answer(ResponseError("WAIT [7-0] the planner sleeps"))
 
     while not opened.is_done:
         desk.wait_out()
@@ -120,7 +120,7 @@ def test_one_answer_will_do_for_groups_that_are_turned_away_one_after_the_other(
     asked_s = []
     for _ in range(4):
         desk.asked()
-        desk.answer(ResponseError("WAIT 7-0 no capacity"))
+        desk.answer(ResponseError("WAIT [7-0] no capacity"))
         desk.now_s += 2.0
 
     while desk.outbox.pause_s(desk.now_s) is not None:
@@ -139,7 +139,7 @@ def test_a_wait_that_is_short_is_asked_about_with_its_group(new_desk: NewDesk) -
     opened = Delivery()
     desk.asked(opened=opened)
 
-    sent = desk.answer(ResponseError("WAIT 7-0 no capacity"), waits_reply())
+    sent = desk.answer(ResponseError("WAIT [7-0] no capacity"), waits_reply())
     desk.wait_out()
     desk.take()
 
@@ -151,12 +151,12 @@ def test_what_the_store_said_before_a_wait_began_is_not_said_of_it(new_desk: New
     desk = new_desk(admission_timeout_s=60.0)
     opened, later = Delivery(), Delivery()
     desk.asked(opened=opened)
-    desk.answer(ResponseError("WAIT 7-0 no capacity"))
+    desk.answer(ResponseError("WAIT [7-0] no capacity"))
     desk.wait_out()
     desk.answer(waits_reply())
     desk.now_s += 0.5
     desk.asked(opened=later)
-    desk.answer(ResponseError("WAIT 7-0 no capacity"))
+    desk.answer(ResponseError("WAIT [7-0] no capacity"))
 
     said = [
         [reason.kind for reason in desk.outbox.why.waiting(desk.now_s + 0.1, delivery)]
@@ -169,7 +169,7 @@ def test_what_the_store_said_before_a_wait_began_is_not_said_of_it(new_desk: New
 def test_a_group_that_is_given_leave_never_asks_why_it_waits(new_desk: NewDesk) -> None:
     desk = new_desk(admission_timeout_s=60.0)
     desk.asked()
-    refused = desk.answer(ResponseError("WAIT 7-0 no capacity"))
+    refused = desk.answer(ResponseError("WAIT [7-0] no capacity"))
     desk.now_s += 50.0
 
     desk.outbox.woken()
@@ -181,7 +181,7 @@ def test_a_group_that_is_given_leave_never_asks_why_it_waits(new_desk: NewDesk) 
 def test_a_group_given_up_while_it_waits_is_not_asked_for_again(new_desk: NewDesk) -> None:
     desk = new_desk()
     lanes = desk.asked(2)
-    desk.answer(ResponseError("WAIT 7-0 no capacity"))
+    desk.answer(ResponseError("WAIT [7-0] no capacity"))
     ends = [Delivery(), Delivery()]
 
     for lane, end in zip(lanes, ends, strict=True):
@@ -211,7 +211,7 @@ def test_a_wait_for_leave_ends_by_its_deadline_while_the_group_asks_a_store_that
     desk = new_desk(admission_timeout_s=60.0, timeout_s=600.0)
     opened = Delivery()
     desk.asked(opened=opened)
-    desk.answer(ResponseError("WAIT 7-0 the planner sleeps"))
+    desk.answer(ResponseError("WAIT [7-0] the planner sleeps"))
     desk.outbox.woken()
     asked = desk.take()
 
@@ -223,13 +223,13 @@ def test_a_wait_for_leave_ends_by_its_deadline_while_the_group_asks_a_store_that
     assert kinds(opened) == [WaitKind.NO_LEAVE, WaitKind.STORE_SILENT]
 
 
-@pytest.mark.parametrize("answer", [[5], ResponseError("WAIT 8-0 no capacity")])
+@pytest.mark.parametrize("answer", [[5], ResponseError("WAIT [8-0] no capacity")])
 def test_what_the_store_opens_after_the_wait_for_it_has_ended_is_given_back(
     new_desk: NewDesk, answer: Any
 ) -> None:
     desk = new_desk(admission_timeout_s=60.0, timeout_s=600.0)
     (lane,) = desk.asked()
-    desk.answer(ResponseError("WAIT 7-0 no capacity"))
+    desk.answer(ResponseError("WAIT [7-0] no capacity"))
     desk.outbox.woken()
     asked = desk.take()
     assert asked is not None
@@ -253,7 +253,7 @@ def test_a_group_whose_wait_has_ended_does_not_ask_again_after_its_round_was_los
 ) -> None:
     desk = new_desk(admission_timeout_s=60.0, timeout_s=600.0)
     desk.asked()
-    desk.answer(ResponseError("WAIT 7-0 no capacity"))
+    desk.answer(ResponseError("WAIT [7-0] no capacity"))
     desk.outbox.woken()
     asked = desk.take()
     assert asked is not None

@@ -141,7 +141,8 @@ def test_a_trajectory_that_a_turn_found_lost_is_not_lost_again_by_the_heartbeat(
     waiting = desk.append(lane)
 
     desk.answer(
-        ResponseError("FENCED epoch 2 writes, not 1"), [30_000, b"FENCED g/0/0 is abandoned: why"]
+        ResponseError("FENCED epoch 2 writes, not 1"),
+        [30_000, b"FENCED [abandoned] g/0/0 is abandoned: why"],
     )
 
     with pytest.raises(FencedError, match="epoch 2 writes"):
@@ -159,7 +160,7 @@ def test_a_trajectory_that_ends_is_judged_by_its_end_alone(new_desk: NewDesk) ->
     end = desk.seal(lane)
     desk.now_s += 1.0
 
-    desk.answer(2, [30_000, b"FENCED g/0/0 is sealed: 1"])
+    desk.answer(2, [30_000, b"FENCED [sealed] g/0/0 is sealed: 1"])
     was_done = end.is_done
     desk.answer([b"DUPLICATE"])
 
@@ -188,9 +189,15 @@ def slept(desk: Any, *, lease_s: float) -> None:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-@pytest.mark.parametrize("why", ["was never opened, or is released", "is abandoned: it was silent"])
-def test_whoever_slept_asks_for_its_leases_before_it_writes_on(
-    new_desk: NewDesk, why: str, ends: bool
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        ("unknown", "was never opened, or is released"),
+        ("abandoned", "is abandoned: it was silent"),
+    ],
+)
+def test_publisher_asks_for_its_leases_after_it_slept(
+    new_desk: NewDesk, state: str, why: str, ends: bool
 ) -> None:
     # Its name was released so long ago that nobody refused it: the place of its payload was made
     # anew by the first turn, and stayed for ever.
@@ -201,7 +208,7 @@ def test_whoever_slept_asks_for_its_leases_before_it_writes_on(
     waiting = desk.append(lane)
     if ends:
         desk.seal(lane)
-    asked = desk.answer([30_000, f"FENCED g/0/0 {why}".encode()])
+    asked = desk.answer([30_000, f"FENCED [{state}] g/0/0 {why}".encode()])
 
     assert desk.said(asked) == ["heartbeat"]
     with pytest.raises(FencedError, match=why):
@@ -247,7 +254,7 @@ def test_a_stored_trajectory_that_ends_is_judged_by_its_end_also_when_it_is_rele
     desk.append(lane, "C")
     end = desk.seal(lane)
 
-    desk.answer([30_000, b"FENCED g/0/0 was never opened, or is released"])
+    desk.answer([30_000, b"FENCED [unknown] g/0/0 was never opened, or is released"])
 
     assert lane.error is None
     assert not end.errors

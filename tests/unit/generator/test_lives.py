@@ -156,7 +156,7 @@ def test_what_the_store_has_opened_for_a_task_is_held_from_then_on(new_desk: New
 @pytest.mark.parametrize(
     ("tombstone", "num_lost"),
     [
-        ("the trajectory is over, and its payload released", 0),
+        ("[released] the trajectory is finished, and its payload released", 0),
         ("the trajectory was given up, and its payload released", 1),
         ("the trajectory was never opened, or is released", 1),
     ],
@@ -164,8 +164,8 @@ def test_what_the_store_has_opened_for_a_task_is_held_from_then_on(new_desk: New
 @pytest.mark.parametrize(
     "opening",
     [
-        ResponseError("CONFLICT group g was over: a name is used once"),
-        [b"CONFLICT group g is already planned"],
+        ResponseError("CONFLICT [name] group g is finished: a name is used once"),
+        [b"CONFLICT [group] group g is already planned"],
     ],
     ids=["over", "planned"],
 )
@@ -205,7 +205,7 @@ def test_turns_whose_seal_was_found_posted_are_kept_for_the_next_restart(
     desk.lose()
     desk.wait_out()
     desk.answer()
-    desk.answer([b"CONFLICT g/0/0 is already sealed"])
+    desk.answer([b"CONFLICT [sealed] g/0/0 is already sealed"])
     desk.answer([b"DUPLICATE"])
 
     desk.outbox.close_run("", Delivery())
@@ -232,15 +232,17 @@ def test_a_group_that_was_over_is_asked_for_first_after_every_restart(new_desk: 
         desk.lose()
         desk.wait_out()
         desk.answer()
-        over = ResponseError("CONFLICT group g was over: a name is used once")
+        over = ResponseError("CONFLICT [name] group g is finished: a name is used once")
         asked.append(desk.said(desk.answer(over, *[b"OK"] * num_closings)))
-        desk.answer(ResponseError("FENCED the trajectory is over, and its payload released"))
+        desk.answer(
+            ResponseError("FENCED [released] the trajectory is finished, and its payload released")
+        )
 
     assert [each[0] for each in asked] == ["open_group", "open_group"]
     assert desk.outbox.take_losses() == []
 
 
-NEVER_OR_OVER = b"FENCED g/0/0 was never opened, or is over"
+NEVER_OR_OVER = b"FENCED [unknown] g/0/0 was never opened, or is finished"
 
 
 def test_a_seal_that_the_ledger_has_no_more_is_known_where_its_payload_says_that_it_is_over(
@@ -251,7 +253,9 @@ def test_a_seal_that_the_ledger_has_no_more_is_known_where_its_payload_says_that
 
     desk.answer([NEVER_OR_OVER])
     was_done = end.is_done
-    asked = desk.answer(ResponseError("FENCED the trajectory is over, and its payload released"))
+    asked = desk.answer(
+        ResponseError("FENCED [released] the trajectory is finished, and its payload released")
+    )
 
     assert not was_done
     assert (desk.said(asked), desk.records(asked)) == (["append"], [1])

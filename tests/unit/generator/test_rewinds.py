@@ -60,7 +60,7 @@ def test_what_another_ended_before_it_was_opened_is_refused(new_desk: NewDesk) -
 
     sent = desk.take()
     replies = [*[b"sha"] * (sent.num_replies - 2), [b"appendfsync", b"everysec"]]
-    answer = [b"CONFLICT g/0/0 is already sealed"]
+    answer = [b"CONFLICT [sealed] g/0/0 is already sealed"]
     desk.outbox.answered(sent, replies=[*replies, answer], now_s=desk.now_s)
 
     assert (errors(receipt), errors(end)) == ([ConflictError], [ConflictError])
@@ -130,7 +130,7 @@ def test_turns_that_are_kept_no_longer_are_named_where_the_store_lost_them(
     lane = desk.stored()
     desk.append(lane)
 
-    desk.answer(ResponseError("GAP the next turn is 0"))
+    desk.answer(ResponseError("GAP [0] the next turn is 0"))
 
     with pytest.raises(StoreBehindError, match="came back without turn 0, which"):
         desk.append(lane)
@@ -152,7 +152,9 @@ def test_turns_of_a_trajectory_that_is_over_are_refused(new_desk: NewDesk) -> No
     (lane,) = desk.opened()
     receipt = desk.append(lane)
 
-    desk.answer(ResponseError("FENCED the trajectory is over, and its payload released"))
+    desk.answer(
+        ResponseError("FENCED [released] the trajectory is finished, and its payload released")
+    )
 
     assert errors(receipt) == [FencedError]
 
@@ -163,7 +165,7 @@ def test_turns_that_are_missing_of_what_had_ended_are_told_as_they_are(sealed: A
 
     come_back(desk)
     desk.answer([1], b"OK")
-    desk.answer(ResponseError("GAP the next turn is 0"))
+    desk.answer(ResponseError("GAP [0] the next turn is 0"))
 
     (lost,) = desk.outbox.take_losses()
     assert str(lost).startswith("g/0/0: the store came back without ")
@@ -228,7 +230,7 @@ def test_what_had_survived_twice_goes_again_from_its_first_turn(sealed: Any) -> 
     desk.answer([b"OK"])
 
     come_back(desk)
-    desk.answer([b"CONFLICT g/0/0 is already planned"], b"OK")
+    desk.answer([b"CONFLICT [planned] g/0/0 is already planned"], b"OK")
     acknowledged = lane.num_acknowledged
     come_back(desk)
     asked = desk.answer([1], b"OK", b"OK")
@@ -320,7 +322,7 @@ def test_what_the_store_forgot_waits_for_leave_as_long_as_it_takes(sealed: Any) 
     # It was lost when the wait for leave of a new group would have ended.
     desk, _, end = sealed()
     come_back(desk)
-    desk.answer(ResponseError("WAIT 7-0 no capacity"))
+    desk.answer(ResponseError("WAIT [7-0] no capacity"))
 
     desk.now_s += 10 * desk.outbox.admission_timeout_s
     asked = desk.answer(ResponseError("ERR no answer to that"))

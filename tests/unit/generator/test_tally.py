@@ -29,7 +29,7 @@ def test_what_waits_for_leave_takes_no_room_from_open_trajectories(new_desk: New
     desk = new_desk(max_inflight_bytes=100)
     (lane,) = desk.asked()
     desk.append(lane)
-    desk.answer(ResponseError("WAIT 7-0 no capacity"))
+    desk.answer(ResponseError("WAIT [7-0] no capacity"))
 
     waiting = desk.outbox.tally.has_room_for_turn(100), desk.outbox.tally.has_room_for_group(100)
     held_bytes = desk.outbox.tally.statistics().inflight_bytes

@@ -23,14 +23,14 @@ def error_reply(text: str) -> Exception:
     [
         ("FENCED epoch 2 writes", errors.FencedError("epoch 2 writes")),
         ("CONFLICT turn 3", errors.ConflictError("turn 3")),
-        ("GAP expected 4", errors.TurnGapError("expected 4")),
+        ("GAP [4] expected 4", errors.TurnGapError("expected 4")),
         ("NORUN no such run", errors.RunNotFoundError("no such run")),
         ("BEHIND step 7", errors.StoreBehindError("step 7")),
         ("CLOSED the end", errors.EndOfRunError("the end")),
         ("UNHEARD dp_rank 1", errors.NotReadyError("dp_rank 1")),
         ("TOOLARGE group g needs 9", errors.GroupTooLargeError("group g needs 9")),
-        ("HELD 1500 g/0/0 is w's", errors.ConflictError("g/0/0 is w's", 1.5)),
-        ("WAIT 5-0 no capacity", errors.RejectedError("no capacity", replies.RETRY_AFTER_S)),
+        ("HELD [1500] g/0/0 is w's", errors.ConflictError("g/0/0 is w's", 1.5)),
+        ("WAIT [5-0] no capacity", errors.RejectedError("no capacity", replies.RETRY_AFTER_S)),
     ],
 )
 def test_every_refusal_of_a_script_has_its_error(
@@ -127,10 +127,10 @@ def test_an_error_of_ours_stays_itself() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("CONFLICT group a%2Fb%231 is already over", "group a/b#1 is already over"),
+        ("CONFLICT [group] group a%2Fb%231 is already over", "group a/b#1 is already over"),
         ("CONFLICT a%2Fb/0/0 is being written by gpu%3A7", "a/b/0/0 is being written by gpu:7"),
         ("CONFLICT group b%20c of b%20c/1/0 is open", "group b c of b c/1/0 is open"),
-        ("HELD 1500 a%2Fb/0/0 is being written by w%20w", "a/b/0/0 is being written by w w"),
+        ("HELD [1500] a%2Fb/0/0 is being written by w%20w", "a/b/0/0 is being written by w w"),
         (
             "FENCED a%2Fb/0/0 is open for 2:gpu%3A7, not for 1",
             "a/b/0/0 is open for 2:gpu:7, not for 1",
@@ -142,7 +142,7 @@ def test_an_error_of_ours_stays_itself() -> None:
         ),
         ("EXPIRED observer a%2F1 was never declared", "observer a/1 was never declared"),
         ("TOOLARGE group a%2Fb needs 9", "group a/b needs 9"),
-        ("WAIT 1-0 the run is paused: at 50%25", "the run is paused: at 50%25"),
+        ("WAIT [1-0] the run is paused: at 50%25", "the run is paused: at 50%25"),
         ("CONFLICT group a%252Fb is over", "group a%2Fb is over"),
     ],
 )

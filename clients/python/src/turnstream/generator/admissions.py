@@ -12,7 +12,7 @@ from turnstream.generator.lives import Lives
 from turnstream.generator.receipts import Delivery
 from turnstream.generator.waits import MAX_NAMED
 from turnstream.records.events import encode_event
-from turnstream.store.replies import refusal, wake_id
+from turnstream.store.replies import Refusal, parse_refusal, wake_id
 from turnstream.store.wait_reasons import no_leave, reasons_of
 from turnstream.store.waits import WaitFacts
 from turnstream.types import GroupOpened, TrajectoryKey
@@ -89,25 +89,26 @@ class Admissions:
             if isinstance(answer, int):
                 self._lives.opened(lane, answer, now_s)
             else:
-                error = self._lives.not_opened(lane, answer.decode(), now_s)
+                refused = parse_refusal(answer.decode())
+                error = self._lives.not_opened(lane, refused, now_s)
                 first_error = first_error or error
         self._lives.window.keep(admission, now_s=now_s)
         admission.opened.settle(None, first_error)
 
-    def refused(self, admission: Admission, text: str, now_s: float) -> None:
+    def refused(self, admission: Admission, refused: Refusal, now_s: float) -> None:
         """The group must wait, or will never start."""
         if admission.is_over:
             return
-        newest_wake_id = wake_id(text)
+        newest_wake_id = wake_id(refused)
         if newest_wake_id is not None:
-            self._stand_aside(admission, str(refusal(text)), newest_wake_id, now_s)
+            self._stand_aside(admission, str(refused.error), newest_wake_id, now_s)
             return
         self._told_to_wait.pop(admission, None)
         for lane in admission.lanes:
-            self._lives.refuse(lane, text, now_s)
+            self._lives.refuse(lane, refused, now_s)
         if any(lane.error is None for lane in admission.lanes):
             self._lives.window.keep(admission, now_s=now_s)
-        admission.opened.settle(None, refusal(text))
+        admission.opened.settle(None, refused.error)
 
     def woken(self) -> None:
         """The run's wake stream has moved: let those ask again who were told to wait."""

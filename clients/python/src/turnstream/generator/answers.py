@@ -29,7 +29,7 @@ from turnstream.generator.receipts import Delivery
 from turnstream.generator.rewinds import Reposts
 from turnstream.generator.window import TakenOver
 from turnstream.store.configs import parse_config
-from turnstream.store.replies import refusal
+from turnstream.store.replies import Refusal
 from turnstream.store.rewards import RewardOutcome
 from turnstream.store.waits import parse_waits
 from turnstream.types import DeclaredColumn
@@ -77,14 +77,14 @@ class Answers:
             case _:
                 self._accept_of_run(call, answer, now_s)
 
-    def refuse(self, call: Call, text: str, now_s: float) -> None:
+    def refuse(self, call: Call, refused: Refusal, now_s: float) -> None:
         """The store has refused a call, for good or, where it says so, for now."""
-        error = refusal(text)
+        error = refused.error
         match call:
             case PayloadCall(lane) | AbandonCall(lane):
-                self._lives.refuse(lane, text, now_s)
+                self._lives.refuse(lane, refused, now_s)
             case TakeOverCall(lane):
-                self._lives.refuse(lane, text, now_s)
+                self._lives.refuse(lane, refused, now_s)
                 self._window.keep(TakenOver(lane), now_s=now_s)
             case RewardCall(post):
                 self._refuse_reward(post, error, now_s)
@@ -92,7 +92,7 @@ class Answers:
                 for lane in lanes:
                     self._lives.fail(lane, error)
             case AdmissionCall(admission):
-                self._admissions.refused(admission, text, now_s)
+                self._admissions.refused(admission, refused, now_s)
             case HeartbeatCall(lanes):
                 self._refuse_heartbeat(lanes, error)
             case WaitsCall():

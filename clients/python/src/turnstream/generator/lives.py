@@ -18,10 +18,11 @@ from turnstream.generator.queues import Queues
 from turnstream.generator.receipts import Delivery
 from turnstream.generator.reservations import Reservations
 from turnstream.generator.rewinds import (
-    PAYLOAD_IS_OVER,
     has_survived,
-    is_forgotten,
+    is_ended,
     is_left_to_payload,
+    is_payload_released,
+    is_unknown,
     leave_to_payload,
     rewind,
     why_refused,
@@ -29,7 +30,7 @@ from turnstream.generator.rewinds import (
 from turnstream.generator.tally import Tally
 from turnstream.generator.window import Ended, KeptTurn, TakenOver, Window
 from turnstream.store import keys
-from turnstream.store.replies import refusal
+from turnstream.store.replies import Refusal, parse_refusal
 from turnstream.types import TrajectoryKey
 
 _logger = logging.getLogger(__name__)
@@ -133,15 +134,15 @@ class Lives:
         self.tally.accepted(lane, num_bytes)
         self.advance(lane)
 
-    def not_opened(self, lane: Lane, text: str, now_s: float) -> TurnstreamError | None:
-        """The store has not opened it; the error, where that is not because it is beyond that."""
-        if self._is_beyond(lane, text, now_s):
+    def not_opened(self, lane: Lane, refused: Refusal, now_s: float) -> TurnstreamError | None:
+        """Return why the store has not opened it; None where the store has all of it."""
+        if self._is_beyond(lane, refused, now_s):
             return None
-        if lane.seal_record and " is already " in text:
+        if lane.seal_record and is_ended(refused):
             lane.epoch = lane.held_epoch  # its seal had been posted, and the answer was lost
             self.queues.seals.append(lane)
         else:
-            error = refusal(text)
+            error = refused.error
             self.fail(lane, error)
             return error
         return None
@@ -180,11 +181,13 @@ class Lives:
             text = answer.decode()
             if text in ("OK", "DUPLICATE", "SURPLUS"):
                 self._is_known(lane, now_s)
-            elif is_forgotten(text) and not lane.is_doubted:
+                continue
+            refused = parse_refusal(text)
+            if is_unknown(refused) and not lane.is_doubted:
                 lane.is_doubted = True  # an answer may be lost: its payload is asked
                 self.advance(lane)
             else:
-                self.fail(lane, refusal(text))
+                self.fail(lane, refused.error)
 
     def _is_known(self, lane: Lane, now_s: float) -> None:
         """The run knows its seal."""
@@ -202,27 +205,29 @@ class Lives:
         lease_ms, *states = answers
         self.heartbeats.answered(lease_s=lease_ms / 1000)
         for lane, state in zip(lanes, states, strict=True):
-            text = state.decode()
-            if text != "OK" and (not lane.is_ending or _is_gone_unwritten(lane, text)):
-                self.fail(lane, refusal(text))
+            if state == b"OK":
+                continue
+            refused = parse_refusal(state.decode())
+            if not lane.is_ending or _is_gone_unwritten(lane, refused):
+                self.fail(lane, refused.error)
 
-    def refuse(self, lane: Lane, text: str, now_s: float) -> None:
-        """The store refused something of a lane."""
-        if not self._is_beyond(lane, text, now_s):
-            error = why_refused(lane, text)
+    def refuse(self, lane: Lane, refused: Refusal, now_s: float) -> None:
+        """Fail a lane of which the store refused something, unless the store has it all."""
+        if not self._is_beyond(lane, refused, now_s):
+            error = why_refused(lane, refused)
             self._note(lane, error)
             self.fail(lane, error)
 
-    def _is_beyond(self, lane: Lane, text: str, now_s: float) -> bool:
-        """Whether a refusal is no failure: the store has it all, or the payload is to say so."""
-        if is_left_to_payload(lane, text):
+    def _is_beyond(self, lane: Lane, refused: Refusal, now_s: float) -> bool:
+        """Whether a refusal is no failure: the store has it all, or the payload has to show it."""
+        if is_left_to_payload(lane, refused):
             leave_to_payload(lane)
             self.advance(lane)
             return True
-        if has_survived(lane, text):
+        if has_survived(lane, refused):
             self.survived(lane, now_s)
             return True
-        if lane.is_doubted and text.startswith(PAYLOAD_IS_OVER):
+        if lane.is_doubted and is_payload_released(refused):
             self._is_known(lane, now_s)
             return True
         return False
@@ -338,9 +343,9 @@ class Lives:
             self.queues.notes.append(NoteCall(lane.trajectory_id, str(error), token))
 
 
-def _is_gone_unwritten(lane: Lane, text: str) -> bool:
+def _is_gone_unwritten(lane: Lane, refused: Refusal) -> bool:
     """Whether a lane would write its first turns for nothing: its seal cannot be stored."""
-    is_gone = " is abandoned: " in text or text.endswith(" is released")
+    is_gone = refused.fact in ("abandoned", "unknown")
     return is_gone and bool(lane.pending) and not lane.is_placed
 
 

@@ -323,15 +323,16 @@ class Outbox:
             if not isinstance(answer, ResponseError):
                 self._answers.accept(call, answer, now_s)
                 continue
-            text = self.target.refusal(answer)
+            refused = self.target.refusal(answer)
             is_unknown = isinstance(answer, NoScriptError)
-            if is_unknown or is_passing(text):
+            if is_unknown or refused.is_passing:
                 back.append(call)
                 # A server that forgot the scripts is told them again at once, but only once.
-                trouble = trouble or ("" if is_unknown and not sent.loads_scripts else text)
+                is_loading = is_unknown and not sent.loads_scripts
+                trouble = trouble or ("" if is_loading else f"{refused.code} {refused.message}")
                 self._scripts_known = self._scripts_known and not is_unknown
             else:
-                self._answers.refuse(call, text, now_s)
+                self._answers.refuse(call, refused, now_s)
         self._put_back(back)
         # A full store takes no group with a payload in it, but goes on with what makes room.
         self._was_aborted = sent.is_aborted(replies) or (self._was_aborted and bool(trouble))

@@ -13,12 +13,9 @@ from turnstream.generator.queues import Queues
 from turnstream.generator.receipts import Delivery
 from turnstream.generator.tally import Tally
 from turnstream.generator.window import Acknowledged, Ended, KeptTurn, TakenOver
-from turnstream.store import keys
-from turnstream.store.replies import refusal
+from turnstream.store.replies import Refusal
 
 REPOST_EVERY_S: Final = 0.5
-PAYLOAD_IS_OVER: Final = "FENCED the trajectory is over"
-_IS_OVER: Final = " was over: a name is used once"
 
 
 class Rewound(NamedTuple):
@@ -86,12 +83,11 @@ def _living(lanes: Iterable[Lane]) -> dict[Lane, None]:
     return {lane: None for lane in lanes if lane.error is None}
 
 
-def why_refused(lane: Lane, text: str) -> TurnstreamError:
-    """The error of a refused lane; a gap can only be what the store has forgotten."""
-    code, _, message = text.partition(" ")
-    if code != "GAP":
-        return refusal(text)
-    first, last = int(message.split()[-1]), lane.num_acknowledged - 1
+def why_refused(lane: Lane, refused: Refusal) -> TurnstreamError:
+    """Return the error of a refused lane; a gap means that the store has lost turns."""
+    if refused.code != "GAP":
+        return refused.error
+    first, last = int(refused.fact), lane.num_acknowledged - 1
     lost = f"turn {first}" if first == last else f"turns {first} to {last}"
     return StoreBehindError(
         f"{lane.key.readable_name}: the store came back without {lost}, which it had acknowledged, "
@@ -99,40 +95,56 @@ def why_refused(lane: Lane, text: str) -> TurnstreamError:
     )
 
 
-def has_survived(lane: Lane, text: str) -> bool:
-    """Whether a refusal says that the store has all of a lane that had ended, and is beyond it.
+def has_survived(lane: Lane, refused: Refusal) -> bool:
+    """Whether a refusal proves that the store has all of a lane that had ended.
 
-    One that was sealed and is abandoned now was open when the store came back, and its lease ended
-    before it was sealed again.
+    A lane that was sealed here and is abandoned there proves the opposite. It was open when the
+    store came back, and its lease ended before it was sealed again.
     """
-    if lane.abandon_reason is None and text.endswith(" is already abandoned"):
+    if not lane.has_ended:
         return False
-    is_beyond = (f"CONFLICT {lane.trajectory_id} is already ", PAYLOAD_IS_OVER)
-    return lane.has_ended and (text.startswith(is_beyond) or _is_without(lane, text))
+    if refused.code != "CONFLICT":
+        return is_payload_released(refused)
+    if refused.fact == "abandoned":
+        return lane.abandon_reason is not None
+    return _is_finished(refused) or _is_without(refused)
 
 
-def is_left_to_payload(lane: Lane, text: str) -> bool:
-    """Whether a refusal leaves open if the store has lost a lane that was sealed.
+def is_left_to_payload(lane: Lane, refused: Refusal) -> bool:
+    """Whether only the payload can say if the store has lost a lane that was sealed.
 
-    The ledger has forgotten it, or never knew it, and its group went on. The payload is gone too,
-    but its tombstone stands for longer than anything is kept here, and says whether it was given
-    up. Where there is none, the store has lost the trajectory.
+    The ledger does not have the trajectory, and its group went on. The payload is gone too. Its
+    tombstone stands for longer than anything is kept here, and records whether the trajectory was
+    abandoned. If there is no tombstone, the store has lost the trajectory.
     """
     is_asked_first = lane.epoch == 0 and lane.held_epoch > 0
     is_sealed = lane.has_ended and lane.seal is not None
-    is_unknown = _is_without(lane, text) or is_forgotten(text)
-    return is_asked_first and is_sealed and is_unknown
+    return is_asked_first and is_sealed and (_is_without(refused) or is_unknown(refused))
 
 
-def is_forgotten(text: str) -> bool:
-    """Whether the ledger refuses a trajectory that it does not have: yet, or any more."""
-    return text.endswith(" was never opened, or is over")
+def is_unknown(refused: Refusal) -> bool:
+    """Whether the ledger does not have the trajectory: not yet, or no longer."""
+    return refused.fact == "unknown"
 
 
-def _is_without(lane: Lane, text: str) -> bool:
+def is_payload_released(refused: Refusal) -> bool:
+    """Whether the payload of a finished trajectory is released."""
+    return refused.code == "FENCED" and refused.fact == "released"
+
+
+def is_ended(refused: Refusal) -> bool:
+    """Whether the trajectory, or its group, was decided before this call."""
+    return refused.code == "CONFLICT" and (_is_finished(refused) or refused.fact == "group")
+
+
+def _is_finished(refused: Refusal) -> bool:
+    """Whether a conflict names the state of a trajectory that is no longer open."""
+    return refused.fact not in ("", "unknown", "group", "name")
+
+
+def _is_without(refused: Refusal) -> bool:
     """Whether the group of a lane takes no member any more, and the ledger does not have it."""
-    group = keys.encode_name(lane.key.group_id)
-    return text.startswith(f"CONFLICT group {group} is already ") or text.endswith(_IS_OVER)
+    return refused.code == "CONFLICT" and refused.fact in ("group", "name")
 
 
 def leave_to_payload(lane: Lane) -> None:

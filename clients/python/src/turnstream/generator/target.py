@@ -8,7 +8,7 @@ from redis.exceptions import ResponseError
 
 from turnstream.errors import TurnstreamError
 from turnstream.store.keys import incarnation_key
-from turnstream.store.replies import error_text, translate
+from turnstream.store.replies import Refusal, error_text, parse_refusal, translate
 from turnstream.store.run_ids import is_id, no_such_run, parse_incarnation
 
 
@@ -41,7 +41,9 @@ class TargetRun:
         self.found(parse_incarnation(self.run, answer))
         return None
 
-    def refusal(self, answer: ResponseError) -> str:
-        """The text of a refused call; where the run is not in the store, it names the run."""
-        text = error_text(answer)
-        return f"NORUN {no_such_run(self.run)}" if text.startswith("NORUN ") else text
+    def refusal(self, answer: ResponseError) -> Refusal:
+        """Return why a call was refused; if the run is not in the store, the message names it."""
+        refused = parse_refusal(error_text(answer))
+        if refused.code != "NORUN":
+            return refused
+        return refused._replace(message=str(no_such_run(self.run)))

@@ -1,23 +1,29 @@
-"""What an error of the store means: the one table from Redis errors to ours.
+"""Errors of the store: the one table from error replies to the errors of this package.
 
-The scripts refuse with an error reply whose first word is a code; the rest is for people.
+A script refuses with `CODE message`, or with `CODE [fact] message` where a caller acts on a fact.
+The code and the fact are for programs. The message is for people: no program reads it.
 
-=========  ==========================  ===================================================
-FENCED     FencedError                 a newer owner has taken over
-CONFLICT   ConflictError               the key is taken by another content
-INVALID    RejectedError               an argument that cannot be
-GAP        TurnGapError                `GAP expected <k>`: turn k is missing before this one
-WAIT       RejectedError               `WAIT <wake id> <why>`: see `wake_id`
-HELD       ConflictError               `HELD <ms> <why>`: a lease that ends after so long
-NORUN      RunNotFoundError            no run of that name
-BEHIND     StoreBehindError            a recovery token that this store does not have
-EXPIRED    ObserverExpiredError        an observer was silent for too long
-CLOSED     EndOfRunError               the run takes no new group
-RELEASED   ReleasedError               a step that is no longer retained
-UNHEARD    NotReadyError               a step that a rank is not known to have yet
-TOOLARGE   GroupTooLargeError          a group with too many samples, or too large for any room
-DAMAGED    CorruptRecordError          a counter that is no whole number; nothing was written
-=========  ==========================  ===================================================
+=========  ====================  ==================  =============================================
+code       error                 fact                meaning
+=========  ====================  ==================  =============================================
+FENCED     FencedError           state, or released  another owner has it, or it is finished
+CONFLICT   ConflictError         state, group, name  the key has another content, or is finished
+INVALID    RejectedError                             an argument that is not allowed
+GAP        TurnGapError          expected turn       an earlier turn is missing
+WAIT       RejectedError         wake id             no capacity now
+HELD       ConflictError         ms of the lease     another writer holds the lease
+NORUN      RunNotFoundError                          no run of that name
+BEHIND     StoreBehindError                          a recovery token that the store does not have
+EXPIRED    ObserverExpiredError                      an observer was silent for too long
+CLOSED     EndOfRunError                             the run takes no new group
+RELEASED   ReleasedError                             a step that is no longer retained
+UNHEARD    NotReadyError                             a step that a rank may not have yet
+TOOLARGE   GroupTooLargeError                        a group that can never be admitted
+DAMAGED    CorruptRecordError                        a damaged counter; nothing was written
+=========  ====================  ==================  =============================================
+
+The state is that of a trajectory in the ledger, or `unknown` where the ledger does not have it.
+`group` stands for a group that takes no member any more, and `name` for a group that is finished.
 
 A server that has reached its `maxmemory` is StoreFullError. Everything else that passes by itself
 (no connection, a server that is loading, read-only or without its disk) is StoreUnavailableError.
@@ -26,7 +32,9 @@ A server that has reached its `maxmemory` is StoreFullError. Everything else tha
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
+from typing import Final, NamedTuple
 
 from redis import exceptions as redis_errors
 
@@ -69,6 +77,12 @@ _REFUSALS: dict[str, type[RejectedError | NotReadyError]] = {
     "UNHEARD": NotReadyError,
     "TOOLARGE": GroupTooLargeError,
 }
+CODES: Final = frozenset({*_REFUSALS, "INVALID", "WAIT", "HELD", "DAMAGED"})
+"""The codes of scripts."""
+
+FACTS: Final = frozenset({"unknown", "released", "group", "name"})
+"""The facts that are words of their own; the others are numbers, ids or states of the ledger."""
+
 _PASSING = frozenset(
     {
         *(FULL, "LOADING", "BUSY", "MISCONF", "READONLY", "NOREPLICAS", "NOSCRIPT"),
@@ -91,28 +105,67 @@ _DENIED = (
 )
 
 
-def refusal(text: str) -> TurnstreamError:
-    """The error that a script's `CODE message` stands for, its names as people read them.
+_REPLY: Final = re.compile(r"(?P<code>\S+) ?(?:\[(?P<fact>[^\]]*)\] ?)?(?P<message>.*)", re.DOTALL)
 
-    >>> refusal("GAP expected 3")
+
+class Refusal(NamedTuple):
+    """An error reply, in parts: see the table above.
+
+    Attributes:
+        code: first word of the reply.
+        fact: empty where the reply has none.
+        message: for people; names are encoded.
+    """
+
+    code: str
+    fact: str
+    message: str
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether it is about the state of the server and not about the command."""
+        return self.code in _PASSING
+
+    @property
+    def error(self) -> TurnstreamError:
+        """The error that the reply stands for, with readable names in its message."""
+        message = with_readable_names(self.message)
+        if self.code == "WAIT":
+            return RejectedError(message, RETRY_AFTER_S)
+        if self.code == "HELD":
+            return ConflictError(message, int(self.fact) / 1000)
+        if self.code == FULL:
+            return StoreFullError(f"the store is full: {message}", retry_after_s=RETRY_AFTER_S)
+        if self.code == "DAMAGED":
+            return CorruptRecordError(f"damaged: {message}")
+        if self.is_passing:
+            return StoreUnavailableError(f"{self.code} {message}", retry_after_s=RETRY_AFTER_S)
+        if self.code in _REFUSALS:
+            return _REFUSALS[self.code](message)
+        return RejectedError(f"the store refused the command: {self.code} {message}")
+
+
+def parse_refusal(text: str) -> Refusal:
+    """Return the parts of an error reply.
+
+    >>> parse_refusal("GAP [3] expected 3")
+    Refusal(code='GAP', fact='3', message='expected 3')
+    >>> parse_refusal("NORUN no such run").fact
+    ''
+    """
+    found = _REPLY.fullmatch(text)
+    if found is None:
+        return Refusal("", "", text)
+    return Refusal(found["code"], found["fact"] or "", found["message"])
+
+
+def refusal(text: str) -> TurnstreamError:
+    """Return the error that an error reply stands for.
+
+    >>> refusal("GAP [3] expected 3")
     TurnGapError('expected 3', None)
     """
-    code, _, message = with_readable_names(text).partition(" ")
-    if code == "WAIT":
-        _, _, reason = message.partition(" ")
-        return RejectedError(reason, RETRY_AFTER_S)
-    if code == "HELD":
-        left_ms, _, reason = message.partition(" ")
-        return ConflictError(reason, int(left_ms) / 1000)
-    if code == FULL:
-        return StoreFullError(f"the store is full: {message}", retry_after_s=RETRY_AFTER_S)
-    if code == "DAMAGED":
-        return CorruptRecordError(f"damaged: {message}")
-    if code in _PASSING:
-        return StoreUnavailableError(text, retry_after_s=RETRY_AFTER_S)
-    if code in _REFUSALS:
-        return _REFUSALS[code](message)
-    return RejectedError(f"the store refused the command: {text}")
+    return parse_refusal(text).error
 
 
 def translate(error: Exception) -> TurnstreamError:
@@ -148,18 +201,17 @@ def error_text(error: redis_errors.ResponseError) -> str:
     return text if not code or text.startswith(f"{code} ") else f"{code} {text}"
 
 
-def wake_id(text: str) -> str | None:
-    """The last id of the run's wake stream at the moment of a WAIT refusal; None of any other.
+def wake_id(refused: Refusal) -> str | None:
+    """Return the last id of the run's wake stream as of a WAIT refusal; None for another refusal.
 
     A read of the stream from that id returns as soon as the same call may succeed.
 
-    >>> wake_id("WAIT 17-0 20 groups are live")
+    >>> wake_id(parse_refusal("WAIT [17-0] 20 groups are live"))
     '17-0'
     """
-    code, _, message = text.partition(" ")
-    return message.partition(" ")[0] if code == "WAIT" else None
+    return refused.fact if refused.code == "WAIT" else None
 
 
 def is_passing(text: str) -> bool:
     """Whether an error reply is about the state of the server and not about the command."""
-    return text.partition(" ")[0] in _PASSING
+    return parse_refusal(text).is_passing

@@ -13,7 +13,7 @@
 -- Reply:     1, or 0 where it was abandoned already, or its group was decided without it
 -- Errors:
 --   FENCED    never opened, or open with another epoch
---   CONFLICT  sealed, or further on
+--   CONFLICT  fact: the state; sealed, or further on
 
 local entry = redis.call('HGET', KEYS[1], ARGV[1])
 if not entry then
@@ -24,7 +24,7 @@ if state == 'abandoned' or state == 'surplus' then
   return 0
 end
 if state ~= 'open' then
-  return redis.error_reply('CONFLICT ' .. ARGV[1] .. ' is already ' .. state)
+  return redis.error_reply('CONFLICT [' .. state .. '] ' .. ARGV[1] .. ' is already ' .. state)
 end
 if string.match(rest, '^%d+') ~= ARGV[2] and rest ~= ARGV[2] then
   return redis.error_reply('FENCED ' .. ARGV[1] .. ' is open for ' .. rest .. ', not for '

@@ -37,9 +37,10 @@
 -- Reply: how many of the records were stored now, an integer; the others were there already
 -- Errors:
 --   FENCED    the place was never made, another epoch or writer has it, or the payload was released
+--             (fact: released, unless the trajectory was abandoned)
 --   CONFLICT  another writer has it with the same epoch; a turn or the seal is there with another
 --             content; or the trajectory is sealed and this goes on
---   GAP       "GAP expected <k>": turn k is missing
+--   GAP       fact: k; turn k is missing
 
 local epoch, kind, caller = string.match(ARGV[1], '^(%d+)([:/]?)(.*)$')
 local holder, writer, turns, sealed, bytes, released = unpack(
@@ -48,10 +49,10 @@ if released == 'given up' then
   return redis.error_reply('FENCED the trajectory was given up, and its payload released')
 end
 if released == 'deleted' then
-  return redis.error_reply('FENCED the trajectory is over: its run was deleted')
+  return redis.error_reply('FENCED [released] the trajectory is finished: its run was deleted')
 end
 if released then
-  return redis.error_reply('FENCED the trajectory is over, and its payload released')
+  return redis.error_reply('FENCED [released] the trajectory is finished, and its payload released')
 end
 local is_first_call = kind == ':'
 if not holder and not is_first_call then
@@ -75,7 +76,7 @@ local seals = ARGV[3] == '1'
 local num_turns = #ARGV - 3 - (seals and 1 or 0)
 local last = first + num_turns
 if first > turns then
-  return redis.error_reply('GAP expected ' .. turns)
+  return redis.error_reply('GAP [' .. turns .. '] expected ' .. turns)
 end
 
 local function is_stored(entry, record)

@@ -12,7 +12,8 @@
 --   KEYS[3] config  hash  read: newest, that revision's JSON, lease_floor
 -- Arguments: ARGV[1...] two per trajectory: its id; "<lease epoch>:<writer>", or the epoch alone.
 --            A store that lost a take-over may have given its epoch to another writer since
--- Reply: {lease in ms; then per trajectory, in order: "OK", or what became of it ("FENCED ...")}
+-- Reply: {lease in ms; then per trajectory, in order: "OK", or "FENCED [<state>] <why>"; the state is unknown of one
+--            that the ledger does not have; none is there where another writer has it}
 -- Errors:    NORUN  no such run
 
 local CONFIG = KEYS[3]
@@ -34,9 +35,9 @@ for i = 1, #ARGV, 2 do
   local entry = redis.call('HGET', KEYS[1], id)
   local state, rest = string.match(entry or '', '^([^:]*):(.*)$')
   if not state then
-    replies[#replies + 1] = 'FENCED ' .. id .. ' was never opened, or is released'
+    replies[#replies + 1] = 'FENCED [unknown] ' .. id .. ' was never opened, or is released'
   elseif state ~= 'open' then
-    replies[#replies + 1] = 'FENCED ' .. id .. ' is ' .. state .. ': ' .. rest
+    replies[#replies + 1] = 'FENCED [' .. state .. '] ' .. id .. ' is ' .. state .. ': ' .. rest
   else
     local epoch, writer = string.match(rest, '^(%d+):(.*)$')
     if epoch == ARGV[i + 1] or rest == ARGV[i + 1] then

@@ -230,7 +230,7 @@ local function next_prompt()
     end
   until not (opened.err and string.match(opened.err, '^%-?CONFLICT'))
   if opened.err then
-    local id, why = string.match(opened.err, '^%-?WAIT (%S+) (.*)$')
+    local id, why = string.match(opened.err, '^%-?WAIT %[(%S+)%] (.*)$')
     return id and {'WAIT', id, why} or opened
   end
   if redis.call('ZREM', AGAIN, number) == 0 then

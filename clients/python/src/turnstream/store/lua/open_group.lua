@@ -49,16 +49,18 @@
 --                         end where this writer has opened it before
 --   ARGV[3] writer
 --   ARGV[4] the group_opened record              ARGV[5...] trajectory ids
--- Reply: per trajectory id, in order: its lease epoch (integer), or why not ("CONFLICT ...")
+-- Reply: per trajectory id, in order: its lease epoch (integer), or why not: "CONFLICT ...", with
+--        the fact group where the group takes no member any more, the state where the trajectory
+--        is no longer open, and none where another writer has it
 -- Errors:
 --   NORUN     no such run
 --   CLOSED    a new group in a closed run
---   CONFLICT  the group was opened with another num_samples or num_needed, for another purpose, or
---             was over
+--   CONFLICT  the group was opened with another num_samples or num_needed, or for another purpose;
+--             or it is finished (fact: name)
 --   TOOLARGE  a new group has more samples than max_samples, or needs more bytes than the run or
 --             the server may ever have for it
 --   INVALID   num_samples, num_needed or a trajectory id cannot be
---   WAIT      "WAIT <last wake id> <why>": no capacity, no room, or the run is paused; try again when
+--   WAIT      fact: the last wake id; no capacity, no room, or the run is paused; try again when
 --             wake has a newer entry
 
 local LEASES, DEADLINES, MEMBERS, REFILLS, OVER = KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
@@ -238,7 +240,7 @@ if group then
   end
 else
   if was_over(ARGV[1]) then
-    return redis.error_reply('CONFLICT group ' .. ARGV[1] .. ' was over: a name is used once')
+    return redis.error_reply('CONFLICT [name] group ' .. ARGV[1] .. ' is finished: a name is used once')
   end
   if closed ~= '0' then
     return redis.error_reply('CLOSED the run takes no new group')
@@ -251,7 +253,7 @@ else
   local why_not = begins == 'open' and shortage() or needs_room and why_no_room(samples)
   if why_not then
     local last = redis.call('XREVRANGE', KEYS[7], '+', '-', 'COUNT', 1)[1]
-    return redis.error_reply('WAIT ' .. (last and last[1] or '0-0') .. ' ' .. why_not)
+    return redis.error_reply('WAIT [' .. (last and last[1] or '0-0') .. '] ' .. why_not)
   end
   local bytes = estimate()
   local reserved = {}
@@ -302,10 +304,11 @@ for i, id in ipairs(ids) do
     elseif writer then
       replies[i] = 'CONFLICT ' .. id .. ' is being written by ' .. writer
     else
-      replies[i] = 'CONFLICT ' .. id .. ' is already ' .. string.match(entry, '^[^:]*')
+      local ended = string.match(entry, '^[^:]*')
+      replies[i] = 'CONFLICT [' .. ended .. '] ' .. id .. ' is already ' .. ended
     end
   elseif state ~= begins then
-    replies[i] = 'CONFLICT group ' .. ARGV[1] .. ' is already ' .. state
+    replies[i] = 'CONFLICT [group] group ' .. ARGV[1] .. ' is already ' .. state
   else
     replies[i] = 1
     opened[#opened + 1] = id

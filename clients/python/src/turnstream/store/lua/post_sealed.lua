@@ -25,7 +25,8 @@
 --            reserved; ":<writer>" may be missing, then the epoch alone is compared; and so may
 --            ":<awaits>" where both are. The trajectory_sealed record
 -- Reply: per trajectory, in order: "OK", "DUPLICATE" (it had been posted), "SURPLUS" (its group was
---        decided without it), or why not ("FENCED ...")
+--        decided without it), or why not: "FENCED ...", with the fact unknown where the
+--        ledger does not have it
 -- Errors: INVALID  an epoch, or a record, is missing: nothing was written
 
 local LEASES, DEADLINES, CONFIG, HELD, BUDGET = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
@@ -134,7 +135,7 @@ for i, id in ipairs(ids) do
   elseif state and after_seal[state] and (not has_epoch[state] or rest == epoch) then
     replies[i] = 'DUPLICATE'
   elseif not state then
-    replies[i] = 'FENCED ' .. id .. ' was never opened, or is over'
+    replies[i] = 'FENCED [unknown] ' .. id .. ' was never opened, or is finished'
   else
     replies[i] = 'FENCED ' .. id .. ' is ' .. entry .. ', not open with epoch ' .. epoch .. writer
   end

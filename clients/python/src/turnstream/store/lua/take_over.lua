@@ -15,8 +15,9 @@
 -- Reply:     {its lease epoch; num_samples of its group}
 -- Errors:
 --   NORUN     no such run
---   HELD      "HELD <ms left> <why>": the lease of its writer has not ended
---   CONFLICT  never opened, no longer open, or its group is decided or over
+--   HELD      fact: ms left; the lease of its writer has not ended
+--   CONFLICT  fact: unknown, where it was never opened; its state, where it is no longer open;
+--             group, where its group is decided or over
 
 local CONFIG = KEYS[3]
 -- include: lease_end.lua
@@ -28,16 +29,17 @@ end
 local id = ARGV[1]
 local entry = redis.call('HGET', KEYS[1], id)
 if not entry then
-  return redis.error_reply('CONFLICT ' .. id .. ' was never opened, or is over')
+  return redis.error_reply('CONFLICT [unknown] ' .. id .. ' was never opened, or is finished')
 end
 local epoch, writer = string.match(entry, '^open:(%d+):(.*)$')
 if not epoch then
-  return redis.error_reply('CONFLICT ' .. id .. ' is already ' .. string.match(entry, '^[^:]*'))
+  local ended = string.match(entry, '^[^:]*')
+  return redis.error_reply('CONFLICT [' .. ended .. '] ' .. id .. ' is already ' .. ended)
 end
 local group = string.match(id, '^[^/]*')
 local num_samples, state = string.match(redis.call('HGET', KEYS[4], group) or '', '^(%d+):(.*)$')
 if state ~= 'open' and state ~= 'evaluating' then
-  return redis.error_reply('CONFLICT group ' .. group .. ' is already ' .. (state or 'over'))
+  return redis.error_reply('CONFLICT [group] group ' .. group .. ' is already ' .. (state or 'over'))
 end
 
 local config = cjson.decode(redis.call('HGET', CONFIG, newest))
@@ -53,7 +55,7 @@ if writer ~= ARGV[2] then
     redis.call('ZADD', KEYS[2], string.format('%.0f', ends_ms), id)
   end
   if left_ms > 0 then
-    return redis.error_reply('HELD ' .. string.format('%.0f', left_ms) .. ' ' .. id
+    return redis.error_reply('HELD [' .. string.format('%.0f', left_ms) .. '] ' .. id
       .. ' is being written by ' .. writer)
   end
   epoch = epoch + 1
