@@ -186,7 +186,7 @@ def test_everything_a_generator_ever_sent_may_come_again_and_changes_nothing(
 
 def _without_names(refusal: str) -> str:
     """Whichever trajectory it is of, and whichever step that is in: heartbeats are by time."""
-    return re.sub(r"planned: \d+$", "planned: *", re.sub(r"^(\w+) \S+ ", r"\1 * ", refusal))
+    return re.sub(r"planned: \d+$", "planned: *", re.sub(r"(?<=\] )\S+ ", "* ", refusal))
 
 
 def test_take_overs_rewards_and_ends_that_come_again_change_nothing(
