@@ -44,10 +44,8 @@ NAMES: Final = frozenset(
         "park.after",  # it is parked, nobody listens to it yet
         "mark_dead.before",  # damage was found, the ledger does not know yet
         "mark_dead.after",
-        "replay.after_open",  # what a dead letter becomes is open, the letter does not say so
-        "replay.after_claim",  # the letter says so, nothing of it is written
-        "replay.after_append",  # its turns are stored, it is not sealed
-        "replay.after_seal",
+        "discard.after_entry",  # a dead letter is discarded in the ledger, its payload is stored
+        "discard.after_payload",  # its payload is deleted, its bytes are counted
         "session.before_start",
         "session.after_start",  # the session has begun, its trainer was not told
         "stepped.before",

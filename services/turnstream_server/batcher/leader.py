@@ -25,8 +25,8 @@ from turnstream.store.revisions import Revisions
 from turnstream.types import BatchDue, ConfigRevised, Event
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.chain import PlanChain
+from turnstream_server.batcher.dead_letters import DeadLetterWriter, FoldBrokenError
 from turnstream_server.batcher.explaining import why_not_complete
-from turnstream_server.batcher.letters import FoldBrokenError, LetterBox
 from turnstream_server.batcher.listener import RunListener
 from turnstream_server.batcher.loop_share import LoopShare
 from turnstream_server.batcher.memory import PlannerMemory, event_position
@@ -95,8 +95,8 @@ class Leader:
         self._fold = RunFold(self._config)
         self._selector = Selector(self._config)
         self._listener = RunListener(client, view.run, after_step=0)
-        self._letters = LetterBox(client, view.run, epoch=epoch)
-        self._settler = Settler(client, view.run, self._letters, epoch=epoch)
+        self._dead_letters = DeadLetterWriter(client, view.run, epoch=epoch)
+        self._settler = Settler(client, view.run, self._dead_letters, epoch=epoch)
         self._chain = PlanChain(client, view, self._in_force, epoch=epoch)
         self._replanner = Replanner(client, view, assembler, epoch=epoch)
         self._share = LoopShare()
@@ -123,11 +123,11 @@ class Leader:
         try:
             await self._lead()
         except FoldBrokenError:
-            await self._letters.put_away()
+            await self._dead_letters.write()
             raise
 
     async def _lead(self) -> None:
-        await self._letters.load()
+        await self._dead_letters.load()
         await self._replay()
         await self._view.refresh()
         logger.info(
@@ -176,7 +176,7 @@ class Leader:
                 decisions += await self._pass_all(planned, through=entry.event_id)
                 await self._share.after(entry)
             self._memory.num_events += len(events)
-            await self._letters.put_away()
+            await self._dead_letters.write()
         await self._carry_out(await self._settler.still_known(decisions))
 
     async def _restore(self) -> None:
@@ -252,7 +252,7 @@ class Leader:
 
     async def _apply(self, entry: EventEntry) -> list[Decision]:
         """Fold an event and return the decisions; reject an event that cannot be read or folded."""
-        event = self._letters.read(entry) or self._in_force.told_at(entry.event_id)
+        event = self._dead_letters.read(entry) or self._in_force.told_at(entry.event_id)
         if event is None:
             return []
         if isinstance(event, ConfigRevised):
@@ -261,7 +261,7 @@ class Leader:
         try:
             return self._fold_in(entry.event_id, event)
         except Exception as error:  # noqa: BLE001 - raised again where not due to the event
-            self._letters.reject_unfoldable(entry.event_id, event, error)
+            self._dead_letters.reject_unfoldable(entry.event_id, event, error)
             return []
 
     def _fold_in(self, event_id: str, event: Event) -> list[Decision]:
@@ -358,7 +358,7 @@ class Leader:
             await self._assembler.check(batch)
         except DamagedPayloadError as error:
             logger.warning("run %s: %s", self._view.run, error)
-            await self._letters.set_aside(error.damages)
+            await self._dead_letters.mark_dead(error.damages)
             return False
         self._prepare(batch)
         await self._before_write(manifest)

@@ -12,8 +12,8 @@ import redis.asyncio
 from turnstream.errors import FencedError, RunNotFoundError, TurnstreamError, UnavailableError
 from turnstream.store.replies import translating
 from turnstream_server.batcher.assembler import Assembler
+from turnstream_server.batcher.dead_letters import FoldBrokenError
 from turnstream_server.batcher.leader import Hook, Leader, no_hook
-from turnstream_server.batcher.letters import FoldBrokenError
 from turnstream_server.batcher.listener import RunListener
 from turnstream_server.batcher.parking import ParkedRuns
 from turnstream_server.batcher.releaser import Releaser

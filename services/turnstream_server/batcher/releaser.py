@@ -28,7 +28,7 @@ from turnstream.store import keys
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.cold import move_to_file, read_hot_records, write_ledger_file
-from turnstream_server.bus.discards import discard_oldest
+from turnstream_server.bus.dead_letters import discard_oldest
 from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.leadership import note_trouble
 from turnstream_server.bus.manifests import StoredManifest, read_manifests
@@ -156,14 +156,14 @@ class Releaser:
         has_ended = await self._release_ended(state)
         has_cooled = await self._move_to_file(state)
         await self._note_trouble()
-        return await self._discard_letters(state) or has_batches or has_ended or has_cooled
+        return await self._discard_dead_letters(state) or has_batches or has_ended or has_cooled
 
-    async def _discard_letters(self, state: ReleaseState) -> bool:
-        """The oldest dead letters, where they keep more than the run lets them."""
+    async def _discard_dead_letters(self, state: ReleaseState) -> bool:
+        """Discard the oldest dead letters above the limit of the run."""
         _, config = await self._view.newest_config()
         if state.dead_bytes <= config.max_dead_bytes:
             return False
-        await self._upkeep.before("discard_letters")
+        await self._upkeep.before("discard_dead_letters")
         num_discarded = await discard_oldest(
             self._client, self._run, max_bytes=config.max_dead_bytes
         )

@@ -17,7 +17,7 @@ from turnstream.batching.readiness import (
 )
 from turnstream.errors import ConflictError
 from turnstream.store import keys
-from turnstream_server.batcher.letters import LetterBox
+from turnstream_server.batcher.dead_letters import DeadLetterWriter
 from turnstream_server.bus.groups import Settlement, grant_refill, settle_groups
 from turnstream_server.bus.release import groups_that_are_gone
 from turnstream_server.failpoints import reach
@@ -31,16 +31,16 @@ class Settler:
     Args:
         client: of the store.
         run: name of the run.
-        letters: put away before anything else is told: they were met before it was decided.
+        dead_letters: written before every decision, because it depends on them.
         epoch: fencing number of the term.
     """
 
     def __init__(
-        self, client: redis.asyncio.Redis, run: str, letters: LetterBox, *, epoch: int
+        self, client: redis.asyncio.Redis, run: str, dead_letters: DeadLetterWriter, *, epoch: int
     ) -> None:
         self._client = client
         self._run = run
-        self._letters = letters
+        self._dead_letters = dead_letters
         self._epoch = epoch
 
     async def carry_out(self, standing: Iterable[Decision]) -> None:
@@ -79,7 +79,7 @@ class Settler:
         ]
 
     async def _settle(self, settled: list[Settlement]) -> None:
-        await self._letters.put_away()
+        await self._dead_letters.write()
         if settled:
             reach("settle.before")
         try:

@@ -240,9 +240,7 @@ def _notes(client: redis.Redis, run: str, trajectory_id: str) -> dict[str, Any]:
     names = keys.run_keys(run)
     with reading(names.letters, trajectory_id), translating():
         letter: Any = client.hget(names.letters, trajectory_id)
-        since_ms, _, rest = (letter or b"").decode().partition(":")
-        died_ms = parsed_number(since_ms.encode()) if letter is not None else None
-        replayed_as = keys.readable_name(rest.partition(":")[2])
+        died_ms = None if letter is None else parsed_number(letter.partition(b":")[0])
     with reading(names.rewards, trajectory_id), translating():
         posted: Any = client.hget(names.rewards, trajectory_id)
         said = (posted or b"").decode()
@@ -251,7 +249,7 @@ def _notes(client: redis.Redis, run: str, trajectory_id: str) -> dict[str, Any]:
         with reading(names.times, name):
             parsed_number(name.partition(":")[2].encode())  # of a step
             times[name] = parsed_number(ms)
-    return {"died_ms": died_ms, "replayed_as": replayed_as, "posted": said, "times": times}
+    return {"died_ms": died_ms, "posted": said, "times": times}
 
 
 def _payload_facts(client: redis.Redis, run: str, trajectory_id: str) -> dict[str, Any]:

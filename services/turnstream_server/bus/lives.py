@@ -69,7 +69,6 @@ class Traces:
         times: see `times` in store.keys.
         writer, lease_epoch: who writes or wrote it.
         died_ms: since when it is a dead letter.
-        replayed_as: id of the trajectory that it was replayed as; empty if it was not.
         posted: what `rewards` has of it, see store.keys; empty without a reward of its own.
     """
 
@@ -84,7 +83,6 @@ class Traces:
     writer: str | None = None
     lease_epoch: int | None = None
     died_ms: int | None = None
-    replayed_as: str = ""
     posted: str = ""
 
 
@@ -275,5 +273,3 @@ def _end(traces: Traces) -> Iterator[LifeEntry]:
     if traces.posted.startswith(_LATE):
         text = "its group was decided before: it changed nothing"
         yield LifeEntry(what="late reward", text=f"{text}; {_NOT_NOTED}")
-    if traces.replayed_as:
-        yield LifeEntry(what="replayed", text=f"as {traces.replayed_as}; {_NOT_NOTED}")

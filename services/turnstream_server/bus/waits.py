@@ -20,9 +20,9 @@ from turnstream.store.tasks import read_prompt_counts
 from turnstream.store.wait_reasons import UNSEALED
 from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.budget import read_budget
+from turnstream_server.bus.dead_letters import read_kept
 from turnstream_server.bus.frontier import Frontier, read_frontier
 from turnstream_server.bus.health import read_store_trouble
-from turnstream_server.bus.letters import read_kept
 from turnstream_server.bus.moments import (
     AwaitedReward,
     OpenMember,

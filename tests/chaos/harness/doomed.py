@@ -14,13 +14,13 @@ from typing import Final
 from harness.actions import revise
 from harness.beside import Side, side_run
 from harness.running import Stack
+from turnstream.store import keys
 from turnstream.store.run_ids import find_run
 from turnstream.store.runs import list_runs
+from turnstream_server.bus.dead_letters import read_dead_letters
 from turnstream_server.bus.deletion import delete_run
-from turnstream_server.bus.fixes import to_json
 from turnstream_server.bus.forks import token_of_step
 from turnstream_server.bus.frontier import read_frontier
-from turnstream_server.bus.letters import open_letter
 from turnstream_server.bus.replans import await_replan, request_replan
 from turnstream_server.bus.states import read_states
 from turnstream_server.jobs.stack import Service
@@ -106,17 +106,17 @@ def _seal_with_damage(side: Side) -> None:
     side.seal("g", 2, num_samples=3)
 
 
-def kill_a_replay(stack: Stack) -> None:
-    """A mended dead letter is written once, though who wrote it died on the way."""
-    failpoint = _draw(stack, kill_a_replay)
+def kill_a_discard(stack: Stack) -> None:
+    """A second command completes a discard whose process died."""
+    failpoint = _draw(stack, kill_a_discard)
     with side_run(stack) as side:
         _seal_with_damage(side)
         side.wait_for({"accepted": 3, "planned": 2, "dead": 1})
-        fix = stack.rig.folder / f"fix-{side.run}.json"
-        fix.write_text(to_json(open_letter(side.client, side.run, _DAMAGED)))
-        words = ("dead", "replay", side.run, _DAMAGED, "--fix", str(fix), "--as-group", "new")
-        _command_that_dies(stack, failpoint, *words)
-        side.wait_for({"accepted": 4, "planned": 3, "dead": 1})
+        _command_that_dies(stack, failpoint, "dead", "discard", side.run, _DAMAGED)
+        assert not side.client.exists(keys.trajectory_keys(side.run, _DAMAGED).turns)
+        assert not side.client.hexists(keys.run_keys(side.run).held, _DAMAGED)
+        assert not read_dead_letters(side.client, side.run).trajectories
+        side.wait_for({"accepted": 3, "planned": 2, "dead": 1})
 
 
 def kill_a_deletion(stack: Stack) -> None:
@@ -241,12 +241,7 @@ FAILPOINTS: Final[Mapping[Callable[[Stack], None], tuple[str, ...]]] = {
         "replan.before_write",
         "replan.after_write",
     ),
-    kill_a_replay: (
-        "replay.after_open",
-        "replay.after_claim",
-        "replay.after_append",
-        "replay.after_seal",
-    ),
+    kill_a_discard: ("discard.after_entry", "discard.after_payload"),
     kill_a_deletion: ("delete.after_condemned", "delete.after_slice", "delete.after_payload"),
     kill_a_fork: ("fork.after_made",),
     kill_a_rank_at_a_failpoint: (

@@ -176,7 +176,7 @@ def _leave_others(url: str, run: str) -> None:
             sealed.seal(reward=1.0)
         wait_until(lambda: client.hlen(names.past) > 0, describe="a compact record")
         client.hset(names.conflicts, mapping={"num": 1, "last": "g1/0/0: another turn"})
-        client.hset(names.letters, "sealed/0/0", "1700000000000:100:")
+        client.hset(names.letters, "sealed/0/0", "1700000000000:100")
         client.hset(names.observers, "o", "1:99999999999999:60000")
 
 

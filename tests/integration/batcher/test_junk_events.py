@@ -17,7 +17,7 @@ from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.testing import group, wait_until_async
 from turnstream.wire.v1 import records_pb2 as wire
-from turnstream_server.bus.letters import read_letters
+from turnstream_server.bus.dead_letters import read_dead_letters
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(400)]
 
@@ -164,7 +164,7 @@ async def test_junk_in_one_run_does_not_delay_another(house: Any, batcher: Any) 
 
     def num_rejected() -> int:
         with connect(house.url) as client:
-            letters = read_letters(client, hostile)
+            letters = read_dead_letters(client, hostile)
         return len(letters.events) + letters.num_discarded_events
 
     while not junk.done() or await asyncio.to_thread(num_rejected) < junk.result():
@@ -175,7 +175,7 @@ async def test_junk_in_one_run_does_not_delay_another(house: Any, batcher: Any) 
     cpu_s = after["cpu_s"] - before["cpu_s"]
     grown_mb = batcher.memory_mb("VmHWM") - before_mb
     with connect(house.url) as client:
-        letters = read_letters(client, hostile)
+        letters = read_dead_letters(client, hostile)
     logger.info(
         "%d steps, usual %.3f s, longest %.3f s, CPU %.1f s, stall %.3f s, grown %.0f MB",
         *(step - 1, usual_s, longest_s, cpu_s, after["stall_s"], grown_mb),

@@ -15,10 +15,10 @@ from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.testing import group, sealed, stored_turn, wait_until_async
 from turnstream.types import ConfigRevised, GroupOpened, TurnShape
-from turnstream_server.bus.letters import DeadLetters, read_letters
+from turnstream_server.bus.dead_letters import DeadLetters, read_dead_letters
 from turnstream_server.bus.reasons import reasons
 from turnstream_server.bus.waits import read_snapshot
-from turnstream_server.jobs.letters import print_letters
+from turnstream_server.jobs.dead_letters import print_dead_letters
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(120)]
 
@@ -54,9 +54,9 @@ def add_event(house: Any, run: str, fields: Mapping[Any, Any], *, event_id: str 
     return added.decode()
 
 
-def letters(house: Any, run: str) -> DeadLetters:
+def dead_letters(house: Any, run: str) -> DeadLetters:
     with connect(house.url) as client:
-        return read_letters(client, run)
+        return read_dead_letters(client, run)
 
 
 def why(house: Any, run: str) -> str:
@@ -82,7 +82,7 @@ async def test_unreadable_event_is_set_aside_and_the_run_continues(house: Any, k
 
     names = {*first.mini_batch.rows.trajectory_id, *second.mini_batch.rows.trajectory_id}
     assert {name.partition("/")[0] for name in names} == {"g0", "g1"}
-    assert [each.event_id for each in letters(house, run).events] == [event_id]
+    assert [each.event_id for each in dead_letters(house, run).events] == [event_id]
     assert event_id in why(house, run)
 
 
@@ -97,9 +97,9 @@ async def test_seal_whose_lengths_overflow_ends_its_trajectory_alone(house: Any)
     (pulled,) = await trainer.get(1, wait_s=15)
 
     assert {name.partition("/")[0] for name in pulled.mini_batch.rows.trajectory_id} == {"g1"}
-    (letter,) = letters(house, run).letters
-    assert letter.trajectory_id == "big/0/0"
-    assert "8589934590 tokens" in letter.reason
+    (dead,) = dead_letters(house, run).trajectories
+    assert dead.trajectory_id == "big/0/0"
+    assert "8589934590 tokens" in dead.reason
     assert "big/0/0" in why(house, run)
 
 
@@ -121,9 +121,9 @@ async def test_damaged_name_of_trajectory_ends_what_its_record_names(house: Any)
     (pulled,) = await trainer.get(1, wait_s=15)
 
     assert {name.partition("/")[0] for name in pulled.mini_batch.rows.trajectory_id} == {"g1"}
-    (letter,) = letters(house, run).letters
-    assert letter.trajectory_id == "g0/0/0"
-    assert letter.group_state == "incomplete"
+    (dead,) = dead_letters(house, run).trajectories
+    assert dead.trajectory_id == "g0/0/0"
+    assert dead.group_state == "incomplete"
 
 
 async def test_event_of_a_distant_time_does_not_stop_the_run(house: Any) -> None:
@@ -140,9 +140,9 @@ async def test_event_of_a_distant_time_does_not_stop_the_run(house: Any) -> None
     (pulled,) = await trainer.get(2, wait_s=15)
 
     assert {name.partition("/")[0] for name in pulled.mini_batch.rows.trajectory_id} == {"g1"}
-    assert [each.event_id for each in letters(house, run).events] == [event_id]
+    assert [each.event_id for each in dead_letters(house, run).events] == [event_id]
     shown = io.StringIO()
-    print_letters(house.url, run, Console(file=shown, width=200))
+    print_dead_letters(house.url, run, Console(file=shown, width=200))
     assert f"{2**63} ms" in shown.getvalue()
 
 
@@ -166,7 +166,8 @@ async def test_newer_record_stops_the_run_and_sets_nothing_aside(
     await wait_until_async(said, describe="why names the newer release")
 
     assert event_id in why(house, run)
-    assert letters(house, run).letters == letters(house, run).events == ()
+    found = dead_letters(house, run)
+    assert found.trajectories == found.events == ()
     await batcher.stop()
     monkeypatch.setattr("turnstream.records.framing.MAJOR_VERSION", 1)
     trainer = house.trainer(await house.start_batcher(), run)

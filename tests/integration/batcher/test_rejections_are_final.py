@@ -42,7 +42,7 @@ from turnstream.types import (
 )
 from turnstream_server.batcher import chain
 from turnstream_server.batcher.upkeep import Upkeep
-from turnstream_server.bus.letters import read_letters
+from turnstream_server.bus.dead_letters import read_dead_letters
 from turnstream_server.bus.manifests import read_plan
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(300)]
@@ -223,7 +223,7 @@ async def test_sweep_of_damaged_events_never_stops_the_planner(house: Any) -> No
     names = [[each.group_id for each in plan.groups] for _, plan in chain_of(house, run, 2)]
     assert names == [["g0"], ["g1"]]
     with connect(house.url) as client:
-        letters = read_letters(client, run)
+        letters = read_dead_letters(client, run)
     assert letters.events[-1].event_id == max(ids, key=lambda each: [*map(int, each.split("-"))])
     assert letters.num_discarded_events + len(letters.events) == len(ids)
 
@@ -293,9 +293,9 @@ async def test_successor_of_another_release_skips_what_was_rejected(
     assert TrajectoryKey("bad", 0) in members
     assert TrajectoryKey("bad", 1) not in members
     with connect(house.url) as client:
-        (letter,) = read_letters(client, run).letters
-    assert letter.trajectory_id == "bad/1/0"
-    assert "a defect of this release" in letter.reason
+        (dead,) = read_dead_letters(client, run).trajectories
+    assert dead.trajectory_id == "bad/1/0"
+    assert "a defect of this release" in dead.reason
 
 
 async def test_trajectory_that_cannot_be_planned_is_set_aside(
@@ -318,9 +318,9 @@ async def test_trajectory_that_cannot_be_planned_is_set_aside(
     ((_, manifest),) = chain_of(house, run, 1)
     assert [len(each.trajectories) for each in manifest.groups] == [2, 3]
     with connect(house.url) as client:
-        (letter,) = read_letters(client, run).letters
-    assert letter.trajectory_id == "bad/1/0"
-    assert "Value out of range" in letter.reason
+        (dead,) = read_dead_letters(client, run).trajectories
+    assert dead.trajectory_id == "bad/1/0"
+    assert "Value out of range" in dead.reason
 
 
 async def test_lack_of_memory_rejects_nothing(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,8 +344,8 @@ async def test_lack_of_memory_rejects_nothing(house: Any, monkeypatch: pytest.Mo
 
     assert rejected(house, run) == set()
     with connect(house.url) as client:
-        letters = read_letters(client, run)
-    assert letters.letters == letters.events == ()
+        letters = read_dead_letters(client, run)
+    assert letters.trajectories == letters.events == ()
 
 
 async def test_closed_run_ends_although_a_planned_seal_is_rejected_later(house: Any) -> None:
@@ -366,7 +366,7 @@ async def test_closed_run_ends_although_a_planned_seal_is_rejected_later(house: 
 
     with pytest.raises(EndOfRunError):
         await trainer.get(2, wait_s=15)
-    assert len(letters_of(house, run)) == 1
+    assert len(rejected_of(house, run)) == 1
 
 
 def damage_seal(house: Any, run: str) -> None:
@@ -384,7 +384,7 @@ def damage_seal(house: Any, run: str) -> None:
             client.xadd(events, each, id=each_id)
 
 
-def letters_of(house: Any, run: str) -> list[str]:
+def rejected_of(house: Any, run: str) -> list[str]:
     """The ids of the rejected events."""
     with connect(house.url) as client:
-        return [each.event_id for each in read_letters(client, run).events]
+        return [each.event_id for each in read_dead_letters(client, run).events]

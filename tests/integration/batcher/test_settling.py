@@ -12,7 +12,7 @@ from turnstream.store import keys
 from turnstream.store.connection import connect_async
 from turnstream.testing import group
 from turnstream.types import TrajectoryKey, TrajectoryState
-from turnstream_server.batcher.letters import LetterBox
+from turnstream_server.batcher.dead_letters import DeadLetterWriter
 from turnstream_server.batcher.settling import Settler
 from turnstream_server.bus.leadership import acquire_leadership
 
@@ -39,7 +39,7 @@ async def run(house: Any) -> str:
 @pytest.fixture
 async def settler(client: Any, run: str) -> Settler:
     leadership = await acquire_leadership(client, run, owner="p", lease_s=60)
-    letters = LetterBox(client, run, epoch=leadership.epoch)
+    letters = DeadLetterWriter(client, run, epoch=leadership.epoch)
     return Settler(client, run, letters, epoch=leadership.epoch)
 
 

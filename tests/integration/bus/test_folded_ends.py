@@ -11,8 +11,8 @@ from turnstream.batching.decisions import GroupCut, GroupDropped, GroupEvaluated
 from turnstream.errors import ConflictError
 from turnstream.records.compact import decode_ends
 from turnstream.types import Purpose, TrajectoryKey, TrajectoryState
+from turnstream_server.bus.dead_letters import discard_trajectory
 from turnstream_server.bus.ledger import read_ledger_async
-from turnstream_server.bus.letters import discard_letter
 from turnstream_server.bus.release import DROPPED, find_ended, groups_that_are_over
 
 pytestmark = pytest.mark.redis
@@ -142,7 +142,7 @@ async def test_what_is_dead_is_folded_once_it_is_discarded(run: Any, client: red
 
     with pytest.raises(ConflictError, match="a/0/0 is dead:checksum, not at its end"):
         await run.fold_ends("a/0/0")
-    discard_letter(client, run.name, "a/0/0")
+    discard_trajectory(client, run.name, "a/0/0")
     await run.fold_ends("a/0/0")
 
     assert await run.hash_of("reasons") == {b"dead:discarded: checksum": b"1"}

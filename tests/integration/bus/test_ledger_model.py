@@ -30,10 +30,10 @@ from turnstream.store.connection import connect_async
 from turnstream.store.scripts import run_command_async
 from turnstream.types import RecoveryToken, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.budget import parse_held, read_held_async
+from turnstream_server.bus.dead_letters import discard_trajectory_command
 from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.leadership import acquire_leadership, release_leadership
 from turnstream_server.bus.ledger import read_ledger_async
-from turnstream_server.bus.letters import discard_letter_command
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
@@ -218,7 +218,7 @@ class _Life(RuleBasedStateMachine):
     @rule(number=some)
     def discard(self, number: int) -> None:
         key = self.pick(number, DEAD)
-        letter = discard_letter_command(self.run.name, TrajectoryKey(*key).trajectory_id)
+        letter = discard_trajectory_command(self.run.name, TrajectoryKey(*key).trajectory_id)
         self.twice(lambda: run_command_async(self.client, letter))
         self.twice(lambda: self.run.release(key))
         self.released.add(key)

@@ -12,8 +12,8 @@ import pytest
 from turnstream.errors import ConflictError
 from turnstream.generator import Publisher
 from turnstream.testing import group, trajectory
+from turnstream_server.bus.dead_letters import DeadLetterNotFoundError
 from turnstream_server.bus.histories import TrajectoryNotFoundError
-from turnstream_server.bus.letters import LetterNotFoundError
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -55,7 +55,7 @@ def test_what_was_never_there_is_refused_by_its_readable_name(
 ) -> None:
     with pytest.raises(TrajectoryNotFoundError, match="trajectory 'task-8#1/0/0'"):
         place.type("ledger", run, typed)
-    with pytest.raises(LetterNotFoundError, match="letter 'task-8#1/0/0'"):
+    with pytest.raises(DeadLetterNotFoundError, match="letter 'task-8#1/0/0'"):
         place.type("dead", "show", run, typed)
 
 
@@ -63,12 +63,12 @@ def test_what_was_never_there_is_refused_by_its_readable_name(
 def test_what_cannot_be_a_name_is_said_so(place: Any, run: str, typed: str) -> None:
     with pytest.raises(TrajectoryNotFoundError, match=f"{re.escape(typed)}' is no trajectory"):
         place.type("ledger", run, typed)
-    with pytest.raises(LetterNotFoundError, match=f"{re.escape(typed)}' is no trajectory"):
+    with pytest.raises(DeadLetterNotFoundError, match=f"{re.escape(typed)}' is no trajectory"):
         place.type("dead", "show", run, typed)
 
 
 @pytest.mark.parametrize("typed", ["d#1/1/0", "d%231/1/0"])
-def test_a_dead_letter_is_shown_mended_replayed_and_discarded_by_either_name(
+def test_dead_letter_is_shown_exported_and_discarded_by_either_name(
     place: Any, tmp_path: Path, typed: str
 ) -> None:
     run = place.create_run(f"letters {typed[1]}", batch_groups=2, mini_batch_groups=2)
@@ -76,21 +76,16 @@ def test_a_dead_letter_is_shown_mended_replayed_and_discarded_by_either_name(
     place.damage(run, "d%231/1/0")
     place.publish(run, group("f"))
     place.train(run)
-    fix = str(tmp_path / "fix.json")
+    exported = tmp_path / "dead.json"
 
     listed = place.type("dead", "list", run)
     shown = place.type("dead", "show", run, typed)
-    place.type("dead", "export", run, typed, "--to", fix)
-    checked = place.type("dead", "replay", run, typed, "--fix", fix, "--dry-run")
-    replayed = place.type("dead", "replay", run, typed, "--fix", fix, "--as-group", "m#1")
-    listed_again = place.type("dead", "list", run)
+    place.type("dead", "export", run, typed, "--to", str(exported))
     discarded = place.type("dead", "discard", run, typed)
 
     assert "d#1/1/0" in listed
     assert f"{run}: d#1/1/0" in shown
-    assert "the fix is sound" in checked
-    assert replayed.startswith("d#1/1/0 -> m#1/0/0, sealed")
-    assert "m#1/0/0" in listed_again
+    assert json.loads(exported.read_text())["trajectory_id"] == "d%231/1/0"
     assert discarded == "1 discarded\n"
     with pytest.raises(ConflictError):
         place.type("dead", "discard", run, "f/0/0")

@@ -14,7 +14,7 @@ from turnstream.store.evals import eval_results
 from turnstream.store.life import pause_run
 from turnstream.store.scripts import Script, run_command
 from turnstream.testing import group, ids, trajectory, wait_until
-from turnstream_server.bus.letters import read_letters
+from turnstream_server.bus.dead_letters import read_dead_letters
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -35,7 +35,7 @@ def typed(place: Any) -> Iterator[Any]:
     place.publish(RUN, group("f[f]", *_members(2)))
     place.train(RUN, after=token)
     with connect(place.url) as client:
-        assert len(read_letters(client, RUN).letters) == 1
+        assert len(read_dead_letters(client, RUN).trajectories) == 1
         note = (keys.run_keys(RUN).conflicts,)
         run_command(client, Script("note_conflict")(note, "k/0/0", "has [/another] content", "t"))
         add_prompts(client, RUN, [Prompt(prompt_uid="p[/p]", payload=b"", num_samples=1)], first=1)

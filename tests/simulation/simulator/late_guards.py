@@ -1,4 +1,4 @@
-"""Guards of the scripts by which a run is revised, ended, forked, mended and observed."""
+"""Guards of the scripts by which a run is revised, ended, forked, planned again and observed."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encod
 from turnstream.testing import config
 from turnstream.types import GroupOpened
 from turnstream.wire.v1 import records_pb2 as wire
-from turnstream_server.batcher.letters import UnreadableEvent, read_entry
+from turnstream_server.batcher.dead_letters import UnreadableEvent, read_entry
 from turnstream_server.bus.events import EventEntry
 from turnstream_server.bus.manifests import encode_for_store
 

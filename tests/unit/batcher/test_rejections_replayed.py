@@ -24,7 +24,7 @@ from turnstream.types import (
     TrajectoryDied,
     TrajectoryKey,
 )
-from turnstream_server.batcher.letters import LetterBox
+from turnstream_server.batcher.dead_letters import DeadLetterWriter
 from turnstream_server.bus.events import EventEntry
 
 CONFIG = config(2)
@@ -84,24 +84,24 @@ def streams(draw: st.DrawFn) -> list[EventEntry]:
     return entries
 
 
-def letter_box(rejected: set[str]) -> LetterBox:
-    box = LetterBox(redis.asyncio.Redis(), "run", epoch=1)
-    box._rejected.update(rejected)  # pyright: ignore[reportPrivateUsage]
-    return box
+def writer_of(rejected: set[str]) -> DeadLetterWriter:
+    writer = DeadLetterWriter(redis.asyncio.Redis(), "run", epoch=1)
+    writer._rejected.update(rejected)  # pyright: ignore[reportPrivateUsage]
+    return writer
 
 
 def fold_in(fold: RunFold, entries: Sequence[EventEntry], rejected: set[str]) -> set[str]:
     """Fold entries as a leader does; the ids of all that are rejected by then."""
-    box = letter_box(rejected)
+    writer = writer_of(rejected)
     for entry in entries:
-        event = box.read(entry)
+        event = writer.read(entry)
         if event is None:
             continue
         try:
             fold.apply(entry.event_id, event)
         except BatchingError as error:
-            box.reject_unfoldable(entry.event_id, event, error)
-    return box._rejected  # pyright: ignore[reportPrivateUsage]
+            writer.reject_unfoldable(entry.event_id, event, error)
+    return writer._rejected  # pyright: ignore[reportPrivateUsage]
 
 
 def known(fold: RunFold) -> PlannerSnapshot:

@@ -34,7 +34,7 @@ GROUPS = {
         *("create", "list", "show", "revise", "pause", "resume", "close", "reopen"),
         *("fork", "replan", "delete"),
     ),
-    "dead": ("list", "show", "export", "replay", "discard"),
+    "dead": ("list", "show", "export", "discard"),
     "serve": ("batcher", "trainer", "generator", "replayer"),
 }
 COMMANDS = [*TOP, *(f"{group} {name}" for group, names in GROUPS.items() for name in names)]

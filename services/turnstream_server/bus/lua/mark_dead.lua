@@ -7,7 +7,7 @@
 --                              "dead:<reason>"
 --   KEYS[3] counts     hash    changed: sealed or awaiting_reward, dead, dead_bytes
 --   KEYS[4] events     stream  added, once: field r = the trajectory_died record
---   KEYS[5] letters    hash    added: trajectory id -> "<since, server ms>:<bytes>:"
+--   KEYS[5] letters    hash    added: trajectory id -> "<since, server ms>:<bytes>"
 --   KEYS[6] deadlines  zset    removed: "reward:<trajectory id>"
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] trajectory id    ARGV[3] reason    ARGV[4] the record

@@ -10,7 +10,7 @@
 --                              "dead:<reason>"
 --   KEYS[3] counts     hash    changed: sealed or awaiting_reward, dead, dead_bytes, discarded_events
 --   KEYS[4] events     stream  read; added, once per trajectory: field r = the trajectory_died record
---   KEYS[5] letters    hash    added: trajectory id -> "<since, server ms>:<bytes>:"
+--   KEYS[5] letters    hash    added: trajectory id -> "<since, server ms>:<bytes>"
 --   KEYS[6] deadlines  zset    removed: "reward:<trajectory id>"
 --   KEYS[7] damaged    stream  added, under the event's own id: fields r = the beginning of the
 --                              record, why = the reason; the oldest are removed. It takes no id that

@@ -12,7 +12,7 @@ local function set_dead(id, state, reason, record, bytes)
   redis.call('HINCRBY', COUNTS, state, -1)
   redis.call('HINCRBY', COUNTS, 'dead', 1)
   redis.call('HINCRBY', COUNTS, 'dead_bytes', bytes)
-  redis.call('HSET', LETTERS, id, since .. ':' .. bytes .. ':')
+  redis.call('HSET', LETTERS, id, since .. ':' .. bytes)
   redis.call('ZREM', DEADLINES, 'reward:' .. id)
   redis.call('XADD', EVENTS, '*', 'r', record)
 end

@@ -20,7 +20,7 @@
 --   KEYS[8] snapshot    hash    changed: position, step, record; before, the position before; added:
 --                               withdrawn_at, this position
 --   KEYS[9] events      stream  added: the trajectory_died records, then that of plans_withdrawn
---   KEYS[10] letters    hash    added: trajectory id -> "<since, server ms>:<bytes>:"
+--   KEYS[10] letters    hash    added: trajectory id -> "<since, server ms>:<bytes>"
 --   KEYS[11] wake       stream  added, so that replicas, ranks and whoever asked are told
 --   KEYS[12] held       hash    read
 --   KEYS[13] budget     hash    changed: stored, planned
@@ -137,7 +137,7 @@ local since = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
 local dead_bytes = 0
 for i = FIRST_DEAD, first_group - 1, PER_DEAD do
   redis.call('HSET', LEDGER, ARGV[i], 'dead:' .. ARGV[i + 1])
-  redis.call('HSET', KEYS[10], ARGV[i], since .. ':' .. ARGV[i + 2] .. ':')
+  redis.call('HSET', KEYS[10], ARGV[i], since .. ':' .. ARGV[i + 2])
   redis.call('XADD', KEYS[9], '*', 'r', ARGV[i + 3])
   dead_bytes = dead_bytes + ARGV[i + 2]
 end

@@ -16,9 +16,9 @@ from turnstream.store.connection import connect, connect_async
 from turnstream.testing import group, trajectory, turn, wait_until_async
 from turnstream.types import TrajectoryKey, TrajectoryState
 from turnstream_server.bus.budget import read_budget
+from turnstream_server.bus.dead_letters import read_dead_letters
 from turnstream_server.bus.frontier import Frontier, read_frontier
 from turnstream_server.bus.ledger import read_ledger
-from turnstream_server.bus.letters import read_letters
 from turnstream_server.bus.manifests import read_plan
 from turnstream_server.bus.observers import declare_observer, note_observed
 from turnstream_server.bus.reasons import Reason, ReasonKind, reasons
@@ -88,7 +88,8 @@ class Look:
     def letters(self, run: str) -> dict[str, str]:
         """The dead letters, with their reasons."""
         with connect(self.url) as client:
-            return {each.trajectory_id: each.reason for each in read_letters(client, run).letters}
+            found = read_dead_letters(client, run).trajectories
+            return {each.trajectory_id: each.reason for each in found}
 
     def plans(self, run: str) -> list[Manifest]:
         """The plans, but for what names their run and the moment of an event."""

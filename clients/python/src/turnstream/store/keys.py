@@ -89,7 +89,7 @@ budget     hash    reserved, stored, planned: the sums of `held` of what is not 
                    sealed, and what is in a batch; estimate, the usual bytes of a trajectory, and
                    settled, over how many at most that is a mean
 over       hash    bucket -> fingerprints of the groups that are over; `n` -> how many, see below
-letters    hash    id of a dead trajectory -> `<since, server ms>:<bytes>:<id of its replay, or "">`
+letters    hash    id of a dead trajectory -> `<since, server ms>:<bytes>`
 conflicts  hash    num, writes refused for their content; last, last_ms, token: note_conflict.lua
 damaged    stream  rejected events of no sealed trajectory, under their own ids; fields `r`, `why`
 rejected   zset    ids of events that no leader folds, by their milliseconds: see trim_events.lua

@@ -10,7 +10,7 @@ from turnstream.records.events import encode_event
 from turnstream.records.framing import EVENT, write_frame
 from turnstream.testing import sealed
 from turnstream.types import RewardPosted, RunClosed, TrajectoryKey
-from turnstream_server.batcher.letters import UnreadableEvent, read_entry
+from turnstream_server.batcher.dead_letters import UnreadableEvent, read_entry
 from turnstream_server.bus.events import EventEntry
 
 SEAL = sealed("g", sample=1)

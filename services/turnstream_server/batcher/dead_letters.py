@@ -1,4 +1,4 @@
-"""Events that a leader cannot read or fold: each one is rejected, and the run continues.
+"""Rejection of events that a leader cannot read or fold; the run continues without them.
 
 A rejection is decided once, in the store. Each later leader of the run, of any release, reads the
 decisions before it folds the events, and passes over the same ones.
@@ -26,30 +26,26 @@ from turnstream.records.events import decode_event, key_of_seal
 from turnstream.store import keys
 from turnstream.types import Event, RewardPosted, SealedTrajectory, TrajectoryDied, TrajectoryKey
 from turnstream_server.batcher.payload import Damage
+from turnstream_server.bus import trajectories
 from turnstream_server.bus.events import EventEntry
-from turnstream_server.bus.trajectories import (
-    Rejection,
-    mark_dead,
-    read_rejected,
-    reject_events,
-)
+from turnstream_server.bus.trajectories import Rejection
 from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S: Final = 10.0
-"""Time between two lines of the log about rejected events of a run, at least."""
+"""Shortest time between two log lines about rejected events of a run."""
 
 MAX_REASON: Final = 500
-"""Characters of a reason: it may quote what a generator wrote."""
+"""Longest reason, in characters: it may quote a text of a generator."""
 
 
 class FoldBrokenError(Exception):
-    """The fold failed inside an event, which is rejected now: fold the others from the snapshot."""
+    """The fold failed inside an event; the event is rejected, and the fold restarts."""
 
 
 class UnreadableEvent(NamedTuple):
-    """An event that cannot be read, or whose content cannot be what it says.
+    """An event that cannot be read, or that belongs to another trajectory.
 
     Attributes:
         key: key of the trajectory that it ends; None if it names no trajectory.
@@ -90,11 +86,11 @@ def read_entry(entry: EventEntry) -> Event | UnreadableEvent:
     return UnreadableEvent(f"what was posted for it is {_described(event)}", key)
 
 
-class LetterBox:
+class DeadLetterWriter:
     """Rejects events and marks trajectories as dead, for one term of a run's leader.
 
     Args:
-        client: of the store.
+        client: client of the store.
         run: name of the run.
         epoch: fencing number of the term.
     """
@@ -109,12 +105,12 @@ class LetterBox:
         self._log_at_s = 0.0
 
     async def load(self) -> None:
-        """Read which events were rejected before; to be called before any is folded.
+        """Read the earlier rejections; to be called before any event is folded.
 
         Raises:
             StoreUnavailableError: the store cannot be reached.
         """
-        self._rejected = await read_rejected(self._client, self._run)
+        self._rejected = await trajectories.read_rejected(self._client, self._run)
 
     def read(self, entry: EventEntry) -> Event | None:
         """Return the event; None where it is rejected, now or by an earlier leader.
@@ -138,7 +134,7 @@ class LetterBox:
 
         Raises:
             FoldBrokenError: the fold may hold a part of the event.
-            Exception: the error itself, which is not due to the event, or came back without it.
+            Exception: the error itself, if the event did not cause it.
         """
         is_refusal = isinstance(error, BatchingError | RecordError)  # raised before any change
         is_of_resources = isinstance(error, MemoryError | OSError | RedisError | TurnstreamError)
@@ -149,8 +145,8 @@ class LetterBox:
         if not is_refusal:
             raise FoldBrokenError(f"event {event_id}: {reason}") from error
 
-    async def put_away(self) -> None:
-        """Write the decisions that were noted; some may have been written before.
+    async def write(self) -> None:
+        """Write the noted decisions; repeats change nothing.
 
         Raises:
             FencedError: another planner leads the run.
@@ -160,11 +156,13 @@ class LetterBox:
             return
         self._log(self._noted)
         reach("reject.before")
-        await reject_events(self._client, self._run, self._noted, leader_epoch=self._epoch)
+        await trajectories.reject_events(
+            self._client, self._run, self._noted, leader_epoch=self._epoch
+        )
         reach("reject.after")
         self._noted.clear()
 
-    async def set_aside(self, damages: Iterable[Damage]) -> None:
+    async def mark_dead(self, damages: Iterable[Damage]) -> None:
         """Mark sealed trajectories as dead, with the reason.
 
         Raises:
@@ -175,7 +173,7 @@ class LetterBox:
         for key, reason in damages:
             died = TrajectoryDied(key=key, reason=reason)
             reach("mark_dead.before")
-            await mark_dead(self._client, self._run, died, leader_epoch=self._epoch)
+            await trajectories.mark_dead(self._client, self._run, died, leader_epoch=self._epoch)
             reach("mark_dead.after")
 
     def _reject(self, event_id: str, reason: str, *, key: TrajectoryKey | None) -> None:

@@ -1,29 +1,25 @@
-"""A run with dead letters, and what is done with them."""
+"""A run with dead letters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
 from turnstream.generator import Publisher
-from turnstream.records.events import decode_event
 from turnstream.store import keys
 from turnstream.store.connection import connect_async
 from turnstream.testing import ids
-from turnstream.types import SealedTrajectory, TrajectoryDied
-from turnstream_server.bus.fixes import read_fix, to_json
+from turnstream.types import TrajectoryDied
 from turnstream_server.bus.leadership import acquire_leadership
 from turnstream_server.bus.ledger import read_ledger
-from turnstream_server.bus.letters import open_letter
 from turnstream_server.bus.trajectories import Rejection, mark_dead, reject_events
 
 
-class Office:
-    """A run with dead letters, and what is done with them."""
+class DeadRun:
+    """A run whose trajectories can be published, damaged and marked as dead."""
 
     def __init__(self, url: str, client: redis.Redis, run: str) -> None:
         self.url = url
@@ -33,7 +29,7 @@ class Office:
         self._epoch = 0
 
     def publish(self, group_id: str, sample: int, *, num_samples: int = 3) -> None:
-        """A sample of two turns."""
+        """Publish a sample of two turns."""
         with Publisher(self.url, self.run, writer="generator") as publisher:
             writer = publisher.trajectory(
                 group_id, sample, num_samples=num_samples, prompt_uid="uid"
@@ -44,26 +40,37 @@ class Office:
             writer.append(ids("abCDe"), ids("F"), logprobs=[-1.0], policy_version=1)
             writer.seal(float(sample), tags={"split": "a"})
 
-    def damage(self, trajectory_id: str, *, at: int = -9, bits: int = 1) -> None:
-        """Flip bits of the first turn."""
+    def records(self, trajectory_id: str) -> list[bytes]:
+        """Return the stored records of a trajectory, its seal last."""
         stream = keys.trajectory_keys(self.run, trajectory_id).turns
         entries: Any = self.client.xrange(stream)
-        records = [bytearray(fields[b"r"]) for _, fields in entries]
-        records[0][at] ^= bits
+        return [fields[b"r"] for _, fields in entries]
+
+    def replace(self, trajectory_id: str, records: list[bytes]) -> None:
+        """Store other records of a trajectory."""
+        stream = keys.trajectory_keys(self.run, trajectory_id).turns
         self.client.delete(stream)
         for number, record in enumerate(records, start=1):
-            self.client.xadd(stream, {"r": bytes(record)}, id=f"0-{number}")
+            self.client.xadd(stream, {"r": record}, id=f"0-{number}")
+
+    def damage(self, trajectory_id: str, *, number: int = 0, at: int = -9) -> None:
+        """Flip one bit of a record."""
+        records = self.records(trajectory_id)
+        damaged = bytearray(records[number])
+        damaged[at] ^= 1
+        records[number] = bytes(damaged)
+        self.replace(trajectory_id, records)
 
     async def kill(self, *trajectory_ids: str, reason: str = "its bytes are damaged") -> None:
-        """Set trajectories aside, as a leader does."""
+        """Mark trajectories as dead, as a leader does."""
         async with connect_async(self.url) as client:
             epoch = await self._lead(client)
             for name in trajectory_ids:
                 died = TrajectoryDied(key=keys.parse_trajectory_id(name), reason=reason)
                 await mark_dead(client, self.run, died, leader_epoch=epoch)
 
-    async def keep_event(self, event_id: str, record: bytes) -> bool:
-        """Keep an event that nobody can read, as a leader does."""
+    async def reject(self, event_id: str, record: bytes) -> bool:
+        """Reject an event, as a leader does; return whether it is new."""
         async with connect_async(self.url) as client:
             epoch = await self._lead(client)
             if not self.client.xrange(self.names.events, event_id, event_id):
@@ -71,39 +78,26 @@ class Office:
             rejection = Rejection(event_id, "no event", None)
             return bool(await reject_events(client, self.run, [rejection], leader_epoch=epoch))
 
-    async def bury(self, name: str, *, at: int = -9, bits: int = 1) -> None:
-        """A trajectory that was published, damaged and found."""
+    async def add(self, name: str) -> None:
+        """Publish a trajectory, damage its first turn, and mark it as dead."""
         key = keys.parse_trajectory_id(name)
         self.publish(key.group_id, key.sample)
-        self.damage(name, at=at, bits=bits)
+        self.damage(name)
         await self.kill(name)
 
-    def mend(self, name: str, folder: Path) -> Any:
-        """What can be read of a letter, as it is mended by hand."""
-        content = open_letter(self.client, self.run, name)
-        path = folder / "fix.json"
-        path.write_text(to_json(content))
-        return read_fix(path, sample=0, seal=content.seal, declared=())
-
     def decide(self, group_id: str, state: str) -> None:
-        """What a leader made of a group."""
+        """Write the decision of a leader about a group."""
         entry: Any = self.client.hget(self.names.groups, group_id)
         samples = entry.decode().partition(":")[0]
         self.client.hset(self.names.groups, group_id, f"{samples}:{state}")
 
     def entry(self, name: str) -> str:
-        """What the ledger says."""
+        """Return the ledger entry of a trajectory."""
         entry: Any = self.client.hget(self.names.ledger, name)
         return (entry or b"").decode()
 
-    def seals(self) -> list[SealedTrajectory]:
-        """Those that the run was told of."""
-        entries: Any = self.client.xrange(self.names.events)
-        events = [decode_event(fields[b"r"]) for _, fields in entries]
-        return [each for each in events if isinstance(each, SealedTrajectory)]
-
     def check(self) -> None:
-        """The states must add up."""
+        """Check that the states of the ledger add up."""
         read_ledger(self.client, self.run).check()
 
     async def _lead(self, client: Any) -> int:
@@ -114,5 +108,5 @@ class Office:
 
 
 @pytest.fixture
-def office(server: Any, client: redis.Redis, new_run: Callable[..., str]) -> Office:
-    return Office(server.url, client, new_run(client))
+def dead_run(server: Any, client: redis.Redis, new_run: Callable[..., str]) -> DeadRun:
+    return DeadRun(server.url, client, new_run(client))
