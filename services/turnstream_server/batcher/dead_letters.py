@@ -62,20 +62,19 @@ def read_entry(entry: EventEntry) -> Event | UnreadableEvent:
     seal that names another trajectory ends the one in field t.
 
     Raises:
-        RecordError: a newer release wrote the event, which this one must not pass over.
+        UnknownFormatError: a newer release wrote the event, which this one must not pass over.
     """
     key = _posted_for(entry)
     try:
         if entry.problem:
             raise CorruptRecordError(entry.problem)
         event = decode_event(entry.record)
-    except UnknownFormatError:
-        raise
-    except RecordError as error:
-        key = key or key_of_seal(entry.record)
-        if key is None and not isinstance(error, CorruptRecordError):
+    except UnknownFormatError as error:
+        if key is None or not error.unknown:
             raise
         return UnreadableEvent(str(error), key)
+    except RecordError as error:
+        return UnreadableEvent(str(error), key or key_of_seal(entry.record))
     is_of_generator = isinstance(event, SealedTrajectory | RewardPosted)
     if not entry.posted_for or (is_of_generator and event.key == key):
         return event
@@ -116,14 +115,15 @@ class DeadLetterWriter:
         """Return the event; None where it is rejected, now or by an earlier leader.
 
         Raises:
-            RecordError: a newer release wrote the event.
+            UnknownFormatError: a newer release wrote the event.
         """
         if entry.event_id in self._rejected:
             return None
         try:
             found = read_entry(entry)
-        except RecordError as error:
-            raise RecordError(f"event {entry.event_id}: {error}") from error
+        except UnknownFormatError as error:
+            name = f"event {entry.event_id}"
+            raise UnknownFormatError(name, error.version, error.supported, error.unknown) from error
         if not isinstance(found, UnreadableEvent):
             return found
         self._reject(entry.event_id, found.reason, key=found.key)

@@ -7,9 +7,9 @@ from turnstream.errors import NotReadyError, RunNotFoundError
 from turnstream.records.batches import EncodedMiniBatch
 from turnstream.records.configs import decode_config
 from turnstream.store import keys
+from turnstream.store.configs import open_run
 from turnstream.store.connection import connect
 from turnstream.store.replies import translating
-from turnstream.store.run_ids import find_run
 from turnstream_server.batcher.assembler import check_assembly_version
 from turnstream_server.batcher.payload import Payload, PayloadReader
 from turnstream_server.batcher.shares import PlannedBatch, cut_mini_batch, encode_share
@@ -65,7 +65,7 @@ def read_planned_batch(url: str, run: str, step: int) -> PlannedBatch:
         StoreUnavailableError: the store cannot be reached.
     """
     with connect(url) as client:
-        run = find_run(client, run)
+        run = open_run(client, run)
         frontier = read_frontier(client, run)
         if step <= frontier.released:
             raise not_retained(step, frontier)
@@ -78,7 +78,7 @@ def read_planned_batch(url: str, run: str, step: int) -> PlannedBatch:
     if not isinstance(config, bytes):
         raise RunNotFoundError(f"run {run!r} has no config revision {revision}")
     return PlannedBatch(
-        manifest=stored.manifest, manifest_hash=stored.hash, config=decode_config(config)
+        manifest=stored.manifest, manifest_hash=stored.hash, config=decode_config(config, run=run)
     )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 
 import redis.asyncio
 
-from turnstream.errors import RunNotFoundError
+from turnstream.errors import RunNotFoundError, UnknownFormatError
+from turnstream.store.configs import check_format
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.leader import Hook, no_hook
 from turnstream_server.batcher.lookout import Look, no_look
@@ -18,6 +20,8 @@ from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.endings import is_evaluating
 from turnstream_server.bus.frontier import Frontier, read_frontier_async
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +79,11 @@ class RunRegistry:
             self._parked.wake(run)
             return
         try:
-            frontier = await read_frontier_async(self._client, run)
+            frontier = await self._open(run)
         except RunNotFoundError:  # of a run that was deleted, the name may be left over
+            return
+        except UnknownFormatError as error:
+            logger.warning("this replica plans nothing: %s", error)
             return
         is_over = frontier.is_finished and not await is_evaluating(self._client, run)
         if not is_over and not self._takes_part(run):
@@ -87,10 +94,11 @@ class RunRegistry:
 
         Raises:
             RunNotFoundError: the store has no such run.
+            UnknownFormatError: another release wrote the run.
             StoreUnavailableError: the store cannot be reached.
         """
         if not self._takes_part(run):
-            frontier = await read_frontier_async(self._client, run)
+            frontier = await self._open(run)
             if not self._takes_part(run):  # no other call was faster
                 self._entries[run] = self._begin(run, frontier)
         return self._entries[run].view
@@ -106,6 +114,11 @@ class RunRegistry:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _open(self, run: str) -> Frontier:
+        frontier = await read_frontier_async(self._client, run)
+        await check_format(self._client, run)
+        return frontier
 
     def _takes_part(self, run: str) -> bool:
         entry = self._entries.get(run)

@@ -217,7 +217,7 @@ class RunView:
             text = await self._call("HGET", keys.run_keys(self.run).config, revision)
             if text is None:
                 raise NotReadyError(f"run {self.run!r}: config revision {revision} is not there")
-            config = self._configs[revision] = decode_config(text)
+            config = self._configs[revision] = decode_config(text, run=self.run)
         return config
 
     async def newest_config(self) -> tuple[int, BatchingConfig]:

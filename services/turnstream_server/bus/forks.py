@@ -15,7 +15,6 @@ from typing import Any, Final, NamedTuple
 import redis
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.readiness import RunFold
 from turnstream.batching.staleness import VersionSteps
 from turnstream.errors import ConflictError, ReleasedError, RunNotFoundError, StoreBehindError
 from turnstream.records.compact import compact_batch, encode_batch
@@ -154,7 +153,7 @@ def _find_fork(
         raise ConflictError(f"run {new_run!r} exists, and was not forked from there")
     with translating():
         first: Any = client.hget(keys.run_keys(new_run).config, "1")
-    if config is not None and decode_config(first) != config:
+    if config is not None and decode_config(first, run=new_run) != config:
         raise ConflictError(f"run {new_run!r} was forked with another config")
     return origin
 
@@ -186,7 +185,6 @@ def _make_fork(
         step=token.step,
         manifest_hash=token.chain_hash,
         next_row_id=next_row_id,
-        fold=RunFold(config).snapshot(),
         versions=versions.steps,
         lineage=versions.lineage,
     )

@@ -11,8 +11,8 @@ import torch
 
 from turnstream.errors import InvalidConfigError
 from turnstream.generator import AsyncPublisher
+from turnstream.store.configs import open_run
 from turnstream.store.connection import connect
-from turnstream.store.run_ids import find_run
 from turnstream_server.generators.environments.guessing import GuessingGame
 from turnstream_server.generators.newest_policy import NewestPolicy
 from turnstream_server.generators.playing import Player
@@ -82,7 +82,7 @@ async def generate(config: LiveGeneratorConfig) -> None:
     """
     try:
         with connect(config.redis_url) as client:
-            config = replace(config, run=find_run(client, config.run))
+            config = replace(config, run=open_run(client, config.run))
             policy = NewestPolicy(client, config.run)
             await policy.wait_for_first(timeout_s=config.timeout_s)
             await _play_rounds(config, policy)

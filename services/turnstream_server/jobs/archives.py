@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from turnstream.store.run_ids import find_run
+from turnstream.store.configs import open_run
 from turnstream_server.batcher.archive import archive_step
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.jobs.looks import looking_at
@@ -22,7 +22,7 @@ def archive_run(url: str, run: str, folder: Path) -> Iterator[Path]:
         OSError: a file cannot be written.
     """
     with looking_at(url) as client:
-        run = find_run(client, run)
+        run = open_run(client, run)
         frontier = read_frontier(client, run)
     for step in range(frontier.released + 1, frontier.committed + 1):
         yield archive_step(url, run, step, folder=folder)

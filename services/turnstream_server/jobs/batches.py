@@ -15,7 +15,7 @@ from turnstream.errors import NotReadyError
 from turnstream.records.compact import CompactBatch
 from turnstream.records.figures import shown_figures
 from turnstream.store import keys
-from turnstream.store.run_ids import find_run
+from turnstream.store.configs import open_run
 from turnstream_server.batcher.local import assemble_locally
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.manifests import StoredManifest, read_plan
@@ -178,7 +178,7 @@ def read_batch(url: str, run: str, step: int, *, folder: Path | None = None) -> 
         StoreUnavailableError: the store cannot be reached.
     """
     with looking_at(url) as client:
-        run = find_run(client, run)
+        run = open_run(client, run)
         frontier = read_frontier(client, run)
         stored = read_plan(client, run, step)
         past = None

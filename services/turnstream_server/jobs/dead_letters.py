@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from turnstream.store import keys
+from turnstream.store.configs import open_run
 from turnstream.store.connection import connect
-from turnstream.store.run_ids import find_run
 from turnstream_server.bus.dead_letters import (
     DeadContent,
     DeadLetters,
@@ -126,7 +126,7 @@ def discard(url: str, run: str, names: Sequence[str]) -> int:
         StoreUnavailableError: the store cannot be reached.
     """
     with connect(url) as client:
-        run = find_run(client, run)
+        run = open_run(client, run)
         return sum(_discard(client, run, name) for name in names)
 
 
@@ -138,12 +138,12 @@ def _discard(client: redis.Redis, run: str, name: str) -> bool:
 
 def _read(url: str, run: str) -> DeadLetters:
     with connect(url) as client:
-        return read_dead_letters(client, find_run(client, run))
+        return read_dead_letters(client, open_run(client, run))
 
 
 def _open(url: str, run: str, name: str) -> DeadContent | RejectedEvent:
     with connect(url) as client:
-        run = find_run(client, run)
+        run = open_run(client, run)
         if _is_event(name):
             return open_event(client, run, name)
         return open_trajectory(client, run, find_trajectory(client, run, name))

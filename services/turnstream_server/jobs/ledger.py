@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from turnstream.store import keys
-from turnstream.store.run_ids import find_run
+from turnstream.store.configs import open_run
 from turnstream_server.bus.histories import TrajectoryHistory, read_history
 from turnstream_server.bus.lives import LifeEntry
 from turnstream_server.bus.states import TOP_REASONS, LedgerStates, read_states
@@ -119,7 +119,7 @@ def print_history(
         StoreUnavailableError: the store cannot be reached.
     """
     with looking_at(url) as client:
-        run = find_run(client, run)
+        run = open_run(client, run)
         history = read_history(client, run, name, folder=folder)
     title = f"{run}: {keys.readable_name(history.trajectory_id)}"
     table = Table("what", "when", "details", title=title)
@@ -140,7 +140,7 @@ def history_json(url: str, run: str, name: str, *, folder: Path | None = None) -
         StoreUnavailableError: the store cannot be reached.
     """
     with looking_at(url) as client:
-        run = find_run(client, run)
+        run = open_run(client, run)
         history = read_history(client, run, name, folder=folder)
         return json.dumps(asdict(history), indent=2)
 
@@ -165,7 +165,7 @@ def history_lines(history: TrajectoryHistory) -> list[tuple[str, str]]:
 
 def _read_states(url: str, run: str) -> LedgerStates:
     with looking_at(url) as client:
-        run = find_run(client, run)
+        run = open_run(client, run)
         seen = read_states(client, run)
     seen.counts.check()
     return seen

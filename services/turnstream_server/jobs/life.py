@@ -12,10 +12,10 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.batching.revising import changed_settings
 from turnstream.errors import InvalidConfigError
 from turnstream.records.configs import decode_config, encode_config
+from turnstream.store.configs import open_run
 from turnstream.store.connection import connect
 from turnstream.store.life import pause_run, reopen_run, resume_run
 from turnstream.store.revisions import Revisions, read_revisions, revise_config
-from turnstream.store.run_ids import find_run
 from turnstream.store.runs import close_run, create_run
 from turnstream.types import Leftover
 
@@ -40,7 +40,7 @@ def create(url: str, run: str, settings: Sequence[str], config_file: Path | None
         config = _first_config(settings)
     with connect(url) as client:
         create_run(client, run, config)
-        return find_run(client, run)
+        return open_run(client, run)
 
 
 def _first_config(settings: Sequence[str]) -> BatchingConfig:
@@ -75,7 +75,7 @@ def revise_run(url: str, run: str, settings: Sequence[str], *, from_step: int) -
         StoreUnavailableError: the store cannot be reached.
     """
     with connect(url) as client:
-        run = find_run(client, run)
+        run = open_run(client, run)
         before = read_revisions(client, run).last
         after = with_settings(before.config, settings)
         number = revise_config(client, run, after, from_step=from_step)
@@ -98,7 +98,7 @@ def close(url: str, run: str, reason: str, leftover: str | None) -> str:
         StoreUnavailableError: the store cannot be reached.
     """
     with connect(url) as client:
-        run = find_run(client, run)
+        run = open_run(client, run)
         is_new = close_run(client, run, reason, leftover=cast("Leftover | None", leftover))
     return f"run {run} is closed" if is_new else f"run {run} was closed before"
 
@@ -111,7 +111,7 @@ def reopen(url: str, run: str) -> str:
         StoreUnavailableError: the store cannot be reached.
     """
     with connect(url) as client:
-        run = find_run(client, run)
+        run = open_run(client, run)
         is_new = reopen_run(client, run)
     return f"run {run} takes groups again" if is_new else f"run {run} was not closed"
 
@@ -124,7 +124,7 @@ def pause(url: str, run: str, reason: str) -> str:
         StoreUnavailableError: the store cannot be reached.
     """
     with connect(url) as client:
-        run = find_run(client, run)
+        run = open_run(client, run)
         is_new = pause_run(client, run, reason)
     return f"run {run} is paused" if is_new else f"run {run} was paused before"
 
@@ -137,7 +137,7 @@ def resume(url: str, run: str) -> str:
         StoreUnavailableError: the store cannot be reached.
     """
     with connect(url) as client:
-        run = find_run(client, run)
+        run = open_run(client, run)
         is_new = resume_run(client, run)
     return f"run {run} is resumed" if is_new else f"run {run} was not paused"
 

@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict
 from datetime import UTC, datetime
 
+from turnstream.store.configs import open_run
 from turnstream.store.connection import connect
-from turnstream.store.run_ids import find_run
 from turnstream_server.bus.replans import Replanned, await_replan, request_replan
 
 
@@ -27,7 +27,7 @@ def replan(url: str, run: str, step: int | None, *, wait_s: float) -> Replanned:
         StoreUnavailableError: the store cannot be reached.
     """
     with connect(url) as client:
-        run = find_run(client, run)
+        run = open_run(client, run)
         return await_replan(client, run, request_replan(client, run, step=step), wait_s=wait_s)
 
 

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.errors import RunNotFoundError
+from turnstream.errors import RunNotFoundError, UnknownFormatError
 from turnstream.records.configs import encode_config
+from turnstream.store.configs import open_run
 from turnstream.store.connection import address_of
 from turnstream.store.revisions import Revisions, read_revisions
-from turnstream.store.run_ids import find_run
 from turnstream.store.runs import list_runs
 from turnstream_server.bus.deletion import deleting_since_ms
 from turnstream_server.bus.frontier import Frontier, Origin, Rollback
@@ -99,6 +99,8 @@ def _run_facts(client: redis.Redis, run: str) -> dict[str, Any]:
     except RunNotFoundError:
         is_going = deleting_since_ms(client, run) is not None
         return {"run": run, "state": "being deleted" if is_going else "gone"}
+    except UnknownFormatError:
+        return {"run": run, "state": "of another release"}
     frontier = seen.frontier
     return {
         "run": run,
@@ -156,7 +158,7 @@ def print_run(url: str, run: str, console: Console, *, show_all: bool = False) -
         StoreUnavailableError: the store cannot be reached.
     """
     with looking_at(url) as client:
-        run = find_run(client, run)
+        run = open_run(client, run)
         seen = run_summary(client, run)
         revisions = read_revisions(client, run)
         observers = read_observers(client, run)
@@ -188,7 +190,7 @@ def run_json(url: str, run: str) -> str:
         StoreUnavailableError: the store cannot be reached.
     """
     with looking_at(url) as client:
-        run = find_run(client, run)
+        run = open_run(client, run)
         seen = run_summary(client, run)
         revisions = read_revisions(client, run)
         observers = read_observers(client, run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -12,8 +13,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from turnstream.errors import RunNotFoundError
-from turnstream.store.run_ids import find_run
+from turnstream.errors import RunNotFoundError, UnknownFormatError
+from turnstream.store.configs import open_run
 from turnstream.store.runs import list_runs
 from turnstream_server.bus.ledger import RunSummary, run_summary
 from turnstream_server.bus.reasons import Reason, reasons
@@ -21,6 +22,8 @@ from turnstream_server.bus.waits import read_snapshot
 from turnstream_server.jobs.batch_numbers import BatchNumbers
 from turnstream_server.jobs.looks import looking_at
 from turnstream_server.jobs.runs import newest_batch, no_runs, state_of, steps_text
+
+logger = logging.getLogger(__name__)
 
 REFRESH_S = 2.0
 """Seconds between two refreshes of `--watch`."""
@@ -121,7 +124,7 @@ def read_status(url: str, run: str | None) -> list[RunStatus]:
     """
     with looking_at(url) as client:
         if run is not None:
-            return [_read(client, find_run(client, run))]
+            return [_read(client, open_run(client, run))]
         return [each for name in list_runs(client) if (each := _read_if_there(client, name))]
 
 
@@ -129,6 +132,9 @@ def _read_if_there(client: redis.Redis, run: str) -> RunStatus | None:
     try:
         return _read(client, run)
     except RunNotFoundError:  # a deletion has begun
+        return None
+    except UnknownFormatError as error:
+        logger.warning("%s", error)
         return None
 
 

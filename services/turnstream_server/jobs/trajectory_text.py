@@ -17,8 +17,8 @@ from rich.text import Text
 from turnstream.errors import InvalidConfigError, ReleasedError
 from turnstream.records.turns import decode_turn
 from turnstream.store import keys
+from turnstream.store.configs import open_run
 from turnstream.store.replies import translating
-from turnstream.store.run_ids import find_run
 from turnstream.types import StoredTurn
 from turnstream_server.bus.histories import TrajectoryHistory, read_history
 from turnstream_server.jobs.looks import looking_at
@@ -115,7 +115,7 @@ def read_text(
     """
     decode = load_decoder(tokenizer)
     with looking_at(url) as client:
-        run = find_run(client, run)
+        run = open_run(client, run)
         history = read_history(client, run, name, folder=folder)
         turns = _read_turns(client, run, history)
     return {

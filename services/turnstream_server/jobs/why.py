@@ -8,7 +8,7 @@ from dataclasses import asdict
 from rich.console import Console
 
 from turnstream.errors import StoreUnavailableError, WaitKind
-from turnstream.store.run_ids import find_run
+from turnstream.store.configs import open_run
 from turnstream_server.bus.reasons import Reason, reasons
 from turnstream_server.bus.waits import read_snapshot
 from turnstream_server.jobs.looks import looking_at
@@ -37,7 +37,7 @@ def reasons_json(url: str, run: str) -> str:
 def _reasons(url: str, run: str) -> tuple[Reason, ...]:
     try:
         with looking_at(url) as client:
-            run = find_run(client, run)
+            run = open_run(client, run)
             return reasons(read_snapshot(client, run))
     except StoreUnavailableError as error:
         return tuple(

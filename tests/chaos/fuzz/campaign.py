@@ -59,7 +59,7 @@ _WAIT_S: Final = 8.0
 """A run without a mini-batch for this long counts as stopped."""
 
 _READY_S: Final = 60.0
-_NEWER: Final = ("newer release", "format version")
+_OF_ANOTHER_RELEASE: Final = ("newer release", "older release")
 _NAMED: Final = ("damaged", "config revision")
 """Words of reasons that name the damage. A forged plan may name a revision that the run lacks."""
 
@@ -291,7 +291,7 @@ def _stops(case: Case) -> list[str]:
     if isinstance(error, BatcherUnavailableError):
         return ["no batcher answered"]
     says = f"{error} {getattr(error, 'reasons', '')}"
-    if any(each in says for each in _NEWER):
+    if any(each in says for each in _OF_ANOTHER_RELEASE):
         return []
     if case.spot.kind in (EVENTS, TURNS):
         return ["its planner has stopped"]

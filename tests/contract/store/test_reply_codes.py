@@ -50,7 +50,7 @@ def test_scripts_use_exactly_the_facts_of_the_table() -> None:
     assert {fact["word"] for fact in found if fact and fact["word"]} == FACTS
 
 
-@pytest.mark.parametrize("code", ["WAIT", "HELD", "GAP"])
+@pytest.mark.parametrize("code", ["WAIT", "HELD", "GAP", "FORMAT"])
 def test_codes_with_a_value_always_carry_it(code: str) -> None:
     rests = [rest for _, used, rest in error_replies() if used == code]
 

@@ -90,22 +90,6 @@ def test_opening_again_renews_the_lease_for_the_same_writer_alone(
     assert lasts(run, lambda: run.do(run.open_group("g/0/0")))
 
 
-def test_a_run_of_an_older_release_has_leases_of_a_minute(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client)
-    older = '{"batch_groups": 1, "max_staleness": 1, "format": 0}'
-    client.hset(run.keys.config, "1", older)
-
-    is_opened_for_it = lasts(run, lambda: run.do(run.open_group("g/0/0")), lease_s=60)
-    lease_ms, _ = heartbeat(run, ("g/0/0", 1))
-    lapse(run)
-
-    assert is_opened_for_it
-    assert lease_ms == 60_000
-    assert lasts(run, lambda: take_over(run), lease_s=60)
-
-
 def test_a_heartbeat_renews_the_leases_of_its_writer(client: redis.Redis, drive: Drive) -> None:
     run = drive(client, lease_s=30)
     run.do(run.open_group("g/0/0", "g/1/0"))

@@ -121,7 +121,7 @@ def test_fold_with_rejections_is_the_same_from_any_snapshot(
     first = StrictFold(CONFIG)
     fold_in(first, entries[:cut], set())
     stored = decode_snapshot(encode_snapshot(known(first)))
-    second = StrictFold.restore(CONFIG, stored.fold)
+    second = StrictFold(CONFIG, stored.fold)
     again = fold_in(second, entries[cut:], decided)
 
     assert again == decided

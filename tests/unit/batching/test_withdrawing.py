@@ -109,7 +109,7 @@ def test_a_fold_that_shares_what_it_knows_stays_as_it_is() -> None:
     fold = fold_with_plan("a", "b")
     before = record_of(fold)
 
-    RunFold.restore(config(2), fold.snapshot()).put_back([back("a", 0, 1)])
+    RunFold(config(2), fold.snapshot()).put_back([back("a", 0, 1)])
 
     assert record_of(fold) == before
 

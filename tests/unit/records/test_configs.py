@@ -20,7 +20,6 @@ from turnstream.errors import (
 from turnstream.records.configs import decode_config, encode_config
 from turnstream.testing import config
 from turnstream.testing.strategies import configs
-from turnstream.types import DeclaredColumn
 
 
 def edited(**changes: Any) -> str:
@@ -35,19 +34,33 @@ def test_a_decoded_config_is_the_encoded_one(value: BatchingConfig):
     assert decode_config(text.encode()) == value
 
 
-def test_fields_that_this_release_does_not_know_are_ignored():
-    assert decode_config(edited(newer_field=[1, 2])) == config()
+def test_unknown_setting_is_of_a_newer_release():
+    # A setting that is ignored trains other batches than the release that wrote it.
+    with pytest.raises(UnknownFormatError, match=r"newer release .*, with the setting 'mood'"):
+        decode_config(edited(mood=[1, 2]))
 
 
 def test_fields_that_an_older_release_did_not_write_have_their_defaults():
-    older = '{"format": 0, "batch_groups": 1, "mini_batch_groups": 1}'
+    older = '{"format": 1, "batch_groups": 1, "mini_batch_groups": 1}'
 
     assert decode_config(older) == config()
 
 
-def test_a_newer_major_version_is_refused_by_name():
-    with pytest.raises(UnknownFormatError, match="run configuration has format version 1"):
-        decode_config(edited(format=1))
+def test_format_of_a_newer_release_is_refused_by_name():
+    sentence = "run 'maze' was written by a newer release .*format 2; this one reads up to 1"
+
+    with pytest.raises(UnknownFormatError, match=sentence):
+        decode_config(edited(format=2), run="maze")
+
+
+def test_format_of_an_older_release_is_refused_with_a_way_out():
+    with pytest.raises(UnknownFormatError) as caught:
+        decode_config(edited(format=0), run="maze")
+
+    assert str(caught.value) == (
+        "run 'maze' was written by an older release of Turnstream (format 0; this one reads "
+        "format 1): finish the run with that release, or remove it with `turnstream run delete`"
+    )
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", "{}", '{"format": "0"}', b"\xff\xfe"])
@@ -78,7 +91,7 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_field(field: str, value: ob
 
 def test_a_missing_field_is_refused_by_name():
     with pytest.raises(InvalidConfigError, match="mini_batch_groups: is missing"):
-        decode_config('{"format": 0, "batch_groups": 1}')
+        decode_config('{"format": 1, "batch_groups": 1}')
 
 
 @given(
@@ -96,12 +109,11 @@ def test_any_value_of_any_field_gives_a_config_or_an_error_of_ours(field: str, v
         decode_config(edited(**{field: value}))
 
 
-def test_fields_of_a_declaration_that_this_release_does_not_know_are_ignored():
-    declared = {"name": "x", "per": "items", "dtype": "int32", "shape": [3], "newer": 1}
+def test_unknown_field_of_a_declaration_is_of_a_newer_release():
+    declared = {"name": "x", "per": "items", "dtype": "int32", "shape": [3], "mood": 1}
 
-    (column,) = decode_config(edited(extra_columns=[declared])).extra_columns
-
-    assert column == DeclaredColumn(name="x", per="items", dtype="int32", shape=(3,))
+    with pytest.raises(UnknownFormatError, match="the field of an extra column 'mood'"):
+        decode_config(edited(extra_columns=[declared]))
 
 
 @pytest.mark.parametrize("declared", [7, [7], [{"name": "x"}], {"x": 1}])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from turnstream.errors import CorruptRecordError, RecordError
+from turnstream.errors import CorruptRecordError, UnknownFormatError
 from turnstream.records.events import decode_event, encode_event
 from turnstream.records.framing import EVENT, read_header, write_frame
 from turnstream.testing import sealed, shape
@@ -66,10 +66,10 @@ def test_fields_that_this_release_does_not_know_are_ignored():
     assert decode_event(record) == event
 
 
-def test_an_event_of_an_unknown_kind_is_refused():
+def test_event_of_an_unknown_kind_is_of_a_newer_release():
     record = write_frame(EVENT, b"\x9a\x06\x05newer")
 
-    with pytest.raises(RecordError, match="does not know"):
+    with pytest.raises(UnknownFormatError, match=r"newer release .*, with an unknown kind"):
         decode_event(record)
 
 

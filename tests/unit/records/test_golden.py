@@ -246,7 +246,7 @@ def test_a_manifest_with_advantages_of_turns_has_the_bytes_of_format_0():
     assert decode_manifest(record) == golden_manifest_by_turns()
 
 
-def test_a_stored_config_of_format_0_is_read():
+def test_stored_config_of_format_1_is_read():
     stored = (GOLDEN / "config.json").read_text()
 
     decoded = decode_config(stored)

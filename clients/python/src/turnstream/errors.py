@@ -11,7 +11,7 @@
     │   └── UnsupportedEstimatorError       an estimator that this data makes meaningless
     ├── RecordError (ValueError)            bytes not understood: dead-letter them
     │   ├── CorruptRecordError              checksum or length disagrees: the bytes are damaged
-    │   └── UnknownFormatError              a newer major version than this code reads
+    │   └── UnknownFormatError              written by a newer or an older release
     ├── UnavailableError (ConnectionError)  not now: see retry_after_s; says why in `reasons`
     │   ├── StoreUnavailableError           Redis is away or restarting
     │   ├── StoreFullError                  Redis has no memory left: says what holds it
@@ -120,18 +120,33 @@ class CorruptRecordError(RecordError):
 
 
 class UnknownFormatError(RecordError):
-    """A record of a newer major version. Newer minor versions are read, unknown fields kept."""
+    """Stored state that another release of Turnstream wrote, and this one cannot read.
 
-    def __init__(self, record: str, version: int, supported: int) -> None:
-        super().__init__(record, version, supported)
+    Attributes:
+        record: the name of the stored state.
+        version: its format.
+        supported: the newest format that this release reads.
+        unknown: the part that this release does not know, where the format is a known one.
+    """
+
+    def __init__(self, record: str, version: int, supported: int, unknown: str = "") -> None:
+        super().__init__(record, version, supported, unknown)
         self.record = record
         self.version = version
         self.supported = supported
+        self.unknown = unknown
 
     def __str__(self) -> str:
+        if self.version < self.supported:
+            return (
+                f"{self.record} was written by an older release of Turnstream (format "
+                f"{self.version}; this one reads format {self.supported}): finish the run with "
+                f"that release, or remove it with `turnstream run delete`"
+            )
+        part = f", with {self.unknown}" if self.unknown else ""
         return (
-            f"{self.record} has format version {self.version}; "
-            f"this release reads versions up to {self.supported}: a newer release wrote it"
+            f"{self.record} was written by a newer release of Turnstream{part} (format "
+            f"{self.version}; this one reads up to {self.supported})"
         )
 
 

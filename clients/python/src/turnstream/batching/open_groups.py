@@ -6,6 +6,7 @@ What happens to single attempts is heard by `turnstream.batching.readiness`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
 from turnstream.batching.config import BatchingConfig
@@ -17,14 +18,36 @@ from turnstream.batching.decisions import (
     WaitingGroup,
     surplus_member,
 )
+from turnstream.batching.evals import EvalFold
 from turnstream.batching.judging import teaches_nothing
 from turnstream.batching.lengths import is_compared
 from turnstream.batching.members import GroupMembers
 from turnstream.batching.withdrawing import WithdrawnGroup
-from turnstream.types import DeadlineFired, GroupOpened, TrajectoryKey, TrajectoryState
+from turnstream.types import DeadlineFired, GroupOpened, Leftover, TrajectoryKey, TrajectoryState
 
 _NO_MORE_REFILLS: Final = 1 << 30
 """Refills that a group which was planned counts as having had: its prompt may be gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldState:
+    """Content of a `RunFold`, by the names under which a snapshot stores it.
+
+    Attributes:
+        groups: open and ready groups, oldest first.
+        ready: decided groups that no plan has taken, in order of completion.
+        decided: attempts that the fold has seen of each finished group.
+        evals: evaluations of the run.
+        closed: whether the run takes no new group.
+        leftover: fate of the groups that make no whole batch of a closed run.
+    """
+
+    groups: dict[str, GroupMembers] = field(default_factory=dict[str, GroupMembers])
+    ready: dict[str, ReadyGroup] = field(default_factory=dict[str, ReadyGroup])
+    decided: dict[str, set[TrajectoryKey]] = field(default_factory=dict[str, set[TrajectoryKey]])
+    evals: EvalFold = field(default_factory=EvalFold)
+    closed: bool = False
+    leftover: Leftover = "short"
 
 
 class OpenGroups:
@@ -33,11 +56,11 @@ class OpenGroups:
     `ready` holds decided groups in order of completion, until they are taken.
     """
 
-    def __init__(self, config: BatchingConfig) -> None:
+    def __init__(self, config: BatchingConfig, state: FoldState) -> None:
         self._config = config
-        self._groups: dict[str, GroupMembers] = {}  # open or ready
-        self._ready: dict[str, ReadyGroup] = {}
-        self._decided: dict[str, set[TrajectoryKey]] = {}
+        self._groups = state.groups
+        self._ready = state.ready
+        self._decided = state.decided
 
     @property
     def ready(self) -> tuple[ReadyGroup, ...]:

@@ -17,8 +17,7 @@ What has to be done about it is returned as decisions, all of which may be carri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
-from typing import Self
+from collections.abc import Iterable, Iterator, Set
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.decisions import (
@@ -32,11 +31,10 @@ from turnstream.batching.decisions import (
     incomplete_member,
     surplus_member,
 )
-from turnstream.batching.evals import EvalFold
 from turnstream.batching.judging import problem_of
 from turnstream.batching.lengths import is_compared
 from turnstream.batching.members import GroupMembers
-from turnstream.batching.open_groups import OpenGroups
+from turnstream.batching.open_groups import FoldState, OpenGroups
 from turnstream.batching.rewards import with_posted_reward
 from turnstream.types import (
     DeadlineFired,
@@ -71,13 +69,19 @@ _DECIDED_BEFORE = "its group was decided before it was sealed"
 
 
 class RunFold(OpenGroups):
-    """The groups of a run, as its events tell them."""
+    """The groups of a run, as its events tell them.
 
-    def __init__(self, config: BatchingConfig) -> None:
-        super().__init__(config)
-        self._evals = EvalFold()
-        self._closed = False
-        self._leftover: Leftover = "short"
+    Args:
+        config: settings in force.
+        state: content of another fold, which this one shares; None starts an empty fold.
+    """
+
+    def __init__(self, config: BatchingConfig, state: FoldState | None = None) -> None:
+        state = FoldState() if state is None else state
+        super().__init__(config, state)
+        self._evals = state.evals
+        self._closed = state.closed
+        self._leftover: Leftover = state.leftover
 
     @property
     def closed(self) -> bool:
@@ -180,25 +184,16 @@ class RunFold(OpenGroups):
                 self._forget(members)
         return decisions
 
-    def snapshot(self) -> dict[str, object]:
-        """All that it knows, by name, for `restore`. No copy: encode it before the next event."""
-        return {name: value for name, value in vars(self).items() if name != "_config"}
-
-    @classmethod
-    def restore(cls, config: BatchingConfig, known: Mapping[str, object]) -> Self:
-        """The fold that goes on where a snapshot was taken.
-
-        What the snapshot of an earlier release does not know is as at the beginning.
-
-        Raises:
-            ValueError: it knows what this release does not.
-        """
-        fold = cls(config)
-        strange = known.keys() - vars(fold).keys()
-        if strange:
-            raise ValueError(f"a snapshot of another release knows {sorted(strange)}")
-        vars(fold).update(known)
-        return fold
+    def snapshot(self) -> FoldState:
+        """Return the content of the fold. No copy: encode it before the next event."""
+        return FoldState(
+            groups=self._groups,
+            ready=self._ready,
+            decided=self._decided,
+            evals=self._evals,
+            closed=self._closed,
+            leftover=self._leftover,
+        )
 
     @property
     def decided(self) -> tuple[str, ...]:

@@ -132,7 +132,7 @@ class Answers:
 
     def _learn(self, answer: Sequence[bytes], receipt: Delivery) -> None:
         try:
-            self.extra_columns = parse_config(answer)[1].extra_columns
+            self.extra_columns = parse_config(answer, run=self._lives.run)[1].extra_columns
         except TurnstreamError as error:
             receipt.settle(None, error)
         else:

@@ -123,7 +123,7 @@ def decode_mini_batch(
 
     Raises:
         CorruptRecordError: no stream of ours, contradicts itself, or has another content hash.
-        UnknownFormatError: a newer major version.
+        UnknownFormatError: another release wrote it.
     """
     try:
         mini_batch = _decode(data, expected_hash=expected_hash)

@@ -103,7 +103,7 @@ def decode_batch(record: bytes) -> CompactBatch:
 
     Raises:
         CorruptRecordError: the bytes are damaged or contradict themselves.
-        UnknownFormatError: a newer major version.
+        UnknownFormatError: another release wrote it.
     """
     columns, crcs = _unframe(record)
     step, manifest_hash, lineage = columns.number(), columns.text(), columns.text()
@@ -134,7 +134,7 @@ def decode_ends(record: bytes) -> CompactEnds:
 
     Raises:
         CorruptRecordError: the bytes are damaged or contradict themselves.
-        UnknownFormatError: a newer major version.
+        UnknownFormatError: another release wrote it.
     """
     if record[2:3] == COMPACT:
         return _decode_plain_ends(record)

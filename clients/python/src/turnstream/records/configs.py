@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Set
 from dataclasses import MISSING, asdict, fields
 from typing import Any, Final, cast
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import CorruptRecordError, InvalidConfigError, UnknownFormatError
+from turnstream.records.framing import check_format
 from turnstream.types import DeclaredColumn
 
-MAJOR_VERSION: Final = 0
+RUN_FORMAT: Final = 1
+"""Format of everything that the store keeps of a run, written into each of its configurations.
+
+It grows with every change of stored state that an older release would misread. A process that opens
+a run reads its configuration first, and refuses a run of another format. The scripts that admit
+groups compare the same number: see open_group.lua.
+"""
 
 
 def encode_config(config: BatchingConfig) -> str:
     """Canonical JSON: every field, sorted, with the version of the format."""
-    return json.dumps({"format": MAJOR_VERSION, **asdict(config)}, sort_keys=True)
+    return json.dumps({"format": RUN_FORMAT, **asdict(config)}, sort_keys=True)
 
 
-def decode_config(text: str | bytes) -> BatchingConfig:
-    """The configuration of a JSON text, validated as a whole.
+def decode_config(text: str | bytes, *, run: str = "") -> BatchingConfig:
+    """Return the configuration of a JSON text, validated as a whole.
 
-    Fields that this release does not know are ignored; the stored text keeps them.
+    Args:
+        text: the JSON.
+        run: name of the run, for the error.
 
     Raises:
         CorruptRecordError: the text is no JSON object of ours.
-        UnknownFormatError: a newer major version.
+        UnknownFormatError: another release wrote it.
         InvalidConfigError: a field is missing or has a value that cannot work.
     """
     try:
@@ -33,10 +43,9 @@ def decode_config(text: str | bytes) -> BatchingConfig:
         version = stored["format"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CorruptRecordError(f"no run configuration: {error!r}") from error
-    if not isinstance(version, int):
-        raise CorruptRecordError(f"no run configuration: its format is {version!r}")
-    if version > MAJOR_VERSION:
-        raise UnknownFormatError("run configuration", version, MAJOR_VERSION)
+    name = f"run {run!r}" if run else "run configuration"
+    check_format(name, version, newest=RUN_FORMAT, oldest=RUN_FORMAT)
+    _check_names(name, "setting", stored, {"format"}.union(_names_of(BatchingConfig)))
     known: dict[str, Any] = {}
     for field in fields(BatchingConfig):
         if field.name in stored:
@@ -44,20 +53,24 @@ def decode_config(text: str | bytes) -> BatchingConfig:
         elif field.default is MISSING:
             raise InvalidConfigError(field.name, "is missing")
     if "extra_columns" in known:
-        known["extra_columns"] = _known_declarations(known["extra_columns"])
+        _check_declarations(name, known["extra_columns"])
     return BatchingConfig(**known)
 
 
-def _known_declarations(stored: Any) -> Any:
-    """The declarations without the fields that this release does not know."""
-    if not isinstance(stored, list):
-        return stored  # BatchingConfig says what is wrong with it
-    names = {field.name for field in fields(DeclaredColumn)}
-    objects = cast("list[Any]", stored)
-    return [
-        {name: one[name] for name in names & one.keys()} if isinstance(one, dict) else one
-        for one in objects
-    ]
+def _check_declarations(record: str, stored: object) -> None:
+    if isinstance(stored, list):  # BatchingConfig refuses anything else
+        for declared in cast("list[Any]", stored):
+            _check_names(record, "field of an extra column", declared, _names_of(DeclaredColumn))
+
+
+def _names_of(kind: type[BatchingConfig | DeclaredColumn]) -> set[str]:
+    return {field.name for field in fields(kind)}
+
+
+def _check_names(record: str, what: str, stored: object, names: Set[str]) -> None:
+    """Refuse an object with a name that this release does not know."""
+    if isinstance(stored, dict) and (unknown := cast("dict[str, Any]", stored).keys() - names):
+        raise UnknownFormatError(record, RUN_FORMAT, RUN_FORMAT, f"the {what} {min(unknown)!r}")
 
 
 def _checked(name: str, value: Any, *, like: object) -> Any:

@@ -34,7 +34,7 @@ def decode_eval_group(record: bytes) -> EvalGroup:
 
     Raises:
         CorruptRecordError: the bytes are damaged or are no group.
-        UnknownFormatError: a newer major version.
+        UnknownFormatError: another release wrote it.
     """
     return _decoded(
         record,
@@ -67,7 +67,7 @@ def decode_eval_result(record: bytes) -> EvalResult:
 
     Raises:
         CorruptRecordError: the bytes are damaged or are no result.
-        UnknownFormatError: a newer major version.
+        UnknownFormatError: another release wrote it.
     """
     return _decoded(
         record,

@@ -8,9 +8,9 @@ from typing import Any, Final, cast, get_args
 
 from google.protobuf.message import DecodeError
 
-from turnstream.errors import CorruptRecordError, RecordError
+from turnstream.errors import CorruptRecordError, RecordError, UnknownFormatError
 from turnstream.records.event_limits import check_event, check_key, check_num_turns
-from turnstream.records.framing import EVENT, read_header, write_frame
+from turnstream.records.framing import EVENT, MAJOR_VERSION, read_header, write_frame
 from turnstream.records.keys import by_name, decode_key, decode_trajectory_key, encode_key
 from turnstream.records.seals import decode_seal, encode_seal
 from turnstream.types import (
@@ -54,7 +54,7 @@ def decode_event(record: bytes) -> Event:
     Raises:
         CorruptRecordError: the bytes are damaged, contradict themselves or exceed a limit of
             `event_limits`.
-        RecordError: a newer release wrote the record.
+        UnknownFormatError: another release wrote the record.
     """
     name, message = _parse(record)
     if name == "trajectory_sealed":
@@ -69,7 +69,7 @@ def decode_accepted_event(record: bytes) -> Event:
 
     Raises:
         CorruptRecordError: the bytes are damaged or contradict themselves.
-        RecordError: a newer release wrote the record.
+        UnknownFormatError: another release wrote the record.
     """
     return _decode_message(*_parse(record))
 
@@ -83,9 +83,7 @@ def _parse(record: bytes) -> tuple[str, Any]:
         raise CorruptRecordError(f"the header of an event is unreadable: {error}") from error
     name = message.WhichOneof("event")
     if name is None:
-        raise RecordError(
-            "an event of a kind that this release does not know: a newer release wrote it"
-        )
+        raise UnknownFormatError("event", MAJOR_VERSION, MAJOR_VERSION, "an unknown kind")
     return name, getattr(message, name)
 
 
@@ -193,7 +191,8 @@ def _encode_closed(event: RunClosed) -> wire.Event:
 def _decode_closed(message: wire.RunClosed) -> RunClosed:
     leftover = message.leftover or "short"
     if leftover not in get_args(Leftover):
-        raise RecordError(f"a run was closed with leftover={leftover!r}: a newer release wrote it")
+        what = f"leftover={leftover!r}"
+        raise UnknownFormatError("run_closed event", MAJOR_VERSION, MAJOR_VERSION, what)
     return RunClosed(reason=message.reason, leftover=cast("Leftover", leftover))
 
 

@@ -91,8 +91,8 @@ def read_frame(record: bytes, *, kind: bytes) -> Frame:
     (crc,) = _CRC.unpack_from(record, body_stop)
     if zlib.crc32(memoryview(record)[:body_stop]) != crc:
         raise CorruptRecordError(f"the checksum of a {name} record of {len(record)} bytes differs")
-    if version > MAJOR_VERSION:  # believed only now: damage must not look like a newer release
-        raise UnknownFormatError(name, version, MAJOR_VERSION)
+    # Only behind the checksum: damage must not look like a newer release.
+    check_format(name, version, newest=MAJOR_VERSION)
     header_stop = _PREFIX.size + num_header_bytes
     body_start = header_stop + -num_header_bytes % 8
     if body_start > body_stop:
@@ -100,6 +100,25 @@ def read_frame(record: bytes, *, kind: bytes) -> Frame:
             f"a {name} record of {len(record)} bytes has a header of {num_header_bytes}"
         )
     return Frame(record[_PREFIX.size : header_stop], body_start, body_stop, crc)
+
+
+def check_format(record: str, found: object, *, newest: int, oldest: int = 0) -> None:
+    """Refuse a format that this release does not read.
+
+    Args:
+        record: the name of the stored state.
+        found: its format, as it was stored.
+        newest: the newest format that this release reads.
+        oldest: the oldest one.
+
+    Raises:
+        UnknownFormatError: another release wrote it.
+        CorruptRecordError: it is not a number.
+    """
+    if not isinstance(found, int) or isinstance(found, bool):
+        raise CorruptRecordError(f"{record}: its format is {found!r}")
+    if not oldest <= found <= newest:
+        raise UnknownFormatError(record, found, newest)
 
 
 def read_header(record: bytes, *, kind: bytes) -> bytes:

@@ -22,7 +22,7 @@ def decode_ledger_file(content: bytes) -> list[bytes]:
 
     Raises:
         CorruptRecordError: the bytes are damaged or contradict themselves.
-        UnknownFormatError: a newer major version.
+        UnknownFormatError: another release wrote it.
     """
     frame = read_frame(content, kind=LEDGER_FILE)
     if len(frame.header) % 4:

@@ -45,7 +45,7 @@ def decode_manifest(record: bytes) -> Manifest:
 
     Raises:
         CorruptRecordError: the bytes are damaged or contradict themselves.
-        UnknownFormatError: a newer major version.
+        UnknownFormatError: another release wrote it.
     """
     header = read_header(record, kind=MANIFEST)
     try:

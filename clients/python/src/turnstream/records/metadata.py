@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from types import NoneType
 from typing import Any, Final
 
-from turnstream.errors import CorruptRecordError, UnknownFormatError
+from turnstream.errors import CorruptRecordError
 from turnstream.records.figures import figures_of_plain, plain_figures
+from turnstream.records.framing import check_format
 from turnstream.types import Denominators, Figures, MiniBatchInfo
 
 MAJOR_VERSION: Final = 0
@@ -60,12 +61,11 @@ def decode_info(metadata: Mapping[bytes, bytes]) -> MiniBatchInfo:
 
     Raises:
         CorruptRecordError: a key is missing, or its value is not of its kind.
-        UnknownFormatError: a newer major version.
+        UnknownFormatError: another release wrote it.
     """
     try:
         version = json.loads(metadata[b"format"])
-        if version > MAJOR_VERSION:
-            raise UnknownFormatError("mini-batch", version, MAJOR_VERSION)
+        check_format("mini-batch", version, newest=MAJOR_VERSION)
         layout = json.loads(metadata[b"layout"])
         return MiniBatchInfo(
             **{name: metadata[name.encode()].decode() for name in _TEXTS},

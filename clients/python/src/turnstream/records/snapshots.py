@@ -1,12 +1,15 @@
-"""What a planner knows after an event, as a record: whoever takes over goes on from there.
+"""Snapshot of a planner as a record, from which its successor resumes.
 
-Values are written with their kinds, and objects by the names of their fields, so that whatever the
-fold comes to know is in its snapshot by itself. Only a new class has to be named here::
+The content is JSON, compressed. Values are written with their kinds, and objects with the names of
+their class and of their public fields. Examples::
 
     {"g": (1, None)}       ["d", ["g", ["t", 1, null]]]
     TrajectoryKey("g", 2)  ["k", "g", 2, 0]
     an event               ["e", its record in base64]
-    ReadyGroup(...)        ["o", "ReadyGroup", {"group_id": "g", ...}]
+    ReadyGroup(...)        ["o", "ready_group", {"group_id": "g", ...}]
+
+A golden file lists all names; a change of one needs another FORMAT.
+A reader refuses names that it does not know.
 """
 
 from __future__ import annotations
@@ -16,16 +19,17 @@ import json
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, cast, get_args
+from typing import Any, Final, TypeVar, cast, get_args
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.decisions import ReadyGroup
 from turnstream.batching.evals import EvalFold
 from turnstream.batching.members import GroupMembers
+from turnstream.batching.open_groups import FoldState
 from turnstream.batching.readiness import RunFold
-from turnstream.errors import CorruptRecordError, UnknownFormatError
+from turnstream.errors import CorruptRecordError, RecordError, UnknownFormatError
 from turnstream.records.events import decode_accepted_event, encode_event
-from turnstream.records.framing import SNAPSHOT, read_header, write_frame
+from turnstream.records.framing import SNAPSHOT, check_format, read_header, write_frame
 from turnstream.types import (
     EvalResult,
     Event,
@@ -37,106 +41,91 @@ from turnstream.types import (
     ValueFigures,
 )
 
-FORMAT: Final = 0
-"""Of the JSON; changes when an older release would misunderstand it."""
-
-_OBJECTS: Final[dict[str, type[Any]]] = {
-    each.__name__: each
-    for each in (
-        *(GroupMembers, ReadyGroup, EvalFold, EvalResult, Spread),
-        *(Figures, MetricFigures, TagFigures, ValueFigures),
-    )
-}
-_EVENTS: Final = get_args(Event)
+FORMAT: Final = 1
+"""Format of the JSON; grows whenever an older release would misread it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSnapshot:
-    """What a planner knows.
+    """Content of a planner, by the names under which it is stored.
 
     Attributes:
-        position: id of the last event that it has folded in.
-        step: the last plan whose groups it has taken; 0 before the first.
-        manifest_hash: of that plan.
-        next_row_id: the row id that the next batch begins with.
-        fold: what RunFold.snapshot gave.
-        versions: after which step each announced version was made.
-        lineage: of the last announced version; "" before the first.
-        config_revision: by which it judges.
-        revised_at: the event since which it does.
+        position: id of the last event that the planner has folded in.
+        step: the last plan whose groups the fold has taken; 0 before the first.
+        manifest_hash: hash of that plan.
+        next_row_id: first row id of the next batch.
+        fold: content of the fold.
+        versions: announced version -> the step after which it was made.
+        lineage: lineage of the last announced version; "" before the first.
+        config_revision: revision of the config in force.
+        revised_at: id of the event that put it in force.
     """
 
     position: str
     step: int
     manifest_hash: str
     next_row_id: int
-    fold: dict[str, object]
+    fold: FoldState = field(default_factory=FoldState)
     versions: Mapping[int, int] = field(default_factory=dict[int, int])
     lineage: str = ""
     config_revision: int = 1
     revised_at: str = "0-0"
 
     def restore_fold(self, config: BatchingConfig) -> RunFold:
-        """The fold as it was.
+        """Return the fold as it was; it shares its content with this snapshot."""
+        return RunFold(config, self.fold)
 
-        Raises:
-            UnknownFormatError: it knows what this release does not.
-        """
-        try:
-            return RunFold.restore(config, self.fold)
-        except ValueError as error:
-            raise UnknownFormatError(f"snapshot ({error})", FORMAT + 1, FORMAT) from error
+
+OBJECTS: Final[dict[str, type[Any]]] = {
+    "planner": PlannerSnapshot,
+    "fold": FoldState,
+    "group": GroupMembers,
+    "ready_group": ReadyGroup,
+    "evals": EvalFold,
+    "eval_result": EvalResult,
+    "spread": Spread,
+    "figures": Figures,
+    "metric_figures": MetricFigures,
+    "tag_figures": TagFigures,
+    "value_figures": ValueFigures,
+}
+"""Stored name of each class; its fields are stored by their own names."""
+
+_NAMES: Final = {kind: name for name, kind in OBJECTS.items()}
+_EVENTS: Final = get_args(Event)
+_T = TypeVar("_T")
 
 
 def encode_snapshot(snapshot: PlannerSnapshot) -> bytes:
-    """The record of a snapshot.
+    """Return the record of a snapshot.
 
     Raises:
-        TypeError: the fold holds an object of a class that is not named here.
+        TypeError: the fold holds an object of a class that has no stored name.
     """
-    content = {
-        "format": FORMAT,
-        "position": snapshot.position,
-        "step": snapshot.step,
-        "manifest_hash": snapshot.manifest_hash,
-        "next_row_id": snapshot.next_row_id,
-        "fold": {name: _encode(value) for name, value in snapshot.fold.items()},
-        "versions": list(snapshot.versions.items()),
-        "lineage": snapshot.lineage,
-        "config_revision": snapshot.config_revision,
-        "revised_at": snapshot.revised_at,
-    }
+    content = {"format": FORMAT, "planner": _encode(snapshot)}
     text = json.dumps(content, separators=(",", ":"))
     return write_frame(SNAPSHOT, zlib.compress(text.encode(), 1))
 
 
 def decode_snapshot(record: bytes) -> PlannerSnapshot:
-    """The snapshot of a record.
+    """Return the snapshot of a record.
 
     Raises:
         CorruptRecordError: the bytes are damaged or contradict themselves.
-        UnknownFormatError: a newer major version.
+        UnknownFormatError: another release wrote it.
     """
     header = read_header(record, kind=SNAPSHOT)
     try:
         content: Any = json.loads(zlib.decompress(header))
-        if content["format"] > FORMAT:
-            raise UnknownFormatError("snapshot", content["format"], FORMAT)
-        return PlannerSnapshot(
-            position=content["position"],
-            step=content["step"],
-            manifest_hash=content["manifest_hash"],
-            next_row_id=content["next_row_id"],
-            fold={name: _decode(value) for name, value in content["fold"].items()},
-            versions=dict(content["versions"]),
-            lineage=content["lineage"],
-            config_revision=content.get("config_revision", 1),
-            revised_at=content.get("revised_at", "0-0"),
-        )
+        check_format("snapshot", content["format"], newest=FORMAT, oldest=FORMAT)
+        snapshot = _decode(content["planner"])
+    except RecordError:
+        raise
     except (ValueError, TypeError, LookupError, zlib.error) as error:
-        if isinstance(error, UnknownFormatError):
-            raise
         raise CorruptRecordError(f"no snapshot of a planner: {error!r}") from error
+    if not isinstance(snapshot, PlannerSnapshot):
+        raise CorruptRecordError(f"no snapshot of a planner, but a {type(snapshot).__name__}")
+    return snapshot
 
 
 def _encode(value: Any) -> Any:
@@ -151,22 +140,36 @@ def _encode(value: Any) -> Any:
     if type(value) is dict:
         items = cast("dict[Any, Any]", value).items()
         return ["d", *([_encode(key), _encode(each)] for key, each in items)]
-    name = type(value).__name__
-    if _OBJECTS.get(name) is not type(value):
-        raise TypeError(f"a snapshot cannot hold a {name}: name it in {__name__}")
-    return ["o", name, {each.name: _encode(getattr(value, each.name)) for each in fields(value)}]
+    kind = cast("type[Any]", type(value))
+    if kind not in _NAMES:
+        raise TypeError(f"a snapshot cannot hold a {kind.__name__}: name it in {__name__}")
+    return [
+        "o",
+        _NAMES[kind],
+        {each.name: _encode(getattr(value, each.name)) for each in fields(value)},
+    ]
 
 
 def _decode(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     kind, *rest = cast("list[Any]", value)
-    return _DECODERS[kind](rest)
+    return _known(_DECODERS, kind, "kind of value")(rest)
 
 
 def _decode_object(rest: list[Any]) -> Any:
     name, given = rest
-    return _OBJECTS[name](**{field: _decode(value) for field, value in given.items()})
+    made = _known(OBJECTS, name, "object")
+    names = {each.name: each.name for each in fields(made)}
+    return made(
+        **{_known(names, each, f"field of {name}"): _decode(value) for each, value in given.items()}
+    )
+
+
+def _known(table: Mapping[str, _T], name: str, what: str) -> _T:
+    if name not in table:
+        raise UnknownFormatError("snapshot", FORMAT, FORMAT, f"the {what} {name!r}")
+    return table[name]
 
 
 _CONTAINERS: Final[dict[type[Any], str]] = {tuple: "t", list: "l", set: "s"}

@@ -78,7 +78,7 @@ def decode_turn(record: bytes) -> StoredTurn:
 
     Raises:
         CorruptRecordError: the bytes are damaged or contradict themselves.
-        UnknownFormatError: a newer major version.
+        UnknownFormatError: another release wrote it.
     """
     frame = read_frame(record, kind=TURN)
     try:

@@ -63,7 +63,8 @@ observers  hash    name -> `<newest step seen>:<when it expires, in ms of the ru
 leader     hash    epoch, owner, expires_ms, lease_ms; planning_trouble and release_trouble, what
                    keeps it from going on, where something does; parked, `<last event id> <last wake
                    id>`, while the run is idle and has no leader, see park_leader.lua
-config     hash    revision -> JSON of the batching config; `newest` -> the revision in force;
+config     hash    revision -> JSON of the batching config, with the `format` of everything that is
+                   stored of the run, see records/configs.py; `newest` -> the revision in force;
                    `from:<revision>` -> its first step, `at:<revision>` -> id of the event that
                    put it in force; `last` -> the last revision, once there are several;
                    `lease_floor`, after leases became shorter, see lease_end.lua

@@ -11,6 +11,7 @@ CONFLICT   ConflictError         state, group, name  the key has another content
 INVALID    RejectedError                             an argument that is not allowed
 GAP        TurnGapError          expected turn       an earlier turn is missing
 WAIT       RejectedError         wake id             no capacity now
+FORMAT     UnknownFormatError    format of the run   another release wrote the run
 HELD       ConflictError         ms of the lease     another writer holds the lease
 NORUN      RunNotFoundError                          no run of that name
 BEHIND     StoreBehindError                          a recovery token that the store does not have
@@ -54,7 +55,9 @@ from turnstream.errors import (
     StoreUnavailableError,
     TurnGapError,
     TurnstreamError,
+    UnknownFormatError,
 )
+from turnstream.records.configs import RUN_FORMAT
 from turnstream.store.limits import is_silence
 from turnstream.store.trajectory_names import with_readable_names
 
@@ -77,7 +80,7 @@ _REFUSALS: dict[str, type[RejectedError | NotReadyError]] = {
     "UNHEARD": NotReadyError,
     "TOOLARGE": GroupTooLargeError,
 }
-CODES: Final = frozenset({*_REFUSALS, "INVALID", "WAIT", "HELD", "DAMAGED"})
+CODES: Final = frozenset({*_REFUSALS, "INVALID", "WAIT", "HELD", "DAMAGED", "FORMAT"})
 """The codes of scripts."""
 
 FACTS: Final = frozenset({"unknown", "released", "group", "name"})
@@ -134,6 +137,8 @@ class Refusal(NamedTuple):
             return RejectedError(message, RETRY_AFTER_S)
         if self.code == "HELD":
             return ConflictError(message, int(self.fact) / 1000)
+        if self.code == "FORMAT":
+            return UnknownFormatError("the run", int(self.fact), RUN_FORMAT)
         if self.code == FULL:
             return StoreFullError(f"the store is full: {message}", retry_after_s=RETRY_AFTER_S)
         if self.code == "DAMAGED":

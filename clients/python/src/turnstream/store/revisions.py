@@ -170,7 +170,7 @@ def parse_revisions(run: str, fields: dict[bytes, bytes]) -> Revisions:
             Revision(
                 number=number,
                 from_step=int(fields.get(b"from:%d" % number, 1)),
-                config=decode_config(fields[b"%d" % number]),
+                config=decode_config(fields[b"%d" % number], run=run),
                 announced_at=fields.get(b"at:%d" % number, b"0-0").decode(),
                 has_max_samples=b'"max_samples":' in fields[b"%d" % number],
             )

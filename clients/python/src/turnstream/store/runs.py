@@ -114,7 +114,7 @@ def list_runs(client: redis.Redis) -> list[RunId]:
 def _first_config(client: redis.Redis, run: str) -> BatchingConfig:
     with translating():
         text: Any = client.hget(keys.run_keys(run).config, "1")
-    return decode_config(text)
+    return decode_config(text, run=run)
 
 
 def newest_version(client: redis.Redis, run: str) -> VersionAnnounced | None:

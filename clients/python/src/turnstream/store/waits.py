@@ -199,7 +199,7 @@ def parse_waits(run: str, reply: Sequence[Any]) -> WaitFacts:
     owner, expires_ms = leader
     return WaitFacts(
         run=run,
-        config=decode_config(config),
+        config=decode_config(config, run=run),
         stepped=stepped,
         planned=planned,
         planned_groups=planned_groups,

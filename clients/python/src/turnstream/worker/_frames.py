@@ -106,7 +106,7 @@ class Arrival(Skipped):
 
         Raises:
             CorruptRecordError: the content has another hash than the header says.
-            UnknownFormatError: a newer major version.
+            UnknownFormatError: another release wrote it.
         """
         return decode_mini_batch(self._view.toreadonly(), expected_hash=self.header.content_hash)
 

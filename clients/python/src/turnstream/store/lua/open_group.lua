@@ -59,6 +59,7 @@
 --             or it is finished (fact: name)
 --   TOOLARGE  a new group has more samples than max_samples, or needs more bytes than the run or
 --             the server may ever have for it
+--   FORMAT    fact: the format of the run, which this release does not read
 --   INVALID   num_samples, num_needed or a trajectory id cannot be
 --   WAIT      fact: the last wake id; no capacity, no room, or the run is paused; try again when
 --             wake has a newer entry
@@ -68,6 +69,7 @@ local HELD, BUDGET, CLOCK, CONFIG = KEYS[13], KEYS[14], KEYS[15], KEYS[2]
 local FIRST_ESTIMATE = 65536  -- bytes of a trajectory, before any is sealed
 local LEAST_ESTIMATE = 16384  -- up to here a writer need not ask for more, see store/budget.py
 local RESERVE = 0.2           -- of the server's memory
+local RUN_FORMAT = 1          -- of runs that this release reads and writes, see records/configs.py
 
 local stepped, closed, live, open, revised, paused = unpack(redis.call('HMGET', KEYS[1],
   'stepped', 'closed', 'live_groups', 'open_groups', 'revised_groups', 'paused'))
@@ -75,6 +77,10 @@ if not stepped then
   return redis.error_reply('NORUN no such run')
 end
 local config = cjson.decode(redis.call('HGET', CONFIG, redis.call('HGET', CONFIG, 'newest')))
+if config.format ~= RUN_FORMAT then
+  return redis.error_reply('FORMAT [' .. string.format('%d', tonumber(config.format) or 0)
+    .. '] another release wrote the run')
+end
 
 local samples, needed, purpose, again = string.match(ARGV[2], '^(%d+)/?(%d*):?(%a*)(%+?)$')
 local begins = purpose == 'eval' and 'evaluating' or 'open'

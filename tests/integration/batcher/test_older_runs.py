@@ -1,0 +1,173 @@
+"""A run that an older release wrote is refused with one sentence, and stays as it is.
+
+`older_run.json` holds every key of a store after release 3a1c731 ran one: three published groups, a
+planned and a trained batch, and a snapshot of its planner.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+import turnstream
+from turnstream.errors import UnknownFormatError
+from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.records.configs import RUN_FORMAT
+from turnstream.store import keys
+from turnstream.store.connection import connect
+from turnstream.store.runs import create_run
+from turnstream.testing import config, group, wait_until_async
+from turnstream_server import cli
+from turnstream_server.embedded import EmbeddedServer
+
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+RUN = "older"
+SENTENCE = (
+    "was written by an older release of Turnstream (format 0; this one reads format "
+    f"{RUN_FORMAT}): finish the run with that release, or remove it with `turnstream run delete`"
+)
+SAID = re.escape(SENTENCE)
+
+
+def write(client: redis.Redis, name: str, kind: str, value: Any) -> None:
+    read = base64.b64decode
+    match kind:
+        case "hash":
+            client.hset(name, mapping={read(field): read(text) for field, text in value})
+        case "set":
+            client.sadd(name, *map(read, value))
+        case "stream":
+            for entry_id, fields in value:
+                client.xadd(name, {read(each): read(text) for each, text in fields}, id=entry_id)
+        case _:
+            raise ValueError(kind)
+
+
+@pytest.fixture
+def client(server: EmbeddedServer) -> Iterator[redis.Redis]:
+    """The store as the older release left it."""
+    stored = json.loads((Path(__file__).parent / "older_run.json").read_text())
+    with connect(server.url) as client:
+        for name, entry in stored.items():
+            write(client, name, entry["type"], entry["value"])
+        yield client
+
+
+def dump(client: redis.Redis) -> dict[str, bytes | None]:
+    """Return everything that is stored of the run."""
+    return {name: client.dump(name) for name in keys.run_keys(RUN)}
+
+
+def test_connected_program_cannot_open_an_older_run(
+    server: EmbeddedServer, client: redis.Redis
+) -> None:
+    before = dump(client)
+
+    with turnstream.connect(server.url) as service, pytest.raises(UnknownFormatError) as caught:
+        service.run(RUN)
+    with turnstream.connect(server.url) as service, pytest.raises(UnknownFormatError, match=SAID):
+        service.create_run(RUN, config())
+
+    assert str(caught.value) == f"run {RUN!r} {SENTENCE}"
+    assert dump(client) == before
+
+
+async def test_publisher_opens_no_group_of_an_older_run(
+    server: EmbeddedServer, client: redis.Redis
+) -> None:
+    before = dump(client)
+
+    with Publisher(server.url, RUN) as publisher, pytest.raises(UnknownFormatError, match=SAID):
+        publisher.publish(group("g4")).result(30)
+    async with AsyncPublisher(server.url, RUN) as publisher:
+        with pytest.raises(UnknownFormatError, match=SAID):
+            await (await publisher.publish(group("g4"))).result(30)
+
+    assert dump(client) == before
+
+
+async def test_batcher_neither_leads_nor_serves_an_older_run(
+    house: Any, client: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = dump(client)
+    batcher = await house.start_batcher()
+    newer = house.create_run(batch_groups=1)
+    await house.publish(newer, group("g0"))
+
+    with pytest.raises(UnknownFormatError, match=SAID):
+        await house.trainer(batcher, RUN).start()
+
+    await wait_until_async(lambda: _is_said(caplog), describe="the batcher logs the refusal")
+    trainer = house.trainer(batcher, newer)
+    await trainer.start()
+    assert await trainer.get(1)  # another run of the same store is not disturbed
+    assert dump(client) == before
+
+
+async def _is_said(caplog: pytest.LogCaptureFixture) -> bool:
+    return f"run {RUN!r} {SENTENCE}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["status", RUN], ["why", RUN], ["run", "show", RUN], ["run", "pause", RUN]),
+        *(["run", "close", RUN], ["ledger", RUN], ["dead", "list", RUN]),
+    ],
+    ids=" ".join,
+)
+def test_command_refuses_an_older_run(
+    words: list[str], server: EmbeddedServer, client: redis.Redis, shell: Any
+) -> None:
+    before = dump(client)
+
+    code, shown = shell(*words)
+
+    assert code == 1
+    assert SENTENCE in " ".join(shown.split())
+    assert dump(client) == before
+
+
+def test_lists_contain_older_runs_and_the_others(client: redis.Redis, shell: Any) -> None:
+    create_run(client, "maze", config())
+
+    _, listed = shell("run", "list")
+    code, _ = shell("status")
+
+    assert re.search(rf"^{RUN} +of another release$", listed, re.MULTILINE)
+    assert re.search(r"^maze +open", listed, re.MULTILINE)
+    assert code == 0
+
+
+def test_older_run_can_be_deleted_and_its_name_used_again(client: redis.Redis, shell: Any) -> None:
+    code, _ = shell("run", "delete", RUN, "--yes")
+
+    assert code == 0
+    assert create_run(client, RUN, config()) == 1
+
+
+@pytest.fixture
+def shell(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Any:
+    """Types commands for the store: returns the exit status and everything that was shown."""
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setenv("TURNSTREAM_REDIS_URL", server.url)
+
+    def typed(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["turnstream", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        seen = capsys.readouterr()
+        return int(ended.value.code or 0), seen.out + seen.err
+
+    return typed
