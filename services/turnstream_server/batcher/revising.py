@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 import redis.asyncio
 
-from turnstream.batching.config import LARGEST_GROUP, BatchingConfig
+from turnstream.batching.config import BatchingConfig
 from turnstream.batching.planning import event_order
 from turnstream.batching.revising import changed_settings
 from turnstream.errors import CorruptRecordError, FencedError
-from turnstream.store.revisions import Revision, Revisions
+from turnstream.store.revisions import Revisions
 from turnstream.types import ConfigRevised
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.bus.revisions import announce_revision, read_revisions_async
@@ -46,7 +45,7 @@ class ConfigInForce:
         self._view = view
         self._epoch = epoch
         self._known = known
-        self._config = events_config(known.stored[0])
+        self._config = known.stored[0].config
         self._read_through: tuple[int, ...] = (0, 0)
         view.led_by_revision = self.revision
 
@@ -65,7 +64,7 @@ class ConfigInForce:
             raise self._led_by_another(revision)
         self.revision, self.since = revision, since
         self._view.led_by_revision = revision
-        self._config = events_config(self._known.revision(revision))
+        self._config = self._known.revision(revision).config
 
     def told_at(self, event_id: str) -> ConfigRevised | None:
         """What an event says that cannot be read any more; None where it revised no config.
@@ -148,14 +147,3 @@ class ConfigInForce:
         reach("revise.after")
         self._known = await read_revisions_async(self._client, self._view.run)
         return self._known.revision(revision).announced_at
-
-
-def events_config(revision: Revision) -> BatchingConfig:
-    """Return the config by which the fold judges events.
-
-    Before the setting `max_samples` existed, larger groups than its default were opened. Their
-    events stay valid.
-    """
-    if revision.has_max_samples:
-        return revision.config
-    return replace(revision.config, max_samples=LARGEST_GROUP)

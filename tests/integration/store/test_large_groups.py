@@ -18,7 +18,7 @@ from turnstream.errors import (
     RunNotFoundError,
 )
 from turnstream.generator import Publisher
-from turnstream.records.configs import decode_config, encode_config
+from turnstream.records.configs import encode_config
 from turnstream.store.budget import settled_lease
 from turnstream.store.revisions import revise_config
 from turnstream.store.scripts import Script, run_command
@@ -189,20 +189,6 @@ def test_known_group_stays_open_below_a_lowered_limit(client: redis.Redis, drive
     client.hset(run.keys.config, "1", encode_config(_config(max_samples=4)))
 
     assert run.do(run.open_group("g/7/0", num_samples=8)) == [1]
-
-
-def test_stored_config_without_max_samples_has_the_default(
-    client: redis.Redis, drive: Drive
-) -> None:
-    # The previous release stored no such field; scripts and programs must read it alike.
-    run = drive(client)
-    text = encode_config(_config()).replace('"max_samples": 1024, ', "")
-    client.hset(run.keys.config, "1", text)
-
-    assert decode_config(text).max_samples == 1024
-    assert run.do(run.open_group("g/0/0", num_samples=1024)) == [1]
-    with pytest.raises(GroupTooLargeError, match="max_samples=1024"):
-        run.do(run.open_group("h/0/0", group="h", num_samples=1025))
 
 
 @pytest.mark.parametrize("value", [0, LARGEST_GROUP + 1, True, 2.0])

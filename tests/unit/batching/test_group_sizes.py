@@ -7,15 +7,11 @@ import tracemalloc
 
 import pytest
 
-from turnstream.batching.config import LARGEST_GROUP
 from turnstream.batching.readiness import RunFold
 from turnstream.errors import InvalidTurnError
-from turnstream.records.configs import encode_config
 from turnstream.records.events import decode_event, encode_event
-from turnstream.store.revisions import parse_revisions
 from turnstream.testing import config
 from turnstream.types import GroupOpened, Purpose, TrajectoryAbandoned, TrajectoryKey
-from turnstream_server.batcher.revising import events_config
 
 MOST_ON_WIRE = 2**32 - 1
 
@@ -59,15 +55,3 @@ def test_fold_keeps_open_groups_above_a_lowered_limit() -> None:
     fold.apply("1-0", opened)
 
     assert list(fold.openings()) == [("g", "1-0")]
-
-
-def test_events_of_previous_release_may_open_larger_groups() -> None:
-    # A config that the previous release stored names no limit, and its groups had none: one of
-    # 2,000 samples that is under way must not become a dead letter of the next release.
-    stored = encode_config(config(2)).replace('"max_samples": 1024, ', "").encode()
-    fields = {b"newest": b"1", b"1": stored, b"2": encode_config(config(2)).encode()}
-
-    revisions = parse_revisions("run", fields)
-
-    assert revisions.config(1).max_samples == 1024
-    assert [events_config(each).max_samples for each in revisions.stored] == [LARGEST_GROUP, 1024]

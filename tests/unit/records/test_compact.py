@@ -33,14 +33,6 @@ group_ids = st.one_of(
 keys = st.builds(TrajectoryKey, group_ids, st.integers(0, 2**31), st.integers(0, 2**31))
 
 
-PLAIN_ENDS = (
-    "5453430061000000789c0dc9410ac2301005d049a8d790c17d85d68de6365fe7870a6382498ae0e9f56d5f088717be"
-    "9c258a9ce214e3313f7db0d112dcb5f183665dd1a87ceff033ee2856cbffc74675a2536bd6adf691aecb9a6ef9f258"
-    "1740598c26127e6d841d6400000000000000e5fbf83c"
-)
-"""Two of maze-17 that were filtered, one of maze-18 that a host left."""
-
-
 def batch_of(trajectories: list[TrajectoryKey], *, step: int = 1) -> CompactBatch:
     return CompactBatch(
         step=step,
@@ -89,20 +81,6 @@ def test_any_reasons_with_words_of_digits_survive_their_record(texts: list[str])
     ended = CompactEnds(trajectories=keys, ends=tuple(texts))
 
     assert decode_ends(encode_ends(ended)) == ended
-
-
-def test_ends_that_an_earlier_release_wrote_can_be_read() -> None:
-    record = bytes.fromhex(PLAIN_ENDS)
-
-    ended = decode_ends(record)
-
-    assert [key.trajectory_id for key in ended.trajectories] == [
-        *("maze-17/0/0", "maze-17/1/0", "maze-18/0/0")
-    ]
-    assert ended.ends == (
-        *["filtered:all rewards are equal"] * 2,
-        "abandoned:the lease of host:812:9f3c21aa ended",
-    )
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ if revision > newest then
   if (before.group_deadline_s or 0) == 0 and (after.group_deadline_s or 0) > 0 then
     give_deadlines(after.group_deadline_s)
   end
-  keep_leases((before.lease_s or 60) * 1000, (after.lease_s or 60) * 1000)
+  keep_leases(before.lease_s * 1000, after.lease_s * 1000)
   local id = redis.call('XADD', KEYS[4], '*', 'r', ARGV[3])
   redis.call('HSET', KEYS[3], 'newest', revision, 'at:' .. revision, id)
   redis.call('XADD', KEYS[5], 'MAXLEN', 1, '*', 'w', '')

@@ -130,14 +130,12 @@ def encode_ends(ended: CompactEnds) -> bytes:
 
 
 def decode_ends(record: bytes) -> CompactEnds:
-    """The trajectories of a record, also of one that an earlier release wrote.
+    """Return the trajectories of a record.
 
     Raises:
         CorruptRecordError: the bytes are damaged or contradict themselves.
         UnknownFormatError: another release wrote it.
     """
-    if record[2:3] == COMPACT:
-        return _decode_plain_ends(record)
     columns, array = _unframe(record, kind=ENDS)
     keys = _read_keys(columns)
     table = read_reasons(columns, array)
@@ -148,14 +146,6 @@ def decode_ends(record: bytes) -> CompactEnds:
         indices.append(num_seen if number == _NEXT else number - 1)
         num_seen += number == _NEXT
     return CompactEnds(trajectories=keys, ends=_looked_up(table, indices))
-
-
-def _decode_plain_ends(record: bytes) -> CompactEnds:
-    """Of a record in which every reason is a text."""
-    columns, _ = _unframe(record)
-    keys = _read_keys(columns)
-    table = [columns.text() for _ in range(columns.number())]
-    return CompactEnds(trajectories=keys, ends=_looked_up(table, [columns.number() for _ in keys]))
 
 
 def _looked_up(table: Sequence[str], indices: Iterable[int]) -> tuple[str, ...]:

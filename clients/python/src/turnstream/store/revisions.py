@@ -27,14 +27,12 @@ class Revision:
         number: from 1.
         from_step: the first batch that is planned with it, unless a later revision has that step.
         announced_at: id of the event that put it in force; "0-0" of the first, and before that.
-        has_max_samples: False where a release stored it that did not know the setting.
     """
 
     number: int
     from_step: int
     config: BatchingConfig
     announced_at: str = "0-0"
-    has_max_samples: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +170,6 @@ def parse_revisions(run: str, fields: dict[bytes, bytes]) -> Revisions:
                 from_step=int(fields.get(b"from:%d" % number, 1)),
                 config=decode_config(fields[b"%d" % number], run=run),
                 announced_at=fields.get(b"at:%d" % number, b"0-0").decode(),
-                has_max_samples=b'"max_samples":' in fields[b"%d" % number],
             )
             for number in numbers
         ),

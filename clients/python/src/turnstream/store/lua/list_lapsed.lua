@@ -25,7 +25,7 @@ end
 local config = cjson.decode(redis.call('HGET', CONFIG, newest))
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-local lease_ms = math.floor((config.lease_s or 60) * 1000)
+local lease_ms = math.floor(config.lease_s * 1000)
 local last_end = string.format('%.0f', lease_end(now_ms, lease_ms))
 local beyond = redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. last_end, '+inf', 'LIMIT', 0, ARGV[2])
 for _, id in ipairs(beyond) do

@@ -4,10 +4,8 @@
 -- Gives why_too_many(num_samples, config), of the decoded config in force: a sentence for people, or
 --       nil where the group may have so many.
 
-local MAX_SAMPLES = 1024  -- of a run whose config was stored before the setting
-
 local function why_too_many(num_samples, config)
-  local most = config.max_samples or MAX_SAMPLES
+  local most = config.max_samples
   if num_samples > most then
     return string.format('num_samples=%.0f is above max_samples=%.0f of the run: use fewer samples, '
       .. 'or revise max_samples', num_samples, most)

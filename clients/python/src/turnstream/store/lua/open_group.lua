@@ -293,7 +293,7 @@ for i = 5, #ARGV do
   ids[#ids + 1] = ARGV[i]
 end
 local entries = read_sliced('HMGET', KEYS[4], ids)
-local lease_ms = math.floor((config.lease_s or 60) * 1000)
+local lease_ms = math.floor(config.lease_s * 1000)
 local ends_ms = string.format('%.0f', lease_end(now_ms, lease_ms))
 local replies = {}
 local opened = {}

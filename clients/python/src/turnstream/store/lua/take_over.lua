@@ -43,7 +43,7 @@ if state ~= 'open' and state ~= 'evaluating' then
 end
 
 local config = cjson.decode(redis.call('HGET', CONFIG, newest))
-local lease_ms = math.floor((config.lease_s or 60) * 1000)
+local lease_ms = math.floor(config.lease_s * 1000)
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 local ends_ms = lease_end(now_ms, lease_ms)
