@@ -86,8 +86,12 @@ async def test_publisher_opens_no_group_of_an_older_run(
 ) -> None:
     before = dump(client)
 
-    with Publisher(server.url, RUN) as publisher, pytest.raises(UnknownFormatError, match=SAID):
-        publisher.publish(group("g4")).result(30)
+    with (
+        Publisher(server.url, RUN) as publisher,
+        pytest.raises(UnknownFormatError, match=SAID),
+        publisher.group("g4", num_samples=1),
+    ):
+        pytest.fail("the group was opened")
     async with AsyncPublisher(server.url, RUN) as publisher:
         with pytest.raises(UnknownFormatError, match=SAID):
             await (await publisher.publish(group("g4"))).result(30)
