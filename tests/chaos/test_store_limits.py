@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from harness.archives import archive_is_what_was_trained
 from harness.health import ask_health
@@ -22,7 +23,6 @@ from harness.sleepers import asleep
 from harness.stored import lost_with
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import WaitKind
-from turnstream_server.batcher.health import Health
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.reasons import ReasonKind, reasons
 from turnstream_server.bus.waits import read_snapshot
@@ -132,20 +132,20 @@ def test_a_full_disk_refuses_writes_before_they_are_acknowledged(
     rig.start_batcher()
     rig.start_generator("before", groups=4)
     rig.wait_for_lines("done")
-    _wait_for_health(rig, Health.SERVING)
+    _wait_for_health(rig, HealthCheckResponse.SERVING)
     _fill(small_disk)
     held = rig.start_generator("held", groups=16)
     rig.wait(lambda: _num_refused(rig, "MISCONF") > 2, "refused writes")
     rig.wait_for_lines("opening", 4 + 1)  # of the producer that is to be held up
     counts = rig.counts()
     refuses = "the store refuses writes: its last write to the disk failed"
-    _wait_for_health(rig, Health.NOT_SERVING, refuses)
+    _wait_for_health(rig, HealthCheckResponse.NOT_SERVING, refuses)
     first = reasons(read_snapshot(rig.client, rig.run))[0]
     assert rig.counts() == counts
 
     (small_disk / "filler").unlink()
     rig.join(held)
-    _wait_for_health(rig, Health.SERVING)
+    _wait_for_health(rig, HealthCheckResponse.SERVING)
 
     assert (first.kind, first.facts) == (
         ReasonKind.STORE_REFUSES_WRITES,
@@ -168,12 +168,12 @@ def test_a_full_disk_under_fsync_ends_the_server_and_loses_nothing(
     rig.wait_for_lines("sealed", 4)
     _fill(small_disk)
     rig.wait(lambda: not rig.server.is_running, "the end of the server")
-    _wait_for_health(rig, Health.NOT_SERVING, "the store cannot be reached")
+    _wait_for_health(rig, HealthCheckResponse.NOT_SERVING, "the store cannot be reached")
 
     assert lost_with(small_disk, rig.history(), run=rig.run, binary=None) == []
     (small_disk / "filler").unlink()
     rig.server.restart()
-    _wait_for_health(rig, Health.SERVING)
+    _wait_for_health(rig, HealthCheckResponse.SERVING)
 
     rig.drain()
 
@@ -216,13 +216,13 @@ def _told_of_release(rig: Rig) -> str:
     return read_snapshot(rig.client, rig.run).release_trouble
 
 
-def _wait_for_health(rig: Rig, state: Health, trouble: str = "") -> None:
+def _wait_for_health(rig: Rig, state: int, trouble: str = "") -> None:
     """Until the batcher says so, and why."""
     rig.wait(
         lambda: (
-            (told := ask_health(rig.address())).state is state and told.trouble.startswith(trouble)
+            (told := ask_health(rig.address())).state == state and told.trouble.startswith(trouble)
         ),
-        f"a batcher that is {state.name}",
+        f"a batcher whose health is {HealthCheckResponse.ServingStatus.Name(state)}",
     )
 
 

@@ -90,7 +90,7 @@ def _declared(project: str) -> set[str]:
 
 
 def _import_name(distribution: str) -> str:
-    names = {"grpcio": "grpc", "protobuf": "google"}
+    names = {"grpcio": "grpc", "grpcio-health-checking": "grpc_health", "protobuf": "google"}
     return names.get(distribution, distribution).replace("-", "_")
 
 

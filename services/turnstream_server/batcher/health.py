@@ -1,27 +1,23 @@
 """Health by the standard protocol of gRPC, `grpc.health.v1`: red while the store takes no writes.
 
-A balancer or a person asks with any tool that speaks it, such as `grpc_health_probe`. The protocol
-has no place for a reason: that is in the trailing metadata of a Check, and in the log.
+The protocol has no field for a reason. The trailing metadata of a Check and the log carry it.
 
-A store whose memory is full stays green, since what makes room is not refused: the metadata of a
-Check says then how full it is, and what holds the bytes.
+A store with full memory stays green, because it still accepts the calls that free memory. The
+metadata of a Check then names the bytes in use and their holders.
 
-Red says that nothing new is acknowledged. What is planned may still be served, and to start the
-batcher again would mend nothing.
+Red means that nothing new is acknowledged. Planned batches may still be served, and a restart of
+the batcher does not help.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from enum import IntEnum
 from typing import Any, Final
 
-import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
-from google.protobuf.wrappers_pb2 import Int32Value, StringValue
+from grpc_health.v1 import health
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from turnstream.errors import TurnstreamError
 from turnstream.store import keys
@@ -34,89 +30,86 @@ from turnstream_server.bus.health import SECTIONS, store_note, store_trouble
 
 logger = logging.getLogger(__name__)
 
-HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 TROUBLE: Final = "turnstream-trouble"
 """Name of the trailing metadata that says why a Check is red."""
 NOTE: Final = "turnstream-note"
 """Name of the trailing metadata that says that the store is full."""
 
 _EVERY_S: Final = 1.0
-_PATIENCE_S: Final = 3.0
-"""A store that has not answered for so long takes no writes."""
+_SILENT_AFTER_S: Final = 3.0
+"""A store that has not answered within this time counts as one that refuses writes."""
 
 
-class Health(IntEnum):
-    """`ServingStatus` of the protocol."""
-
-    SERVING = 1
-    NOT_SERVING = 2
-    SERVICE_UNKNOWN = 3
-
-
-class StoreWatch:
-    """Asks the store again and again whether it takes writes.
+class StoreHealth(health.aio.HealthServicer):  # pyright: ignore[reportAttributeAccessIssue]
+    """The health servicer of a batcher; it reads the state of the store every second.
 
     Args:
         url: of the store.
-
-    Attributes:
-        trouble: why not; empty where it does.
-        note: the memory of the store is full, and what holds it; empty while it is not.
-        is_over: nothing changes any more: this replica stops.
+        service: name that callers may ask for, in addition to the empty name of the server.
     """
 
-    def __init__(self, url: str) -> None:
-        self.trouble = ""
-        self.note = ""
-        self.is_over = False
+    def __init__(self, url: str, service: str) -> None:
+        super().__init__()
+        self._services = ("", service)
+        self._trouble = ""
+        self._note = ""
         self._client = connect_async(url, num_retries=0)
-        self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Ask once, and from now on."""
-        await self._look()
-        self._task = asyncio.create_task(self._look_for_ever(), name="health of the store")
-
-    async def wait_for_other(self, trouble: str) -> None:
-        """Until there is another trouble than this, or none any more, or this replica stops."""
-        while self.trouble == trouble and not self.is_over:
-            await self._changed.wait()
-
-    def dismiss(self) -> None:
-        """Say that this replica stops, to whoever watches it."""
-        self.is_over = True
-        self._tell("this replica stops")
+        """Read the state once, then keep reading it in a task."""
+        await self._publish(await self._read())
+        self._task = asyncio.create_task(self._keep_reading(), name="health of the store")
 
     async def close(self) -> None:
-        """Ask no more."""
+        """Stop reading."""
         if self._task is not None:
             await cancel_all([self._task])
         await self._client.aclose()
 
-    async def _look_for_ever(self) -> None:
-        while not self.is_over:
-            await asyncio.sleep(_EVERY_S)
-            await self._look()
+    async def Check(  # noqa: N802 - name of the protocol
+        self, request: HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> HealthCheckResponse:
+        """Return the state, with its reason in the trailing metadata."""
+        texts = ((TROUBLE, self._trouble), (NOTE, self._note))
+        context.set_trailing_metadata(
+            tuple((name, _printable(text)) for name, text in texts if text)
+        )
+        return await super().Check(request, context)
 
-    async def _look(self) -> None:
-        silent = f"the store has not answered for {_PATIENCE_S:.0f} s"
+    async def _keep_reading(self) -> None:
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            trouble = await self._read()
+            if trouble == self._trouble:
+                continue
+            if trouble:
+                logger.warning("not serving: %s", trouble)
+            else:
+                logger.info("serving again")
+            await self._publish(trouble)
+
+    async def _publish(self, trouble: str) -> None:
+        self._trouble = trouble
+        states = HealthCheckResponse.ServingStatus
+        for service in self._services:
+            await self.set(service, states.NOT_SERVING if trouble else states.SERVING)
+
+    async def _read(self) -> str:
+        """Return why the store takes no writes; empty where it takes them."""
+        silent = f"the store has not answered for {_SILENT_AFTER_S:.0f} s"
         try:
-            trouble = await first_of(self._ask(), asyncio.sleep(_PATIENCE_S, silent))
+            return await first_of(self._ask(), asyncio.sleep(_SILENT_AFTER_S, silent))
         except TurnstreamError as error:
-            trouble = str(error)
-        if self.is_over or trouble == self.trouble:
-            return
-        if trouble:
-            logger.warning("not serving: %s", trouble)
-        else:
-            logger.info("serving again")
-        self._tell(trouble)
+            return str(error)
 
     async def _ask(self) -> str:
         with translating():
             facts: Any = await self._client.info(*SECTIONS)
-        self._note(store_note(facts, await self._held() if store_note(facts, ()) else ()))
+        note = store_note(facts, await self._held() if store_note(facts, ()) else ())
+        if note and not self._note:
+            logger.warning("%s", note)
+        self._note = note
         return store_trouble(facts)
 
     async def _held(self) -> list[HeldBytes]:
@@ -126,88 +119,9 @@ class StoreWatch:
         runs = [keys.decode_name(name.decode()) for name in names]
         return [await read_held_async(self._client, run) for run in runs]
 
-    def _note(self, note: str) -> None:
-        if note and not self.note:
-            logger.warning("%s", note)
-        self.note = note
-
-    def _tell(self, trouble: str) -> None:
-        self.trouble = trouble
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-
-class HealthServicer:
-    """The two calls of the protocol.
-
-    Args:
-        store: whose state is ours.
-        services: names that may be asked for, beside the empty one, which stands for all.
-    """
-
-    def __init__(self, store: StoreWatch, services: tuple[str, ...]) -> None:
-        self._store = store
-        self._services = ("", *services)
-
-    async def check(self, data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        """The state now."""
-        request = await _parsed(data, context)
-        if request.value not in self._services:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.value!r}")
-        said = ((TROUBLE, self._store.trouble), (NOTE, self._store.note))
-        context.set_trailing_metadata(
-            tuple((name, _printable(text)) for name, text in said if text)
-        )
-        return Int32Value(value=self._state())
-
-    async def watch(
-        self, data: bytes, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[Any]:
-        """The state now, and whenever it is another, until the caller or this replica leaves."""
-        request = await _parsed(data, context)
-        is_known = request.value in self._services
-        told: Health | None = None
-        while True:
-            trouble, is_over = self._store.trouble, self._store.is_over
-            state = self._state() if is_known else Health.SERVICE_UNKNOWN
-            if state is not told:
-                told = state
-                yield Int32Value(value=state)
-            if is_over:
-                return
-            await self._store.wait_for_other(trouble)
-
-    def _state(self) -> Health:
-        return Health.NOT_SERVING if self._store.trouble else Health.SERVING
-
-
-def health_handlers(servicer: HealthServicer) -> grpc.GenericRpcHandler:
-    """The servicer as gRPC calls it.
-
-    The two messages of the protocol have one field each, with the number and the type of those of
-    protobuf's wrappers: `HealthCheckRequest` is a StringValue on the wire, `HealthCheckResponse` an
-    Int32Value.
-    """
-    words: dict[str, Any] = {"response_serializer": Int32Value.SerializeToString}
-    calls = {
-        "Check": grpc.unary_unary_rpc_method_handler(servicer.check, **words),
-        "Watch": grpc.unary_stream_rpc_method_handler(servicer.watch, **words),
-    }
-    return grpc.method_handlers_generic_handler(HEALTH_SERVICE, calls)
-
-
-async def _parsed(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> StringValue:
-    """Return the request in these bytes; abort the call where they are none."""
-    try:
-        return StringValue.FromString(data)
-    except DecodeError as error:
-        details = f"{len(data)} bytes are no HealthCheckRequest: {error}"
-        logger.info("a health check of %s is refused: %s", context.peer(), details)
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, details)
-
 
 def _printable(text: str) -> str:
-    r"""What metadata may carry: printable ASCII.
+    r"""Return the printable ASCII of a text, the only content that metadata may carry.
 
     >>> _printable("Größe\n0")
     'Gr??e 0'

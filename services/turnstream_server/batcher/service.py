@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Final
 
 import grpc.aio
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from turnstream.errors import InvalidConfigError
 from turnstream.store.connection import connect_async
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.calls import handlers
 from turnstream_server.batcher.finder import RunFinder
-from turnstream_server.batcher.health import HealthServicer, StoreWatch, health_handlers
+from turnstream_server.batcher.health import StoreHealth
 from turnstream_server.batcher.leader import Hook, no_hook
 from turnstream_server.batcher.lookout import Lookout
 from turnstream_server.batcher.options import BatcherOptions
@@ -110,13 +111,13 @@ async def serving(options: BatcherOptions, *, before_write: Hook = no_hook) -> A
         finder = RunFinder(options.redis_url, runs.take_part)
         stack.push_async_callback(finder.close)
         await finder.start()
-        health = StoreWatch(options.redis_url)
+        health = StoreHealth(options.redis_url, SERVICE)
         stack.push_async_callback(health.close)
         await health.start()
         servicer = BatchesServicer(client, runs.find, assembler, wait_max_s=options.get_wait_max_s)
         server = grpc.aio.server(options=_SERVER_OPTIONS)
-        health_calls = health_handlers(HealthServicer(health, (SERVICE,)))
-        server.add_generic_rpc_handlers((handlers(servicer), health_calls))
+        server.add_generic_rpc_handlers((handlers(servicer),))
+        add_HealthServicer_to_server(health, server)
         address = _bind(server, options.listen)
         await server.start()
         stack.push_async_callback(_stop, server, servicer, runs, health, options.shutdown_grace_s)
@@ -131,11 +132,11 @@ async def _stop(
     server: grpc.aio.Server,
     servicer: BatchesServicer,
     runs: RunRegistry,
-    health: StoreWatch,
+    health: StoreHealth,
     grace_s: float,
 ) -> None:
     """Let transfers in progress end; whoever waits for a batch is sent away at once."""
-    health.dismiss()
+    await health.enter_graceful_shutdown()
     runs.dismiss()
     await server.stop(grace_s)
     await servicer.close()

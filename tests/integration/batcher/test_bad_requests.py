@@ -181,24 +181,6 @@ async def test_unknown_method_is_refused(house, caplog):
     check_log(caplog)
 
 
-async def test_garbage_health_checks_are_refused_with_one_log_line(house, caplog):
-    replica = await house.start_batcher()
-    caplog.set_level(logging.INFO)
-    caplog.clear()
-
-    async with grpc.aio.insecure_channel(replica.address) as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as checked:
-            await channel.unary_unary("/grpc.health.v1.Health/Check")(b"\xff\xff", timeout=30)
-        check_log(caplog)
-        watch = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"\xff\xff", timeout=30)
-        with pytest.raises(grpc.aio.AioRpcError) as watched:
-            _ = [state async for state in watch]
-        check_log(caplog)
-
-    codes = {checked.value.code(), watched.value.code()}
-    assert codes == {grpc.StatusCode.INVALID_ARGUMENT}
-
-
 async def test_cancelled_transfer_leaves_one_log_line(house, caplog):
     # A client that left in the middle of a transfer left a traceback of ten lines.
     run = house.create_run(batch_groups=1)

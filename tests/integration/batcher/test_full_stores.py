@@ -11,7 +11,8 @@ import grpc
 import grpc.aio
 import pytest
 import redis
-from google.protobuf.wrappers_pb2 import Int32Value, StringValue
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
 from rich.console import Console
 
 from turnstream.errors import NotReadyError, StoreFullError, StoreUnavailableError, TurnstreamError
@@ -20,7 +21,7 @@ from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.tasks import Prompt, add_prompts
 from turnstream.testing import ids
-from turnstream_server.batcher.health import HEALTH_SERVICE, NOTE, Health
+from turnstream_server.batcher.health import NOTE
 from turnstream_server.jobs.ledger import ledger_json, print_ledger
 from turnstream_server.jobs.why import reasons_json
 
@@ -191,21 +192,17 @@ async def test_batcher_of_full_store_says_full(
 
     assert told.reasons[0].kind == "store_full"
     assert says_full(told.reasons[0].sentence)
-    assert state is Health.SERVING
+    assert state == HealthCheckResponse.SERVING
     assert says_full(note)
 
 
-async def _check(address: str) -> tuple[Health, str]:
-    """The state, and the note of a Check; asked until there is one."""
+async def _check(address: str) -> tuple[int, str]:
+    """Return the state and the note of the first Check that has one."""
     async with grpc.aio.insecure_channel(address) as channel:
-        make = channel.unary_unary(
-            f"/{HEALTH_SERVICE}/Check",
-            request_serializer=StringValue.SerializeToString,
-            response_deserializer=Int32Value.FromString,
-        )
+        stub: Any = HealthStub(channel)
         for _ in range(600):
-            call = make(StringValue(value=""), timeout=60)
-            state = Health((await call).value)
+            call = stub.Check(HealthCheckRequest(), timeout=60)
+            state = (await call).status
             note = str(dict(await call.trailing_metadata()).get(NOTE, ""))
             if note:
                 return state, note

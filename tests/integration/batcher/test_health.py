@@ -1,16 +1,20 @@
-"""Health by the protocol of gRPC: what a balancer or a probe is told."""
+"""Health by the protocol of gRPC, as a balancer or a probe reads it."""
 
 import asyncio
 
 import grpc
 import grpc.aio
 import pytest
-from google.protobuf.wrappers_pb2 import Int32Value, StringValue
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from turnstream_server.batcher.health import HEALTH_SERVICE, TROUBLE, Health
+from turnstream_server.batcher.health import TROUBLE
 from turnstream_server.batcher.servicer import SERVICE
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+SERVING = HealthCheckResponse.SERVING
+NOT_SERVING = HealthCheckResponse.NOT_SERVING
 
 
 @pytest.fixture
@@ -19,67 +23,55 @@ async def replica(house):
 
 
 @pytest.fixture
-async def channel(replica):
+async def stub(replica):
     async with grpc.aio.insecure_channel(replica.address) as channel:
-        yield channel
+        yield HealthStub(channel)
 
 
-def calls(channel, name):
-    make = channel.unary_unary if name == "Check" else channel.unary_stream
-    return make(
-        f"/{HEALTH_SERVICE}/{name}",
-        request_serializer=StringValue.SerializeToString,
-        response_deserializer=Int32Value.FromString,
-    )
-
-
-async def check(channel, service=""):
-    """The state, and why it is red."""
-    call = calls(channel, "Check")(StringValue(value=service), timeout=60)
-    state = Health((await call).value)
+async def check(stub, service=""):
+    """Return the state, and why it is red."""
+    call = stub.Check(HealthCheckRequest(service=service), timeout=60)
+    state = (await call).status
     return state, dict(await call.trailing_metadata()).get(TROUBLE, "")
 
 
 async def next_state(stream):
-    return Health((await asyncio.wait_for(stream.read(), 60)).value)
+    return (await asyncio.wait_for(stream.read(), 60)).status
 
 
 @pytest.mark.parametrize("service", ["", SERVICE])
-async def test_a_batcher_whose_store_takes_writes_serves(channel, service):
-    assert await check(channel, service) == (Health.SERVING, "")
+async def test_a_batcher_whose_store_takes_writes_serves(stub, service):
+    assert await check(stub, service) == (SERVING, "")
 
 
-async def test_a_service_that_is_not_here_is_not_found(channel):
+async def test_a_service_that_is_not_here_is_not_found(stub):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await check(channel, "other")
+        await check(stub, "other")
 
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_store_that_is_gone_is_told_with_its_reason_until_it_is_back(server, channel):
-    stream = calls(channel, "Watch")(StringValue(value=SERVICE), timeout=60)
+async def test_a_store_that_is_gone_is_told_with_its_reason_until_it_is_back(server, stub):
+    stream = stub.Watch(HealthCheckRequest(service=SERVICE), timeout=60)
     before = await next_state(stream)
 
     await asyncio.to_thread(server.kill)
     during = await next_state(stream)
-    state, trouble = await check(channel)
+    state, trouble = await check(stub)
     await asyncio.to_thread(server.restart)
 
-    assert before is Health.SERVING
-    assert during is state is Health.NOT_SERVING
+    assert before == SERVING
+    assert during == state == NOT_SERVING
     assert trouble.startswith("the store cannot be reached")
-    assert await next_state(stream) is Health.SERVING
-    assert await check(channel) == (Health.SERVING, "")
+    assert await next_state(stream) == SERVING
+    assert await check(stub) == (SERVING, "")
 
 
-async def test_whoever_watches_is_told_that_the_replica_stops(replica, channel):
-    known = calls(channel, "Watch")(StringValue(), timeout=60)
-    unknown = calls(channel, "Watch")(StringValue(value="other"), timeout=60)
-    before = [await next_state(stream) for stream in (known, unknown)]
+async def test_watch_turns_red_when_the_replica_stops(replica, stub):
+    stream = stub.Watch(HealthCheckRequest(), timeout=60)
+    before = await next_state(stream)
 
-    await replica.stop()
+    stopped = asyncio.create_task(replica.stop())
 
-    assert before == [Health.SERVING, Health.SERVICE_UNKNOWN]
-    assert await next_state(known) is Health.NOT_SERVING
-    ends = [await stream.read() for stream in (known, unknown)]
-    assert not any(isinstance(end, Int32Value) for end in ends)
+    assert (before, await next_state(stream)) == (SERVING, NOT_SERVING)
+    await stopped
