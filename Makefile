@@ -68,11 +68,11 @@ simulate: $(STAMP) ## lives of a run from seeds, on the real scripts in memory; 
 	  $(if $(SEED),--seed $(SEED)) $(if $(PROCESSES),--processes $(PROCESSES))
 
 chaos: $(STAMP) ## random faults over a running stack; SECONDS=1800 SEED= DURABILITY= JSON=FILE
-	PYTHONPATH=tests/chaos $(BIN)/python -m harness.soak --seconds $(SECONDS) \
+	PYTHONPATH=tests:tests/chaos $(BIN)/python -m harness.soak --seconds $(SECONDS) \
 	  $(if $(SEED),--seed $(SEED)) $(if $(DURABILITY),--durability $(DURABILITY)) $(if $(JSON),--json "$(JSON)")
 
 fuzz: $(STAMP) ## damage stored bytes and requests at random over a batcher and a store; CASES=2000 SEED=
-	PYTHONPATH=tests/chaos $(BIN)/python -m fuzz --cases $(CASES) $(if $(SEED),--seed $(SEED))
+	PYTHONPATH=tests:tests/chaos $(BIN)/python -m fuzz --cases $(CASES) $(if $(SEED),--seed $(SEED))
 
 proto: $(PROTO_STAMP) ## compile proto/ with the pinned compiler
 	$(PROTO_VENV)/bin/python tools/generate_wire.py

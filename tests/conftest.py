@@ -21,11 +21,11 @@ import pytest
 import redis
 from hypothesis import Phase, settings
 
+from testkit import wait_until
 from turnstream.batching.config import BatchingConfig
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.runs import create_run
-from turnstream.testing import wait_until
 from turnstream_server.embedded import EmbeddedServer, EmbeddedServerError, find_binary
 
 # Examples differ from run to run at a desk, where a new failure is welcome, and never on CI.

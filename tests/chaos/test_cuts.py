@@ -23,9 +23,9 @@ from harness.forging import Lines, change, every_share, right_history
 from harness.history import History, Line
 from harness.machine import Machine
 from harness.rig import Rig
+from testkit import ids
 from turnstream.errors import StoreBehindError
 from turnstream.generator import Publisher, RewardOutcome
-from turnstream.testing import ids
 
 LOST = "g0/0/0"
 OPENING = ("opening", "opened")

@@ -10,9 +10,9 @@ import pytest
 
 from fuzz.campaign import CHUNK, Campaign
 from fuzz.damage import Damage, damaged, damaged_message, is_framed
+from testkit import sealed
 from turnstream.errors import UnknownFormatError
 from turnstream.records.events import decode_event, encode_event
-from turnstream.testing import sealed
 
 pytestmark = pytest.mark.timeout(240)
 

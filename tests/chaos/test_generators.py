@@ -11,6 +11,7 @@ import pytest
 from harness.episodes import episode
 from harness.proxy import Proxy
 from harness.rig import Rig, config
+from testkit import ids, sealed, shape, stored_turn
 from turnstream.errors import ConflictError, InvalidTurnError, TurnGapError
 from turnstream.generator import Publisher
 from turnstream.generator.publisher import TrajectoryWriter
@@ -18,7 +19,6 @@ from turnstream.records.events import encode_event
 from turnstream.records.turns import encode_turn
 from turnstream.store import keys
 from turnstream.store.scripts import Script, run_command
-from turnstream.testing import ids, sealed, shape, stored_turn
 from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey, TurnShape
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -12,9 +12,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from harness.proxy import Proxy
+from testkit import wait_until
 from turnstream.store.connection import connect
 from turnstream.store.limits import ending_within
-from turnstream.testing import wait_until
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis

@@ -18,10 +18,10 @@ import pytest
 from harness.proxy import Proxy
 from harness.repeater import Outcome, Repeated, Repeater
 from harness.rig import PATIENCE_S, Rig, config
+from testkit import ids
 from turnstream.generator import Publisher, RewardOutcome
 from turnstream.store import keys
 from turnstream.store.scripts import Script
-from turnstream.testing import ids
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream.worker import ObserverStream
 from turnstream_server.embedded import EmbeddedServer

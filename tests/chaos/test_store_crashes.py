@@ -15,9 +15,9 @@ from harness.machine import Machine
 from harness.rig import ENDLESS, PATIENCE_S, Rig, config
 from harness.sleepers import asleep
 from harness.stored import lost_with
+from testkit import ids
 from turnstream.errors import StoreBehindError
 from turnstream.generator import Publisher
-from turnstream.testing import ids
 from turnstream_server.embedded import find_binary
 from turnstream_server.jobs.stack import Service
 

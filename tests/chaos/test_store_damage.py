@@ -11,10 +11,10 @@ import pytest
 from harness.episodes import episode
 from harness.rig import CONFIG, PATIENCE_S, Rig
 from harness.sleepers import asleep
+from testkit import ids
 from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.runs import create_run
-from turnstream.testing import ids
 
 pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(600)]
 

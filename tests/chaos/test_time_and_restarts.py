@@ -10,9 +10,9 @@ import pytest
 
 from harness.machine import Machine
 from harness.rig import ENDLESS, Rig, config
+from testkit import group, ids
 from turnstream.generator import Publisher, RewardOutcome, post_reward
 from turnstream.store import keys
-from turnstream.testing import group, ids
 from turnstream.types import TrajectoryKey
 from turnstream.worker import ObserverStream
 

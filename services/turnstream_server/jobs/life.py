@@ -145,8 +145,8 @@ def resume(url: str, run: str) -> str:
 def with_settings(config: BatchingConfig, settings: Sequence[str]) -> BatchingConfig:
     """The config with other values, given as text.
 
-    >>> from turnstream.testing import config
-    >>> with_settings(config(2), ["max_staleness=3", "estimator=rloo"]).estimator
+    >>> config = BatchingConfig(batch_groups=2, mini_batch_groups=2)
+    >>> with_settings(config, ["max_staleness=3", "estimator=rloo"]).estimator
     'rloo'
 
     Raises:

@@ -31,6 +31,7 @@ from fuzz.runs import (
     wrong_rows,
 )
 from fuzz.stored import EVENTS, KINDS, LEDGER, PLAN, TURNS, Spot, damage_run
+from testkit import wait_until
 from turnstream.errors import (
     BatcherUnavailableError,
     FencedError,
@@ -40,7 +41,6 @@ from turnstream.errors import (
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.runs import close_run
-from turnstream.testing import wait_until
 from turnstream_server.bus.deletion import delete_run
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.embedded import EmbeddedServer

@@ -10,7 +10,7 @@ from typing import Any
 
 import redis
 
-from turnstream import testing
+import testkit
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import TurnstreamError
 from turnstream.generator import Publisher
@@ -97,9 +97,9 @@ def _group(group_id: str, rng: random.Random) -> tuple[Group, dict[str, Row]]:
     for sample in range(GROUP_SIZE):
         turns, letters = _turns(rng)
         reward = float(sample) + rng.randrange(100) / 4
-        members.append(testing.trajectory(*turns, sample=sample, reward=reward))
+        members.append(testkit.trajectory(*turns, sample=sample, reward=reward))
         rows[f"{group_id}/{sample}/0"] = Row(letters=letters, reward=reward)
-    return testing.group(group_id, *members), rows
+    return testkit.group(group_id, *members), rows
 
 
 def _turns(rng: random.Random) -> tuple[list[Turn], str]:
@@ -108,7 +108,7 @@ def _turns(rng: random.Random) -> tuple[list[Turn], str]:
     turns = []
     for observed in (_word(rng, 0, 3), ""):
         response = _word(rng, 1, 5).upper()
-        turns.append(testing.turn(letters, response, logprobs=-0.5, version=0))
+        turns.append(testkit.turn(letters, response, logprobs=-0.5, version=0))
         letters += response + observed
     return turns, letters
 
@@ -170,7 +170,7 @@ def train(
 
 def _rows_of(mini_batch: Any) -> list[tuple[str, Row]]:
     rows = mini_batch.rows
-    found = zip(rows.trajectory_id, testing.spell(rows), rows.reward, rows.is_padding, strict=True)
+    found = zip(rows.trajectory_id, testkit.spell(rows), rows.reward, rows.is_padding, strict=True)
     return [
         (str(name), Row(letters=letters, reward=float(reward)))
         for name, letters, reward, is_padding in found

@@ -15,11 +15,11 @@ import redis
 
 from harness.rig import config
 from harness.running import Stack
+from testkit import ids
 from turnstream.batching.config import BatchingConfig
 from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.runs import close_run, create_run
-from turnstream.testing import ids
 from turnstream_server.bus.deletion import delete_run
 from turnstream_server.bus.frontier import Frontier, read_frontier
 from turnstream_server.bus.ledger import read_ledger

@@ -20,11 +20,11 @@ from harness.history import History, Line, Logs
 from harness.leaders import read_plans
 from harness.proxy import own_host
 from harness.stored import content_of
+from testkit import wait_until
 from turnstream.batching.config import BatchingConfig
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.runs import close_run, create_run
-from turnstream.testing import wait_until
 from turnstream.types import RecoveryToken
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.ledger import LedgerCounts, read_ledger
@@ -224,7 +224,8 @@ class Rig:
         return self.keep(self._stack({}).start_program(name, command))
 
     def _stack(self, environment: Mapping[str, str]) -> Stack:
-        path = os.pathsep.join(filter(None, (str(_FOLDER), os.environ.get("PYTHONPATH"))))
+        folders = (str(_FOLDER), str(_FOLDER.parent), os.environ.get("PYTHONPATH"))
+        path = os.pathsep.join(filter(None, folders))
         common = {**store_environment(self.store_url), "PYTHONPATH": path, **self.environment}
         kind = _NewerStack if self.is_newer else Stack
         self._stacks.append(kind(self.folder, {**common, **environment}))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness.rig import PATIENCE_S
-from turnstream.testing import wait_until
+from testkit import wait_until
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from turnstream.testing import wait_until
+from testkit import wait_until
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import Job

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import turnstream
+from testkit import wait_until
 from turnstream.store.connection import connect
-from turnstream.testing import wait_until
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import Job

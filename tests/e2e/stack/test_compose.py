@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from turnstream.testing import wait_until
+from testkit import wait_until
 from turnstream_server.embedded import find_binary, free_port
 
 REPOSITORY = Path(__file__).parents[3]

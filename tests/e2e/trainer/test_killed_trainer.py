@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import redis
 
+from testkit import wait_until
 from turnstream.batching.config import BatchingConfig
 from turnstream.generator import Publisher
 from turnstream.store.connection import connect
 from turnstream.store.runs import create_run
-from turnstream.testing import wait_until
 from turnstream.types import Group, Trajectory, Turn, VersionRun
 from turnstream_server.bus.ledger import read_ledger
 from turnstream_server.embedded import EmbeddedServer

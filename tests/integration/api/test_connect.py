@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import turnstream
+from testkit import ids
 from turnstream.errors import (
     ConflictError,
     InvalidConfigError,
@@ -14,7 +15,6 @@ from turnstream.errors import (
     StoreUnavailableError,
 )
 from turnstream.store import keys
-from turnstream.testing import ids
 from turnstream.types import TrajectoryState
 from turnstream_server.bus.deletion import delete_run
 from turnstream_server.bus.ledger import read_ledger

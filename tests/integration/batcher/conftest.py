@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from turnstream import testing
+import testkit
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import NotReadyError
 from turnstream.generator import Publisher
@@ -102,7 +102,7 @@ class Pulled(NamedTuple):
     @property
     def rows(self) -> list[str]:
         """Its rows in letters, inert ones included."""
-        return testing.spell(self.mini_batch.rows)
+        return testkit.spell(self.mini_batch.rows)
 
 
 class Trainer:
@@ -171,7 +171,7 @@ class Trainer:
                 await self.get(step, wait_s=0.1)
             return caught.value if re.search(words, str(caught.value)) else None
 
-        error = await testing.wait_until_async(ends, describe=f"to be told {words!r}")
+        error = await testkit.wait_until_async(ends, describe=f"to be told {words!r}")
         assert error is not None
         return error
 
@@ -238,7 +238,7 @@ class House:
         """A new run; `fields` replace those of its config."""
         name = f"run {next(_numbers)}"
         defaults = {"max_staleness": 1000, "max_planned_ahead": 1, **fields}
-        config: BatchingConfig = dataclasses.replace(testing.config(batch_groups), **defaults)
+        config: BatchingConfig = dataclasses.replace(testkit.config(batch_groups), **defaults)
         with connect(self.url) as client:
             create_run(client, name, config)
         return name
@@ -300,7 +300,7 @@ class House:
         record = encode_turn(stored)
         crc = int.from_bytes(record[-4:], "little")
         seal = encode_event(
-            testing.sealed(group_id, turns=[said or stored.shape], payload_crcs=[crc])
+            testkit.sealed(group_id, turns=[said or stored.shape], payload_crcs=[crc])
         )
         opened = encode_event(GroupOpened(group_id=group_id, prompt_uid="", num_samples=1))
         commands = [

@@ -4,8 +4,8 @@ import contextlib
 
 import pytest
 
+from testkit import group
 from turnstream.store.connection import connect_async
-from turnstream.testing import group
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.runs import RunView

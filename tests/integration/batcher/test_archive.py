@@ -8,9 +8,9 @@ import polars
 import pyarrow.parquet as pq
 import pytest
 
+from testkit import group, trajectory, turn, wait_until_async
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.testing import group, trajectory, turn, wait_until_async
 from turnstream_server.batcher.archive import archive_path, archive_step
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.frontier import read_frontier

@@ -4,6 +4,7 @@ from typing import Any, cast
 
 import pytest
 
+from testkit import group, wait_until_async
 from turnstream.errors import ConflictError, EndOfRunError, InvalidConfigError
 from turnstream.records.events import encode_event
 from turnstream.store import keys
@@ -12,7 +13,6 @@ from turnstream.store.credits import credit
 from turnstream.store.life import reopen_run
 from turnstream.store.runs import close_run
 from turnstream.store.scripts import Script, run_command
-from turnstream.testing import group, wait_until_async
 from turnstream.types import GroupOpened, Purpose, TrajectoryState
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.ledger import read_ledger

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from testkit import group, wait_until_async
 from turnstream.errors import CorruptRecordError, NotReadyError
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.testing import group, wait_until_async
 from turnstream.types import TrajectoryState
 from turnstream_server import cli
 from turnstream_server.batcher.upkeep import Upkeep

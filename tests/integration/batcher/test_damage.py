@@ -3,11 +3,11 @@ from typing import Any
 
 import pytest
 
+from testkit import group, stored_turn, trajectory, turn, wait_until_async
 from turnstream.errors import CorruptRecordError
 from turnstream.records.turns import encode_turn
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.testing import group, stored_turn, trajectory, turn, wait_until_async
 from turnstream.types import TrajectoryKey, TrajectoryState
 from turnstream_server.bus.ledger import read_ledger
 

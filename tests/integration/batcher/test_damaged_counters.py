@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from testkit import group, wait_until_async
 from turnstream.errors import CorruptRecordError
 from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.testing import group, wait_until_async
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.reasons import reasons
 from turnstream_server.bus.waits import read_snapshot

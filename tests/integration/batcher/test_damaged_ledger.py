@@ -14,13 +14,13 @@ import pytest
 import redis
 from rich.console import Console
 
+from testkit import group, ids, wait_until
 from turnstream.errors import CorruptRecordError, TurnstreamError
 from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.tasks import Prompt, add_prompts
 from turnstream.store.trajectory_names import keys_named
-from turnstream.testing import group, ids, wait_until
 from turnstream_server import cli
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.past import find_past_step, read_past_batch

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from testkit import group, wait_until_async
 from turnstream.errors import CorruptRecordError
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.testing import group, wait_until_async
 from turnstream_server.bus.reasons import Reason, ReasonKind, reasons
 from turnstream_server.bus.waits import read_snapshot
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from testkit import group, sealed, stored_turn, trajectory, turn, wait_until_async
 from turnstream.records.events import encode_event
 from turnstream.records.turns import encode_turn
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.scripts import Script, run_command
-from turnstream.testing import group, sealed, stored_turn, trajectory, turn, wait_until_async
 from turnstream.types import GroupOpened, TrajectoryKey, TrajectoryState
 from turnstream_server import cli
 from turnstream_server.batcher.upkeep import Upkeep

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from testkit import group, wait_until_async
 from turnstream.errors import NotReadyError
 from turnstream.generator import AsyncPublisher, Publisher, RewardOutcome
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.testing import group, wait_until_async
 from turnstream.types import TrajectoryKey, TrajectoryState
 from turnstream_server.bus.ledger import LedgerCounts, read_ledger
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from testkit import config, group, wait_until_async
 from turnstream.errors import FencedError, RunNotFoundError
 from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.runs import create_run, list_runs
-from turnstream.testing import config, group, wait_until_async
 from turnstream_server.bus.deletion import delete_run
 from turnstream_server.jobs.archives import archive_run
 

@@ -2,9 +2,9 @@ import asyncio
 
 import pytest
 
+from testkit import group
 from turnstream.errors import EndOfRunError
 from turnstream.generator import Publisher
-from turnstream.testing import group
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

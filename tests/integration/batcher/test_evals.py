@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from testkit import group, ids, trajectory, turn, wait_until_async
 from turnstream.errors import ConflictError, EndOfRunError, InvalidTurnError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.evals import eval_results
-from turnstream.testing import group, ids, trajectory, turn, wait_until_async
 from turnstream.types import EvalResult, Group, Purpose, TrajectoryState
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.ledger import LedgerCounts, read_ledger
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 GENERATOR = """
 import sys
 from turnstream.generator import Publisher
-from turnstream.testing import ids
+from testkit import ids
 
 url, run = sys.argv[1:]
 with Publisher(url, run) as publisher, publisher.group("e", 2, purpose="eval") as visit:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from testkit import group, wait_until_async
 from turnstream.errors import FencedError, StoreUnavailableError
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.testing import group, wait_until_async
 from turnstream_server.batcher import planner
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from turnstream import testing
+import testkit
+from testkit import group, wait_until_async
 from turnstream.errors import StoreUnavailableError
 from turnstream.store import keys
 from turnstream.store.life import reopen_run
 from turnstream.store.runs import close_run, create_run
-from turnstream.testing import group, wait_until_async
 from turnstream.types import RecoveryToken
 from turnstream_server.batcher import finder as search
 from turnstream_server.batcher.finder import RunFinder
@@ -87,7 +87,7 @@ async def counting(own_server, met) -> AsyncIterator[RunFinder]:
 
 def create(client: Any, *runs: str) -> None:
     for run in runs:
-        create_run(client, run, testing.config())
+        create_run(client, run, testkit.config())
 
 
 async def is_planned(client: Any, run: str) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from testkit import group, ids, wait_until_async
 from turnstream.errors import StoreBehindError
 from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.testing import group, ids, wait_until_async
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.embedded import EmbeddedServer
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from testkit import group, wait_until_async
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.testing import group, wait_until_async
 from turnstream.types import RecoveryToken
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.forks import fork_run

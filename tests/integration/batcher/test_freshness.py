@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from testkit import group, trajectory, turn, wait_until_async
 from turnstream.batching.denominators import check_share
 from turnstream.errors import EndOfRunError
 from turnstream.generator import Publisher
 from turnstream.records.events import decode_event
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.testing import group, trajectory, turn, wait_until_async
 from turnstream.types import Group, TrajectoryState, Turn, VersionAnnounced, VersionRun
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.frontier import read_frontier

@@ -15,12 +15,12 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from rich.console import Console
 
+from testkit import ids
 from turnstream.errors import NotReadyError, StoreFullError, StoreUnavailableError, TurnstreamError
 from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.tasks import Prompt, add_prompts
-from turnstream.testing import ids
 from turnstream_server.batcher.health import NOTE
 from turnstream_server.jobs.ledger import ledger_json, print_ledger
 from turnstream_server.jobs.why import reasons_json

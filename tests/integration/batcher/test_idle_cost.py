@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import redis
 
+from testkit import config, group, wait_until
 from turnstream.batching.config import BatchingConfig
 from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.runs import close_run, create_run
-from turnstream.testing import config, group, wait_until
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.embedded import EmbeddedServer
 

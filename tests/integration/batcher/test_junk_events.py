@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from testkit import group, wait_until_async
 from turnstream.records.framing import EVENT, write_frame
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.testing import group, wait_until_async
 from turnstream.wire.v1 import records_pb2 as wire
 from turnstream_server.bus.dead_letters import read_dead_letters
 

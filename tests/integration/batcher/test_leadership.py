@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from testkit import group, wait_until_async
 from turnstream.errors import FencedError
 from turnstream.store import keys
 from turnstream.store.connection import connect, connect_async
-from turnstream.testing import group, wait_until_async
 from turnstream_server.batcher import timekeeper
 from turnstream_server.batcher.renewal import RENEWALS_PER_LEASE, LeadershipKeeper
 from turnstream_server.batcher.upkeep import Upkeep

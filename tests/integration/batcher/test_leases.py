@@ -13,10 +13,10 @@ from typing import Any, cast
 
 import pytest
 
+from testkit import group, ids, wait_until_async
 from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.testing import group, ids, wait_until_async
 from turnstream.types import TrajectoryState
 from turnstream_server.batcher import timekeeper
 from turnstream_server.bus.ledger import LedgerCounts, read_ledger
@@ -41,7 +41,7 @@ GENERATOR = """
 import sys
 from turnstream.errors import TurnstreamError
 from turnstream.generator import Publisher, heartbeats
-from turnstream.testing import ids
+from testkit import ids
 
 url, run, name = sys.argv[1:4]
 heartbeats.BEATS_PER_LEASE = float(sys.argv[4])

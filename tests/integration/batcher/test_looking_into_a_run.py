@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from testkit import group, trajectory, turn, wait_until_async
 from turnstream.errors import NotReadyError
 from turnstream.generator import Publisher
 from turnstream.records.events import encode_event
@@ -15,7 +16,6 @@ from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.groups import group_size
 from turnstream.store.scripts import Script, run_command
-from turnstream.testing import group, trajectory, turn, wait_until_async
 from turnstream.types import DeclaredColumn, GroupOpened, Purpose, VersionRun
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.histories import TrajectoryNotFoundError

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from harness.proxy import Proxy
+from testkit import ids, wait_until_async
 from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.scripts import Script
-from turnstream.testing import ids, wait_until_async
 from turnstream.types import TrajectoryState
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.ledger import read_ledger

@@ -2,9 +2,9 @@
 
 import pytest
 
+from testkit import group
 from turnstream.store import keys
 from turnstream.store.connection import connect_async
-from turnstream.testing import group
 from turnstream_server.bus.observers import declare_observer
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]

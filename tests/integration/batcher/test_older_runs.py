@@ -18,13 +18,13 @@ import pytest
 import redis
 
 import turnstream
+from testkit import config, group, wait_until_async
 from turnstream.errors import UnknownFormatError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.records.configs import RUN_FORMAT
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.runs import create_run
-from turnstream.testing import config, group, wait_until_async
 from turnstream_server import cli
 from turnstream_server.embedded import EmbeddedServer
 

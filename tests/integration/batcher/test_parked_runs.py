@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from testkit import group, ids, wait_until_async
 from turnstream.errors import NotReadyError, RunNotFoundError, WaitKind
 from turnstream.generator import Publisher
 from turnstream.records.events import decode_event, encode_event
@@ -21,7 +22,6 @@ from turnstream.store.scripts import Script, run_command
 from turnstream.store.tasks import Prompt, add_prompts
 from turnstream.store.wait_reasons import reasons_of
 from turnstream.store.waits import read_waits
-from turnstream.testing import group, ids, wait_until_async
 from turnstream.types import DeadlineFired, Event, GroupOpened, Purpose, TrajectoryAbandoned
 from turnstream_server.batcher import parking
 from turnstream_server.batcher.finder import RunFinder

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
+from testkit import group, wait_until_async
 from turnstream.errors import NotReadyError, RunNotFoundError
 from turnstream.generator import Publisher
 from turnstream.store.connection import connect
 from turnstream.store.life import pause_run, resume_run
-from turnstream.testing import group, wait_until_async
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.reasons import ReasonKind, reasons
 from turnstream_server.bus.waits import read_snapshot

@@ -2,10 +2,10 @@ import asyncio
 
 import pytest
 
+from testkit import group, stored_turn, trajectory, turn
 from turnstream.batching.plan import Manifest
 from turnstream.generator import Publisher
 from turnstream.store.connection import connect
-from turnstream.testing import group, stored_turn, trajectory, turn
 from turnstream.types import TrajectoryState
 from turnstream_server.batcher import chain
 from turnstream_server.bus.frontier import read_frontier

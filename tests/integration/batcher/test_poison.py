@@ -14,13 +14,13 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from testkit import sealed, stored_turn
 from turnstream.records.events import encode_event
 from turnstream.records.framing import EVENT, TURN, write_frame
 from turnstream.records.turns import encode_turn
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.scripts import Script, run_command
-from turnstream.testing import sealed, stored_turn
 from turnstream.types import (
     GroupOpened,
     RunClosed,

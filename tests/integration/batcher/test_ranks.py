@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from testkit import group, wait_until_async
 from turnstream.errors import NotReadyError, StoreBehindError
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.testing import group, wait_until_async
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from testkit import group, sealed, stored_turn, wait_until_async
 from turnstream.records.events import encode_event
 from turnstream.records.framing import EVENT, write_frame
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.testing import group, sealed, stored_turn, wait_until_async
 from turnstream.types import ConfigRevised, GroupOpened, TurnShape
 from turnstream_server.bus.dead_letters import DeadLetters, read_dead_letters
 from turnstream_server.bus.reasons import reasons

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 
+from testkit import group, sealed, trajectory, turn, wait_until_async
 from turnstream.batching.plan import Manifest
 from turnstream.batching.readiness import RunFold
 from turnstream.errors import EndOfRunError
@@ -20,7 +21,6 @@ from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.runs import close_run
-from turnstream.testing import group, sealed, trajectory, turn, wait_until_async
 from turnstream.types import (
     BatchDue,
     ConfigRevised,

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from testkit import group, trajectory, wait_until_async
 from turnstream.errors import ReleasedError
 from turnstream.records.compact import compact_batch, decode_batch, encode_batch
 from turnstream.store import keys
 from turnstream.store.connection import connect, connect_async
-from turnstream.testing import group, trajectory, wait_until_async
 from turnstream.types import TrajectoryState
 from turnstream_server.batcher import releaser
 from turnstream_server.batcher.upkeep import Upkeep

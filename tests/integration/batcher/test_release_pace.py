@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from testkit import group, trajectory, wait_until_async
 from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.connection import connect_async
-from turnstream.testing import group, trajectory, wait_until_async
 from turnstream_server.batcher import releaser
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.budget import read_held_async

@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
+from testkit import group, wait_until_async
 from turnstream.errors import StoreUnavailableError, UnavailableError
-from turnstream.testing import group, wait_until_async
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from testkit import group, ids, wait_until_async
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.records.configs import encode_config
 from turnstream.records.events import decode_event, encode_event
@@ -13,7 +14,6 @@ from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.revisions import read_revisions, revise_config
 from turnstream.store.scripts import Script, run_command
-from turnstream.testing import group, ids, wait_until_async
 from turnstream.types import ConfigRevised, GroupOpened
 from turnstream_server.batcher.local import assemble_locally
 from turnstream_server.batcher.upkeep import Upkeep

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from turnstream import testing
+import testkit
 from turnstream.errors import NotReadyError
 from turnstream.store import keys
 from turnstream.store.configs import read_config_async
@@ -38,7 +38,7 @@ class SlowClient:
         async def are_there() -> bool:
             return len(self.waiting) >= count
 
-        await testing.wait_until_async(are_there, describe=f"{count} replies")
+        await testkit.wait_until_async(are_there, describe=f"{count} replies")
 
 
 @pytest.fixture
@@ -116,8 +116,8 @@ async def test_a_revision_that_the_store_has_lost_is_no_run_that_is_gone(house, 
 
 
 def _batch(run: str, *, step: int) -> PlannedBatch:
-    manifest = dataclasses.replace(testing.manifest(run=run), step=step)
-    return PlannedBatch(manifest=manifest, manifest_hash="ab", config=testing.config())
+    manifest = dataclasses.replace(testkit.manifest(run=run), step=step)
+    return PlannedBatch(manifest=manifest, manifest_hash="ab", config=testkit.config())
 
 
 @pytest.mark.parametrize("ends", ["close", "lose"])

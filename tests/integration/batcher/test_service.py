@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from testkit import group, wait_until
 from turnstream.errors import InvalidConfigError, StoreUnavailableError, UnavailableError
-from turnstream.testing import group, wait_until
 from turnstream_server.batcher import planner, servicer
 from turnstream_server.batcher.options import BatcherOptions
 from turnstream_server.batcher.service import run_batcher, serving

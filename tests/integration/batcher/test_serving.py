@@ -3,9 +3,9 @@ from collections import Counter
 
 import pytest
 
-from turnstream import testing
+import testkit
+from testkit import group, trajectory, turn
 from turnstream.batching.denominators import check_share
-from turnstream.testing import group, trajectory, turn
 from turnstream.types import Status
 from turnstream.worker.layouts import packed_to_torch
 from turnstream.worker.tensors import to_torch
@@ -255,7 +255,7 @@ async def test_a_step_can_be_fetched_again_as_long_as_nobody_began_a_new_session
     again = await trainer.get(1)
 
     assert again[0].header == first[0].header
-    testing.assert_same(again[0].mini_batch, first[0].mini_batch)
+    testkit.assert_same(again[0].mini_batch, first[0].mini_batch)
 
 
 def _lettered(group_id: str, *responses: str):

@@ -3,7 +3,8 @@ import logging
 
 import pytest
 
-from turnstream import testing
+import testkit
+from testkit import group
 from turnstream.errors import (
     ConflictError,
     FencedError,
@@ -15,7 +16,6 @@ from turnstream.records.configs import decode_config
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.runs import newest_version
-from turnstream.testing import group
 from turnstream_server.bus.frontier import Rollback, read_frontier
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
@@ -169,7 +169,7 @@ async def test_a_batch_that_was_stepped_and_not_committed_comes_again_as_it_was(
 
     assert reply.next_step == 1
     assert after[0].header.content_hash == before[0].header.content_hash
-    testing.assert_same(after[0].mini_batch, before[0].mini_batch)
+    testkit.assert_same(after[0].mini_batch, before[0].mini_batch)
 
 
 async def test_a_session_goes_on_after_the_checkpoint_whose_token_it_has(house):

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from testkit import group
 from turnstream.batching.decisions import GroupCut, GroupDropped, MemberDropped
 from turnstream.store import keys
 from turnstream.store.connection import connect_async
-from turnstream.testing import group
 from turnstream.types import TrajectoryKey, TrajectoryState
 from turnstream_server.batcher.dead_letters import DeadLetterWriter
 from turnstream_server.batcher.settling import Settler

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from testkit import group
 from turnstream.batching import minibatch
-from turnstream.testing import group
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

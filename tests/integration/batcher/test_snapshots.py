@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from testkit import group, wait_until_async
 from turnstream.batching.readiness import RunFold
 from turnstream.records.events import encode_event
 from turnstream.records.snapshots import PlannerSnapshot, encode_snapshot
 from turnstream.store import keys
 from turnstream.store.connection import connect, connect_async
 from turnstream.store.revisions import read_revisions, revise_config
-from turnstream.testing import group, wait_until_async
 from turnstream.types import BatchDue, ConfigRevised, GroupOpened
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.leader import Leader

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from turnstream.testing import group, wait_until
+from testkit import group, wait_until
 from turnstream_server.batcher.local import read_planned_batch
 from turnstream_server.batcher.payload import Payload, PayloadReader
 from turnstream_server.embedded import EmbeddedServer

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from testkit import group, trajectory, turn, wait_until_async
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.revisions import read_revisions, revise_config
-from turnstream.testing import group, trajectory, turn, wait_until_async
 from turnstream_server.batcher.chain import PAGE_MANIFESTS
 from turnstream_server.bus.events import PAGE_EVENTS
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from testkit import ids, wait_until_async
 from turnstream.errors import EndOfRunError
 from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.runs import close_run
 from turnstream.store.tasks import Prompt, PromptCounts, add_prompts, read_prompt_counts
-from turnstream.testing import ids, wait_until_async
 from turnstream_server.bus.ledger import read_ledger
 from turnstream_server.jobs.ledger import ledger_json
 from turnstream_server.jobs.why import reasons_json
@@ -36,7 +36,7 @@ UIDS = ("p0", "p1", "p2", "p3", "p4")
 DOOMED = """
 import sys
 from turnstream.generator import Publisher
-from turnstream.testing import ids
+from testkit import ids
 
 url, run = sys.argv[1:]
 with Publisher(url, run) as publisher:
@@ -52,7 +52,7 @@ DILIGENT = """
 import sys
 from turnstream.errors import NotReadyError, PromptsExhaustedError
 from turnstream.generator import Publisher
-from turnstream.testing import ids
+from testkit import ids
 
 url, run = sys.argv[1:]
 with Publisher(url, run) as publisher:

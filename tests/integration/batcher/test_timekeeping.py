@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import redis.asyncio
 
+from testkit import config, ids
 from turnstream.errors import FencedError, StoreUnavailableError
 from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.connection import connect, connect_async
 from turnstream.store.ending import cancel_all
-from turnstream.testing import config, ids
 from turnstream.types import TrajectoryState
 from turnstream_server.batcher.timekeeper import DueScript, Moment, Timekeeper, lapsed_leases
 from turnstream_server.bus.leadership import acquire_leadership

@@ -2,12 +2,12 @@ import asyncio
 
 import pytest
 
+from testkit import group, ids, wait_until_async
 from turnstream.batching.plan import Manifest
 from turnstream.errors import BatcherUnavailableError, NotReadyError
 from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.testing import group, ids, wait_until_async
 from turnstream_server.batcher import lookout
 from turnstream_server.bus.reasons import reasons
 from turnstream_server.bus.waits import read_snapshot

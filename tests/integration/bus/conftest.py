@@ -10,6 +10,7 @@ import pytest
 import redis
 import redis.asyncio
 
+from testkit import manifest, sealed, trajectory_plan
 from turnstream.batching.plan import GroupPlan
 from turnstream.batching.readiness import GroupDropped, MemberDropped, RefillWanted
 from turnstream.records.compact import CompactEnds, compact_batch, encode_batch, encode_ends
@@ -20,7 +21,6 @@ from turnstream.store.connection import connect_async
 from turnstream.store.groups import group_size
 from turnstream.store.rewards import RewardOutcome, post_reward_async
 from turnstream.store.scripts import Script, run_command_async
-from turnstream.testing import manifest, sealed, trajectory_plan
 from turnstream.types import (
     Event,
     GroupOpened,

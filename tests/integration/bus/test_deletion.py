@@ -10,6 +10,7 @@ import redis
 import redis.asyncio
 
 from harness.stored import content_of
+from testkit import config, sealed
 from turnstream.errors import FencedError, RunNotFoundError
 from turnstream.records.events import encode_event
 from turnstream.store import keys
@@ -20,7 +21,6 @@ from turnstream.store.revisions import revise_config
 from turnstream.store.rewards import reward_command
 from turnstream.store.runs import close_run, create_run, list_runs
 from turnstream.store.scripts import Command, Script, run_command, run_commands
-from turnstream.testing import config, sealed
 from turnstream.types import GroupOpened, TrajectoryKey, VersionAnnounced
 from turnstream.types.names import RunId
 from turnstream_server.bus.deletion import delete_run, deleting_since_ms

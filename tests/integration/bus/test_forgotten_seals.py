@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from testkit import sealed
 from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.scripts import Script, run_command_async
-from turnstream.testing import sealed
 from turnstream.types import TrajectoryKey
 from turnstream_server.bus.ledger import read_ledger_async
 from turnstream_server.bus.trajectories import post_forgotten_seals

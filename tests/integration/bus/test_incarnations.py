@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import redis
 
+from testkit import wait_until
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import FencedError
 from turnstream.store.runs import create_run
-from turnstream.testing import wait_until
 from turnstream.types import BatchDue
 from turnstream_server.bus.groups import announce_due
 from turnstream_server.bus.incarnations import BoundStore

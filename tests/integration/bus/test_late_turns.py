@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from testkit import turn
 from turnstream.errors import FencedError
 from turnstream.generator.drafts import TrajectoryDraft
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import Delivery
 from turnstream.store import keys
 from turnstream.store.connection import Link
-from turnstream.testing import turn
 from turnstream.types import GroupOpened, TrajectoryKey
 from turnstream_server.bus.leases import give_up_lapsed
 from turnstream_server.bus.release import release_payload

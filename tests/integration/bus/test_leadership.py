@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import redis.asyncio
 
+from testkit import wait_until_async
 from turnstream.errors import RunNotFoundError
-from turnstream.testing import wait_until_async
 from turnstream_server.bus.leadership import (
     acquire_leadership,
     note_trouble,

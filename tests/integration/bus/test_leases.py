@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from testkit import sealed
 from turnstream.errors import ConflictError, FencedError
 from turnstream.records.events import encode_event
 from turnstream.store import keys
@@ -15,7 +16,6 @@ from turnstream.store.leases import (
     take_over_command,
 )
 from turnstream.store.scripts import Script, run_command_async
-from turnstream.testing import sealed
 from turnstream.types import TrajectoryAbandoned, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.leases import give_up_lapsed
 from turnstream_server.bus.ledger import read_ledger_async

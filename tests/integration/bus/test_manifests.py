@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from testkit import manifest
 from turnstream.batching.decisions import GroupCut
 from turnstream.errors import (
     ConflictError,
@@ -11,7 +12,6 @@ from turnstream.errors import (
     GroupTooLargeError,
     RunNotFoundError,
 )
-from turnstream.testing import manifest
 from turnstream.types import TrajectoryState
 from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.leadership import acquire_leadership, release_leadership

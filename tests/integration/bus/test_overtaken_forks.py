@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import redis
 
+from testkit import config
 from turnstream.errors import ConflictError, RunNotFoundError
 from turnstream.store import keys
 from turnstream.store.runs import create_run
 from turnstream.store.scripts import Script
-from turnstream.testing import config
 from turnstream_server.bus.deletion import delete_run
 from turnstream_server.bus.forks import fork_run
 from turnstream_server.bus.frontier import read_frontier

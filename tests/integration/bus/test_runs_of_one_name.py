@@ -12,6 +12,7 @@ import pytest
 import redis
 
 from harness.stored import content_of
+from testkit import config, sealed
 from turnstream.errors import (
     ConflictError,
     FencedError,
@@ -29,7 +30,6 @@ from turnstream.store.run_ids import find_run
 from turnstream.store.runs import close_command, close_run, create_run, list_runs
 from turnstream.store.scripts import Command, Script, run_command, run_commands
 from turnstream.store.tasks import next_task_command, read_prompt_counts
-from turnstream.testing import config, sealed
 from turnstream.types import GroupOpened, RecoveryToken, TrajectoryKey
 from turnstream.types.names import RunId
 from turnstream_server.bus.deletion import delete_run, deleting_since_ms

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from testkit import sealed
 from turnstream.errors import RecordError
 from turnstream.records.events import encode_event
 from turnstream.store import keys
-from turnstream.testing import sealed
 from turnstream.types import Event, RewardPosted, SealedTrajectory, TrajectoryDied, TrajectoryKey
 from turnstream_server.bus.seals import read_posted_rewards, read_seals
 

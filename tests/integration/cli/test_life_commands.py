@@ -13,9 +13,9 @@ import pytest
 import redis
 
 from harness.stored import content_of
+from testkit import wait_until
 from turnstream.store import keys
 from turnstream.store.revisions import read_revisions
-from turnstream.testing import wait_until
 from turnstream_server import cli
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.embedded import EmbeddedServer

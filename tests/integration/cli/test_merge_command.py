@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from testkit import group, trajectory, turn
 from turnstream.errors import NotReadyError
-from turnstream.testing import group, trajectory, turn
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

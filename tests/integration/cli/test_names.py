@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from testkit import group, trajectory
 from turnstream.errors import ConflictError
 from turnstream.generator import Publisher
-from turnstream.testing import group, trajectory
 from turnstream_server.bus.dead_letters import DeadLetterNotFoundError
 from turnstream_server.bus.histories import TrajectoryNotFoundError
 

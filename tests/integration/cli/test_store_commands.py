@@ -10,6 +10,7 @@ import pytest
 import redis
 from typer.testing import CliRunner
 
+from testkit import config, ids, sealed, wait_until
 from turnstream.batching.decisions import RefillWanted
 from turnstream.errors import ConflictError, InvalidConfigError, RunNotFoundError
 from turnstream.generator import Publisher
@@ -22,7 +23,6 @@ from turnstream.store.leases import list_lapsed
 from turnstream.store.rewards import post_reward
 from turnstream.store.runs import close_run, create_run
 from turnstream.store.scripts import Script, run_command
-from turnstream.testing import config, ids, sealed, wait_until
 from turnstream.types import EvalResult, GroupOpened, Spread, TrajectoryKey
 from turnstream_server import cli
 from turnstream_server.bus.groups import grant_refill

@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from testkit import group, ids, trajectory, turn
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import NotReadyError
 from turnstream.generator import Publisher
-from turnstream.testing import group, ids, trajectory, turn
 from turnstream.worker import ObserverStream
 from turnstream_server.jobs.screen import Screen
 from turnstream_server.jobs.status import REFRESH_S, watch_status

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from testkit import group, ids, trajectory, wait_until
 from turnstream.generator import Prompt, Publisher, add_prompts
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.evals import eval_results
 from turnstream.store.life import pause_run
 from turnstream.store.scripts import Script, run_command
-from turnstream.testing import group, ids, trajectory, wait_until
 from turnstream_server.bus.dead_letters import read_dead_letters
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from turnstream.testing import wait_until
+from testkit import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
 CLI = [sys.executable, "-P", "-m", "turnstream_server.cli"]

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import turnstream
+from testkit import wait_until
 from turnstream.records.turns import decode_turn
 from turnstream.service import DEFAULT_URL
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.evals import eval_results
 from turnstream.store.tasks import read_prompt_counts
-from turnstream.testing import wait_until
 from turnstream.types import RecoveryToken, TrajectoryKey, TrajectoryState
 from turnstream_server.batcher.releaser import LONGEST_PAUSE_S
 from turnstream_server.bus.ledger import read_ledger

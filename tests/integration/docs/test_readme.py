@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import turnstream
-from turnstream.testing import wait_until
+from testkit import wait_until
 from turnstream.types import TrajectoryState
 from turnstream_server.bus.frontier import Frontier, read_frontier
 from turnstream_server.bus.ledger import read_ledger

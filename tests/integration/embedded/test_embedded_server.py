@@ -18,7 +18,7 @@ import redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError
 
-from turnstream.testing.waiting import wait_until
+from testkit.waiting import wait_until
 from turnstream_server import embedded as server_module
 from turnstream_server.embedded import (
     EmbeddedServer,

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import redis
 
+from testkit import group, ids, trajectory, turn, wait_until
 from turnstream.errors import EndOfRunError, GroupTooLargeError, NotReadyError
 from turnstream.generator import Publisher, sender
 from turnstream.store.runs import close_run
-from turnstream.testing import group, ids, trajectory, turn, wait_until
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import redis
 
+from testkit import group, ids, trajectory, turn, wait_until_async
 from turnstream.errors import (
     ConflictError,
     FencedError,
@@ -19,7 +20,6 @@ from turnstream.errors import (
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.generator.async_publisher import AsyncTrajectoryWriter
 from turnstream.store import keys
-from turnstream.testing import group, ids, trajectory, turn, wait_until_async
 from turnstream.types import (
     GroupOpened,
     RunClosed,

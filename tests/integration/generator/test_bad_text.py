@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import pytest
 import redis
 
-from turnstream import testing
+import testkit
+from testkit import ids
 from turnstream.errors import InvalidConfigError, InvalidTurnError, TurnstreamError
 from turnstream.generator import Prompt, Publisher, add_prompts, credit, post_reward
 from turnstream.store import life, runs
-from turnstream.testing import ids
 from turnstream.types import TrajectoryKey
 from turnstream.worker import BatchStream, ObserverStream
 from turnstream_server.embedded import EmbeddedServer
@@ -23,7 +23,7 @@ HALF = "a\ud800"
 """Half a surrogate pair, as it comes from broken JSON or from the bytes of a file name."""
 
 NOBODY = "127.0.0.1:1"
-CONFIG = testing.config(1)
+CONFIG = testkit.config(1)
 KEY = TrajectoryKey("g", 0)
 
 
@@ -57,7 +57,7 @@ OF_DATA: dict[str, tuple[str, Callable[[Store], object]]] = {
     "group": ("group_id", lambda s: s.publisher.group(HALF, 2)),
     "trajectory": ("group_id", lambda s: s.publisher.trajectory(HALF, 0, num_samples=1)),
     "take-over": ("group_id", lambda s: s.publisher.take_over(HALF, 0)),
-    "whole group": ("group_id", lambda s: s.publisher.publish(testing.group(HALF))),
+    "whole group": ("group_id", lambda s: s.publisher.publish(testkit.group(HALF))),
     "prompt of a group": ("prompt_uid", lambda s: s.publisher.group("g", 2, prompt_uid=HALF)),
     "prompt of a run": (
         "prompt_uid",

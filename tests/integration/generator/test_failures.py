@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import redis
 
+from testkit import group, ids, trajectory, turn
 from turnstream.errors import (
     ConflictError,
     EndOfRunError,
@@ -18,7 +19,6 @@ from turnstream.errors import (
 from turnstream.generator import Publisher
 from turnstream.records.events import decode_event
 from turnstream.store import keys
-from turnstream.testing import group, ids, trajectory, turn
 from turnstream.types import (
     GroupOpened,
     RunClosed,

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import redis
 
+from testkit import group, ids, trajectory, turn, wait_until
 from turnstream.generator import Publisher
 from turnstream.generator.publisher import TrajectoryWriter
 from turnstream.store.connection import connect
-from turnstream.testing import group, ids, trajectory, turn, wait_until
 from turnstream.types import Trajectory
 from turnstream_server.embedded import EmbeddedServer
 

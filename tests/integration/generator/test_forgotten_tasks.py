@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import redis
 
+from testkit import group, ids
 from turnstream.errors import StoreBehindError
 from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.tasks import Prompt, add_prompts, read_prompt_counts
-from turnstream.testing import group, ids
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis

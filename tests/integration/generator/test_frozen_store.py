@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import redis
 
+from testkit import group, ids, wait_until, wait_until_async
 from turnstream.errors import NotReadyError, StoreUnavailableError, UnavailableError, WaitKind
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.generator.receipts import AsyncReceipt, Receipt
@@ -26,7 +27,6 @@ from turnstream.store.limits import ANSWER_S
 from turnstream.store.runs import wait_for_version
 from turnstream.store.scripts import Script
 from turnstream.store.tasks import Prompt, add_prompts, read_prompt_counts
-from turnstream.testing import group, ids, wait_until, wait_until_async
 from turnstream.types import TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 

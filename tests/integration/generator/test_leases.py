@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import redis
 
+from testkit import group, ids, trajectory, turn, wait_until
 from turnstream.errors import ConflictError, FencedError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.records.turns import decode_turn
 from turnstream.store import keys
-from turnstream.testing import group, ids, trajectory, turn, wait_until
 from turnstream.types import SealedTrajectory, TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 
@@ -35,7 +35,7 @@ GENERATOR = """
 import sys
 from turnstream.errors import TurnstreamError
 from turnstream.generator import Publisher
-from turnstream.testing import ids
+from testkit import ids
 
 url, run = sys.argv[1:]
 with Publisher(url, run, writer="first") as publisher:

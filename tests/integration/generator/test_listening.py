@@ -10,8 +10,8 @@ import pytest
 import redis
 import redis.asyncio
 
+from testkit import group, wait_until, wait_until_async
 from turnstream.generator import AsyncPublisher, Publisher, async_sender, sender
-from turnstream.testing import group, wait_until, wait_until_async
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis

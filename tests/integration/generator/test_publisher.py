@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import redis
 
+from testkit import group, ids, trajectory, turn
 from turnstream.errors import (
     RejectedError,
 )
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.testing import group, ids, trajectory, turn
 from turnstream.types import (
     GroupOpened,
     Status,

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import redis
 
+from testkit import ids, wait_until
 from turnstream.errors import ConflictError, NotReadyError
 from turnstream.generator import Publisher
-from turnstream.testing import ids, wait_until
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis

@@ -14,10 +14,10 @@ import pytest
 import redis
 import redis.asyncio
 
+from testkit import ids
 from turnstream.errors import ConflictError, RejectedError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store import keys
-from turnstream.testing import ids
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
@@ -29,7 +29,7 @@ SEALED = {"g/0/0": "sealed", "g/1/0": "sealed", "g/2/0": "sealed"}
 GENERATOR = """
 import sys, time
 from turnstream.generator import Publisher
-from turnstream.testing import ids
+from testkit import ids
 publisher = Publisher(sys.argv[1], sys.argv[2], writer=sys.argv[3] or None)
 group = publisher.group("g", 3).__enter__()
 first, second = group.trajectory(0), group.trajectory(1)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import redis
 
+from testkit import group, ids, wait_until
 from turnstream.errors import NotReadyError, StoreBehindError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store import keys
 from turnstream.store.connection import connect_async
 from turnstream.store.rewards import RewardOutcome
-from turnstream.testing import group, ids, wait_until
 from turnstream.types import TrajectoryKey
 from turnstream_server.bus.release import release_payload
 from turnstream_server.embedded import EmbeddedServer

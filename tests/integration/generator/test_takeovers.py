@@ -9,13 +9,13 @@ import pytest
 import redis
 import redis.asyncio
 
+from testkit import ids, wait_until, wait_until_async
 from turnstream.batching.extras import MergedRow, merged_sequence_columns
 from turnstream.batching.merge import plan_sequences
 from turnstream.errors import ConflictError, FencedError, InvalidTurnError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.generator.takeovers import take_over, take_over_async
 from turnstream.store import keys
-from turnstream.testing import ids, wait_until, wait_until_async
 from turnstream.types import DeclaredColumn, SealedTrajectory, TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 

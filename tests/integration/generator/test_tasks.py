@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import redis
 
+from testkit import wait_until
 from turnstream.errors import EndOfRunError, NotReadyError, PromptsExhaustedError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store.runs import close_run
 from turnstream.store.tasks import Prompt, add_prompts, read_prompt_counts
-from turnstream.testing import wait_until
 from turnstream.types import TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import redis
 
+from testkit import group
 from turnstream.errors import InvalidConfigError
 from turnstream.generator import Publisher
-from turnstream.testing import group
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import redis
 
+from testkit import group, trajectory, turn
 from turnstream.errors import InvalidConfigError, InvalidTurnError
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.testing import group, trajectory, turn
 from turnstream.types import DeclaredColumn, Group, TrajectoryKey, VersionRun
 from turnstream.types.names import shown
 from turnstream_server.embedded import EmbeddedServer

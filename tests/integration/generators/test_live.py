@@ -15,7 +15,7 @@ import redis
 import torch
 from transformers import PreTrainedModel
 
-from turnstream import testing
+import testkit
 from turnstream.batching.anchors import anchor_hash
 from turnstream.batching.merge import turn_prompts
 from turnstream.errors import InvalidConfigError, NotReadyError, StoreUnavailableError
@@ -334,4 +334,4 @@ async def _wait_for(condition: Callable[[], bool]) -> None:
     async def ask() -> bool:
         return condition()
 
-    await testing.wait_until_async(ask, 60.0, "the games")
+    await testkit.wait_until_async(ask, 60.0, "the games")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from turnstream.testing import wait_until
+from testkit import wait_until
 from turnstream_server.jobs.stack import (
     ServiceFailedError,
     Stack,

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from testkit import sealed
 from turnstream.batching.assemble import assemble_rows
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.jagged import jagged
@@ -29,7 +30,6 @@ from turnstream.batching.planning import plan_batch
 from turnstream.batching.readiness import ReadyGroup
 from turnstream.batching.report import MergeReport, merge_report
 from turnstream.batching.right_padded import right_padded
-from turnstream.testing import sealed
 from turnstream.types import Rows, StoredTurn, TrajectoryKey, Turn
 from turnstream_server.generators.chat import ChatTokenizer
 from turnstream_server.generators.recordings import read_groups, read_recordings

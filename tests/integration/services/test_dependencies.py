@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import redis
 
+from testkit import config
 from turnstream.errors import (
     BatcherUnavailableError,
     RunNotFoundError,
@@ -17,7 +18,6 @@ from turnstream.errors import (
 from turnstream.store.batchers import register_command
 from turnstream.store.runs import create_run
 from turnstream.store.scripts import run_command
-from turnstream.testing import config
 from turnstream_server import dependencies
 from turnstream_server.embedded import EmbeddedServer, free_port
 

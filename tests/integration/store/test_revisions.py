@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import redis
 
+from testkit import config
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import ConflictError, InvalidConfigError, RunNotFoundError
 from turnstream.records.configs import encode_config
@@ -16,7 +17,6 @@ from turnstream.store.configs import read_config
 from turnstream.store.revisions import read_revisions, revise_config
 from turnstream.store.runs import create_run
 from turnstream.store.scripts import Command, Script, run_command
-from turnstream.testing import config
 
 pytestmark = pytest.mark.redis
 

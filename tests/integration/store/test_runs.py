@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import redis
 
+from testkit import wait_until
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import ConflictError, NotReadyError, RunNotFoundError, StoreUnavailableError
 from turnstream.records.events import decode_event, encode_event
@@ -22,7 +23,6 @@ from turnstream.store.runs import (
     newest_version,
     wait_for_version,
 )
-from turnstream.testing import wait_until
 from turnstream.types import RunClosed, VersionAnnounced
 from turnstream_server.embedded import EmbeddedServer
 

@@ -15,7 +15,7 @@ import pytest
 import redis
 import torch
 
-from turnstream import testing
+import testkit
 from turnstream.generator import Publisher
 from turnstream.store.runs import close_run, newest_version
 from turnstream.types import Group, RecoveryToken, TrajectoryState
@@ -44,13 +44,13 @@ def _config(batcher: str, run: str, folder: Path, **changes: Any) -> TrainerConf
 
 def _publish(url: str, run: str, groups: Sequence[str]) -> None:
     """Groups of two: a short good answer, a longer bad one."""
-    good = [testing.turn("ab", "CD")]
-    bad = [testing.turn("ab", "EF"), testing.turn("abefg", "H")]
+    good = [testkit.turn("ab", "CD")]
+    bad = [testkit.turn("ab", "EF"), testkit.turn("abefg", "H")]
     with Publisher(url, run) as publisher:
         for name in groups:
             trajectories = (
-                testing.trajectory(*good, sample=0, reward=1.0),
-                testing.trajectory(*bad, sample=1, reward=0.0),
+                testkit.trajectory(*good, sample=0, reward=1.0),
+                testkit.trajectory(*bad, sample=1, reward=0.0),
             )
             publisher.publish(Group(group_id=name, trajectories=trajectories))
 
@@ -143,7 +143,7 @@ def test_a_trainer_process_ends_well_on_sigterm_and_leaves_nothing_half_written(
     )
     try:
         metrics = folder / "metrics.jsonl"
-        testing.wait_until(lambda: metrics.exists() and metrics.read_text(), 200.0, "step 1")
+        testkit.wait_until(lambda: metrics.exists() and metrics.read_text(), 200.0, "step 1")
 
         process.send_signal(signal.SIGTERM)
         status = process.wait(60)

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
-from turnstream import testing
+import testkit
 from turnstream.errors import (
     BatcherUnavailableError,
     EndOfRunError,
@@ -92,7 +92,7 @@ class FakeBatcher:
         """A step whose mini-batches all have these rows."""
         with self.changed:
             self.steps[step] = [
-                testing.mini_batch(
+                testkit.mini_batch(
                     *texts,
                     step=step,
                     mini_batch=index,
@@ -121,7 +121,7 @@ class FakeBatcher:
         return wire.StartReply(
             session_epoch=7,
             next_step=step + 1,
-            config_json=encode_config(testing.config(4)),
+            config_json=encode_config(testkit.config(4)),
             lineage="main",
             newest_version=3,
         )
@@ -265,7 +265,7 @@ def abort_with() -> Callable[[Any, TurnstreamError], None]:
 @pytest.fixture(scope="session", autouse=True)
 def libraries_are_loaded() -> None:
     """What Arrow loads with its first batch takes seconds, which no deadline of a test has."""
-    encoded = encode_mini_batch(testing.mini_batch("abC"))
+    encoded = encode_mini_batch(testkit.mini_batch("abC"))
     decode_mini_batch(encoded.data, expected_hash=encoded.content_hash)
 
 
@@ -285,7 +285,7 @@ def opened() -> Callable[[Callable[[], Any]], Any]:
                 streams.append(begin())
             return bool(streams)
 
-        testing.wait_until(is_open, describe="the beginning of a stream")
+        testkit.wait_until(is_open, describe="the beginning of a stream")
         return streams[0]
 
     return open_in_the_end
@@ -303,7 +303,7 @@ def pulled_in_the_end() -> Callable[[Iterator[Any]], Any]:
                 pulled.append(next(stream))
             return bool(pulled)
 
-        testing.wait_until(is_there, describe="the next mini-batch")
+        testkit.wait_until(is_there, describe="the next mini-batch")
         return pulled[0]
 
     return pull

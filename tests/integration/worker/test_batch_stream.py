@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from turnstream import testing
+import testkit
 from turnstream.errors import (
     BatcherUnavailableError,
     FencedError,
@@ -34,7 +34,7 @@ def open_stream(batcher: Any, **changes: Any) -> BatchStream:
 
 
 def texts(mini_batch: Any) -> list[str]:
-    return testing.spell(mini_batch.rows)
+    return testkit.spell(mini_batch.rows)
 
 
 def test_yields_every_mini_batch_in_order_and_ends_with_the_run(batcher: Any) -> None:
@@ -54,7 +54,7 @@ def test_yields_every_mini_batch_in_order_and_ends_with_the_run(batcher: Any) ->
 
 def test_says_what_start_told_it(batcher: Any) -> None:
     with open_stream(batcher) as stream:
-        assert stream.config == testing.config(4)
+        assert stream.config == testkit.config(4)
         assert (stream.lineage, stream.newest_version) == ("main", 3)
 
 
@@ -190,8 +190,8 @@ def test_a_failed_stepped_can_be_made_again(batcher: Any) -> None:
 
 def test_a_wait_ends_by_its_deadline_with_the_batchers_reason(batcher: Any, opened: Any) -> None:
     with opened(lambda: open_stream(batcher, timeout_s=0.4)) as stream:
-        testing.wait_until(lambda: batcher.calls.count(("Get", 1)) > 1)  # the first was answered
-        found = testing.wait_until(lambda: not_ready(stream), describe="its reason")
+        testkit.wait_until(lambda: batcher.calls.count(("Get", 1)) > 1)  # the first was answered
+        found = testkit.wait_until(lambda: not_ready(stream), describe="its reason")
 
     assert found is not None
     error, waited_s = found
@@ -248,7 +248,7 @@ def test_pulls_ahead_while_the_trainer_trains(batcher: Any) -> None:
         batcher.add_step(step, "abC")
 
     with open_stream(batcher) as stream:
-        testing.wait_until(lambda: stream.statistics().queued_mini_batches == 3)
+        testkit.wait_until(lambda: stream.statistics().queued_mini_batches == 3)
 
         statistics = stream.statistics()
 
@@ -263,9 +263,9 @@ def test_pulls_ahead_no_more_bytes_than_allowed(batcher: Any) -> None:
         num_bytes = next(stream).num_bytes
 
     with open_stream(batcher, max_prefetch_bytes=2 * num_bytes + 10) as stream:
-        testing.wait_until(lambda: stream.statistics().queued_mini_batches == 2)
+        testkit.wait_until(lambda: stream.statistics().queued_mini_batches == 2)
         with pytest.raises(TimeoutError):  # the third one comes as fast, and has no room
-            testing.wait_until(lambda: stream.statistics().queued_bytes > 2 * num_bytes, 0.2)
+            testkit.wait_until(lambda: stream.statistics().queued_bytes > 2 * num_bytes, 0.2)
         most = 0
         for step in range(1, 7):
             most = max(most, stream.statistics().queued_bytes)
@@ -286,14 +286,14 @@ def test_close_cancels_a_get_that_waits_for_the_step_before(batcher: Any) -> Non
     batcher.add_step(2, "abD")
     stream = open_stream(batcher, timeout_s=600.0)  # the Get would last for as long as any may
     next(stream)
-    testing.wait_until(lambda: ("Get", 2) in batcher.calls)
+    testkit.wait_until(lambda: ("Get", 2) in batcher.calls)
 
     started_s = time.monotonic()
     stream.close()
     stream.close()
 
     assert time.monotonic() - started_s < LONGEST_S
-    testing.wait_until(lambda: batcher.num_open_gets == 0)
+    testkit.wait_until(lambda: batcher.num_open_gets == 0)
     assert prefetch_threads() == []
     with pytest.raises(RejectedError, match="closed"):
         next(stream)
@@ -322,8 +322,8 @@ def test_a_stream_that_is_left_leaves_no_thread_and_no_socket(batcher: Any, leav
         gc.collect()
 
     assert prefetch_threads() == []
-    testing.wait_until(lambda: client_threads() <= threads, describe="threads to end")
-    testing.wait_until(lambda: open_sockets() <= sockets, describe="sockets to close")
+    testkit.wait_until(lambda: client_threads() <= threads, describe="threads to end")
+    testkit.wait_until(lambda: open_sockets() <= sockets, describe="sockets to close")
 
 
 def client_threads() -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import redis
 
-from turnstream import testing
+import testkit
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import InvalidTurnError
 from turnstream.generator import AsyncPublisher, Publisher
@@ -58,12 +58,12 @@ def published(server: Any, run: str) -> str:
     """The run with a group of "abCdE" in two turns, and of "ab" -> "C" in one."""
     with Publisher(server.url, run) as publisher, publisher.group("g", 2) as group:
         whole = group.trajectory(0)
-        whole.append(testing.ids("ab"), testing.ids("c"), extras=FIRST)
-        whole.append(testing.ids("abcd"), testing.ids("e"), extras=SECOND)
+        whole.append(testkit.ids("ab"), testkit.ids("c"), extras=FIRST)
+        whole.append(testkit.ids("abcd"), testkit.ids("e"), extras=SECOND)
         whole.seal(1.0)
         text_only = {n: FIRST[n] for n in ("positions", "routes", "teacher")}
         short = group.trajectory(1)
-        short.append(testing.ids("ab"), testing.ids("c"), extras=text_only)
+        short.append(testkit.ids("ab"), testkit.ids("c"), extras=text_only)
         short.seal(0.0)
     return run
 
@@ -75,7 +75,7 @@ def test_the_left_padded_tensors_are_what_the_publisher_gave(
         assert stream.config.extra_columns == DECLARED
         mini_batch = next(stream)
 
-    assert testing.spell(mini_batch.rows) == ["abCdE", "abC"]
+    assert testkit.spell(mini_batch.rows) == ["abCdE", "abC"]
     extras = mini_batch.to_torch().extras
     assert list(extras) == [column.name for column in DECLARED]
     assert extras["positions"].values.tolist() == [
@@ -144,18 +144,18 @@ async def test_the_other_publisher_takes_the_same_columns(server: Any, run: str)
         writer = publisher.trajectory("g", 0, num_samples=1)
         with pytest.raises(InvalidTurnError, match=r"^extras\['routes'\]: is missing"):
             await writer.append(
-                testing.ids("ab"), testing.ids("c"), extras={**FIRST, "routes": None}
+                testkit.ids("ab"), testkit.ids("c"), extras={**FIRST, "routes": None}
             )
-        await (await writer.append(testing.ids("ab"), testing.ids("c"), extras=FIRST))
+        await (await writer.append(testkit.ids("ab"), testkit.ids("c"), extras=FIRST))
         await writer.seal(1.0)
 
 
 def test_a_whole_group_is_refused_by_column_and_turn(server: Any, run: str) -> None:
     arrays = {"positions": np.zeros((2, 3), np.int64)}
-    turn = testing.turn("ab", "C", extras=arrays)
+    turn = testkit.turn("ab", "C", extras=arrays)
 
     with (
         Publisher(server.url, run) as publisher,
         pytest.raises(InvalidTurnError, match=r"trajectories\[0\].turns\[0\].extras\['positions'"),
     ):
-        publisher.publish(testing.group("g", testing.trajectory(turn)))
+        publisher.publish(testkit.group("g", testkit.trajectory(turn)))

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from testkit import config, wait_until
 from turnstream.errors import UnavailableError, WaitKind
 from turnstream.generator import Publisher
 from turnstream.store.connection import connect
 from turnstream.store.runs import create_run, newest_version
-from turnstream.testing import config, wait_until
 from turnstream.types import Group, Trajectory, Turn
 from turnstream.worker import BatchStream, ObserverStream, _prefetch
 from turnstream.worker._replicas import KEEPALIVE_EVERY_S, KEEPALIVE_WITHIN_S

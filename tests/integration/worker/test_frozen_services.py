@@ -22,12 +22,12 @@ import grpc
 import pytest
 import redis
 
+from testkit import config, group, wait_until
 from turnstream.errors import StoreUnavailableError, UnavailableError, WaitKind
 from turnstream.generator import Publisher
 from turnstream.store.connection import address_of
 from turnstream.store.runs import create_run
 from turnstream.store.wait_reasons import store_silent
-from turnstream.testing import config, group, wait_until
 from turnstream.worker import BatchStream, ObserverStream, _calls
 from turnstream_server.batcher import servicer
 from turnstream_server.embedded import EmbeddedServer

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import redis
 
-from turnstream import testing
+import testkit
+from testkit import group, wait_until
 from turnstream.errors import (
     ConflictError,
     RunNotFoundError,
@@ -18,7 +19,6 @@ from turnstream.errors import (
 )
 from turnstream.generator import Publisher
 from turnstream.store.runs import create_run
-from turnstream.testing import group, wait_until
 from turnstream.worker import BatchStream
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.embedded import EmbeddedServer
@@ -247,7 +247,7 @@ def test_a_trainer_that_has_more_goes_on_when_the_store_comes_back_without_its_s
 
 
 def new_run(client: redis.Redis, *, max_planned_ahead: int) -> None:
-    config = testing.config(batch_groups=1)
+    config = testkit.config(batch_groups=1)
     changes: dict[str, Any] = {"max_staleness": 100, "max_planned_ahead": max_planned_ahead}
     create_run(client, RUN, replace(config, **changes))
 

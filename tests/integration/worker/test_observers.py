@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import redis
 
-from turnstream import testing
+import testkit
 from turnstream.errors import (
     BatcherUnavailableError,
     EndOfRunError,
@@ -43,10 +43,10 @@ def publish(server: Any, run: str) -> Iterator[Callable[..., None]]:
         def send(num_groups: int, *, closes: bool = False) -> None:
             for _ in range(num_groups):
                 members = [
-                    testing.trajectory(testing.turn("ab", "CD"), sample=n, reward=float(n))
+                    testkit.trajectory(testkit.turn("ab", "CD"), sample=n, reward=float(n))
                     for n in range(2)
                 ]
-                publisher.publish(testing.group(f"g{next(_numbers)}", *members)).result(10)
+                publisher.publish(testkit.group(f"g{next(_numbers)}", *members)).result(10)
             if closes:
                 publisher.close_run()
 
@@ -131,7 +131,7 @@ def test_an_observer_is_told_the_end_however_the_run_was_closed(
     run = new_run(client, batch_groups=2, max_staleness=100, max_planned_ahead=3)
     with Publisher(server.url, run) as publisher:
         for _ in range(3):
-            publisher.publish(testing.group(f"g{next(_numbers)}")).result(10)
+            publisher.publish(testkit.group(f"g{next(_numbers)}")).result(10)
     close_run(client, run, leftover=leftover)
     target = start_batcher().target
 
@@ -164,7 +164,7 @@ def test_an_observer_that_waits_for_data_is_seen_alive(
         declared_ms = expires_ms()
         with pytest.raises((NotReadyError, BatcherUnavailableError), match="step 1"):
             next(observer)
-        testing.wait_until(lambda: expires_ms() > declared_ms + 100)
+        testkit.wait_until(lambda: expires_ms() > declared_ms + 100)
         publish(1)
 
         assert pulled_in_the_end(observer).info.step == 1

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import redis
 
+import testkit
 from harness.stored import content_of
-from turnstream import testing
 from turnstream.errors import (
     FencedError,
     ObserverExpiredError,
@@ -47,17 +47,17 @@ def name(client: redis.Redis) -> str:
 
 
 def create(client: redis.Redis, name: str, *, batch_groups: int = 1) -> None:
-    create_run(client, name, replace(testing.config(batch_groups), max_staleness=100))
+    create_run(client, name, replace(testkit.config(batch_groups), max_staleness=100))
 
 
 def publish(url: str, name: str, *group_ids: str, closes: bool = False) -> None:
     with Publisher(url, name) as publisher:
         for group_id in group_ids:
             members = [
-                testing.trajectory(testing.turn("ab", "CD"), sample=n, reward=float(n))
+                testkit.trajectory(testkit.turn("ab", "CD"), sample=n, reward=float(n))
                 for n in range(2)
             ]
-            publisher.publish(testing.group(group_id, *members)).result(10)
+            publisher.publish(testkit.group(group_id, *members)).result(10)
         if closes:
             publisher.close_run()
 

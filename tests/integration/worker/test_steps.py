@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import turnstream
+from testkit import group, wait_until
 from turnstream.errors import (
     BatcherUnavailableError,
     ConflictError,
@@ -20,7 +21,6 @@ from turnstream.errors import (
 from turnstream.store.batchers import list_batchers, register_command
 from turnstream.store.connection import connect
 from turnstream.store.scripts import run_command
-from turnstream.testing import group, wait_until
 from turnstream.types import RecoveryToken
 from turnstream_server.bus.deletion import delete_run
 from turnstream_server.bus.frontier import read_frontier

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from turnstream import testing
+import testkit
 from turnstream.errors import (
     BatcherUnavailableError,
     BatchingError,
@@ -35,7 +35,7 @@ def open_stream(batcher: Any, **changes: Any) -> BatchStream:
 
 
 def texts(mini_batch: Any) -> list[str]:
-    return testing.spell(mini_batch.rows)
+    return testkit.spell(mini_batch.rows)
 
 
 def test_a_batcher_that_comes_up_later_is_waited_for(batcher: Any) -> None:
@@ -102,7 +102,7 @@ def test_whoever_has_a_part_of_a_step_says_of_which_manifest_it_is(batcher: Any)
     with open_stream(batcher) as stream:
         for _ in range(3):
             next(stream)
-        testing.wait_until(lambda: ("Get", 3) in batcher.calls, describe="the step after")
+        testkit.wait_until(lambda: ("Get", 3) in batcher.calls, describe="the step after")
 
     assert batcher.parts == ["", "", f"{1:064}", "", ""]
 
@@ -182,7 +182,7 @@ def test_a_batch_that_changes_between_two_attempts_is_refused(batcher: Any) -> N
     batcher.faults = [aborted_after(3)]
 
     with open_stream(batcher, max_prefetch_bytes=1) as stream:
-        testing.wait_until(lambda: stream.statistics().queued_mini_batches == 1)
+        testkit.wait_until(lambda: stream.statistics().queued_mini_batches == 1)
         batcher.add_step(1, "xyZ", num_mini_batches=2)
         next(stream)
 
@@ -201,7 +201,7 @@ def test_what_was_pulled_ahead_is_yielded_before_the_error_that_ended_it(
     batcher.faults = [None, released]
 
     with open_stream(batcher) as stream:
-        testing.wait_until(lambda: ("Get", 2) in batcher.calls)
+        testkit.wait_until(lambda: ("Get", 2) in batcher.calls)
         assert texts(next(stream)) == ["abC"]
         for _ in range(2):
             with pytest.raises(ReleasedError, match="no longer retained"):
@@ -220,7 +220,7 @@ def test_nothing_that_was_pulled_ahead_is_yielded_once_the_session_is_known_to_b
     batcher.faults = [None, ended]
 
     with open_stream(batcher) as stream:
-        testing.wait_until(lambda: _is_dropped(stream.statistics()), describe="the end")
+        testkit.wait_until(lambda: _is_dropped(stream.statistics()), describe="the end")
         with pytest.raises(kind, match="is over"):
             next(stream)
 
@@ -348,7 +348,7 @@ def stop_after(num_messages: int, batcher: Any) -> Any:
 
 def damage(letters: str) -> Any:
     """One bit of the first of these tokens."""
-    needle = testing.ids(letters).tobytes()
+    needle = testkit.ids(letters).tobytes()
 
     def fault(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
         for sent in messages:

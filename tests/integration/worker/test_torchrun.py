@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import turnstream
+from testkit import group
 from turnstream.store.connection import connect
-from turnstream.testing import group
 from turnstream_server.bus.frontier import read_frontier
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(300)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import redis
 
-from turnstream import testing
+import testkit
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import ConflictError, InvalidTurnError
 from turnstream.generator import AsyncPublisher, Publisher
@@ -40,13 +40,13 @@ def run(client: redis.Redis, request: pytest.FixtureRequest) -> str:
 async def publish(url: str, run: str) -> None:
     """Two trajectories: one by each publisher, two turns each, in one state at first."""
     with Publisher(url, run) as publisher, publisher.trajectory("g", 0, num_samples=2) as episode:
-        episode.append(testing.ids("ab"), testing.ids("cd"), anchor="start")
-        episode.append(testing.ids("abcdx"), testing.ids("e"), anchor="door")
+        episode.append(testkit.ids("ab"), testkit.ids("cd"), anchor="start")
+        episode.append(testkit.ids("abcdx"), testkit.ids("e"), anchor="door")
         episode.seal(reward=1.0)
     async with AsyncPublisher(url, run) as other:
         episode_too = other.trajectory("g", 1, num_samples=2)
-        await episode_too.append(testing.ids("ab"), testing.ids("g"), anchor=b"start")
-        await episode_too.append(testing.ids("zz"), testing.ids("hi"), anchor=7)
+        await episode_too.append(testkit.ids("ab"), testkit.ids("g"), anchor=b"start")
+        await episode_too.append(testkit.ids("zz"), testkit.ids("hi"), anchor=7)
         await episode_too.seal(reward=0.0)
 
 
@@ -59,7 +59,7 @@ async def test_every_turn_has_its_own_advantage_in_every_layout(
     with BatchStream(start_batcher().target, run) as stream:
         mini_batch = next(stream)
 
-    assert testing.spell(mini_batch.rows) == ["abCDxE", "abG", "zzHI"]
+    assert testkit.spell(mini_batch.rows) == ["abCDxE", "abG", "zzHI"]
     assert mini_batch.rows.advantage.tolist() == [0.5, -0.5, -0.5]
     padded = mini_batch.to_torch()
     assert padded.advantages_BR.tolist() == [
@@ -115,8 +115,8 @@ async def test_a_trajectory_without_an_anchor_is_left_out_with_its_reason(
     with Publisher(server.url, run) as publisher, publisher.group("early", 2) as group:
         for sample in range(2):
             episode = group.trajectory(sample)
-            episode.append(testing.ids("ab"), testing.ids("c"), anchor="start")
-            episode.append(testing.ids("abc"), testing.ids("d"))
+            episode.append(testkit.ids("ab"), testkit.ids("c"), anchor="start")
+            episode.append(testkit.ids("abc"), testkit.ids("d"))
             episode.seal(1.0)
     await publish(server.url, run)
 
@@ -137,14 +137,14 @@ async def test_what_is_no_anchor_is_refused_at_the_door_of_both_publishers(
     with Publisher(server.url, run) as publisher:
         episode = publisher.trajectory("g", 0, num_samples=1)
         with pytest.raises(InvalidTurnError, match=says):
-            episode.append(testing.ids("ab"), testing.ids("c"), anchor=-1)
-        episode.append(testing.ids("ab"), testing.ids("c"), anchor=1)
+            episode.append(testkit.ids("ab"), testkit.ids("c"), anchor=-1)
+        episode.append(testkit.ids("ab"), testkit.ids("c"), anchor=1)
         episode.seal(1.0)
     async with AsyncPublisher(server.url, run) as other:
         episode_too = other.trajectory("h", 0, num_samples=1)
         with pytest.raises(InvalidTurnError, match=says):
-            await episode_too.append(testing.ids("ab"), testing.ids("c"), anchor=-1)
-        await episode_too.append(testing.ids("ab"), testing.ids("c"), anchor=1)
+            await episode_too.append(testkit.ids("ab"), testkit.ids("c"), anchor=-1)
+        await episode_too.append(testkit.ids("ab"), testkit.ids("c"), anchor=1)
         await episode_too.seal(1.0)
 
 

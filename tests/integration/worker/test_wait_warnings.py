@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import turnstream
+from testkit import group, wait_until
 from turnstream.errors import BatcherUnavailableError, NotReadyError, StoreUnavailableError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store import wait_warnings
-from turnstream.testing import group, wait_until
 from turnstream.worker import BatchStream
 from turnstream_server.embedded import free_port
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import redis
 
-from turnstream import testing
+import testkit
 from turnstream.errors import (
     BatcherUnavailableError,
     FencedError,
@@ -38,7 +38,7 @@ GROUP_TEXTS = [("ab", "CD"), ("ab", "EFG")]
 def run(client: redis.Redis) -> str:
     """A run with two groups in a batch, each an optimizer update of its own."""
     name = f"worker-{next(_numbers)}"
-    config = testing.config(batch_groups=2, mini_batch_groups=1)
+    config = testkit.config(batch_groups=2, mini_batch_groups=1)
     create_run(client, name, replace(config, max_staleness=100))
     return name
 
@@ -52,12 +52,12 @@ def publish(server: Any, run: str) -> Iterator[Callable[..., None]]:
         def send(num_groups: int, *, closes: bool = False) -> None:
             for _ in range(num_groups):
                 trajectories = [
-                    testing.trajectory(
-                        testing.turn(*text, logprobs=-0.5), sample=n, reward=float(n)
+                    testkit.trajectory(
+                        testkit.turn(*text, logprobs=-0.5), sample=n, reward=float(n)
                     )
                     for n, text in enumerate(GROUP_TEXTS)
                 ]
-                group = testing.group(f"g{next(numbers)}", *trajectories)
+                group = testkit.group(f"g{next(numbers)}", *trajectories)
                 publisher.publish(group).result(10)
             if closes:
                 publisher.close_run()
@@ -70,7 +70,7 @@ def train(stream: BatchStream) -> list[tuple[int, int, list[str], list[str]]]:
     seen = []
     for mini_batch in stream:
         rows = mini_batch.rows
-        texts = testing.spell(rows)
+        texts = testkit.spell(rows)
         seen.append((mini_batch.info.step, mini_batch.info.mini_batch, [*rows.group_id], texts))
         if mini_batch.is_last:
             stream.committed(stream.stepped())
@@ -110,8 +110,8 @@ def test_the_tensors_are_those_of_the_turns(start_batcher: Any, run: str, publis
         part = next(stream).to_torch()
 
     assert part.input_ids_BT.tolist() == [
-        [0, *testing.ids("abcd").tolist()],
-        testing.ids("abefg").tolist(),
+        [0, *testkit.ids("abcd").tolist()],
+        testkit.ids("abefg").tolist(),
     ]
     assert part.loss_mask_BR.tolist() == [[False, True, True], [True, True, True]]
     assert part.require_logprobs().tolist() == [[0.0, -0.5, -0.5], [-0.5, -0.5, -0.5]]
@@ -141,7 +141,7 @@ def test_ranks_share_the_rows_of_a_mini_batch(start_batcher: Any, run: str, publ
     ):
         shares = [next(rank_0), next(rank_1)]
 
-    assert sorted(text for share in shares for text in testing.spell(share.rows)) == [
+    assert sorted(text for share in shares for text in testkit.spell(share.rows)) == [
         "abCD",
         "abEFG",
     ]
@@ -205,7 +205,7 @@ def test_a_wait_without_data_says_what_is_missing(
 
     target = start_batcher().target
     with opened(lambda: BatchStream(target, run, timeout_s=0.4)) as stream:
-        testing.wait_until(says_it, describe="what is missing")
+        testkit.wait_until(says_it, describe="what is missing")
 
     assert re.match(r"step 1 of run .* did not come within 0\.4 s: .*group", told[-1])
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from testkit import config, manifest
 from turnstream.batching.plan import ASSEMBLY_VERSION
 from turnstream.errors import StoreUnavailableError, UnknownFormatError
-from turnstream.testing import config, manifest
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.shares import PlannedBatch
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from testkit import sealed
 from turnstream.errors import RecordError, UnknownFormatError
 from turnstream.records import framing
 from turnstream.records.events import encode_event
 from turnstream.records.framing import EVENT, write_frame
-from turnstream.testing import sealed
 from turnstream.types import RewardPosted, RunClosed, TrajectoryKey
 from turnstream_server.batcher.dead_letters import UnreadableEvent, read_entry
 from turnstream_server.bus.events import EventEntry

@@ -8,11 +8,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from testkit import config
 from turnstream.batching.planning import plan_batch
 from turnstream.batching.readiness import RunFold
 from turnstream.records.framing import EVENT, write_frame
 from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encode_snapshot
-from turnstream.testing import config
 from turnstream.types import GroupOpened
 from turnstream.wire.v1 import records_pb2 as wire
 from turnstream_server.batcher.dead_letters import UnreadableEvent, read_entry

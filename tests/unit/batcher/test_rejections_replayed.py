@@ -9,11 +9,11 @@ import redis.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from testkit import config, sealed
 from turnstream.batching.readiness import RunFold
 from turnstream.errors import BatchingError
 from turnstream.records.events import encode_event
 from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encode_snapshot
-from turnstream.testing import config, sealed
 from turnstream.types import (
     DeadlineFired,
     Event,

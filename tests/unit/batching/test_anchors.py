@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from testkit import turn
 from turnstream.batching.anchors import anchor_hash
 from turnstream.batching.merge import store_turns
 from turnstream.errors import InvalidTurnError
-from turnstream.testing import turn
 
 
 @pytest.mark.parametrize(

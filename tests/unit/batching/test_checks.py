@@ -7,6 +7,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+from testkit import rows
 from turnstream.batching.checks import require_aligned, require_whole_trajectories
 from turnstream.batching.config import Aggregation
 from turnstream.batching.denominators import count_denominators, row_scales
@@ -15,7 +16,6 @@ from turnstream.batching.layout import left_padded
 from turnstream.batching.packed import packed
 from turnstream.batching.right_padded import right_padded
 from turnstream.errors import BatchingError
-from turnstream.testing import rows
 from turnstream.types import Ragged, Rows
 
 LAYOUTS: dict[str, Callable[[Rows], Any]] = {

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from testkit import ids, turn
 from turnstream.batching.columns import RowPieces, shared_pieces, stored_row, token_columns
 from turnstream.batching.merge import store_turns
 from turnstream.errors import BatchingError, InvalidTurnError
-from turnstream.testing import ids, turn
 from turnstream.types import StoredTurn, Turn, VersionRun
 
 

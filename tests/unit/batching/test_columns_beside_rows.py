@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from testkit import rows
+from testkit.strategies import scored_rows
 from turnstream.batching.layout import left_padded, left_padded_column
 from turnstream.batching.slots import response_column
 from turnstream.errors import BatchingError, RowTooLongError
-from turnstream.testing import rows
-from turnstream.testing.strategies import scored_rows
 from turnstream.types import Ragged, Rows
 
 BATCH = rows("abC", "a|bCD")

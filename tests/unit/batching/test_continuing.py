@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit import ids
 from turnstream.batching.continuing import continued_turns, turn_ids
 from turnstream.errors import InvalidTurnError
-from turnstream.testing import ids
 from turnstream.types import NO_PARENT
 
 Letters = tuple[str, str]

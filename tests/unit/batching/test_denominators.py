@@ -7,6 +7,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+from testkit import config, rows
 from turnstream.batching.assemble import take_rows
 from turnstream.batching.config import Aggregation, RowWeights
 from turnstream.batching.denominators import (
@@ -19,7 +20,6 @@ from turnstream.batching.denominators import (
 from turnstream.batching.filters import row_weights
 from turnstream.batching.minibatch import rank_share
 from turnstream.errors import BatchingError, InvalidConfigError
-from turnstream.testing import config, rows
 from turnstream.types import Denominators, Ragged, Rows
 
 CUT: dict[str, Any] = {"step": 1, "mini_batch": 0, "pad_token_id": 0}

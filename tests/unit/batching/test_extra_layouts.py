@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit import assert_same, extra_column, rows
+from testkit.strategies import extra_columns, scored_rows
 from turnstream.batching.extra_layouts import (
     PlacedColumn,
     jagged_extras,
@@ -18,8 +20,6 @@ from turnstream.batching.extra_layouts import (
     right_padded_extras,
 )
 from turnstream.errors import RowTooLongError
-from turnstream.testing import assert_same, extra_column, rows
-from turnstream.testing.strategies import extra_columns, scored_rows
 from turnstream.types import ExtraColumn, Rows
 
 IDS = np.array([[[1, 2]], [[3, 4]], [[5, 6]]], np.uint8)

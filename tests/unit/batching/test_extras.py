@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from testkit import assert_same, spell, turn
 from turnstream.batching.declarations import no_values
 from turnstream.batching.extras import ExtraIndex, whole_extras
 from turnstream.batching.merge import merge_trajectories, merge_turns, store_turns
 from turnstream.batching.prefix import PrefixMatch
 from turnstream.errors import InvalidTurnError, UnmergeableColumnError
-from turnstream.testing import assert_same, spell, turn
 from turnstream.types import NO_PARENT, DeclaredColumn, ExtraPiece, Turn
 
 ROUTES = DeclaredColumn(name="routes", per="first_tokens", dtype="int16", shape=(1, 2))

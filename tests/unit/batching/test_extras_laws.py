@@ -10,13 +10,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit import assert_same, mini_batch_info, trajectory_plan
+from testkit.strategies import chains, declared_columns, trees, with_extras
 from turnstream.batching.assemble import assemble_rows
 from turnstream.batching.merge import merge_turns, plan_sequences, split_sequences, store_turns
 from turnstream.batching.minibatch import join_shares, rank_share
 from turnstream.batching.plan import GroupPlan
 from turnstream.records.batches import decode_mini_batch, encode_mini_batch
-from turnstream.testing import assert_same, mini_batch_info, trajectory_plan
-from turnstream.testing.strategies import chains, declared_columns, trees, with_extras
 from turnstream.types import (
     NO_PARENT,
     DeclaredColumn,

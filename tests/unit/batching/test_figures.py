@@ -6,12 +6,12 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit import config, sealed
+from testkit.strategies.figures import labelled
 from turnstream.batching.figures import MAX_METRICS, MAX_TAGS, MAX_VALUES, sum_up
 from turnstream.batching.planning import plan_batch
 from turnstream.batching.readiness import ReadyGroup
 from turnstream.records.manifests import encode_manifest, manifest_hash
-from turnstream.testing import config, sealed
-from turnstream.testing.strategies.figures import labelled
 from turnstream.types import Figures, MetricFigures, TagFigures, ValueFigures
 
 

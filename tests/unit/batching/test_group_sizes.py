@@ -7,10 +7,10 @@ import tracemalloc
 
 import pytest
 
+from testkit import config
 from turnstream.batching.readiness import RunFold
 from turnstream.errors import InvalidTurnError
 from turnstream.records.events import decode_event, encode_event
-from turnstream.testing import config
 from turnstream.types import GroupOpened, Purpose, TrajectoryAbandoned, TrajectoryKey
 
 MOST_ON_WIRE = 2**32 - 1

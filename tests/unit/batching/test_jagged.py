@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given
 
+from testkit import assert_same, rows
+from testkit.strategies import scored_rows
 from turnstream.batching.jagged import Jagged, flat, jagged
-from turnstream.testing import assert_same, rows
-from turnstream.testing.strategies import scored_rows
 from turnstream.types import Ragged, Rows
 
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from testkit import assert_same, rows
 from turnstream.batching.assemble import take_rows
 from turnstream.batching.layout import LeftPadded, left_padded, left_padded_column
 from turnstream.errors import RowTooLongError
-from turnstream.testing import assert_same, rows
 from turnstream.types import Ragged, Rows
 
 PAD = 7

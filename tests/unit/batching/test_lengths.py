@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from testkit import config, sealed, shape
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.lengths import is_compared, is_masked, length_problem
 from turnstream.batching.readiness import MemberDropped, RunFold
-from turnstream.testing import config, sealed, shape
 from turnstream.types import GroupOpened, Status, TrajectoryKey, TrajectoryState
 
 LONG = [shape(2, 3), shape(9, 1, parent=0, shared=5)]

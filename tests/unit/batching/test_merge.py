@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from testkit import assert_same, shape, spell, turn
 from turnstream.batching.merge import (
     merge_trajectories,
     merge_turns,
@@ -15,7 +16,6 @@ from turnstream.batching.merge import (
 )
 from turnstream.batching.plan import SequenceShape
 from turnstream.errors import InvalidTurnError
-from turnstream.testing import assert_same, shape, spell, turn
 from turnstream.types import DeclaredColumn, Sequence, Turn, VersionRun
 
 FIRST = turn("ab", "CD", logprobs=[-0.1, -0.2], rewards=[0, 0])

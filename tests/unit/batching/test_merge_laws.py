@@ -7,6 +7,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit import assert_same
+from testkit.strategies import trees
 from turnstream.batching.columns import TokenColumns
 from turnstream.batching.merge import (
     merge_trajectories,
@@ -17,8 +19,6 @@ from turnstream.batching.merge import (
     turn_prompts,
 )
 from turnstream.batching.plan import SequenceShape
-from turnstream.testing import assert_same
-from turnstream.testing.strategies import trees
 from turnstream.types import Ragged, Sequence, Turn, VersionRun
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from testkit import mini_batch_info, trajectory_plan, turn
 from turnstream.batching.assemble import assemble_rows, concatenate_rows, take_rows
 from turnstream.batching.merge import plan_sequences, store_turns
 from turnstream.batching.minibatch import inert_rows
 from turnstream.batching.plan import GroupPlan
 from turnstream.errors import BatchingError, InvalidTurnError
 from turnstream.records.batches import encode_mini_batch
-from turnstream.testing import mini_batch_info, trajectory_plan, turn
 from turnstream.types import (
     DeclaredColumn,
     ExtraPiece,

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit import assert_same, extra_column, rows, spell
 from turnstream.batching.assemble import concatenate_rows, take_rows
 from turnstream.batching.balance import largest_part
 from turnstream.batching.extra_layouts import left_padded_extras
@@ -22,7 +23,6 @@ from turnstream.batching.minibatch import (
 )
 from turnstream.batching.outputs import join_by_row_id, response_values_left_padded
 from turnstream.errors import BatchingError
-from turnstream.testing import assert_same, extra_column, rows, spell
 from turnstream.types import Ragged, Rows
 
 CUT: dict[str, Any] = {"step": 1, "mini_batch": 0, "pad_token_id": 9}

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit import assert_same, rows
+from testkit.strategies import scored_rows
 from turnstream.batching.assemble import take_rows
 from turnstream.batching.microbatch import Budget, CostModel
 from turnstream.batching.minibatch import (
@@ -18,8 +20,6 @@ from turnstream.batching.minibatch import (
     rows_multiple,
 )
 from turnstream.errors import BatchingError
-from turnstream.testing import assert_same, rows
-from turnstream.testing.strategies import scored_rows
 from turnstream.types import Rows
 
 CUT: dict[str, Any] = {"step": 1, "mini_batch": 0, "pad_token_id": 9}

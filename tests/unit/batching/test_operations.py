@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnstream import testing
+import testkit
 from turnstream.batching.operations import (
     LOSS_INPUTS,
     Datum,
@@ -71,7 +71,7 @@ def test_case_47_an_operation_is_answered_with_its_own_sums_and_not_those_of_the
 
 
 def test_inert_rows_are_in_no_sum() -> None:
-    padded = testing.operation_rows("aB", "c|d", request_id="a", is_padding=[False, True])
+    padded = testkit.operation_rows("aB", "c|d", request_id="a", is_padding=[False, True])
     assert padded.operations is not None
 
     assert sums_by_request(padded.operations, np.array([1.0, 8.0])) == {"a": 1.0}
@@ -180,7 +180,7 @@ def test_every_datum_is_one_row_of_one_pass_and_travels_as_it_is(calls: list[Ope
         for each in own:
             check_operation(each)
         rows = operation_rows(own, first_row_id=7)
-        sent = encode_mini_batch(MiniBatch(rows=rows, info=testing.mini_batch_info(rows)))
+        sent = encode_mini_batch(MiniBatch(rows=rows, info=testkit.mini_batch_info(rows)))
         arrived = decode_mini_batch(sent.data).rows
         columns = arrived.operations
         assert columns is not None

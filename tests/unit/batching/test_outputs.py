@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from testkit import assert_same, rows
+from testkit.strategies import scored_rows
 from turnstream.batching.jagged import jagged
 from turnstream.batching.layout import left_padded
 from turnstream.batching.minibatch import rank_share
@@ -22,8 +24,6 @@ from turnstream.batching.outputs import (
 from turnstream.batching.packed import packed
 from turnstream.batching.right_padded import right_padded
 from turnstream.errors import BatchingError, RowTooLongError
-from turnstream.testing import assert_same, rows
-from turnstream.testing.strategies import scored_rows
 from turnstream.types import Ragged, Rows
 
 

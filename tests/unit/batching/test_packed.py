@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit import assert_same, rows
+from testkit.strategies import scored_rows
 from turnstream.batching.jagged import jagged
 from turnstream.batching.layout import left_padded
 from turnstream.batching.packed import Packed, line_up, packed, sequence_alignment
 from turnstream.batching.packing import pack
 from turnstream.batching.right_padded import right_padded
 from turnstream.errors import BatchingError
-from turnstream.testing import assert_same, rows
-from turnstream.testing.strategies import scored_rows
 from turnstream.types import Ragged, Rows
 
 PAD = 7

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from testkit import assert_same, config, rows, sealed, shape, turn
 from turnstream.batching.assemble import assemble_rows, concatenate_rows, take_rows
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.layout import left_padded
@@ -17,7 +18,6 @@ from turnstream.batching.plan import ASSEMBLY_VERSION, Manifest, SequenceShape
 from turnstream.batching.planning import num_groups_to_plan, plan_batch
 from turnstream.batching.readiness import ReadyGroup
 from turnstream.errors import BatchingError, InvalidConfigError
-from turnstream.testing import assert_same, config, rows, sealed, shape, turn
 from turnstream.types import Denominators, SealedTrajectory, TrajectoryKey
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from testkit import config, sealed, shape
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.plan import Manifest
 from turnstream.batching.planning import plan_batch
 from turnstream.batching.readiness import ReadyGroup
-from turnstream.testing import config, sealed, shape
 from turnstream.types import Denominators, SealedTrajectory, Status
 
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit import ids
+from testkit.strategies import trees
 from turnstream.batching.prefix import PrefixIndex, PrefixMatch
 from turnstream.errors import InvalidTurnError
-from turnstream.testing import ids
-from turnstream.testing.strategies import trees
 from turnstream.types import NO_PARENT, Turn
 
 NOTHING = PrefixMatch(NO_PARENT, 0)

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit import config, sealed
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.decisions import (
     Decision,
@@ -29,7 +30,6 @@ from turnstream.batching.planning import num_groups_to_plan, plan_batch
 from turnstream.batching.readiness import RunFold
 from turnstream.batching.selection import Selector
 from turnstream.store.credits import Credit, credit_of
-from turnstream.testing import config, sealed
 from turnstream.types import (
     BatchDue,
     DeadlineFired,

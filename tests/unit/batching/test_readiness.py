@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from testkit import config, sealed, shape
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.readiness import ReadyGroup, RunFold
-from turnstream.testing import config, sealed, shape
 from turnstream.types import (
     Event,
     GroupOpened,

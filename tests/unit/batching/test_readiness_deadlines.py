@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from testkit import config, sealed
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.readiness import (
     GroupCut,
@@ -16,7 +17,6 @@ from turnstream.batching.readiness import (
     RefillWanted,
     RunFold,
 )
-from turnstream.testing import config, sealed
 from turnstream.types import (
     DeadlineFired,
     Event,

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit import config, sealed, shape
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.readiness import RunFold
-from turnstream.testing import config, sealed, shape
 from turnstream.types import (
     Event,
     GroupOpened,

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from testkit import config, sealed
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.decisions import Decision
 from turnstream.batching.readiness import (
@@ -32,7 +33,6 @@ from turnstream.batching.readiness import (
     RunFold,
 )
 from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encode_snapshot
-from turnstream.testing import config, sealed
 from turnstream.types import (
     DeadlineFired,
     Event,

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
+from testkit import config, sealed, shape, turn
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.merge import store_turns
 from turnstream.batching.plan import Manifest
 from turnstream.batching.planning import plan_batch
 from turnstream.batching.readiness import ReadyGroup
 from turnstream.batching.report import MergeBreak, PlanReport, merge_report, plan_report
-from turnstream.testing import config, sealed, shape, turn
 from turnstream.types import NO_PARENT, TrajectoryKey, Turn, TurnShape
 
 KEY = TrajectoryKey("g0", 0)

@@ -6,13 +6,13 @@ from dataclasses import fields, replace
 
 import pytest
 
+from testkit import config, sealed, shape
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.decisions import GroupCut, GroupDropped, MemberDropped, RefillWanted
 from turnstream.batching.readiness import RunFold
 from turnstream.batching.revising import FIXED, changed_settings, check_revision
 from turnstream.batching.selection import Selector
 from turnstream.errors import InvalidConfigError
-from turnstream.testing import config, sealed, shape
 from turnstream.types import (
     BatchDue,
     DeclaredColumn,

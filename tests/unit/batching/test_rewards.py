@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from testkit import config, sealed, shape
 from turnstream.batching.config import RewardSource
 from turnstream.batching.rewards import (
     planned_reward,
@@ -15,7 +16,6 @@ from turnstream.batching.rewards import (
     trajectory_reward,
 )
 from turnstream.errors import BatchingError
-from turnstream.testing import config, sealed, shape
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit import assert_same, rows
+from testkit.strategies import scored_rows
 from turnstream.batching.right_padded import RightPadded, right_padded
 from turnstream.errors import BatchingError, RowTooLongError
-from turnstream.testing import assert_same, rows
-from turnstream.testing.strategies import scored_rows
 from turnstream.types import Ragged, Rows
 
 PAD = 7

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit import config, sealed, shape
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.readiness import Decision, GroupDropped, MemberDropped, RunFold
 from turnstream.batching.selection import Selector
-from turnstream.testing import config, sealed, shape
 from turnstream.types import (
     BatchDue,
     Event,

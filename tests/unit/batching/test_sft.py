@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit import assert_same, ids, mask, rows, spell
 from turnstream.batching.checks import require_aligned, require_whole_trajectories
 from turnstream.batching.packing import pack
 from turnstream.batching.sft import (
@@ -20,7 +21,6 @@ from turnstream.batching.sft import (
     supervised_rows,
 )
 from turnstream.errors import BatchingError, RowTooLongError
-from turnstream.testing import assert_same, ids, mask, rows, spell
 from turnstream.types import Ragged, Rows
 
 PAD = 0

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from testkit import sealed, shape
 from turnstream.batching.columns import TokenColumns
 from turnstream.batching.masking import masked_columns
 from turnstream.batching.staleness import (
@@ -16,7 +17,6 @@ from turnstream.batching.staleness import (
     version_span,
 )
 from turnstream.errors import BatchingError
-from turnstream.testing import sealed, shape
 from turnstream.types import Ragged, VersionAnnounced, VersionRun
 
 STEPS = {0: 0, 1: 1, 2: 2, 3: 2}

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit import rows
 from turnstream.batching.token_advantages import (
     gae,
     reinforce_plus_plus,
@@ -17,7 +18,6 @@ from turnstream.batching.token_advantages import (
     whiten_tokens,
 )
 from turnstream.errors import BatchingError, UnsupportedEstimatorError
-from turnstream.testing import rows
 from turnstream.types import Ragged, Rows
 
 GOLDEN = rows("x|ABcdE")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from testkit import config, sealed, shape, turn
 from turnstream.batching.assemble import assemble_rows
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.judging import problem_of, teaches_nothing
@@ -16,7 +17,6 @@ from turnstream.batching.merge import store_turns
 from turnstream.batching.plan import Manifest
 from turnstream.batching.planning import plan_batch
 from turnstream.batching.readiness import ReadyGroup
-from turnstream.testing import config, sealed, shape, turn
 from turnstream.types import (
     SealedTrajectory,
     Status,

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from testkit import sealed
+from testkit.strategies import chains, trees
 from turnstream.batching.assemble import assemble_rows, concatenate_rows, take_rows
 from turnstream.batching.config import Aggregation, BatchingConfig, RowWeights
 from turnstream.batching.denominators import row_scales
@@ -24,8 +26,6 @@ from turnstream.batching.plan import Manifest, TrajectoryPlan
 from turnstream.batching.planning import plan_batch
 from turnstream.batching.readiness import ReadyGroup
 from turnstream.batching.right_padded import right_padded
-from turnstream.testing import sealed
-from turnstream.testing.strategies import chains, trees
 from turnstream.types import Rows, SealedTrajectory, StoredTurn, TrajectoryKey, Turn
 
 Payload = dict[TrajectoryKey, list[StoredTurn]]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from testkit import config, manifest, sealed, trajectory_plan
 from turnstream.batching.readiness import GroupDropped, RunFold
 from turnstream.batching.rewards import planned_reward
 from turnstream.batching.withdrawing import (
@@ -15,7 +16,6 @@ from turnstream.batching.withdrawing import (
     withdrawn_groups,
 )
 from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encode_snapshot
-from turnstream.testing import config, manifest, sealed, trajectory_plan
 from turnstream.types import (
     GroupOpened,
     PlansWithdrawn,

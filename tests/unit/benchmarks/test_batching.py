@@ -12,10 +12,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from testkit import turn
 from turnstream.batching.layout import left_padded
 from turnstream.batching.merge import merge_trajectories
 from turnstream.batching.sft import packed_supervised, supervised_rows
-from turnstream.testing import turn
 from turnstream.types import Ragged
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
@@ -80,7 +80,7 @@ def test_tiny_run_of_shares_measures_both_numbers_of_ranks(tmp_path: Path) -> No
 
 
 def test_the_loop_of_collation_makes_the_same_rectangles(loops: ModuleType) -> None:
-    from turnstream.testing import rows
+    from testkit import rows
 
     batch = rows("abC", "a|bCD")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from testkit import config, turn
 from turnstream.errors import BatcherUnavailableError, WaitKind, WaitReason
 from turnstream.generator.drafts import TrajectoryDraft
 from turnstream.generator.lanes import Lane, PendingTurn
@@ -24,7 +25,6 @@ from turnstream.store.wait_reasons import (
     store_silent,
 )
 from turnstream.store.waits import WaitFacts
-from turnstream.testing import config, turn
 from turnstream.types import GroupOpened, TrajectoryKey
 from turnstream.worker._reasons import batcher_silent, no_batch, not_acknowledged, of_failure
 from turnstream_server.bus.budget import ByteBudget, HeldBytes

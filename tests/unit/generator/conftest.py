@@ -9,6 +9,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
+from testkit import turn
 from turnstream.generator.calls import (
     Call,
     HeartbeatCall,
@@ -21,7 +22,6 @@ from turnstream.generator.drafts import TrajectoryDraft
 from turnstream.generator.lanes import Lane
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import Delivery
-from turnstream.testing import turn
 from turnstream.types import GroupOpened, Status, TrajectoryKey
 
 KEYS = [TrajectoryKey("g", sample) for sample in range(3)]

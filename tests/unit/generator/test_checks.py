@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 
+from testkit import group, trajectory
 from turnstream.errors import InvalidTurnError
 from turnstream.generator import checks
-from turnstream.testing import group, trajectory
 from turnstream.types import Status, TrajectoryKey, Turn
 from turnstream.types.scalars import named_numbers
 

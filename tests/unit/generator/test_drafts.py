@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
+from testkit import assert_same, group, trajectory, turn
+from testkit.strategies import declared_columns, trees, with_extras
 from turnstream.batching.anchors import anchor_hash
 from turnstream.errors import InvalidTurnError
 from turnstream.generator import checks, drafts
@@ -15,8 +17,6 @@ from turnstream.generator.drafts import TrajectoryDraft, TurnRecord, draft_group
 from turnstream.generator.takeovers import taken_turns
 from turnstream.records.events import decode_event
 from turnstream.records.turns import decode_turn
-from turnstream.testing import assert_same, group, trajectory, turn
-from turnstream.testing.strategies import declared_columns, trees, with_extras
 from turnstream.types import (
     DeclaredColumn,
     SealedTrajectory,

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from testkit import turn
 from turnstream.errors import InvalidTurnError
 from turnstream.generator.drafts import TrajectoryDraft
 from turnstream.generator.extras import with_checked_extras
 from turnstream.records.turns import decode_turn
-from turnstream.testing import turn
 from turnstream.types import DeclaredColumn, TrajectoryKey
 
 IMAGES = DeclaredColumn(name="x", per="items", dtype="float32", shape=(2,))

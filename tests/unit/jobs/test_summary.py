@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from turnstream.testing import manifest, sealed, shape
+from testkit import manifest, sealed, shape
 from turnstream.types import SealedTrajectory
 from turnstream_server.jobs.summary import (
     BatchFigures,

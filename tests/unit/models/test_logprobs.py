@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from turnstream import testing
+import testkit
 from turnstream.errors import BatchingError
 from turnstream.worker.tensors import LeftPaddedTensors, to_torch
 from turnstream_server.models import logprobs
@@ -21,7 +21,7 @@ def test_rows_of_different_lengths_score_as_each_alone_by_all_logits(
 ) -> None:
     model = model_of(architecture)
     texts = ["abcDEfG", "aB", "abcdefghIJ"]
-    tensors = to_torch(testing.mini_batch(*texts))
+    tensors = to_torch(testkit.mini_batch(*texts))
 
     scores_BR = response_logprobs(model, tensors, mask_BR=tensors.loss_mask_BR, temperature=0.7)
 
@@ -36,7 +36,7 @@ def test_chunks_give_the_same_values_and_gradients(
     model_of: ModelOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of("qwen2")
-    tensors = to_torch(testing.mini_batch("abcDEfGHIJ", "aB"))
+    tensors = to_torch(testkit.mini_batch("abcDEfGHIJ", "aB"))
     whole, expected = _scores_and_gradient(model, tensors)
 
     monkeypatch.setattr(logprobs, "_CHUNK_VALUES", 3 * 128)
@@ -52,7 +52,7 @@ def test_no_more_logits_are_made_than_fit_in_a_chunk(
     model_of: ModelOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of("qwen2")
-    tensors = to_torch(testing.mini_batch("ab" + "CD" * 50 + "ef" * 50))
+    tensors = to_torch(testkit.mini_batch("ab" + "CD" * 50 + "ef" * 50))
     sizes: list[int] = []
     head = model.get_output_embeddings()
     assert head is not None
@@ -68,7 +68,7 @@ def test_no_more_logits_are_made_than_fit_in_a_chunk(
 
 def test_a_mask_of_zeros_gives_zeros_that_can_be_differentiated(model_of: ModelOf) -> None:
     model = model_of("qwen2")
-    tensors = to_torch(testing.mini_batch("ab|c", "a|b"))
+    tensors = to_torch(testkit.mini_batch("ab|c", "a|b"))
 
     scores_BR = response_logprobs(model, tensors, mask_BR=tensors.loss_mask_BR)
     scores_BR.sum().backward()
@@ -78,7 +78,7 @@ def test_a_mask_of_zeros_gives_zeros_that_can_be_differentiated(model_of: ModelO
 
 
 def test_a_wanted_token_without_a_prompt_is_refused(model_of: ModelOf) -> None:
-    tensors = to_torch(testing.mini_batch("abC", "|dE"))
+    tensors = to_torch(testkit.mini_batch("abC", "|dE"))
 
     with pytest.raises(BatchingError, match="prompt is empty"):
         response_logprobs(model_of("qwen2"), tensors, mask_BR=tensors.response_mask_BR)
@@ -86,7 +86,7 @@ def test_a_wanted_token_without_a_prompt_is_refused(model_of: ModelOf) -> None:
 
 def _logprobs_by_all_logits(model: PreTrainedModel, text: str, *, temperature: float) -> Tensor:
     """Of the capital letters, from the whole row's logits and without any padding."""
-    ids = torch.from_numpy(testing.ids(text)).long()
+    ids = torch.from_numpy(testkit.ids(text)).long()
     scores_TV = torch.log_softmax(model(input_ids=ids[None]).logits[0] / temperature, dim=-1)
     wanted = [position for position, letter in enumerate(text) if letter.isupper()]
     return torch.stack([scores_TV[position - 1, ids[position]] for position in wanted])

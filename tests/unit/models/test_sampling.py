@@ -5,13 +5,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from turnstream import testing
+import testkit
 from turnstream.worker.tensors import to_torch
 from turnstream_server.models.logprobs import response_logprobs
 from turnstream_server.models.sampling import SampledResponse, sample_batch
 
 ModelOf = Callable[[str], PreTrainedModel]
-PROMPTS = [testing.ids(text) for text in ("a", "hello world", "xyz", "abcdefgh")]
+PROMPTS = [testkit.ids(text) for text in ("a", "hello world", "xyz", "abcdefgh")]
 STOP = frozenset(range(40))
 
 
@@ -32,7 +32,7 @@ def test_sampled_logprobs_agree_with_what_the_trainer_computes(
     assert len({len(response.token_ids) for response in responses}) > 1
     for prompt, response in zip(PROMPTS, responses, strict=True):
         text = "".join(map(chr, prompt)) + "|"
-        row = testing.mini_batch(text + "X" * len(response.token_ids))
+        row = testkit.mini_batch(text + "X" * len(response.token_ids))
         row.rows.input_ids.values[len(prompt) :] = response.token_ids
         tensors = to_torch(row)
         scores_BR = response_logprobs(model, tensors, mask_BR=tensors.loss_mask_BR, temperature=0.7)
@@ -42,7 +42,7 @@ def test_sampled_logprobs_agree_with_what_the_trainer_computes(
 def test_prompts_of_one_length_need_no_mask_and_agree_too(model_of: ModelOf) -> None:
     model = model_of("qwen2")
     generator = torch.Generator().manual_seed(0)
-    prompts = [testing.ids("abc"), testing.ids("xyz")]
+    prompts = [testkit.ids("abc"), testkit.ids("xyz")]
 
     together = sample_batch(model, prompts, max_new_tokens=1, generator=generator)
 

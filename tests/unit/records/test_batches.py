@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit import assert_same, mini_batch, mini_batch_info, rows, spell
+from testkit.strategies import mini_batches
 from turnstream.errors import BatchingError, CorruptRecordError, RecordError, UnknownFormatError
 from turnstream.records.batches import (
     COLUMNS,
     decode_mini_batch,
     encode_mini_batch,
 )
-from turnstream.testing import assert_same, mini_batch, mini_batch_info, rows, spell
-from turnstream.testing.strategies import mini_batches
 from turnstream.types import MiniBatch, Ragged, Rows
 
 

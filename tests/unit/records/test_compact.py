@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit import manifest
 from turnstream.errors import CorruptRecordError
 from turnstream.records.compact import (
     CompactBatch,
@@ -22,7 +23,6 @@ from turnstream.records.compact import (
     trajectory_crc,
 )
 from turnstream.records.framing import ENDS, read_frame, write_frame
-from turnstream.testing import manifest
 from turnstream.types import TrajectoryKey
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit import config
+from testkit.strategies import configs
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import (
     CorruptRecordError,
@@ -18,8 +20,6 @@ from turnstream.errors import (
     UnknownFormatError,
 )
 from turnstream.records.configs import decode_config, encode_config
-from turnstream.testing import config
-from turnstream.testing.strategies import configs
 
 
 def edited(**changes: Any) -> str:

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 
+from testkit import mini_batch, mini_batch_info, rows
+from testkit.strategies import mini_batches
 from turnstream.errors import CorruptRecordError
 from turnstream.records.batches import COLUMNS, content_hash, encode_mini_batch
-from turnstream.testing import mini_batch, mini_batch_info, rows
-from turnstream.testing.strategies import mini_batches
 from turnstream.types import MiniBatch
 
 

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit import manifest, sealed, shape, stored_turn
 from turnstream.errors import CorruptRecordError, RecordError, UnknownFormatError
 from turnstream.records.events import decode_event, encode_event
 from turnstream.records.framing import EVENT, MANIFEST, TURN, record_crc, write_frame
 from turnstream.records.manifests import decode_manifest, encode_manifest
 from turnstream.records.turns import decode_turn, encode_turn
-from turnstream.testing import manifest, sealed, shape, stored_turn
 
 
 class Kind(NamedTuple):

@@ -13,16 +13,16 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 
-from turnstream.errors import CorruptRecordError
-from turnstream.records.batches import content_hash, decode_mini_batch, encode_mini_batch
-from turnstream.testing import (
+from testkit import (
     assert_same,
     extra_column,
     mini_batch_info,
     operation_rows,
     rows,
 )
-from turnstream.testing.strategies import operation_mini_batches
+from testkit.strategies import operation_mini_batches
+from turnstream.errors import CorruptRecordError
+from turnstream.records.batches import content_hash, decode_mini_batch, encode_mini_batch
 from turnstream.types import MiniBatch, Ragged, Rows
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from testkit import extra_column, mini_batch_info, operation_rows, rows
 from turnstream.errors import BatchingError
 from turnstream.records.batches import encode_mini_batch
-from turnstream.testing import extra_column, mini_batch_info, operation_rows, rows
 from turnstream.types import ExtraColumn, MiniBatch, Ragged, Rows
 
 THREE = rows("abCdE", "f|G", "h|i", is_padding=[False, False, True])

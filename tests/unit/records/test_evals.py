@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit.strategies.figures import figures
+from testkit.strategies.values import names, optional_versions, rewards_of_trajectories
 from turnstream.errors import CorruptRecordError
 from turnstream.records.evals import (
     decode_eval_group,
@@ -16,8 +18,6 @@ from turnstream.records.evals import (
     encode_eval_result,
 )
 from turnstream.records.framing import EVALUATION, write_frame
-from turnstream.testing.strategies.figures import figures
-from turnstream.testing.strategies.values import names, optional_versions, rewards_of_trajectories
 from turnstream.types import EvalGroup, EvalResult, Spread
 
 counts = st.integers(0, 2**40)

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
+from testkit import sealed, shape
+from testkit.strategies import events, sealed_trajectories
 from turnstream.errors import CorruptRecordError, UnknownFormatError
 from turnstream.records.events import decode_event, encode_event
 from turnstream.records.framing import EVENT, read_header, write_frame
-from turnstream.testing import sealed, shape
-from turnstream.testing.strategies import events, sealed_trajectories
 from turnstream.types import Event, RunClosed, SealedTrajectory, TrajectoryKey, TurnShape
 from turnstream.wire.v1 import records_pb2 as wire
 

@@ -12,14 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from turnstream.batching.figures import sum_up
-from turnstream.batching.plan import Manifest
-from turnstream.records.batches import decode_mini_batch, encode_mini_batch
-from turnstream.records.configs import decode_config
-from turnstream.records.events import decode_event, encode_event
-from turnstream.records.manifests import decode_manifest, encode_manifest, manifest_hash
-from turnstream.records.turns import decode_turn, encode_turn
-from turnstream.testing import (
+from testkit import (
     assert_same,
     config,
     manifest,
@@ -29,6 +22,13 @@ from turnstream.testing import (
     shape,
     stored_turn,
 )
+from turnstream.batching.figures import sum_up
+from turnstream.batching.plan import Manifest
+from turnstream.records.batches import decode_mini_batch, encode_mini_batch
+from turnstream.records.configs import decode_config
+from turnstream.records.events import decode_event, encode_event
+from turnstream.records.manifests import decode_manifest, encode_manifest, manifest_hash
+from turnstream.records.turns import decode_turn, encode_turn
 from turnstream.types import (
     BatchDue,
     ConfigRevised,

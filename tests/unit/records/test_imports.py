@@ -19,7 +19,6 @@ HEAVY = {"pyarrow", "grpc", "torch", "redis", "httpx", "hypothesis", "pydantic"}
         ("turnstream.records.configs", set()),
         ("turnstream.records.statuses", set()),
         ("turnstream.records.batches", {"pyarrow"}),
-        ("turnstream.testing", set()),
     ],
 )
 def test_a_module_loads_no_heavy_library_that_it_does_not_need(module: str, allowed: set[str]):

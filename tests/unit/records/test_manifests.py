@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 
+from testkit import manifest
+from testkit.strategies import manifests
 from turnstream.batching.plan import Manifest, MiniBatchPlan
 from turnstream.errors import CorruptRecordError
 from turnstream.records.framing import MANIFEST, read_header, write_frame
 from turnstream.records.manifests import decode_manifest, encode_manifest, manifest_hash
-from turnstream.testing import manifest
-from turnstream.testing.strategies import manifests
 
 
 @given(plan=manifests())

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit import config, sealed
+from testkit.strategies import events
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.open_groups import FoldState
 from turnstream.batching.readiness import RunFold
@@ -26,8 +28,6 @@ from turnstream.records.snapshots import (
     decode_snapshot,
     encode_snapshot,
 )
-from turnstream.testing import config, sealed
-from turnstream.testing.strategies import events
 from turnstream.types import (
     Event,
     GroupOpened,

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from testkit import assert_same, ids, is_same, stored_turn
+from testkit.strategies import stored_turns
 from turnstream.errors import CorruptRecordError, InvalidTurnError
 from turnstream.records.framing import TURN, read_frame, record_crc, write_frame
 from turnstream.records.turns import decode_turn, encode_turn
-from turnstream.testing import assert_same, ids, is_same, stored_turn
-from turnstream.testing.strategies import stored_turns
 from turnstream.types import ExtraPiece, StoredTurn, VersionRun
 from turnstream.wire.v1 import records_pb2 as wire
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from turnstream.testing import turn
+from testkit import turn
 from turnstream.types import Turn
 from turnstream_server.generators.scoring import score_turns
 from turnstream_server.models.policy import load_policy

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from turnstream import testing
+import testkit
 from turnstream.types import Rows
 from turnstream.worker.mini_batch import PulledMiniBatch
 from turnstream_server.models.policy import SmallModelSpec, load_policy
@@ -38,7 +38,7 @@ def pulled(built: Rows, **info: Any) -> PulledMiniBatch:
     """These rows as they come out of a BatchStream; `info` replaces fields."""
     return PulledMiniBatch(
         rows=built,
-        info=testing.mini_batch_info(built, **info),
+        info=testkit.mini_batch_info(built, **info),
         content_hash="0" * 64,
         num_bytes=0,
     )
@@ -53,7 +53,7 @@ def make_mini_batch(
 ) -> PulledMiniBatch:
     """Rows in two groups, with advantages."""
     groups = [f"g{2 * row // len(texts)}" for row in range(len(texts))]
-    built = testing.rows(*texts, group_ids=groups, advantages=advantages, logprobs=logprobs)
+    built = testkit.rows(*texts, group_ids=groups, advantages=advantages, logprobs=logprobs)
     return pulled(built, **info)
 
 

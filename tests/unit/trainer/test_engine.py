@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from turnstream import testing
+import testkit
 from turnstream.batching.config import Aggregation
 from turnstream.errors import BatchingError
 from turnstream.types import Denominators, Ragged
@@ -54,7 +54,7 @@ def test_the_loss_weighs_rows_as_shipped(
     # The first two rows are one trajectory, of 4 and 3 trained tokens.
     texts = ("abCDEF", "xYZW", "hijKLM", "pqRsT")
     share = np.array(weights, np.float32)
-    rows = testing.rows(*texts, group_ids=["g"] * 4, advantages=ADVANTAGES, logprobs=-4.5)
+    rows = testkit.rows(*texts, group_ids=["g"] * 4, advantages=ADVANTAGES, logprobs=-4.5)
     alone = [
         _loss_alone(build_engine(), text, advantage)
         for text, advantage in zip(texts, ADVANTAGES, strict=True)
@@ -65,7 +65,7 @@ def test_the_loss_weighs_rows_as_shipped(
         trajectory_id=["g/0/0", "g/0/0", "g/1/0", "g/2/0"],
         trajectory_num_tokens=np.array([7, 7, 3, 2], np.int64),
     )
-    info = testing.mini_batch_info(rows, micro_batches=((3, 0), (1, 2)))
+    info = testkit.mini_batch_info(rows, micro_batches=((3, 0), (1, 2)))
     mini_batch = PulledMiniBatch(rows=rows, info=info, content_hash="", num_bytes=0)
 
     report = build_engine().update(mini_batch, aggregation="seq_mean_token_mean")
@@ -75,8 +75,8 @@ def test_the_loss_weighs_rows_as_shipped(
 
 
 def _loss_alone(engine: Engine, text: str, advantage: float) -> float:
-    own = testing.rows(text, advantages=[advantage], logprobs=-4.5)
-    info = testing.mini_batch_info(own)
+    own = testkit.rows(text, advantages=[advantage], logprobs=-4.5)
+    info = testkit.mini_batch_info(own)
     mini_batch = PulledMiniBatch(rows=own, info=info, content_hash="", num_bytes=0)
     return engine.update(mini_batch, aggregation="seq_mean_token_mean").loss
 
@@ -85,7 +85,7 @@ def _loss_alone(engine: Engine, text: str, advantage: float) -> float:
 def test_inert_rows_contribute_exactly_nothing(
     build_engine: BuildEngine, build_mini_batch: BuildMiniBatch, aggregation: Aggregation
 ) -> None:
-    with_pads = testing.rows(
+    with_pads = testkit.rows(
         *TEXTS,
         "a|b",
         "a|b",
@@ -94,7 +94,7 @@ def test_inert_rows_contribute_exactly_nothing(
         logprobs=-4.5,
         is_padding=[False] * 4 + [True] * 2,
     )
-    info = testing.mini_batch_info(with_pads, micro_batches=((0, 1, 2, 3), (4, 5)))
+    info = testkit.mini_batch_info(with_pads, micro_batches=((0, 1, 2, 3), (4, 5)))
     padded = PulledMiniBatch(rows=with_pads, info=info, content_hash="", num_bytes=0)
     one, other = build_engine(), build_engine()
 
@@ -108,8 +108,8 @@ def test_inert_rows_contribute_exactly_nothing(
 def test_a_mini_batch_of_inert_rows_alone_changes_nothing(build_engine: BuildEngine) -> None:
     engine = build_engine()
     before = _weights(engine)
-    rows = testing.rows("a|b", is_padding=[True])
-    info = testing.mini_batch_info(rows)
+    rows = testkit.rows("a|b", is_padding=[True])
+    info = testkit.mini_batch_info(rows)
 
     report = engine.update(
         PulledMiniBatch(rows=rows, info=info, content_hash="", num_bytes=0),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from turnstream import testing
+import testkit
 from turnstream.batching.figures import sum_up
 from turnstream.types import RecoveryToken
 from turnstream.worker.mini_batch import PulledMiniBatch
@@ -25,7 +25,7 @@ class StreamInMemory:
     def __init__(
         self, build: BuildMiniBatch, *, first_step: int = 1, last_step: int, newest_version: int
     ) -> None:
-        self.config = testing.config(2)
+        self.config = testkit.config(2)
         self.newest_version = newest_version
         self.said: list[Any] = []
         self.on_committed: Callable[[RecoveryToken], None] = lambda _: None
@@ -163,7 +163,7 @@ def test_every_step_is_a_line_of_metrics_with_figures_of_its_mini_batches(
 def test_a_line_of_metrics_has_the_figures_that_its_batch_came_with(
     tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
 ) -> None:
-    figures = sum_up([(testing.sealed(tags={"env": "maze"}, metrics={"turns": 3.0}), 1.0)])
+    figures = sum_up([(testkit.sealed(tags={"env": "maze"}, metrics={"turns": 3.0}), 1.0)])
 
     def build(*, mini_batch: int, **info: Any) -> PulledMiniBatch:
         said = {"figures": figures} if mini_batch == 0 else {}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnstream import testing
+import testkit
 from turnstream.batching.plan import MiniBatchPlan, SequenceShape
 from turnstream.records.batches import decode_mini_batch
 from turnstream.types import MiniBatch
@@ -61,14 +61,14 @@ def test_step_metrics_weigh_a_small_mini_batch_by_its_size() -> None:
 
 def _pulled(shapes: Sequence[Sequence[Row]], *, rows_multiple_of: int) -> list[MiniBatch]:
     """Return the mini-batches of a batch, as one rank gets them; a group each."""
-    config = replace(testing.config(len(shapes), 1), rows_multiple_of=rows_multiple_of)
-    plan = testing.manifest(*(f"g{index}" for index in range(len(shapes))))
+    config = replace(testkit.config(len(shapes), 1), rows_multiple_of=rows_multiple_of)
+    plan = testkit.manifest(*(f"g{index}" for index in range(len(shapes))))
     groups = [
         replace(
             group,
             trajectories=tuple(
                 replace(
-                    testing.trajectory_plan(group.group_id, sample=sample),
+                    testkit.trajectory_plan(group.group_id, sample=sample),
                     num_turn_tokens=row.num_turn_tokens,
                     sequences=(SequenceShape((0,), 1, row.num_tokens, row.num_tokens - 1),),
                 )
@@ -77,7 +77,7 @@ def _pulled(shapes: Sequence[Sequence[Row]], *, rows_multiple_of: int) -> list[M
         )
         for group, own in zip(plan.groups, shapes, strict=True)
     ]
-    rows = [testing.rows(*("a" + "B" * (row.num_tokens - 1) for row in own)) for own in shapes]
+    rows = [testkit.rows(*("a" + "B" * (row.num_tokens - 1) for row in own)) for own in shapes]
     cuts = [
         MiniBatchPlan(
             first_group=index,
@@ -86,7 +86,7 @@ def _pulled(shapes: Sequence[Sequence[Row]], *, rows_multiple_of: int) -> list[M
             num_rows=len(own),
             width=max(row.num_tokens for row in own),
             response_width=max(row.num_tokens for row in own) - 1,
-            denominators=testing.mini_batch_info(rows[index]).denominators,
+            denominators=testkit.mini_batch_info(rows[index]).denominators,
         )
         for index, own in enumerate(shapes)
     ]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from turnstream import testing
+import testkit
 from turnstream.batching.denominators import count_denominators, row_scales
 from turnstream.errors import BatchingError, InvalidConfigError
 from turnstream.types import Denominators, MiniBatch
@@ -229,10 +229,10 @@ def test_rows_weighted_by_their_trajectory_count_each_trajectory_once(build_tens
 
 @pytest.mark.parametrize("mode", MODES)
 def test_each_token_is_multiplied_by_what_the_plan_says(mode: Any) -> None:
-    rows = testing.rows("abCD", "xYzZ", "a|bb", "a|b", group_ids=["g", "g", "h", ""])
+    rows = testkit.rows("abCD", "xYzZ", "a|bb", "a|b", group_ids=["g", "g", "h", ""])
     rows = replace(rows, weight=np.array([1.0, 0.5, 2.0, 0.0], np.float32))
     denominators = count_denominators([rows], length_constant=9)
-    part = to_torch(MiniBatch(rows=rows, info=testing.mini_batch_info(rows)))
+    part = to_torch(MiniBatch(rows=rows, info=testkit.mini_batch_info(rows)))
     loss_BR = torch.zeros(part.loss_mask_BR.shape, dtype=torch.float64, requires_grad=True)
 
     aggregate(loss_BR, part, mode=mode, denominators=denominators).backward()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from turnstream import testing
+import testkit
 from turnstream.types import MiniBatch, Ragged
 from turnstream.worker import corrections, losses
 from turnstream.worker.layouts import jagged_to_torch, packed_to_torch, right_padded_to_torch
@@ -54,10 +54,10 @@ def tensors_of(value: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("heading", LAYOUTS)
 def test_page_lists_the_tensors_of_every_layout(heading: str) -> None:
-    rows = testing.rows("abcdeFGH", "abC")
+    rows = testkit.rows("abcdeFGH", "abC")
     ones = Ragged(np.ones(len(rows.loss_mask.values), np.float32), rows.loss_mask.offsets)
     rows = replace(rows, token_weights=ones, logprobs=ones)
-    info = testing.mini_batch_info(rows)
+    info = testkit.mini_batch_info(rows)
     value = LAYOUTS[heading](MiniBatch(rows=rows, info=info))
     found = tensors_of(value)
     sizes = {"B": 2, "T": 8, "R": 3, "N": 11, "M": 4}

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from turnstream import testing
+import testkit
 from turnstream.worker._queue import ByteQueue, ClosedError
 
 
@@ -118,4 +118,4 @@ def test_the_watch_is_called_as_often_as_it_asks() -> None:
 
     assert len(calls_s) == 5
     assert calls_s[-1] - calls_s[0] >= 3 * 0.01
-    testing.wait_until(lambda: queue.size().num_items == 0)
+    testkit.wait_until(lambda: queue.size().num_items == 0)

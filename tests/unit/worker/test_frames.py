@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnstream import testing
+import testkit
 from turnstream.errors import CorruptRecordError, RecordError
 from turnstream.records.batches import EncodedMiniBatch, encode_mini_batch
 from turnstream.types import MiniBatch
@@ -99,15 +99,15 @@ def read(sent: list[bytes], *, step: int = 1) -> list[MiniBatch]:
 
 @pytest.mark.parametrize("chunk_bytes", [1, 1000, 1 << 20])
 def test_a_step_comes_back_as_it_was_whatever_the_chunks(chunk_bytes: int) -> None:
-    sent = [testing.mini_batch("abCD", "xYZ"), testing.mini_batch("abC")]
+    sent = [testkit.mini_batch("abCD", "xYZ"), testkit.mini_batch("abC")]
 
     received = read(list(messages(sent, chunk_bytes=chunk_bytes)))
 
-    testing.assert_same(received, sent)
+    testkit.assert_same(received, sent)
 
 
 def test_columns_lie_on_boundaries_that_arrays_want() -> None:
-    [received] = read(list(messages([testing.mini_batch("abCD")], chunk_bytes=7)))
+    [received] = read(list(messages([testkit.mini_batch("abCD")], chunk_bytes=7)))
 
     assert received.rows.input_ids.values.ctypes.data % 8 == 0
     assert received.rows.row_id.ctypes.data % 8 == 0
@@ -115,7 +115,7 @@ def test_columns_lie_on_boundaries_that_arrays_want() -> None:
 
 @given(st.data())
 def test_a_step_that_lost_its_end_is_never_accepted(data: st.DataObject) -> None:
-    sent = list(messages([testing.mini_batch("abCD")] * 2))
+    sent = list(messages([testkit.mini_batch("abCD")] * 2))
     kept = data.draw(st.integers(0, len(sent) - 1))
 
     with pytest.raises(CorruptRecordError, match="ended after"):
@@ -124,7 +124,7 @@ def test_a_step_that_lost_its_end_is_never_accepted(data: st.DataObject) -> None
 
 @given(st.data())
 def test_a_step_that_lost_one_message_is_never_accepted(data: st.DataObject) -> None:
-    sent = list(messages([testing.mini_batch("abCD")] * 2))
+    sent = list(messages([testkit.mini_batch("abCD")] * 2))
     lost = data.draw(st.integers(0, len(sent) - 1))
 
     with pytest.raises(CorruptRecordError):
@@ -133,7 +133,7 @@ def test_a_step_that_lost_one_message_is_never_accepted(data: st.DataObject) -> 
 
 @given(st.data())
 def test_a_step_with_one_message_twice_is_never_accepted(data: st.DataObject) -> None:
-    sent = list(messages([testing.mini_batch("abCD")] * 2))
+    sent = list(messages([testkit.mini_batch("abCD")] * 2))
     twice = data.draw(st.integers(0, len(sent) - 1))
 
     with pytest.raises(CorruptRecordError):
@@ -142,7 +142,7 @@ def test_a_step_with_one_message_twice_is_never_accepted(data: st.DataObject) ->
 
 def test_no_flipped_bit_changes_what_is_accepted() -> None:
     # Some bytes pad Arrow's buffers: flipping those is harmless, and all others are noticed.
-    mini_batch = testing.mini_batch("abCD")
+    mini_batch = testkit.mini_batch("abCD")
     header, data = messages([mini_batch], chunk_bytes=1 << 20)
     payload = bytearray(GetChunk.FromString(data).data)
     num_refused = 0
@@ -154,21 +154,21 @@ def test_no_flipped_bit_changes_what_is_accepted() -> None:
         except RecordError:
             num_refused += 1
         else:
-            testing.assert_same(received, mini_batch)
+            testkit.assert_same(received, mini_batch)
         payload[position] ^= 1 << position % 8
 
     assert num_refused > len(payload) / 12
 
 
 def test_another_step_than_the_one_asked_for_is_refused() -> None:
-    sent = list(messages([testing.mini_batch("abC")], step=2))
+    sent = list(messages([testkit.mini_batch("abC")], step=2))
 
     with pytest.raises(CorruptRecordError, match="step 2 came instead"):
         read(sent, step=1)
 
 
 def test_a_skipped_mini_batch_is_counted_but_not_kept() -> None:
-    sent = list(messages([testing.mini_batch("abC")] * 2))
+    sent = list(messages([testkit.mini_batch("abC")] * 2))
 
     def admit(header: MiniBatchHeader) -> Skipped:
         return Arrival(header) if header.mini_batch == 1 else Skipped(header)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from turnstream import testing
+import testkit
 from turnstream.batching.assemble import take_rows
 from turnstream.batching.microbatch import Budget
 from turnstream.batching.minibatch import budgeted_passes, rank_share
@@ -180,7 +180,7 @@ def cut(
     rng = np.random.default_rng(0)
     batch = replace(batch, advantage=rng.standard_normal(len(batch)).astype(np.float32))
     batch = take_rows(batch, range(len(batch)) if order is None else order)
-    whole = testing.mini_batch_info(batch)
+    whole = testkit.mini_batch_info(batch)
     denominators = whole.denominators._replace(length_constant=7)
     budget = Budget(limit=limit, model="packed")
     made: list[MiniBatch] = []
@@ -189,7 +189,7 @@ def cut(
         share = rank_share(batch, step=1, mini_batch=0, pad_token_id=0, **own)
         passes = budgeted_passes(batch, budget=budget, **own)
         num_inert = int(share.is_padding.sum())
-        info = testing.mini_batch_info(
+        info = testkit.mini_batch_info(
             share,
             denominators=denominators,
             micro_batches=passes,
@@ -207,7 +207,7 @@ def cut(
 def test_a_batch_has_one_loss_whatever_its_layout_ranks_micro_batches_and_order(
     mode: str, score: Score, responses: list[str], world: int, limit: int, data: st.DataObject
 ) -> None:
-    batch = testing.rows(*responses, group_ids=[f"g{i % 2}" for i in range(len(responses))])
+    batch = testkit.rows(*responses, group_ids=[f"g{i % 2}" for i in range(len(responses))])
     weights = [data.draw(st.sampled_from([0.25, 0.5, 0.75, 1.0])) for _ in responses]
     batch = replace(batch, weight=np.array(weights, np.float32))
     [whole] = cut(batch, world=1, limit=0)
@@ -231,7 +231,7 @@ def test_a_real_model_has_the_same_loss_and_gradient_in_all_layouts(
     layout: Any, limit: int, qwen2: PreTrainedModel
 ) -> None:
     # Attention is kept inside each row: by padding, or by comparing the rows of two slots.
-    batch = testing.rows("abCdEF", "a|bC", "abcdefGHI", "xyZ", "kLmN", "a|b")
+    batch = testkit.rows("abCdEF", "a|bC", "abcdefGHI", "xyZ", "kLmN", "a|b")
     score = scored_by(qwen2)
     results: list[tuple[float, Tensor]] = []
     for run, cuts in ((left_loss, (1, 0)), (layout, (2, limit))):
@@ -255,7 +255,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def test_a_bin_that_mixed_its_rows_would_have_another_loss(qwen2: PreTrainedModel) -> None:
-    [share] = cut(testing.rows("abCdEF", "abcdefGHI"), world=1, limit=0)
+    [share] = cut(testkit.rows("abCdEF", "abcdefGHI"), world=1, limit=0)
     score = scored_by(qwen2)
 
     def unaware(ids: Tensor, positions: Tensor, may_attend: Tensor) -> Tensor:
@@ -288,7 +288,7 @@ def test_supervised_rows_have_the_same_loss_in_all_layouts(
         Ragged.from_rows([[weight for _, weight in row] for row in pairs], np.float32),
     )
     scale = float(loss_scales(rows, loss_scale="all_targets")[0])
-    info = testing.mini_batch_info(rows)
+    info = testkit.mini_batch_info(rows)
     mini_batch = MiniBatch(rows=rows, info=info)
 
     def score(ids: Tensor) -> Tensor:
@@ -330,8 +330,8 @@ def test_supervised_rows_have_the_same_loss_in_all_layouts(
 
 
 def test_every_layout_gives_its_rows_back_without_the_inert_ones() -> None:
-    batch = testing.rows("abC", "aBC", "a|b", is_padding=[False, False, True])
-    mini_batch = MiniBatch(rows=batch, info=testing.mini_batch_info(batch))
+    batch = testkit.rows("abC", "aBC", "a|b", is_padding=[False, False, True])
+    mini_batch = MiniBatch(rows=batch, info=testkit.mini_batch_info(batch))
 
     [one] = packed_to_torch(mini_batch)
 
@@ -340,8 +340,8 @@ def test_every_layout_gives_its_rows_back_without_the_inert_ones() -> None:
 
 
 def test_a_packed_micro_batch_holds_what_is_said_of_its_own_rows() -> None:
-    batch = testing.rows("abC", "aBCD", "a|b", is_padding=[False, False, True])
-    info = testing.mini_batch_info(batch, micro_batches=((1,), (2, 0)))
+    batch = testkit.rows("abC", "aBCD", "a|b", is_padding=[False, False, True])
+    info = testkit.mini_batch_info(batch, micro_batches=((1,), (2, 0)))
 
     first, second = packed_to_torch(MiniBatch(rows=batch, info=info))
 
@@ -353,10 +353,10 @@ def test_a_packed_micro_batch_holds_what_is_said_of_its_own_rows() -> None:
 
 @pytest.mark.parametrize("layout", [right_padded_to_torch, jagged_to_torch])
 def test_rows_without_logprobs_are_refused_by_name_in_every_layout(layout: Any) -> None:
-    batch = testing.rows("aB", "aCd")
+    batch = testkit.rows("aB", "aCd")
     missing = Ragged.from_rows([[-0.5], [np.nan, 0]], np.float32)
     mini_batch = MiniBatch(
-        rows=replace(batch, logprobs=missing), info=testing.mini_batch_info(batch)
+        rows=replace(batch, logprobs=missing), info=testkit.mini_batch_info(batch)
     )
 
     with pytest.raises(BatchingError, match=r"rows without log-probabilities: 1$"):
@@ -367,8 +367,8 @@ def test_rows_without_logprobs_are_refused_by_name_in_every_layout(layout: Any) 
 
 
 def test_a_device_holds_every_tensor() -> None:
-    batch = testing.rows("abC", "aBC")
-    mini_batch = MiniBatch(rows=batch, info=testing.mini_batch_info(batch))
+    batch = testkit.rows("abC", "aBC")
+    mini_batch = MiniBatch(rows=batch, info=testkit.mini_batch_info(batch))
 
     on_meta: list[Any] = [
         right_padded_to_torch(mini_batch, device="meta"),
@@ -384,8 +384,8 @@ def test_a_device_holds_every_tensor() -> None:
 def test_a_pulled_mini_batch_comes_in_every_layout() -> None:
     from turnstream.worker.mini_batch import PulledMiniBatch
 
-    batch = testing.rows("abC", "aBC")
-    info = testing.mini_batch_info(batch, alignment=8)
+    batch = testkit.rows("abC", "aBC")
+    info = testkit.mini_batch_info(batch, alignment=8)
     pulled = PulledMiniBatch(rows=batch, info=info, content_hash="", num_bytes=0)
 
     assert pulled.to_torch_right_padded().input_ids_BT.shape == (2, 3)

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from turnstream import testing
+import testkit
 from turnstream.batching.plain_rows import plain_rows
 from turnstream.errors import BatchingError
 from turnstream.types import MiniBatch, Ragged
@@ -133,8 +133,8 @@ def test_flat_shares_of_any_rows_match_the_padded_layout(
 def _mini_batch(texts: list[str], *, num_inert: int) -> MiniBatch:
     """These rows, with inert ones at the end, in one forward pass."""
     inert = [False] * len(texts) + [True] * num_inert
-    rows = testing.rows(*texts, *["a|b"] * num_inert, is_padding=inert)
-    return MiniBatch(rows=rows, info=testing.mini_batch_info(rows))
+    rows = testkit.rows(*texts, *["a|b"] * num_inert, is_padding=inert)
+    return MiniBatch(rows=rows, info=testkit.mini_batch_info(rows))
 
 
 def _weighted_sum(
@@ -190,7 +190,7 @@ def test_a_long_row_has_its_exact_mean_in_every_layout(
     ids = Ragged(np.ones(num_tokens + 1, np.int32), np.array([0, num_tokens + 1], np.int32))
     mask = Ragged(np.ones(num_tokens, np.uint8), np.array([0, num_tokens], np.int32))
     rows = plain_rows(ids, mask, num_trained_B=np.array([num_tokens]), first_row_id=0)
-    mini_batch = MiniBatch(rows=rows, info=testing.mini_batch_info(rows))
+    mini_batch = MiniBatch(rows=rows, info=testkit.mini_batch_info(rows))
     losses = torch.rand(num_tokens, generator=torch.Generator().manual_seed(1)).to(dtype)
     expected = losses.double().mean().item()
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from turnstream import testing
+import testkit
 from turnstream.batching.layout import left_padded
 from turnstream.errors import BatchingError
 from turnstream.types import MiniBatch
@@ -25,13 +25,13 @@ ROWS = ("abCd", "aBcDeF", "abcdE", "a|b")
 
 def build(*texts: str, micro_batches: Any = None, pad_token_id: int = 0) -> MiniBatch:
     chosen = texts or ROWS
-    rows = testing.rows(
+    rows = testkit.rows(
         *chosen,
         advantages=[float(b + 1) for b in range(len(chosen))],
         is_padding=[text == "a|b" for text in chosen],
     )
     changes = {} if micro_batches is None else {"micro_batches": micro_batches}
-    info = testing.mini_batch_info(rows, pad_token_id=pad_token_id, **changes)
+    info = testkit.mini_batch_info(rows, pad_token_id=pad_token_id, **changes)
     return MiniBatch(rows=rows, info=info)
 
 
@@ -88,7 +88,7 @@ def test_tensors_equal_the_layout_of_the_batching_core() -> None:
     assert part.token_weights_BR is None
     for field in fields(padded):
         actual, expected = getattr(part, field.name), getattr(padded, field.name)
-        testing.assert_same(None if actual is None else actual.numpy(), expected)
+        testkit.assert_same(None if actual is None else actual.numpy(), expected)
     assert torch.equal(part.position_ids_BT, torch.from_numpy(padded.position_ids_BT))
 
 

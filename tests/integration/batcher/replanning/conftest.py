@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from harness.stored import content_of
+from testkit import group, trajectory, turn, wait_until_async
 from turnstream.batching.plan import Manifest
 from turnstream.store import keys
 from turnstream.store.connection import connect, connect_async
-from turnstream.testing import group, trajectory, turn, wait_until_async
 from turnstream.types import TrajectoryKey, TrajectoryState
 from turnstream_server.bus.budget import read_budget
 from turnstream_server.bus.dead_letters import read_dead_letters

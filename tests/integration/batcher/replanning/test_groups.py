@@ -5,13 +5,13 @@ from typing import Any, cast
 
 import pytest
 
+from testkit import group, trajectory, turn
 from turnstream.errors import ConflictError
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.revisions import read_revisions, revise_config
 from turnstream.store.rewards import post_reward
-from turnstream.testing import group, trajectory, turn
 from turnstream.types import SealedTrajectory, TrajectoryKey, TrajectoryState
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from testkit import group
 from turnstream.batching.plan import Manifest
 from turnstream.errors import (
     ConflictError,
@@ -15,7 +16,6 @@ from turnstream.errors import (
 )
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.testing import group
 from turnstream.types import TrajectoryKey, TrajectoryState
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.replans import Replanned

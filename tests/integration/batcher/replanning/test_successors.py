@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from testkit import group, trajectory, turn
 from turnstream.errors import EndOfRunError
 from turnstream.store import keys
 from turnstream.store.connection import connect, connect_async
 from turnstream.store.life import pause_run, resume_run
-from turnstream.testing import group, trajectory, turn
 from turnstream.types import TrajectoryKey, TrajectoryState
 from turnstream_server.batcher import releaser
 from turnstream_server.batcher.listener import RunListener

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import redis
 
+from testkit import ids
 from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.connection import connect_async
-from turnstream.testing import ids
 from turnstream.types import TrajectoryDied
 from turnstream_server.bus.leadership import acquire_leadership
 from turnstream_server.bus.ledger import read_ledger

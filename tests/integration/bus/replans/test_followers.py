@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from testkit import wait_until_async
 from turnstream.store.ending import cancel_all
-from turnstream.testing import wait_until_async
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.parking import ParkedRuns
 from turnstream_server.batcher.planner import RunPlanner

@@ -27,9 +27,10 @@ class Change(NamedTuple):
 def changed_settings(before: BatchingConfig, after: BatchingConfig) -> tuple[Change, ...]:
     """The settings that differ, in their order.
 
-    >>> from turnstream.testing import config
-    >>> changed_settings(config(2), config(4))[0]
-    Change(name='batch_groups', before=2, after=4)
+    >>> config = BatchingConfig(batch_groups=2, mini_batch_groups=2)
+    >>> from dataclasses import replace
+    >>> changed_settings(config, replace(config, max_staleness=2))
+    (Change(name='max_staleness', before=1, after=2),)
     """
     pairs = [(f.name, getattr(before, f.name), getattr(after, f.name)) for f in fields(after)]
     return tuple(Change(*pair) for pair in pairs if pair[1] != pair[2])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from turnstream.testing import (
+from testkit import (
     assert_same,
     is_same,
     rows,

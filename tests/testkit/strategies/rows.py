@@ -10,10 +10,10 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from turnstream.testing.batches import mini_batch_info
-from turnstream.testing.strategies.figures import figures
-from turnstream.testing.strategies.turns import version_runs
-from turnstream.testing.strategies.values import (
+from testkit.batches import mini_batch_info
+from testkit.strategies.figures import figures
+from testkit.strategies.turns import version_runs
+from testkit.strategies.values import (
     exactly,
     floats,
     floats32,

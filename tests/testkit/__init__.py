@@ -1,23 +1,23 @@
-"""Builders with defaults, comparison and waiting: for the tests of whoever works with Turnstream.
+"""Builders with defaults, comparison and waiting of the tests.
 
 Tokens are written as letters, one per token; a capital is a trained token. So a turn is
 `turn("ab", "CD")`, and the rows that it ends up in are compared as text: `spell(rows) == ["abCD"]`.
 
-Hypothesis strategies are in `turnstream.testing.strategies`, which alone needs hypothesis.
+Hypothesis strategies are in `testkit.strategies`.
 """
 
-from turnstream.testing.batches import (
+from testkit.batches import (
     extra_column,
     mini_batch,
     mini_batch_info,
     operation_rows,
     rows,
 )
-from turnstream.testing.compare import assert_same, is_same
-from turnstream.testing.letters import ids, mask, spell
-from turnstream.testing.plans import config, manifest, sealed, shape, trajectory_plan
-from turnstream.testing.turns import group, stored_turn, trajectory, turn
-from turnstream.testing.waiting import wait_until, wait_until_async
+from testkit.compare import assert_same, is_same
+from testkit.letters import ids, mask, spell
+from testkit.plans import config, manifest, sealed, shape, trajectory_plan
+from testkit.turns import group, stored_turn, trajectory, turn
+from testkit.waiting import wait_until, wait_until_async
 
 __all__ = [
     "assert_same",

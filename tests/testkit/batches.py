@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from testkit.letters import ids, mask
 from turnstream.batching.plan import ASSEMBLY_VERSION
-from turnstream.testing.letters import ids, mask
 from turnstream.types import (
     Denominators,
     Extent,

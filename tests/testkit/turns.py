@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.testing.letters import ids, mask
+from testkit.letters import ids, mask
 from turnstream.types import (
     NO_PARENT,
     Anchor,

@@ -7,6 +7,21 @@ from typing import Any, get_args
 
 from hypothesis import strategies as st
 
+from testkit.strategies.extras import declared_columns
+from testkit.strategies.figures import figures
+from testkit.strategies.values import (
+    anchors,
+    crcs,
+    exactly,
+    floats32,
+    keys,
+    names,
+    numbers_by_name,
+    optional_versions,
+    rewards_of_trajectories,
+    texts_by_name,
+    versions,
+)
 from turnstream.batching.config import (
     LEAST_GROUP_BYTES,
     Aggregation,
@@ -30,21 +45,6 @@ from turnstream.batching.plan import (
     MiniBatchPlan,
     SequenceShape,
     TrajectoryPlan,
-)
-from turnstream.testing.strategies.extras import declared_columns
-from turnstream.testing.strategies.figures import figures
-from turnstream.testing.strategies.values import (
-    anchors,
-    crcs,
-    exactly,
-    floats32,
-    keys,
-    names,
-    numbers_by_name,
-    optional_versions,
-    rewards_of_trajectories,
-    texts_by_name,
-    versions,
 )
 from turnstream.types import (
     NO_PARENT,

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from turnstream.batching.figures import sum_up
-from turnstream.testing.plans import sealed
-from turnstream.testing.strategies.values import (
+from testkit.plans import sealed
+from testkit.strategies.values import (
     numbers_by_name,
     rewards_of_trajectories,
     texts_by_name,
 )
+from turnstream.batching.figures import sum_up
 
 labelled = st.builds(
     lambda tags, metrics: replace(sealed(), tags=tags, metrics=metrics),

@@ -3,15 +3,15 @@
 Token ids come from a small alphabet, so that contexts repeat, extend and resemble each other.
 """
 
-from turnstream.testing.strategies.extras import declared_columns, with_extras
-from turnstream.testing.strategies.plans import configs, events, manifests, sealed_trajectories
-from turnstream.testing.strategies.rows import (
+from testkit.strategies.extras import declared_columns, with_extras
+from testkit.strategies.plans import configs, events, manifests, sealed_trajectories
+from testkit.strategies.rows import (
     extra_columns,
     mini_batches,
     operation_mini_batches,
     scored_rows,
 )
-from turnstream.testing.strategies.turns import (
+from testkit.strategies.turns import (
     chains,
     groups,
     stored_turns,
@@ -20,7 +20,7 @@ from turnstream.testing.strategies.turns import (
     turns,
     version_runs,
 )
-from turnstream.testing.strategies.values import names, tokens
+from testkit.strategies.values import names, tokens
 
 __all__ = [
     "chains",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from turnstream.testing.strategies.values import (
+from testkit.strategies.values import (
     anchors,
     exactly,
     floats,
