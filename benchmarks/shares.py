@@ -23,10 +23,8 @@ from table import least_ms
 
 from turnstream.batching.microbatch import Budget
 from turnstream.batching.minibatch import (
-    budgeted_passes,
     cut_ranks,
     rank_passes,
-    rank_share,
     rows_multiple,
     take_share,
 )
@@ -51,9 +49,11 @@ def measure(rows: Rows, *, num_ranks: int, rounds: int) -> dict[str, Any]:
         return [take_share(rows, positions, **CUT) for positions in cut()]
 
     def each_cuts() -> list[Rows]:
-        for rank in range(num_ranks):
-            budgeted_passes(rows, dp_rank=rank, **own)
-        return [rank_share(rows, dp_rank=rank, **own, **CUT) for rank in range(num_ranks)]
+        for _ in range(num_ranks):
+            cut()
+        return [
+            take_share(rows, cut_ranks(lengths, **own)[rank], **CUT) for rank in range(num_ranks)
+        ]
 
     found = {
         "num_ranks": num_ranks,

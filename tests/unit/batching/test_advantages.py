@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 
 from turnstream.batching.advantages import (
     GroupOutcomes,
-    broadcast,
     gigpo,
     trajectory_advantages,
 )
 from turnstream.batching.config import Estimator
 from turnstream.errors import BatchingError, UnsupportedEstimatorError
-from turnstream.types import Ragged
 
 WITHIN_A_GROUP: tuple[Estimator, ...] = (
     "grpo",
@@ -260,27 +258,6 @@ def test_gigpo_refuses_anchors_that_do_not_match_the_turns() -> None:
         gigpo(np.array([1.0]), turn_rewards=[np.zeros(2)], anchors=[["s"]])
 
 
-def test_case_35_an_advantage_stands_on_the_trained_tokens_of_every_row_of_its_trajectory() -> None:
-    # Trajectory 1 (reward 1) has rows with masks 111 and 001, trajectory 2 (reward 0) 011.
-    masks = Ragged.from_rows([[1, 1, 1], [0, 0, 1], [0, 1, 1]], np.uint8)
-
-    by_mean = estimate("dr_grpo", [1, 0])
-    by_std = estimate("grpo", [1, 0])
-
-    rows = [0, 0, 1]
-    tokens = broadcast(np.array(by_mean)[rows], loss_mask=masks)
-    assert [row.tolist() for row in tokens] == [[0.5, 0.5, 0.5], [0, 0, 0.5], [0, -0.5, -0.5]]
-    assert tokens.values.dtype == np.float32
-    tokens = broadcast(np.array(by_std)[rows], loss_mask=masks)
-    assert tokens[1].tolist() == pytest.approx([0, 0, 0.707106], abs=2e-6)
-
-
-def test_a_masked_token_has_an_advantage_of_plain_zero() -> None:
-    tokens = broadcast(np.array([-1.0]), loss_mask=Ragged.from_rows([[0, 1]], np.uint8))
-
-    assert np.signbit(tokens.values).tolist() == [False, True]
-
-
 @pytest.mark.parametrize("rewards", [[1.0, 0.0], [[[1.0, 0.0]], [[0.0, 1.0]]]])
 def test_gdpo_refuses_rewards_that_are_no_components(rewards: Any) -> None:
     # Two rewards of two trajectories passed for two components of one.
@@ -305,14 +282,6 @@ def test_gdpo_of_one_component_is_refused() -> None:
 
 def test_gigpo_of_no_trajectory_gives_nothing() -> None:
     assert gigpo(np.zeros(0), turn_rewards=[], anchors=[]) == []
-
-
-def test_an_advantage_is_spread_over_rows_that_are_a_slice_of_more() -> None:
-    whole = Ragged.from_rows([[1, 1], [0, 1]], np.uint8)
-
-    tokens = broadcast(np.array([3.0]), loss_mask=Ragged(whole.values, whole.offsets[1:]))
-
-    assert [row.tolist() for row in tokens] == [[0, 3]]
 
 
 def test_fan_out_row_by_row_gives_the_known_wrong_answer() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from testkit import rows
-from turnstream.batching.checks import require_aligned, require_whole_trajectories
+from turnstream.batching.checks import require_aligned
 from turnstream.batching.config import Aggregation
 from turnstream.batching.denominators import count_denominators, row_scales
 from turnstream.batching.jagged import jagged
@@ -129,63 +129,6 @@ def test_advantages_of_another_type_are_refused_in_every_layout(layout: str) -> 
         LAYOUTS[layout](batch)
 
 
-# --------------------------------------------------------------------------------------
-# whole trajectories
-
-
-def trajectories(*members: tuple[str, int, bool]) -> Rows:
-    """A row for each (group, sample, whether it is flagged last)."""
-    batch = rows(*["aB"] * len(members), group_ids=[group for group, _, _ in members])
-    return replace(
-        batch,
-        sample=np.array([sample for _, sample, _ in members], np.int32),
-        is_last=np.array([last for _, _, last in members], np.bool_),
-    )
-
-
-def test_case_22_rows_behind_the_last_flag_are_refused_and_not_dropped() -> None:
-    # The reference drops them without a word: of these 2 rows it gives 1.
-    with pytest.raises(BatchingError, match=r"row 1 is not flagged last, but .* ends there"):
-        require_whole_trajectories(trajectories(("g", 0, True), ("g", 1, False)))
-
-
-def test_case_22_two_trajectories_without_a_flag_between_them_are_refused() -> None:
-    # As the reference does: two ids inside one slice.
-    with pytest.raises(BatchingError, match=r"row 0 is not flagged last, but .* ends there"):
-        require_whole_trajectories(trajectories(("g", 0, False), ("h", 0, True)))
-
-
-def test_case_24_flags_of_numpy_are_flags() -> None:
-    # The reference asks whether the last one `is True`, which numpy.True_ is not.
-    batch = trajectories(("g", 0, False), ("g", 0, True))
-
-    require_whole_trajectories(batch)
-    with pytest.raises(BatchingError, match="row 1 is not flagged last"):
-        require_whole_trajectories(replace(batch, is_last=np.zeros(2, np.bool_)))
-
-
-def test_case_25_a_trajectory_interrupted_by_another_is_refused() -> None:
-    batch = trajectories(("g", 0, True), ("g", 1, True), ("g", 0, True))
-
-    with pytest.raises(BatchingError, match=r"row 2: \('g', 0, 0\) comes again"):
-        require_whole_trajectories(batch)
-
-
-@pytest.mark.parametrize(
-    ("members", "message"),
-    [
-        ([("g", 0, False)], "row 0 is not flagged last, but .* ends there"),
-        ([("g", 0, True), ("g", 0, True)], "row 0 is flagged last, but .* continues there"),
-        ([("g", 0, False), ("g", 1, True)], "row 0 is not flagged last, but .* ends there"),
-    ],
-)
-def test_case_26_flags_that_contradict_the_rows_are_refused(
-    members: list[tuple[str, int, bool]], message: str
-) -> None:
-    with pytest.raises(BatchingError, match=message):
-        require_whole_trajectories(trajectories(*members))
-
-
 @pytest.mark.parametrize("mode", get_args(Aggregation))
 def test_case_28_a_mini_batch_without_a_trained_token_goes_on_with_a_loss_of_zero(
     mode: Aggregation,
@@ -199,22 +142,3 @@ def test_case_28_a_mini_batch_without_a_trained_token_goes_on_with_a_loss_of_zer
     assert denominators.num_tokens == 0
     assert scales_B.tolist() == [0, 0]
     assert not left_padded(batch, width=3, response_width=2, pad_token_id=0).loss_mask_BR.any()
-
-
-def test_case_29_names_that_would_collide_as_text_are_different_trajectories() -> None:
-    # The reference joins ("a_1", "0") and ("a", "1_0") to the same "a_1_0". A sample of ours is a
-    # number, so that what could still be one text is "a1" + "0" and "a" + "10".
-    batch = trajectories(("a1", 0, True), ("a", 10, True))
-
-    require_whole_trajectories(batch)
-    assert batch.trajectory_id[0] != batch.trajectory_id[1]
-
-
-def test_inert_rows_may_stand_anywhere() -> None:
-    batch = rows("aB", "a|b", "aB", is_padding=[False, True, False])
-
-    batch = replace(batch, sample=np.zeros(3, np.int32), is_last=np.array([False, False, True]))
-
-    require_whole_trajectories(batch)
-    with pytest.raises(BatchingError, match="row 0 is not flagged last"):
-        require_whole_trajectories(replace(batch, is_padding=np.zeros(3, np.bool_)))

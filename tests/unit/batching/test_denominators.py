@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from testkit import config, rows
+from testkit.shares import rank_share
 from turnstream.batching.assemble import take_rows
 from turnstream.batching.config import Aggregation, RowWeights
 from turnstream.batching.denominators import (
@@ -18,7 +19,6 @@ from turnstream.batching.denominators import (
     row_scales,
 )
 from turnstream.batching.filters import row_weights
-from turnstream.batching.minibatch import rank_share
 from turnstream.errors import BatchingError, InvalidConfigError
 from turnstream.types import Denominators, Ragged, Rows
 

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import rows
+from testkit.shares import budgeted_passes, rank_share
 from turnstream.batching.assemble import take_rows
 from turnstream.batching.config import Aggregation, RowWeights
 from turnstream.batching.denominators import check_share, count_denominators, row_scales
 from turnstream.batching.filters import row_weights
 from turnstream.batching.microbatch import Budget, CostModel
-from turnstream.batching.minibatch import budgeted_passes, rank_share, rows_multiple
+from turnstream.batching.minibatch import rows_multiple
 from turnstream.types import Rows
 
 CUT: dict[str, Any] = {"step": 1, "mini_batch": 0, "pad_token_id": 0}

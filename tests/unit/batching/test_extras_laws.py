@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import assert_same, mini_batch_info, trajectory_plan
+from testkit.shares import join_shares, rank_share
 from testkit.strategies import chains, declared_columns, trees, with_extras
 from turnstream.batching.assemble import assemble_rows
 from turnstream.batching.merge import merge_turns, plan_sequences, split_sequences, store_turns
-from turnstream.batching.minibatch import join_shares, rank_share
 from turnstream.batching.plan import GroupPlan
 from turnstream.records.batches import decode_mini_batch, encode_mini_batch
 from turnstream.types import (

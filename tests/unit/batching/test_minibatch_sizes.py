@@ -8,17 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import assert_same, rows
+from testkit.shares import budgeted_passes, join_shares, rank_share
 from testkit.strategies import scored_rows
 from turnstream.batching.assemble import take_rows
 from turnstream.batching.microbatch import Budget, CostModel
-from turnstream.batching.minibatch import (
-    budgeted_passes,
-    cut_ranks,
-    join_shares,
-    mini_batch_bounds,
-    rank_share,
-    rows_multiple,
-)
+from turnstream.batching.minibatch import cut_ranks, rows_multiple
 from turnstream.errors import BatchingError
 from turnstream.types import Rows
 
@@ -30,38 +24,6 @@ def shares(batch: Rows, world: int, **options: Any) -> list[Rows]:
         rank_share(batch, dp_rank=rank, dp_world_size=world, **CUT, **options)
         for rank in range(world)
     ]
-
-
-# --------------------------------------------------------------------------------------
-# mini-batches of rows in hand
-
-
-def test_case_30_mini_batches_end_where_groups_do() -> None:
-    uids = ["p0"] * 4 + ["p1"] * 2 + ["p2"] * 3 + ["p3"] * 2
-
-    assert mini_batch_bounds(uids, mini_batch_groups=2) == [(0, 6), (6, 11)]
-
-
-def test_case_30_a_group_that_comes_again_is_refused_at_its_row() -> None:
-    with pytest.raises(BatchingError, match="group 'a' comes again at row 2"):
-        mini_batch_bounds(["a", "b", "a"], mini_batch_groups=1)
-
-
-@pytest.mark.parametrize(("uids", "size"), [(["a", "b", "c"], 2), (["a"], 0)])
-def test_case_30_groups_that_do_not_divide_are_refused(uids: list[str], size: int) -> None:
-    with pytest.raises(BatchingError, match="do not make mini-batches of"):
-        mini_batch_bounds(uids, mini_batch_groups=size)
-
-
-def test_case_30_no_rows_are_refused() -> None:
-    # The reference fails with an IndexError.
-    with pytest.raises(BatchingError, match="0 groups"):
-        mini_batch_bounds([], mini_batch_groups=1)
-
-
-def test_case_30_uneven_groups_are_fine() -> None:
-    # The reference refuses them outside its step-wise mode.
-    assert mini_batch_bounds([*"aab"], mini_batch_groups=1) == [(0, 2), (2, 3)]
 
 
 # --------------------------------------------------------------------------------------
@@ -176,11 +138,6 @@ def test_a_mini_batch_cut_for_one_world_can_be_cut_for_another(
     assert_same(whole, batch)
     for ours, again in zip(shares(batch, other_world), shares(whole, other_world), strict=True):
         assert_same(ours, again)
-
-
-def test_a_row_in_two_shares_is_refused() -> None:
-    with pytest.raises(BatchingError, match="row 1 is in two shares"):
-        join_shares([rows("aB", "aB"), rows("aB", first_row_id=1)])
 
 
 @given(

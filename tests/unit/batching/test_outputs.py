@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from testkit import assert_same, rows
+from testkit.shares import rank_share
 from testkit.strategies import scored_rows
 from turnstream.batching.jagged import jagged
 from turnstream.batching.layout import left_padded
-from turnstream.batching.minibatch import rank_share
 from turnstream.batching.outputs import (
     join_by_row_id,
     response_values_jagged,

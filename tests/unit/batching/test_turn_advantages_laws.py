@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testkit import sealed
+from testkit.shares import budgeted_passes, rank_share
 from testkit.strategies import chains, trees
 from turnstream.batching.assemble import assemble_rows, concatenate_rows, take_rows
 from turnstream.batching.config import Aggregation, BatchingConfig, RowWeights
@@ -20,7 +21,6 @@ from turnstream.batching.jagged import jagged
 from turnstream.batching.layout import left_padded
 from turnstream.batching.merge import store_turns
 from turnstream.batching.microbatch import Budget
-from turnstream.batching.minibatch import budgeted_passes, rank_share
 from turnstream.batching.packed import packed
 from turnstream.batching.plan import Manifest, TrajectoryPlan
 from turnstream.batching.planning import plan_batch

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import testkit
+from testkit.shares import budgeted_passes, rank_share
 from turnstream.batching.assemble import take_rows
 from turnstream.batching.microbatch import Budget
-from turnstream.batching.minibatch import budgeted_passes, rank_share
 from turnstream.batching.outputs import ResponseValues, join_by_row_id
 from turnstream.batching.sft import (
     bin_sequences,

@@ -154,18 +154,6 @@ def gigpo(
     ]
 
 
-def broadcast(
-    advantage_B: NDArray[np.floating], *, loss_mask: Ragged[np.uint8]
-) -> Ragged[np.float32]:
-    """A row's advantage on each of its trained tokens, 0.0 on the others.
-
-    Rows of one trajectory carry the same advantage: it is estimated once, never per row.
-    """
-    loss_mask = flat(loss_mask)
-    per_token = np.repeat(advantage_B.astype(np.float32), loss_mask.lengths)
-    return _where_trained(per_token, loss_mask)
-
-
 def broadcast_turns(
     advantages: Ragged[np.float32], *, ends: Ragged[np.int64], loss_mask: Ragged[np.uint8]
 ) -> Ragged[np.float32]:

@@ -76,28 +76,3 @@ def require_per_token(values: Ragged[np.generic], rows: Rows, *, name: str) -> N
             f"{name} of row {rows.row_id[row]}: {found_B[row]} values for "
             f"{lengths_B[row]} response tokens"
         )
-
-
-def require_whole_trajectories(rows: Rows) -> None:
-    """Refuse rows that are not whole trajectories, one after the other, the last row flagged last.
-
-    For a whole mini-batch: a rank's share may hold any part of a trajectory. Inert rows may stand
-    anywhere. Trajectories are told apart by (group_id, sample, attempt), never by a joined text.
-
-    Raises:
-        BatchingError: names the row.
-    """
-    real = np.flatnonzero(~rows.is_padding).tolist()
-    keys = [(rows.group_id[b], int(rows.sample[b]), int(rows.attempt[b])) for b in real]
-    finished: set[tuple[str, int, int]] = set()
-    for place, (row, key) in enumerate(zip(real, keys, strict=True)):
-        ends = place + 1 == len(keys) or keys[place + 1] != key
-        if key in finished:
-            raise BatchingError(f"row {rows.row_id[row]}: {key} comes again after another one")
-        if bool(rows.is_last[row]) != ends:
-            said = "is flagged last" if rows.is_last[row] else "is not flagged last"
-            raise BatchingError(
-                f"row {rows.row_id[row]} {said}, but {key} {'ends' if ends else 'continues'} there"
-            )
-        if ends:
-            finished.add(key)

@@ -8,7 +8,6 @@ inert rows.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -36,32 +35,6 @@ _MINI_BATCH_BITS = 12
 
 MAX_INERT_ROWS = 1 << _POSITION_BITS
 """Bound for one mini-batch: the id of an inert row contains its position."""
-
-
-def mini_batch_bounds(group_ids: Sequence[str], *, mini_batch_groups: int) -> list[tuple[int, int]]:
-    """Begin and end of every mini-batch of rows that stand group by group, however many each has.
-
-    >>> mini_batch_bounds([*"aaaabbcccdd"], mini_batch_groups=2)
-    [(0, 6), (6, 11)]
-
-    Args:
-        group_ids: of every row.
-        mini_batch_groups: groups of one mini-batch; divides their number.
-
-    Raises:
-        BatchingError: there is no row, a group is interrupted by another one, or the groups do not
-            divide.
-    """
-    starts = [row for row, name in enumerate(group_ids) if row == 0 or name != group_ids[row - 1]]
-    seen: set[str] = set()
-    for row in starts:
-        if group_ids[row] in seen:
-            raise BatchingError(f"group {group_ids[row]!r} comes again at row {row}")
-        seen.add(group_ids[row])
-    if not starts or mini_batch_groups < 1 or len(starts) % mini_batch_groups:
-        raise BatchingError(f"{len(starts)} groups do not make mini-batches of {mini_batch_groups}")
-    bounds = [*starts[::mini_batch_groups], len(group_ids)]
-    return list(itertools.pairwise(bounds))
 
 
 def rows_multiple(
@@ -137,45 +110,6 @@ def cut_ranks(
     return sorted(map(sorted, balance(costs, num_parts=dp_world_size, equal_count=True)))
 
 
-def rank_share(
-    rows: Rows,
-    *,
-    step: int,
-    mini_batch: int,
-    dp_rank: int,
-    dp_world_size: int,
-    pad_token_id: int,
-    multiple_of: int = 1,
-    budget: Budget = _TOKENS,
-) -> Rows:
-    """The rows of one rank in their order, inert ones last; the same object if it is the only rank.
-
-    Args:
-        rows: the whole mini-batch.
-        step: of the batch; part of the ids of inert rows, as is `mini_batch`.
-        mini_batch: index in the batch.
-        dp_rank: whose share.
-        dp_world_size: number of ranks.
-        pad_token_id: both tokens of an inert row.
-        multiple_of: what else divides the number of rows, inert ones included: `rows_multiple`.
-        budget: as in `cut_ranks`.
-
-    Raises:
-        BatchingError: no such rank, a multiple below 1, or numbers too large for the ids of inert
-            rows.
-    """
-    _require_rank(dp_rank, dp_world_size)
-    _require_at_least_1(multiple_of=multiple_of)
-    if dp_world_size == 1 and len(rows) and len(rows) % multiple_of == 0:
-        return rows
-    ranks = cut_ranks(
-        rows.input_ids.lengths, dp_world_size=dp_world_size, multiple_of=multiple_of, budget=budget
-    )
-    return take_share(
-        rows, ranks[dp_rank], step=step, mini_batch=mini_batch, pad_token_id=pad_token_id
-    )
-
-
 def take_share(
     rows: Rows, positions: Sequence[int], *, step: int, mini_batch: int, pad_token_id: int
 ) -> Rows:
@@ -204,24 +138,6 @@ def take_share(
         row_ids, pad_token_id=pad_token_id, has_logprobs=has_logprobs, extras=rows.extras
     )
     return concatenate_rows([share, inert])
-
-
-def join_shares(shares: Sequence[Rows]) -> Rows:
-    """The whole mini-batch again, from the shares of all its ranks: inert rows gone, by row id.
-
-    To cut it for another number of ranks. A world of one may hand its share in alone.
-
-    Raises:
-        BatchingError: there is no share, or a row is in two.
-    """
-    together = concatenate_rows(shares)
-    real = np.flatnonzero(~together.is_padding)
-    order = real[np.argsort(together.row_id[real], kind="stable")]
-    row_ids = together.row_id[order]
-    twice = np.flatnonzero(row_ids[1:] == row_ids[:-1])
-    if len(twice):
-        raise BatchingError(f"row {row_ids[twice[0]]} is in two shares")
-    return take_rows(together, order.tolist())
 
 
 def inert_row_id(step: int, mini_batch: int, position: int) -> int:
@@ -305,39 +221,6 @@ _INERT_VALUES: dict[str, tuple[float, type[np.generic]]] = {
 }
 
 
-def budgeted_passes(
-    rows: Rows,
-    *,
-    dp_rank: int,
-    dp_world_size: int,
-    budget: Budget,
-    passes_multiple_of: int = 1,
-    multiple_of: int = 1,
-) -> tuple[tuple[int, ...], ...]:
-    """The forward passes of one rank, as positions in its share.
-
-    Every rank has as many, known without asking one another: whoever cuts knows all lengths.
-    Passes come costliest first, so that what does not fit in memory fails at once.
-
-    Args:
-        rows: the whole mini-batch, of all ranks.
-        dp_rank: whose passes.
-        dp_world_size: number of ranks.
-        budget: of one pass; as given to `rank_share`.
-        passes_multiple_of: the number of passes is one of these.
-        multiple_of: as given to `rank_share`: what `rows_multiple` gives has enough inert rows.
-
-    Raises:
-        RowTooLongError: a row exceeds the limit and the budget refuses such rows.
-        BatchingError: no such rank, or a rank has fewer rows than passes are needed.
-    """
-    _require_rank(dp_rank, dp_world_size)
-    lengths = rows.input_ids.lengths
-    ranks = cut_ranks(lengths, dp_world_size=dp_world_size, multiple_of=multiple_of, budget=budget)
-    passes = rank_passes(lengths, ranks, budget=budget, multiple_of=passes_multiple_of)
-    return tuple(tuple(rows_of_pass) for rows_of_pass in passes[dp_rank])
-
-
 def rank_passes(
     lengths_B: NDArray[np.integer],
     ranks: Sequence[Sequence[int]],
@@ -367,8 +250,3 @@ def _require_at_least_1(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise BatchingError(f"{name}={size} must be at least 1")
-
-
-def _require_rank(dp_rank: int, dp_world_size: int) -> None:
-    if not 0 <= dp_rank < dp_world_size:
-        raise BatchingError(f"dp_rank {dp_rank} of a world of {dp_world_size}")

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.checks import require_per_token
 from turnstream.types import Ragged, Rows
 
 
@@ -78,29 +77,6 @@ class SlotLine:
         placed_N: NDArray[np.float32] = np.zeros(num_slots, np.float32)
         self.place_responses(weights, placed_N)
         return placed_N
-
-
-def response_column(
-    values: Ragged[Any], rows: Rows, *, starts: NDArray[np.int64], num_slots: int
-) -> NDArray[Any]:
-    """One more column of response tokens, (N,) in the dtype of the values, 0 between.
-
-    For what a run declares beside ours, such as a teacher's log-probabilities.
-
-    Args:
-        values: one per response token, in the order of `rows`; of any trailing shape.
-        rows: that were laid out.
-        starts: first slot of every row.
-        num_slots: N.
-
-    Raises:
-        BatchingError: a row has another number of values than response tokens.
-    """
-    require_per_token(values, rows, name="the column")
-    placed_N = np.zeros((num_slots, *values.values.shape[1:]), values.values.dtype)
-    order: NDArray[np.int64] = np.arange(len(rows), dtype=np.int64)
-    SlotLine(rows, order=order, starts=starts).place_responses(values, placed_N)
-    return placed_N
 
 
 def masked_scalars(
