@@ -84,10 +84,22 @@ def own_server(request: pytest.FixtureRequest) -> Iterator[EmbeddedServer]:
         yield server
 
 
+class UnixServer(EmbeddedServer):
+    """The embedded store, reached by a unix socket in its data folder."""
+
+    @property
+    def url(self) -> str:
+        """Return the address of the socket."""
+        return f"unix://{self.data_dir}/valkey.sock?db=0"
+
+    def _command(self) -> list[str]:
+        return [*super()._command(), "--unixsocket", "valkey.sock"]
+
+
 @pytest.fixture
 def unix_server() -> Iterator[EmbeddedServer]:
     """The embedded store behind a unix socket."""
-    with EmbeddedServer(binary=_binary("valkey"), unix_socket=True) as server:
+    with UnixServer(binary=_binary("valkey")) as server:
         yield server
 
 

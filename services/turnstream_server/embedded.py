@@ -30,14 +30,12 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Literal, Self
-from urllib.parse import quote
 
 from turnstream.errors import StoreUnavailableError
 
 Durability = Literal["everysec", "fsync"]
 """What an acknowledged write survives: any process crash, or (`fsync`) a power cut too."""
 
-_MAX_SOCKET_PATH_BYTES = 99  # the kernel's limit is 104 on macOS and 108 on Linux
 _LOWEST_PORT = 16_384
 _PORT_TRIES, _START_TRIES = 20, 5
 _LOG_LINES_IN_ERRORS = 20
@@ -130,7 +128,6 @@ class EmbeddedServer:
     Args:
         data_dir: kept folder of the data, made if it is missing; None takes a temporary folder
             that is removed at the end.
-        unix_socket: listen on a unix socket in place of a loopback port.
         durability: how often the append-only file is forced to disk.
         max_memory_bytes: writes are refused above it; 0 means no limit.
         choose_port: gives the port to try; asked again where that one is taken.
@@ -142,7 +139,6 @@ class EmbeddedServer:
         self,
         data_dir: Path | str | None = None,
         *,
-        unix_socket: bool = False,
         durability: Durability = "everysec",
         max_memory_bytes: int = 0,
         choose_port: Callable[[], int] = free_port,
@@ -150,7 +146,6 @@ class EmbeddedServer:
         start_timeout_s: float = 60.0,
     ) -> None:
         self._given_data_dir = None if data_dir is None else Path(data_dir).absolute()
-        self._unix_socket = unix_socket
         self._durability = durability
         self._max_memory_bytes = max_memory_bytes
         self._choose_port = choose_port
@@ -160,7 +155,6 @@ class EmbeddedServer:
         self._data_dir: Path | None = None
         self._lock: IO[bytes] | None = None
         self._port = 0
-        self._socket_path: Path | None = None
         self._server: subprocess.Popen[bytes] | None = None
         self._watcher: _Watcher | None = None
 
@@ -173,9 +167,7 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        """Where clients connect, in the words of the Redis client; kept over a restart."""
-        if self._socket_path is not None:
-            return f"unix://{quote(str(self._socket_path))}?db=0"
+        """Return the address for clients; a restart keeps it."""
         return f"redis://127.0.0.1:{self._port}/0"
 
     @property
@@ -210,9 +202,7 @@ class EmbeddedServer:
             return
         try:
             self._open_folder()
-            if self._unix_socket:
-                self._choose_socket_path()
-            self._start_on_a_free_address()
+            self._start_on_a_free_port()
         except BaseException:
             self.stop()
             raise
@@ -228,7 +218,6 @@ class EmbeddedServer:
             shutil.rmtree(folder, ignore_errors=True)
         self._temporary_dirs.clear()
         self._port = 0
-        self._socket_path = None
 
     def kill(self) -> None:
         """SIGKILL the server, as a crash would; data folder and address stay for `restart`."""
@@ -254,20 +243,9 @@ class EmbeddedServer:
         self._temporary_dirs.append(Path(tempfile.mkdtemp(prefix="turnstream-")))
         return self._temporary_dirs[-1]
 
-    def _choose_socket_path(self) -> None:
-        path = self.data_dir / "valkey.sock"
-        if len(os.fsencode(path)) > _MAX_SOCKET_PATH_BYTES:
-            path = self._make_temporary_dir() / "valkey.sock"
-        if len(os.fsencode(path)) > _MAX_SOCKET_PATH_BYTES:
-            raise EmbeddedServerError(
-                f"the path of a unix socket has at most {_MAX_SOCKET_PATH_BYTES} bytes: {path}"
-            )
-        self._socket_path = path
-
-    def _start_on_a_free_address(self) -> None:
+    def _start_on_a_free_port(self) -> None:
         for attempt in range(1, _START_TRIES + 1):
-            if self._socket_path is None:
-                self._port = self._choose_port()
+            self._port = self._choose_port()
             try:
                 self._start_process()
             except EmbeddedServerError as error:
@@ -295,8 +273,6 @@ class EmbeddedServer:
             raise EmbeddedServerError(reason, tuple(lines[-_LOG_LINES_IN_ERRORS:]))
 
     def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        if self._socket_path is not None:
-            self._socket_path.unlink(missing_ok=True)
         server = subprocess.Popen(  # noqa: S603 - our own binary and arguments
             ["/bin/sh", "-c", _LAUNCHER, "turnstream-server", *self._command()],
             stdin=subprocess.PIPE,
@@ -316,9 +292,6 @@ class EmbeddedServer:
     def _command(self) -> list[str]:
         binary = str(self._binary or find_binary())
         address = ["--bind", "127.0.0.1", "--port", str(self._port)]
-        if self._socket_path is not None:
-            path = str(self._socket_path)
-            address = ["--port", "0", "--unixsocketperm", "700", "--unixsocket", path]
         sync = "always" if self._durability == "fsync" else "everysec"
         memory = str(self._max_memory_bytes)
         changing = ("--appendfsync", sync, "--maxmemory", memory)

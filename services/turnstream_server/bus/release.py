@@ -157,30 +157,6 @@ async def raise_floor(
     return floor
 
 
-async def release_payload(
-    client: redis.asyncio.Redis,
-    run: str,
-    trajectory_ids: Sequence[str],
-    *,
-    lease_s: float = 60.0,
-    given_up: Container[str] = (),
-) -> None:
-    """Remove the payload of trajectories that the ledger has given up, and give back what it held.
-
-    Args:
-        client: of the store.
-        run: name of the run.
-        trajectory_ids: of them.
-        lease_s: of the run; the tombstones stay for many of it.
-        given_up: those of them that were abandoned; their tombstones say so.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
-    await remove_payload(client, run, trajectory_ids, lease_s=lease_s, given_up=given_up)
-    await give_back(client, run, trajectory_ids)
-
-
 async def remove_payload(
     client: redis.asyncio.Redis,
     run: str,
@@ -225,23 +201,16 @@ def give_back_command(run: str, trajectory_ids: Sequence[str]) -> Command:
     return _GIVE_BACK(where, *trajectory_ids)
 
 
-async def fold_batch(
-    client: redis.asyncio.Redis, run: str, manifest: Manifest, *, leader_epoch: int
-) -> None:
-    """Remove the trajectories of a released step from the ledger, and its groups with them.
-
-    Raises:
-        FencedError: another planner leads the run.
-        ConflictError: the step is not released.
-        StoreUnavailableError: the store cannot be reached.
-    """
-    await fold_batches(client, run, [manifest], leader_epoch=leader_epoch)
-
-
 async def fold_batches(
     client: redis.asyncio.Redis, run: str, manifests: Sequence[Manifest], *, leader_epoch: int
 ) -> None:
-    """The same as `fold_batch`, for some steps in few round trips."""
+    """Remove the trajectories and groups of released steps from the ledger, in few round trips.
+
+    Raises:
+        FencedError: another planner leads the run.
+        ConflictError: a step is not released.
+        StoreUnavailableError: the store cannot be reached.
+    """
     commands = (
         command
         for manifest in manifests
@@ -261,23 +230,16 @@ def _fold_commands(run: str, manifest: Manifest, *, leader_epoch: int) -> list[C
     ]
 
 
-async def finish_batch(
-    client: redis.asyncio.Redis, run: str, *, step: int, record: bytes, leader_epoch: int
-) -> None:
-    """Replace the plan of a released step by its compact record.
-
-    Raises:
-        FencedError: another planner leads the run.
-        ConflictError: the step is not released, not the next one, or not in the snapshot.
-        StoreUnavailableError: the store cannot be reached.
-    """
-    await finish_batches(client, run, {step: record}, leader_epoch=leader_epoch)
-
-
 async def finish_batches(
     client: redis.asyncio.Redis, run: str, records: Mapping[int, bytes], *, leader_epoch: int
 ) -> None:
-    """The same as `finish_batch`, for consecutive steps in few round trips."""
+    """Replace the plans of consecutive released steps by their compact records.
+
+    Raises:
+        FencedError: another planner leads the run.
+        ConflictError: a step is not released, not the next one, or not in the snapshot.
+        StoreUnavailableError: the store cannot be reached.
+    """
     names = keys.run_keys(run)
     where = (
         *(names.leader, names.frontier, names.batches),

@@ -11,6 +11,7 @@ import redis
 import redis.asyncio
 
 from testkit import manifest, sealed, trajectory_plan
+from testkit.releases import release_payload
 from turnstream.batching.plan import GroupPlan
 from turnstream.batching.readiness import GroupDropped, MemberDropped, RefillWanted
 from turnstream.records.compact import CompactEnds, compact_batch, encode_batch, encode_ends
@@ -38,13 +39,7 @@ from turnstream_server.bus.leadership import acquire_leadership
 from turnstream_server.bus.leases import give_up_lapsed
 from turnstream_server.bus.ledger import read_ledger_async
 from turnstream_server.bus.manifests import StoredManifest, encode_for_store, write_manifest
-from turnstream_server.bus.release import (
-    finish_batch,
-    fold_batch,
-    fold_ended,
-    raise_floor,
-    release_payload,
-)
+from turnstream_server.bus.release import finish_batches, fold_batches, fold_ended, raise_floor
 from turnstream_server.bus.sessions import (
     TrainerSession,
     acknowledge_committed,
@@ -361,8 +356,8 @@ class RunDriver:
         where, stored, epoch = (self.client, self.name), self.manifests[step], self.leader_epoch
         record = encode_batch(compact_batch(stored.manifest, manifest_hash=stored.hash))
         await save_snapshot(*where, position="0-0", step=step, record=b"", leader_epoch=epoch)
-        await fold_batch(*where, stored.manifest, leader_epoch=epoch)
-        await finish_batch(*where, step=step, record=record, leader_epoch=epoch)
+        await fold_batches(*where, [stored.manifest], leader_epoch=epoch)
+        await finish_batches(*where, {step: record}, leader_epoch=epoch)
 
     async def fold_ends(self, *ids: str, number: int = 1, leader_epoch: int | None = None) -> bool:
         """Leave a compact record of trajectories that ended untrained."""

@@ -15,7 +15,7 @@ from turnstream.types import TrajectoryKey, TrajectoryState
 from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.ledger import read_ledger_async
 from turnstream_server.bus.manifests import write_manifest
-from turnstream_server.bus.release import finish_batch, fold_batch
+from turnstream_server.bus.release import finish_batches, fold_batches
 from turnstream_server.bus.snapshots import save_snapshot, trim_events
 
 pytestmark = pytest.mark.redis
@@ -67,7 +67,9 @@ async def test_the_states_add_up_after_every_act_of_the_release(released: Any) -
 
     for step in (1, 2):
         plan = released.manifests[step].manifest
-        await fold_batch(released.client, released.name, plan, leader_epoch=released.leader_epoch)
+        await fold_batches(
+            released.client, released.name, [plan], leader_epoch=released.leader_epoch
+        )
         await check()
         await released.fold(step)
         await check()
@@ -78,7 +80,9 @@ async def test_a_batch_that_is_not_released_cannot_be_folded(released: Any) -> N
     plan = released.manifests[3].manifest
 
     with pytest.raises(ConflictError, match="step 3 is not released; step 2 is"):
-        await fold_batch(released.client, released.name, plan, leader_epoch=released.leader_epoch)
+        await fold_batches(
+            released.client, released.name, [plan], leader_epoch=released.leader_epoch
+        )
 
     assert await released.dump() == before
 
@@ -99,7 +103,7 @@ async def test_a_plan_that_is_still_needed_cannot_be_replaced(
     before = await released.dump()
 
     with pytest.raises(ConflictError, match=why):
-        await finish_batch(*where, step=step, record=b"", leader_epoch=epoch)
+        await finish_batches(*where, {step: b""}, leader_epoch=epoch)
 
     assert await released.dump() == before
 
@@ -121,11 +125,8 @@ async def test_a_step_of_which_nothing_is_released_cannot_be_replaced(run: Any) 
 
 async def test_without_any_snapshot_no_plan_can_be_replaced(released: Any) -> None:
     with pytest.raises(ConflictError, match="step 1 is not in the snapshot"):
-        await finish_batch(
-            *(released.client, released.name),
-            step=1,
-            record=b"",
-            leader_epoch=released.leader_epoch,
+        await finish_batches(
+            released.client, released.name, {1: b""}, leader_epoch=released.leader_epoch
         )
 
 
@@ -144,7 +145,7 @@ async def fold_after_snapshot(run: Any, step: int) -> None:
     where = (run.client, run.name)
     epoch = run.leader_epoch
     await save_snapshot(*where, position="0-0", step=step, record=b"", leader_epoch=epoch)
-    await finish_batch(*where, step=step, record=b"", leader_epoch=epoch)
+    await finish_batches(*where, {step: b""}, leader_epoch=epoch)
 
 
 async def test_a_planner_goes_on_after_the_last_batch_when_all_before_are_folded(
@@ -180,8 +181,8 @@ async def test_a_planner_whose_term_is_over_releases_nothing(released: Any, act:
     before = await released.dump()
     where, old = (released.client, released.name), {"leader_epoch": released.leader_epoch - 1}
     acts = {
-        "fold_batch": lambda: fold_batch(*where, released.manifests[1].manifest, **old),
-        "finish": lambda: finish_batch(*where, step=1, record=b"", **old),
+        "fold_batch": lambda: fold_batches(*where, [released.manifests[1].manifest], **old),
+        "finish": lambda: finish_batches(*where, {1: b""}, **old),
         "ends": lambda: released.fold_ends("g1/0/0", **old),
         "snapshot": lambda: save_snapshot(*where, position="9-0", step=9, record=b"", **old),
         "trim": lambda: trim_events(*where, **old),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from testkit import turn
+from testkit.releases import release_payload
 from turnstream.errors import FencedError
 from turnstream.generator.drafts import TrajectoryDraft
 from turnstream.generator.outbox import Outbox
@@ -16,7 +17,6 @@ from turnstream.store import keys
 from turnstream.store.connection import Link
 from turnstream.types import GroupOpened, TrajectoryKey
 from turnstream_server.bus.leases import give_up_lapsed
-from turnstream_server.bus.release import release_payload
 
 pytestmark = pytest.mark.redis
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from testkit import sealed
+from testkit.releases import release_payload
 from turnstream.errors import ConflictError, FencedError
 from turnstream.records.events import encode_event
 from turnstream.store import keys
@@ -19,7 +20,6 @@ from turnstream.store.scripts import Script, run_command_async
 from turnstream.types import TrajectoryAbandoned, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.leases import give_up_lapsed
 from turnstream_server.bus.ledger import read_ledger_async
-from turnstream_server.bus.release import release_payload
 
 pytestmark = pytest.mark.redis
 

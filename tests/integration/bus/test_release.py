@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from testkit.releases import release_payload
 from turnstream.errors import FencedError, ReleasedError, RunNotFoundError, TurnstreamError
 from turnstream.store import keys
 from turnstream.store.scripts import Script, run_command_async
@@ -14,7 +15,7 @@ from turnstream.types import RecoveryToken
 from turnstream_server.bus.budget import read_held_async
 from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.observers import declare_observer, forget_observers, note_observed
-from turnstream_server.bus.release import read_release_state, release_payload
+from turnstream_server.bus.release import read_release_state
 from turnstream_server.bus.snapshots import save_snapshot, trim_events
 
 pytestmark = pytest.mark.redis

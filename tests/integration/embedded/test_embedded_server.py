@@ -4,10 +4,8 @@ import itertools
 import os
 import signal
 import socket
-import stat
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,44 +119,10 @@ def test_refuses_writes_above_its_memory_limit() -> None:
         assert client.ping()
 
 
-def test_listens_on_a_unix_socket_that_others_cannot_open(tmp_path: Path) -> None:
-    with EmbeddedServer(tmp_path, unix_socket=True) as server, connect(server) as client:
-        path = tmp_path / "valkey.sock"
-
-        assert server.url == f"unix://{path}?db=0"
-        assert client.ping()
-        assert stat.S_IMODE(path.stat().st_mode) == 0o700
-
-
-def test_makes_a_short_socket_path_when_the_folder_has_a_long_one(tmp_path: Path) -> None:
-    data_dir = tmp_path / ("a" * 120)
-
-    with EmbeddedServer(data_dir, unix_socket=True) as server, connect(server) as client:
-        assert client.set("key", "value")
-        assert (data_dir / "appendonlydir").is_dir()
-        socket_dir = Path(server.url.removeprefix("unix://").partition("?")[0]).parent
-        assert socket_dir != data_dir
-
-    assert not socket_dir.exists()
-
-
-def test_says_so_when_no_socket_path_is_short_enough(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    long_dir = tmp_path / ("t" * 120)
-    long_dir.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long_dir))
-
-    with pytest.raises(EmbeddedServerError, match="at most 99 bytes"):
-        EmbeddedServer(unix_socket=True).start()
-
-    assert list(long_dir.iterdir()) == []
-
-
 def test_takes_a_folder_with_spaces_and_quotes_in_its_name(tmp_path: Path) -> None:
     data_dir = tmp_path / 'it\'s "a" folder %41'
 
-    with EmbeddedServer(data_dir, unix_socket=True) as server, connect(server) as client:
+    with EmbeddedServer(data_dir) as server, connect(server) as client:
         assert client.set("key", "value")
         server.restart()
         assert connect(server).get("key") == b"value"
