@@ -10,6 +10,7 @@ from typing import Final
 import redis.asyncio
 
 from turnstream.errors import FencedError, RunNotFoundError, TurnstreamError, UnavailableError
+from turnstream.store.backoff import pause_after
 from turnstream.store.replies import translating
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.dead_letters import FoldBrokenError
@@ -38,8 +39,8 @@ from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S: Final = 0.05
-_LONGEST_PAUSE_S: Final = 2.0
+_SETTLED_S: Final = 2.0
+"""A term that lasts for so long has recovered from the failures of earlier terms."""
 _RELEASE_S: Final = 1.0
 
 
@@ -79,7 +80,7 @@ class RunPlanner:
 
     async def run(self) -> None:
         """Go on until cancelled, or until the run is gone from the store."""
-        pause_s = _FIRST_PAUSE_S
+        num_failures = 0
         while True:
             started_s = asyncio.get_running_loop().time()
             try:
@@ -97,8 +98,8 @@ class RunPlanner:
                 logger.exception("planning of run %s failed", self._view.run)
                 self._view.trouble = str(error) or repr(error)
             lasted_s = asyncio.get_running_loop().time() - started_s
-            pause_s = _next_pause(pause_s, lasted_s=lasted_s)
-            await asyncio.sleep(pause_s)
+            num_failures = num_failures + 1 if lasted_s < _SETTLED_S else 1
+            await asyncio.sleep(pause_after(num_failures))
 
     async def _lead_and_park(self) -> None:
         """Lead while there is work, and wait while the run is parked, for ever.
@@ -254,8 +255,8 @@ class RunPlanner:
         await asyncio.Event().wait()
 
     async def _recover(self) -> None:
-        """A term that has lasted has got over what ended those before; then wait for ever."""
-        await asyncio.sleep(_LONGEST_PAUSE_S)
+        """Clear the recorded error once this term has lasted; then wait for ever."""
+        await asyncio.sleep(_SETTLED_S)
         self._view.trouble = ""
         await self._note_trouble("")
         await asyncio.Event().wait()
@@ -278,14 +279,3 @@ class RunPlanner:
                 await release_leadership(
                     self._client, self._view.run, owner=self._keeper.owner, epoch=epoch
                 )
-
-
-def _next_pause(pause_s: float, *, lasted_s: float) -> float:
-    """Twice the pause before, unless the term lasted so long that its end is another matter.
-
-    >>> [_next_pause(pause_s, lasted_s=0.1) for pause_s in (0.05, 0.1, 1.6)]
-    [0.1, 0.2, 2.0]
-    >>> _next_pause(1.6, lasted_s=2.0)
-    0.05
-    """
-    return min(_LONGEST_PAUSE_S, 2 * pause_s) if lasted_s < _LONGEST_PAUSE_S else _FIRST_PAUSE_S

@@ -11,7 +11,7 @@ import pytest
 
 from testkit import group, wait_until_async
 from turnstream.errors import FencedError, StoreUnavailableError
-from turnstream.store import keys
+from turnstream.store import backoff, keys
 from turnstream.store.connection import connect
 from turnstream_server.batcher import planner
 
@@ -46,8 +46,9 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Sets the pauses of a planner that fails."""
 
     def set_pauses(*, first_s: float, longest_s: float) -> None:
-        monkeypatch.setattr(planner, "_FIRST_PAUSE_S", first_s)
-        monkeypatch.setattr(planner, "_LONGEST_PAUSE_S", longest_s)
+        monkeypatch.setattr(backoff, "FIRST_PAUSE_S", first_s)
+        monkeypatch.setattr(backoff, "LONGEST_PAUSE_S", max(first_s, longest_s))
+        monkeypatch.setattr(planner, "_SETTLED_S", longest_s)
 
     return set_pauses
 
@@ -73,7 +74,7 @@ async def test_a_planner_that_fails_at_once_pauses_longer_and_longer(house, paus
     await asyncio.wait_for(hook.is_waiting.wait(), 30)
 
     gaps = [later - sooner for sooner, later in itertools.pairwise(hook.failed_s)]
-    assert all(gap >= least for gap, least in zip(gaps, (0.04, 0.08, 0.16), strict=True)), gaps
+    assert all(gap >= least for gap, least in zip(gaps, (0.02, 0.04, 0.08), strict=True)), gaps
 
 
 async def test_a_planner_whose_term_lasted_pauses_for_a_moment_only(house, pauses):

@@ -25,6 +25,7 @@ from turnstream.generator.calls import (
 )
 from turnstream.generator.lanes import Lane
 from turnstream.generator.receipts import Delivery
+from turnstream.store.backoff import FIRST_PAUSE_S
 from turnstream.store.keys import trajectory_keys
 
 NewDesk = Callable[..., Any]
@@ -94,7 +95,7 @@ def test_a_script_that_is_unknown_is_loaded_at_once_but_not_for_ever(new_desk: N
 
     assert again.loads_scripts
     assert desk.take() is None
-    assert desk.outbox.pause_s(desk.now_s) == pytest.approx(0.02)
+    assert desk.outbox.pause_s(desk.now_s) == pytest.approx(FIRST_PAUSE_S)
 
 
 def test_a_full_server_is_left_alone_and_asked_again(new_desk: NewDesk) -> None:

@@ -137,14 +137,8 @@ class EvalFold:
         return [] if sealed is None else self._place(group, sealed)
 
     def _lose(self, group: GroupMembers, key: TrajectoryKey) -> list[Decision]:
-        if not group.is_sample(key.sample):
-            return []
-        member = group.members.get(key.sample)
-        if member is not None and member.key == key:
-            del group.members[key.sample]
-        elif group.awaiting.pop(key, None) is None and key in group.seen:
-            return []
-        group.lose(key)
+        if group.is_sample(key.sample):
+            group.remove(key)
         return []
 
     def _end(self, group: GroupMembers, config: BatchingConfig) -> list[Decision]:

@@ -60,6 +60,16 @@ class GroupMembers:
         """The members in order of their samples."""
         return tuple(member for _, member in sorted(self.members.items()))
 
+    def remove(self, key: TrajectoryKey) -> bool:
+        """Remove a dead attempt; return False where it had ended before without a place here."""
+        member = self.members.get(key.sample)
+        if member is not None and member.key == key:
+            del self.members[key.sample]
+        elif self.awaiting.pop(key, None) is None and key in self.seen:
+            return False
+        self.lose(key)
+        return True
+
     @classmethod
     def of_new_group(cls, opened: GroupOpened, opened_by: str, config: BatchingConfig) -> Self:
         """Return a new group, without members.

@@ -35,7 +35,7 @@ from turnstream.batching.columns import (
 )
 from turnstream.batching.continuing import TurnIds, continued_turns, turn_ids
 from turnstream.batching.declarations import require_declared
-from turnstream.batching.extras import ExtraIndex
+from turnstream.batching.extras import ExtraIndex, LinkedTurn
 from turnstream.batching.merged_extras import MergedRow, merged_sequence_columns, split_columns
 from turnstream.batching.plan import SequenceShape
 from turnstream.batching.prefix import PrefixIndex
@@ -103,23 +103,32 @@ def store_turns(
         linked = extras.link(turn, known.matches(turn.prompt_ids))
         known.add(linked.match, turn.prompt_ids, turn.response_ids)
         extras.add(turn, linked)
-        parent_turn, shared_tokens = linked.match
-        stored.append(
-            StoredTurn(
-                index=index,
-                parent_turn=parent_turn,
-                shared_tokens=shared_tokens,
-                token_ids=np.concatenate((turn.prompt_ids[shared_tokens:], turn.response_ids)),
-                num_response_tokens=len(turn.response_ids),
-                logprobs=turn.logprobs,
-                loss_mask=turn.loss_mask,
-                rewards=turn.rewards,
-                version_runs=turn.version_runs,
-                extras=linked.pieces,
-                anchor=anchor_hash(turn.anchor),
-            )
-        )
+        stored.append(stored_turn(turn, linked, index=index))
     return stored
+
+
+def stored_turn(turn: Turn, linked: LinkedTurn, *, index: int) -> StoredTurn:
+    """Return the stored form of a turn: the tokens and values that no earlier turn holds.
+
+    Args:
+        turn: as the generator gave it.
+        linked: its parent, and its pieces of extra columns.
+        index: of the turn in its trajectory.
+    """
+    parent_turn, shared_tokens = linked.match
+    return StoredTurn(
+        index=index,
+        parent_turn=parent_turn,
+        shared_tokens=shared_tokens,
+        token_ids=np.concatenate((turn.prompt_ids[shared_tokens:], turn.response_ids)),
+        num_response_tokens=len(turn.response_ids),
+        logprobs=turn.logprobs,
+        loss_mask=turn.loss_mask,
+        rewards=turn.rewards,
+        version_runs=turn.version_runs,
+        extras=linked.pieces,
+        anchor=anchor_hash(turn.anchor),
+    )
 
 
 def turn_prompts(stored: abc.Sequence[StoredTurn]) -> list[NDArray[np.int32]]:

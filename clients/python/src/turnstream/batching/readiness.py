@@ -327,15 +327,8 @@ class RunFold(OpenGroups):
 
     def _die(self, event_id: str, key: TrajectoryKey) -> list[Decision]:
         group = self._groups.get(key.group_id)
-        if group is None or not group.is_sample(key.sample):
+        if group is None or not group.is_sample(key.sample) or not group.remove(key):
             return []
-        member = group.members.get(key.sample)
-        if member is not None and member.key == key:
-            del group.members[key.sample]
-        elif group.awaiting.pop(key, None) is None and key in group.seen:
-            return []
-        # Should its seal still be heard, it is dead all the same.
-        group.lose(key)
         return self._go_on_without(event_id, group)
 
     def _note_refill(self, event: RefillGranted) -> list[Decision]:

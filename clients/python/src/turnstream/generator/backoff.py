@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-_FIRST_PAUSE_S = 0.02
-_LONGEST_PAUSE_S = 1.0
+from turnstream.store.backoff import pause_after
 
 
 class Backoff:
@@ -34,9 +33,8 @@ class Backoff:
         if now_s >= deadline_s:
             self.succeeded()
             return True
-        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._num_failures)
-        pause_s *= 0.5 + 0.5 * self._jitter()
-        self._num_failures = min(self._num_failures + 1, 16)
+        self._num_failures += 1
+        pause_s = pause_after(self._num_failures) * (0.5 + 0.5 * self._jitter())
         self._paused_until_s = min(now_s + pause_s, deadline_s)
         return False
 

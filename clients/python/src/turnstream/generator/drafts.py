@@ -9,7 +9,7 @@ import numpy as np
 
 from turnstream.batching.anchors import anchor_hash
 from turnstream.batching.extras import ExtraIndex, LinkedTurn
-from turnstream.batching.merge import plan_sequences
+from turnstream.batching.merge import plan_sequences, stored_turn
 from turnstream.batching.prefix import PrefixIndex, PrefixMatch
 from turnstream.errors import InvalidTurnError
 from turnstream.generator import checks
@@ -22,7 +22,6 @@ from turnstream.types import (
     Group,
     SealedTrajectory,
     Status,
-    StoredTurn,
     Trajectory,
     TrajectoryKey,
     Turn,
@@ -175,20 +174,7 @@ class TrajectoryDraft:
             raise InvalidTurnError(
                 "turn", f"is number {len(self._shapes) + 1}, more than {MAX_TURNS} turns"
             )
-        match = linked.match
-        stored = StoredTurn(
-            index=len(self._shapes),
-            parent_turn=match.parent_turn,
-            shared_tokens=match.shared_tokens,
-            token_ids=np.concatenate((turn.prompt_ids[match.shared_tokens :], turn.response_ids)),
-            num_response_tokens=len(turn.response_ids),
-            logprobs=turn.logprobs,
-            loss_mask=turn.loss_mask,
-            rewards=turn.rewards,
-            version_runs=turn.version_runs,
-            extras=linked.pieces,
-            anchor=anchor_hash(turn.anchor),
-        )
+        stored = stored_turn(turn, linked, index=len(self._shapes))
         num_bytes = stored.token_ids.nbytes + 4 * len(turn.response_ids) * (
             (turn.logprobs is not None) + (turn.rewards is not None)
         )

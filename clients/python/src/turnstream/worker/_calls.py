@@ -20,6 +20,7 @@ from turnstream.errors import (
     UnavailableError,
 )
 from turnstream.records.statuses import status_to_error
+from turnstream.store.backoff import LONGEST_PAUSE_S, pause_after
 from turnstream.store.wait_warnings import WaitWarnings
 from turnstream.types.names import checked_setting
 from turnstream.wire.v1 import batches_pb2 as wire
@@ -40,8 +41,6 @@ ATTEMPT_S = 30.0
 LEAST_ATTEMPT_S = 1.0
 """Who has not answered within less, because the deadline came, need not be silent."""
 
-FIRST_DELAY_S = 0.05
-MAX_DELAY_S = 2.0
 RANK_DELAY_S = 0.25
 """Longest pause of a rank that waits for the other ranks of its step."""
 
@@ -56,11 +55,6 @@ class Share:
     dp_rank: int
     dp_world_size: int
     observer: str = ""
-
-
-def backoff_s(num_failures: int) -> float:
-    """Seconds to wait after the n-th failure in a row, from 1: 0.05, 0.1, .. 2."""
-    return min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** min(num_failures - 1, 10))
 
 
 def error_of(error: grpc.RpcError) -> TurnstreamError:
@@ -244,7 +238,7 @@ class BatcherCalls:
             wire.SteppedReply,
             what=what,
             timeout_s=timeout_s,
-            max_delay_s=MAX_DELAY_S if self._acknowledged_by is None else RANK_DELAY_S,
+            max_delay_s=LONGEST_PAUSE_S if self._acknowledged_by is None else RANK_DELAY_S,
         ).recovery_token
 
     def committed(self, recovery_token: str) -> None:
@@ -297,7 +291,7 @@ class BatcherCalls:
         *,
         what: str,
         timeout_s: float | None = None,
-        max_delay_s: float = MAX_DELAY_S,
+        max_delay_s: float = LONGEST_PAUSE_S,
     ) -> Reply:
         """Call until it is answered or refused; the last error is raised after `timeout_s`.
 
@@ -343,7 +337,7 @@ def retry_delay_s(error: TurnstreamError, *, num_failures: int) -> float | None:
     if isinstance(error, RejectedError):
         return error.retry_after_s
     if isinstance(error, UnavailableError):
-        return backoff_s(num_failures)
+        return pause_after(num_failures)
     return None
 
 

@@ -28,13 +28,13 @@ from turnstream.errors import (
     UnknownFormatError,
     WaitReason,
 )
+from turnstream.store.backoff import pause_after
 from turnstream.store.wait_warnings import WaitWarnings
 from turnstream.types import MiniBatchInfo
 from turnstream.wire.v1.batches_pb2 import MiniBatchHeader
 from turnstream.worker._acknowledged import AcknowledgedSteps
 from turnstream.worker._calls import (
     BatcherCalls,
-    backoff_s,
     error_of,
     retry_delay_s,
 )
@@ -388,4 +388,4 @@ class Prefetcher:
         progress.num_bad_in_a_row += 1
         if progress.num_bad_in_a_row >= MAX_BAD_IN_A_ROW:
             return None
-        return backoff_s(progress.num_failures)
+        return pause_after(progress.num_failures)
