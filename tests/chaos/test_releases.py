@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -58,7 +57,6 @@ def test_a_whole_stack_that_is_killed_goes_on_from_a_cold_start_with_another_rel
     # With an open lease, and plans that the trainer has not seen. Nothing of the ledger changes,
     # and all that the one release wrote is trained by the other.
     rig = start_rig(config=config(takeover_s=600.0))
-    _mix_fields_of_config(rig)
     rig.is_newer = is_newer
     rig.start_generator("left", groups=4, hang_in=OPEN)
     rig.wait_for_lines("hanging")
@@ -101,17 +99,6 @@ def _wait_for_writes(rig: Rig) -> None:
         return persistence["aof_buffer_length"] == 0
 
     rig.wait(has_written, "the end of all writes")
-
-
-def _mix_fields_of_config(rig: Rig) -> None:
-    """The stored config has a field that is not known yet, and lacks those that came last."""
-    name = keys.run_keys(rig.run).config
-    stored: Any = rig.client.hgetall(name)
-    (revision,) = [field for field, value in stored.items() if value.startswith(b"{")]
-    fields = json.loads(stored[revision])
-    for later in ("max_dead_bytes", "alignment", "rows_multiple_of"):
-        del fields[later]
-    rig.client.hset(name, revision, json.dumps({**fields, "newer_field": [1, "two"]}))
 
 
 def _streams(rig: Rig) -> list[list[tuple[bytes, bool]]]:
