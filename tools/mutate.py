@@ -31,6 +31,7 @@ COPIED = (
     SDK,
     *[TESTS / package for package in PACKAGES],
     Path("tests/conftest.py"),
+    Path("tests/testkit"),
     Path("pyproject.toml"),
 )
 

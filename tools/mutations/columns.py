@@ -43,20 +43,6 @@ COLUMNS = (
         ("test_checks",),
     ),
     Mutation(
-        "a trajectory goes on after another one",
-        "checks.py",
-        "        if key in finished:\n",
-        "        if False:\n",
-        ("test_checks",),
-    ),
-    Mutation(
-        "flags of last rows say nothing",
-        "checks.py",
-        "if bool(rows.is_last[row]) != ends:",
-        "if False:",
-        ("test_checks",),
-    ),
-    Mutation(
         "token ids of another type share no beginning",
         "prefix.py",
         "if token_ids.dtype != _INT32:",

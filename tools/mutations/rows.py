@@ -163,18 +163,4 @@ ROWS = (
         "balance(costs, num_parts=dp_world_size)",
         ("test_minibatch",),
     ),
-    Mutation(
-        "inert rows are still there after the shares are joined",
-        "minibatch.py",
-        "real = np.flatnonzero(~together.is_padding)",
-        "real = np.arange(len(together))",
-        ("test_minibatch_sizes",),
-    ),
-    Mutation(
-        "a row in two shares is kept twice",
-        "minibatch.py",
-        "if len(twice):",
-        "if False:",
-        ("test_minibatch_sizes",),
-    ),
 )

@@ -28,13 +28,6 @@ SHAPES = (
         "np.multiply(mask, scalars, out=into)",
         ("test_left_padded", "test_layout_token_advantages"),
     ),
-    Mutation(
-        "a column of other lengths is laid out beside rows",
-        "slots.py",
-        '    require_per_token(values, rows, name="the column")\n',
-        "",
-        ("test_columns_beside_rows",),
-    ),
     # ----------------------------------------------------------------------------------
     # right-padded
     Mutation(

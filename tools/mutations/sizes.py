@@ -187,27 +187,6 @@ SIZES = (
     # ----------------------------------------------------------------------------------
     # mini-batches
     Mutation(
-        "a group that comes again is cut in two",
-        "minibatch.py",
-        "        if group_ids[row] in seen:\n",
-        "        if False:\n",
-        ("test_minibatch_sizes",),
-    ),
-    Mutation(
-        "groups that do not divide make a short mini-batch",
-        "minibatch.py",
-        "if not starts or mini_batch_groups < 1 or len(starts) % mini_batch_groups:",
-        "if not starts or mini_batch_groups < 1:",
-        ("test_minibatch_sizes",),
-    ),
-    Mutation(
-        "no rows make no mini-batches",
-        "minibatch.py",
-        "if not starts or mini_batch_groups < 1 or len",
-        "if mini_batch_groups < 1 or len",
-        ("test_minibatch_sizes",),
-    ),
-    Mutation(
         "a size of 0 has to divide",
         "minibatch.py",
         "    if min(*declared, passes_multiple_of) < 1:\n",
@@ -220,13 +199,6 @@ SIZES = (
         "        if size < 1:\n",
         "        if False:\n",
         ("test_minibatch_sizes",),
-    ),
-    Mutation(
-        "a rank that is none gets a share",
-        "minibatch.py",
-        "    if not 0 <= dp_rank < dp_world_size:\n",
-        "    if False:\n",
-        ("test_minibatch",),
     ),
     Mutation(
         "a mini-batch without rows gives ranks nothing",
@@ -268,20 +240,6 @@ SIZES = (
         "minibatch.py",
         '"prompt_length": (1, np.int32)',
         '"prompt_length": (2, np.int32)',
-        ("test_minibatch",),
-    ),
-    Mutation(
-        "the passes of a mini-batch are for other inert rows than its shares",
-        "minibatch.py",
-        "ranks = cut_ranks(lengths, dp_world_size=dp_world_size, multiple_of=multiple_of, ",
-        "ranks = cut_ranks(lengths, dp_world_size=dp_world_size, ",
-        ("test_minibatch_sizes",),
-    ),
-    Mutation(
-        "the rows of a rank are cut by their tokens and its passes by their cost",
-        "minibatch.py",
-        "multiple_of=multiple_of, budget=budget\n    )\n    return take_share",
-        "multiple_of=multiple_of\n    )\n    return take_share",
         ("test_minibatch",),
     ),
     Mutation(
