@@ -111,8 +111,6 @@ def counters(store: Store, called: Words) -> Iterator[tuple[bytes, bytes]]:
             continue
         if part in {b"counts", b"budget", b"reasons"}:
             yield from ((key, field) for field in list(value))
-        elif part == b"over" and b"n" in value:
-            yield key, b"n"
         elif part == b"frontier":
             yield from ((key, field) for field in GROUPS & value.keys())
 

@@ -11,7 +11,7 @@ LUA = importlib.resources.files("turnstream.store") / "lua"
 SERVER_LUA = importlib.resources.files("turnstream_server.bus") / "lua"
 PARTS = (
     *("claim_name.lua", "lease_end.lua", "max_samples.lua", "remember_rewards.lua"),
-    *("run_clock.lua", "slices.lua", "was_over.lua", "whole_numbers.lua"),
+    *("run_clock.lua", "slices.lua", "finished_names.lua", "whole_numbers.lua"),
 )
 """What several scripts include; no script by itself."""
 NAMES = sorted({path.name for path in LUA.iterdir()} - {*PARTS})

@@ -190,7 +190,8 @@ def test_released_group_yields_no_sample(
         write_rest(publisher)
         names = keys.run_keys(run)
         client.delete(names.groups, names.ledger)
-        client.hset(names.over, mapping={"n": 1, "0": hashlib.sha1(b"g").digest()[:8]})
+        digest = hashlib.sha1(b"g")
+        client.hset(names.over, digest.hexdigest()[:3], digest.digest()[:8])
 
         assert write_rest(publisher) == []
 

@@ -33,7 +33,10 @@ LEDGER_GUARDS = (
     ),
     # the ledger
     Guard("open_group: capacity", script("if most - live <= 0 then", "if false then")),
-    Guard("open_group: a name is used once", script("if was_over(ARGV[1]) then", "if false then")),
+    Guard(
+        "open_group: a name is used once",
+        script("if is_finished_name(ARGV[1]) then", "if false then"),
+    ),
     Guard(
         "open_group: a trajectory that is open",
         script(

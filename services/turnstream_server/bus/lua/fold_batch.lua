@@ -22,7 +22,7 @@ local OVER, REWARDS, REWARDED = KEYS[5], KEYS[6], KEYS[7]
 
 -- include: turnstream.store/slices.lua
 
--- include: leave_fingerprints.lua
+-- include: turnstream.store/finished_names.lua
 
 -- include: turnstream.store/remember_rewards.lua
 
@@ -43,12 +43,6 @@ local function arguments(first, last)
   return some
 end
 
--- include: turnstream.store/whole_numbers.lua
-
-local damage = damaged(OVER, 'n')
-if damage then
-  return damage
-end
 local last_group = 3 + ARGV[3]
 if last_group > 3 then
   local names = arguments(4, last_group)
@@ -60,7 +54,7 @@ if last_group > 3 then
   end
   if #gone > 0 then
     write_sliced('HDEL', KEYS[4], gone)
-    leave_fingerprints(gone)
+    add_finished(gone)
   end
 end
 local ids = arguments(last_group + 1, #ARGV)

@@ -33,7 +33,7 @@ end
 
 -- include: turnstream.store/slices.lua
 
--- include: leave_fingerprints.lua
+-- include: turnstream.store/finished_names.lua
 
 -- include: turnstream.store/remember_rewards.lua
 
@@ -82,7 +82,7 @@ end
 
 -- include: turnstream.store/whole_numbers.lua
 
-local damage = damaged(KEYS[7]) or damaged(OVER, 'n')
+local damage = damaged(KEYS[7])
 if damage then
   return damage
 end
@@ -97,7 +97,7 @@ for reason, number in pairs(numbers) do
 end
 if #dropped > 0 then
   write_sliced('HDEL', KEYS[4], dropped)
-  leave_fingerprints(dropped)
+  add_finished(dropped)
 end
 forget_rewards(ids)
 write_sliced('HDEL', KEYS[3], ids)

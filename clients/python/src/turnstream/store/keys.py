@@ -89,7 +89,7 @@ held       hash    trajectory id -> bytes that its payload takes, `r<bytes>` whi
 budget     hash    reserved, stored, planned: the sums of `held` of what is not sealed, what is
                    sealed, and what is in a batch; estimate, the usual bytes of a trajectory, and
                    settled, over how many at most that is a mean
-over       hash    bucket -> fingerprints of the groups that are over; `n` -> how many, see below
+over       hash    bucket -> fingerprints of the groups that are finished, see below
 letters    hash    id of a dead trajectory -> `<since, server ms>:<bytes>`
 conflicts  hash    num, writes refused for their content; last, last_ms, token: note_conflict.lua
 damaged    stream  rejected events of no sealed trajectory, under their own ids; fields `r`, `why`
@@ -112,10 +112,9 @@ A ledger value is `open:<epoch>:<writer>`, `sealed:<epoch>`, `awaiting_reward:<e
 `planned:<step>` or `<filtered|expired|surplus|incomplete|evaluated|abandoned|dead>:<reason>`.
 Whether a planned trajectory is stepped or committed follows from the frontier.
 
-A released trajectory has no ledger entry any more: a compact record names it. Of a group that is
-over, the entry in `groups` becomes 8 bytes in `over`, the beginning of the SHA-1 of its name, so
-that no name is ever opened again. The buckets of `over` are split one by one as it grows (linear
-hashing, 64 fingerprints a bucket): a lookup reads about 500 bytes, however many there are.
+A released trajectory has no ledger entry any more: a compact record names it. The entry in `groups`
+of a finished group becomes 8 bytes in `over`, the beginning of the SHA-1 of its name. So no name is
+ever opened again. The first three hex digits of the SHA-1 are the bucket.
 
 The payload of a trajectory lives in a slot of its own, `ts:{<run>/<trajectory id>}:`, of a later
 run of the name `ts:{<run>/<trajectory id>}~2:`:

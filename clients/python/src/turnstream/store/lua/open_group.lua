@@ -128,7 +128,7 @@ local function shortage()
   end
 end
 
--- include: was_over.lua
+-- include: finished_names.lua
 
 -- include: run_clock.lua
 
@@ -219,7 +219,7 @@ end
 
 -- include: whole_numbers.lua
 
-local damage = damaged(KEYS[5]) or damaged(BUDGET) or damaged(OVER, 'n')
+local damage = damaged(KEYS[5]) or damaged(BUDGET)
   or damaged(KEYS[1], 'live_groups', 'open_groups', 'opened_groups')
 if damage then
   return damage
@@ -245,7 +245,7 @@ if group then
       .. ' of its samples, not ' .. needed)
   end
 else
-  if was_over(ARGV[1]) then
+  if is_finished_name(ARGV[1]) then
     return redis.error_reply('CONFLICT [name] group ' .. ARGV[1] .. ' is finished: a name is used once')
   end
   if closed ~= '0' then

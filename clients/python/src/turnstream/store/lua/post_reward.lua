@@ -52,7 +52,7 @@ if damage then
   return damage
 end
 
--- include: was_over.lua
+-- include: finished_names.lua
 
 -- include: slices.lua
 
@@ -64,7 +64,7 @@ local function is_group_over()
   if entry then
     return not MAY_CHANGE[string.match(entry, ':(.*)$')]
   end
-  return was_over(group)
+  return is_finished_name(group)
 end
 
 local function note_late()

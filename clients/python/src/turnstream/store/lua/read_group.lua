@@ -15,7 +15,7 @@
 --   CONFLICT  the group was opened with another num_samples
 
 local OVER = KEYS[4]
--- include: was_over.lua
+-- include: finished_names.lua
 
 -- include: slices.lua
 
@@ -24,7 +24,7 @@ if redis.call('EXISTS', KEYS[1]) == 0 then
 end
 local group = redis.call('HGET', KEYS[2], ARGV[1])
 if not group then
-  return {was_over(ARGV[1]) and 'over' or 'new'}
+  return {is_finished_name(ARGV[1]) and 'over' or 'new'}
 end
 local samples, state = string.match(group, '^(%d+):(.*)$')
 if samples ~= ARGV[2] then

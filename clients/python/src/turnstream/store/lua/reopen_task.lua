@@ -68,7 +68,7 @@ local function give_out(number, was_before)
   redis.call('HSET', TASKS, NAME, number)
 end
 
--- include: was_over.lua
+-- include: finished_names.lua
 
 -- Whether the store knows a group of this prompt that came before.
 local function had_another()
@@ -76,7 +76,7 @@ local function had_another()
   visit = tonumber(visit or 1)
   for before = visit - 1, math.max(1, visit - MOST_FORGOTTEN), -1 do
     local name = prompt .. before
-    if redis.call('HEXISTS', GROUPS, name) == 1 or was_over(name) then
+    if redis.call('HEXISTS', GROUPS, name) == 1 or is_finished_name(name) then
       return true
     end
   end
