@@ -39,6 +39,10 @@ settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev")
 )
 
+# Programs that tests start import `testkit` too.
+_TESTS = str(Path(__file__).parent)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), _TESTS)))
+
 # A shell that runs the tests in the background makes them ignore Ctrl-C, and so would every process
 # that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
