@@ -7,8 +7,6 @@ from collections import deque
 from dataclasses import replace
 from typing import Final
 
-import redis.asyncio
-
 from turnstream.batching.plan import Manifest
 from turnstream.batching.planning import plan_batch
 from turnstream.batching.readiness import ReadyGroup
@@ -19,6 +17,7 @@ from turnstream.records.snapshots import PlannerSnapshot
 from turnstream_server.batcher.payload import Damage, UnplannableError
 from turnstream_server.batcher.revising import ConfigInForce
 from turnstream_server.batcher.runs import RunView
+from turnstream_server.bus.leadership import Term
 from turnstream_server.bus.manifests import (
     StoredManifest,
     encode_for_store,
@@ -36,10 +35,9 @@ class PlanChain:
     """The plans of one run up to the newest that its leader knows.
 
     Args:
-        client: of the store.
+        term: the leader's term.
         view: what this replica knows of the run.
         in_force: the config that the next plan goes by.
-        epoch: fencing number of the term.
 
     Attributes:
         next_step: the step that is planned next.
@@ -47,21 +45,13 @@ class PlanChain:
         next_row_id: of the first row of the next plan.
     """
 
-    def __init__(
-        self,
-        client: redis.asyncio.Redis,
-        view: RunView,
-        in_force: ConfigInForce,
-        *,
-        epoch: int,
-    ) -> None:
+    def __init__(self, term: Term, view: RunView, in_force: ConfigInForce) -> None:
         self.next_step = 1
         self.hash = ""
         self.next_row_id = 0
-        self._client = client
+        self._term = term
         self._view = view
         self._in_force = in_force
-        self._epoch = epoch
         self._warned: set[str] = set()
 
     @property
@@ -89,7 +79,7 @@ class PlanChain:
             StoreUnavailableError: the store cannot be reached.
         """
         stored = await read_manifests(
-            self._client, self._view.run, first_step=self.next_step, max_count=PAGE_MANIFESTS
+            self._term.client, self._term.run, first_step=self.next_step, max_count=PAGE_MANIFESTS
         )
         for each in stored:
             self.note(each)
@@ -153,9 +143,7 @@ class PlanChain:
             ConflictError: the plan contradicts the ledger.
             StoreUnavailableError: the store cannot be reached.
         """
-        is_written = await write_manifest(
-            self._client, self._view.run, stored, leader_epoch=self._epoch
-        )
+        is_written = await write_manifest(self._term, stored)
         if not is_written:
             await self._view.refresh()
         return is_written

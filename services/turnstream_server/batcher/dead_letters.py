@@ -11,7 +11,6 @@ import logging
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-import redis.asyncio
 from redis.exceptions import RedisError
 
 from turnstream.errors import (
@@ -28,6 +27,7 @@ from turnstream.types import Event, RewardPosted, SealedTrajectory, TrajectoryDi
 from turnstream_server.batcher.payload import Damage
 from turnstream_server.bus import trajectories
 from turnstream_server.bus.events import EventEntry
+from turnstream_server.bus.leadership import Term
 from turnstream_server.bus.trajectories import Rejection
 from turnstream_server.failpoints import reach
 
@@ -89,15 +89,11 @@ class DeadLetterWriter:
     """Rejects events and marks trajectories as dead, for one term of a run's leader.
 
     Args:
-        client: client of the store.
-        run: name of the run.
-        epoch: fencing number of the term.
+        term: the leader's term.
     """
 
-    def __init__(self, client: redis.asyncio.Redis, run: str, *, epoch: int) -> None:
-        self._client = client
-        self._run = run
-        self._epoch = epoch
+    def __init__(self, term: Term) -> None:
+        self._term = term
         self._rejected: set[str] = set()
         self._noted: list[Rejection] = []
         self._num_unlogged = 0
@@ -109,7 +105,7 @@ class DeadLetterWriter:
         Raises:
             StoreUnavailableError: the store cannot be reached.
         """
-        self._rejected = await trajectories.read_rejected(self._client, self._run)
+        self._rejected = await trajectories.read_rejected(self._term.client, self._term.run)
 
     def read(self, entry: EventEntry) -> Event | None:
         """Return the event; None where it is rejected, now or by an earlier leader.
@@ -156,9 +152,7 @@ class DeadLetterWriter:
             return
         self._log(self._noted)
         reach("reject.before")
-        await trajectories.reject_events(
-            self._client, self._run, self._noted, leader_epoch=self._epoch
-        )
+        await trajectories.reject_events(self._term, self._noted)
         reach("reject.after")
         self._noted.clear()
 
@@ -173,7 +167,7 @@ class DeadLetterWriter:
         for key, reason in damages:
             died = TrajectoryDied(key=key, reason=reason)
             reach("mark_dead.before")
-            await trajectories.mark_dead(self._client, self._run, died, leader_epoch=self._epoch)
+            await trajectories.mark_dead(self._term, died)
             reach("mark_dead.after")
 
     def _reject(self, event_id: str, reason: str, *, key: TrajectoryKey | None) -> None:
@@ -188,7 +182,7 @@ class DeadLetterWriter:
             return
         logger.error(
             "run %s: %d events are rejected, the last of them %s: %s",
-            self._run,
+            self._term.run,
             self._num_unlogged,
             noted[-1].event_id,
             noted[-1].reason,

@@ -12,8 +12,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
-import redis.asyncio
-
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.plan import Manifest
 from turnstream.batching.planning import num_groups_to_plan
@@ -40,7 +38,7 @@ from turnstream_server.batcher.upkeep import DEFAULT_UPKEEP, Upkeep
 from turnstream_server.bus.endings import finish_run
 from turnstream_server.bus.events import PAGE_EVENTS, EventEntry
 from turnstream_server.bus.groups import announce_due
-from turnstream_server.bus.leadership import Position
+from turnstream_server.bus.leadership import Position, Term
 from turnstream_server.bus.manifests import StoredManifest
 from turnstream_server.failpoints import reach
 
@@ -61,10 +59,9 @@ class Leader:
     """One term of leading a run, from the replay of its history until it is fenced.
 
     Args:
-        client: of the store.
+        term: its term.
         view: what this replica knows of the run.
         assembler: checks the payload of what is planned.
-        epoch: fencing number of the term.
         revisions: of the config, as the term began.
         upkeep: when to take snapshots.
         before_write: awaited when a plan is checked and not yet written; for fault injection.
@@ -75,32 +72,30 @@ class Leader:
 
     def __init__(
         self,
-        client: redis.asyncio.Redis,
+        term: Term,
         view: RunView,
         assembler: Assembler,
         *,
-        epoch: int,
         revisions: Revisions,
         upkeep: Upkeep = DEFAULT_UPKEEP,
         before_write: Hook = no_hook,
     ) -> None:
         self.is_waiting = False
-        self._client = client
+        self._term = term
         self._view = view
         self._assembler = assembler
-        self._epoch = epoch
-        self._in_force = ConfigInForce(client, view, epoch=epoch, known=revisions)
+        self._in_force = ConfigInForce(term, view, revisions)
         self._upkeep = upkeep
         self._before_write = before_write
         self._fold = RunFold(self._config)
         self._selector = Selector(self._config)
-        self._listener = RunListener(client, view.run, after_step=0)
-        self._dead_letters = DeadLetterWriter(client, view.run, epoch=epoch)
-        self._settler = Settler(client, view.run, self._dead_letters, epoch=epoch)
-        self._chain = PlanChain(client, view, self._in_force, epoch=epoch)
-        self._replanner = Replanner(client, view, assembler, epoch=epoch)
+        self._listener = RunListener(term.client, term.run, after_step=0)
+        self._dead_letters = DeadLetterWriter(term)
+        self._settler = Settler(term, self._dead_letters)
+        self._chain = PlanChain(term, view, self._in_force)
+        self._replanner = Replanner(term, view, assembler)
         self._share = LoopShare()
-        self._memory = PlannerMemory(client, view.run, assembler, epoch=epoch, upkeep=upkeep)
+        self._memory = PlannerMemory(term, assembler, upkeep=upkeep)
 
     @property
     def _config(self) -> BatchingConfig:
@@ -134,7 +129,7 @@ class Leader:
             "leading run %s from step %d on",
             self._view.run,
             self._chain.next_step,
-            extra={"epoch": self._epoch},
+            extra={"epoch": self._term.epoch},
         )
         self._view.explain = self.explain
         self._view.undecided = lambda: [
@@ -293,11 +288,7 @@ class Leader:
         while self._fold.is_finished and not frontier.is_finished and frontier.paused is None:
             reach("finish_run.before")
             await finish_run(
-                self._client,
-                self._view.run,
-                step=self._chain.newest_step,
-                position=self._listener.position,
-                leader_epoch=self._epoch,
+                self._term, step=self._chain.newest_step, position=self._listener.position
             )
             reach("finish_run.after")
             await self._take_in(await self._listener.read_events())
@@ -313,12 +304,7 @@ class Leader:
     async def _choose(self) -> None:
         """Write the event at which the groups of the next batch are chosen, and come to it."""
         reach("batch_due.before")
-        event_id = await announce_due(
-            self._client,
-            self._view.run,
-            BatchDue(step=self._chain.next_step),
-            leader_epoch=self._epoch,
-        )
+        event_id = await announce_due(self._term, BatchDue(step=self._chain.next_step))
         reach("batch_due.after")
         await self._come_to(event_id)
 
@@ -381,7 +367,7 @@ class Leader:
                 "num_groups": len(groups),
                 "num_over_age": num_over_age,
                 "manifest_hash": stored.hash,
-                "leader_epoch": self._epoch,
+                "leader_epoch": self._term.epoch,
             },
         )
         self._chain.warn_of(manifest)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import redis.asyncio
-
 from turnstream.batching.readiness import RunFold
 from turnstream.records.snapshots import PlannerSnapshot, encode_snapshot
 from turnstream.store import keys
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.upkeep import Upkeep
+from turnstream_server.bus.leadership import Term
 from turnstream_server.bus.release import groups_that_are_gone
 from turnstream_server.bus.snapshots import (
     last_event_id,
@@ -22,30 +21,18 @@ class PlannerMemory:
     """Snapshots of one leader's term, and what the fold may forget meanwhile.
 
     Args:
-        client: of the store.
-        run: name of the run.
+        term: the leader's term.
         assembler: in whose threads snapshots are encoded.
-        epoch: fencing number of the term.
         upkeep: when a snapshot is due.
 
     Attributes:
         num_events: folded in since the last snapshot.
     """
 
-    def __init__(
-        self,
-        client: redis.asyncio.Redis,
-        run: str,
-        assembler: Assembler,
-        *,
-        epoch: int,
-        upkeep: Upkeep,
-    ) -> None:
+    def __init__(self, term: Term, assembler: Assembler, *, upkeep: Upkeep) -> None:
         self.num_events = 0
-        self._client = client
-        self._run = run
+        self._term = term
         self._assembler = assembler
-        self._epoch = epoch
         self._upkeep = upkeep
         self._step = 0
         self._forgettable: tuple[str, ...] = ()
@@ -58,7 +45,7 @@ class PlannerMemory:
             RecordError: it is damaged, or of a newer release.
             StoreUnavailableError: the store cannot be reached.
         """
-        snapshot = await read_snapshot(self._client, self._run)
+        snapshot = await read_snapshot(self._term.client, self._term.run)
         if snapshot is not None:
             self._step = snapshot.step
         return snapshot
@@ -80,16 +67,11 @@ class PlannerMemory:
         record = await self._assembler.in_thread(lambda: encode_snapshot(snapshot))
         await self._upkeep.before("save_snapshot")
         await save_snapshot(
-            self._client,
-            self._run,
-            position=snapshot.position,
-            step=snapshot.step,
-            record=record,
-            leader_epoch=self._epoch,
+            self._term, position=snapshot.position, step=snapshot.step, record=record
         )
         self.num_events, self._step = 0, snapshot.step
         await self._upkeep.before("trim_events")
-        while await trim_events(self._client, self._run, leader_epoch=self._epoch):
+        while await trim_events(self._term):
             pass
         await self._find_forgettable(fold)
         self.forget(fold, position=snapshot.position)
@@ -106,8 +88,8 @@ class PlannerMemory:
         Seals that were posted before must still find the fold as it is.
         """
         names = {keys.encode_name(group_id): group_id for group_id in fold.decided}
-        gone = await groups_that_are_gone(self._client, self._run, list(names))
-        self._forget_after = await last_event_id(self._client, self._run)
+        gone = await groups_that_are_gone(self._term.client, self._term.run, list(names))
+        self._forget_after = await last_event_id(self._term.client, self._term.run)
         self._forgettable = tuple(names[name] for name in gone)
 
 

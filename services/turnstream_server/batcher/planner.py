@@ -28,6 +28,7 @@ from turnstream_server.bus.incarnations import BoundStore
 from turnstream_server.bus.leadership import (
     Leadership,
     Position,
+    Term,
     acquire_leadership,
     note_trouble,
     park_leadership,
@@ -128,17 +129,17 @@ class RunPlanner:
         leadership = await first_of(self._follow())
         if leadership.parked is not None:
             return leadership.parked
-        epoch = leadership.epoch
+        term = Term(self._client, self._view.run, leadership.epoch)
         try:
             position = await first_of(
-                self._lead(epoch),
-                self._keeper.hold(self._view.run, epoch),
-                self._keep_time(epoch),
+                self._lead(term),
+                self._keeper.hold(term.run, term.epoch),
+                self._keep_time(term),
                 self._sweep(),
                 self._recover(),
             )
         except asyncio.CancelledError:
-            await self._release(epoch)
+            await self._release(term)
             raise
         except (FencedError, RunNotFoundError, UnavailableError):
             raise
@@ -179,35 +180,32 @@ class RunPlanner:
                 if news.is_frontier_old:
                     listener.fall_back((await self._view.refresh()).planned)
 
-    async def _lead(self, epoch: int) -> Position | None:
+    async def _lead(self, term: Term) -> Position | None:
         """Plan and release until the run is idle, and park it."""
         while True:
             try:
-                return await self._lead_once(epoch)
+                return await self._lead_once(term)
             except FoldBrokenError:
                 logger.exception("the state of run %s is built anew", self._view.run)
 
-    async def _lead_once(self, epoch: int) -> Position | None:
+    async def _lead_once(self, term: Term) -> Position | None:
         """Lead from the newest snapshot on, until the run is parked or an event breaks the fold."""
         leader = Leader(
-            self._client,
+            term,
             self._view,
             self._assembler,
-            epoch=epoch,
-            revisions=await read_revisions_async(self._client, self._view.run),
+            revisions=await read_revisions_async(term.client, term.run),
             upkeep=self._upkeep,
             before_write=self._before_write,
         )
-        releaser = Releaser(
-            self._client, self._view, owner=self._keeper.owner, epoch=epoch, upkeep=self._upkeep
-        )
+        releaser = Releaser(term, self._view, owner=self._keeper.owner, upkeep=self._upkeep)
         position = await first_of(
-            leader.lead(), releaser.run(), self._park_when_idle(leader, releaser, epoch=epoch)
+            leader.lead(), releaser.run(), self._park_when_idle(term, leader, releaser)
         )
         self._view.explain = leader.explain  # it holds while nothing is written to the run
         return position
 
-    async def _park_when_idle(self, leader: Leader, releaser: Releaser, *, epoch: int) -> Position:
+    async def _park_when_idle(self, term: Term, leader: Leader, releaser: Releaser) -> Position:
         """Park the run once it had no news for a while, and nothing in it is left to do."""
         loop = asyncio.get_running_loop()
         position, since_s = leader.position, loop.time()
@@ -218,9 +216,7 @@ class RunPlanner:
                 continue
             if leader.is_waiting and releaser.done_at_s >= since_s and self._may_park():
                 reach("park.before")
-                if await park_leadership(
-                    self._client, self._view.run, epoch=epoch, position=position
-                ):
+                if await park_leadership(term, position):
                     reach("park.after")
                     return position
 
@@ -229,16 +225,14 @@ class RunPlanner:
         is_ending = self._view.frontier.is_closed and self._view.undecided()
         return not is_ending and not self._view.trouble
 
-    async def _keep_time(self, epoch: int) -> None:
+    async def _keep_time(self, term: Term) -> None:
         """Let time pass, by the config in force."""
         while True:
             revision, config = await self._view.newest_config()
             keeper = timekeeper(
-                self._client,
-                self._view.run,
-                leader_epoch=epoch,
+                term,
                 config=config,
-                others=[unheld_groups(self._client, self._view, leader_epoch=epoch, config=config)],
+                others=[unheld_groups(term, self._view, config)],
                 sleep=self._view.wait_for_change,
             )
             await keeper.keep(until=lambda old=revision: self._view.led_by_revision > old)
@@ -272,10 +266,8 @@ class RunPlanner:
                 owner=self._keeper.owner,
             )
 
-    async def _release(self, epoch: int) -> None:
+    async def _release(self, term: Term) -> None:
         """Let another replica lead at once, if the store can be told so."""
         with contextlib.suppress(TurnstreamError, TimeoutError):
             async with asyncio.timeout(_RELEASE_S):
-                await release_leadership(
-                    self._client, self._view.run, owner=self._keeper.owner, epoch=epoch
-                )
+                await release_leadership(term, owner=self._keeper.owner)

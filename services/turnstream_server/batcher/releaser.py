@@ -14,8 +14,6 @@ import re
 from collections.abc import Container, Sequence
 from typing import Any, Final
 
-import redis.asyncio
-
 from turnstream.errors import (
     ConflictError,
     FencedError,
@@ -30,7 +28,7 @@ from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.cold import move_to_file, read_hot_records, write_ledger_file
 from turnstream_server.bus.dead_letters import discard_oldest
 from turnstream_server.bus.frontier import read_frontier_async
-from turnstream_server.bus.leadership import note_trouble
+from turnstream_server.bus.leadership import Term, note_trouble
 from turnstream_server.bus.manifests import StoredManifest, read_manifests
 from turnstream_server.bus.release import (
     FOLD_SLICE,
@@ -72,10 +70,9 @@ class Releaser:
     """Deletes finished steps and trajectories of one run, for one leadership term.
 
     Args:
-        client: client of the store.
+        term: the leader's term.
         view: the run as this replica sees it.
         owner: name of the leader.
-        epoch: fencing number of the term.
         upkeep: when to fold.
 
     Attributes:
@@ -83,21 +80,13 @@ class Releaser:
             nothing to do and no trouble; else minus infinity.
     """
 
-    def __init__(
-        self,
-        client: redis.asyncio.Redis,
-        view: RunView,
-        *,
-        owner: str,
-        epoch: int,
-        upkeep: Upkeep,
-    ) -> None:
+    def __init__(self, term: Term, view: RunView, *, owner: str, upkeep: Upkeep) -> None:
         self.done_at_s = float("-inf")
-        self._client = client
+        self._term = term
+        self._client = term.client
+        self._run = term.run
         self._view = view
-        self._run = view.run
         self._owner = owner
-        self._epoch = epoch
         self._upkeep = upkeep
         self._archived = 0
         self._trouble = ""
@@ -148,9 +137,7 @@ class Releaser:
             StoreUnavailableError: the store cannot be reached.
         """
         await self._upkeep.before("raise_floor")
-        floor = await raise_floor(
-            self._client, self._run, leader_epoch=self._epoch, at_most=await self._archive()
-        )
+        floor = await raise_floor(self._term, at_most=await self._archive())
         state = await read_release_state(self._client, self._run)
         has_batches = await self._release_batches(state, floor=floor)
         has_ended = await self._release_ended(state)
@@ -225,8 +212,7 @@ class Releaser:
             return False
         self._file_trouble = ""
         await self._upkeep.before("move_to_file")
-        epoch = self._epoch
-        await move_to_file(self._client, self._run, steps, name=name, leader_epoch=epoch)
+        await move_to_file(self._term, steps, name=name)
         logger.info("steps %d to %d of run %s are in %s", steps[0], steps[-1], self._run, name)
         return True
 
@@ -273,9 +259,9 @@ class Releaser:
         )
         manifests = [each.manifest for each in plans]
         await self._upkeep.before("fold_batch")
-        await fold_batches(self._client, self._run, manifests, leader_epoch=self._epoch)
+        await fold_batches(self._term, manifests)
         await self._upkeep.before("finish_batch")
-        await finish_batches(self._client, self._run, records, leader_epoch=self._epoch)
+        await finish_batches(self._term, records)
         for each in manifests:
             logger.info(
                 "released step %d of run %s",
@@ -375,14 +361,7 @@ class Releaser:
         ended = {keys.parse_trajectory_id(each): self._ended[each] for each in trajectory_ids}
         record = await asyncio.to_thread(lambda: encode_ends(compact_ends(ended)))
         await self._upkeep.before("fold_ended")
-        await fold_ended(
-            self._client,
-            self._run,
-            trajectory_ids,
-            number=number,
-            record=record,
-            leader_epoch=self._epoch,
-        )
+        await fold_ended(self._term, trajectory_ids, number=number, record=record)
         for each in trajectory_ids:
             del self._ended[each]
 

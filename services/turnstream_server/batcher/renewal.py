@@ -33,7 +33,7 @@ _TOUCHES_PER_LEASE: Final = 4
 _JOIN_TIMEOUT_S: Final = 5.0
 
 
-class Term:
+class RenewedLease:
     """A leadership that is being renewed; made by LeadershipKeeper."""
 
     def __init__(self, run: str, epoch: int) -> None:
@@ -78,15 +78,15 @@ class LeadershipKeeper:
         self.owner = owner
         self.lease_s = lease_s
         self._client = connect(url, num_retries=0)
-        self._terms: set[Term] = set()
+        self._terms: set[RenewedLease] = set()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
-    def renewing(self, run: str, epoch: int) -> Iterator[Term]:
+    def renewing(self, run: str, epoch: int) -> Iterator[RenewedLease]:
         """Inside, a leadership that was just acquired is renewed."""
-        term = Term(run, epoch)
+        term = RenewedLease(run, epoch)
         with self._lock:
             self._terms.add(term)
             if self._thread is None:
@@ -131,7 +131,7 @@ class LeadershipKeeper:
             except Exception:  # a defect must not cost every other leadership of this replica
                 logger.exception("the renewal of leaderships failed")
 
-    def _living_terms(self) -> list[Term]:
+    def _living_terms(self) -> list[RenewedLease]:
         oldest_s = time.monotonic() - MAX_STALL_LEASES * self.lease_s
         with self._lock:
             terms = list(self._terms)
@@ -143,7 +143,7 @@ class LeadershipKeeper:
             )
         return living
 
-    def _renew(self, terms: Sequence[Term]) -> None:
+    def _renew(self, terms: Sequence[RenewedLease]) -> None:
         if not terms:
             return
         commands = [
@@ -156,7 +156,7 @@ class LeadershipKeeper:
                 term.lose(reason)
 
 
-def _why_lost(term: Term, reply: Any) -> str:
+def _why_lost(term: RenewedLease, reply: Any) -> str:
     """Empty where the lease was renewed, or may be the next time."""
     if isinstance(reply, Exception):
         logger.warning("the leadership of run %s cannot be renewed: %s", term.run, reply)

@@ -11,8 +11,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-import redis.asyncio
-
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.plan import Manifest, TrajectoryPlan
 from turnstream.batching.withdrawing import with_planned_reward, withdrawn_groups
@@ -25,6 +23,7 @@ from turnstream_server.batcher.payload import Damage
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.shares import PlannedBatch
 from turnstream_server.bus.frontier import ReplanRequest
+from turnstream_server.bus.leadership import Term
 from turnstream_server.bus.replans import MAX_NAMED, Withdrawal, refuse_replan, withdraw_plans
 from turnstream_server.bus.seals import read_posted_rewards, read_seals
 from turnstream_server.failpoints import reach
@@ -38,19 +37,15 @@ class Replanner:
     """Answers requests to plan again, for one term of a run's leader.
 
     Args:
-        client: of the store.
+        term: the leader's term.
         view: what this replica knows of the run.
         assembler: reads and checks payload.
-        epoch: fencing number of the term.
     """
 
-    def __init__(
-        self, client: redis.asyncio.Redis, view: RunView, assembler: Assembler, *, epoch: int
-    ) -> None:
-        self._client = client
+    def __init__(self, term: Term, view: RunView, assembler: Assembler) -> None:
+        self._term = term
         self._view = view
         self._assembler = assembler
-        self._epoch = epoch
 
     async def answer(
         self, request: ReplanRequest, known: PlannerSnapshot, *, config: BatchingConfig
@@ -73,15 +68,11 @@ class Replanner:
             batches, damages = await self._examine(request)
             withdrawal = await self._prepare(batches, damages, known, config)
             reach("replan.before_write")
-            await withdraw_plans(
-                self._client, self._view.run, request, withdrawal, leader_epoch=self._epoch
-            )
+            await withdraw_plans(self._term, request, withdrawal)
             reach("replan.after_write")
         except (ConflictError, RecordError) as error:
             logger.warning("run %s is not planned again: %s", self._view.run, error)
-            await refuse_replan(
-                self._client, self._view.run, request, str(error), leader_epoch=self._epoch
-            )
+            await refuse_replan(self._term, request, str(error))
             return False
         self._warn_of(withdrawal)
         return True
@@ -121,7 +112,7 @@ class Replanner:
         config: BatchingConfig,
     ) -> Withdrawal:
         plans = {each.key: (each, batch) for batch in batches for each in _plans(batch.manifest)}
-        seals = await read_seals(self._client, self._view.run, list(plans))
+        seals = await read_seals(self._term.client, self._term.run, list(plans))
         dead = dict(damages)
         members: _Members = {}
         for key, (plan, _) in plans.items():
@@ -135,7 +126,7 @@ class Replanner:
             else:
                 members[key] = seal
         late = {key for key, sealed in members.items() if sealed.awaits_reward}
-        posted = await read_posted_rewards(self._client, self._view.run, late)
+        posted = await read_posted_rewards(self._term.client, self._term.run, late)
         for key in late:
             plan, batch = plans[key]
             members[key] = with_planned_reward(
@@ -164,7 +155,7 @@ class Replanner:
             first,
             newest,
             ", ".join(names[:MAX_NAMED]),
-            extra={"num_dead": len(names), "leader_epoch": self._epoch},
+            extra={"num_dead": len(names), "leader_epoch": self._term.epoch},
         )
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-import redis.asyncio
-
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.planning import event_order
 from turnstream.batching.revising import changed_settings
@@ -13,6 +11,7 @@ from turnstream.errors import CorruptRecordError, FencedError
 from turnstream.store.revisions import Revisions
 from turnstream.types import ConfigRevised
 from turnstream_server.batcher.runs import RunView
+from turnstream_server.bus.leadership import Term
 from turnstream_server.bus.revisions import announce_revision, read_revisions_async
 from turnstream_server.failpoints import reach
 
@@ -26,9 +25,8 @@ class ConfigInForce:
     was stored before this term began to read it, or the term is over.
 
     Args:
-        client: of the store.
+        term: the leader's term.
         view: what this replica knows of the run.
-        epoch: fencing number of the term.
         known: the revisions, as the term began.
 
     Attributes:
@@ -36,14 +34,11 @@ class ConfigInForce:
         since: id of the event that put it in force; "0-0" before the first.
     """
 
-    def __init__(
-        self, client: redis.asyncio.Redis, view: RunView, *, epoch: int, known: Revisions
-    ) -> None:
+    def __init__(self, term: Term, view: RunView, known: Revisions) -> None:
         self.revision = known.stored[0].number
         self.since = "0-0"
-        self._client = client
+        self._term = term
         self._view = view
-        self._epoch = epoch
         self._known = known
         self._config = known.stored[0].config
         self._read_through: tuple[int, ...] = (0, 0)
@@ -93,7 +88,7 @@ class ConfigInForce:
         if is_known or event_order(event_id) <= self._read_through:
             return
         self._read_through = event_order(through)
-        newest = await read_revisions_async(self._client, self._view.run)
+        newest = await read_revisions_async(self._term.client, self._term.run)
         if newest.was_put_in_force(event.revision, event_id):
             raise self._led_by_another(event.revision)
 
@@ -134,16 +129,11 @@ class ConfigInForce:
             FencedError: another planner leads the run.
             StoreUnavailableError: the store cannot be reached.
         """
-        self._known = await read_revisions_async(self._client, self._view.run)
+        self._known = await read_revisions_async(self._term.client, self._term.run)
         due = self._known.due(step=step)
         revision = self._known.in_force if due is None else due.number
         reach("revise.before")
-        await announce_revision(
-            self._client,
-            self._view.run,
-            ConfigRevised(revision=revision, step=step),
-            leader_epoch=self._epoch,
-        )
+        await announce_revision(self._term, ConfigRevised(revision=revision, step=step))
         reach("revise.after")
-        self._known = await read_revisions_async(self._client, self._view.run)
+        self._known = await read_revisions_async(self._term.client, self._term.run)
         return self._known.revision(revision).announced_at

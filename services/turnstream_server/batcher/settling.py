@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-import redis.asyncio
-
 from turnstream.batching.decisions import GroupEvaluated
 from turnstream.batching.readiness import (
     Decision,
@@ -19,6 +17,7 @@ from turnstream.errors import ConflictError
 from turnstream.store import keys
 from turnstream_server.batcher.dead_letters import DeadLetterWriter
 from turnstream_server.bus.groups import Settlement, grant_refill, settle_groups
+from turnstream_server.bus.leadership import Term
 from turnstream_server.bus.release import groups_that_are_gone
 from turnstream_server.failpoints import reach
 
@@ -29,19 +28,13 @@ class Settler:
     """Tells the ledger, for one term of a run's leader.
 
     Args:
-        client: of the store.
-        run: name of the run.
+        term: the leader's term.
         dead_letters: written before every decision, because it depends on them.
-        epoch: fencing number of the term.
     """
 
-    def __init__(
-        self, client: redis.asyncio.Redis, run: str, dead_letters: DeadLetterWriter, *, epoch: int
-    ) -> None:
-        self._client = client
-        self._run = run
+    def __init__(self, term: Term, dead_letters: DeadLetterWriter) -> None:
+        self._term = term
         self._dead_letters = dead_letters
-        self._epoch = epoch
 
     async def carry_out(self, standing: Iterable[Decision]) -> None:
         """Tell what still holds; all of it may have been told before, by another leader.
@@ -71,7 +64,7 @@ class Settler:
             StoreUnavailableError: the store cannot be reached.
         """
         names = list({keys.encode_name(_group_of(each)): None for each in decisions})
-        gone = await groups_that_are_gone(self._client, self._run, names)
+        gone = await groups_that_are_gone(self._term.client, self._term.run, names)
         return [
             each
             for each in decisions
@@ -83,15 +76,15 @@ class Settler:
         if settled:
             reach("settle.before")
         try:
-            await settle_groups(self._client, self._run, settled, leader_epoch=self._epoch)
+            await settle_groups(self._term, settled)
         except ConflictError as error:  # the rest of them was settled
-            logger.warning("a group of run %s cannot be settled: %s", self._run, error)
+            logger.warning("a group of run %s cannot be settled: %s", self._term.run, error)
         if settled:
             reach("settle.after")
 
     async def _grant(self, wanted: RefillWanted) -> None:
         reach("grant_refill.before")
-        is_new = await grant_refill(self._client, self._run, wanted, leader_epoch=self._epoch)
+        is_new = await grant_refill(self._term, wanted)
         reach("grant_refill.after")
         if is_new:
             logger.info("refill %d of group %s: %s", wanted.number, wanted.key.group_id, wanted.key)

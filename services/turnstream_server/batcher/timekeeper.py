@@ -20,6 +20,7 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.store.replies import translate
 from turnstream_server.bus.clock import LONGEST_MOST_S, RunClock
 from turnstream_server.bus.deadlines import fire_deadlines
+from turnstream_server.bus.leadership import Term
 from turnstream_server.bus.leases import give_up_lapsed
 from turnstream_server.bus.observers import forget_observers
 
@@ -152,10 +153,8 @@ class Timekeeper:
 
 
 def timekeeper(
-    client: redis.asyncio.Redis,
-    run: str,
+    term: Term,
     *,
-    leader_epoch: int,
     config: BatchingConfig,
     others: Sequence[DueScript] = (),
     sleep: Sleep = asyncio.sleep,
@@ -163,14 +162,14 @@ def timekeeper(
     """The timekeeper of a run, with every script that a run has, and others."""
     tolerance_s = config.lease_s * TOLERANCE_LEASES
     most_s = min(LONGEST_MOST_S, tolerance_s)
-    clock = RunClock(client, run, leader_epoch=leader_epoch, most_s=most_s)
+    clock = RunClock(term, most_s=most_s)
     return Timekeeper(
-        client,
+        term.client,
         [
             going_clock(clock, config=config),
-            lapsed_leases(client, run, leader_epoch=leader_epoch, config=config),
-            passed_deadlines(client, run, clock, leader_epoch=leader_epoch, config=config),
-            silent_observers(client, run, clock, leader_epoch=leader_epoch),
+            lapsed_leases(term, config=config),
+            passed_deadlines(term, clock, config=config),
+            silent_observers(term, clock),
             *others,
         ],
         tolerance_s=tolerance_s,
@@ -190,9 +189,7 @@ def going_clock(clock: RunClock, *, config: BatchingConfig) -> DueScript:
     return DueScript("the run's clock", tick)
 
 
-def lapsed_leases(
-    client: redis.asyncio.Redis, run: str, *, leader_epoch: int, config: BatchingConfig
-) -> DueScript:
+def lapsed_leases(term: Term, *, config: BatchingConfig) -> DueScript:
     """Gives up trajectories that nobody took over within `takeover_s` of the end of their lease."""
     takeover_ms = round(config.takeover_s * 1000)
     pause_s = config.lease_s / LOOKS_PER_LEASE
@@ -201,40 +198,31 @@ def lapsed_leases(
         if moment.steady_s < config.lease_s * STEADY_LEASES:
             return pause_s
         until_ms = moment.server_ms - takeover_ms
-        has_more = await give_up_lapsed(client, run, until_ms=until_ms, leader_epoch=leader_epoch)
+        has_more = await give_up_lapsed(term, until_ms=until_ms)
         return 0.0 if has_more else pause_s
 
     return DueScript("lapsed leases", give_up)
 
 
-def passed_deadlines(
-    client: redis.asyncio.Redis,
-    run: str,
-    clock: RunClock,
-    *,
-    leader_epoch: int,
-    config: BatchingConfig,
-) -> DueScript:
+def passed_deadlines(term: Term, clock: RunClock, *, config: BatchingConfig) -> DueScript:
     """Writes the events of groups and rewards whose deadline has passed."""
     deadlines_s = [s for s in (config.group_deadline_s, config.reward_deadline_s) if s > 0]
     pause_s = min([LONGEST_PAUSE_S, *(s / LOOKS_PER_DEADLINE for s in deadlines_s)])
 
     async def fire(moment: Moment) -> float:
         run_ms = clock.at(moment.own_s)
-        next_ms = await fire_deadlines(client, run, run_ms=run_ms, leader_epoch=leader_epoch)
+        next_ms = await fire_deadlines(term, run_ms=run_ms)
         return pause_s if next_ms < 0 else min(pause_s, next_ms / 1000)
 
     return DueScript("passed deadlines", fire)
 
 
-def silent_observers(
-    client: redis.asyncio.Redis, run: str, clock: RunClock, *, leader_epoch: int
-) -> DueScript:
+def silent_observers(term: Term, clock: RunClock) -> DueScript:
     """Forgets observers that were silent for longer than their expiry."""
 
     async def forget(moment: Moment) -> float:
         run_ms = clock.at(moment.own_s)
-        next_ms = await forget_observers(client, run, run_ms=run_ms, leader_epoch=leader_epoch)
+        next_ms = await forget_observers(term, run_ms=run_ms)
         return LONGEST_PAUSE_S if next_ms < 0 else min(LONGEST_PAUSE_S, next_ms / 1000)
 
     return DueScript("silent observers", forget)

@@ -10,12 +10,11 @@ import asyncio
 import logging
 from typing import Final
 
-import redis.asyncio
-
 from turnstream.batching.config import BatchingConfig
 from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.timekeeper import LOOKS_PER_LEASE, STEADY_LEASES, DueScript, Moment
 from turnstream_server.bus.endings import end_unheld, find_unheld
+from turnstream_server.bus.leadership import Term
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +22,7 @@ MAX_GROUPS: Final = 200
 """Of one look; the others have their turn when these are decided."""
 
 
-def unheld_groups(
-    client: redis.asyncio.Redis, view: RunView, *, leader_epoch: int, config: BatchingConfig
-) -> DueScript:
+def unheld_groups(term: Term, view: RunView, config: BatchingConfig) -> DueScript:
     """Fires the deadline of a group that nobody has held for `lease_s + takeover_s`."""
     wait_s = config.lease_s + config.takeover_s
     pause_s = config.lease_s / LOOKS_PER_LEASE
@@ -38,15 +35,15 @@ def unheld_groups(
             return pause_s
         now_s = asyncio.get_running_loop().time()
         undecided = view.undecided()[:MAX_GROUPS]
-        found = await find_unheld(client, view.run, undecided, leader_epoch=leader_epoch)
+        found = await find_unheld(term, undecided)
         for group_id in since_s.keys() - found.keys():
             del since_s[group_id]
         for group_id in found:
             since_s.setdefault(group_id, now_s)
         due = {each: found[each] for each in found if now_s - since_s[each] >= wait_s}
-        num_fired = await end_unheld(client, view.run, due, leader_epoch=leader_epoch)
+        num_fired = await end_unheld(term, due)
         if num_fired:
-            logger.warning("run %s is closed: nobody holds %d groups", view.run, num_fired)
+            logger.warning("run %s is closed: nobody holds %d groups", term.run, num_fired)
         return pause_s
 
     return DueScript("unheld groups", look)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import Final
 
-import redis.asyncio
-
 from turnstream.store import keys
 from turnstream.store.scripts import Script, run_command_async
+from turnstream_server.bus.leadership import Term
 
 LONGEST_MOST_S: Final = 15.0
 """What begins while the store's clock jumps ends late by so much at most: see run_clock.lua."""
@@ -23,19 +22,13 @@ class RunClock:
     """Counts the time of one run, for one term of leading it.
 
     Args:
-        client: of the store.
-        run: name of the run.
-        leader_epoch: of the planner.
+        term: the leader's term.
         most_s: of a longer time between two ticks no more than this counts. A leader that stood
             still does not know what its store has promised meanwhile.
     """
 
-    def __init__(
-        self, client: redis.asyncio.Redis, run: str, *, leader_epoch: int, most_s: float
-    ) -> None:
-        self._client = client
-        self._run = run
-        self._leader_epoch = leader_epoch
+    def __init__(self, term: Term, *, most_s: float) -> None:
+        self._term = term
         self._most_s = most_s
         self._ms: float | None = None
         self._ticked_s = 0.0
@@ -51,16 +44,16 @@ class RunClock:
             FencedError: another planner leads the run.
             StoreUnavailableError: the store cannot be reached.
         """
-        names = keys.run_keys(self._run)
+        names = keys.run_keys(self._term.run)
         ms = None if self._ms is None else self._ms + self._since_ms(own_s)
         command = _KEEP(
             (names.leader, names.clock),
-            self._leader_epoch,
+            self._term.epoch,
             "" if ms is None else int(ms),
             server_ms,
             round(self._most_s * 1_000),
         )
-        kept_ms: int = await run_command_async(self._client, command)
+        kept_ms: int = await run_command_async(self._term.client, command)
         self._ms = max(ms or 0, kept_ms)
         self._ticked_s = own_s
 

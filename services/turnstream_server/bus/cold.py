@@ -26,6 +26,7 @@ from turnstream.store import keys
 from turnstream.store.replies import translate
 from turnstream.store.scripts import Script, run_command_async
 from turnstream.store.stored import parsed_number, reading
+from turnstream_server.bus.leadership import Term
 from turnstream_server.bus.pages import hash_fields
 
 MAX_FILE_BATCHES: Final = 256
@@ -107,9 +108,7 @@ def write_ledger_file(folder: Path, run: str, steps: range, records: Sequence[by
     return f"{path.parent.name}/{file_name}"
 
 
-async def move_to_file(
-    client: redis.asyncio.Redis, run: str, steps: range, *, name: str, leader_epoch: int
-) -> None:
+async def move_to_file(term: Term, steps: range, *, name: str) -> None:
     """Forget the records of steps that are in the file of this name.
 
     Raises:
@@ -117,9 +116,9 @@ async def move_to_file(
         ConflictError: the steps are not the next ones.
         StoreUnavailableError: the store cannot be reached.
     """
-    names = keys.run_keys(run)
+    names = keys.run_keys(term.run)
     where = (names.leader, names.frontier, names.past, names.cold)
-    await run_command_async(client, _MOVE(where, leader_epoch, steps[0], steps[-1], name))
+    await run_command_async(term.client, _MOVE(where, term.epoch, steps[0], steps[-1], name))
 
 
 def read_cold_record(

@@ -5,28 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-import redis.asyncio
-
 from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.scripts import Script, run_command_async
 from turnstream.types import DeadlineFired
+from turnstream_server.bus.leadership import Term
 from turnstream_server.failpoints import reach
 
 _FIRE = Script("fire_deadlines", "turnstream_server.bus")
 _PER_CALL: Final = 200
 
 
-async def fire_deadlines(
-    client: redis.asyncio.Redis, run: str, *, run_ms: int, leader_epoch: int
-) -> int:
+async def fire_deadlines(term: Term, *, run_ms: int) -> int:
     """Write the events of all deadlines that have passed.
 
     Args:
-        client: of the store.
-        run: name of the run.
+        term: the leader's term.
         run_ms: the run's time, see RunClock.
-        leader_epoch: of the planner.
 
     Returns:
         Milliseconds until the next one is due; -1 where there is none.
@@ -35,7 +30,7 @@ async def fire_deadlines(
         FencedError: another planner leads the run.
         StoreUnavailableError: the store cannot be reached.
     """
-    names = keys.run_keys(run)
+    names = keys.run_keys(term.run)
     script_keys = (
         *(names.leader, names.deadlines, names.members, names.events),
         *(names.config, names.rewards),
@@ -44,8 +39,8 @@ async def fire_deadlines(
     while True:
         if arguments:
             reach("fire_deadlines.before")
-        command = _FIRE(script_keys, leader_epoch, run_ms, _PER_CALL, *arguments)
-        _, next_ms, *due = await run_command_async(client, command)
+        command = _FIRE(script_keys, term.epoch, run_ms, _PER_CALL, *arguments)
+        _, next_ms, *due = await run_command_async(term.client, command)
         if arguments:
             reach("fire_deadlines.after")
         if not due:

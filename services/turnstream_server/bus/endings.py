@@ -13,22 +13,19 @@ from turnstream.store import keys
 from turnstream.store.replies import translate
 from turnstream.store.scripts import Script, run_command_async
 from turnstream.types import DeadlineFired, RunFinished
+from turnstream_server.bus.leadership import Term
 
 _FINISH = Script("finish_run", "turnstream_server.bus")
 _END_UNHELD = Script("end_unheld", "turnstream_server.bus")
 
 
-async def finish_run(
-    client: redis.asyncio.Redis, run: str, *, step: int, position: str, leader_epoch: int
-) -> bool:
+async def finish_run(term: Term, *, step: int, position: str) -> bool:
     """Tell everybody that nothing is planned after `step`.
 
     Args:
-        client: of the store.
-        run: name of the run.
+        term: the leader's term.
         step: the last.
         position: id of the last event that the leader has folded in.
-        leader_epoch: of the planner.
 
     Returns:
         False where the run is not closed, or there are later events.
@@ -37,14 +34,14 @@ async def finish_run(
         FencedError: another planner leads the run.
         StoreUnavailableError: the store cannot be reached.
     """
-    names = keys.run_keys(run)
+    names = keys.run_keys(term.run)
     command = _FINISH(
         (names.leader, names.frontier, names.events, names.wake),
-        leader_epoch,
+        term.epoch,
         position,
         encode_event(RunFinished(step=step)),
     )
-    return bool(await run_command_async(client, command))
+    return bool(await run_command_async(term.client, command))
 
 
 async def is_evaluating(client: redis.asyncio.Redis, run: str) -> bool:
@@ -60,23 +57,19 @@ async def is_evaluating(client: redis.asyncio.Redis, run: str) -> bool:
     return any(state.endswith(b":evaluating") for state in groups)
 
 
-async def find_unheld(
-    client: redis.asyncio.Redis, run: str, group_ids: Sequence[str], *, leader_epoch: int
-) -> dict[str, int]:
+async def find_unheld(term: Term, group_ids: Sequence[str]) -> dict[str, int]:
     """Those of the groups that nobody holds, with the refills that were granted to each.
 
     Raises:
         FencedError: another planner leads the run.
         StoreUnavailableError: the store cannot be reached.
     """
-    replies = await _end(client, run, [(each, "", b"") for each in group_ids], leader_epoch)
+    replies = await _end(term, [(each, "", b"") for each in group_ids])
     found = zip(group_ids, replies, strict=True)
     return {group_id: refills for group_id, refills in found if refills >= 0}
 
 
-async def end_unheld(
-    client: redis.asyncio.Redis, run: str, unheld: Mapping[str, int], *, leader_epoch: int
-) -> int:
+async def end_unheld(term: Term, unheld: Mapping[str, int]) -> int:
     """Fire the deadlines of groups, unless somebody holds them now; how many.
 
     Raises:
@@ -87,18 +80,13 @@ async def end_unheld(
         (each, refills, encode_event(DeadlineFired(group_id=each, num_refills=refills)))
         for each, refills in unheld.items()
     ]
-    return (await _end(client, run, items, leader_epoch)).count(-2)
+    return (await _end(term, items)).count(-2)
 
 
-async def _end(
-    client: redis.asyncio.Redis,
-    run: str,
-    items: Sequence[tuple[str, int | str, bytes]],
-    leader_epoch: int,
-) -> list[int]:
+async def _end(term: Term, items: Sequence[tuple[str, int | str, bytes]]) -> list[int]:
     if not items:
         return []
-    names = keys.run_keys(run)
+    names = keys.run_keys(term.run)
     words = [
         word
         for group_id, refills, record in items
@@ -109,8 +97,8 @@ async def _end(
             *(names.leader, names.frontier, names.groups, names.members),
             *(names.ledger, names.events, names.deadlines),
         ),
-        leader_epoch,
+        term.epoch,
         *words,
     )
-    replies: list[int] = await run_command_async(client, command)
+    replies: list[int] = await run_command_async(term.client, command)
     return replies

@@ -9,6 +9,7 @@ from turnstream.records.evals import encode_eval_group, encode_eval_result
 from turnstream.store import keys
 from turnstream.store.evals import version_field
 from turnstream.store.scripts import Command, Script
+from turnstream_server.bus.leadership import Term
 
 COUNTED: Final = "part of an evaluation"
 NOT_COUNTED: Final = "its evaluation ended without it"
@@ -16,9 +17,9 @@ NOT_COUNTED: Final = "its evaluation ended without it"
 _SETTLE: Final = Script("settle_eval", "turnstream_server.bus")
 
 
-def settle_eval_command(run: str, ended: GroupEvaluated, *, leader_epoch: int) -> Command:
+def settle_eval_command(term: Term, ended: GroupEvaluated) -> Command:
     """The call that ends such a group and keeps what it gave, once; nothing is sent."""
-    names = keys.run_keys(run)
+    names = keys.run_keys(term.run)
     result, total = ended.result, ended.total
     return _SETTLE(
         (
@@ -26,7 +27,7 @@ def settle_eval_command(run: str, ended: GroupEvaluated, *, leader_epoch: int) -
             *(names.deadlines, names.leases, names.evals, names.evalgroups),
             *(names.held, names.budget, names.wake),
         ),
-        leader_epoch,
+        term.epoch,
         keys.encode_name(ended.group_id),
         COUNTED,
         NOT_COUNTED,

@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-import redis.asyncio
-
 from turnstream.batching.decisions import (
     GroupCut,
     GroupDropped,
@@ -20,6 +18,7 @@ from turnstream.store import keys
 from turnstream.store.scripts import Command, Script, run_command_async, run_commands_async
 from turnstream.types import BatchDue, RefillGranted
 from turnstream_server.bus.evals import settle_eval_command
+from turnstream_server.bus.leadership import Term
 
 Settlement = MemberDropped | GroupDropped | GroupCut | GroupEvaluated
 """A decision that ends trajectories."""
@@ -31,9 +30,7 @@ _GRANT = Script("grant_refill", "turnstream_server.bus")
 _MEMBERS_PER_CALL: Final = 200
 
 
-async def announce_due(
-    client: redis.asyncio.Redis, run: str, due: BatchDue, *, leader_epoch: int
-) -> str:
+async def announce_due(term: Term, due: BatchDue) -> str:
     """Put the event at which the groups of a batch are chosen behind those before; its id.
 
     Sent twice in a row it is there once.
@@ -42,15 +39,13 @@ async def announce_due(
         FencedError: another planner leads the run.
         StoreUnavailableError: the store cannot be reached.
     """
-    names = keys.run_keys(run)
-    command = _DUE((names.leader, names.events), leader_epoch, encode_event(due))
-    event_id: bytes = await run_command_async(client, command)
+    names = keys.run_keys(term.run)
+    command = _DUE((names.leader, names.events), term.epoch, encode_event(due))
+    event_id: bytes = await run_command_async(term.client, command)
     return event_id.decode()
 
 
-async def settle_groups(
-    client: redis.asyncio.Redis, run: str, settled: Sequence[Settlement], *, leader_epoch: int
-) -> None:
+async def settle_groups(term: Term, settled: Sequence[Settlement]) -> None:
     """End trajectories untrained, with the reason; a dropped group makes room for another.
 
     Each group is settled whole or not at all, once: settling it again changes nothing.
@@ -65,17 +60,15 @@ async def settle_groups(
     members = [each for each in settled if isinstance(each, MemberDropped)]
     groups = [each for each in settled if not isinstance(each, MemberDropped)]
     commands = [
-        *_settle_members(run, members, leader_epoch),
-        *(_settle_group(run, group, leader_epoch) for group in groups),
+        *_settle_members(term, members),
+        *(_settle_group(term, group) for group in groups),
     ]
-    for reply in await run_commands_async(client, commands):
+    for reply in await run_commands_async(term.client, commands):
         if isinstance(reply, Exception):
             raise reply
 
 
-async def grant_refill(
-    client: redis.asyncio.Redis, run: str, wanted: RefillWanted, *, leader_epoch: int
-) -> bool:
+async def grant_refill(term: Term, wanted: RefillWanted) -> bool:
     """Let another attempt of a sample begin: the first that nobody has opened.
 
     Returns:
@@ -87,32 +80,28 @@ async def grant_refill(
         StoreUnavailableError: the store cannot be reached.
     """
     for attempt in itertools.count(wanted.key.attempt):
-        command = _grant(run, wanted, attempt, leader_epoch)
-        answer: int = await run_command_async(client, command)
+        command = _grant(term, wanted, attempt)
+        answer: int = await run_command_async(term.client, command)
         if answer >= 0:
             return bool(answer)
     raise AssertionError("there is always another attempt")
 
 
-def _settle_members(
-    run: str, dropped: Sequence[MemberDropped], leader_epoch: int
-) -> Iterator[Command]:
-    names = keys.run_keys(run)
+def _settle_members(term: Term, dropped: Sequence[MemberDropped]) -> Iterator[Command]:
+    names = keys.run_keys(term.run)
     for start in range(0, len(dropped), _MEMBERS_PER_CALL):
         arguments: list[str] = []
         for member in dropped[start : start + _MEMBERS_PER_CALL]:
             arguments += (keys.trajectory_id(member.key), member.state, member.reason)
         yield _SETTLE_MEMBERS(
-            (names.leader, names.ledger, names.counts, names.deadlines), leader_epoch, *arguments
+            (names.leader, names.ledger, names.counts, names.deadlines), term.epoch, *arguments
         )
 
 
-def _settle_group(
-    run: str, group: GroupDropped | GroupCut | GroupEvaluated, leader_epoch: int
-) -> Command:
+def _settle_group(term: Term, group: GroupDropped | GroupCut | GroupEvaluated) -> Command:
     if isinstance(group, GroupEvaluated):
-        return settle_eval_command(run, group, leader_epoch=leader_epoch)
-    names = keys.run_keys(run)
+        return settle_eval_command(term, group)
+    names = keys.run_keys(term.run)
     is_dropped = isinstance(group, GroupDropped)
     return _SETTLE_GROUP(
         (
@@ -121,7 +110,7 @@ def _settle_group(
             *(names.config, names.tasks, names.prompts, names.again),
             *(names.held, names.budget),
         ),
-        leader_epoch,
+        term.epoch,
         keys.encode_name(group.group_id),
         group.state if is_dropped else "decided",
         group.reason,
@@ -130,8 +119,8 @@ def _settle_group(
     )
 
 
-def _grant(run: str, wanted: RefillWanted, attempt: int, leader_epoch: int) -> Command:
-    names = keys.run_keys(run)
+def _grant(term: Term, wanted: RefillWanted, attempt: int) -> Command:
+    names = keys.run_keys(term.run)
     key = wanted.key._replace(attempt=attempt)
     return _GRANT(
         (
@@ -139,7 +128,7 @@ def _grant(run: str, wanted: RefillWanted, attempt: int, leader_epoch: int) -> C
             *(names.deadlines, names.config, names.events, names.wake, names.frontier),
             names.clock,
         ),
-        leader_epoch,
+        term.epoch,
         keys.encode_name(key.group_id),
         wanted.number,
         keys.trajectory_id(key),

@@ -51,6 +51,23 @@ class Leadership:
     parked: Position | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A replica's term as leader of a run: the fence of every write that it makes.
+
+    A script that gets the epoch of an earlier term writes nothing and raises FencedError.
+
+    Attributes:
+        client: client of the store, for this term.
+        run: name of the run.
+        epoch: fencing number of the term; a later leader has a larger one.
+    """
+
+    client: redis.asyncio.Redis
+    run: str
+    epoch: int
+
+
 async def acquire_leadership(
     client: redis.asyncio.Redis,
     run: str,
@@ -95,24 +112,14 @@ def renew_command(run: str, *, owner: str, epoch: int, lease_s: float) -> Comman
     return _RENEW((names.leader,), owner, epoch, max(1, round(lease_s * 1000)))
 
 
-async def release_leadership(
-    client: redis.asyncio.Redis, run: str, *, owner: str, epoch: int
-) -> bool:
-    """Give the leadership back before its lease ends; False where it was lost already."""
-    command = _RELEASE((keys.run_keys(run).leader,), owner, epoch)
-    return bool(await run_command_async(client, command))
+async def release_leadership(term: Term, *, owner: str) -> bool:
+    """End the term before its lease ends; return False where it was lost already."""
+    command = _RELEASE((keys.run_keys(term.run).leader,), owner, term.epoch)
+    return bool(await run_command_async(term.client, command))
 
 
-async def park_leadership(
-    client: redis.asyncio.Redis, run: str, *, epoch: int, position: Position
-) -> bool:
+async def park_leadership(term: Term, position: Position) -> bool:
     """Release the leadership of an idle run, until something is written to it after `position`.
-
-    Args:
-        client: of the store.
-        run: name of the run.
-        epoch: fencing number of the leader.
-        position: the last entries that the leader has read.
 
     Returns:
         False where something in the run can expire.
@@ -121,12 +128,9 @@ async def park_leadership(
         FencedError: another planner leads the run.
         StoreUnavailableError: the store cannot be reached.
     """
-    names = keys.run_keys(run)
-    where = (
-        *(names.leader, names.leases, names.deadlines),
-        *(names.observers, names.clock),
-    )
-    return bool(await run_command_async(client, _PARK(where, epoch, *position)))
+    names = keys.run_keys(term.run)
+    where = (names.leader, names.leases, names.deadlines, names.observers, names.clock)
+    return bool(await run_command_async(term.client, _PARK(where, term.epoch, *position)))
 
 
 async def note_trouble(

@@ -13,6 +13,7 @@ from turnstream.store import keys
 from turnstream.store.leases import MAX_LAPSED, LapsedTrajectory, list_lapsed_async
 from turnstream.store.scripts import Script, run_command_async, run_commands_async
 from turnstream.types import TrajectoryAbandoned
+from turnstream_server.bus.leadership import Term
 from turnstream_server.bus.trajectories import post_seals_of
 from turnstream_server.failpoints import reach
 
@@ -24,19 +25,15 @@ _FENCE: Final = "given up"
 """Name of the writer that ends the payload of what was given up."""
 
 
-async def give_up_lapsed(
-    client: redis.asyncio.Redis, run: str, *, until_ms: int, leader_epoch: int
-) -> bool:
+async def give_up_lapsed(term: Term, *, until_ms: int) -> bool:
     """Give up a page of trajectories whose leases ended at this time of the store, or before.
 
     Where the writer had stored the seal, and died before it could tell the run, it is told so
     instead: what was acknowledged is not lost.
 
     Args:
-        client: of the store.
-        run: name of the run.
+        term: the leader's term.
         until_ms: ms of the store's clock.
-        leader_epoch: of the planner.
 
     Returns:
         Whether there may be more of them.
@@ -45,29 +42,26 @@ async def give_up_lapsed(
         FencedError: another planner leads the run.
         StoreUnavailableError: the store cannot be reached.
     """
-    lapsed = await list_lapsed_async(client, run, until_ms=until_ms)
+    lapsed = await list_lapsed_async(term.client, term.run, until_ms=until_ms)
     if not lapsed:
         return False
-    await post_seals_of(client, run, [each.trajectory_id for each in lapsed])
+    await post_seals_of(term.client, term.run, [each.trajectory_id for each in lapsed])
     reach("give_up.before")
-    given_up = await _give_up(client, run, lapsed, until_ms=until_ms, leader_epoch=leader_epoch)
+    given_up = await _give_up(term, lapsed, until_ms=until_ms)
     reach("give_up.after")
-    await _end_payload(client, run, given_up)
+    await _end_payload(term.client, term.run, given_up)
     for each in given_up:
-        logger.warning("run %s: %s is given up: %s", run, each.key.readable_name, _reason(each))
+        logger.warning(
+            "run %s: %s is given up: %s", term.run, each.key.readable_name, _reason(each)
+        )
     return len(lapsed) == MAX_LAPSED
 
 
 async def _give_up(
-    client: redis.asyncio.Redis,
-    run: str,
-    lapsed: Sequence[LapsedTrajectory],
-    *,
-    until_ms: int,
-    leader_epoch: int,
+    term: Term, lapsed: Sequence[LapsedTrajectory], *, until_ms: int
 ) -> list[LapsedTrajectory]:
     """Those that were given up: nobody renewed them meanwhile, took them over or sealed them."""
-    names = keys.run_keys(run)
+    names = keys.run_keys(term.run)
     arguments: list[Any] = []
     for each in lapsed:
         reason = _reason(each)
@@ -75,11 +69,11 @@ async def _give_up(
         arguments += (each.trajectory_id, each.epoch, reason, record)
     command = _GIVE_UP(
         (names.leader, names.ledger, names.leases, names.counts, names.events),
-        leader_epoch,
+        term.epoch,
         until_ms,
         *arguments,
     )
-    replies = await run_command_async(client, command)
+    replies = await run_command_async(term.client, command)
     return [each for each, was_given_up in zip(lapsed, replies, strict=True) if was_given_up]
 
 

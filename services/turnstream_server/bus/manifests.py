@@ -17,6 +17,7 @@ from turnstream.store import keys
 from turnstream.store.replies import translate, translating
 from turnstream.store.scripts import Script, run_command_async
 from turnstream.store.stored import reading
+from turnstream_server.bus.leadership import Term
 
 _WRITE = Script("write_manifest", "turnstream_server.bus")
 
@@ -42,9 +43,7 @@ def encode_for_store(manifest: Manifest) -> StoredManifest:
     return StoredManifest(manifest=manifest, record=record, hash=manifest_hash(record))
 
 
-async def write_manifest(
-    client: redis.asyncio.Redis, run: str, planned: Manifest | StoredManifest, *, leader_epoch: int
-) -> bool:
+async def write_manifest(term: Term, planned: Manifest | StoredManifest) -> bool:
     """Write the plan of the next step and move its trajectories to "planned", all or nothing.
 
     Writing the same plan again changes nothing.
@@ -62,7 +61,7 @@ async def write_manifest(
     """
     stored = planned if isinstance(planned, StoredManifest) else encode_for_store(planned)
     manifest = stored.manifest
-    run_keys = keys.run_keys(run)
+    run_keys = keys.run_keys(term.run)
     ids = (keys.trajectory_id(t.key) for group in manifest.groups for t in group.trajectories)
     command = _WRITE(
         (
@@ -85,7 +84,7 @@ async def write_manifest(
             run_keys.budget,
             run_keys.times,
         ),
-        leader_epoch,
+        term.epoch,
         manifest.step,
         stored.hash,
         manifest.previous_hash,
@@ -94,7 +93,7 @@ async def write_manifest(
         manifest.lineage,
         *ids,
     )
-    return await run_command_async(client, command) >= 0
+    return await run_command_async(term.client, command) >= 0
 
 
 async def read_manifest(client: redis.asyncio.Redis, run: str, step: int) -> StoredManifest | None:

@@ -14,6 +14,7 @@ from turnstream.store import clock, keys
 from turnstream.store.replies import translating
 from turnstream.store.scripts import Script, run_command_async
 from turnstream.store.stored import reading
+from turnstream_server.bus.leadership import Term
 from turnstream_server.bus.pages import hash_fields, server_ms
 
 logger = logging.getLogger(__name__)
@@ -143,16 +144,12 @@ async def note_observed(
     return expiry_ms / 1000
 
 
-async def forget_observers(
-    client: redis.asyncio.Redis, run: str, *, run_ms: int, leader_epoch: int
-) -> int:
+async def forget_observers(term: Term, *, run_ms: int) -> int:
     """Forget the observers that were silent for longer than their expiry, and say so in the log.
 
     Args:
-        client: of the store.
-        run: name of the run.
+        term: the leader's term.
         run_ms: the run's time, see RunClock.
-        leader_epoch: of the planner.
 
     Returns:
         Milliseconds until the next one expires; -1 where there is none.
@@ -161,13 +158,13 @@ async def forget_observers(
         FencedError: another planner leads the run.
         StoreUnavailableError: the store cannot be reached.
     """
-    names = keys.run_keys(run)
-    command = _FORGET((names.leader, names.observers), leader_epoch, run_ms, MOST_FORGOTTEN)
-    next_ms, *forgotten = await run_command_async(client, command)
+    names = keys.run_keys(term.run)
+    command = _FORGET((names.leader, names.observers), term.epoch, run_ms, MOST_FORGOTTEN)
+    next_ms, *forgotten = await run_command_async(term.client, command)
     for name, seen, expiry_ms in zip(*[iter(forgotten)] * 3, strict=True):
         logger.warning(
             "run %s: observer %r was silent for %g s; nothing behind step %d is kept for it",
-            run,
+            term.run,
             keys.decode_name(name.decode()),
             expiry_ms / 1_000,
             seen,

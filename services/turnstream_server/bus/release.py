@@ -27,6 +27,7 @@ from turnstream.store import keys
 from turnstream.store.replies import translate
 from turnstream.store.run_ids import no_such_run
 from turnstream.store.scripts import Command, Script, run_command_async, run_commands_async
+from turnstream_server.bus.leadership import Term
 
 TOMBSTONE_LEASES: Final = 15
 """Late writers of a released trajectory are refused by its own key for so many leases, after which
@@ -126,17 +127,13 @@ async def read_release_state(client: redis.asyncio.Redis, run: str) -> ReleaseSt
     )
 
 
-async def raise_floor(
-    client: redis.asyncio.Redis, run: str, *, leader_epoch: int, at_most: int | None = None
-) -> int:
+async def raise_floor(term: Term, *, at_most: int | None = None) -> int:
     """Give up the steps that no checkpoint of the last `retain_checkpoints` can ask for.
 
     A live observer keeps what it has not seen.
 
     Args:
-        client: of the store.
-        run: name of the run.
-        leader_epoch: fencing number.
+        term: the leader's term.
         at_most: newest step that may be given up; None means any.
 
     Returns:
@@ -147,13 +144,13 @@ async def raise_floor(
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """
-    names = keys.run_keys(run)
+    names = keys.run_keys(term.run)
     command = _RAISE(
         (names.leader, names.frontier, names.config, names.observers),
-        leader_epoch,
+        term.epoch,
         "" if at_most is None else at_most,
     )
-    floor: int = await run_command_async(client, command)
+    floor: int = await run_command_async(term.client, command)
     return floor
 
 
@@ -201,9 +198,7 @@ def give_back_command(run: str, trajectory_ids: Sequence[str]) -> Command:
     return _GIVE_BACK(where, *trajectory_ids)
 
 
-async def fold_batches(
-    client: redis.asyncio.Redis, run: str, manifests: Sequence[Manifest], *, leader_epoch: int
-) -> None:
+async def fold_batches(term: Term, manifests: Sequence[Manifest]) -> None:
     """Remove the trajectories and groups of released steps from the ledger, in few round trips.
 
     Raises:
@@ -211,28 +206,22 @@ async def fold_batches(
         ConflictError: a step is not released.
         StoreUnavailableError: the store cannot be reached.
     """
-    commands = (
-        command
-        for manifest in manifests
-        for command in _fold_commands(run, manifest, leader_epoch=leader_epoch)
-    )
-    await _run_all(client, commands)
+    commands = (command for manifest in manifests for command in _fold_commands(term, manifest))
+    await _run_all(term.client, commands)
 
 
-def _fold_commands(run: str, manifest: Manifest, *, leader_epoch: int) -> list[Command]:
-    where = keys.run_keys(run).of_fold_batch
+def _fold_commands(term: Term, manifest: Manifest) -> list[Command]:
+    where = keys.run_keys(term.run).of_fold_batch
     groups = [keys.encode_name(group.group_id) for group in manifest.groups]
     ids = [keys.trajectory_id(each.key) for group in manifest.groups for each in group.trajectories]
-    start = (leader_epoch, manifest.step)
+    start = (term.epoch, manifest.step)
     return [
         *(_FOLD_BATCH(where, *start, 0, *some) for some in _sliced(ids, FOLD_SLICE)),
         *(_FOLD_BATCH(where, *start, len(some), *some) for some in _sliced(groups, GROUP_SLICE)),
     ]
 
 
-async def finish_batches(
-    client: redis.asyncio.Redis, run: str, records: Mapping[int, bytes], *, leader_epoch: int
-) -> None:
+async def finish_batches(term: Term, records: Mapping[int, bytes]) -> None:
     """Replace the plans of consecutive released steps by their compact records.
 
     Raises:
@@ -240,13 +229,13 @@ async def finish_batches(
         ConflictError: a step is not released, not the next one, or not in the snapshot.
         StoreUnavailableError: the store cannot be reached.
     """
-    names = keys.run_keys(run)
+    names = keys.run_keys(term.run)
     where = (
         *(names.leader, names.frontier, names.batches),
         *(names.plan, names.past, names.snapshot, names.times),
     )
     await _run_all(
-        client, [_FINISH(where, leader_epoch, step, records[step]) for step in sorted(records)]
+        term.client, [_FINISH(where, term.epoch, step, records[step]) for step in sorted(records)]
     )
 
 
@@ -293,13 +282,7 @@ async def groups_that_are_gone(
 
 
 async def fold_ended(
-    client: redis.asyncio.Redis,
-    run: str,
-    trajectory_ids: Sequence[str],
-    *,
-    number: int,
-    record: bytes,
-    leader_epoch: int,
+    term: Term, trajectory_ids: Sequence[str], *, number: int, record: bytes
 ) -> bool:
     """Take trajectories that ended untrained out of the ledger and leave this record, once.
 
@@ -308,13 +291,13 @@ async def fold_ended(
         ConflictError: `number` is not the next one, or a trajectory may still change.
         StoreUnavailableError: the store cannot be reached.
     """
-    names = keys.run_keys(run)
+    names = keys.run_keys(term.run)
     where = (
         *(names.leader, names.frontier, names.ledger, names.groups),
         *(names.over, names.ended, names.reasons, names.rewards, names.rewarded),
     )
-    command = _FOLD_ENDED(where, leader_epoch, number, record, *trajectory_ids)
-    return bool(await run_command_async(client, command))
+    command = _FOLD_ENDED(where, term.epoch, number, record, *trajectory_ids)
+    return bool(await run_command_async(term.client, command))
 
 
 async def _group_states(

@@ -28,6 +28,7 @@ from turnstream.store.replies import translate, translating
 from turnstream.store.scripts import Script, run_command, run_command_async
 from turnstream.types import PlansWithdrawn, TrajectoryDied, TrajectoryKey
 from turnstream_server.bus.frontier import ReplanRequest
+from turnstream_server.bus.leadership import Term
 
 MAX_NAMED: Final = 16
 """Dead trajectories that the run remembers by name; the dead letters have them all."""
@@ -151,28 +152,19 @@ def last_replanned(client: redis.Redis, run: str) -> Replanned | None:
     return None if done is None else _parse(done.decode())
 
 
-async def refuse_replan(
-    client: redis.asyncio.Redis, run: str, request: ReplanRequest, why: str, *, leader_epoch: int
-) -> None:
+async def refuse_replan(term: Term, request: ReplanRequest, why: str) -> None:
     """Say why a request comes to nothing.
 
     Raises:
         FencedError: another planner leads the run.
         StoreUnavailableError: the store cannot be reached.
     """
-    names = keys.run_keys(run)
+    names = keys.run_keys(term.run)
     where = (names.leader, names.frontier, names.wake)
-    await run_command_async(client, _REFUSE(where, leader_epoch, request.name, why))
+    await run_command_async(term.client, _REFUSE(where, term.epoch, request.name, why))
 
 
-async def withdraw_plans(
-    client: redis.asyncio.Redis,
-    run: str,
-    request: ReplanRequest,
-    withdrawal: Withdrawal,
-    *,
-    leader_epoch: int,
-) -> bool:
+async def withdraw_plans(term: Term, request: ReplanRequest, withdrawal: Withdrawal) -> bool:
     """Make plans void, all or none; what was damaged is dead, the rest is sealed again.
 
     The trainer session ends by it, and the planner goes on from the snapshot.
@@ -186,10 +178,10 @@ async def withdraw_plans(
             nothing was written.
         StoreUnavailableError: the store cannot be reached.
     """
-    names = keys.run_keys(run)
+    names = keys.run_keys(term.run)
     first, newest = withdrawal.manifests[0], withdrawal.manifests[-1]
     dead_ids = [keys.trajectory_id(died.key) for died in withdrawal.dead]
-    sizes = await _payload_bytes(client, run, dead_ids)
+    sizes = await _payload_bytes(term.client, term.run, dead_ids)
     event = PlansWithdrawn(step=first.step, dead=tuple(died.key for died in withdrawal.dead))
     told = {
         "first_step": first.step,
@@ -211,14 +203,14 @@ async def withdraw_plans(
             *(names.wake, names.held, names.budget, names.config, names.observers),
             names.times,
         ),
-        *(leader_epoch, request.name),
+        *(term.epoch, request.name),
         *(first.step, withdrawal.manifest_hashes[0]),
         *(newest.step, withdrawal.manifest_hashes[-1]),
         *(withdrawal.position, withdrawal.snapshot, encode_event(event), json.dumps(told)),
         *(len(dead_ids), len(groups)),
         *(*dead, *groups, *left),
     )
-    return bool(await run_command_async(client, command))
+    return bool(await run_command_async(term.client, command))
 
 
 async def note_damage(

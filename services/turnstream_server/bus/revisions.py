@@ -13,6 +13,7 @@ from turnstream.store.replies import translate
 from turnstream.store.revisions import Revisions, parse_revisions
 from turnstream.store.scripts import Script, run_command_async
 from turnstream.types import ConfigRevised
+from turnstream_server.bus.leadership import Term
 
 _ANNOUNCE = Script("announce_revision", "turnstream_server.bus")
 
@@ -32,9 +33,7 @@ async def read_revisions_async(client: redis.asyncio.Redis, run: str) -> Revisio
     return parse_revisions(run, fields)
 
 
-async def announce_revision(
-    client: redis.asyncio.Redis, run: str, revised: ConfigRevised, *, leader_epoch: int
-) -> bool:
+async def announce_revision(term: Term, revised: ConfigRevised) -> bool:
     """Put a revision in force, and the event that says so behind those before.
 
     Returns:
@@ -45,14 +44,14 @@ async def announce_revision(
         ConflictError: no such revision, or the step before its first is not planned.
         StoreUnavailableError: the store cannot be reached.
     """
-    names = keys.run_keys(run)
+    names = keys.run_keys(term.run)
     command = _ANNOUNCE(
         (
             *(names.leader, names.frontier, names.config, names.events),
             *(names.wake, names.groups, names.deadlines, names.clock),
         ),
-        leader_epoch,
+        term.epoch,
         revised.revision,
         encode_event(revised),
     )
-    return bool(await run_command_async(client, command))
+    return bool(await run_command_async(term.client, command))

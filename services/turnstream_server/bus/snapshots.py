@@ -12,6 +12,7 @@ from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot
 from turnstream.store import keys
 from turnstream.store.replies import translate
 from turnstream.store.scripts import Script, run_command_async
+from turnstream_server.bus.leadership import Term
 
 TRIM_SLICE: Final = 500
 """Events of one call, which takes the server a fraction of a millisecond."""
@@ -20,15 +21,7 @@ _SAVE = Script("save_snapshot", "turnstream_server.bus")
 _TRIM = Script("trim_events", "turnstream_server.bus")
 
 
-async def save_snapshot(
-    client: redis.asyncio.Redis,
-    run: str,
-    *,
-    position: str,
-    step: int,
-    record: bytes,
-    leader_epoch: int,
-) -> None:
+async def save_snapshot(term: Term, *, position: str, step: int, record: bytes) -> None:
     """Keep what the planner knows after the event `position` and the plan of `step`.
 
     A later one stays, where this call comes late.
@@ -37,9 +30,9 @@ async def save_snapshot(
         FencedError: another planner leads the run.
         StoreUnavailableError: the store cannot be reached.
     """
-    names = keys.run_keys(run)
-    command = _SAVE((names.leader, names.snapshot), leader_epoch, position, step, record)
-    await run_command_async(client, command)
+    names = keys.run_keys(term.run)
+    command = _SAVE((names.leader, names.snapshot), term.epoch, position, step, record)
+    await run_command_async(term.client, command)
 
 
 async def read_snapshot(client: redis.asyncio.Redis, run: str) -> PlannerSnapshot | None:
@@ -57,18 +50,18 @@ async def read_snapshot(client: redis.asyncio.Redis, run: str) -> PlannerSnapsho
     return None if record is None else await asyncio.to_thread(decode_snapshot, record)
 
 
-async def trim_events(client: redis.asyncio.Redis, run: str, *, leader_epoch: int) -> int:
+async def trim_events(term: Term) -> int:
     """Remove some of the events below the snapshot before; how many, 0 once all are gone.
 
     Raises:
         FencedError: another planner leads the run.
         StoreUnavailableError: the store cannot be reached.
     """
-    names = keys.run_keys(run)
+    names = keys.run_keys(term.run)
     command = _TRIM(
-        (names.leader, names.snapshot, names.events, names.rejected), leader_epoch, TRIM_SLICE
+        (names.leader, names.snapshot, names.events, names.rejected), term.epoch, TRIM_SLICE
     )
-    return int(await run_command_async(client, command))
+    return int(await run_command_async(term.client, command))
 
 
 async def last_event_id(client: redis.asyncio.Redis, run: str) -> str:

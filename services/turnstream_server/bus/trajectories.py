@@ -15,6 +15,7 @@ from turnstream.store.budget import lease_of_seal
 from turnstream.store.replies import translate, translating
 from turnstream.store.scripts import Script, run_command_async
 from turnstream.types import TrajectoryDied, TrajectoryKey
+from turnstream_server.bus.leadership import Term
 
 _MARK_DEAD = Script("mark_dead", "turnstream_server.bus")
 _REJECT_EVENTS = Script("reject_events", "turnstream_server.bus")
@@ -44,9 +45,7 @@ class Rejection(NamedTuple):
     key: TrajectoryKey | None
 
 
-async def mark_dead(
-    client: redis.asyncio.Redis, run: str, died: TrajectoryDied, *, leader_epoch: int
-) -> bool:
+async def mark_dead(term: Term, died: TrajectoryDied) -> bool:
     """Set a sealed trajectory aside because it is damaged, and tell the plan, once.
 
     Its payload is kept as a dead letter.
@@ -59,10 +58,10 @@ async def mark_dead(
         ConflictError: it is not sealed, or already in a batch.
         StoreUnavailableError: the store cannot be reached.
     """
-    names, name = keys.run_keys(run), keys.trajectory_id(died.key)
+    names, name = keys.run_keys(term.run), keys.trajectory_id(died.key)
     try:
-        meta = keys.trajectory_keys(run, name).meta
-        num_bytes: Any = await client.execute_command("HGET", meta, "bytes")
+        meta = keys.trajectory_keys(term.run, name).meta
+        num_bytes: Any = await term.client.execute_command("HGET", meta, "bytes")
     except (RedisError, OSError) as error:
         raise translate(error) from error
     command = _MARK_DEAD(
@@ -70,18 +69,16 @@ async def mark_dead(
             *(names.leader, names.ledger, names.counts, names.events),
             *(names.letters, names.deadlines),
         ),
-        leader_epoch,
+        term.epoch,
         name,
         died.reason,
         encode_event(died),
         int(num_bytes or 0),
     )
-    return bool(await run_command_async(client, command))
+    return bool(await run_command_async(term.client, command))
 
 
-async def reject_events(
-    client: redis.asyncio.Redis, run: str, rejections: Sequence[Rejection], *, leader_epoch: int
-) -> int:
+async def reject_events(term: Term, rejections: Sequence[Rejection]) -> int:
     """Reject events, each once, and keep them or their trajectories as dead letters.
 
     Returns:
@@ -91,7 +88,7 @@ async def reject_events(
         FencedError: another planner leads the run.
         StoreUnavailableError: the store cannot be reached.
     """
-    names = keys.run_keys(run)
+    names = keys.run_keys(term.run)
     where = (
         *(names.leader, names.ledger, names.counts, names.events, names.letters),
         *(names.deadlines, names.damaged, names.rejected),
@@ -100,11 +97,13 @@ async def reject_events(
     for start in range(0, len(rejections), _REJECT_SLICE):
         words: list[Any] = []
         some = rejections[start : start + _REJECT_SLICE]
-        for each, num_bytes in zip(some, await _payload_bytes(client, run, some), strict=True):
+        for each, num_bytes in zip(
+            some, await _payload_bytes(term.client, term.run, some), strict=True
+        ):
             words += (each.event_id, each.reason, *_death(each), num_bytes)
         limits = (MAX_KEPT_BYTES, MAX_KEPT_EVENTS)
-        command = _REJECT_EVENTS(where, leader_epoch, *limits, *words)
-        num_new += int(await run_command_async(client, command))
+        command = _REJECT_EVENTS(where, term.epoch, *limits, *words)
+        num_new += int(await run_command_async(term.client, command))
     return num_new
 
 

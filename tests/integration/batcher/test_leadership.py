@@ -19,7 +19,7 @@ from turnstream_server.batcher import timekeeper
 from turnstream_server.batcher.renewal import RENEWALS_PER_LEASE, LeadershipKeeper
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.frontier import read_frontier_async
-from turnstream_server.bus.leadership import acquire_leadership, release_leadership
+from turnstream_server.bus.leadership import Term, acquire_leadership, release_leadership
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -157,7 +157,7 @@ async def test_losing_the_leadership_ends_the_term_and_no_other(house):
             for run in (lost, kept):
                 await acquire_leadership(client, run, owner="p", lease_s=LEASE_S)
             holds = [asyncio.create_task(keeper.hold(run, 1)) for run in (lost, kept)]
-            await release_leadership(client, lost, owner="p", epoch=1)
+            await release_leadership(Term(client, lost, 1), owner="p")
             await acquire_leadership(client, lost, owner="q", lease_s=60)
 
             with pytest.raises(FencedError, match="epoch 1 is over, 'q' leads with epoch 2"):
@@ -176,7 +176,7 @@ async def test_a_renewal_that_comes_late_does_not_bring_a_leadership_back(house)
         keeper = LeadershipKeeper(house.url, owner="p", lease_s=LEASE_S)
         try:
             await acquire_leadership(client, run, owner="p", lease_s=60)
-            await release_leadership(client, run, owner="p", epoch=1)
+            await release_leadership(Term(client, run, 1), owner="p")
             with pytest.raises(FencedError, match="'' leads"):
                 await keeper.hold(run, 1)
         finally:

@@ -18,6 +18,7 @@ from turnstream_server.batcher import releaser
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.budget import parse_held, read_budget
 from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.leadership import Term
 from turnstream_server.bus.ledger import read_ledger
 from turnstream_server.bus.manifests import read_manifest
 from turnstream_server.bus.release import finish_batches, fold_batches
@@ -141,8 +142,8 @@ async def test_a_leader_that_slept_while_another_folded_is_told_so_and_nothing_f
         stored = await read_manifest(client, run, step)
         assert stored is not None
         record = encode_batch(compact_batch(stored.manifest, manifest_hash=stored.hash))
-        await fold_batches(client, run, [stored.manifest], leader_epoch=1)
-        await finish_batches(client, run, {step: record}, leader_epoch=1)
+        await fold_batches(Term(client, run, 1), [stored.manifest])
+        await finish_batches(Term(client, run, 1), {step: record})
 
     async def sleep(act: str) -> None:
         if act == "raise_floor":

@@ -14,7 +14,7 @@ from turnstream.store.connection import connect_async
 from turnstream.types import TrajectoryKey, TrajectoryState
 from turnstream_server.batcher.dead_letters import DeadLetterWriter
 from turnstream_server.batcher.settling import Settler
-from turnstream_server.bus.leadership import acquire_leadership
+from turnstream_server.bus.leadership import Term, acquire_leadership
 
 pytestmark = pytest.mark.redis
 
@@ -39,8 +39,8 @@ async def run(house: Any) -> str:
 @pytest.fixture
 async def settler(client: Any, run: str) -> Settler:
     leadership = await acquire_leadership(client, run, owner="p", lease_s=60)
-    letters = DeadLetterWriter(client, run, epoch=leadership.epoch)
-    return Settler(client, run, letters, epoch=leadership.epoch)
+    term = Term(client, run, leadership.epoch)
+    return Settler(term, DeadLetterWriter(term))
 
 
 async def test_of_a_group_that_is_gone_only_what_became_of_members_may_be_untold(settler):

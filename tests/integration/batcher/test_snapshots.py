@@ -21,7 +21,7 @@ from turnstream_server.batcher.runs import RunView
 from turnstream_server.batcher.tasks import first_of
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.frontier import read_frontier_async
-from turnstream_server.bus.leadership import acquire_leadership
+from turnstream_server.bus.leadership import Term, acquire_leadership
 from turnstream_server.bus.manifests import read_plan
 from turnstream_server.bus.revisions import announce_revision, read_revisions_async
 from turnstream_server.bus.snapshots import last_event_id, read_snapshot, save_snapshot
@@ -43,7 +43,7 @@ async def test_a_leader_that_hears_nothing_new_knows_what_the_snapshot_says(hous
         passed = encode_event(GroupOpened(group_id="passed", prompt_uid="", num_samples=2))
         await client.xadd(keys.run_keys(run).events, {"r": passed})
         revised = ConfigRevised(revision=2, step=1)
-        await announce_revision(client, run, revised, leader_epoch=epoch)
+        await announce_revision(Term(client, run, epoch), revised)
         position = await last_event_id(client, run)
         known = PlannerSnapshot(
             position=position,
@@ -57,8 +57,8 @@ async def test_a_leader_that_hears_nothing_new_knows_what_the_snapshot_says(hous
             revised_at="1-1",
         )
         record = encode_snapshot(known)
-        where = {"position": position, "step": 3, "leader_epoch": epoch}
-        await save_snapshot(client, run, record=record, **where)
+        term = Term(client, run, epoch)
+        await save_snapshot(term, position=position, step=3, record=record)
 
         async def delete_once(act: str) -> None:
             if act == "save_snapshot" and not was_deleted.is_set():
@@ -70,10 +70,9 @@ async def test_a_leader_that_hears_nothing_new_knows_what_the_snapshot_says(hous
         assembler = Assembler(house.url, max_cache_bytes=1 << 20)
         frontier = await read_frontier_async(client, run)
         leader = Leader(
-            client,
+            term,
             RunView(client, run, frontier=frontier, on_stepped=lambda _: None),
             assembler,
-            epoch=epoch,
             revisions=await read_revisions_async(client, run),
             upkeep=Upkeep(snapshot_events=0, before=delete_once),
         )

@@ -17,7 +17,7 @@ from turnstream.store.connection import connect, connect_async
 from turnstream.store.ending import cancel_all
 from turnstream.types import TrajectoryState
 from turnstream_server.batcher.timekeeper import DueScript, Moment, Timekeeper, lapsed_leases
-from turnstream_server.bus.leadership import acquire_leadership
+from turnstream_server.bus.leadership import Term, acquire_leadership
 from turnstream_server.bus.ledger import read_ledger
 from turnstream_server.embedded import EmbeddedServer
 
@@ -58,7 +58,7 @@ async def test_a_trajectory_waits_to_be_taken_over_before_it_is_given_up(
 ):
     run, ended_ms = await open_and_leave(house, client)
     settings = dataclasses.replace(config(), lease_s=LEASE_S, takeover_s=TAKEOVER_S)
-    script = lapsed_leases(client, run, leader_epoch=1, config=settings)
+    script = lapsed_leases(Term(client, run, 1), config=settings)
 
     pause_s = await script.run(Moment(ended_ms + after_ms, steady_s, 0.0))
 

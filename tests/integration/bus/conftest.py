@@ -35,7 +35,7 @@ from turnstream.types import (
 from turnstream_server.bus.deadlines import fire_deadlines
 from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.groups import Settlement, grant_refill, settle_groups
-from turnstream_server.bus.leadership import acquire_leadership
+from turnstream_server.bus.leadership import Term, acquire_leadership
 from turnstream_server.bus.leases import give_up_lapsed
 from turnstream_server.bus.ledger import read_ledger_async
 from turnstream_server.bus.manifests import StoredManifest, encode_for_store, write_manifest
@@ -107,6 +107,15 @@ class RunDriver:
         self.keys = keys.run_keys(name)
         self.leader_epoch = leader_epoch
         self.manifests: dict[int, StoredManifest] = {}
+
+    @property
+    def term(self) -> Term:
+        """The term of the planner that leads the run."""
+        return self.term_of(self.leader_epoch)
+
+    def term_of(self, leader_epoch: int) -> Term:
+        """A term of the run with this epoch."""
+        return Term(self.client, self.name, leader_epoch)
 
     async def open(
         self,
@@ -185,7 +194,7 @@ class RunDriver:
         """Set a sealed trajectory aside."""
         died = TrajectoryDied(key=TrajectoryKey(group_id, sample), reason="checksum")
         epoch = self.leader_epoch if leader_epoch is None else leader_epoch
-        return await mark_dead(self.client, self.name, died, leader_epoch=epoch)
+        return await mark_dead(Term(self.client, self.name, epoch), died)
 
     async def settle(
         self, group_id: str, state: TrajectoryState, *samples: int, leader_epoch: int | None = None
@@ -202,7 +211,7 @@ class RunDriver:
     async def carry_out(self, *settled: Settlement, leader_epoch: int | None = None) -> None:
         """Settle what was decided."""
         epoch = self.leader_epoch if leader_epoch is None else leader_epoch
-        await settle_groups(self.client, self.name, settled, leader_epoch=epoch)
+        await settle_groups(Term(self.client, self.name, epoch), settled)
 
     async def grant(
         self,
@@ -218,7 +227,7 @@ class RunDriver:
             key=TrajectoryKey(group_id, sample, attempt), prompt_uid="uid", number=number
         )
         epoch = self.leader_epoch if leader_epoch is None else leader_epoch
-        return await grant_refill(self.client, self.name, wanted, leader_epoch=epoch)
+        return await grant_refill(Term(self.client, self.name, epoch), wanted)
 
     async def run_ms(self) -> int:
         """The run's own time, which goes on by what a test says."""
@@ -228,8 +237,7 @@ class RunDriver:
     async def fire(self, *, leader_epoch: int | None = None) -> int:
         """Fire the deadlines that have passed."""
         epoch = self.leader_epoch if leader_epoch is None else leader_epoch
-        now = {"run_ms": await self.run_ms(), "leader_epoch": epoch}
-        return await fire_deadlines(self.client, self.name, **now)
+        return await fire_deadlines(self.term_of(epoch), run_ms=await self.run_ms())
 
     async def make_due(self) -> None:
         """Let every deadline pass."""
@@ -256,7 +264,7 @@ class RunDriver:
         fields.setdefault("lineage", (await read_frontier_async(self.client, self.name)).lineage)
         plan = dataclasses.replace(manifest(*group_ids, run=self.name, step=step), **fields)
         stored = encode_for_store(plan)
-        if not await write_manifest(self.client, self.name, stored, leader_epoch=leader_epoch):
+        if not await write_manifest(Term(self.client, self.name, leader_epoch), stored):
             return None
         self.manifests[step] = stored
         return stored
@@ -336,15 +344,16 @@ class RunDriver:
             counts.by_state[TrajectoryState.COMMITTED],
         )
 
-    async def raise_floor(self, **arguments: Any) -> int:
+    async def raise_floor(
+        self, *, at_most: int | None = None, leader_epoch: int | None = None
+    ) -> int:
         """Give up the steps that nobody can ask for."""
-        return await raise_floor(
-            self.client, self.name, **{"leader_epoch": self.leader_epoch, **arguments}
-        )
+        epoch = self.leader_epoch if leader_epoch is None else leader_epoch
+        return await raise_floor(self.term_of(epoch), at_most=at_most)
 
     async def give_up(self) -> None:
         """Give up what lapsed in the first millisecond of all time: what a test let lapse."""
-        await give_up_lapsed(self.client, self.name, until_ms=1, leader_epoch=self.leader_epoch)
+        await give_up_lapsed(self.term, until_ms=1)
 
     async def release(self, *members: tuple[str, int]) -> None:
         """Remove the payload of these samples of groups, and give back what it held."""
@@ -353,11 +362,11 @@ class RunDriver:
 
     async def fold(self, step: int) -> None:
         """Everything that a leader does with a released step."""
-        where, stored, epoch = (self.client, self.name), self.manifests[step], self.leader_epoch
+        stored = self.manifests[step]
         record = encode_batch(compact_batch(stored.manifest, manifest_hash=stored.hash))
-        await save_snapshot(*where, position="0-0", step=step, record=b"", leader_epoch=epoch)
-        await fold_batches(*where, [stored.manifest], leader_epoch=epoch)
-        await finish_batches(*where, {step: record}, leader_epoch=epoch)
+        await save_snapshot(self.term, position="0-0", step=step, record=b"")
+        await fold_batches(self.term, [stored.manifest])
+        await finish_batches(self.term, {step: record})
 
     async def fold_ends(self, *ids: str, number: int = 1, leader_epoch: int | None = None) -> bool:
         """Leave a compact record of trajectories that ended untrained."""
@@ -365,12 +374,12 @@ class RunDriver:
             trajectories=tuple(map(keys.parse_trajectory_id, ids)), ends=("x",) * len(ids)
         )
         return await fold_ended(
-            self.client,
-            self.name,
+            Term(
+                self.client, self.name, self.leader_epoch if leader_epoch is None else leader_epoch
+            ),
             ids,
             number=number,
             record=encode_ends(ended),
-            leader_epoch=self.leader_epoch if leader_epoch is None else leader_epoch,
         )
 
     async def hash_of(self, name: str) -> dict[bytes, bytes]:

@@ -18,6 +18,7 @@ from turnstream.errors import RejectedError
 from turnstream.store.connection import connect_async
 from turnstream.types import Purpose, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.budget import ByteBudget, read_budget, read_held_async
+from turnstream_server.bus.leadership import Term
 from turnstream_server.bus.observers import declare_observer, note_observed
 from turnstream_server.bus.release import raise_floor
 from turnstream_server.bus.sessions import acknowledge_committed
@@ -87,7 +88,7 @@ class _Life:
             await acknowledge_committed(
                 client, name, session_epoch=session.session_epoch, token=token
             )
-            floor = await raise_floor(client, name, leader_epoch=self.run.leader_epoch)
+            floor = await raise_floor(Term(client, name, self.run.leader_epoch))
             for groups in self.groups_of[:floor]:
                 await release_payload(client, name, ids(groups))
 

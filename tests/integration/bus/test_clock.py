@@ -24,7 +24,7 @@ async def server_ms(run: Any) -> int:
 def term(run: Any, *, leader_epoch: int | None = None) -> RunClock:
     """The clock of a leader that has just begun."""
     epoch = run.leader_epoch if leader_epoch is None else leader_epoch
-    return RunClock(run.client, run.name, leader_epoch=epoch, most_s=MOST_MS / 1000)
+    return RunClock(run.term_of(epoch), most_s=MOST_MS / 1000)
 
 
 async def read(run: Any) -> int:

@@ -24,7 +24,7 @@ from turnstream.store.scripts import Command, Script, run_command, run_commands
 from turnstream.types import GroupOpened, TrajectoryKey, VersionAnnounced
 from turnstream.types.names import RunId
 from turnstream_server.bus.deletion import delete_run, deleting_since_ms
-from turnstream_server.bus.leadership import acquire_leadership
+from turnstream_server.bus.leadership import Term, acquire_leadership
 from turnstream_server.bus.ledger import read_ledger
 from turnstream_server.bus.observers import declare_observer
 from turnstream_server.bus.release import raise_floor
@@ -94,7 +94,7 @@ async def test_every_kind_of_key_goes_and_other_runs_stay_as_they_are(
     await announce_version(async_client, run, version, session_epoch=1)
     await declare_observer(async_client, run, observer="o", first_step=None, expiry_s=60)
     await save_snapshot(
-        async_client, run, position="1-0", step=1, record=b"", leader_epoch=driver.leader_epoch
+        Term(async_client, run, driver.leader_epoch), position="1-0", step=1, record=b""
     )
     names = keys.run_keys(run)
     for part in names._fields:  # whatever else a run may have
@@ -166,7 +166,7 @@ async def test_planner_trainer_and_readers_are_refused_by_name(
     with pytest.raises(RunNotFoundError):
         await acquire_leadership(async_client, driver.name, owner="q", lease_s=1)
     with pytest.raises(FencedError):
-        await raise_floor(async_client, driver.name, leader_epoch=driver.leader_epoch)
+        await raise_floor(Term(async_client, driver.name, driver.leader_epoch))
     with pytest.raises(RunNotFoundError):
         list_lapsed(client, driver.name)
     with pytest.raises(RunNotFoundError):

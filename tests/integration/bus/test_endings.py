@@ -19,16 +19,16 @@ pytestmark = pytest.mark.redis
 
 
 async def find(run: Any, *group_ids: str) -> dict[str, int]:
-    return await find_unheld(run.client, run.name, group_ids, leader_epoch=run.leader_epoch)
+    return await find_unheld(run.term, group_ids)
 
 
 async def end(run: Any, **unheld: int) -> int:
-    return await end_unheld(run.client, run.name, unheld, leader_epoch=run.leader_epoch)
+    return await end_unheld(run.term, unheld)
 
 
 async def finish(run: Any, position: str, *, leader_epoch: int | None = None) -> bool:
     epoch = run.leader_epoch if leader_epoch is None else leader_epoch
-    return await finish_run(run.client, run.name, step=3, position=position, leader_epoch=epoch)
+    return await finish_run(run.term_of(epoch), step=3, position=position)
 
 
 async def position(run: Any) -> str:
@@ -149,7 +149,7 @@ async def test_only_the_leader_ends_what_nobody_holds(run: Any, close: Any) -> N
     close(run)
 
     with pytest.raises(FencedError):
-        await find_unheld(run.client, run.name, ["g"], leader_epoch=run.leader_epoch - 1)
+        await find_unheld(run.term_of(run.leader_epoch - 1), ["g"])
     with pytest.raises(FencedError):
         await finish(run, await position(run), leader_epoch=run.leader_epoch - 1)
 

@@ -36,7 +36,7 @@ def ended(group_id: str = "e", *, version: int | None = 3) -> GroupEvaluated:
 
 async def settle(run: Any, *groups: GroupEvaluated, leader_epoch: int | None = None) -> None:
     epoch = leader_epoch or run.leader_epoch
-    await settle_groups(run.client, run.name, groups, leader_epoch=epoch)
+    await settle_groups(run.term_of(epoch), groups)
 
 
 async def test_an_evaluation_ends_with_its_result_and_what_is_open_is_surplus(

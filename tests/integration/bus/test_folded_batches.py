@@ -73,9 +73,7 @@ async def test_the_states_add_up_after_every_act_of_the_release(released: Any) -
 
     for step in (1, 2):
         plan = released.manifests[step].manifest
-        await fold_batches(
-            released.client, released.name, [plan], leader_epoch=released.leader_epoch
-        )
+        await fold_batches(released.term, [plan])
         await check()
         await released.fold(step)
         await check()
@@ -86,9 +84,7 @@ async def test_a_batch_that_is_not_released_cannot_be_folded(released: Any) -> N
     plan = released.manifests[3].manifest
 
     with pytest.raises(ConflictError, match="step 3 is not released; step 2 is"):
-        await fold_batches(
-            released.client, released.name, [plan], leader_epoch=released.leader_epoch
-        )
+        await fold_batches(released.term, [plan])
 
     assert await released.dump() == before
 
@@ -103,13 +99,12 @@ async def test_a_batch_that_is_not_released_cannot_be_folded(released: Any) -> N
 async def test_a_plan_that_is_still_needed_cannot_be_replaced(
     released: Any, step: int, snapshot_step: int, why: str
 ) -> None:
-    epoch = released.leader_epoch
-    where = (released.client, released.name)
-    await save_snapshot(*where, position="0-0", step=snapshot_step, record=b"", leader_epoch=epoch)
+    term = released.term
+    await save_snapshot(term, position="0-0", step=snapshot_step, record=b"")
     before = await released.dump()
 
     with pytest.raises(ConflictError, match=why):
-        await finish_batches(*where, {step: b""}, leader_epoch=epoch)
+        await finish_batches(term, {step: b""})
 
     assert await released.dump() == before
 
@@ -131,9 +126,7 @@ async def test_a_step_of_which_nothing_is_released_cannot_be_replaced(run: Any) 
 
 async def test_without_any_snapshot_no_plan_can_be_replaced(released: Any) -> None:
     with pytest.raises(ConflictError, match="step 1 is not in the snapshot"):
-        await finish_batches(
-            released.client, released.name, {1: b""}, leader_epoch=released.leader_epoch
-        )
+        await finish_batches(released.term, {1: b""})
 
 
 async def test_the_times_of_a_step_go_when_the_next_one_is_folded(released: Any) -> None:
@@ -148,10 +141,9 @@ async def test_the_times_of_a_step_go_when_the_next_one_is_folded(released: Any)
 
 
 async def fold_after_snapshot(run: Any, step: int) -> None:
-    where = (run.client, run.name)
-    epoch = run.leader_epoch
-    await save_snapshot(*where, position="0-0", step=step, record=b"", leader_epoch=epoch)
-    await finish_batches(*where, {step: b""}, leader_epoch=epoch)
+    term = run.term
+    await save_snapshot(term, position="0-0", step=step, record=b"")
+    await finish_batches(term, {step: b""})
 
 
 async def test_a_planner_goes_on_after_the_last_batch_when_all_before_are_folded(
@@ -172,12 +164,7 @@ async def test_a_plan_that_comes_when_its_batch_is_over_is_refused(released: Any
     before = await released.dump()
 
     with pytest.raises(ConflictError, match="step 1 is planned with the manifest of a batch that"):
-        await write_manifest(
-            released.client,
-            released.name,
-            released.manifests[1],
-            leader_epoch=released.leader_epoch,
-        )
+        await write_manifest(released.term, released.manifests[1])
 
     assert await released.dump() == before
 
@@ -185,13 +172,14 @@ async def test_a_plan_that_comes_when_its_batch_is_over_is_refused(released: Any
 @pytest.mark.parametrize("act", ["fold_batch", "finish", "ends", "snapshot", "trim"])
 async def test_a_planner_whose_term_is_over_releases_nothing(released: Any, act: str) -> None:
     before = await released.dump()
-    where, old = (released.client, released.name), {"leader_epoch": released.leader_epoch - 1}
+    old = released.leader_epoch - 1
+    term = released.term_of(old)
     acts = {
-        "fold_batch": lambda: fold_batches(*where, [released.manifests[1].manifest], **old),
-        "finish": lambda: finish_batches(*where, {1: b""}, **old),
-        "ends": lambda: released.fold_ends("g1/0/0", **old),
-        "snapshot": lambda: save_snapshot(*where, position="9-0", step=9, record=b"", **old),
-        "trim": lambda: trim_events(*where, **old),
+        "fold_batch": lambda: fold_batches(term, [released.manifests[1].manifest]),
+        "finish": lambda: finish_batches(term, {1: b""}),
+        "ends": lambda: released.fold_ends("g1/0/0", leader_epoch=old),
+        "snapshot": lambda: save_snapshot(term, position="9-0", step=9, record=b""),
+        "trim": lambda: trim_events(term),
     }
 
     with pytest.raises(FencedError):

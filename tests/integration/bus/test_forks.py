@@ -39,6 +39,7 @@ from turnstream_server.bus.deletion import delete_run
 from turnstream_server.bus.forks import fork_run, token_of_step
 from turnstream_server.bus.frontier import read_frontier, read_frontier_async
 from turnstream_server.bus.histories import read_history
+from turnstream_server.bus.leadership import Term
 from turnstream_server.bus.ledger import read_ledger
 from turnstream_server.bus.past import find_past_step
 from turnstream_server.bus.release import raise_floor
@@ -184,7 +185,7 @@ async def test_a_step_that_is_no_longer_retained_is_refused_and_the_floor_is_not
     await run.plan_steps(4)
     session = await run.start("s")
     await run.commit(session, 1, 2, 3, 4)
-    floor = await raise_floor(async_client, run.name, leader_epoch=run.leader_epoch)
+    floor = await raise_floor(Term(async_client, run.name, run.leader_epoch))
 
     with pytest.raises(ReleasedError, match=r"step 2 is no longer retained: .* step 3"):
         fork_run(client, run.name, "late", run.token(2))
@@ -267,7 +268,7 @@ async def test_a_fork_that_was_killed_is_finished_by_the_same_call(
         read_batch(server.url, "fork g", 1)
     session = await origin.start("s2", origin.token(2))  # and the origin has moved on
     await origin.commit(session, *range(3, 6))
-    await raise_floor(async_client, origin.name, leader_epoch=origin.leader_epoch)
+    await raise_floor(Term(async_client, origin.name, origin.leader_epoch))
     fork_run(client, origin.name, "fork g", origin.token(2))
 
     assert killed.returncode == -9, killed.stderr
@@ -366,10 +367,8 @@ async def test_a_fork_has_the_config_in_force_as_its_first_and_no_revision_that_
     planned = max(origin.manifests)
     revise_config(client, origin.name, second, from_step=planned + 1)
     await announce_revision(
-        async_client,
-        origin.name,
+        Term(async_client, origin.name, origin.leader_epoch),
         ConfigRevised(revision=2, step=planned + 1),
-        leader_epoch=origin.leader_epoch,
     )
     revise_config(client, origin.name, replace(second, max_staleness=9), from_step=planned + 9)
 

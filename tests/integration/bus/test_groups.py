@@ -285,10 +285,7 @@ async def test_a_group_that_expires_makes_room_for_another(run: Any) -> None:
 async def test_the_event_of_a_choice_that_is_sent_twice_is_there_once(run: Any) -> None:
     await run.open("a")
 
-    ids = [
-        await announce_due(run.client, run.name, BatchDue(step=1), leader_epoch=run.leader_epoch)
-        for _ in range(2)
-    ]
+    ids = [await announce_due(run.term, BatchDue(step=1)) for _ in range(2)]
 
     assert ids[0] == ids[1]
     assert await run.client.xlen(run.keys.events) == 2
@@ -296,9 +293,7 @@ async def test_the_event_of_a_choice_that_is_sent_twice_is_there_once(run: Any) 
 
 async def test_a_planner_that_was_replaced_chooses_nothing(run: Any) -> None:
     with pytest.raises(FencedError):
-        await announce_due(
-            run.client, run.name, BatchDue(step=1), leader_epoch=run.leader_epoch - 1
-        )
+        await announce_due(run.term_of(run.leader_epoch - 1), BatchDue(step=1))
 
     assert await run.client.xlen(run.keys.events) == 0
 

@@ -15,7 +15,7 @@ from turnstream.store.runs import create_run
 from turnstream.types import BatchDue
 from turnstream_server.bus.groups import announce_due
 from turnstream_server.bus.incarnations import BoundStore
-from turnstream_server.bus.leadership import acquire_leadership
+from turnstream_server.bus.leadership import Term, acquire_leadership
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
@@ -37,8 +37,8 @@ async def test_a_planner_from_before_an_empty_store_is_fenced_though_its_epoch_i
 
         for _ in range(2):  # it does not get used to it
             with pytest.raises(FencedError, match="the store was started anew"):
-                await announce_due(before.client, run, BatchDue(step=1), leader_epoch=old.epoch)
-        await announce_due(after.client, run, BatchDue(step=1), leader_epoch=new.epoch)
+                await announce_due(Term(before.client, run, old.epoch), BatchDue(step=1))
+        await announce_due(Term(after.client, run, new.epoch), BatchDue(step=1))
 
     assert old.epoch == new.epoch
 

@@ -17,6 +17,7 @@ from turnstream.store.rewards import RewardOutcome
 from turnstream.types import RewardPosted, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.deadlines import fire_deadlines
 from turnstream_server.bus.deletion import delete_run
+from turnstream_server.bus.leadership import Term
 from turnstream_server.bus.ledger import read_ledger_async
 
 pytestmark = pytest.mark.redis
@@ -201,7 +202,7 @@ async def test_a_reward_behind_its_deadline_is_late_before_anybody_has_folded_th
     await run.open("a", num_samples=1)
     await run.seal("a", 0, awaits_reward=True)
 
-    await fire_deadlines(async_client, run.name, run_ms=1 << 50, leader_epoch=run.leader_epoch)
+    await fire_deadlines(Term(async_client, run.name, run.leader_epoch), run_ms=1 << 50)
 
     assert await run.post_reward("a", 0, 0.5) is LATE
     assert await run.post_reward("a", 0, 0.5) is LATE

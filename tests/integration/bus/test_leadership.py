@@ -60,8 +60,8 @@ async def test_another_planner_takes_over_with_a_new_epoch_when_the_lease_ends(r
 
 
 async def test_a_released_leadership_can_be_taken_at_once(run: Any) -> None:
-    released = await release_leadership(run.client, run.name, owner="p", epoch=1)
-    again = await release_leadership(run.client, run.name, owner="p", epoch=1)
+    released = await release_leadership(run.term_of(1), owner="p")
+    again = await release_leadership(run.term_of(1), owner="p")
 
     taken = await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
     assert (released, again) == (True, False)
@@ -69,10 +69,10 @@ async def test_a_released_leadership_can_be_taken_at_once(run: Any) -> None:
 
 
 async def test_a_late_release_does_not_touch_the_next_leader(run: Any) -> None:
-    await release_leadership(run.client, run.name, owner="p", epoch=1)
+    await release_leadership(run.term_of(1), owner="p")
     await acquire_leadership(run.client, run.name, owner="p", lease_s=60)
 
-    released = await release_leadership(run.client, run.name, owner="p", epoch=1)
+    released = await release_leadership(run.term_of(1), owner="p")
 
     other = await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
     assert not released
@@ -107,7 +107,7 @@ async def test_word_of_a_trouble_is_left_by_who_leads_and_goes_with_him(run: Any
         run.client, run.name, "planning_trouble", "no moon at all", owner="q"
     )
     kept = await run.client.hget(run.keys.leader, "planning_trouble")
-    await release_leadership(run.client, run.name, owner="p", epoch=1)
+    await release_leadership(run.term_of(1), owner="p")
     await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
 
     assert (by_leader, by_other, kept) == (True, False, b"the moon is full")

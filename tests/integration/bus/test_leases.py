@@ -39,7 +39,7 @@ async def lapse(run: Any, *ids: str, since_ms: int = 1) -> None:
 
 async def give_up(run: Any, *, until_ms: int | None = None, leader_epoch: int = 1) -> bool:
     until_ms = await now_ms(run) if until_ms is None else until_ms
-    return await give_up_lapsed(run.client, run.name, until_ms=until_ms, leader_epoch=leader_epoch)
+    return await give_up_lapsed(run.term_of(leader_epoch), until_ms=until_ms)
 
 
 async def end_lapsed(run: Any, found: LapsedTrajectory, *, until_ms: int) -> bool:

@@ -32,7 +32,7 @@ from turnstream.types import RecoveryToken, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.budget import parse_held, read_held_async
 from turnstream_server.bus.dead_letters import discard_trajectory_command
 from turnstream_server.bus.frontier import read_frontier_async
-from turnstream_server.bus.leadership import acquire_leadership, release_leadership
+from turnstream_server.bus.leadership import Term, acquire_leadership, release_leadership
 from turnstream_server.bus.ledger import read_ledger_async
 from turnstream_server.embedded import EmbeddedServer
 
@@ -257,7 +257,7 @@ class _Life(RuleBasedStateMachine):
         name, client, old = self.run.name, self.client, self.run.leader_epoch
         owner = "p" if self.num_leaders == 0 else f"p{self.num_leaders}"
         self.num_leaders += 1
-        self.loop.run(release_leadership(client, name, owner=owner, epoch=old))
+        self.loop.run(release_leadership(Term(client, name, old), owner=owner))
         new = self.loop.run(
             acquire_leadership(client, name, owner=f"p{self.num_leaders}", lease_s=60)
         )

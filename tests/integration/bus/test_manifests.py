@@ -162,7 +162,7 @@ async def test_nothing_is_planned_of_a_run_that_is_gone(run: Any) -> None:
     plan = manifest("a", run=run.name, step=1)
 
     with pytest.raises(RunNotFoundError):
-        await write_manifest(run.client, run.name, plan, leader_epoch=run.leader_epoch)
+        await write_manifest(run.term, plan)
 
     assert await run.client.exists(run.keys.plan) == 0
 
@@ -170,7 +170,7 @@ async def test_nothing_is_planned_of_a_run_that_is_gone(run: Any) -> None:
 async def test_a_planner_that_lost_its_leadership_writes_nothing(run: Any) -> None:
     await open_and_seal(run, "a", "b", "c")
     await run.kill("c", 0)
-    await release_leadership(run.client, run.name, owner="p", epoch=1)
+    await release_leadership(run.term_of(1), owner="p")
     await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
     before = await run.dump()
 
@@ -189,7 +189,7 @@ async def test_the_old_plan_of_a_fenced_planner_is_refused_even_when_it_is_the_s
 ) -> None:
     await open_and_seal(run, "a")
     await run.plan("a", step=1)
-    await release_leadership(run.client, run.name, owner="p", epoch=1)
+    await release_leadership(run.term_of(1), owner="p")
     await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
 
     with pytest.raises(FencedError):

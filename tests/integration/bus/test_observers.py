@@ -35,10 +35,8 @@ async def declare(
 async def forget(run: Any, *, after_ms: int = 0, leader_epoch: int | None = None) -> int:
     """Forget the observers that are silent when so much of the run's time has passed."""
     return await forget_observers(
-        run.client,
-        run.name,
+        run.term_of(run.leader_epoch if leader_epoch is None else leader_epoch),
         run_ms=await run.run_ms() + after_ms,
-        leader_epoch=run.leader_epoch if leader_epoch is None else leader_epoch,
     )
 
 

@@ -29,7 +29,7 @@ def epoch(run: Any) -> int:
 
 
 async def park(run: Any, epoch: int, position: Position = START) -> bool:
-    return await park_leadership(run.client, run.name, epoch=epoch, position=position)
+    return await park_leadership(run.term_of(epoch), position)
 
 
 async def test_parked_run_is_led_by_the_next_planner_in_a_new_epoch(run: Any, epoch: int) -> None:
@@ -107,7 +107,7 @@ async def test_renewal_does_not_lengthen_the_lease_of_a_parked_run(run: Any, epo
 
 
 async def test_time_of_a_parked_run_stands_still(run: Any, epoch: int) -> None:
-    clock = RunClock(run.client, run.name, leader_epoch=epoch, most_s=15)
+    clock = RunClock(run.term_of(epoch), most_s=15)
     seconds, _ = await run.client.time()
     await clock.tick(server_ms=seconds * 1000, own_s=0)
     await park(run, epoch)

@@ -93,7 +93,7 @@ async def test_a_live_observer_keeps_what_it_has_not_seen_until_it_expires(run: 
     assert await run.raise_floor() == 0
     await note_observed(*where, observer="eval", seen=2)
     after_ms = await run.run_ms() + 1_000
-    await forget_observers(*where, run_ms=after_ms, leader_epoch=run.leader_epoch)
+    await forget_observers(run.term, run_ms=after_ms)
     assert await run.raise_floor() == 2
     await note_observed(*where, observer="eval", seen=4)
     assert await run.raise_floor() == 3
@@ -255,12 +255,12 @@ async def test_events_go_up_to_the_snapshot_before_and_not_beyond(run: Any) -> N
         await run.open(f"g{number}")
     entries = await run.client.xrange(run.keys.events)
     position = entries[120][0].decode()
-    where, epoch = (run.client, run.name), run.leader_epoch
+    term = run.term
 
     for each in (position, position, entries[140][0].decode()):
-        assert await trim_events(*where, leader_epoch=epoch) == 0
-        await save_snapshot(*where, position=each, step=0, record=b"", leader_epoch=epoch)
-    while await trim_events(*where, leader_epoch=epoch):
+        assert await trim_events(term) == 0
+        await save_snapshot(term, position=each, step=0, record=b"")
+    while await trim_events(term):
         pass
 
     kept = await run.client.xrange(run.keys.events)
@@ -270,7 +270,7 @@ async def test_events_go_up_to_the_snapshot_before_and_not_beyond(run: Any) -> N
 
 async def test_only_the_leader_trims_events(run: Any) -> None:
     with pytest.raises(FencedError, match="another planner leads the run, not epoch 99"):
-        await trim_events(run.client, run.name, leader_epoch=99)
+        await trim_events(run.term_of(99))
 
 
 @pytest.mark.parametrize(("position", "step"), [("9-5", 4), ("10-0", 1), ("10-3", 2)])
@@ -279,24 +279,23 @@ async def test_a_snapshot_that_comes_late_replaces_no_later_one(
 ) -> None:
     # The leader that led before leads with the same epoch again, which fences no call of its own:
     # one from before its pause put the snapshot back, behind events that were trimmed.
-    where, epoch = (run.client, run.name), run.leader_epoch
-    await save_snapshot(*where, position="10-1", step=2, record=b"first", leader_epoch=epoch)
-    await save_snapshot(*where, position="10-3", step=3, record=b"newest", leader_epoch=epoch)
+    term = run.term
+    await save_snapshot(term, position="10-1", step=2, record=b"first")
+    await save_snapshot(term, position="10-3", step=3, record=b"newest")
 
-    await save_snapshot(*where, position=position, step=step, record=b"late", leader_epoch=epoch)
+    await save_snapshot(term, position=position, step=step, record=b"late")
 
     kept = await run.client.hgetall(run.keys.snapshot)
     assert kept == {b"position": b"10-3", b"step": b"3", b"record": b"newest", b"before": b"10-1"}
 
 
 async def test_a_leader_that_is_fenced_keeps_no_snapshot_and_removes_no_event(run: Any) -> None:
-    where = (run.client, run.name)
     before = await run.dump()
 
     with pytest.raises(FencedError):
-        await save_snapshot(*where, position="10-1", step=2, record=b"late", leader_epoch=99)
+        await save_snapshot(run.term_of(99), position="10-1", step=2, record=b"late")
     with pytest.raises(FencedError):
-        await trim_events(*where, leader_epoch=99)
+        await trim_events(run.term_of(99))
 
     assert await run.dump() == before
 

@@ -40,7 +40,7 @@ def revise(server: EmbeddedServer) -> Callable[..., int]:
 async def announce(run: Any, revision: int, *, step: int, leader_epoch: int | None = None) -> bool:
     epoch = run.leader_epoch if leader_epoch is None else leader_epoch
     revised = ConfigRevised(revision=revision, step=step)
-    return await announce_revision(run.client, run.name, revised, leader_epoch=epoch)
+    return await announce_revision(run.term_of(epoch), revised)
 
 
 async def test_a_revision_comes_into_force_once_and_the_run_is_told(run: Any, revise: Any) -> None:

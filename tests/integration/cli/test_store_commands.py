@@ -26,7 +26,7 @@ from turnstream.store.scripts import Script, run_command
 from turnstream.types import EvalResult, GroupOpened, Spread, TrajectoryKey
 from turnstream_server import cli
 from turnstream_server.bus.groups import grant_refill
-from turnstream_server.bus.leadership import acquire_leadership
+from turnstream_server.bus.leadership import Term, acquire_leadership
 
 
 def test_runs_lists_every_run_of_the_store(url: str) -> None:
@@ -189,7 +189,7 @@ def lead_and_grant(url: str, run: str, key: TrajectoryKey) -> None:
         client = connect_async(url)
         leadership = await acquire_leadership(client, run, owner="p", lease_s=60)
         wanted = RefillWanted(key=key, prompt_uid="", number=1)
-        assert await grant_refill(client, run, wanted, leader_epoch=leadership.epoch)
+        assert await grant_refill(Term(client, run, leadership.epoch), wanted)
         await client.aclose()
 
     asyncio.run(act())

@@ -26,6 +26,7 @@ from turnstream.types import (
 )
 from turnstream_server.batcher.dead_letters import DeadLetterWriter
 from turnstream_server.bus.events import EventEntry
+from turnstream_server.bus.leadership import Term
 
 CONFIG = config(2)
 REFUSED = "g2"
@@ -85,7 +86,7 @@ def streams(draw: st.DrawFn) -> list[EventEntry]:
 
 
 def writer_of(rejected: set[str]) -> DeadLetterWriter:
-    writer = DeadLetterWriter(redis.asyncio.Redis(), "run", epoch=1)
+    writer = DeadLetterWriter(Term(redis.asyncio.Redis(), "run", 1))
     writer._rejected.update(rejected)  # pyright: ignore[reportPrivateUsage]
     return writer
 

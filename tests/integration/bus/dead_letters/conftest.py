@@ -13,7 +13,7 @@ from turnstream.generator import Publisher
 from turnstream.store import keys
 from turnstream.store.connection import connect_async
 from turnstream.types import TrajectoryDied
-from turnstream_server.bus.leadership import acquire_leadership
+from turnstream_server.bus.leadership import Term, acquire_leadership
 from turnstream_server.bus.ledger import read_ledger
 from turnstream_server.bus.trajectories import Rejection, mark_dead, reject_events
 
@@ -67,7 +67,7 @@ class DeadRun:
             epoch = await self._lead(client)
             for name in trajectory_ids:
                 died = TrajectoryDied(key=keys.parse_trajectory_id(name), reason=reason)
-                await mark_dead(client, self.run, died, leader_epoch=epoch)
+                await mark_dead(Term(client, self.run, epoch), died)
 
     async def reject(self, event_id: str, record: bytes) -> bool:
         """Reject an event, as a leader does; return whether it is new."""
@@ -76,7 +76,7 @@ class DeadRun:
             if not self.client.xrange(self.names.events, event_id, event_id):
                 self.client.xadd(self.names.events, {"r": record}, id=event_id)
             rejection = Rejection(event_id, "no event", None)
-            return bool(await reject_events(client, self.run, [rejection], leader_epoch=epoch))
+            return bool(await reject_events(Term(client, self.run, epoch), [rejection]))
 
     async def add(self, name: str) -> None:
         """Publish a trajectory, damage its first turn, and mark it as dead."""

@@ -49,12 +49,6 @@ def withdraw_from(ask: Any, from_step: Any):
     """Withdraws the plans of a run from a step on."""
 
     async def withdraw(run: Any, first: int) -> None:
-        await withdraw_plans(
-            run.client,
-            run.name,
-            ask(run, first),
-            from_step(run, first),
-            leader_epoch=run.leader_epoch,
-        )
+        await withdraw_plans(run.term, ask(run, first), from_step(run, first))
 
     return withdraw

@@ -50,7 +50,7 @@ async def test_one_request_stands_and_whoever_asks_the_same_waits_for_its_answer
         pytest.raises(NotReadyError, match="no batcher has answered"),
     ):
         await_replan(client, run.name, first.name, wait_s=0)
-    await refuse_replan(run.client, run.name, first, "all is well", leader_epoch=run.leader_epoch)
+    await refuse_replan(run.term, first, "all is well")
     with connect(server.url) as client, pytest.raises(ConflictError, match="all is well"):
         await_replan(client, run.name, first.name, wait_s=5)
     assert ask(run).name != first.name
@@ -63,9 +63,9 @@ async def test_only_a_leader_refuses_a_request_and_only_the_one_that_stands(
     request = ask(run)
 
     with pytest.raises(FencedError):
-        await refuse_replan(run.client, run.name, request, "no", leader_epoch=99)
+        await refuse_replan(run.term_of(99), request, "no")
     other = request._replace(name="other")
-    await refuse_replan(run.client, run.name, other, "no", leader_epoch=run.leader_epoch)
+    await refuse_replan(run.term, other, "no")
 
     assert (await frontier(run)).replan == request
 

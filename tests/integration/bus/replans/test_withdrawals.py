@@ -36,7 +36,7 @@ pytestmark = pytest.mark.redis
 
 async def withdraw(run: Any, request: ReplanRequest, withdrawal: Withdrawal, **kwargs: Any) -> bool:
     epoch = kwargs.get("leader_epoch", run.leader_epoch)
-    return await withdraw_plans(run.client, run.name, request, withdrawal, leader_epoch=epoch)
+    return await withdraw_plans(run.term_of(epoch), request, withdrawal)
 
 
 @pytest.fixture
@@ -118,9 +118,7 @@ async def test_a_snapshot_from_before_that_comes_late_brings_no_plan_back(
     await run.plan_steps(2)
     await withdraw(run, ask(run, 2), from_step(run, 2, position="7-1"))
 
-    await save_snapshot(
-        run.client, run.name, position="7-1", step=2, record=b"late", leader_epoch=run.leader_epoch
-    )
+    await save_snapshot(run.term, position="7-1", step=2, record=b"late")
 
     kept = await run.client.hgetall(run.keys.snapshot)
     assert (kept[b"step"], kept[b"record"]) == (b"1", b"what a planner knows")
@@ -346,7 +344,7 @@ async def test_whoever_waits_is_woken_by_a_request_and_by_its_answer(
 
     first = ask(run)
     seen.append(await last_wake(run))
-    await refuse_replan(run.client, run.name, first, "no", leader_epoch=run.leader_epoch)
+    await refuse_replan(run.term, first, "no")
     seen.append(await last_wake(run))
     second = ask(run)
     seen.append(await last_wake(run))
@@ -363,7 +361,7 @@ async def test_a_full_server_withdraws_plans(run: Any, ask: Any, from_step: Any)
     try:
         await note_damage(run.client, run.name, step=1, **told)
         refused = ask(run)
-        await refuse_replan(run.client, run.name, refused, "no", leader_epoch=run.leader_epoch)
+        await refuse_replan(run.term, refused, "no")
         await withdraw(run, ask(run), from_step(run, 1))
     finally:
         await run.client.config_set("maxmemory", 0)
