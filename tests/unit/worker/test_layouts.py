@@ -32,7 +32,7 @@ from turnstream.worker.losses import (
     response_logprobs,
     token_logprobs,
 )
-from turnstream.worker.tensors import TokenRows, to_torch
+from turnstream.worker.tensors import RowTensors, to_torch
 
 VOCAB_SIZE = 128
 MODES = [
@@ -99,7 +99,7 @@ def causal(attended_BT: Tensor) -> Tensor:
     return (seen_TT & attended_BT[:, None, :]) | torch.eye(width, dtype=torch.bool)
 
 
-def loss_of(current: Tensor, part: TokenRows, advantages: Tensor, *, mode: Any) -> Tensor:
+def loss_of(current: Tensor, part: RowTensors, advantages: Tensor, *, mode: Any) -> Tensor:
     loss = -advantages * current + current**2 / 8
     denominators: Any = part
     return aggregate(loss, part, mode=mode, denominators=denominators.denominators)
@@ -294,7 +294,7 @@ def test_supervised_rows_have_the_same_loss_in_all_layouts(
     def score(ids: Tensor) -> Tensor:
         return score_by_token(ids, ids, ids)
 
-    def loss(current: Tensor, part: TokenRows) -> float:
+    def loss(current: Tensor, part: RowTensors) -> float:
         sums = aggregate(-current, part, mode="seq_mean_token_sum", denominators=info.denominators)
         return float(sums) * info.denominators.weight_sum * scale
 

@@ -26,7 +26,7 @@ from turnstream.batching.config import Aggregation
 from turnstream.batching.denominators import require_denominator
 from turnstream.errors import BatchingError
 from turnstream.types import Denominators
-from turnstream.worker.tensors import TokenRows, row_sums
+from turnstream.worker.tensors import RowTensors, row_sums
 
 MAX_EXPONENT = 20.0
 """exp(20) is 4.9e8: still finite when squared in float32, and far above every clip in use."""
@@ -298,7 +298,7 @@ def kl_k3(current_BR: Tensor, *, reference_BR: Tensor, mask_BR: Tensor) -> Tenso
 
 def aggregate(
     loss_BR: Tensor,
-    part: TokenRows,
+    part: RowTensors,
     *,
     mode: Aggregation,
     denominators: Denominators,
@@ -345,7 +345,7 @@ def aggregate(
 
 
 def _row_divisors(
-    part: TokenRows, *, mode: Aggregation, denominators: Denominators
+    part: RowTensors, *, mode: Aggregation, denominators: Denominators
 ) -> tuple[Tensor, float]:
     """Return the divisor of every row's sum (B,), and that of their sum; none is 0.
 

@@ -2,90 +2,136 @@
 
 The other layouts are in `turnstream.worker.layouts`.
 
-Shapes: B rows, T columns, R response columns.
+Shapes: B rows, T columns, R response columns, I items of all rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from turnstream.batching.extra_layouts import left_padded_extras
+from turnstream.batching.extra_layouts import PlacedColumn, left_padded_extras
 from turnstream.batching.layout import left_padded
 from turnstream.batching.outputs import ResponseValues, response_values_left_padded
 from turnstream.errors import BatchingError
-from turnstream.types import Denominators, MiniBatch
-from turnstream.worker.extras import ExtraTensor, extra_tensors
+from turnstream.types import Denominators, Extent, MiniBatch
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-Tensors = TypeVar("Tensors", bound="DataclassInstance")
-"""A dataclass that holds tensors."""
+Data = TypeVar("Data", bound="DataclassInstance")
+Layout = TypeVar("Layout", bound="RowTensors")
 
 
-class TokenRows(Protocol):
-    """What losses need of rows, in any layout.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExtraTensor:
+    """An extra column in one layout, shaped as in `turnstream.batching.extra_layouts`.
 
-    The row tensors are those of `LeftPaddedTensors`, of the same names.
+    Attributes:
+        per: unit that has one value.
+        values: in the type of the column. Router choices have the narrowest type that holds those
+            of the mini-batch: index with `values.long()`.
+        is_missing: bool, for "first_tokens" alone: set where no router choice was captured and the
+            dummy choice stands.
+        num_items: for "items" alone: number of values of every row, in order.
     """
 
-    @property
-    def row_id_B(self) -> Tensor:
-        """Of dtype int64."""
-        ...
+    per: Extent
+    values: Tensor
+    is_missing: Tensor | None = None
+    num_items: tuple[int, ...] = ()
 
-    @property
-    def is_padding_B(self) -> Tensor:
-        """Of dtype bool."""
-        ...
+    def cut(self, rows: Sequence[int], *, columns: Mapping[str, slice]) -> ExtraTensor:
+        """Return the values of some rows of a rectangle.
 
-    @property
-    def weight_B(self) -> Tensor:
-        """Of dtype float32."""
-        ...
+        Args:
+            rows: their positions.
+            columns: columns of the rectangle that remain, by extent.
+        """
+        if self.per == "items":
+            parts = self.values.split(self.num_items)
+            picked = [parts[row] for row in rows]
+            values = torch.cat(picked) if picked else self.values[:0]
+            num_items = tuple(self.num_items[row] for row in rows)
+            return replace(self, values=values, num_items=num_items)
+        index = torch.tensor(rows, dtype=torch.int64, device=self.values.device)
+        own = columns.get(self.per)
+        return map_tensors(self, lambda _, t: (t if own is None else t[:, own])[index])
 
-    @property
-    def trajectory_num_tokens_B(self) -> Tensor:
-        """Of dtype int64."""
-        ...
 
-    @property
-    def group_num_tokens_B(self) -> Tensor:
-        """Of dtype int64."""
-        ...
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowTensors:
+    """The tensors that every layout has, and all that the losses need.
+
+    Attributes:
+        row_id_B: int64, permanent name of a row; negative for inert rows.
+        is_padding_B: bool, inert rows.
+        weight_B: float32, weight of the row in the loss.
+        trajectory_num_tokens_B, group_num_tokens_B: int64, trained tokens of the row's trajectory
+            and group in the whole mini-batch.
+        denominators: of the whole mini-batch: all ranks, all micro-batches.
+        extras: the columns that the run declares, by name.
+    """
+
+    _shape: ClassVar[str]  # ends the names of the tensors with one value per token
+
+    row_id_B: Tensor
+    is_padding_B: Tensor
+    weight_B: Tensor
+    trajectory_num_tokens_B: Tensor
+    group_num_tokens_B: Tensor
+    denominators: Denominators
+    extras: Mapping[str, ExtraTensor] = field(default_factory=dict[str, ExtraTensor])
 
     @property
     def trained_tokens(self) -> Tensor:
         """The loss mask, in the shape that token losses have in this layout."""
-        ...
+        return getattr(self, f"loss_mask_{self._shape}")
 
     @property
     def token_weights(self) -> Tensor | None:
-        """What each token counts for, in the same shape; None where that is 1."""
-        ...
+        """Weight of each token in the loss, in the shape of the loss mask; None where it is 1."""
+        return getattr(self, f"token_weights_{self._shape}")
 
     @property
     def row_of(self) -> Tensor | None:
-        """Which row each token is of, where rows have no dimension of their own."""
-        ...
+        """Row of each token in a flat layout; None where rows have their own dimension."""
+        return None
 
-    def row_sums(self, values: Tensor, /) -> Tensor:
-        """(B,), the sum of every row's values."""
-        ...
+    def row_sums(self, values: Tensor) -> Tensor:
+        """Return the sum of every row's values, (B,); they have the shape of the loss mask."""
+        rows = self.row_of
+        if rows is None:
+            return values.sum(dim=1)
+        return row_sums(values, rows=rows, num_rows=len(self.row_id_B))
+
+    def require_logprobs(self) -> Tensor:
+        """Return the log-probabilities, float32 in the shape of the loss mask.
+
+        Raises:
+            BatchingError: trained tokens of the named rows have none.
+        """
+        logprobs: Tensor | None = getattr(self, f"logprobs_{self._shape}")
+        if logprobs is None:
+            raise BatchingError("no row of this mini-batch came with log-probabilities")
+        missing_B = self.row_sums((logprobs.isnan() & self.trained_tokens).long()) > 0
+        if missing_B.any():
+            names = ", ".join(map(str, self.row_id_B[missing_B].tolist()))
+            raise BatchingError(f"rows without log-probabilities: {names}")
+        return logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LeftPaddedTensors:
+class LeftPaddedTensors(RowTensors):
     """Rows that all end in the last column: `[PAD .. prompt response]`.
 
-    Column j of a response tensor is column T - R + j of `input_ids_BT`. Inert rows, which fill a
-    rank's share up, have an all-zero loss mask and weight.
+    Column j of a response tensor is column T - R + j of `input_ids_BT`. Inert rows fill the share
+    of a rank. Their loss mask and weight are 0.
 
     Attributes:
         input_ids_BT: int64.
@@ -96,17 +142,12 @@ class LeftPaddedTensors:
             any, NaN at the trained tokens of rows without. See `require_logprobs`.
         rewards_BR: float32, token rewards.
         advantages_BR: float32, 0.0 where not trained.
-        token_weights_BR: float32, what a token counts for in the loss; None where that is 1.
-        extras: the columns that the run declares, by name.
-        row_id_B: int64, names a row for ever; negative for inert rows.
-        is_padding_B: bool, inert rows.
-        weight_B: float32, of the row in the loss.
-        trajectory_num_tokens_B, group_num_tokens_B: int64, trained tokens of the row's trajectory
-            and group in the whole mini-batch.
-        denominators: of the whole mini-batch: all ranks, all micro-batches.
+        token_weights_BR: float32, weight of each token in the loss; None where it is 1.
         micro_batch_rows: row positions, one tuple per forward pass; as many on every rank.
-        row_lengths, response_lengths: of every row, in tokens; they need no look at the device.
+        row_lengths, response_lengths: of every row, in tokens; on the host.
     """
+
+    _shape = "BR"
 
     input_ids_BT: Tensor
     attention_mask_BT: Tensor
@@ -115,17 +156,10 @@ class LeftPaddedTensors:
     logprobs_BR: Tensor | None
     rewards_BR: Tensor
     advantages_BR: Tensor
-    row_id_B: Tensor
-    is_padding_B: Tensor
-    weight_B: Tensor
-    trajectory_num_tokens_B: Tensor
-    group_num_tokens_B: Tensor
-    denominators: Denominators
+    token_weights_BR: Tensor | None = None
     micro_batch_rows: tuple[tuple[int, ...], ...]
     row_lengths: tuple[int, ...]
     response_lengths: tuple[int, ...]
-    token_weights_BR: Tensor | None = None
-    extras: Mapping[str, ExtraTensor] = field(default_factory=dict[str, ExtraTensor])
 
     @property
     def position_ids_BT(self) -> Tensor:
@@ -137,37 +171,10 @@ class LeftPaddedTensors:
         """R, in tokens."""
         return self.loss_mask_BR.shape[1]
 
-    @property
-    def trained_tokens(self) -> Tensor:
-        """The loss mask, (B, R): the shape that token losses have in this layout."""
-        return self.loss_mask_BR
-
-    @property
-    def token_weights(self) -> Tensor | None:
-        """What each token counts for, (B, R); None where that is 1."""
-        return self.token_weights_BR
-
-    @property
-    def row_of(self) -> None:
-        """Rows have a dimension of their own."""
-        return None
-
-    def row_sums(self, values_BR: Tensor) -> Tensor:
-        """(B,), the sum of every row's values."""
-        return values_BR.sum(dim=1)
-
-    def require_logprobs(self) -> Tensor:
-        """float32 (B, R), `logprobs_BR` where every trained token has one.
-
-        Raises:
-            BatchingError: names the rows without.
-        """
-        return checked_logprobs(self.logprobs_BR, self)
-
     def response_values(self, values_BR: Tensor) -> ResponseValues:
-        """What a model gave, by row id: exactly the response tokens of every real row, on the CPU.
+        """Return the values of the response tokens of every real row, by row id, on the CPU.
 
-        `turnstream.batching.outputs.join_by_row_id` puts the parts of all passes together.
+        `turnstream.batching.outputs.join_by_row_id` joins the parts of all passes.
         """
         return response_values_left_padded(
             on_cpu(values_BR),
@@ -176,9 +183,9 @@ class LeftPaddedTensors:
         )
 
     def micro_batches(self) -> Iterator[LeftPaddedTensors]:
-        """One value per forward pass, each trimmed to its own longest row and longest response.
+        """Yield one value per forward pass, trimmed to its own longest row and longest response.
 
-        Rows that lie side by side are views; others are copied.
+        Adjacent rows are views; others are copied.
         """
         for rows in self.micro_batch_rows:
             yield self._cut(rows)
@@ -210,7 +217,7 @@ class LeftPaddedTensors:
         )
 
     def _index(self, rows: tuple[int, ...]) -> slice | Tensor:
-        """What picks these rows: a slice, which copies nothing, where they lie side by side."""
+        """Return the index of these rows: a slice, which copies nothing, for adjacent ones."""
         start = rows[0] if rows else 0
         if rows == tuple(range(start, start + len(rows))):
             return slice(start, start + len(rows))
@@ -220,101 +227,97 @@ class LeftPaddedTensors:
 def to_torch(
     mini_batch: MiniBatch, *, device: torch.device | str | None = None
 ) -> LeftPaddedTensors:
-    """The rows of a mini-batch as tensors, on the CPU or copied to `device`.
-
-    To a CUDA device the copies go through pinned memory and do not block the host.
-    """
+    """Return the rows of a mini-batch as tensors, on the CPU or copied to `device`."""
     rows, info = mini_batch.rows, mini_batch.info
-    padded = left_padded(
-        rows,
-        width=info.width,
-        response_width=info.response_width,
-        pad_token_id=info.pad_token_id,
-    )
+    widths = {"width": info.width, "response_width": info.response_width}
     tensors = LeftPaddedTensors(
-        input_ids_BT=torch.from_numpy(padded.input_ids_BT),
-        attention_mask_BT=torch.from_numpy(padded.attention_mask_BT),
-        response_mask_BR=torch.from_numpy(padded.response_mask_BR),
-        loss_mask_BR=torch.from_numpy(padded.loss_mask_BR),
-        logprobs_BR=optional(padded.logprobs_BR),
-        rewards_BR=torch.from_numpy(padded.rewards_BR),
-        advantages_BR=torch.from_numpy(padded.advantages_BR),
-        row_id_B=copied(rows.row_id),
-        is_padding_B=copied(rows.is_padding),
-        weight_B=copied(rows.weight),
-        trajectory_num_tokens_B=copied(rows.trajectory_num_tokens),
-        group_num_tokens_B=copied(rows.group_num_tokens),
-        denominators=info.denominators,
+        **per_row(mini_batch),
+        **layout_tensors(left_padded(rows, pad_token_id=info.pad_token_id, **widths)),
         micro_batch_rows=info.micro_batches,
         row_lengths=tuple(rows.input_ids.lengths.tolist()),
         response_lengths=tuple(rows.loss_mask.lengths.tolist()),
-        token_weights_BR=optional(padded.token_weights_BR),
-        extras=extra_tensors(
-            left_padded_extras(rows, width=info.width, response_width=info.response_width)
-        ),
+        extras=extra_tensors(left_padded_extras(rows, **widths)),
     )
     return moved(tensors, device)
 
 
-def checked_logprobs(logprobs: Tensor | None, rows: TokenRows) -> Tensor:
-    """The log-probabilities of any layout, where every trained token has one.
-
-    Raises:
-        BatchingError: names the rows without.
-    """
-    if logprobs is None:
-        raise BatchingError("no row of this mini-batch came with log-probabilities")
-    missing_B = rows.row_sums((logprobs.isnan() & rows.trained_tokens).long()) > 0
-    if missing_B.any():
-        names = ", ".join(map(str, rows.row_id_B[missing_B].tolist()))
-        raise BatchingError(f"rows without log-probabilities: {names}")
-    return logprobs
+def per_row(mini_batch: MiniBatch) -> dict[str, Any]:
+    """Return the arguments of `RowTensors` for a mini-batch, without extra columns."""
+    rows = mini_batch.rows
+    return {
+        "row_id_B": as_tensor(rows.row_id),
+        "is_padding_B": as_tensor(rows.is_padding),
+        "weight_B": as_tensor(rows.weight),
+        "trajectory_num_tokens_B": as_tensor(rows.trajectory_num_tokens),
+        "group_num_tokens_B": as_tensor(rows.group_num_tokens),
+        "denominators": mini_batch.info.denominators,
+    }
 
 
-def moved(tensors: Tensors, device: torch.device | str | None) -> Tensors:
-    """With every tensor on the device; None leaves them.
+def layout_tensors(layout: DataclassInstance) -> dict[str, Any]:
+    """Return the arrays of a layout as tensors, by name, without those of `per_row`."""
+    named = {each.name: getattr(layout, each.name) for each in fields(layout)}
+    return {
+        name: None if values is None else as_tensor(values)
+        for name, values in named.items()
+        if not name.endswith("_B")
+    }
 
-    To a CUDA device the copies go through pinned memory and do not block the host.
+
+def extra_tensors(placed: Mapping[str, PlacedColumn]) -> dict[str, ExtraTensor]:
+    """Return the extra columns as tensors on the CPU, in the same order."""
+    return {
+        name: ExtraTensor(
+            per=column.per,
+            values=as_tensor(column.values),
+            is_missing=None if column.is_missing is None else as_tensor(column.is_missing),
+            num_items=() if column.num_items_B is None else tuple(column.num_items_B.tolist()),
+        )
+        for name, column in placed.items()
+    }
+
+
+def as_tensor(values: NDArray[Any]) -> Tensor:
+    """Return a tensor; a copy where the values are a read-only view of the arrived bytes."""
+    flags = values.flags
+    return torch.from_numpy(values if flags.writeable and flags.aligned else values.copy())
+
+
+def moved(tensors: Layout, device: torch.device | str | None) -> Layout:
+    """Return the tensors on the device; None leaves them where they are.
+
+    Copies to a CUDA device use pinned memory and do not block the host.
     """
     if device is None:
         return tensors
-    device = torch.device(device)
-    extras: Mapping[str, ExtraTensor] = getattr(tensors, "extras", {})
-    if extras:
-        there = {name: extra.on_device(device) for name, extra in extras.items()}
-        tensors = replace(tensors, extras=there)
-    if device.type == "cuda":
-        return map_tensors(tensors, lambda _, t: t.pin_memory().to(device, non_blocking=True))
-    return map_tensors(tensors, lambda _, t: t.to(device))
+    to = torch.device(device)
+
+    def move(_: str, tensor: Tensor) -> Tensor:
+        if to.type == "cuda":
+            return tensor.pin_memory().to(to, non_blocking=True)
+        return tensor.to(to)
+
+    extras = {name: map_tensors(extra, move) for name, extra in tensors.extras.items()}
+    return replace(map_tensors(tensors, move), extras=extras)
 
 
-def map_tensors(tensors: Tensors, change: Callable[[str, Tensor], Tensor]) -> Tensors:
-    """With `change(name, tensor)` in the place of every tensor."""
+def map_tensors(tensors: Data, change: Callable[[str, Tensor], Tensor]) -> Data:
+    """Return the dataclass with every tensor replaced by `change(name, tensor)`."""
     values = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
     changed = {n: change(n, value) for n, value in values.items() if isinstance(value, Tensor)}
     return replace(tensors, **changed)
 
 
-def optional(values: NDArray[Any] | None) -> Tensor | None:
-    """The same values as a tensor, if there are any."""
-    return None if values is None else torch.from_numpy(values)
-
-
-def copied(values: NDArray[Any]) -> Tensor:
-    """A tensor of its own: columns are read-only views of the arrived bytes."""
-    return torch.from_numpy(values.copy())
-
-
 def on_cpu(values: Tensor) -> NDArray[Any]:
-    """The values without their gradient; in float32 where numpy has no such type."""
+    """Return the values without their gradient; bfloat16 as float32, which numpy has."""
     values = values.detach()
     return (values.float() if values.dtype is torch.bfloat16 else values).cpu().numpy()
 
 
 def row_sums(values: Tensor, *, rows: Tensor, num_rows: int) -> Tensor:
-    """(B,), sums over the values of each row, in their dtype.
+    """Return the sum of every row's values, (B,), in their dtype.
 
-    They are added one after the other, so floats in a wider type.
+    Floats are added one by one, and so in a wider type.
 
     Args:
         values: (N,).
