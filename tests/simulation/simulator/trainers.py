@@ -50,7 +50,7 @@ _FROM_THE_START = RecoveryToken(lineage="main", step=0, chain_hash="")
 class _Session:
     """A session of one process, and what it has acknowledged.
 
-    It says steps again to a store that forgot them, as `turnstream.worker._acknowledged` does.
+    It repeats acknowledgements that a store has lost, as `turnstream.worker._acknowledged` does.
 
     Attributes:
         said: steps and manifest hashes, in order.

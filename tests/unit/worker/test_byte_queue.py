@@ -71,7 +71,7 @@ def test_nothing_in_time_is_a_timeout() -> None:
 
 def test_what_is_left_comes_before_the_failure() -> None:
     queue = filled("a")
-    queue.fail(ValueError("no more"))
+    queue.fail(ValueError("no more"), drops=False)
 
     assert take(queue) == "a"
     for _ in range(2):

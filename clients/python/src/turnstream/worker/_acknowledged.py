@@ -1,93 +1,63 @@
-"""The steps that a session has acknowledged, said again to a store that forgot them.
+"""The acknowledged steps of a session, acknowledged again after a store has lost them.
 
-A store that was started anew may have lost its last second. A trainer that lives on knows what it
-had said, and is heard as the first time: a step that the store still has changes nothing.
+A restarted store may have lost its last second. An acknowledgement that it still has changes
+nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 from turnstream.errors import ConflictError
 from turnstream.worker._calls import BatcherCalls
 
 MAX_KEPT: Final = 1000
-"""Steps, the newest ones: what a store can lose takes seconds, and a step at least milliseconds."""
+"""Newest steps in memory. A store loses some seconds, and a step takes at least milliseconds."""
 
 Reply = TypeVar("Reply")
 
 
-class _Said(NamedTuple):
-    step: int
-    manifest_hash: str
-
-
 class AcknowledgedSteps:
-    """What was said by one session, in order. Two threads may call it.
-
-    Args:
-        calls: the connection.
-    """
+    """The acknowledged steps of one session, in order. Two threads may call it."""
 
     def __init__(self, calls: BatcherCalls) -> None:
         self._calls = calls
-        self._said: tuple[_Said, ...] = ()  # replaced, never changed: another thread reads it
+        # (step, manifest hash) each; replaced and never changed: another thread reads it.
+        self._steps: tuple[tuple[int, str], ...] = ()
 
-    def say(self, step: int, *, manifest_hash: str) -> str:
-        """Acknowledge the step after those before; gives its recovery token as text.
-
-        Raises:
-            FencedError: a newer trainer session took over.
-            StoreBehindError: the store does not have the batch.
-            ConflictError: the store has another batch, of this step or of one before it.
-        """
-        said = _Said(step, manifest_hash)
-        token = self.insist(lambda: self._say(said))
-        self._said = (*self._said, said)[-MAX_KEPT:]
+    def acknowledge(self, step: int, *, manifest_hash: str) -> str:
+        """Acknowledge the next step and return its recovery token as text."""
+        token = self.after_all_steps(lambda: self._calls.stepped(step, manifest_hash=manifest_hash))
+        self._steps = (*self._steps, (step, manifest_hash))[-MAX_KEPT:]
         return token
 
-    def insist(self, call: Callable[[], Reply]) -> Reply:
-        """What a call gives that needs all steps so far; they are said again where it is refused.
-
-        Raises:
-            ConflictError: it is refused all the same.
-            TurnstreamError: whatever else `call` raises.
-        """
+    def after_all_steps(self, call: Callable[[], Reply]) -> Reply:
+        """Return the result of a call; after a ConflictError, acknowledge again and call again."""
         try:
             return call()
         except ConflictError:
-            if not self._said:
+            if not self._steps:
                 raise
-            self.say_again()
+            self.repeat()
         return call()
 
-    def say_again(self, *, timeout_s: float | None = None) -> None:
-        """Say the newest step again, and in order those before it that are forgotten as well.
+    def repeat(self, *, timeout_s: float | None = None) -> None:
+        """Acknowledge the newest step again, and first the steps before it that the store lost.
 
-        Args:
-            timeout_s: longest wait for each answer; None: that of the connection.
+        The longest wait for each answer is `timeout_s`, or the timeout of the connection.
 
         Raises:
             UnavailableError: no answer came.
             ConflictError, StoreBehindError: the store has another batch of a step, or none.
             FencedError: a newer trainer session took over.
         """
-        forgotten: list[_Said] = []
-        for said in reversed(self._said):
-            if self._is_heard(said, timeout_s=timeout_s):
+        lost: list[tuple[int, str]] = []
+        for step, manifest_hash in reversed(self._steps):
+            try:
+                self._calls.stepped(step, manifest_hash=manifest_hash, timeout_s=timeout_s)
                 break
-            forgotten.append(said)
-        for said in reversed(forgotten):
-            self._say(said, timeout_s=timeout_s)
-
-    def _is_heard(self, said: _Said, *, timeout_s: float | None) -> bool:
-        """Say it; False where it does not follow what the store knows."""
-        try:
-            self._say(said, timeout_s=timeout_s)
-        except ConflictError:
-            return False
-        return True
-
-    def _say(self, said: _Said, *, timeout_s: float | None = None) -> str:
-        return self._calls.stepped(said.step, manifest_hash=said.manifest_hash, timeout_s=timeout_s)
+            except ConflictError:
+                lost.append((step, manifest_hash))
+        for step, manifest_hash in reversed(lost):
+            self._calls.stepped(step, manifest_hash=manifest_hash, timeout_s=timeout_s)

@@ -1,19 +1,20 @@
-"""The calls of `turnstream.wire.v1.Batches`, with errors of ours and bounded repetition."""
+"""The calls of `turnstream.wire.v1.Batches`: Turnstream errors, and bounded retries."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
 
 from turnstream.errors import (
     BatcherUnavailableError,
+    InvalidConfigError,
     NotReadyError,
     RejectedError,
     TurnstreamError,
@@ -31,15 +32,15 @@ from turnstream.worker._reasons import (
     not_acknowledged,
     of_failure,
 )
-from turnstream.worker._replicas import Replicas, check_alive, open_channel
+from turnstream.worker._replicas import NO_ANSWER, Replicas, check_alive, open_channel
 
 _logger = logging.getLogger(__name__)
 
 ATTEMPT_S = 30.0
-"""Longest a single acknowledging call may take before it is made again."""
+"""Longest attempt of an acknowledging call. A longer one is repeated."""
 
 LEAST_ATTEMPT_S = 1.0
-"""Who has not answered within less, because the deadline came, need not be silent."""
+"""An attempt that the deadline ends before this time is no evidence of a silent batcher."""
 
 RANK_DELAY_S = 0.25
 """Longest pause of a rank that waits for the other ranks of its step."""
@@ -49,23 +50,31 @@ Reply = TypeVar("Reply", bound=Message)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Whose data is asked for: one rank's share of a run, of its trainer or of an observer."""
+    """One rank's share of a run: of its trainer, or of an observer."""
 
     run: str
     dp_rank: int
     dp_world_size: int
     observer: str = ""
 
+    def __post_init__(self) -> None:
+        checked_setting(self.run, field="run")
+        checked_setting(self.observer, field="observer")
+        if not 0 <= self.dp_rank < self.dp_world_size:
+            raise InvalidConfigError(
+                "dp_rank", f"{self.dp_rank} is not in a world of {self.dp_world_size}"
+            )
+
 
 def error_of(error: grpc.RpcError) -> TurnstreamError:
-    """The error of ours that a failed call stands for.
+    """Return the Turnstream error of a failed call.
 
-    A deadline that passed on this side says that nobody answered, not that data is missing: only
-    a batcher's own words make a NotReadyError.
+    A deadline that passed on this side means a silent batcher, and not missing data: only the
+    batcher itself reports a NotReadyError.
     """
     call = cast("grpc.Call", error)
     code, details = call.code(), call.details() or ""
-    if code in _TRANSPORT_CODES and not details.startswith("{"):
+    if code in NO_ANSWER and not details.startswith("{"):
         found: TurnstreamError = BatcherUnavailableError(details or code.name)
     else:
         found = status_to_error(code.name, details)
@@ -73,30 +82,21 @@ def error_of(error: grpc.RpcError) -> TurnstreamError:
     return found
 
 
-_TRANSPORT_CODES = (
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.CANCELLED,
-)
-
-
 class BatcherCalls:
-    """The calls of one share to the batcher; every call is safe to make twice.
+    """The calls of one share to the batcher; every call is safe to repeat.
 
-    A call that brings no answer of the batcher is made again to the next replica.
+    A call without an answer is repeated to the next replica.
 
     Args:
         target: gRPC address of a batcher, "host:port"; several replicas with commas.
-        share: whose data is asked for.
+        share: share of the calling rank.
         timeout_s: longest wait for an answer.
-        for_one_rank: whether acknowledgements are those of this rank, not of all ranks.
+        for_one_rank: whether acknowledgements count for this rank alone, not for all ranks.
     """
 
     def __init__(
         self, target: str, *, share: Share, timeout_s: float, for_one_rank: bool = False
     ) -> None:
-        checked_setting(share.run, field="run")
-        checked_setting(share.observer, field="observer")
         self.target = target
         self.share = share
         self._timeout_s = timeout_s
@@ -111,16 +111,15 @@ class BatcherCalls:
         self._is_alive = False
 
     def start(self, *, recovery_token: str, session: str) -> wire.StartReply:
-        """Begin a session, or the same one again; later calls carry its epoch and its run's id."""
+        """Begin a session, or resume it; later calls carry its epoch and its run id."""
         request = wire.StartRequest(
             run=self.share.run,
             recovery_token=checked_setting(recovery_token, field="recovery_token"),
             dp_world_size=self.share.dp_world_size,
             session=checked_setting(session, field="session"),
         )
-        reply = self._repeat(
-            "Start", request, wire.StartReply, what="the beginning of a trainer session"
-        )
+        what = "the beginning of a trainer session"
+        reply = self._repeat("Start", request, wire.StartReply, what=what)
         self._session_epoch, self._session = reply.session_epoch, session
         self._keep_to(reply.run)
         return reply
@@ -128,33 +127,29 @@ class BatcherCalls:
     def get(
         self, step: int, *, wait_s: float, previous_hash: str = "", manifest_hash: str = ""
     ) -> Iterator[bytes]:
-        """Ask for a step; gives the raw messages, to be read to their end.
+        """Return the raw messages of a step; read them to their end.
 
-        It must follow the manifest that was delivered before it, and be made from the one that a
-        part of it was delivered from, where these are known.
-
-        The call has no deadline of its own: a full queue may pause it.
+        `previous_hash` is the manifest of the step before, and `manifest_hash` that of the
+        mini-batches of this step so far; the batcher refuses others. The call has no deadline: a
+        full queue may pause it.
 
         Raises:
             RejectedError: this was closed.
-            grpc.RpcError: a replica that has not answered yet does not answer.
+            grpc.RpcError: a new replica does not answer.
         """
         request = wire.GetRequest(
-            run=self.share.run,
+            **self._identity(),
             step=step,
             dp_rank=self.share.dp_rank,
             dp_world_size=self.share.dp_world_size,
-            session_epoch=self._session_epoch,
             wait_s=wait_s,
             observer=self.share.observer,
-            session=self._session,
             previous_hash=previous_hash,
             manifest_hash=manifest_hash,
         )
         channel = self._connected_get_channel()
         with self._get_lock:
-            if self._closed.is_set():
-                raise RejectedError("the stream was closed")
+            self._raise_if_closed()
             # Raw bytes out: turnstream.worker._frames strips the framing without a copy.
             call = channel.unary_stream(
                 _path("Get"), request_serializer=wire.GetRequest.SerializeToString
@@ -162,9 +157,9 @@ class BatcherCalls:
             return cast("Iterator[bytes]", call(request))
 
     def hang_up(self) -> None:
-        """End the Get that runs, from another thread; the next one begins on a new channel.
+        """End the present Get from another thread. The next one opens a new channel.
 
-        Closing its channel ends it for certain and closes its connection.
+        Only a closed channel ends a call for certain and closes its connection.
         """
         with self._get_lock:
             self._open_get_channel()
@@ -178,8 +173,7 @@ class BatcherCalls:
     def _connected_get_channel(self) -> grpc.Channel:
         """Return the channel for the next Get, to a replica that has answered."""
         with self._get_lock:
-            if self._closed.is_set():
-                raise RejectedError("the stream was closed")
+            self._raise_if_closed()
             if self._get_address != self._replicas.current:
                 self._open_get_channel()
             self._asked_address, channel = self._get_address, self._get_channel
@@ -195,8 +189,12 @@ class BatcherCalls:
             self._get_channel = open_channel(self._get_address)
             self._is_alive = False
 
+    def _raise_if_closed(self) -> None:
+        if self._closed.is_set():
+            raise RejectedError("the stream was closed")
+
     def observe(self, *, first_step: int, expiry_s: float) -> wire.ObserveReply:
-        """Declare the observer of this share, or come back as it."""
+        """Register the observer of this share, or resume it."""
         request = wire.ObserveRequest(
             run=self.share.run,
             observer=self.share.observer,
@@ -213,75 +211,65 @@ class BatcherCalls:
         if run:  # a batcher of an older release does not send it
             self.share = replace(self.share, run=run)
 
+    def _identity(self) -> dict[str, Any]:
+        """Return the fields that the requests of a session have in common."""
+        return {
+            "run": self.share.run,
+            "session_epoch": self._session_epoch,
+            "session": self._session,
+        }
+
     def observed(self, step: int) -> None:
-        """Say that the observer has seen every batch up to `step`."""
+        """Report that the observer has seen every batch up to `step`."""
         request = wire.ObservedRequest(run=self.share.run, observer=self.share.observer, step=step)
         self._repeat("Observed", request, wire.ObservedReply, what=f"step {step} as seen")
 
     def stepped(self, step: int, *, manifest_hash: str, timeout_s: float | None = None) -> str:
-        """Acknowledge a step; gives the recovery token as text.
+        """Acknowledge a step and return the recovery token as text.
 
-        The longest wait is `timeout_s`, or that of the connection.
+        The longest wait is `timeout_s`, or the timeout of the connection.
         """
         request = wire.SteppedRequest(
-            run=self.share.run,
+            **self._identity(),
             step=step,
-            session_epoch=self._session_epoch,
             manifest_hash=manifest_hash,
-            session=self._session,
             dp_rank=self._acknowledged_by,
         )
-        what = f"step {step} as stepped"
         return self._repeat(
             "Stepped",
             request,
             wire.SteppedReply,
-            what=what,
+            what=f"step {step} as stepped",
             timeout_s=timeout_s,
             max_delay_s=LONGEST_PAUSE_S if self._acknowledged_by is None else RANK_DELAY_S,
         ).recovery_token
 
     def committed(self, recovery_token: str) -> None:
-        """Say that the checkpoint with this token is on disk."""
+        """Acknowledge that the checkpoint with this token is on disk."""
         request = wire.CommittedRequest(
-            run=self.share.run,
+            **self._identity(),
             recovery_token=checked_setting(recovery_token, field="recovery_token"),
-            session_epoch=self._session_epoch,
-            session=self._session,
             dp_rank=self._acknowledged_by,
         )
-        self._repeat(
-            "Committed", request, wire.CommittedReply, what=f"the checkpoint {recovery_token}"
-        )
+        what = f"the checkpoint {recovery_token}"
+        self._repeat("Committed", request, wire.CommittedReply, what=what)
 
     def announce_version(self, version: int, *, step: int, weights_uri: str) -> None:
-        """Say that new weights exist."""
+        """Announce new weights."""
         request = wire.AnnounceVersionRequest(
-            run=self.share.run,
+            **self._identity(),
             version=version,
             step=step,
-            session_epoch=self._session_epoch,
             weights_uri=checked_setting(weights_uri, field="weights_uri"),
-            session=self._session,
         )
-        self._repeat(
-            "AnnounceVersion", request, wire.AnnounceVersionReply, what=f"policy version {version}"
-        )
-
-    def pause(self, seconds: float) -> None:
-        """Wait, but not beyond `close`."""
-        self._closed.wait(seconds)
+        what = f"policy version {version}"
+        self._repeat("AnnounceVersion", request, wire.AnnounceVersionReply, what=what)
 
     def close(self) -> None:
         """Close all connections; calls in flight end as cancelled."""
         self._closed.set()
         self.hang_up()
         self._replicas.close()
-
-    def _unary(self, method: str, reply: type[Reply], address: str) -> Callable[..., Reply]:
-        return self._replicas.channel(address).unary_unary(
-            _path(method), request_serializer=_serialize, response_deserializer=reply.FromString
-        )
 
     def _repeat(
         self,
@@ -293,10 +281,10 @@ class BatcherCalls:
         timeout_s: float | None = None,
         max_delay_s: float = LONGEST_PAUSE_S,
     ) -> Reply:
-        """Call until it is answered or refused; the last error is raised after `timeout_s`.
+        """Call until an answer or a refusal; raise the last error after `timeout_s`.
 
-        It says what was not acknowledged, and why: who is away or silent, since when. Where the
-        deadline cuts the last call off too soon to tell, that is what the call before it has told.
+        The error names the call and the reason. If the deadline ends the last attempt too soon,
+        the error is that of the attempt before it.
         """
         began_s = answered_s = time.monotonic()
         deadline_s = began_s + (self._timeout_s if timeout_s is None else timeout_s)
@@ -306,8 +294,13 @@ class BatcherCalls:
         while True:
             attempt_s = max(0.01, min(ATTEMPT_S, deadline_s - time.monotonic()))
             address = self._replicas.current
+            call = self._replicas.channel(address).unary_unary(
+                _path(method),
+                request_serializer=type(request).SerializeToString,
+                response_deserializer=reply.FromString,
+            )
             try:
-                return self._unary(method, reply, address)(request, timeout=attempt_s)
+                return call(request, timeout=attempt_s)
             except grpc.RpcError as rpc_error:
                 error = error_of(rpc_error)
             now_s = time.monotonic()
@@ -327,13 +320,12 @@ class BatcherCalls:
                 raise ended(found, reasons) from found.__cause__
             if warnings.is_due(now_s - began_s):
                 _logger.warning("%s is not acknowledged by %s: %s", what, self.target, found)
-            self.pause(delay_s)
-            if self._closed.is_set():
-                raise RejectedError("the stream was closed")
+            self._closed.wait(delay_s)
+            self._raise_if_closed()
 
 
 def retry_delay_s(error: TurnstreamError, *, num_failures: int) -> float | None:
-    """Seconds after which the same call may succeed; None where it never will."""
+    """Return the seconds before a retry; None where the same call can never succeed."""
     if isinstance(error, RejectedError):
         return error.retry_after_s
     if isinstance(error, UnavailableError):
@@ -343,7 +335,3 @@ def retry_delay_s(error: TurnstreamError, *, num_failures: int) -> float | None:
 
 def _path(method: str) -> str:
     return f"/turnstream.wire.v1.Batches/{method}"
-
-
-def _serialize(message: Message) -> bytes:
-    return message.SerializeToString()

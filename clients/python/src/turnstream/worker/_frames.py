@@ -1,7 +1,7 @@
 """Messages of a Get call to mini-batches, with one copy of the payload: into its own buffer.
 
-A data chunk is `12 <varint length> <bytes>` on the wire. Letting protobuf parse it would copy the
-bytes once more, so the framing is stripped by hand; every other form goes through protobuf.
+A data chunk is `12 <varint length> <bytes>` on the wire. A protobuf parser would copy these bytes
+once more, so the framing is removed here. Every other form goes through protobuf.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ _DATA_TAG = GetChunk.DATA_FIELD_NUMBER << 3 | 2  # length-delimited
 
 
 def parse_chunk(message: bytes) -> MiniBatchHeader | memoryview | None:
-    """The header or the data in a GetChunk; data is a view of `message`. None: a kind of later.
+    """Return the header or the data in a GetChunk; None for a kind of a later release.
 
-    Raises:
-        CorruptRecordError: this is no GetChunk.
+    Data is a view of `message`. Another message than a GetChunk is a CorruptRecordError.
     """
     if message and message[0] == _DATA_TAG:
         start, length = _read_varint(message, 1)
@@ -43,7 +42,7 @@ def parse_chunk(message: bytes) -> MiniBatchHeader | memoryview | None:
 
 
 def _read_varint(message: bytes, start: int) -> tuple[int, int]:
-    """Where the number that begins at `start` ends, and its value; a cut one gives a value of 0."""
+    """Return the end and the value of the number at `start`; an incomplete one has the value 0."""
     value = 0
     for index in range(start, min(start + 10, len(message))):
         value |= (message[index] & 0x7F) << 7 * (index - start)
@@ -61,20 +60,12 @@ class Skipped:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every promised byte has come."""
+        """Whether every promised byte has arrived."""
         return self._num_filled == self.header.num_bytes
 
-    def add(self, chunk: memoryview) -> None:
-        """Count the next bytes.
-
-        Raises:
-            CorruptRecordError: more bytes than promised.
-        """
-        self._advance(len(chunk))
-
-    def _advance(self, num_bytes: int) -> int:
-        """Where the next `num_bytes` begin."""
-        start, self._num_filled = self._num_filled, self._num_filled + num_bytes
+    def add(self, chunk: memoryview) -> int:
+        """Count the next bytes and return their position; refuse more bytes than promised."""
+        start, self._num_filled = self._num_filled, self._num_filled + len(chunk)
         if self._num_filled > self.header.num_bytes:
             raise CorruptRecordError(
                 f"mini-batch {self.header.mini_batch} of step {self.header.step} has more than "
@@ -84,28 +75,24 @@ class Skipped:
 
 
 class Arrival(Skipped):
-    """A mini-batch on its way in: a buffer of the promised size, filled chunk by chunk."""
+    """A mini-batch in transfer: a buffer of the promised size, filled chunk by chunk."""
 
     def __init__(self, header: MiniBatchHeader) -> None:
-        """Make room for `header.num_bytes`."""
         super().__init__(header)
-        # Arrow's allocator aligns to 64 bytes, which columns want, and reuses its pages.
+        # Arrow's allocator aligns to 64 bytes, as columns need it, and reuses its pages.
         self._view = memoryview(pa.allocate_buffer(header.num_bytes)).cast("B")
 
-    def add(self, chunk: memoryview) -> None:
-        """Copy the next bytes in.
-
-        Raises:
-            CorruptRecordError: more bytes than promised.
-        """
-        start = self._advance(len(chunk))
+    def add(self, chunk: memoryview) -> int:
+        """Copy the next bytes into the buffer and return their position."""
+        start = super().add(chunk)
         self._view[start : start + len(chunk)] = chunk
+        return start
 
     def decode(self) -> MiniBatch:
-        """The mini-batch; its arrays are views of the buffer.
+        """Return the mini-batch; its arrays are views of the buffer.
 
         Raises:
-            CorruptRecordError: the content has another hash than the header says.
+            CorruptRecordError: the content has another hash than the header.
             UnknownFormatError: another release wrote it.
         """
         return decode_mini_batch(self._view.toreadonly(), expected_hash=self.header.content_hash)
@@ -114,15 +101,10 @@ class Arrival(Skipped):
 def read_step(
     messages: Iterable[bytes], *, step: int, admit: Callable[[MiniBatchHeader], Skipped]
 ) -> Iterator[Skipped]:
-    """The mini-batches of one Get, in order, each when its last byte is there.
+    """Yield the mini-batches of one Get, in order, each after its last byte has arrived.
 
-    Args:
-        messages: serialised GetChunks.
-        step: that was asked for.
-        admit: called with every header; gives what its bytes go to.
-
-    Raises:
-        CorruptRecordError: messages that contradict each other, or an end before the last byte.
+    `admit` is called with every header, and returns the receiver of its bytes. Messages that
+    contradict each other, or end before the last byte, are a CorruptRecordError.
     """
     arrival: Skipped | None = None
     num_complete, num_expected = 0, None
@@ -148,7 +130,6 @@ def read_step(
 
 
 def _check_order(header: MiniBatchHeader, *, step: int, index: int, is_free: bool) -> None:
-    """Refuse a header that is not the one that comes next."""
     if not is_free:
         raise CorruptRecordError(f"mini-batch {index} of step {step} was cut short")
     if header.step != step or header.mini_batch != index:

@@ -1,4 +1,4 @@
-"""The thread that pulls ahead: Get after Get, each mini-batch checked before it is queued."""
+"""The prefetching thread: Get after Get, each mini-batch checked before it is queued."""
 
 from __future__ import annotations
 
@@ -33,11 +33,7 @@ from turnstream.store.wait_warnings import WaitWarnings
 from turnstream.types import MiniBatchInfo
 from turnstream.wire.v1.batches_pb2 import MiniBatchHeader
 from turnstream.worker._acknowledged import AcknowledgedSteps
-from turnstream.worker._calls import (
-    BatcherCalls,
-    error_of,
-    retry_delay_s,
-)
+from turnstream.worker._calls import BatcherCalls, error_of, retry_delay_s
 from turnstream.worker._frames import Arrival, Skipped, read_step
 from turnstream.worker._queue import ByteQueue, ClosedError, QueueSize
 from turnstream.worker._reasons import batcher_silent, no_batch, of_failure
@@ -47,40 +43,41 @@ LONG_POLL_S = 30.0
 """Longest single wait on the batcher; shorter than the idle limits of common load balancers."""
 
 FIRST_WAIT_S = 1.0
-"""Of the first Get after one that failed."""
+"""Wait of the first Get after a failed one."""
 
-SAY_AGAIN_S = 5.0
-"""For which the pulling may wait until steps are said again."""
+REPEAT_STEPS_S = 5.0
+"""Longest wait for each repeated acknowledgement."""
 
 STALL_GRACE_S = 10.0
-"""A batcher that is silent for this long beyond the wait it was asked for is taken for gone."""
+"""A batcher that is silent for longer than the requested wait plus this is unavailable."""
 
 SILENT_S = 1.0
-"""Beyond the wait that it was asked for, after which its last reason is not the present one."""
+"""After the requested wait plus this, the last reason of the batcher is outdated."""
 
 MAX_BAD_IN_A_ROW = 3
-"""The same damage so often is not of the wire: it is what the batcher has."""
+"""Damage that repeats so often is in the batcher, not in the transfer."""
 
 _ENDS_OF_SESSION = (FencedError, StoreBehindError, ConflictError)
-"""After these, what was pulled before must not be trained either: it comes to nothing."""
+"""After these, queued mini-batches are dropped too: their training would be lost."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Progress:
-    """How far the pulling thread is. Written by that thread only.
+    """Progress of the prefetching thread, which alone writes it.
 
     Attributes:
-        step: that is being pulled.
-        hashes: content hashes of the mini-batches of `step` that were queued.
-        manifest_hash, previous_hash: of the newest of them, and of the step before.
-        num_failures: calls in a row that brought nothing, for the back-off.
-        num_bad_in_a_row: transfers in a row that came to nothing, by damage or by an inner error.
-        waiting_for: why there is no data yet, in the batcher's words; "" when there is.
+        step: present step.
+        hashes: content hashes of the queued mini-batches of `step`.
+        manifest_hash: manifest of the newest of them.
+        previous_hash: manifest of the step before.
+        num_failures: calls in a row without data, for the back-off.
+        num_bad_in_a_row: transfers in a row that failed, by damage or an internal error.
+        waiting_for: the batcher's reason for having no data yet; "" if it has sent data.
         reasons: the same, for programs.
-        failure: the last call's failure, where it will be repeated.
-        answered_s: when the batcher said something last, or this began.
+        failure: failure of the last call, while it is retried.
+        answered_s: time of the batcher's last message, or of the start.
     """
 
     step: int
@@ -100,10 +97,10 @@ class _Progress:
 
 
 class Prefetcher:
-    """Pulls the steps of one share in order into a queue that holds at most `max_bytes`.
+    """Pulls the steps of one share in order into a queue of at most `max_bytes`.
 
-    Failures that may pass are retried for ever: whoever takes has the deadline, so that a trainer
-    may think for an hour between two mini-batches. What can't pass is raised by `take`.
+    Temporary failures are retried without end: only `take` has a deadline, so that a trainer may
+    work for an hour between two mini-batches. `take` raises every other failure.
     """
 
     def __init__(
@@ -116,15 +113,10 @@ class Prefetcher:
         row_weights: RowWeights,
         steps: AcknowledgedSteps,
     ) -> None:
-        """Start pulling.
+        """Start the thread; `timeout_s` is the longest wait of `take`.
 
-        Args:
-            calls: the connection; closed with this.
-            first_step: to begin with.
-            max_bytes: bound of the queue.
-            timeout_s: after which `take` gives up.
-            row_weights: of the run; rows that weigh otherwise are refused.
-            steps: said again where no batch comes: the store may have forgotten them.
+        Rows with other weights than `row_weights` are refused. The `steps` are acknowledged again
+        while no batch comes, in case the store has lost them.
         """
         self.progress = _Progress(first_step)
         self.max_bytes = max_bytes
@@ -132,7 +124,7 @@ class Prefetcher:
         self._timeout_s = timeout_s
         self._row_weights: RowWeights = row_weights
         self._steps = steps
-        # Some answers before the deadline of `take`, so that it can give the reason.
+        # The deadline of `take` is after several answers, so that its error has the reason.
         self._wait_s = min(LONG_POLL_S, timeout_s / 4)
         self._queue: ByteQueue[PulledMiniBatch] = ByteQueue(max_bytes=max_bytes)
         self._num_reserved = 0
@@ -145,33 +137,33 @@ class Prefetcher:
         self._thread.start()
 
     def take(self) -> PulledMiniBatch:
-        """The next mini-batch.
+        """Return the next mini-batch.
 
         Raises:
-            NotReadyError: nothing came for `timeout_s`; says why.
-            BatcherUnavailableError: nobody answered for `timeout_s`.
-            TurnstreamError: what ended the pulling: EndOfRunError, FencedError, ...
+            NotReadyError: no data for `timeout_s`; it has the batcher's reason.
+            BatcherUnavailableError: no batcher answered for `timeout_s`.
+            TurnstreamError: the final error of the thread: EndOfRunError, FencedError, ...
         """
         self._takes_since_s = time.monotonic()
         try:
             return self._queue.take(timeout_s=self._timeout_s, watch=self._watch)
         except TimeoutError:
-            raise self._why_none(self._timeout_s) from self.progress.failure
+            raise self._missing(self._timeout_s) from self.progress.failure
 
     def queue_size(self) -> QueueSize:
-        """What was pulled ahead."""
+        """Return the size of the queue."""
         return self._queue.size()
 
     def close(self) -> None:
-        """End what is pending, the connection and the thread."""
+        """End the pending call, the connection and the thread."""
         self._closed.set()
         self._queue.close()
         self._calls.close()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _why_none(self, waited_s: float) -> TurnstreamError:
-        """Return the error for a mini-batch that did not come for so long."""
+    def _missing(self, waited_s: float) -> TurnstreamError:
+        """Return the error for a mini-batch that did not come within the time."""
         progress, run, target = self.progress, self._calls.share.run, self._calls.target
         waited = f"step {progress.step} of run {run!r} did not come within {round(waited_s, 1):g} s"
         wanted = no_batch(run, progress.step, waited_s=waited_s)
@@ -187,10 +179,10 @@ class Prefetcher:
         return NotReadyError(f"{waited}: {progress.waiting_for}", [wanted, *progress.reasons])
 
     def _watch(self) -> float:
-        """Warn of a long wait, end a silent call; return the seconds until the next look."""
+        """Warn of a long wait, end a silent call; return the seconds until the next check."""
         waited_s = time.monotonic() - self._takes_since_s
         if self._warnings.is_due(waited_s):
-            logger.warning("%s", self._why_none(waited_s))
+            logger.warning("%s", self._missing(waited_s))
         return min(self._end_if_silent(), self._warnings.pause_s(waited_s) or 0.0)
 
     def _end_if_silent(self) -> float:
@@ -204,7 +196,7 @@ class Prefetcher:
         return limit_s
 
     # ----------------------------------------------------------------------------------
-    # the pulling thread
+    # the prefetching thread
 
     def _run(self) -> None:
         try:
@@ -216,7 +208,7 @@ class Prefetcher:
             self._queue.fail(error, drops=isinstance(error, _ENDS_OF_SESSION))
 
     def _pull(self) -> None:
-        """One Get and what follows from its end."""
+        """Run one Get, then advance or recover."""
         started_s = time.monotonic()
         try:
             self._read_step()
@@ -232,10 +224,12 @@ class Prefetcher:
     def _read_step(self) -> None:
         self._has_stalled = False
         progress = self.progress
+        # After a failure the wait is short: a restarted store may have lost acknowledgements.
+        longest_s = self._wait_s if progress.failure is None else FIRST_WAIT_S
         messages = self._timed(
             self._calls.get(
                 progress.step,
-                wait_s=self._next_wait_s(),
+                wait_s=min(longest_s, self._wait_s),
                 previous_hash=progress.previous_hash,
                 manifest_hash=progress.manifest_hash if progress.hashes else "",
             )
@@ -246,17 +240,13 @@ class Prefetcher:
                     self._enqueue(arrival)
         finally:
             with contextlib.suppress(grpc.RpcError):
-                for _ in messages:  # a call that is left unread would hold its connection open
+                for _ in messages:  # an unread call would hold its connection open
                     pass
             self._queue.release(self._num_reserved)
             self._num_reserved = 0
 
-    def _next_wait_s(self) -> float:
-        """Little after a failure: a store that was away may have forgotten what was stepped."""
-        return self._wait_s if self.progress.failure is None else min(FIRST_WAIT_S, self._wait_s)
-
     def _timed(self, messages: Iterator[bytes]) -> Iterator[bytes]:
-        """The same messages; between them `_watch` sees since when the next one is due."""
+        """Yield the same messages, and record for `_watch` when each wait began."""
         while True:
             self._reading_since_s = time.monotonic()
             try:
@@ -269,10 +259,9 @@ class Prefetcher:
             yield message
 
     def _admit(self, header: MiniBatchHeader) -> Skipped:
-        """Room for a mini-batch, once the queue has it; none for one that was queued before.
+        """Return a buffer once the queue has capacity; a counter for one that was queued before.
 
-        Raises:
-            ConflictError: it has another content than when it was queued.
+        A queued mini-batch whose content has changed is a ConflictError.
         """
         hashes = self.progress.hashes
         if header.mini_batch >= len(hashes):
@@ -286,7 +275,7 @@ class Prefetcher:
         return Skipped(header)
 
     def _enqueue(self, arrival: Arrival) -> None:
-        """Check a whole mini-batch and let it be taken."""
+        """Check a complete mini-batch and queue it."""
         header, mini_batch = arrival.header, arrival.decode()
         info = mini_batch.info
         self._check_identity(info)
@@ -332,11 +321,7 @@ class Prefetcher:
         return error_of(rpc_error)
 
     def _recover(self, error: TurnstreamError, *, started_s: float) -> None:
-        """Wait until the same Get may succeed.
-
-        Raises:
-            TurnstreamError: `error`, where it never will.
-        """
+        """Wait until the same Get may succeed; raise `error` if it never can."""
         progress = self.progress
         self._calls.leave_if_silent(error)
         if isinstance(error, NotReadyError):
@@ -344,7 +329,7 @@ class Prefetcher:
             has_waited = time.monotonic() - started_s >= self._wait_s / 2
             progress.waiting_for, progress.failure = str(error), None
             progress.reasons = error.reasons
-            self._say_steps_again()
+            self._repeat_steps()
             if has_waited:
                 progress.num_failures = 0
                 return
@@ -362,15 +347,11 @@ class Prefetcher:
             )
         self._closed.wait(delay_s)
 
-    def _say_steps_again(self) -> None:
-        """Without a batch, the store may wait for a step that it has forgotten.
-
-        Raises:
-            TurnstreamError: the store cannot go on behind these steps.
-        """
+    def _repeat_steps(self) -> None:
+        """Acknowledge steps again: the store may wait for one that it has lost."""
         try:
-            self._steps.say_again(timeout_s=SAY_AGAIN_S)
-        except UnavailableError:  # the next Get hears of it too
+            self._steps.repeat(timeout_s=REPEAT_STEPS_S)
+        except UnavailableError:  # the next Get gets the same error
             pass
         except RejectedError as refusal:
             if self._closed.is_set():
@@ -378,7 +359,7 @@ class Prefetcher:
             raise
 
     def _retry_delay_s(self, error: TurnstreamError) -> float | None:
-        """Seconds to wait before the next attempt; None where there is no use in any."""
+        """Return the seconds before the next attempt; None where none can succeed."""
         progress = self.progress
         if isinstance(error, UnavailableError | RejectedError):
             return retry_delay_s(error, num_failures=progress.num_failures)

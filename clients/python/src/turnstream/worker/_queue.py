@@ -1,4 +1,4 @@
-"""A queue bounded in bytes between the thread that pulls ahead and the one that trains."""
+"""A queue bounded in bytes between the thread that prefetches and the one that trains."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Item = TypeVar("Item")
 
 
 class ClosedError(Exception):
-    """The queue was closed while, or before, somebody waited on it."""
+    """The queue was closed before or during a wait."""
 
 
 class QueueSize(NamedTuple):
-    """What a queue holds: finished items, and bytes including those reserved for the next one."""
+    """Number of complete items, and bytes with those reserved for the next one."""
 
     num_items: int
     num_bytes: int
@@ -25,7 +25,7 @@ class QueueSize(NamedTuple):
 class ByteQueue(Generic[Item]):
     """First in, first out. One side reserves bytes and then puts; the other side takes.
 
-    An item larger than the bound is let in when nothing else is held, or it would wait for ever.
+    An item larger than the bound enters an empty queue; otherwise it could never enter.
     """
 
     def __init__(self, *, max_bytes: int) -> None:
@@ -37,11 +37,7 @@ class ByteQueue(Generic[Item]):
         self._changed = threading.Condition()
 
     def reserve(self, num_bytes: int) -> None:
-        """Wait until `num_bytes` more may be held.
-
-        Raises:
-            ClosedError: the queue was closed.
-        """
+        """Wait until the queue has capacity for `num_bytes` more; ClosedError once it is closed."""
         with self._changed:
             while not self._closed and self._num_bytes + num_bytes > self._max_bytes:
                 if self._num_bytes == 0:
@@ -51,7 +47,7 @@ class ByteQueue(Generic[Item]):
             self._num_bytes += num_bytes
 
     def release(self, num_bytes: int) -> None:
-        """Give a reservation back unused."""
+        """Return an unused reservation."""
         with self._changed:
             self._num_bytes -= num_bytes
             self._changed.notify_all()
@@ -62,13 +58,8 @@ class ByteQueue(Generic[Item]):
             self._items.append((item, num_bytes))
             self._changed.notify_all()
 
-    def fail(self, error: BaseException, *, drops: bool = False) -> None:
-        """Let whoever takes have the items that are left, and then, for ever, this error.
-
-        Args:
-            error: to be raised.
-            drops: whether the items that are left are not to be had any more.
-        """
+    def fail(self, error: BaseException, *, drops: bool) -> None:
+        """Raise the error from `take` after the remaining items; `drops` drops these items."""
         with self._changed:
             self._failure = error
             if drops:
@@ -77,17 +68,14 @@ class ByteQueue(Generic[Item]):
             self._changed.notify_all()
 
     def take(self, *, timeout_s: float, watch: Callable[[], float]) -> Item:
-        """The oldest item, waiting for it at most `timeout_s`.
+        """Return the oldest item; wait for it at most `timeout_s`.
 
-        Args:
-            timeout_s: seconds to wait.
-            watch: called before every wait; gives the seconds after which it wants to be called
-                again, because something may have stalled by then.
+        `watch` is called before every wait, and returns the seconds until it must run again.
 
         Raises:
-            TimeoutError: nothing came.
+            TimeoutError: no item came.
             ClosedError: the queue was closed.
-            BaseException: what `fail` was given.
+            BaseException: the error given to `fail`.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
@@ -106,14 +94,14 @@ class ByteQueue(Generic[Item]):
             return item
 
     def close(self) -> None:
-        """Drop what is held; wake everybody who waits."""
+        """Drop all items and wake every waiting thread."""
         with self._changed:
             self._closed = True
             self._items.clear()
             self._changed.notify_all()
 
     def size(self) -> QueueSize:
-        """What is held now."""
+        """Return the present size."""
         with self._changed:
             return QueueSize(len(self._items), self._num_bytes)
 

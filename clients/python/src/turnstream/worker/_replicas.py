@@ -12,29 +12,29 @@ from grpc.experimental import ChannelOptions
 from turnstream.errors import InvalidConfigError, RejectedError
 
 KEEPALIVE_EVERY_S = 2.0
-"""While a call is open, the replica is pinged so often. Its answer needs no store and no Python, so
-that a replica which waits for its store still answers."""
+"""Interval of pings during a call. The answer to a ping needs no store and no Python, so a replica
+that waits for its store still answers."""
 
 KEEPALIVE_WITHIN_S = 4.0
-"""A replica that has not answered a ping within this time is gone: its calls fail, and are made
-again to another replica. Frozen processes and dead machines are noticed by this alone."""
+"""Limit for the answer to a ping. Later, calls to the replica fail, and other replicas get them.
+Only this detects frozen processes and dead machines."""
 
 ALIVE_WITHIN_S = 4.0
-"""A replica that is called for the first time answers its health check within this time."""
+"""Limit for the first health check of a replica."""
 
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
-_NO_ANSWER = (
+NO_ANSWER = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
 )
 
 _CHANNEL_OPTIONS = (
-    # Without it, the events of a stream go through a thread of the channel, and a stream that
-    # begins while its server stops can hang for ever, beyond its deadline and beyond `cancel`.
-    # With it, a stream that is cancelled keeps its connection open: see `BatcherCalls.hang_up`.
+    # Without it, a stream that begins while its server stops can hang without end, beyond its
+    # deadline and `cancel`. With it, a cancelled stream keeps its connection open: see
+    # `BatcherCalls.hang_up`.
     (ChannelOptions.SingleThreadedUnaryStream, 1),
-    # A new channel must not get the connection of another one, which may be the silent one.
+    # A new channel must not reuse the connection of a silent one.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_receive_message_length", -1),
     # A restarted batcher should be found within a second or two, not after minutes.
@@ -85,27 +85,20 @@ def open_channel(address: str) -> grpc.Channel:
 
 
 def check_alive(channel: grpc.Channel) -> None:
-    """Connect, and return once the replica has answered, whatever its state is.
+    """Connect, and return once the replica has answered; raise grpc.RpcError after ALIVE_WITHIN_S.
 
-    A stream must not be the first call of a channel: the socket of an attempt to connect that a
-    stream began stays open for good if it fails, also after the channel was closed.
-
-    Raises:
-        grpc.RpcError: the replica did not answer within ALIVE_WITHIN_S.
+    A stream must not be the first call of a channel: if its attempt to connect fails, the socket
+    stays open, also after the channel is closed.
     """
     try:
         channel.unary_unary(_HEALTH_CHECK)(b"", timeout=ALIVE_WITHIN_S)
     except grpc.RpcError as error:
-        if cast("grpc.Call", error).code() in _NO_ANSWER:
+        if cast("grpc.Call", error).code() in NO_ANSWER:
             raise
 
 
 class Replicas:
-    """The replica that is called now, and the next one where it does not answer. Thread-safe.
-
-    Args:
-        target: one address, or several with commas between them.
-    """
+    """The replica to call, and the next one if it does not answer. Thread-safe."""
 
     def __init__(self, target: str) -> None:
         self._addresses = addresses_of(target)
@@ -120,17 +113,13 @@ class Replicas:
         return self._addresses[self._index]
 
     def leave(self, address: str) -> None:
-        """Call the next replica from now on, unless another thread has left this one already."""
+        """Change to the next replica, unless another thread has left this one already."""
         with self._lock:
             if self.current == address:
                 self._index = (self._index + 1) % len(self._addresses)
 
     def channel(self, address: str) -> grpc.Channel:
-        """Return the channel of an address for short calls. All threads share it.
-
-        Raises:
-            RejectedError: this was closed.
-        """
+        """Return the channel of an address for short calls, shared by all threads."""
         with self._lock:
             if self._is_closed:
                 raise RejectedError("the stream was closed")

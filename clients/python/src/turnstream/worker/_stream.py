@@ -1,15 +1,14 @@
-"""What both streams of a worker have in common: an iterator over what a thread pulls ahead."""
+"""The common part of both streams of a worker: an iterator over prefetched mini-batches."""
 
 from __future__ import annotations
 
 import time
 import weakref
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.errors import EndOfRunError, InvalidConfigError, RejectedError
+from turnstream.errors import EndOfRunError, RejectedError
 from turnstream.types import MiniBatchInfo
 from turnstream.worker._acknowledged import AcknowledgedSteps
 from turnstream.worker._calls import BatcherCalls
@@ -22,17 +21,17 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamStatistics:
-    """What a stream has done so far, and what it holds.
+    """Statistics of a stream.
 
     Attributes:
         num_mini_batches, num_bytes: received, checked and queued since the start.
-        queued_mini_batches: pulled ahead and not yet taken by the iteration.
-        queued_bytes: of these, and of the one that is arriving.
+        queued_mini_batches: prefetched and not yet taken by the iteration.
+        queued_bytes: bytes of these, and of the one that is arriving.
         max_prefetch_bytes: the bound on `queued_bytes`.
-        num_retries: calls repeated because a batcher was away or cut the stream.
-        num_damaged: mini-batches thrown away on arrival because hash or length disagreed.
+        num_retries: calls repeated after an unavailable batcher or an interrupted stream.
+        num_damaged: mini-batches dropped on arrival because of a wrong hash or length.
         wait_s: seconds that the iteration spent waiting for data.
-        waiting_for: the last reason a batcher gave for having no data yet; "" if none.
+        waiting_for: the batcher's last reason for having no data yet; "" if none.
     """
 
     num_mini_batches: int
@@ -51,10 +50,10 @@ class MiniBatches:
 
     Args:
         calls: the connection; closed with this.
-        first_step: to begin with.
-        config: of the run.
-        lineage: the history of the run as it was when this began.
-        max_prefetch_bytes: bound of what is pulled ahead.
+        first_step: the first step to yield.
+        config: settings of the run.
+        lineage: the history of the run at the start of the stream.
+        max_prefetch_bytes: bound of the prefetched bytes.
         timeout_s: longest wait for a mini-batch.
         every_rank: whether each rank acknowledges for itself.
     """
@@ -86,7 +85,7 @@ class MiniBatches:
             row_weights=config.row_weights,
             steps=self._steps,
         )
-        # A stream that is dropped without `close` must not leave its thread behind.
+        # A stream that is collected without `close` must end its thread.
         self._close = weakref.finalize(self, self._prefetcher.close)
 
     def __iter__(self) -> Self:
@@ -108,16 +107,11 @@ class MiniBatches:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def statistics(self) -> StreamStatistics:
-        """What was received and what is held, now."""
+        """Return numbers of the received and the queued mini-batches."""
         progress, size = self._prefetcher.progress, self._prefetcher.queue_size()
         return StreamStatistics(
             num_mini_batches=progress.num_mini_batches,
@@ -132,12 +126,12 @@ class MiniBatches:
         )
 
     def close(self) -> None:
-        """Cancel what is pending and give back thread and connection. Safe to call twice."""
+        """Cancel the pending call, end the thread and disconnect. Safe to call twice."""
         self._close()
 
     def _finished_batch(self, call: str) -> MiniBatchInfo:
-        """The batch that `call` acknowledges; it is acknowledged by `_acknowledged`."""
-        self._check_speaker(call)
+        """Return the batch for the acknowledgement `call`."""
+        self._check_speaker(call, every_rank=self._every_rank)
         if self._finished is None:
             raise RejectedError(
                 f"{call}() is for a batch whose last mini-batch was yielded, once; "
@@ -148,18 +142,8 @@ class MiniBatches:
     def _acknowledged(self, info: MiniBatchInfo) -> None:
         self._finished, self._last_acknowledged = None, info.step
 
-    def _check_speaker(self, call: str) -> None:
-        """Refuse an acknowledgement of a rank that does not speak for the others."""
-        if not self._every_rank:
-            self._require_rank_0(call)
-
-    def _require_rank_0(self, call: str) -> None:
+    def _check_speaker(self, call: str, *, every_rank: bool = False) -> None:
+        """Refuse a call of another rank than 0, unless every rank calls it."""
         dp_rank = self._calls.share.dp_rank
-        if dp_rank != 0:
+        if dp_rank != 0 and not every_rank:
             raise RejectedError(f"{call}() is for dp_rank 0 alone, and this is dp_rank {dp_rank}")
-
-
-def check_rank(dp_rank: int, *, dp_world_size: int) -> None:
-    """Refuse a rank outside its world."""
-    if not 0 <= dp_rank < dp_world_size:
-        raise InvalidConfigError("dp_rank", f"{dp_rank} is not in a world of {dp_world_size}")

@@ -1,14 +1,14 @@
-"""Importance weights against the gap between the policy that sampled and the one that trains.
+"""Importance weights for the difference between the sampling and the training policy.
 
-Every function gives weights (B, R) without gradient, to multiply with a token loss of
-`turnstream.worker.losses`; a weight of 0 leaves a token out. `old` are the trainer's own
-log-probabilities of the sampled tokens, `behaviour` those that the inference engine reported;
-both are read only where `mask_BR` is set. Weights at masked positions are finite and mean
-nothing. Loss denominators stay as shipped (see `losses.aggregate`).
+Every function returns weights (B, R) without gradient; multiply a token loss of
+`turnstream.worker.losses` by them. A weight of 0 drops a token. `old` are the trainer's own
+log-probabilities of the sampled tokens, `behaviour` those of the inference engine. Both are read
+only where `mask_BR` is set; weights elsewhere are finite and without meaning. Loss denominators
+stay as shipped (see `losses.aggregate`).
 
 A "row" is one sequence: a trajectory that was split into several has a ratio for each. Tensors of
-packed and jagged rows have the shape (N,) or (M,) instead: what looks at whole rows wants
-`row_of=part.row_of` then, which says which row each token is of, and is None in other layouts.
+packed and jagged rows have the shape (N,) or (M,). Ratios of whole rows then need
+`row_of=part.row_of`, the row of each token; it is None in other layouts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from turnstream.worker.losses import clipped_exp, log_ratio, mean_over_row, sum_over_row
 
 Level = Literal["token", "sequence", "geometric"]
-"""What a ratio is taken over: each token, the product over its row, or the geometric mean."""
+"""Unit of a ratio: each token, the product over its row, or the geometric mean of its row."""
 
 _MIS_BOUNDS: dict[Level, tuple[float, float]] = {
     "token": (0.5, 2.0),
@@ -38,7 +38,7 @@ def importance_ratio(
     level: Level,
     row_of: Tensor | None = None,
 ) -> Tensor:
-    """(B, R): exp of old - behaviour: by token, summed over the row, or averaged over the row."""
+    """Return exp(old - behaviour), (B, R): by token, or of the row's sum or mean."""
     exponent_BR = log_ratio(old_BR, behaviour_BR, mask_BR=mask_BR).detach()
     match level:
         case "token":
@@ -60,10 +60,10 @@ def tis(
     floor: float = 0.0,
     row_of: Tensor | None = None,
 ) -> Tensor:
-    """(B, R): the ratio, truncated: max(floor, min(ratio, cap)).
+    """Return the truncated ratio, (B, R): max(floor, min(ratio, cap)).
 
     Truncated importance sampling (https://fengyao.notion.site/off-policy-rl). slime also sets a
-    floor; 0 leaves small ratios alone.
+    floor; 0 sets none.
     """
     ratio_BR = importance_ratio(
         old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, level=level, row_of=row_of
@@ -74,7 +74,7 @@ def tis(
 def icepop(
     old_BR: Tensor, *, behaviour_BR: Tensor, mask_BR: Tensor, low: float = 0.5, high: float = 5.0
 ) -> Tensor:
-    """(B, R): the token ratio where it is inside [low, high], else 0 (IcePop, arXiv:2510.18855)."""
+    """Return the token ratio if it is in [low, high], else 0, (B, R): IcePop, arXiv:2510.18855."""
     ratio_BR = importance_ratio(old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, level="token")
     return torch.where(_inside(ratio_BR, low=low, high=high), ratio_BR, 0.0)
 
@@ -90,21 +90,11 @@ def mis(
     veto_below: float = 1e-4,
     row_of: Tensor | None = None,
 ) -> Tensor:
-    """(B, R): 1 where the ratio is inside [low, high], else 0; and 0 for rows with a vetoed token.
+    """Return 1 where the ratio is in [low, high], else 0, (B, R); 0 for rows with a vetoed token.
 
-    Masked importance sampling. Multiply with `tis` for masking and weighting at once.
-
-    Args:
-        old_BR: log-probabilities.
-        behaviour_BR: log-probabilities.
-        mask_BR: 1 on trained tokens.
-        level: what the ratio is taken over.
-        low: the smallest ratio that is kept; 0.5, and 0.9999 for the geometric one, which is far
-            narrower.
-        high: the largest ratio that is kept; 2, and 1.0001 for the geometric one.
-        veto_below: one trained token whose own ratio is below it takes its whole row out:
-            the trainer finds it next to impossible, so the row was sampled by something else.
-        row_of: which row each token is of, where rows are packed.
+    Masked importance sampling. Multiply by `tis` to mask and to weight. By default, ratios from 0.5
+    to 2 pass, or from 0.9999 to 1.0001 for the geometric ratio. One trained token whose own ratio
+    is below `veto_below` drops its whole row: another policy must have sampled it.
     """
     ratio_BR = importance_ratio(
         old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, level=level, row_of=row_of
@@ -126,7 +116,7 @@ def row_veto(
     high: float = float("inf"),
     row_of: Tensor | None = None,
 ) -> Tensor:
-    """(B, R): 0 for every row that has a trained token with a ratio outside [low, high], else 1."""
+    """Return 0 for rows that have a trained token with a ratio outside [low, high], else 1."""
     ratio_BR = importance_ratio(old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, level="token")
     outside_BR = mask_BR.bool() & ~_inside(ratio_BR, low=low, high=high)
     allowed_B1 = sum_over_row(outside_BR.long(), row_of=row_of) == 0
@@ -142,9 +132,9 @@ def seq_mask_tis(
     high: float = 1.002,
     row_of: Tensor | None = None,
 ) -> Tensor:
-    """(B, R): 0 for rows whose geometric ratio is outside [low, high], else the bare token ratio.
+    """Return 0 for rows whose geometric ratio is outside [low, high], else the token ratio.
 
-    As NeMo-RL does it: the row filter replaces the truncation.
+    As in NeMo-RL, the row filter replaces the truncation.
     """
     row_BR = importance_ratio(
         old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, level="geometric", row_of=row_of
@@ -162,10 +152,10 @@ def opsm(
     delta: float = 0.1,
     row_of: Tensor | None = None,
 ) -> Tensor:
-    """(B, R): 0 where A < 0 in rows whose mean of old - current is above `delta`, else 1.
+    """Return 0 where A < 0 in rows whose mean of old - current is above `delta`, else 1, (B, R).
 
-    Off-policy sequence masking (slime; DeepSeek-V3.2, arXiv:2512.02556): rows of bad outcome that
-    the policy has already moved away from are not pushed further.
+    Off-policy sequence masking (slime; DeepSeek-V3.2, arXiv:2512.02556): the policy has already
+    moved away from these rows of bad outcome.
     """
     moved_BR = log_ratio(old_BR, current_BR, mask_BR=mask_BR).detach()
     moved_B1 = mean_over_row(moved_BR, mask_BR=mask_BR, row_of=row_of)
@@ -174,15 +164,10 @@ def opsm(
 
 
 def rescaled(weights_BR: Tensor, *, weight_sum: float | Tensor, num_tokens: int) -> Tensor:
-    """(B, R): the weights scaled so that their mean over all trained tokens is 1.
+    """Return the weights, (B, R), scaled to a mean of 1 over all `num_tokens` trained tokens.
 
-    Where every token was taken out they stay 0.
-
-    Args:
-        weights_BR: of this micro-batch.
-        weight_sum: sum of the weights of trained tokens over all ranks and micro-batches of the
-            mini-batch: a local mean would make the loss depend on how the batch was cut.
-        num_tokens: `denominators.num_tokens`.
+    `weight_sum` is the sum over all ranks and micro-batches of the mini-batch: with a local mean,
+    the loss would depend on the cuts of the batch. Weights that are all 0 stay 0.
     """
     total = torch.as_tensor(weight_sum, dtype=weights_BR.dtype, device=weights_BR.device)
     return weights_BR * torch.where(total > 0, num_tokens / total, 0.0)

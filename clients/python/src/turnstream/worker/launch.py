@@ -1,4 +1,4 @@
-"""Which rank of a trainer this process is, from the environment of torchrun."""
+"""The rank of this process in its trainer, from the environment of torchrun."""
 
 from __future__ import annotations
 
@@ -33,20 +33,14 @@ def find_launch(
     *,
     environment: Mapping[str, str] = os.environ,
 ) -> Launch:
-    """Return what the arguments say, and for the rest what torchrun's environment says.
-
-    Args:
-        dp_rank: None takes RANK, else 0.
-        dp_world_size: None takes WORLD_SIZE, else 1.
-        session: None makes a name of the launch: see below.
-        environment: the variables of the process.
+    """Return the arguments, with torchrun's environment (RANK, WORLD_SIZE) in place of None.
 
     A session name must be the same on all ranks and new at each start. On one node it is made of
-    the launcher's process, and of TORCHELASTIC_RESTART_COUNT. Over several nodes it is made of
+    the launcher's process and TORCHELASTIC_RESTART_COUNT. On several nodes it is made of
     TORCHELASTIC_RUN_ID, which must then be new at each start: `torchrun --rdzv-id`.
 
     Raises:
-        InvalidConfigError: a variable is no number, or nothing names a start over several nodes.
+        InvalidConfigError: a variable is no number, or a start on several nodes has no name.
 
     >>> find_launch(environment={})
     Launch(dp_rank=0, dp_world_size=1, session='')
@@ -61,7 +55,7 @@ def find_launch(
 
 
 def _session(environment: Mapping[str, str]) -> str:
-    """Return a name that all ranks of this start make, and no other start."""
+    """Return a name that all ranks of this start share, and no other start has."""
     restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     run_id = environment.get("TORCHELASTIC_RUN_ID", "none")
     if environment.get("LOCAL_WORLD_SIZE", "") == environment.get("WORLD_SIZE", "?"):
@@ -78,7 +72,7 @@ def _session(environment: Mapping[str, str]) -> str:
 
 
 def _launcher() -> str:
-    """Return the process that started this one: its number, and when it began."""
+    """Return the number and the start time of the parent process."""
     pid = os.getppid()
     try:
         began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

@@ -49,7 +49,7 @@ class RightPaddedTensors(RowTensors):
 
     Attributes:
         micro_batch_rows: row positions, one tuple per forward pass; as many on every rank.
-        prompt_lengths, response_lengths: of every row, in tokens; on the host.
+        prompt_lengths, response_lengths: lengths of the rows, in tokens; on the host.
     """
 
     _shape = "BT"

@@ -2,15 +2,14 @@
 
 Every function takes tensors of shape (B, R): B rows, R response positions, right-aligned as in
 `LeftPaddedTensors`, or of the shape of any other layout. Where `mask_BR` is 0 nothing is read, and
-value and gradient are exactly 0, whatever stands there. Log-probabilities are natural, of the
-sampled token:
+value and gradient are exactly 0. Log-probabilities are natural, of the sampled token:
 
-    behaviour   of the policy that sampled the token, as the generator reported it
-    old         of the weights at the start of the step, recomputed by the trainer
-    current     of the weights being trained; the only one that carries a gradient
+    behaviour   under the policy that sampled the token: the generator's numbers
+    old         under the weights at the start of the step: the trainer's numbers.
+    current     under the weights being trained; the only one with a gradient.
 
 A run that does not recompute passes `behaviour` for `old`. Exponents are clipped to +-20, so that
-one absurd token gives a large number and not an infinity.
+one extreme token makes a large number and not an infinity.
 
     loss_BR = ppo_clip(current_BR, old_BR=old_BR, advantages_BR=part.advantages_BR, mask_BR=mask_BR)
     loss = aggregate(loss_BR * weights_BR, part, mode=config.aggregation,
@@ -35,7 +34,9 @@ MAX_EXPONENT = 20.0
 def response_logprobs(
     logits_BTV: Tensor, *, input_ids_BT: Tensor, response_width: int, temperature: float = 1.0
 ) -> Tensor:
-    """float32 (B, R): log-probability of every response token, logits at t scoring token t + 1.
+    """Return the log-probability of every response token, float32 (B, R).
+
+    The logits at t score token t + 1.
 
     Responses end in the last column, so they are scored by the columns `[-R - 1 : -1]`. A model
     that only computed its last R + 1 columns may be passed as it is.
@@ -44,7 +45,7 @@ def response_logprobs(
         logits_BTV: (B, T, V), or its last R + 1 columns.
         input_ids_BT: int64 (B, T).
         response_width: R, in tokens.
-        temperature: that the tokens were sampled with.
+        temperature: sampling temperature of the tokens.
 
     Raises:
         BatchingError: the widest row is all response: nothing scores its first token.
@@ -60,25 +61,25 @@ def response_logprobs(
 
 
 def next_token_logprobs(logits: Tensor, *, input_ids: Tensor, temperature: float = 1.0) -> Tensor:
-    """float32 like `input_ids`: slot j scores the token in slot j + 1, as shifted layouts want it.
+    """Return log-probabilities, float32 like `input_ids`: slot j scores the token in slot j + 1.
 
     The last slot of a row scores the first token of the next one; the loss mask is 0 there.
 
     Args:
         logits: (B, T, V) of right-padded rows, or (N, V) of packed ones.
         input_ids: int64 (B, T) or (N,).
-        temperature: that the tokens were sampled with.
+        temperature: sampling temperature of the tokens.
     """
     return token_logprobs(logits, tokens=input_ids.roll(-1, dims=-1), temperature=temperature)
 
 
 def token_logprobs(logits: Tensor, *, tokens: Tensor, temperature: float = 1.0) -> Tensor:
-    """float32 like `tokens`: the log-probability of each under its own logits.
+    """Return the log-probability of each token under its own logits, float32 like `tokens`.
 
     Args:
         logits: (..., V).
         tokens: int64 (...).
-        temperature: that the tokens were sampled with.
+        temperature: sampling temperature of the tokens.
     """
     scores = logits.float()
     if temperature != 1.0:
@@ -86,33 +87,22 @@ def token_logprobs(logits: Tensor, *, tokens: Tensor, temperature: float = 1.0) 
     return scores.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - scores.logsumexp(-1)
 
 
-# --------------------------------------------------------------------------------------
-# ratios: shared with turnstream.worker.corrections
-
-
 def log_ratio(numerator_BR: Tensor, denominator_BR: Tensor, *, mask_BR: Tensor) -> Tensor:
-    """`numerator - denominator` where the mask is set, 0 elsewhere, whatever is there (NaN too)."""
+    """Return `numerator - denominator` where the mask is set, 0 elsewhere (also for NaN)."""
     return torch.where(mask_BR.bool(), numerator_BR - denominator_BR, 0.0)
 
 
 def clipped_exp(exponent: Tensor) -> Tensor:
-    """The exponential, of the exponent held in +-20."""
+    """Return the exponential of the exponent, clipped to +-20."""
     return exponent.clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
 
 
 def sum_over_row(values_BR: Tensor, *, row_of: Tensor | None) -> Tensor:
     """Return the sum of every row's values, (B, 1), or (N,) where tensors are flat.
 
-    A flat share may have more rows than values. So each row is named by the place of its first
-    value among all values sorted by row: the place is below N, and the device is not asked for the
-    number of rows.
-
-    Args:
-        values_BR: one value per token.
-        row_of: the row of each token, where rows have no dimension of their own.
-
-    Raises:
-        BatchingError: the tensors are flat, and `row_of` is not given.
+    A flat share may have more rows than values. So a row is identified by the position of its first
+    value among all values sorted by row. This position is below N, and is known without a transfer
+    from the device. Flat tensors without `row_of` are a BatchingError.
     """
     if row_of is not None:
         places_N = torch.searchsorted(row_of.sort().values, row_of)
@@ -126,16 +116,12 @@ def sum_over_row(values_BR: Tensor, *, row_of: Tensor | None) -> Tensor:
 
 
 def mean_over_row(values_BR: Tensor, *, mask_BR: Tensor, row_of: Tensor | None = None) -> Tensor:
-    """The mean of every row's masked values, shaped as by `sum_over_row`; 0 for a row without any.
+    """Return the mean of every row's masked values, shaped as by `sum_over_row`; 0 for none.
 
-    `values_BR` is 0 outside the mask, as `log_ratio` leaves it.
+    `values_BR` is 0 outside the mask, as `log_ratio` returns it.
     """
     num_tokens_B1 = sum_over_row(mask_BR.long(), row_of=row_of)
     return sum_over_row(values_BR, row_of=row_of) / num_tokens_B1.clamp(min=1)
-
-
-# --------------------------------------------------------------------------------------
-# policy losses
 
 
 def ppo_clip(
@@ -148,19 +134,13 @@ def ppo_clip(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """(B, R): -min(u * A, clip(u) * A) with u = exp(current - old).
+    """Return -min(u * A, clip(u) * A) with u = exp(current - old), (B, R).
 
     PPO (arXiv:1707.06347, eq. 7). `clip_high` above `clip_low` is "clip higher" (DAPO).
 
-    Args:
-        current_BR: log-probabilities.
-        old_BR: log-probabilities.
-        advantages_BR: of every token.
-        mask_BR: 1 on trained tokens.
-        clip_low: the ratio is held above 1 - low,
-        clip_high: and below 1 + high.
-        dual_clip: bounds the loss by -dual_clip * A where A < 0 (arXiv:1912.09729; 3 is
-            usual): a token of bad outcome whose ratio exploded gives no gradient.
+    The ratio is held between 1 - `clip_low` and 1 + `clip_high`. `dual_clip` bounds the loss by
+    -dual_clip * A where A < 0 (arXiv:1912.09729; 3 is usual): a token of bad outcome with an
+    extreme ratio has no gradient.
     """
     ratio_BR = clipped_exp(log_ratio(current_BR, old_BR, mask_BR=mask_BR))
     return _clipped_loss(
@@ -183,7 +163,7 @@ def gspo(
     clip_high: float = 4e-4,
     row_of: Tensor | None = None,
 ) -> Tensor:
-    """(B, R): the clipped loss with one ratio per row, exp(mean over its tokens of current - old).
+    """Return the clipped loss, (B, R), with one ratio per row: exp(mean of current - old).
 
     GSPO (arXiv:2507.18071). A trajectory that was split into rows has a ratio per row. Packed and
     jagged tensors need `row_of=part.row_of`, the row of each token.
@@ -209,7 +189,7 @@ def cispo(
     clip_low: float = 1.0,
     clip_high: float = 0.28,
 ) -> Tensor:
-    """(B, R): -stop_gradient(clip(u)) * A * current: a clipped weight that drops no token.
+    """Return -stop_gradient(clip(u)) * A * current, (B, R): a clipped weight drops no token.
 
     CISPO (MiniMax-M1, arXiv:2506.13585); `clip_low` 1 leaves the ratio unbounded below.
     """
@@ -231,7 +211,7 @@ def decoupled_ppo(
     dual_clip: float | None = None,
     behaviour_cap: float = 5.0,
 ) -> Tensor:
-    """(B, R): `ppo_clip` weighted by w = exp(old - behaviour); 0 where w > `behaviour_cap`.
+    """Return `ppo_clip` weighted by w = exp(old - behaviour), (B, R); 0 if w > `behaviour_cap`.
 
     Decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298). The weight has no gradient.
     """
@@ -257,7 +237,7 @@ def _clipped_loss(
     clip_high: float,
     dual_clip: float | None,
 ) -> Tensor:
-    """(B, R): -min(ratio * A, clip(ratio) * A), bounded where A < 0 if `dual_clip` is given."""
+    """Return -min(ratio * A, clip(ratio) * A), bounded where A < 0 if `dual_clip` is given."""
     advantages_BR = _masked(advantages_BR, mask_BR=mask_BR)
     held_BR = ratio_BR.clamp(1.0 - clip_low, 1.0 + clip_high)
     loss_BR = torch.maximum(-ratio_BR * advantages_BR, -held_BR * advantages_BR)
@@ -268,32 +248,27 @@ def _clipped_loss(
 
 
 def _masked(values_BR: Tensor, *, mask_BR: Tensor) -> Tensor:
-    """The values where the mask is set, 0 elsewhere; multiplying would let NaN through."""
+    """Return the values where the mask is set, 0 elsewhere; a product would keep NaN."""
     return torch.where(mask_BR.bool(), values_BR, 0.0)
 
 
-# --------------------------------------------------------------------------------------
 # KL to a reference policy, per token (http://joschu.net/blog/kl-approx.html)
 
 
 def kl_k1(current_BR: Tensor, *, reference_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    """(B, R): x = current - reference: unbiased, of high variance, negative at times."""
+    """Return x = current - reference, (B, R): unbiased, of high variance, sometimes negative."""
     return log_ratio(current_BR, reference_BR, mask_BR=mask_BR)
 
 
 def kl_k2(current_BR: Tensor, *, reference_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    """(B, R): x * x / 2: its gradient is the unbiased one of the KL."""
+    """Return x * x / 2, (B, R): its gradient is the unbiased one of the KL."""
     return log_ratio(current_BR, reference_BR, mask_BR=mask_BR).square() / 2
 
 
 def kl_k3(current_BR: Tensor, *, reference_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    """(B, R): exp(-x) - 1 + x: unbiased, of low variance, never negative."""
+    """Return exp(-x) - 1 + x, (B, R): unbiased, of low variance, never negative."""
     exponent_BR = log_ratio(current_BR, reference_BR, mask_BR=mask_BR)
     return clipped_exp(-exponent_BR) - 1.0 + exponent_BR
-
-
-# --------------------------------------------------------------------------------------
-# the average
 
 
 def aggregate(
@@ -304,23 +279,23 @@ def aggregate(
     denominators: Denominators,
     averaged_over: int = 1,
 ) -> Tensor:
-    """This micro-batch's addend of the mini-batch's loss: local numerator / global denominator.
+    """Return this micro-batch's part of the mini-batch's loss: local sum / global denominator.
 
-    Sum it, and its gradients, over micro-batches and ranks, and the result is the loss of the
-    whole mini-batch, however it was cut, padded or ordered.
-    A correction that sets weights to 0 keeps the shipped denominators: fewer tokens make a smaller
-    step. Inert rows and masked positions contribute exactly 0; a micro-batch of nothing else gives
-    a 0 that can be differentiated, so that every rank takes part in the collectives.
+    The sum of the parts, and of their gradients, over micro-batches and ranks is the loss of the
+    whole mini-batch, independent of its cuts, padding and order. A correction that sets weights to
+    0 keeps the shipped denominators: fewer tokens make a smaller step. Inert rows and masked
+    positions contribute exactly 0. A micro-batch with nothing else has a differentiable loss of 0,
+    so that every rank takes part in the collectives.
 
     Args:
         loss_BR: token losses, in the shape of the layout's own loss mask. They are multiplied by
             the rows' token weights here, and summed in float32 or wider.
-        part: the rows they belong to, in any layout.
+        part: the rows of the losses, in any layout.
         mode: the run's `aggregation`.
         denominators: the shipped ones, of the whole mini-batch.
-        averaged_over: by how much the framework divides what it sums: the number of ranks where
-            gradients are averaged (DDP, FSDP), times the accumulation steps where the engine
-            divides by them (DeepSpeed); 1 where it sums.
+        averaged_over: divisor of the framework: the number of ranks if gradients are averaged
+            (DDP, FSDP), times the accumulation steps if the engine divides by them (DeepSpeed);
+            1 if it sums.
 
     Raises:
         BatchingError: `loss_BR` has another shape than the rows: broadcasting would hide it.
@@ -347,10 +322,9 @@ def aggregate(
 def _row_divisors(
     part: RowTensors, *, mode: Aggregation, denominators: Denominators
 ) -> tuple[Tensor, float]:
-    """Return the divisor of every row's sum (B,), and that of their sum; none is 0.
+    """Return the divisor of every row's sum (B,), and of their total; none is 0.
 
-    Where rows are counted, the sum of their weights stands for their number: it is their number
-    where all weights are 1.
+    The number of rows is the sum of their weights: the same where all weights are 1.
     """
     ones_B = torch.ones_like(part.weight_B)
     match mode:

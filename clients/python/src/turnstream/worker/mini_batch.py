@@ -1,4 +1,4 @@
-"""A mini-batch as a worker holds it: rows, what is said of them, and the way to tensors."""
+"""A mini-batch at a worker: rows, their metadata, and the conversion to tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PulledMiniBatch(MiniBatch):
 
     Attributes:
         content_hash: hex SHA-256 over columns and metadata; equal for every replica and retry.
-        num_bytes: of the Arrow encoding, as it crossed the wire.
+        num_bytes: size of the Arrow encoding on the wire.
     """
 
     content_hash: str
@@ -29,22 +29,22 @@ class PulledMiniBatch(MiniBatch):
 
     @property
     def is_last(self) -> bool:
-        """Whether this finishes its batch: after its update, `BatchStream.stepped()` is due."""
+        """Whether this is the last of its batch: after its update, call `BatchStream.stepped()`."""
         return self.info.is_last
 
     def to_torch(self, device: torch.device | str | None = None) -> LeftPaddedTensors:
-        """The rows as left-padded tensors, on the CPU or copied to `device`.
+        """Return the rows as left-padded tensors, on the CPU or copied to `device`.
 
         To a CUDA device the copies go through pinned memory and do not block.
         """
-        # Here and not above: torch takes a second to load, and pulling does not need it.
+        # Imported here: torch takes a second to load, and pulling does not need it.
         with from_extra("torch", needed_by="to_torch()"):
             from turnstream.worker.tensors import to_torch
 
         return to_torch(self, device=device)
 
     def to_torch_right_padded(self, device: torch.device | str | None = None) -> RightPaddedTensors:
-        """The rows as right-padded tensors, on the CPU or copied to `device`."""
+        """Return the rows as right-padded tensors, on the CPU or copied to `device`."""
         with from_extra("torch", needed_by="to_torch_right_padded()"):
             from turnstream.worker.layouts import right_padded_to_torch
 
@@ -53,9 +53,9 @@ class PulledMiniBatch(MiniBatch):
     def to_torch_packed(
         self, device: torch.device | str | None = None, *, alignment: int | None = None
     ) -> list[PackedTensors]:
-        """The rows of every micro-batch, one behind the other, on the CPU or copied to `device`.
+        """Return the concatenated rows of every micro-batch, on the CPU or copied to `device`.
 
-        `alignment` is the multiple at which every row begins, None that of the run.
+        Every row begins at a multiple of `alignment`; None takes that of the run.
         """
         with from_extra("torch", needed_by="to_torch_packed()"):
             from turnstream.worker.layouts import packed_to_torch
@@ -63,7 +63,7 @@ class PulledMiniBatch(MiniBatch):
         return packed_to_torch(self, alignment=alignment, device=device)
 
     def to_torch_jagged(self, device: torch.device | str | None = None) -> JaggedTensors:
-        """The rows as flat values and offsets, on the CPU or copied to `device`."""
+        """Return the rows as flat values and offsets, on the CPU or copied to `device`."""
         with from_extra("torch", needed_by="to_torch_jagged()"):
             from turnstream.worker.layouts import jagged_to_torch
 

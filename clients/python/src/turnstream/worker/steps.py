@@ -17,7 +17,6 @@ from typing import Self
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import RejectedError
 from turnstream.worker.mini_batch import PulledMiniBatch
-from turnstream.worker.step_metrics import StepMetrics
 from turnstream.worker.stream import BatchStream, StreamStatistics
 
 
@@ -25,15 +24,13 @@ class Batches:
     """The steps of a run, in order; an iterator and a context manager.
 
     Made by `Run.batches`. Iteration ends when the run is closed and its last step is done. It
-    raises what `BatchStream` raises.
+    raises the errors of `BatchStream`.
 
     Every rank iterates, and calls `done()` and `commit()` of every step; no barrier is needed.
-
-    Args:
-        stream: with `every_rank`; closed with this.
     """
 
     def __init__(self, stream: BatchStream) -> None:
+        """Take over a stream with `every_rank`."""
         self._stream = stream
         self._step: Step | None = None
 
@@ -64,11 +61,11 @@ class Batches:
     def announce_version(
         self, version: int, *, step: int | None = None, weights_uri: str = ""
     ) -> None:
-        """Say that weights named `version` exist; see `BatchStream.announce_version`."""
+        """Announce weights named `version`; see `BatchStream.announce_version`."""
         self._stream.announce_version(version, step=step, weights_uri=weights_uri)
 
     def statistics(self) -> StreamStatistics:
-        """Return what was received, and what is held now."""
+        """Return numbers of the received and the queued mini-batches."""
         return self._stream.statistics()
 
     def close(self) -> None:
@@ -94,7 +91,11 @@ class Step:
         self.number = first.info.step
         self.num_mini_batches = first.info.num_mini_batches
         self._stream = stream
-        self._metrics = StepMetrics(waited_s)
+        self._waited_s = waited_s
+        self._num_positions = self._num_tokens = self._num_rows = 0
+        self._num_groups = self._num_trained = 0
+        self._merge = 0.0
+        self._versions: list[int] = []
         self._mini_batches = self._pull(first)
         self._is_pulled = False
         self._state = ""
@@ -105,12 +106,25 @@ class Step:
     def _pull(self, first: PulledMiniBatch) -> Iterator[PulledMiniBatch]:
         mini_batch = first
         while True:
-            self._metrics.add(mini_batch)
+            self._count(mini_batch)
             self._is_pulled = mini_batch.is_last
             yield mini_batch
             if self._is_pulled:
                 return
             mini_batch = next(self._stream)
+
+    def _count(self, mini_batch: PulledMiniBatch) -> None:
+        """Add a mini-batch to the metrics."""
+        info, rows = mini_batch.info, mini_batch.rows
+        num_tokens = int(rows.input_ids.lengths[~rows.is_padding].sum())
+        self._num_positions += info.width * info.num_real_rows
+        self._num_tokens += num_tokens
+        self._merge += info.merge_ratio * num_tokens
+        self._num_rows += info.num_real_rows
+        self._num_groups += info.denominators.num_groups
+        self._num_trained += info.denominators.num_tokens
+        if info.oldest_version is not None:
+            self._versions.append(info.oldest_version)
 
     @property
     def is_done(self) -> bool:
@@ -121,28 +135,42 @@ class Step:
     def metrics(self) -> dict[str, float]:
         """Numbers of the mini-batches so far, for a dashboard.
 
-        These cover all ranks: `merge_ratio` (tokens of the turns one by one / tokens of the rows),
-        `num_groups`, `num_trained_tokens`, and `staleness`, the versions between the newest
-        announced one and the oldest of a trained token. It is missing if versions are unknown.
-        These cover this rank: `num_rows`, `num_tokens`, `padding_share` (0 to 1), and `wait_s`,
-        the seconds without data.
+        Over all ranks:
+            merge_ratio: tokens of the separate turns / tokens of the rows.
+            num_groups, num_trained_tokens: totals.
+            staleness: versions between the newest announced one and the oldest of a trained token;
+                absent if versions are unknown.
+        Over this rank:
+            num_rows, num_tokens: totals.
+            padding_share: 0 to 1.
+            wait_s: seconds without data.
         """
-        return self._metrics.numbers(
-            newest_version=self._stream.newest_version, wait_s=self._stream.statistics().wait_s
-        )
+        num_tokens, num_positions = self._num_tokens, self._num_positions
+        found: dict[str, float] = {
+            "padding_share": 1 - num_tokens / num_positions if num_positions else 0.0,
+            "merge_ratio": self._merge / num_tokens if num_tokens else 1.0,
+            "num_rows": self._num_rows,
+            "num_groups": self._num_groups,
+            "num_trained_tokens": self._num_trained,
+            "num_tokens": num_tokens,
+            "wait_s": self._stream.statistics().wait_s - self._waited_s,
+        }
+        if self._versions and self._stream.newest_version >= 0:
+            found["staleness"] = self._stream.newest_version - min(self._versions)
+        return found
 
     def done(self) -> str:
-        """Say that this rank's optimizer has taken the last update of the step.
+        """Acknowledge that this rank's optimizer has taken the last update of the step.
 
         Returns once all ranks have called it; the batcher then counts the step as trained. The
         same call again returns the same.
 
         Returns:
-            The state to keep in the checkpoint that holds these weights, the same on all ranks.
+            The state for the checkpoint that holds these weights, the same on all ranks.
 
         Raises:
             RejectedError: the step has mini-batches that were not iterated over.
-            NotReadyError: a rank has not called it within `timeout_s`, and which.
+            NotReadyError: the named rank has not called it within `timeout_s`.
             FencedError: a newer start of the trainer took over.
             StoreBehindError, ConflictError: the store lost this step, or one before it.
         """
@@ -153,7 +181,7 @@ class Step:
         return self._state
 
     def commit(self) -> None:
-        """Say that this rank's part of the checkpoint with the state of `done` is on disk.
+        """Acknowledge that this rank's part of the checkpoint is on disk, with its `done` state.
 
         It counts once all ranks have called it; each call returns at once. The batcher then
         deletes payload that no retained checkpoint needs.

@@ -1,6 +1,6 @@
-"""The worker's end of the data path: an iterator of mini-batches, and the acknowledgements.
+"""An iterator of the mini-batches of a run, and the acknowledgements of a trainer.
 
-Ten lines in anybody's training loop::
+In a training loop::
 
     with BatchStream("localhost:7600", "my-run", recovery_token=checkpoint.get("token")) as stream:
         for mini_batch in stream:
@@ -25,7 +25,7 @@ from turnstream.errors import InvalidConfigError, RunNotFoundError, StoreBehindE
 from turnstream.records.configs import decode_config
 from turnstream.types import RecoveryToken
 from turnstream.worker._calls import BatcherCalls, Share
-from turnstream.worker._stream import GIB, MiniBatches, StreamStatistics, check_rank
+from turnstream.worker._stream import GIB, MiniBatches, StreamStatistics
 from turnstream.worker.mini_batch import PulledMiniBatch
 
 __all__ = ["BatchStream", "StreamStatistics"]
@@ -34,23 +34,23 @@ __all__ = ["BatchStream", "StreamStatistics"]
 class BatchStream(MiniBatches):
     """Mini-batches of a run in order, from the step after `recovery_token`.
 
-    One thread pulls ahead, at most `max_prefetch_bytes`. A batcher that is away is called again
-    with back-off; a cut or damaged transfer is fetched again and what was already yielded is not
-    yielded twice. Iteration ends when the run is closed and its last batch is stepped.
+    One thread prefetches at most `max_prefetch_bytes`. Calls to an unavailable batcher are retried
+    with back-off. An interrupted or damaged transfer is fetched again, and no mini-batch is yielded
+    twice. Iteration ends when the run is closed and its last batch is stepped.
 
     Iteration raises:
-        NotReadyError: no data for `timeout_s`; carries the batcher's reason. Iterating again waits
+        NotReadyError: no data for `timeout_s`; has the batcher's reason. Iterating again waits
             again.
         BatcherUnavailableError: no batcher answered for `timeout_s`.
         CorruptRecordError: the same mini-batch arrived damaged several times in a row.
         BatchingError: rows that cannot be part of the mini-batch's shipped denominators.
         FencedError: a newer trainer session took over.
-        StoreBehindError: the store lost a batch that this trainer had, or the whole run, from
-            RunNotFoundError: then it names the newest steps that were stepped and committed.
+        StoreBehindError: the store lost a batch that this trainer had, or the whole run. In the
+            second case it names the newest steps that were stepped and committed.
 
     Attributes:
         newest_version: the highest version announced so far; -1: none. Never use one twice.
-        config: of the run.
+        config: settings of the run.
         lineage: the history that this session continues.
     """
 
@@ -71,27 +71,30 @@ class BatchStream(MiniBatches):
 
         Args:
             target: gRPC address of a batcher, "host:port"; several replicas with commas.
-            run: name of the run. The session stays with the run that has the name now, also after
-                that was deleted and another one created.
+            run: name of the run. The session stays with the run that has the name now, also if
+                another run has the name later.
             dp_rank: data-parallel position of this process.
             dp_world_size: number of such positions.
-            recovery_token: as it was kept in the checkpoint; None starts from the beginning.
-            session: a name that all ranks of this trainer share, and no earlier one had.
-                Needed with several ranks; beginning a session fences the one before.
-            timeout_s: longest wait for a mini-batch, or for an acknowledgement to be taken.
-            max_prefetch_bytes: bound of what is pulled ahead.
+            recovery_token: the token in the checkpoint; None starts from the beginning.
+            session: a new name that all ranks of this trainer share. Needed with several ranks;
+                a new session fences the one before.
+            timeout_s: longest wait for a mini-batch, or for an acknowledgement.
+            max_prefetch_bytes: bound of the prefetched bytes.
             every_rank: whether every rank calls `stepped` and `committed`, without a barrier:
-                either counts once all ranks have called. Else dp_rank 0 alone calls.
+                either counts once all ranks have called. Otherwise only dp_rank 0 calls them.
 
         Raises:
             InvalidConfigError: a rank outside the world, several ranks without a session, or a name
                 that is no valid Unicode.
             RunNotFoundError: no run of that name.
-            StoreBehindError: the store does not know the token, or has no such run any more.
+            StoreBehindError: the store does not have the token, or has lost the run.
             BatcherUnavailableError: no batcher answered for `timeout_s`.
         """
-        _check_share(dp_rank, dp_world_size=dp_world_size, session=session)
         share = Share(run=run, dp_rank=dp_rank, dp_world_size=dp_world_size)
+        if dp_world_size > 1 and not session:
+            raise InvalidConfigError(
+                "session", f"{dp_world_size} ranks need a name in common to be one trainer"
+            )
         calls = BatcherCalls(target, share=share, timeout_s=timeout_s, for_one_rank=every_rank)
         try:
             reply = calls.start(
@@ -115,69 +118,69 @@ class BatchStream(MiniBatches):
         )
 
     def __next__(self) -> PulledMiniBatch:
-        with self._telling_of_loss():
+        with self._loss_of_run():
             mini_batch = super().__next__()
         self._newest_had = mini_batch.info.step
         return mini_batch
 
     def stepped(self) -> RecoveryToken:
-        """Acknowledge the batch whose last mini-batch was just yielded; gives its recovery token.
+        """Acknowledge the batch whose last mini-batch was just yielded; return its recovery token.
 
-        Call it after the optimizer's last update of the batch: on dp_rank 0, behind a barrier of
-        all ranks, or on every rank of a stream with `every_rank`, where it returns once all ranks
-        have called. Keep the token in the checkpoint that holds these weights.
+        Call it after the optimizer's last update of the batch, on dp_rank 0 after a barrier of all
+        ranks. With `every_rank`, call it on every rank; it returns once all ranks have called.
+        Keep the token in the checkpoint that holds these weights.
 
         Raises:
-            NotReadyError: a rank has not called it within `timeout_s`, and which.
+            NotReadyError: the named rank has not called it within `timeout_s`.
             RejectedError: this is not dp_rank 0, or no finished batch waits to be acknowledged.
             FencedError: a newer trainer session took over.
-            StoreBehindError, ConflictError: the store lost this step or one before it, and has no
-                such batch, or another one; or it lost the run.
+            StoreBehindError, ConflictError: the store lost this step, one before it, or the run;
+                or it has another batch of the step.
         """
         info = self._finished_batch("stepped")
-        with self._telling_of_loss():
-            token = self._steps.say(info.step, manifest_hash=info.manifest_hash)
+        with self._loss_of_run():
+            token = self._steps.acknowledge(info.step, manifest_hash=info.manifest_hash)
         self._acknowledged(info)
         return RecoveryToken.parse(token)
 
     def committed(self, token: RecoveryToken | str) -> None:
-        """Say that the checkpoint which holds `token` is on disk.
+        """Acknowledge that the checkpoint which holds `token` is on disk.
 
         Raises:
             RejectedError: this is not dp_rank 0, or no stepped batch has this token.
             FencedError: a newer trainer session took over.
             StoreBehindError: the store lost the run.
         """
-        self._check_speaker("committed")
-        with self._telling_of_loss():
-            self._steps.insist(lambda: self._calls.committed(str(token)))
+        self._check_speaker("committed", every_rank=self._every_rank)
+        with self._loss_of_run():
+            self._steps.after_all_steps(lambda: self._calls.committed(str(token)))
         step = RecoveryToken.parse(str(token)).step
         self._newest_committed = max(self._newest_committed, step)
 
     def announce_version(
         self, version: int, *, step: int | None = None, weights_uri: str = ""
     ) -> None:
-        """Say that weights named `version` exist and generators may load them.
+        """Announce weights named `version` that generators may load.
 
         Args:
             version: above `newest_version`.
-            step: after which they were made; None: the last stepped one.
-            weights_uri: where to load them; "" if they travel another way.
+            step: the last step in these weights; None: the last stepped one.
+            weights_uri: address of the weights; "" if they travel another way.
 
         Raises:
             RejectedError: this is not dp_rank 0, or the version was used before.
             FencedError: a newer trainer session took over.
             StoreBehindError: the store lost the run.
         """
-        self._require_rank_0("announce_version")
+        self._check_speaker("announce_version")
         made_after = self._last_acknowledged if step is None else step
-        with self._telling_of_loss():
+        with self._loss_of_run():
             self._calls.announce_version(version, step=made_after, weights_uri=weights_uri)
         self.newest_version = max(self.newest_version, version)
 
     @contextlib.contextmanager
-    def _telling_of_loss(self) -> Iterator[None]:
-        """Inside, a run that is no more is one that the store lost, where it had been trained."""
+    def _loss_of_run(self) -> Iterator[None]:
+        """Raise StoreBehindError for a missing run of which this trainer had a step."""
         try:
             yield
         except RunNotFoundError as error:
@@ -189,19 +192,11 @@ class BatchStream(MiniBatches):
             ) from error
 
     def _progress(self) -> str:
-        """What this rank knows of how far its trainer is."""
+        """Return the newest steps of this rank, for an error."""
         dp_rank = self._calls.share.dp_rank
         if dp_rank:
             return f"dp_rank {dp_rank} of this trainer had step {self._newest_had}"
         return (
             f"this trainer had stepped to {self._last_acknowledged} "
             f"and committed {self._newest_committed}"
-        )
-
-
-def _check_share(dp_rank: int, *, dp_world_size: int, session: str | None) -> None:
-    check_rank(dp_rank, dp_world_size=dp_world_size)
-    if dp_world_size > 1 and not session:
-        raise InvalidConfigError(
-            "session", f"{dp_world_size} ranks need a name in common to be one trainer"
         )

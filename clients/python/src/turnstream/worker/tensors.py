@@ -74,8 +74,8 @@ class RowTensors:
         weight_B: float32, weight of the row in the loss.
         trajectory_num_tokens_B, group_num_tokens_B: int64, trained tokens of the row's trajectory
             and group in the whole mini-batch.
-        denominators: of the whole mini-batch: all ranks, all micro-batches.
-        extras: the columns that the run declares, by name.
+        denominators: numbers of the whole mini-batch: all ranks, all micro-batches.
+        extras: declared extra columns, by name.
     """
 
     _shape: ClassVar[str]  # ends the names of the tensors with one value per token
@@ -144,7 +144,7 @@ class LeftPaddedTensors(RowTensors):
         advantages_BR: float32, 0.0 where not trained.
         token_weights_BR: float32, weight of each token in the loss; None where it is 1.
         micro_batch_rows: row positions, one tuple per forward pass; as many on every rank.
-        row_lengths, response_lengths: of every row, in tokens; on the host.
+        row_lengths, response_lengths: lengths of the rows, in tokens; on the host.
     """
 
     _shape = "BR"
@@ -255,7 +255,7 @@ def per_row(mini_batch: MiniBatch) -> dict[str, Any]:
 
 
 def layout_tensors(layout: DataclassInstance) -> dict[str, Any]:
-    """Return the arrays of a layout as tensors, by name, without those of `per_row`."""
+    """Return the arrays of a layout as tensors, by name, except those of `per_row`."""
     named = {each.name: getattr(layout, each.name) for each in fields(layout)}
     return {
         name: None if values is None else as_tensor(values)
