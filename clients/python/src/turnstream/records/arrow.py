@@ -1,17 +1,16 @@
-"""Between numpy and Arrow, without a copy of numbers.
+"""Conversion between numpy and Arrow, without a copy of numbers.
 
-Values of more than one dimension are fixed-size lists, one inside the other: their type says the
-shape.
+Values of more than one dimension are nested fixed-size lists: their type has the shape.
 """
 
-# pyarrow has neither stubs nor annotations, so everything it gives is unknown to the checker.
+# pyarrow has neither stubs nor annotations, so all its values are unknown to the checker.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,12 +21,12 @@ from turnstream.types import Ragged
 
 
 def list_of(values: pa.DataType) -> pa.DataType:
-    """The type of a list of these; its items are never null."""
+    """Return the type of a list of these values; its items are never null."""
     return pa.list_(pa.field("item", values, nullable=False))
 
 
 def numbers_to_arrow(values: NDArray[Any], kind: pa.DataType) -> pa.Array:
-    """A view of the numbers where they are of this type already."""
+    """Return the numbers as Arrow; a view where they already have this type."""
     buffer = pa.py_buffer(np.ascontiguousarray(values, kind.to_pandas_dtype()))
     return pa.Array.from_buffers(kind, len(values), [None, buffer])
 
@@ -35,7 +34,7 @@ def numbers_to_arrow(values: NDArray[Any], kind: pa.DataType) -> pa.Array:
 def nullable_to_arrow(
     values: NDArray[Any], kind: pa.DataType, *, is_valid: NDArray[np.bool_]
 ) -> pa.Array:
-    """The numbers with nulls where they are not valid, and zeros under the nulls."""
+    """Return the numbers with nulls where they are not valid, and zeros under the nulls."""
     if is_valid.all():
         return numbers_to_arrow(values, kind)
     validity = pa.py_buffer(np.packbits(is_valid, bitorder="little"))
@@ -44,15 +43,15 @@ def nullable_to_arrow(
 
 
 def list_to_arrow(offsets: NDArray[np.int32], values: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Lists of type `kind`: row b is `values[offsets[b]:offsets[b + 1]]`."""
+    """Return lists of type `kind`: row b is `values[offsets[b]:offsets[b + 1]]`."""
     buffer = pa.py_buffer(np.ascontiguousarray(offsets))
     return pa.Array.from_buffers(kind, len(offsets) - 1, [None, buffer], children=[values])
 
 
 def compact(column: Ragged[Any]) -> Ragged[Any]:
-    """The column in a buffer that holds its rows and nothing else.
+    """Return the column in a buffer with its own rows alone.
 
-    Cut here and not by slicing the Arrow array, which would send some of its neighbours' bytes.
+    A slice of the Arrow array would also send some bytes of other rows.
     """
     first, end = int(column.offsets[0]), int(column.offsets[-1])
     if not first and end == len(column.values):
@@ -61,7 +60,7 @@ def compact(column: Ragged[Any]) -> Ragged[Any]:
 
 
 def ragged_to_arrow(column: Ragged[Any]) -> pa.Array:
-    """A list column; values of shape (N, *shape) are fixed-size lists of shape `shape`."""
+    """Return a list column; values of shape (N, *shape) are fixed-size lists of shape `shape`."""
     column = compact(column)
     flat = np.ascontiguousarray(column.values)
     kind = pa.from_numpy_dtype(flat.dtype)
@@ -73,41 +72,32 @@ def ragged_to_arrow(column: Ragged[Any]) -> pa.Array:
     return list_to_arrow(column.offsets, values, list_of(kind))
 
 
-class RaggedArray(NamedTuple):
-    """`Ragged`, of Arrow values."""
+def column_of(batch: pa.RecordBatch, name: str) -> pa.Array:
+    """Return the column of this name; none or several are a CorruptRecordError."""
+    position = batch.schema.get_field_index(name)
+    if position < 0:
+        raise CorruptRecordError(f"a mini-batch has not exactly one column {name!r}")
+    return batch.column(position)
 
-    values: pa.Array
-    offsets: NDArray[np.int32]
 
-
-def list_from_arrow(column: pa.Array) -> RaggedArray:
-    """The values of a list column that belong to its rows, with offsets from 0 on."""
+def list_from_arrow(column: pa.Array) -> tuple[pa.Array, NDArray[np.int32]]:
+    """Return the values of a list column's own rows, and their offsets from 0 on."""
     if not len(column):
-        return RaggedArray(column.values.slice(0, 0), np.zeros(1, np.int32))
+        return column.values.slice(0, 0), np.zeros(1, np.int32)
     offsets = column.offsets.to_numpy()
     first, end = int(offsets[0]), int(offsets[-1])
-    return RaggedArray(
-        column.values.slice(first, end - first), offsets - first if first else offsets
-    )
+    return column.values.slice(first, end - first), offsets - first if first else offsets
 
 
 def numbers(values: pa.Array) -> NDArray[Any]:
-    """A view of the numbers.
-
-    Raises:
-        CorruptRecordError: one is null.
-    """
+    """Return a view of the numbers; a null is a CorruptRecordError."""
     if values.null_count:
         raise CorruptRecordError(f"{values.null_count} nulls among {values.type} values")
     return values.to_numpy()
 
 
 def ragged_from_arrow(column: pa.Array) -> Ragged[Any]:
-    """What `ragged_to_arrow` was given, as views.
-
-    Raises:
-        CorruptRecordError: the column has nulls, or is no list.
-    """
+    """Return a list column as views; nulls, or another type, are a CorruptRecordError."""
     if not pa.types.is_list(column.type) or column.null_count:
         raise CorruptRecordError(f"{column.null_count} nulls in a column of type {column.type}")
     values, offsets = list_from_arrow(column)
@@ -122,7 +112,7 @@ def ragged_from_arrow(column: pa.Array) -> Ragged[Any]:
 
 
 def bits(array: pa.Array, *, buffer: int) -> NDArray[np.uint8]:
-    """uint8 (len(array),), 0 or 1: the validity (buffer 0) or the values (buffer 1) as bytes."""
+    """Return the validity (buffer 0) or the values (buffer 1): uint8 (len(array),), 0 or 1."""
     packed = np.frombuffer(array.buffers()[buffer] or b"", np.uint8)
     bits = np.unpackbits(packed, bitorder="little")
     return bits[array.offset : array.offset + len(array)]

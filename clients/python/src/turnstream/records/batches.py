@@ -1,11 +1,11 @@
 """Mini-batches as Arrow: one record batch per (mini-batch, dp_rank), as one IPC stream.
 
-Ragged columns, so no padding travels; what is said beside the rows is metadata of the schema. The
-encoding is canonical: metadata sorted, zeros under nulls, no dictionaries, no compression. Columns
-and metadata that a newer release adds are passed over by this one, and are part of the hash.
+Columns are ragged, without padding; the schema's metadata describes the mini-batch. The encoding is
+canonical: metadata sorted, zeros under nulls, no dictionaries, no compression. Columns and metadata
+of a newer release are ignored, and are part of the hash.
 """
 
-# pyarrow has neither stubs nor annotations, so everything it gives is unknown to the checker.
+# pyarrow has neither stubs nor annotations, so all its values are unknown to the checker.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from turnstream.errors import BatchingError, CorruptRecordError, RecordError
 from turnstream.records.arrow import (
     bits,
+    column_of,
     compact,
     list_from_arrow,
     list_of,
@@ -73,12 +74,13 @@ COLUMNS: Final[dict[str, pa.DataType]] = {
     "advantages": list_of(pa.float32()),
     "token_weights": list_of(pa.float32()),
 }
-"""Every column of a mini-batch, in order, but for those that only some have: see `declared`.
+"""Every column of a mini-batch, in order; `declared` has those of some mini-batches.
 
-`reward` is null where a trajectory has none, the `version` of a run where its tokens were observed.
-`logprobs` is absent where no row has any, and `rewards` where all of them are 0.0: zeros say
-nothing, and would be a quarter of all bytes. `advantages` and `token_weights` are there where they
-were given."""
+`reward` is null where a trajectory has none, and the `version` of a run where its tokens were
+observed. `logprobs`, `advantages` and `token_weights` are absent if no row has any. `rewards` are
+absent if all are 0.0: they would be a quarter of all bytes."""
+
+_OPTIONAL: Final = ("logprobs", "rewards", "advantages", "token_weights")
 
 
 class EncodedMiniBatch(NamedTuple):
@@ -96,10 +98,10 @@ class EncodedMiniBatch(NamedTuple):
 
 
 def encode_mini_batch(mini_batch: MiniBatch) -> EncodedMiniBatch:
-    """Encode with a single copy of the columns.
+    """Return a mini-batch as bytes, with a single copy of the columns.
 
     Raises:
-        BatchingError: columns of different lengths, or rows that contradict what is said of them.
+        BatchingError: columns of different lengths, or rows that contradict the metadata.
     """
     reason = contradiction(mini_batch)
     if reason:
@@ -115,18 +117,22 @@ def encode_mini_batch(mini_batch: MiniBatch) -> EncodedMiniBatch:
 def decode_mini_batch(
     data: bytes | bytearray | memoryview, *, expected_hash: str | None = None
 ) -> MiniBatch:
-    """The mini-batch of an IPC stream; its token arrays are read-only views into `data`.
+    """Return the mini-batch of an IPC stream; its token arrays are read-only views into `data`.
 
     Args:
-        data: what `encode_mini_batch` gave.
-        expected_hash: what the columns and metadata must hash to; None leaves that check out.
+        data: the stream of `encode_mini_batch`.
+        expected_hash: the content hash; None skips this check.
 
     Raises:
-        CorruptRecordError: no stream of ours, contradicts itself, or has another content hash.
+        CorruptRecordError: no such stream, a contradiction, or another content hash.
         UnknownFormatError: another release wrote it.
     """
     try:
-        mini_batch = _decode(data, expected_hash=expected_hash)
+        batch = _read_stream(data)
+        if expected_hash is not None and content_hash(batch) != expected_hash:
+            raise CorruptRecordError(f"the content of a mini-batch of {len(data)} bytes differs")
+        info = decode_info(batch.schema.metadata or {})
+        mini_batch = MiniBatch(rows=_to_rows(batch), info=info)
     except RecordError:
         raise
     except (pa.ArrowException, OSError, ValueError, TypeError, StopIteration) as error:
@@ -137,31 +143,17 @@ def decode_mini_batch(
     return mini_batch
 
 
-def _decode(data: bytes | bytearray | memoryview, *, expected_hash: str | None) -> MiniBatch:
-    batch = _read_stream(data)
-    if expected_hash is not None and content_hash(batch) != expected_hash:
-        raise CorruptRecordError(f"the content of a mini-batch of {len(data)} bytes differs")
-    info = decode_info(batch.schema.metadata or {})
-    return MiniBatch(rows=_to_rows(batch), info=info)
-
-
 def content_hash(batch: pa.RecordBatch) -> str:
-    """Hex SHA-256 over the names, types and values of all columns, and the schema's metadata.
+    """Return the hex SHA-256 over names, types and values of all columns, and the metadata.
 
-    The same for the same content, however it is sliced, ordered by column, or framed.
-
-    Raises:
-        CorruptRecordError: a column has a type that is not made of numbers, text and lists.
+    It is independent of slices, the order of columns and the framing. A column of other types than
+    numbers, text and lists is a CorruptRecordError.
     """
     digest = hashlib.sha256()
     for piece in _content(batch):
         digest.update(_LENGTH.pack(piece.nbytes if hasattr(piece, "nbytes") else len(piece)))
         digest.update(piece)
     return digest.hexdigest()
-
-
-# --------------------------------------------------------------------------------------
-# rows to Arrow, without a copy of the token columns
 
 
 def _to_arrow(mini_batch: MiniBatch) -> pa.RecordBatch:
@@ -209,10 +201,6 @@ def _write_stream(sink: Any, batch: pa.RecordBatch) -> None:
         writer.write_batch(batch)
 
 
-# --------------------------------------------------------------------------------------
-# Arrow to rows, without a copy of the token columns
-
-
 def _read_stream(data: bytes | bytearray | memoryview) -> pa.RecordBatch:
     with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
         batch = reader.read_next_batch()
@@ -220,51 +208,34 @@ def _read_stream(data: bytes | bytearray | memoryview) -> pa.RecordBatch:
     return batch
 
 
-def _nothing(_: Ragged[np.uint8]) -> None:
-    return None
-
-
-def _no_rewards(loss_mask: Ragged[np.uint8]) -> Ragged[np.float32]:
-    return Ragged(np.zeros(len(loss_mask.values), np.float32), loss_mask.offsets)
-
-
-_ABSENT: Final = {
-    "logprobs": _nothing,
-    "rewards": _no_rewards,
-    "advantages": _nothing,
-    "token_weights": _nothing,
-}
-"""What a column that is not there stands for, given the mask, which comes before it."""
-
-
 def _to_rows(batch: pa.RecordBatch) -> Rows:
     columns: dict[str, Any] = {}
     for name, kind in COLUMNS.items():
-        if name in _ABSENT and name not in batch.schema.names:
-            columns[name] = _ABSENT[name](columns["loss_mask"])
+        if name in _OPTIONAL and name not in batch.schema.names:
+            columns[name] = None
             continue
         column = _column(batch, name)
         if name == "version_runs":
-            runs = list_from_arrow(column)
-            columns["run_versions"] = Ragged(_versions(runs.values.field(0)), runs.offsets)
-            columns["run_counts"] = Ragged(numbers(runs.values.field(1)), runs.offsets)
+            runs, offsets = list_from_arrow(column)
+            columns["run_versions"] = Ragged(_versions(runs.field(0)), offsets)
+            columns["run_counts"] = Ragged(numbers(runs.field(1)), offsets)
         elif pa.types.is_list(kind):
-            ragged = list_from_arrow(column)
-            columns[name] = Ragged(numbers(ragged.values), ragged.offsets)
+            values, offsets = list_from_arrow(column)
+            columns[name] = Ragged(numbers(values), offsets)
         elif pa.types.is_string(kind):
             columns[name] = column.to_pylist()
         elif name == "reward" or pa.types.is_boolean(kind):
             columns[name] = column.to_numpy(zero_copy_only=False)
         else:
             columns[name] = numbers(column)
+    if columns["rewards"] is None:
+        mask = columns["loss_mask"]
+        columns["rewards"] = Ragged(np.zeros(len(mask.values), np.float32), mask.offsets)
     return Rows(**columns, operations=operations_from_arrow(batch), extras=extras_from_arrow(batch))
 
 
 def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
-    position = batch.schema.get_field_index(name)
-    if position < 0:
-        raise CorruptRecordError(f"a mini-batch has not exactly one column {name!r}")
-    column = batch.column(position)
+    column = column_of(batch, name)
     if not _is_same_type(column.type, COLUMNS[name]):
         raise CorruptRecordError(f"column {name!r} is {column.type}, not {COLUMNS[name]}")
     if column.null_count and name != "reward":
@@ -273,7 +244,7 @@ def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
 
 
 def _is_same_type(actual: pa.DataType, expected: pa.DataType) -> bool:
-    """Whether values are stored alike; the names and nullability of list items do not matter."""
+    """Return whether values are stored alike, without names and nullability of list items."""
     if pa.types.is_list(expected):
         return pa.types.is_list(actual) and _is_same_type(actual.value_type, expected.value_type)
     if pa.types.is_struct(expected):
@@ -284,20 +255,17 @@ def _is_same_type(actual: pa.DataType, expected: pa.DataType) -> bool:
 
 
 def _versions(values: pa.Array) -> NDArray[np.int64]:
-    """The versions of runs, -1 where null."""
+    """Return the versions of runs, -1 where null."""
     stored = np.frombuffer(values.buffers()[1] or b"", np.int64)
     stored = stored[values.offset : values.offset + len(values)]
     return np.where(bits(values, buffer=0), stored, -1) if values.null_count else stored
 
 
-# --------------------------------------------------------------------------------------
-# what the content hash is taken over
-
 _LENGTH: Final = Struct("<q")
 
 
 def _content(batch: pa.RecordBatch) -> Iterator[Any]:
-    """Byte strings and contiguous arrays that name the content of a batch unambiguously."""
+    """Yield byte strings and contiguous arrays that describe the content unambiguously."""
     metadata: dict[bytes, bytes] = batch.schema.metadata or {}
     yield b"metadata %d" % len(metadata)
     for key in sorted(metadata):
@@ -351,7 +319,7 @@ def _text_content(array: pa.Array) -> Iterator[Any]:
 
 
 def _bytes_of(array: pa.Array, *, num_value_bytes: int) -> memoryview:
-    """The stored values, not more: buffers may be longer, or shared with other slices."""
+    """Return only the values of the array: its buffers may be longer, or shared."""
     stored = memoryview(array.buffers()[1] or b"")
     start = array.offset * num_value_bytes
     return stored[start : start + len(array) * num_value_bytes]

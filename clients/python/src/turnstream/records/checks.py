@@ -1,4 +1,4 @@
-"""Whether the rows of a mini-batch agree with each other and with what is said of them."""
+"""Checks of the rows of a mini-batch against each other and against the metadata."""
 
 from __future__ import annotations
 
@@ -12,26 +12,20 @@ from turnstream.types import Extent, ExtraColumn, MiniBatch, MiniBatchInfo, Ragg
 
 _TEXTS: Final = ("trajectory_id", "group_id", "prompt_uid", "status")
 _DTYPES: Final = {
-    "row_id": np.dtype(np.int64),
-    "sample": np.dtype(np.int32),
-    "attempt": np.dtype(np.int32),
-    "sequence_index": np.dtype(np.int32),
-    "is_last": np.dtype(np.bool_),
-    "is_padding": np.dtype(np.bool_),
-    "weight": np.dtype(np.float32),
-    "reward": np.dtype(np.float32),
-    "advantage": np.dtype(np.float32),
-    "prompt_length": np.dtype(np.int32),
-    "trajectory_num_tokens": np.dtype(np.int64),
-    "group_num_tokens": np.dtype(np.int64),
-    "input_ids": np.dtype(np.int32),
-    "loss_mask": np.dtype(np.uint8),
-    "logprobs": np.dtype(np.float32),
-    "rewards": np.dtype(np.float32),
-    "run_versions": np.dtype(np.int64),
-    "run_counts": np.dtype(np.int32),
-    "advantages": np.dtype(np.float32),
-    "token_weights": np.dtype(np.float32),
+    name: np.dtype(kind)
+    for kind, names in {
+        np.int64: ("row_id", "trajectory_num_tokens", "group_num_tokens", "run_versions"),
+        np.int32: (
+            *("sample", "attempt", "sequence_index", "prompt_length", "input_ids", "run_counts"),
+        ),
+        np.bool_: ("is_last", "is_padding"),
+        np.uint8: ("loss_mask",),
+        np.float32: (
+            *("weight", "reward", "advantage", "logprobs", "rewards", "advantages"),
+            "token_weights",
+        ),
+    }.items()
+    for name in names
 }
 _PER_RESPONSE_TOKEN: Final = ("loss_mask", "logprobs", "rewards", "advantages", "token_weights")
 _EXTRA_DTYPES: Final = [
@@ -41,7 +35,7 @@ _EXTRA_DTYPES: Final = [
 
 
 def contradiction(mini_batch: MiniBatch) -> str:
-    """The first thing that does not agree, in words; "" if all does."""
+    """Return the first contradiction, in words; "" if there is none."""
     rows, info = mini_batch.rows, mini_batch.info
     return (
         _of_columns(rows)
@@ -160,7 +154,7 @@ def _of_extra(column: ExtraColumn, *, rows: Rows) -> str:
 
 
 def _is_legal(num_values_B: NDArray[np.int32], *, per: Extent, rows: Rows) -> NDArray[np.bool_]:
-    """Whether each row (B,) may have so many values; an inert row may always have none."""
+    """Return whether each row (B,) may have so many values; an inert row may always have none."""
     num_tokens_B = rows.input_ids.lengths
     match per:
         case "token":

@@ -13,7 +13,7 @@ from turnstream.records.framing import check_format
 from turnstream.types import DeclaredColumn
 
 RUN_FORMAT: Final = 1
-"""Format of everything that the store keeps of a run, written into each of its configurations.
+"""Format of all stored state of a run, written into each of its configurations.
 
 It grows with every change of stored state that an older release would misread. A process that opens
 a run reads its configuration first, and refuses a run of another format. The scripts that admit
@@ -22,21 +22,17 @@ groups compare the same number: see open_group.lua.
 
 
 def encode_config(config: BatchingConfig) -> str:
-    """Canonical JSON: every field, sorted, with the version of the format."""
+    """Return canonical JSON: every field, sorted, with the version of the format."""
     return json.dumps({"format": RUN_FORMAT, **asdict(config)}, sort_keys=True)
 
 
 def decode_config(text: str | bytes, *, run: str = "") -> BatchingConfig:
-    """Return the configuration of a JSON text, validated as a whole.
-
-    Args:
-        text: the JSON.
-        run: name of the run, for the error.
+    """Return the configuration of a JSON text, validated as a whole; errors name the `run`.
 
     Raises:
-        CorruptRecordError: the text is no JSON object of ours.
+        CorruptRecordError: the text is no configuration.
         UnknownFormatError: another release wrote it.
-        InvalidConfigError: a field is missing or has a value that cannot work.
+        InvalidConfigError: a field is missing or has an impossible value.
     """
     try:
         stored: Any = json.loads(text)
@@ -52,15 +48,11 @@ def decode_config(text: str | bytes, *, run: str = "") -> BatchingConfig:
             known[field.name] = _checked(field.name, stored[field.name], like=field.default)
         elif field.default is MISSING:
             raise InvalidConfigError(field.name, "is missing")
-    if "extra_columns" in known:
-        _check_declarations(name, known["extra_columns"])
+    declared = known.get("extra_columns")
+    if isinstance(declared, list):  # BatchingConfig refuses anything else
+        for each in cast("list[Any]", declared):
+            _check_names(name, "field of an extra column", each, _names_of(DeclaredColumn))
     return BatchingConfig(**known)
-
-
-def _check_declarations(record: str, stored: object) -> None:
-    if isinstance(stored, list):  # BatchingConfig refuses anything else
-        for declared in cast("list[Any]", stored):
-            _check_names(record, "field of an extra column", declared, _names_of(DeclaredColumn))
 
 
 def _names_of(kind: type[BatchingConfig | DeclaredColumn]) -> set[str]:
@@ -68,15 +60,15 @@ def _names_of(kind: type[BatchingConfig | DeclaredColumn]) -> set[str]:
 
 
 def _check_names(record: str, what: str, stored: object, names: Set[str]) -> None:
-    """Refuse an object with a name that this release does not know."""
+    """Refuse an object with an unknown name."""
     if isinstance(stored, dict) and (unknown := cast("dict[str, Any]", stored).keys() - names):
         raise UnknownFormatError(record, RUN_FORMAT, RUN_FORMAT, f"the {what} {min(unknown)!r}")
 
 
 def _checked(name: str, value: Any, *, like: object) -> Any:
-    """The value, if it is a text or a truth value wherever the default is one.
+    """Return the value; refuse another type where the default is a text or a boolean.
 
-    Numbers and lists are checked by BatchingConfig, which also takes them from code.
+    BatchingConfig checks numbers and lists.
     """
     if isinstance(like, bool | str) and type(value) is not type(like):
         raise InvalidConfigError(name, f"{value!r} is no {type(like).__name__}")

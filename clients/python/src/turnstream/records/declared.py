@@ -1,11 +1,11 @@
-"""The columns that only some mini-batches have: of Tinker-style operations, and declared extras.
+"""The columns of some mini-batches: those of Tinker-style operations, and declared extra columns.
 
-The operation columns are there together or not at all. An extra column `name` travels as
-`extra.name`, so that it never meets a column of ours; what a row has one value of it for is in the
-schema's metadata, and so part of the content hash.
+The operation columns are present together or not at all. An extra column `name` travels as
+`extra.name`, so that it has another name than every built-in column. The unit that has one value is
+in the schema's metadata, and so part of the content hash.
 """
 
-# pyarrow has neither stubs nor annotations, so everything it gives is unknown to the checker.
+# pyarrow has neither stubs nor annotations, so all its values are unknown to the checker.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false
@@ -19,7 +19,12 @@ from typing import Any, Final, cast
 import pyarrow as pa
 
 from turnstream.errors import CorruptRecordError
-from turnstream.records.arrow import numbers_to_arrow, ragged_from_arrow, ragged_to_arrow
+from turnstream.records.arrow import (
+    column_of,
+    numbers_to_arrow,
+    ragged_from_arrow,
+    ragged_to_arrow,
+)
 from turnstream.types import Extent, ExtraColumn, OperationColumns
 
 OPERATION_COLUMNS: Final = ("request_id", "datum_index", "target_ids", "target_weights")
@@ -30,7 +35,7 @@ _DECLARATIONS: Final = b"extras"
 
 
 def operations_to_arrow(operations: OperationColumns | None) -> dict[str, pa.Array]:
-    """The four columns in order; none where there is no operation."""
+    """Return the four columns in order; none without operations."""
     if operations is None:
         return {}
     return {
@@ -42,11 +47,7 @@ def operations_to_arrow(operations: OperationColumns | None) -> dict[str, pa.Arr
 
 
 def operations_from_arrow(batch: pa.RecordBatch) -> OperationColumns | None:
-    """What `operations_to_arrow` was given.
-
-    Raises:
-        CorruptRecordError: only some of the columns are there, or one is of another type.
-    """
+    """Return the operation columns; some of them, or other types, are a CorruptRecordError."""
     if not any(name in batch.schema.names for name in OPERATION_COLUMNS):
         return None
     request_id = _column(batch, "request_id", kind=pa.string())
@@ -59,12 +60,12 @@ def operations_from_arrow(batch: pa.RecordBatch) -> OperationColumns | None:
 
 
 def extras_to_arrow(extras: Mapping[str, ExtraColumn]) -> dict[str, pa.Array]:
-    """The columns in order of name."""
+    """Return the columns in order of name."""
     return {EXTRA_PREFIX + name: ragged_to_arrow(extras[name].values) for name in sorted(extras)}
 
 
 def encode_declarations(extras: Mapping[str, ExtraColumn]) -> dict[bytes, bytes]:
-    """Metadata that says what the values belong to; empty where there is no extra column."""
+    """Return metadata with the extents; empty without extra columns."""
     if not extras:
         return {}
     extents = {name: column.per for name, column in extras.items()}
@@ -72,11 +73,7 @@ def encode_declarations(extras: Mapping[str, ExtraColumn]) -> dict[bytes, bytes]
 
 
 def extras_from_arrow(batch: pa.RecordBatch) -> dict[str, ExtraColumn]:
-    """What `extras_to_arrow` was given, in order of name.
-
-    Raises:
-        CorruptRecordError: the columns are not those of the declarations.
-    """
+    """Return the declared columns in order of name; other columns are a CorruptRecordError."""
     extents = _decode_declarations(batch.schema.metadata or {})
     found = [name for name in batch.schema.names if name.startswith(EXTRA_PREFIX)]
     if sorted(found) != [EXTRA_PREFIX + name for name in sorted(extents)]:
@@ -98,10 +95,7 @@ def _decode_declarations(metadata: Mapping[bytes, bytes]) -> dict[str, Extent]:
 
 
 def _column(batch: pa.RecordBatch, name: str, *, kind: pa.DataType | None = None) -> pa.Array:
-    position = batch.schema.get_field_index(name)
-    if position < 0:
-        raise CorruptRecordError(f"a mini-batch has not exactly one column {name!r}")
-    column = batch.column(position)
+    column = column_of(batch, name)
     if column.null_count or (kind is not None and column.type != kind):
         raise CorruptRecordError(
             f"column {name!r} is {column.type} with {column.null_count} nulls, not {kind}"

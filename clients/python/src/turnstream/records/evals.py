@@ -3,103 +3,80 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from dataclasses import fields
+from typing import Any, cast
 
 from turnstream.errors import CorruptRecordError
 from turnstream.records.figures import figures_of_plain, plain_figures
 from turnstream.records.framing import EVALUATION, read_header, write_frame
-from turnstream.types import EvalGroup, EvalResult, Spread
-
-_Decoded = TypeVar("_Decoded", EvalGroup, EvalResult)
+from turnstream.types import EvalGroup, EvalResult, Figures, Spread
 
 
 def encode_eval_group(group: EvalGroup) -> bytes:
-    """The record of a group; the same group always gives the same bytes."""
-    return _write(
-        {
-            "group_id": group.group_id,
-            "prompt_uid": group.prompt_uid,
-            "version": group.version,
-            "num_trajectories": group.num_trajectories,
-            "num_lost": group.num_lost,
-            "reward": _plain_spread(group.reward),
-            "best": group.best,
-        }
-    )
+    """Return the record of a group; the same group always has the same bytes."""
+    return _encode(group)
 
 
 def decode_eval_group(record: bytes) -> EvalGroup:
-    """The group of a record.
+    """Return the group of a record.
 
     Raises:
         CorruptRecordError: the bytes are damaged or are no group.
         UnknownFormatError: another release wrote it.
     """
-    return _decoded(
-        record,
-        lambda values: EvalGroup(
+    values = _read(record)
+    try:
+        return EvalGroup(
             group_id=values["group_id"],
             prompt_uid=values["prompt_uid"],
             best=values["best"],
-            **_shared(values),
-        ),
-    )
+            **_common(values),
+        )
+    except _WRONG_VALUES as error:
+        raise CorruptRecordError(f"no group of an evaluation: {error!r}") from error
 
 
 def encode_eval_result(result: EvalResult) -> bytes:
-    """The record of what a version gave, without its groups one by one."""
-    return _write(
-        {
-            "version": result.version,
-            "num_groups": result.num_groups,
-            "num_trajectories": result.num_trajectories,
-            "num_lost": result.num_lost,
-            "reward": _plain_spread(result.reward),
-            "best": _plain_spread(result.best),
-            "figures": plain_figures(result.figures),
-        }
-    )
+    """Return the record of a version's result, without its single groups."""
+    return _encode(result)
 
 
 def decode_eval_result(record: bytes) -> EvalResult:
-    """The result of a record, without its groups.
+    """Return the result of a record, without its groups.
 
     Raises:
         CorruptRecordError: the bytes are damaged or are no result.
         UnknownFormatError: another release wrote it.
     """
-    return _decoded(
-        record,
-        lambda values: EvalResult(
+    values = _read(record)
+    try:
+        return EvalResult(
             num_groups=values["num_groups"],
             best=_spread(values["best"]),
             figures=figures_of_plain(values["figures"]),
-            **_shared(values),
-        ),
-    )
+            **_common(values),
+        )
+    except _WRONG_VALUES as error:
+        raise CorruptRecordError(f"no result of an evaluation: {error!r}") from error
 
 
-def _write(values: Mapping[str, Any]) -> bytes:
-    return write_frame(EVALUATION, json.dumps(values, separators=(",", ":")).encode())
+_WRONG_VALUES = (KeyError, TypeError, ValueError, AttributeError)
 
 
-def _decoded(record: bytes, make: Callable[[dict[str, Any]], _Decoded]) -> _Decoded:
-    values = _read(record)
-    try:
-        return make(values)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptRecordError(f"not what an evaluation gave: {error!r}") from error
+def _encode(value: EvalGroup | EvalResult) -> bytes:
+    names = [each.name for each in fields(value) if each.name != "groups"]
+    plain = {name: _plain(getattr(value, name)) for name in names}
+    return write_frame(EVALUATION, json.dumps(plain, separators=(",", ":")).encode())
 
 
-def _shared(values: dict[str, Any]) -> dict[str, Any]:
-    """What is said of a group and of a whole version."""
-    return {
-        "version": values["version"],
-        "num_trajectories": values["num_trajectories"],
-        "num_lost": values["num_lost"],
-        "reward": _spread(values["reward"]),
-    }
+def _plain(value: object) -> object:
+    match value:
+        case Spread():
+            return [value.num, value.mean, value.squares]
+        case Figures():
+            return plain_figures(value)
+        case _:
+            return value
 
 
 def _read(record: bytes) -> dict[str, Any]:
@@ -113,8 +90,14 @@ def _read(record: bytes) -> dict[str, Any]:
     return cast("dict[str, Any]", values)
 
 
-def _plain_spread(spread: Spread) -> list[float]:
-    return [spread.num, spread.mean, spread.squares]
+def _common(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a group and of a whole version."""
+    return {
+        "version": values["version"],
+        "num_trajectories": values["num_trajectories"],
+        "num_lost": values["num_lost"],
+        "reward": _spread(values["reward"]),
+    }
 
 
 def _spread(values: Any) -> Spread:

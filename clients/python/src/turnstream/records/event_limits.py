@@ -22,7 +22,7 @@ from turnstream.types import (
 from turnstream.types.names import encode_name
 
 MAX_EVENT_BYTES: Final = 1 << 20
-"""Length of the longest record of an event."""
+"""Longest record of an event."""
 
 MAX_TURNS: Final = 10_000
 """Turns of one trajectory, at most."""
@@ -35,11 +35,7 @@ MAX_NUMBER: Final = 2**31 - 1
 
 
 def check_event(event: Event) -> None:
-    """Check the values that a plan, or a write to the ledger, is made of.
-
-    Raises:
-        CorruptRecordError: a value exceeds its limit; names both.
-    """
+    """Check the values for a plan or the ledger; CorruptRecordError names value and limit."""
     match event:
         case SealedTrajectory():
             check_key(event.key)
@@ -60,21 +56,13 @@ def check_event(event: Event) -> None:
 
 
 def check_num_turns(num_turns: int) -> None:
-    """Check how many turns a seal has, before any of them is decoded.
-
-    Raises:
-        CorruptRecordError: there are more than MAX_TURNS.
-    """
+    """Check the number of turns of a seal, before any of them is decoded."""
     if num_turns > MAX_TURNS:
         raise CorruptRecordError(f"a seal has {num_turns} turns, more than {MAX_TURNS}")
 
 
 def check_key(key: TrajectoryKey) -> None:
-    """Check the name of a trajectory's group, and the numbers of its sample and attempt.
-
-    Raises:
-        CorruptRecordError: no trajectory can have this key.
-    """
+    """Check the name of a trajectory's group, and the numbers of its sample and attempt."""
     _check_name(key.group_id)
     for field, number in (("sample", key.sample), ("attempt", key.attempt)):
         if not 0 <= number <= MAX_NUMBER:

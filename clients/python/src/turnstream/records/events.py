@@ -1,9 +1,9 @@
-"""The events of a run as records: what the plan depends on, in order."""
+"""The events of a run as records: the plan depends on them and on their order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from typing import Any, Final, cast, get_args
 
 from google.protobuf.message import DecodeError
@@ -11,9 +11,8 @@ from google.protobuf.message import DecodeError
 from turnstream.errors import CorruptRecordError, RecordError, UnknownFormatError
 from turnstream.records.event_limits import check_event, check_key, check_num_turns
 from turnstream.records.framing import EVENT, MAJOR_VERSION, read_header, write_frame
-from turnstream.records.keys import by_name, decode_key, decode_trajectory_key, encode_key
-from turnstream.records.seals import decode_seal, encode_seal
 from turnstream.types import (
+    NO_PARENT,
     BatchDue,
     ConfigRevised,
     DeadlineFired,
@@ -29,23 +28,28 @@ from turnstream.types import (
     RunFinished,
     RunReopened,
     SealedTrajectory,
+    Status,
     TrajectoryAbandoned,
     TrajectoryDied,
     TrajectoryKey,
+    TurnShape,
     VersionAnnounced,
+    VersionRun,
 )
 from turnstream.wire.v1 import records_pb2 as wire
 
+_STATUSES: Final = {status.value: status for status in Status}
+
 
 def encode_event(event: Event) -> bytes:
-    """The record of an event; the same event always gives the same bytes.
+    """Return the record of an event; the same event always has the same bytes.
 
     The seal of a trajectory is this record of its SealedTrajectory, both as the last entry of its
     turns and as the event of the run.
     """
-    message = _ENCODERS[type(event)](event)
-    # Maps have no order of their own, and a writer that sends its seal again must send the same.
-    return write_frame(EVENT, message.SerializeToString(deterministic=True))
+    encode = _ENCODERS.get(type(event), _encode_plain)
+    # Maps have no order of their own, and a repeated seal must have the same bytes.
+    return write_frame(EVENT, encode(event).SerializeToString(deterministic=True))
 
 
 def decode_event(record: bytes) -> Event:
@@ -65,17 +69,45 @@ def decode_event(record: bytes) -> Event:
 
 
 def decode_accepted_event(record: bytes) -> Event:
-    """Return an event that a fold has accepted, perhaps in a release that had no limits.
-
-    Raises:
-        CorruptRecordError: the bytes are damaged or contradict themselves.
-        UnknownFormatError: another release wrote the record.
-    """
+    """Return an event that a fold has accepted, perhaps in a release that had no limits."""
     return _decode_message(*_parse(record))
 
 
+def key_of_seal(record: bytes) -> TrajectoryKey | None:
+    """Return the trajectory of a seal that contradicts itself; None for any other record."""
+    try:
+        message = wire.Event.FromString(read_header(record, kind=EVENT))
+        if message.WhichOneof("event") != "trajectory_sealed":
+            return None
+        key = decode_key(message.trajectory_sealed.key)
+        check_key(key)
+    except (DecodeError, RecordError):
+        return None
+    return key
+
+
+def encode_key(key: TrajectoryKey) -> wire.TrajectoryKey:
+    """Return a trajectory's key as a message."""
+    return wire.TrajectoryKey(group_id=key.group_id, sample=key.sample, attempt=key.attempt)
+
+
+def decode_key(message: wire.TrajectoryKey) -> TrajectoryKey:
+    """Return the key of a message; one without a group is a CorruptRecordError."""
+    if not message.group_id:
+        raise CorruptRecordError("a trajectory without a group")
+    return TrajectoryKey(message.group_id, message.sample, message.attempt)
+
+
+def decode_status(text: str) -> Status:
+    """Return the status of that name; an unknown one is a CorruptRecordError."""
+    status = _STATUSES.get(text)
+    if status is None:
+        raise CorruptRecordError(f"{text!r} is no status of a trajectory")
+    return status
+
+
 def _parse(record: bytes) -> tuple[str, Any]:
-    """Return the kind of an event, as the message names it, and its own message."""
+    """Return the name of an event's kind in the message, and its own message."""
     header = read_header(record, kind=EVENT)
     try:
         message = wire.Event.FromString(header)
@@ -89,6 +121,8 @@ def _parse(record: bytes) -> tuple[str, Any]:
 
 def _decode_message(name: str, message: Any) -> Event:
     try:
+        if name in _PLAIN:
+            return _decode_plain(_PLAIN[name], message)
         return _DECODERS[name](message)
     except (RecordError, MemoryError):
         raise
@@ -96,17 +130,35 @@ def _decode_message(name: str, message: Any) -> Event:
         raise CorruptRecordError(f"the values of a {name} event: {error!r}") from error
 
 
-def key_of_seal(record: bytes) -> TrajectoryKey | None:
-    """Return the trajectory of a seal that contradicts itself; None of any other record."""
-    try:
-        message = wire.Event.FromString(read_header(record, kind=EVENT))
-        if message.WhichOneof("event") != "trajectory_sealed":
-            return None
-        key = decode_key(message.trajectory_sealed)
-        check_key(key)
-    except (DecodeError, RecordError):
-        return None
-    return key
+_PLAIN: Final[dict[str, type[Any]]] = {
+    "trajectory_abandoned": TrajectoryAbandoned,
+    "trajectory_died": TrajectoryDied,
+    "version_announced": VersionAnnounced,
+    "refill_granted": RefillGranted,
+    "batch_due": BatchDue,
+    "config_revised": ConfigRevised,
+    "run_reopened": RunReopened,
+    "run_finished": RunFinished,
+    "rolled_back": RolledBack,
+}
+"""Events whose messages have the same class name and the same fields."""
+
+_PLAIN_NAMES: Final = {kind: name for name, kind in _PLAIN.items()}
+
+
+def _encode_plain(event: Event) -> wire.Event:
+    kind = type(event)
+    values = {each.name: getattr(event, each.name) for each in fields(kind)}
+    if "key" in values:
+        values["key"] = encode_key(values["key"])
+    return wire.Event(**{_PLAIN_NAMES[kind]: getattr(wire, kind.__name__)(**values)})
+
+
+def _decode_plain(kind: type[Any], message: Any) -> Event:
+    values = {each.name: getattr(message, each.name) for each in fields(kind)}
+    if "key" in values:
+        values["key"] = decode_key(values["key"])
+    return kind(**values)
 
 
 def _encode_group_opened(event: GroupOpened) -> wire.Event:
@@ -114,11 +166,11 @@ def _encode_group_opened(event: GroupOpened) -> wire.Event:
         group_id=event.group_id,
         prompt_uid=event.prompt_uid,
         num_samples=event.num_samples,
-        # The record of a group that needs them all is that of older releases.
+        # A group that needs all its samples has the record of older releases.
         num_needed=event.num_needed if event.num_needed != event.num_samples else 0,
     )
     if event.purpose is Purpose.EVAL:
-        # An event of its own: a planner that does not know evaluations must not train on them.
+        # A separate event: a planner without evaluations must not train on them.
         return wire.Event(eval_opened=message)
     return wire.Event(group_opened=message)
 
@@ -136,54 +188,8 @@ def _decode_eval_opened(message: wire.GroupOpened) -> GroupOpened:
     return replace(_decode_group_opened(message), purpose=Purpose.EVAL)
 
 
-def _encode_sealed(event: SealedTrajectory) -> wire.Event:
-    return wire.Event(trajectory_sealed=encode_seal(event))
-
-
-def _encode_abandoned(event: TrajectoryAbandoned) -> wire.Event:
-    return wire.Event(
-        trajectory_abandoned=wire.TrajectoryAbandoned(
-            key=encode_key(event.key), reason=event.reason
-        )
-    )
-
-
-def _decode_abandoned(message: wire.TrajectoryAbandoned) -> TrajectoryAbandoned:
-    return TrajectoryAbandoned(key=decode_key(message), reason=message.reason)
-
-
-def _encode_died(event: TrajectoryDied) -> wire.Event:
-    return wire.Event(
-        trajectory_died=wire.TrajectoryDied(key=encode_key(event.key), reason=event.reason)
-    )
-
-
-def _decode_died(message: wire.TrajectoryDied) -> TrajectoryDied:
-    return TrajectoryDied(key=decode_key(message), reason=message.reason)
-
-
-def _encode_announced(event: VersionAnnounced) -> wire.Event:
-    return wire.Event(
-        version_announced=wire.VersionAnnounced(
-            version=event.version,
-            step=event.step,
-            lineage=event.lineage,
-            weights_uri=event.weights_uri,
-        )
-    )
-
-
-def _decode_announced(message: wire.VersionAnnounced) -> VersionAnnounced:
-    return VersionAnnounced(
-        version=message.version,
-        step=message.step,
-        lineage=message.lineage,
-        weights_uri=message.weights_uri,
-    )
-
-
 def _encode_closed(event: RunClosed) -> wire.Event:
-    # The record of a run that ends with a short batch is that of older releases.
+    # A run that ends with a short batch has the record of older releases.
     leftover = "" if event.leftover == "short" else event.leftover
     return wire.Event(run_closed=wire.RunClosed(reason=event.reason, leftover=leftover))
 
@@ -194,30 +200,6 @@ def _decode_closed(message: wire.RunClosed) -> RunClosed:
         what = f"leftover={leftover!r}"
         raise UnknownFormatError("run_closed event", MAJOR_VERSION, MAJOR_VERSION, what)
     return RunClosed(reason=message.reason, leftover=cast("Leftover", leftover))
-
-
-def _encode_reopened(_: RunReopened) -> wire.Event:
-    return wire.Event(run_reopened=wire.RunReopened())
-
-
-def _decode_reopened(_: wire.RunReopened) -> RunReopened:
-    return RunReopened()
-
-
-def _encode_rollback(event: RolledBack) -> wire.Event:
-    return wire.Event(rolled_back=wire.RolledBack(step=event.step))
-
-
-def _decode_rollback(message: wire.RolledBack) -> RolledBack:
-    return RolledBack(step=message.step)
-
-
-def _encode_finished(event: RunFinished) -> wire.Event:
-    return wire.Event(run_finished=wire.RunFinished(step=event.step))
-
-
-def _decode_finished(message: wire.RunFinished) -> RunFinished:
-    return RunFinished(step=message.step)
 
 
 def _encode_deadline(event: DeadlineFired) -> wire.Event:
@@ -231,20 +213,10 @@ def _encode_deadline(event: DeadlineFired) -> wire.Event:
 
 
 def _decode_deadline(message: wire.DeadlineFired) -> DeadlineFired:
-    awaited = decode_trajectory_key(message.awaited) if message.HasField("awaited") else None
+    awaited = decode_key(message.awaited) if message.HasField("awaited") else None
     return DeadlineFired(
         group_id=message.group_id, awaited=awaited, num_refills=message.num_refills
     )
-
-
-def _encode_refill(event: RefillGranted) -> wire.Event:
-    return wire.Event(
-        refill_granted=wire.RefillGranted(key=encode_key(event.key), number=event.number)
-    )
-
-
-def _decode_refill(message: wire.RefillGranted) -> RefillGranted:
-    return RefillGranted(key=decode_key(message), number=message.number)
 
 
 def _encode_reward(event: RewardPosted) -> wire.Event:
@@ -259,26 +231,10 @@ def _encode_reward(event: RewardPosted) -> wire.Event:
 
 def _decode_reward(message: wire.RewardPosted) -> RewardPosted:
     return RewardPosted(
-        key=decode_key(message),
+        key=decode_key(message.key),
         reward=message.reward if message.HasField("reward") else None,
-        reward_components=by_name(message.reward_components),
+        reward_components=_by_name(message.reward_components),
     )
-
-
-def _encode_due(event: BatchDue) -> wire.Event:
-    return wire.Event(batch_due=wire.BatchDue(step=event.step))
-
-
-def _decode_due(message: wire.BatchDue) -> BatchDue:
-    return BatchDue(step=message.step)
-
-
-def _encode_revised(event: ConfigRevised) -> wire.Event:
-    return wire.Event(config_revised=wire.ConfigRevised(revision=event.revision, step=event.step))
-
-
-def _decode_revised(message: wire.ConfigRevised) -> ConfigRevised:
-    return ConfigRevised(revision=message.revision, step=message.step)
 
 
 def _encode_withdrawn(event: PlansWithdrawn) -> wire.Event:
@@ -287,42 +243,139 @@ def _encode_withdrawn(event: PlansWithdrawn) -> wire.Event:
 
 
 def _decode_withdrawn(message: wire.PlansWithdrawn) -> PlansWithdrawn:
-    dead = tuple(decode_trajectory_key(key) for key in message.dead)
-    return PlansWithdrawn(step=message.step, dead=dead)
+    return PlansWithdrawn(step=message.step, dead=tuple(map(decode_key, message.dead)))
+
+
+def _encode_seal(event: SealedTrajectory) -> wire.Event:
+    versions = event.turn_versions or ((),) * len(event.turns)
+    anchors = event.anchors or (None,) * len(event.turns)
+    turns = zip(
+        *(event.turns, event.turn_rewards, event.payload_crcs, versions, anchors), strict=True
+    )
+    seal = wire.TrajectorySealed(  # an empty map costs a microsecond, None nothing
+        key=encode_key(event.key),
+        lease_epoch=event.lease_epoch,
+        status=event.status.value,
+        reward=event.reward,
+        reward_components=event.reward_components or None,
+        turns=[
+            wire.TurnShape(
+                parent_turn=shape.parent_turn,
+                shared_tokens=shape.shared_tokens,
+                num_new_prompt_tokens=shape.num_new_prompt_tokens,
+                num_response_tokens=shape.num_response_tokens,
+                num_trained_tokens=shape.num_trained_tokens,
+                reward=reward,
+                payload_crc=crc,
+                trained_versions=[wire.VersionRun(version=v, count=n) for v, n in own],
+                anchor=anchor,
+            )
+            for shape, reward, crc, own, anchor in turns
+        ],
+        oldest_version=event.oldest_version,
+        newest_version=event.newest_version,
+        num_payload_bytes=event.num_payload_bytes,
+        has_logprobs=event.has_logprobs,
+        sampling=event.sampling or None,
+        tags=event.tags or None,
+        metrics=event.metrics or None,
+        awaits_reward=event.awaits_reward,
+    )
+    return wire.Event(trajectory_sealed=seal)
+
+
+def _decode_seal(message: wire.TrajectorySealed) -> SealedTrajectory:
+    shapes: list[TurnShape] = []
+    for turn in message.turns:
+        shape = TurnShape(
+            turn.parent_turn,
+            turn.shared_tokens,
+            turn.num_new_prompt_tokens,
+            turn.num_response_tokens,
+            turn.num_trained_tokens,
+        )
+        _check_shape(shape, earlier=shapes)
+        shapes.append(shape)
+    anchors = [turn.anchor if turn.HasField("anchor") else None for turn in message.turns]
+    return SealedTrajectory(
+        key=decode_key(message.key),
+        lease_epoch=message.lease_epoch,
+        status=decode_status(message.status),
+        reward=message.reward if message.HasField("reward") else None,
+        reward_components=_by_name(message.reward_components),
+        turns=tuple(shapes),
+        turn_rewards=tuple([turn.reward for turn in message.turns]),
+        payload_crcs=tuple([turn.payload_crc for turn in message.turns]),
+        anchors=() if set(anchors) <= {None} else tuple(anchors),
+        turn_versions=_decode_versions(message, shapes),
+        oldest_version=message.oldest_version if message.HasField("oldest_version") else None,
+        newest_version=message.newest_version if message.HasField("newest_version") else None,
+        num_payload_bytes=message.num_payload_bytes,
+        has_logprobs=message.has_logprobs,
+        sampling=_by_name(message.sampling),
+        tags=_by_name(message.tags),
+        metrics=_by_name(message.metrics),
+        awaits_reward=message.awaits_reward,
+    )
+
+
+def _decode_versions(
+    message: wire.TrajectorySealed, shapes: list[TurnShape]
+) -> tuple[tuple[VersionRun, ...], ...]:
+    versions: list[tuple[VersionRun, ...]] = []
+    for turn in message.turns:
+        runs = turn.trained_versions
+        versions.append(
+            tuple([VersionRun(r.version if r.HasField("version") else None, r.count) for r in runs])
+        )
+    if not any(versions):
+        return ()
+    for index, (own, shape) in enumerate(zip(versions, shapes, strict=True)):
+        num_tokens = sum([run.num_tokens for run in own])
+        if num_tokens != shape.num_trained_tokens:
+            raise CorruptRecordError(
+                f"turn {index} of a seal trains {shape.num_trained_tokens} tokens, "
+                f"and its versions sampled {num_tokens}"
+            )
+    return tuple(versions)
+
+
+def _check_shape(shape: TurnShape, *, earlier: list[TurnShape]) -> None:
+    parent = shape.parent_turn
+    if not NO_PARENT <= parent < len(earlier):
+        raise CorruptRecordError(f"turn {len(earlier)} of a seal has the parent {parent}")
+    num_shareable = 0 if parent == NO_PARENT else earlier[parent].num_tokens
+    if shape.shared_tokens > num_shareable:
+        raise CorruptRecordError(
+            f"turn {len(earlier)} of a seal shares {shape.shared_tokens} tokens "
+            f"of {num_shareable} in turn {parent}"
+        )
+    if shape.num_trained_tokens > shape.num_response_tokens:
+        raise CorruptRecordError(
+            f"turn {len(earlier)} of a seal trains {shape.num_trained_tokens} "
+            f"of {shape.num_response_tokens} response tokens"
+        )
+
+
+def _by_name(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the map in order of name: maps of a message have no order of their own."""
+    return dict(sorted(values.items())) if values else {}
 
 
 _ENCODERS: Final[dict[type, Callable[[Any], wire.Event]]] = {
     GroupOpened: _encode_group_opened,
-    SealedTrajectory: _encode_sealed,
-    TrajectoryAbandoned: _encode_abandoned,
-    TrajectoryDied: _encode_died,
-    VersionAnnounced: _encode_announced,
+    SealedTrajectory: _encode_seal,
     RunClosed: _encode_closed,
     DeadlineFired: _encode_deadline,
-    RefillGranted: _encode_refill,
     RewardPosted: _encode_reward,
-    BatchDue: _encode_due,
-    ConfigRevised: _encode_revised,
-    RunReopened: _encode_reopened,
-    RunFinished: _encode_finished,
-    RolledBack: _encode_rollback,
     PlansWithdrawn: _encode_withdrawn,
 }
 _DECODERS: Final[dict[str, Callable[[Any], Event]]] = {
     "group_opened": _decode_group_opened,
-    "trajectory_sealed": decode_seal,
-    "trajectory_abandoned": _decode_abandoned,
-    "trajectory_died": _decode_died,
-    "version_announced": _decode_announced,
+    "eval_opened": _decode_eval_opened,
+    "trajectory_sealed": _decode_seal,
     "run_closed": _decode_closed,
     "deadline_fired": _decode_deadline,
-    "refill_granted": _decode_refill,
     "reward_posted": _decode_reward,
-    "batch_due": _decode_due,
-    "eval_opened": _decode_eval_opened,
-    "config_revised": _decode_revised,
-    "run_reopened": _decode_reopened,
-    "run_finished": _decode_finished,
-    "rolled_back": _decode_rollback,
     "plans_withdrawn": _decode_withdrawn,
 }

@@ -1,4 +1,4 @@
-"""Tags and metrics that were summed up, as part of a manifest and as plain values."""
+"""Sums of tags and metrics, as part of a manifest and as plain values."""
 
 from __future__ import annotations
 
@@ -13,25 +13,22 @@ _OF_VALUE: Final = ("num_trajectories", "num_rewarded", "reward_total")
 
 
 def encode_figures(figures: Figures) -> wire.Figures | None:
-    """The message; None where there is nothing to say, as in records of older releases."""
+    """Return the message; None for empty ones, as in records of older releases."""
     if not figures:
         return None
     return wire.Figures(
         metrics=[
-            wire.MetricFigures(
-                name=name,
-                num_trajectories=each.num_trajectories,
-                total=each.total,
-                minimum=each.minimum,
-                maximum=each.maximum,
-            )
+            wire.MetricFigures(name=name, **_parts(each, _OF_METRIC))
             for name, each in figures.metrics.items()
         ],
         tags=[
             wire.TagFigures(
                 name=name,
-                values=[_encode_value(text, each) for text, each in tag.values.items()],
-                other=None if tag.other is None else _encode_value("", tag.other),
+                values=[
+                    wire.ValueFigures(value=text, **_parts(each, _OF_VALUE))
+                    for text, each in tag.values.items()
+                ],
+                other=tag.other and wire.ValueFigures(**_parts(tag.other, _OF_VALUE)),
             )
             for name, tag in figures.tags.items()
         ],
@@ -40,21 +37,15 @@ def encode_figures(figures: Figures) -> wire.Figures | None:
 
 
 def decode_figures(message: wire.Figures) -> Figures:
-    """What `encode_figures` was given."""
+    """Return the statistics of a message."""
     return Figures(
-        metrics={
-            each.name: MetricFigures(
-                num_trajectories=each.num_trajectories,
-                total=each.total,
-                minimum=each.minimum,
-                maximum=each.maximum,
-            )
-            for each in message.metrics
-        },
+        metrics={each.name: MetricFigures(**_parts(each, _OF_METRIC)) for each in message.metrics},
         tags={
             each.name: TagFigures(
-                values={one.value: _decode_value(one) for one in each.values},
-                other=_decode_value(each.other) if each.HasField("other") else None,
+                values={one.value: ValueFigures(**_parts(one, _OF_VALUE)) for one in each.values},
+                other=ValueFigures(**_parts(each.other, _OF_VALUE))
+                if each.HasField("other")
+                else None,
             )
             for each in message.tags
         },
@@ -63,28 +54,24 @@ def decode_figures(message: wire.Figures) -> Figures:
 
 
 def plain_figures(figures: Figures) -> dict[str, Any]:
-    """The same as values that JSON has; sums and not means, so that nothing is rounded."""
-    return {
-        "metrics": {
-            name: {part: getattr(each, part) for part in _OF_METRIC}
-            for name, each in figures.metrics.items()
-        },
-        "tags": {
-            name: {
-                "values": {text: _plain_value(each) for text, each in tag.values.items()},
-                "other": None if tag.other is None else _plain_value(tag.other),
-            }
-            for name, tag in figures.tags.items()
-        },
-        "num_left_out": figures.num_left_out,
-    }
+    """Return the statistics as JSON values: sums and not means, so that nothing is rounded."""
+    return _as_json(figures, of_metric=_OF_METRIC, of_value=_OF_VALUE)
+
+
+def shown_figures(figures: Figures) -> dict[str, Any]:
+    """Return the statistics as JSON values for people and their tools: means in place of sums."""
+    return _as_json(
+        figures,
+        of_metric=("num_trajectories", "mean", "minimum", "maximum"),
+        of_value=("num_trajectories", "reward_mean"),
+    )
 
 
 def figures_of_plain(values: Mapping[str, Any]) -> Figures:
-    """What `plain_figures` was given.
+    """Return the statistics of `plain_figures`.
 
     Raises:
-        KeyError, TypeError, AttributeError: the values are no figures.
+        KeyError, TypeError, AttributeError: the values are no statistics.
     """
     return Figures(
         metrics={
@@ -93,31 +80,29 @@ def figures_of_plain(values: Mapping[str, Any]) -> Figures:
         },
         tags={
             name: TagFigures(
-                values={text: _value_of(each) for text, each in tag["values"].items()},
-                other=None if tag["other"] is None else _value_of(tag["other"]),
+                values={
+                    text: ValueFigures(**_numbers(each, _OF_VALUE))
+                    for text, each in tag["values"].items()
+                },
+                other=None
+                if tag["other"] is None
+                else ValueFigures(**_numbers(tag["other"], _OF_VALUE)),
             )
             for name, tag in values["tags"].items()
         },
-        num_left_out=_numbers(values, ("num_left_out",))["num_left_out"],
+        **_numbers(values, ("num_left_out",)),
     )
 
 
-def shown_figures(figures: Figures) -> dict[str, Any]:
-    """The same as JSON for people and their tools: means in place of sums."""
+def _as_json(
+    figures: Figures, *, of_metric: tuple[str, ...], of_value: tuple[str, ...]
+) -> dict[str, Any]:
     return {
-        "metrics": {
-            name: {
-                "num_trajectories": each.num_trajectories,
-                "mean": each.mean,
-                "minimum": each.minimum,
-                "maximum": each.maximum,
-            }
-            for name, each in figures.metrics.items()
-        },
+        "metrics": {name: _parts(each, of_metric) for name, each in figures.metrics.items()},
         "tags": {
             name: {
-                "values": {text: _shown_value(each) for text, each in tag.values.items()},
-                "other": None if tag.other is None else _shown_value(tag.other),
+                "values": {text: _parts(each, of_value) for text, each in tag.values.items()},
+                "other": tag.other and _parts(tag.other, of_value),
             }
             for name, tag in figures.tags.items()
         },
@@ -125,37 +110,12 @@ def shown_figures(figures: Figures) -> dict[str, Any]:
     }
 
 
-def _shown_value(figures: ValueFigures) -> dict[str, Any]:
-    return {"num_trajectories": figures.num_trajectories, "reward_mean": figures.reward_mean}
-
-
-def _encode_value(text: str, figures: ValueFigures) -> wire.ValueFigures:
-    return wire.ValueFigures(
-        value=text,
-        num_trajectories=figures.num_trajectories,
-        num_rewarded=figures.num_rewarded,
-        reward_total=figures.reward_total,
-    )
-
-
-def _decode_value(message: wire.ValueFigures) -> ValueFigures:
-    return ValueFigures(
-        num_trajectories=message.num_trajectories,
-        num_rewarded=message.num_rewarded,
-        reward_total=message.reward_total,
-    )
-
-
-def _plain_value(figures: ValueFigures) -> dict[str, Any]:
-    return {part: getattr(figures, part) for part in _OF_VALUE}
-
-
-def _value_of(values: Mapping[str, Any]) -> ValueFigures:
-    return ValueFigures(**_numbers(values, _OF_VALUE))
+def _parts(value: object, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
 
 
 def _numbers(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """The values of these names, each a number of the kind that its name says."""
+    """Return the values of these names; names with `num_` need integers."""
     for name in names:
         value = cast("object", values[name])
         kinds = int if name.startswith("num_") else (int, float)

@@ -14,9 +14,9 @@
             b      body: raw little-endian arrays, as the header declares them
             4      CRC-32 (zlib) of everything before it, unsigned, little-endian
 
-A newer minor version adds header fields or arrays: readers skip what they do not know, and services
-hand on the stored bytes instead of encoding them again, so nothing is lost. A newer major version
-is refused by name; the frame and its checksum are the same in all of them.
+A newer minor version adds header fields or arrays. Readers skip unknown ones, and services pass on
+the stored bytes without encoding them again, so nothing is lost. A newer major version is refused
+by name; the frame and its checksum are the same in all versions.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _CRC: Final = struct.Struct("<I")
 
 
 class Frame(NamedTuple):
-    """A checked record: its protobuf header, and where in `record` its body lies."""
+    """A checked record: its protobuf header, and the position of its body."""
 
     header: bytes
     body_start: int
@@ -64,7 +64,7 @@ class Frame(NamedTuple):
 
 
 def write_frame(kind: bytes, header: bytes, body: Iterable[NDArray[Any]] = ()) -> bytes:
-    """Frame a header and contiguous little-endian arrays; every array is copied once."""
+    """Return the record of a header and contiguous little-endian arrays; each is copied once."""
     prefix = _PREFIX.pack(b"TS", kind, MAJOR_VERSION, len(header))
     parts: list[Any] = [prefix, header, bytes(-len(header) % 8), *body]
     crc = 0
@@ -75,7 +75,7 @@ def write_frame(kind: bytes, header: bytes, body: Iterable[NDArray[Any]] = ()) -
 
 
 def read_frame(record: bytes, *, kind: bytes) -> Frame:
-    """Check a record's frame and checksum.
+    """Return the frame of a record after a check of frame and checksum.
 
     Raises:
         UnknownFormatError: its major version is newer than this code.
@@ -91,7 +91,7 @@ def read_frame(record: bytes, *, kind: bytes) -> Frame:
     (crc,) = _CRC.unpack_from(record, body_stop)
     if zlib.crc32(memoryview(record)[:body_stop]) != crc:
         raise CorruptRecordError(f"the checksum of a {name} record of {len(record)} bytes differs")
-    # Only behind the checksum: damage must not look like a newer release.
+    # After the checksum: damage must not look like a newer release.
     check_format(name, version, newest=MAJOR_VERSION)
     header_stop = _PREFIX.size + num_header_bytes
     body_start = header_stop + -num_header_bytes % 8
@@ -103,17 +103,11 @@ def read_frame(record: bytes, *, kind: bytes) -> Frame:
 
 
 def check_format(record: str, found: object, *, newest: int, oldest: int = 0) -> None:
-    """Refuse a format that this release does not read.
-
-    Args:
-        record: the name of the stored state.
-        found: its format, as it was stored.
-        newest: the newest format that this release reads.
-        oldest: the oldest one.
+    """Refuse a format outside the range of this release; `record` names the stored state.
 
     Raises:
         UnknownFormatError: another release wrote it.
-        CorruptRecordError: it is not a number.
+        CorruptRecordError: the format is not a number.
     """
     if not isinstance(found, int) or isinstance(found, bool):
         raise CorruptRecordError(f"{record}: its format is {found!r}")
@@ -122,7 +116,7 @@ def check_format(record: str, found: object, *, newest: int, oldest: int = 0) ->
 
 
 def read_header(record: bytes, *, kind: bytes) -> bytes:
-    """The header of a record without arrays, checked as in `read_frame`."""
+    """Return the header of a record without arrays, checked as in `read_frame`."""
     frame = read_frame(record, kind=kind)
     if frame.body_start != frame.body_stop:
         raise CorruptRecordError(
@@ -132,6 +126,6 @@ def read_header(record: bytes, *, kind: bytes) -> bytes:
 
 
 def record_crc(record: bytes) -> int:
-    """The CRC-32 that a record carries in its last four bytes, unchecked."""
+    """Return the CRC-32 in the last four bytes of a record, unchecked."""
     (crc,) = _CRC.unpack_from(record, len(record) - _CRC.size)
     return crc

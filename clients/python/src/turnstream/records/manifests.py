@@ -1,4 +1,4 @@
-"""Manifests as records. The hash of a batch is the hash of its manifest's record, as stored."""
+"""Manifests as records. The hash of a batch is the hash of its manifest's stored record."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from turnstream.batching.plan import (
     TrajectoryPlan,
 )
 from turnstream.errors import CorruptRecordError
+from turnstream.records.events import decode_key, decode_status, encode_key
 from turnstream.records.figures import decode_figures, encode_figures
 from turnstream.records.framing import MANIFEST, read_header, write_frame
-from turnstream.records.keys import decode_key, decode_status, encode_key
 from turnstream.types import Denominators
 from turnstream.wire.v1 import records_pb2 as wire
 
+_MINI_BATCH = ("first_group", "num_groups", "first_row_id", "num_rows", "width", "response_width")
+
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The record of a manifest; the same plan always gives the same bytes."""
+    """Return the record of a manifest; the same plan always has the same bytes."""
     message = wire.Manifest(
         run=manifest.run,
         step=manifest.step,
@@ -41,7 +43,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(record: bytes) -> Manifest:
-    """The manifest of a record.
+    """Return the manifest of a record.
 
     Raises:
         CorruptRecordError: the bytes are damaged or contradict themselves.
@@ -71,7 +73,7 @@ def decode_manifest(record: bytes) -> Manifest:
 
 
 def manifest_hash(record: bytes) -> str:
-    """Hex SHA-256 of a manifest's record: the batch's name in the chain."""
+    """Return the hex SHA-256 of a manifest's record: the batch's name in the chain."""
     return hashlib.sha256(record).hexdigest()
 
 
@@ -120,7 +122,7 @@ def _decode_trajectory(message: wire.TrajectoryPlan) -> TrajectoryPlan:
             f"{len(message.turn_advantages)} advantages for {len(message.payload_crcs)} turns"
         )
     return TrajectoryPlan(
-        key=decode_key(message),
+        key=decode_key(message.key),
         status=decode_status(message.status),
         reward=message.reward,
         advantage=message.advantage,
@@ -161,39 +163,20 @@ def _decode_sequence(message: wire.SequenceShape) -> SequenceShape:
 
 
 def _encode_mini_batch(plan: MiniBatchPlan) -> wire.MiniBatchPlan:
-    return wire.MiniBatchPlan(
-        first_group=plan.first_group,
-        num_groups=plan.num_groups,
-        first_row_id=plan.first_row_id,
-        num_rows=plan.num_rows,
-        width=plan.width,
-        response_width=plan.response_width,
-        denominators=wire.Denominators(**plan.denominators._asdict()),
-    )
+    numbers = {name: getattr(plan, name) for name in _MINI_BATCH}
+    denominators = wire.Denominators(**plan.denominators._asdict())
+    return wire.MiniBatchPlan(**numbers, denominators=denominators)
 
 
 def _decode_mini_batch(message: wire.MiniBatchPlan) -> MiniBatchPlan:
-    denominators = message.denominators
-    return MiniBatchPlan(
-        first_group=message.first_group,
-        num_groups=message.num_groups,
-        first_row_id=message.first_row_id,
-        num_rows=message.num_rows,
-        width=message.width,
-        response_width=message.response_width,
-        denominators=Denominators(
-            num_tokens=denominators.num_tokens,
-            num_sequences=denominators.num_sequences,
-            num_trajectories=denominators.num_trajectories,
-            num_groups=denominators.num_groups,
-            weight_sum=denominators.weight_sum,
-            length_constant=denominators.length_constant,
-        ),
-    )
+    numbers = {name: getattr(message, name) for name in _MINI_BATCH}
+    counted = message.denominators
+    denominators = Denominators(*(getattr(counted, name) for name in Denominators._fields))
+    return MiniBatchPlan(**numbers, denominators=denominators)
 
 
 def _check_mini_batches(manifest: Manifest) -> None:
-    """Every group is in one mini-batch, in order, and the rows are numbered without a gap."""
+    """Check that every group is in one mini-batch, in order, and that row ids have no gap."""
     if not manifest.mini_batches:
         raise CorruptRecordError(f"the manifest of step {manifest.step} has no mini-batch")
     next_group = 0

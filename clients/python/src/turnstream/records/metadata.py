@@ -1,7 +1,7 @@
-"""What is said of a mini-batch beside its rows, as the metadata of an Arrow schema.
+"""The description of a mini-batch as metadata of an Arrow schema.
 
-Canonical: keys sorted, text as it is, everything else as compact JSON with sorted keys. Keys that
-this release does not know are ignored.
+Canonical: keys sorted, text unchanged, everything else as compact JSON with sorted keys. Unknown
+keys are ignored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LAYOUT: Final = ("width", "response_width", "pad_token_id", "alignment")
 
 
 def encode_info(info: MiniBatchInfo) -> dict[bytes, bytes]:
-    """The metadata, in order of key."""
+    """Return the metadata, in order of key."""
     layout = {name: getattr(info, name) for name in _LAYOUT}
     values: dict[str, Any] = {
         "format": MAJOR_VERSION,
@@ -48,7 +48,7 @@ def encode_info(info: MiniBatchInfo) -> dict[bytes, bytes]:
         "denominators": info.denominators._asdict(),
         "micro_batches": info.micro_batches,
     }
-    if info.figures:  # what says nothing is not said, as in batches of older releases
+    if info.figures:  # absent if empty, as in batches of older releases
         values["figures"] = plain_figures(info.figures)
     return {
         name.encode(): value.encode() if name in _TEXTS else _json(value)
@@ -57,7 +57,7 @@ def encode_info(info: MiniBatchInfo) -> dict[bytes, bytes]:
 
 
 def decode_info(metadata: Mapping[bytes, bytes]) -> MiniBatchInfo:
-    """What `encode_info` said.
+    """Return the description of a mini-batch from its metadata.
 
     Raises:
         CorruptRecordError: a key is missing, or its value is not of its kind.

@@ -1,6 +1,6 @@
 """Snapshot of a planner as a record, from which its successor resumes.
 
-The content is JSON, compressed. Values are written with their kinds, and objects with the names of
+The content is compressed JSON. Values are written with their kinds, and objects with the names of
 their class and of their public fields. Examples::
 
     {"g": (1, None)}       ["d", ["g", ["t", 1, null]]]
@@ -50,15 +50,15 @@ class PlannerSnapshot:
     """Content of a planner, by the names under which it is stored.
 
     Attributes:
-        position: id of the last event that the planner has folded in.
+        position: id of the last folded event.
         step: the last plan whose groups the fold has taken; 0 before the first.
         manifest_hash: hash of that plan.
         next_row_id: first row id of the next batch.
         fold: content of the fold.
-        versions: announced version -> the step after which it was made.
+        versions: announced version -> the last step in its weights.
         lineage: lineage of the last announced version; "" before the first.
-        config_revision: revision of the config in force.
-        revised_at: id of the event that put it in force.
+        config_revision: revision of the present config.
+        revised_at: id of the event with this revision.
     """
 
     position: str

@@ -1,7 +1,7 @@
 """Errors as gRPC and HTTP statuses and back. One table, total in both directions.
 
-Our own details (JSON with the class and its arguments) restore the very error. A status without
-them, from a proxy or a library, gives the error that tells a caller the same thing to do.
+Details of Turnstream (JSON with the class and its arguments) restore the exact error. A status
+without them, from a proxy or a library, becomes an error with the same remedy.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from turnstream.errors import TurnstreamError
 MAX_TEXT = 1_000
 """Characters of one text argument in the details: gRPC puts them in a header, limited to 8 KB."""
 
-
 MAX_DETAILS = 6_000
-"""Characters of the details, where an argument that is a list can be made shorter for it."""
+"""Characters of the details, as far as shorter lists can achieve it."""
 
 MAX_PARTS = 8
-"""Of one argument that is a list or has named parts."""
+"""Parts of one argument that is a list or a mapping."""
 
 MAX_NAME = 64
 
@@ -97,12 +96,12 @@ _ERRORS_OF_HTTP: Final[dict[int, type[TurnstreamError]]] = {
 
 
 def error_to_status(error: TurnstreamError) -> tuple[str, str]:
-    """The name of the gRPC status code, such as "NOT_FOUND", and details that restore the error."""
-    return _status_of(error).grpc, _details(error)
+    """Return the gRPC status code, such as "NOT_FOUND", and details that restore the error."""
+    return _STATUSES[_kind_of(error)].grpc, _details(error)
 
 
 def status_to_error(code: str, details: str) -> TurnstreamError:
-    """The error of a gRPC status, from our details or else from the name of the code alone."""
+    """Return the error of a gRPC status, from its details or from the code alone."""
     restored = _restore(details)
     if restored is not None:
         return restored
@@ -111,12 +110,12 @@ def status_to_error(code: str, details: str) -> TurnstreamError:
 
 
 def error_to_http_status(error: TurnstreamError) -> tuple[int, str]:
-    """The HTTP status code, and the same details as for gRPC."""
-    return _status_of(error).http, _details(error)
+    """Return the HTTP status code, and the same details as for gRPC."""
+    return _STATUSES[_kind_of(error)].http, _details(error)
 
 
 def http_status_to_error(status: int, details: str) -> TurnstreamError:
-    """The error of an HTTP status, from our details or else from the number alone."""
+    """Return the error of an HTTP status, from its details or from the number alone."""
     restored = _restore(details)
     if restored is not None:
         return restored
@@ -126,13 +125,13 @@ def http_status_to_error(status: int, details: str) -> TurnstreamError:
     return kind(_fallback_text(details, name=f"HTTP {status}"))
 
 
-def _status_of(error: TurnstreamError) -> _Status:
-    """The status of the error's class, or of the nearest base of a class from elsewhere."""
-    return next(_STATUSES[kind] for kind in type(error).__mro__ if kind in _STATUSES)
+def _kind_of(error: TurnstreamError) -> type[TurnstreamError]:
+    """Return the error's class, or the nearest base with a status."""
+    return next(kind for kind in type(error).__mro__ if kind in _STATUSES)
 
 
 def _details(error: TurnstreamError) -> str:
-    kind = next(kind for kind in type(error).__mro__ if kind in _STATUSES)
+    kind = _kind_of(error)
     arguments = [_short(argument) for argument in error.args]
     lists = [cast("list[Any]", part) for part in arguments if isinstance(part, list)]
     while len(text := _dumped(kind, arguments)) > MAX_DETAILS and any(lists):
@@ -157,7 +156,7 @@ def _short(argument: Any) -> object:
 
 
 def _restore(details: str) -> TurnstreamError | None:
-    """The error that our details name; None if they are not ours, or of a newer release."""
+    """Return the error in the details; None for other text, or details of a newer release."""
     kinds = {kind.__name__: kind for kind in _STATUSES}
     try:
         content: Any = json.loads(details)

@@ -2,8 +2,7 @@
 
 The arrays are, in this order: token_ids int32 (new prompt tokens, then the response), logprobs
 float32, rewards float32, loss_mask uint8, then the extra columns in order of name, of any type. A
-mask of ones and rewards of zeros say nothing and are left out, so that the same turn always gives
-the same bytes.
+mask of ones and rewards of zeros are left out, so that the same turn always has the same bytes.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from turnstream.types.extras import EXTRA_DTYPES
 from turnstream.wire.v1 import records_pb2 as wire
 
 EXTRA_PREFIX: Final = "extra."
-"""Before the name of an extra column, so that it never meets an array of ours."""
+"""Prefix of extra columns: their names differ from those of all other arrays."""
 
 
 class _ArrayType(NamedTuple):
     dtype: np.dtype[Any]
-    name: str  # as on the wire; asking a dtype for its name costs a microsecond
+    name: str  # as on the wire; the name of a dtype costs a microsecond
 
 
 _TYPES: Final = {
@@ -40,10 +39,10 @@ _TYPES: Final = {
 
 
 def encode_turn(turn: StoredTurn) -> bytes:
-    """The record of a turn; its last four bytes are what `decode_turn` gives as `payload_crc`.
+    """Return the record of a turn; its last four bytes are the `payload_crc` of `decode_turn`.
 
     Raises:
-        InvalidTurnError: a field has another dtype or length than StoredTurn says.
+        InvalidTurnError: a field has another dtype or length than in StoredTurn.
     """
     contradiction = _contradiction(turn)
     if contradiction:
@@ -74,7 +73,7 @@ def encode_turn(turn: StoredTurn) -> bytes:
 
 
 def decode_turn(record: bytes) -> StoredTurn:
-    """The turn of a record; its arrays are read-only views into `record`.
+    """Return the turn of a record; its arrays are read-only views into `record`.
 
     Raises:
         CorruptRecordError: the bytes are damaged or contradict themselves.
@@ -121,7 +120,7 @@ def _arrays_worth_sending(turn: StoredTurn) -> Iterable[tuple[str, NDArray[Any]]
 def _views(
     record: bytes, frame: Frame, specs: Iterable[wire.ArraySpec]
 ) -> tuple[dict[str, NDArray[Any]], dict[str, ExtraPiece]]:
-    """The arrays that this release knows, and extra columns; others are passed over."""
+    """Return the known arrays, and the extra columns; skip others."""
     arrays: dict[str, NDArray[Any]] = {}
     extras: dict[str, ExtraPiece] = {}
     start = frame.body_start
@@ -149,7 +148,7 @@ def _views(
     return arrays, extras
 
 
-# Looked up, not parsed: numpy takes "2f4" and much more for a type, or fails in its own ways.
+# A table: numpy accepts "2f4" and much more as a type, or raises other errors.
 _VALUE_BYTES: Final = {np.dtype(code).name: np.dtype(code).itemsize for code in "?bBhHiIqQefd"}
 
 
@@ -166,7 +165,7 @@ def _version_runs(runs: Iterable[wire.VersionRun]) -> Iterable[VersionRun]:
 
 
 def _contradiction(turn: StoredTurn) -> tuple[str, str] | None:
-    """The first field that disagrees with the others, and how; None if all agree."""
+    """Return the first field with a contradiction, and its text; None if there is none."""
     num_response = turn.num_response_tokens
     if not NO_PARENT <= turn.parent_turn < turn.index:
         return "parent_turn", f"{turn.parent_turn} is not before turn {turn.index}"
