@@ -1,11 +1,11 @@
-r"""Conversations as token ids, in ChatML: every message is written by itself.
+r"""Conversations as token ids, in ChatML: every message is encoded separately.
 
 ::
 
     <|im_start|>ROLE\nTEXT<|im_end|>\n
 
-Both marks are special tokens, so no token reaches over the border of two messages, and encoding
-each message once equals encoding every prefix afresh: a conversation of T turns costs O(T).
+Both marks are special tokens, so no token spans two messages. Joined encodings of messages equal
+the encoding of the joined text, and a conversation of T turns costs O(T).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REPLY_HEADER = f"{START}assistant\n"
 
 
 class ChatTokenizer:
-    """Turns recordings into the token ids that a generator would have seen and sampled."""
+    """Encodes recordings as the token ids of a generator."""
 
     def __init__(self, tokenizer: Tokenizer, *, pad_token_id: int) -> None:
         self._tokenizer = tokenizer
@@ -35,17 +35,16 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> ChatTokenizer:
-        """The tokenizer of a model folder: `tokenizer.json`, and the configuration beside it.
+        """Return the tokenizer of a model folder: `tokenizer.json` and its configuration.
 
-        Raises:
-            RecordError: there is none, it cannot be read, or it has no ChatML tokens.
+        A missing or unreadable one, or one without ChatML tokens, is a RecordError.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise RecordError(f"{folder}: has no tokenizer.json")
         try:
             tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # nothing narrower: the library raises Exception itself
+        except Exception as error:  # the library raises Exception itself
             raise RecordError(f"{path}: not a tokenizer: {error}") from error
         for token in (START, END):
             if tokenizer.token_to_id(token) is None:
@@ -54,15 +53,15 @@ class ChatTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One above the largest token id: rows of an embedding table that serves all of them."""
+        """One above the largest token id: the rows of an embedding table for all of them."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode_turns(self, recording: Recording) -> list[Turn]:
-        """Every turn with its full prompt.
+        """Return every turn with its full prompt.
 
-        The prompt is the conversation so far and the header of a reply. The response is the
-        reply and its end mark, encoded by itself, as a model samples it token by token; where
-        that differs from the same text inside the next prompt, the turns do not join.
+        The prompt is the conversation so far and the header of a reply. The response is the reply
+        and its end mark, encoded separately, as a model samples it. If that differs from the same
+        text inside the next prompt, the turns do not join.
         """
         if not recording.turns:
             return []
@@ -84,7 +83,7 @@ def _written(message: Message) -> str:
 
 
 def _pad_token_id(folder: Path, tokenizer: Tokenizer) -> int:
-    """The id of the configured padding token; 0 where the folder names none."""
+    """Return the id of the configured padding token; 0 without one."""
     path = folder / "tokenizer_config.json"
     token = None
     if path.is_file():

@@ -15,8 +15,7 @@ from turnstream.store.configs import open_run
 from turnstream.store.connection import connect
 from turnstream_server.generators.environments.guessing import GuessingGame
 from turnstream_server.generators.newest_policy import NewestPolicy
-from turnstream_server.generators.playing import Player
-from turnstream_server.generators.visits import VisitPlan, Visits
+from turnstream_server.generators.playing import Player, Visits
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +32,11 @@ class LiveGeneratorConfig:
         game: the environment.
         group_size: trajectories of a group, which share one secret number.
         groups_per_round: groups played together as one batch of episodes.
-        temperature: of sampling.
-        seed: of the secrets and the sampling; generators of one run take different ones.
-        max_groups: stops after so many groups; 0 goes on until the run is closed.
-        num_threads: of torch; 0 leaves torch's own choice.
-        timeout_s: longest wait for the first weights, and for leave to open a group.
+        temperature: sampling temperature.
+        seed: seed of secrets and sampling, different in every generator of a run.
+        max_groups: stops after so many groups; 0 continues until the run is closed.
+        num_threads: threads of torch; 0 takes torch's default.
+        timeout_s: longest wait for the first weights, and for the admission of a group.
     """
 
     redis_url: str
@@ -63,10 +62,7 @@ class LiveGeneratorConfig:
 def run_live_generator(config: LiveGeneratorConfig) -> int:
     """Play until the run is closed, `max_groups` are played or SIGTERM or SIGINT comes.
 
-    Games that a signal interrupts are abandoned, which the run is told.
-
-    Returns:
-        The exit status: 0.
+    Games that a signal interrupts are abandoned. Return the exit status: 0.
     """
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
@@ -75,11 +71,7 @@ def run_live_generator(config: LiveGeneratorConfig) -> int:
 
 
 async def generate(config: LiveGeneratorConfig) -> None:
-    """Play until the run is closed or `max_groups` are played.
-
-    Raises:
-        TurnstreamError: no weights came, or the store was away for too long.
-    """
+    """Play until the run is closed or `max_groups` are played."""
     try:
         with connect(config.redis_url) as client:
             config = replace(config, run=open_run(client, config.run))
@@ -87,7 +79,7 @@ async def generate(config: LiveGeneratorConfig) -> None:
             await policy.wait_for_first(timeout_s=config.timeout_s)
             await _play_rounds(config, policy)
     except BaseExceptionGroup as errors:
-        # Of the tasks of one generator, all stopped by the first error.
+        # The first error stops all tasks of a generator.
         raise _first(errors) from errors
 
 
@@ -102,7 +94,16 @@ async def _play_rounds(config: LiveGeneratorConfig, policy: NewestPolicy) -> Non
         ) as publisher,
         asyncio.TaskGroup() as tasks,
     ):
-        visits = Visits(publisher, tasks, _plan(config), game=config.game)
+        visits = Visits(
+            publisher,
+            tasks,
+            game=config.game,
+            writer=config.writer,
+            group_size=config.group_size,
+            max_asked=config.groups_per_round,
+            max_groups=config.max_groups,
+            seed=config.seed,
+        )
         while table := await visits.take():
             await asyncio.to_thread(policy.refresh)
             player = Player(
@@ -118,16 +119,6 @@ async def _play_rounds(config: LiveGeneratorConfig, policy: NewestPolicy) -> Non
 def _first(errors: BaseExceptionGroup) -> BaseException:
     error = errors.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
-
-
-def _plan(config: LiveGeneratorConfig) -> VisitPlan:
-    return VisitPlan(
-        writer=config.writer,
-        group_size=config.group_size,
-        max_asked=config.groups_per_round,
-        max_groups=config.max_groups,
-        seed=config.seed,
-    )
 
 
 async def _generate_until_signal(config: LiveGeneratorConfig) -> None:

@@ -20,11 +20,11 @@ from turnstream_server.models.policy import load_policy
 logger = logging.getLogger(__name__)
 
 _SLICE_S = 1.0
-"""Length of one blocking read while there are no weights yet; a signal is obeyed after it."""
+"""Length of one blocking read before the first weights; a signal takes effect after it."""
 
 
 class NewestPolicy:
-    """A model that can be brought up to date.
+    """A model that can be updated.
 
     Attributes:
         model: in evaluation mode, with the weights named `version`.
@@ -39,11 +39,7 @@ class NewestPolicy:
         self._run = run
 
     async def wait_for_first(self, *, timeout_s: float) -> None:
-        """Load the newest weights as soon as there are any.
-
-        Raises:
-            NotReadyError: none were announced within `timeout_s`.
-        """
+        """Load the first weights; NotReadyError if none are announced within `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while self.version < 0:
             slice_s = max(0.0, min(_SLICE_S, deadline_s - time.monotonic()))
@@ -57,11 +53,7 @@ class NewestPolicy:
                     raise
 
     def refresh(self) -> None:
-        """Load the newest weights if they are newer than these. Blocks.
-
-        Raises:
-            InvalidConfigError: the newest weights cannot be loaded.
-        """
+        """Load newer weights, if any. Blocks; InvalidConfigError if they cannot be loaded."""
         while True:
             announced = newest_version(self._client, self._run)
             if announced is None or announced.version <= self.version:
@@ -69,7 +61,7 @@ class NewestPolicy:
             try:
                 self.model = load_policy(weights_folder(announced))
             except InvalidConfigError:
-                # The trainer keeps only the newest few. Are these still among them?
+                # The trainer keeps only the newest few: these may be deleted.
                 newest = newest_version(self._client, self._run)
                 if newest is None or newest.version == announced.version:
                     raise
@@ -79,11 +71,7 @@ class NewestPolicy:
 
 
 def weights_folder(announced: VersionAnnounced) -> Path:
-    """Where announced weights lie.
-
-    Raises:
-        InvalidConfigError: they are not in a folder of this machine.
-    """
+    """Return the folder of announced weights; InvalidConfigError for another kind of address."""
     parsed = urlparse(announced.weights_uri)
     if parsed.scheme != "file":
         raise InvalidConfigError(

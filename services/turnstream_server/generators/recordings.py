@@ -10,7 +10,7 @@ Samples, one prompt a line::
     {"prompt_uid": "gsm8k/3", "question": "...", "samples": [
         {"sample": 0, "policy": ..., "response": "...", "reward": 0.0}, ...]}
 
-A line that is not one of these is an error that names file, line and field: nothing is skipped.
+Any other line is an error that names file, line and field: nothing is skipped.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _STATUS_BY_FINISH = {
     "length": Status.TRUNCATED,
     "truncated": Status.TRUNCATED,
 }
-"""How a source's word for the end of an episode reads here; every other word is a normal end."""
+"""Status of a source's word for the end of an episode; every other word is a normal end."""
 
 
 class Message(NamedTuple):
-    """One message of a conversation: its text as it was written, tool calls included."""
+    """One message of a conversation, with its tool calls."""
 
     role: str
     text: str
@@ -53,9 +53,9 @@ class Recording:
     """One recorded trajectory.
 
     Attributes:
-        turns: indices of the messages that the policy wrote, ascending.
-        times: seconds, one per message, on the clock of its source; empty where none was kept.
-        finish: why it ended, in the source's words.
+        turns: ascending indices of the messages of the policy.
+        times: seconds, one per message, on the clock of its source; empty without a clock.
+        finish: the source's word for its end.
     """
 
     prompt_uid: str
@@ -70,7 +70,7 @@ class Recording:
 
     @property
     def status(self) -> Status:
-        """How the episode ended, in our words."""
+        """The status at the end of the episode."""
         return _STATUS_BY_FINISH.get(self.finish, Status.COMPLETED)
 
 
@@ -83,7 +83,7 @@ class RecordedGroup:
 
 
 def read_groups(path: Path) -> list[RecordedGroup]:
-    """All groups of a file, in order of first appearance.
+    """Return all groups of a file, in order of first appearance.
 
     Raises:
         RecordError: the file is no such recording, or two recordings share prompt and sample.
@@ -108,12 +108,7 @@ def read_groups(path: Path) -> list[RecordedGroup]:
 
 
 def read_recordings(path: Path) -> Iterator[Recording]:
-    """Every trajectory of a file, in its order.
-
-    Raises:
-        RecordError: names file, line and field.
-        OSError: the file cannot be read.
-    """
+    """Yield every trajectory of a file, in its order; errors as of `read_groups`."""
     for _, recording in _numbered_recordings(path):
         yield recording
 
@@ -201,7 +196,7 @@ def _message(fields: _Fields) -> Message:
 
 
 def _tool_call(function: _Fields) -> str:
-    """A call as a model writes it: string arguments stay as they are, objects become JSON."""
+    """Return a call as a model writes it: string arguments unchanged, objects as JSON."""
     name = json.dumps(function.text("name"), ensure_ascii=False)
     arguments = function.value("arguments")
     if not isinstance(arguments, str):
@@ -210,7 +205,7 @@ def _tool_call(function: _Fields) -> str:
 
 
 class _Fields:
-    """A JSON object of a line; reading a field that is missing or wrong says where it stands."""
+    """A JSON object of a line; errors of its fields name file, line and field."""
 
     def __init__(self, value: object, *, where: str, name: str) -> None:
         if not isinstance(value, dict):
@@ -221,7 +216,7 @@ class _Fields:
         self._values: dict[str, object] = value
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Whether the field is present and not null."""
         return self._values.get(name) is not None
 
     def fail(self, name: str, message: str) -> NoReturn:
@@ -229,7 +224,7 @@ class _Fields:
         raise RecordError(f"{self.where}, field {self._path(name)}: {message}")
 
     def value(self, name: str) -> object:
-        """Whatever the field holds, null included."""
+        """Return the value of the field, null included."""
         if name not in self._values:
             self.fail(name, "is missing")
         return self._values[name]
@@ -276,13 +271,10 @@ class _Fields:
         return value
 
     def _number(self, name: str, value: object) -> float:
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             self._wrong(name, value, "a finite number")
-            return 0.0
+        if not math.isfinite(value):
+            self._wrong(name, value, "a finite number")
         return float(value)
 
     def _wrong(self, name: str, value: object, wanted: str) -> NoReturn:

@@ -35,11 +35,11 @@ class ReplayConfig:
         tokenizer: folder of the tokenizer.
         shard, num_shards: this process publishes the groups shard, shard + num_shards, ...
         max_groups: only so many groups from the beginning of the file; 0 means all.
-        speed: recorded seconds that pass in one second, where the file has times; 0 goes as fast
-            as the run admits groups.
+        speed: recorded seconds per second, if the file has times; 0 is as fast as the run admits
+            groups.
         policy: computes the log-probabilities of the responses; None sends none.
-        num_threads: of torch; 0 leaves torch's own choice.
-        timeout_s: longest wait for leave to open a group.
+        num_threads: threads of torch; 0 takes torch's default.
+        timeout_s: longest wait for the admission of a group.
     """
 
     redis_url: str
@@ -63,10 +63,7 @@ class ReplayConfig:
 
 
 class _ScheduledTurn(NamedTuple):
-    """One turn of a group at its place between the turns of the other trajectories.
-
-    `due_s` counts from the opening of the group, on the recorded clock; 0.0 without one.
-    """
+    """One turn in the order of its group; `due_s` is its recorded time, or 0.0."""
 
     due_s: float
     turn: int
@@ -74,12 +71,7 @@ class _ScheduledTurn(NamedTuple):
 
 
 def run_replay(config: ReplayConfig) -> None:
-    """Publish this process's share of the file and wait until the store has all of it.
-
-    Raises:
-        RecordError: the file or the tokenizer cannot be read; names what is wrong.
-        TurnstreamError: the store refused something, or was away for too long.
-    """
+    """Publish this process's share of the file and wait until the store has all of it."""
     groups = groups_of_shard(read_groups(config.recordings), config)
     turns_of = _encoder(config)
     with Publisher(
@@ -105,10 +97,10 @@ def groups_of_shard(groups: Sequence[RecordedGroup], config: ReplayConfig) -> li
 
 
 def schedule(group: RecordedGroup) -> list[_ScheduledTurn]:
-    """The turns of a group in the order in which they are published.
+    """Return the turns of a group in the order of publication.
 
-    By the recorded clock, each trajectory beginning at 0, where all of them have one; else the
-    first turn of every trajectory, then the second of every one, and so on.
+    If all trajectories have recorded times, these decide, and each trajectory begins at 0.
+    Otherwise the first turns of all trajectories come first, then the second ones, and so on.
     """
     timed = all(recording.times for recording in group.recordings)
     return sorted(
@@ -129,7 +121,7 @@ def _publish_group(
     *,
     speed: float,
 ) -> None:
-    """Publish the trajectories of a group side by side; sample k is the k-th recording."""
+    """Publish the trajectories of a group concurrently; sample k is the k-th recording."""
     with ExitStack() as stack:
         open_writers = [
             stack.enter_context(writer.trajectory(sample)) for sample in range(len(turns))
@@ -159,7 +151,7 @@ def _seal(trajectory: TrajectoryWriter, recording: Recording) -> None:
 
 
 def _paced(turns: Sequence[_ScheduledTurn], *, speed: float) -> Iterator[_ScheduledTurn]:
-    """The same turns, each no earlier than it is due; at once where `speed` is 0."""
+    """Yield the turns, each no earlier than it is due; at once if `speed` is 0."""
     clock = threading.Event()
     start_s = time.monotonic()
     for scheduled in turns:
@@ -169,7 +161,7 @@ def _paced(turns: Sequence[_ScheduledTurn], *, speed: float) -> Iterator[_Schedu
 
 
 def _encoder(config: ReplayConfig) -> TurnsOf:
-    """Makes the turns of a recording, with log-probabilities if a policy is given."""
+    """Return a function from a recording to its turns, with log-probabilities of the policy."""
     chat = ChatTokenizer.load(config.tokenizer)
     if config.policy is None:
         return chat.encode_turns

@@ -1,4 +1,4 @@
-"""Log-probabilities of recorded replies under a policy, as if it had sampled them.
+"""Log-probabilities of recorded replies under a policy.
 
 Shapes: B rows (always one), T tokens of the row, R response tokens.
 """
@@ -29,7 +29,7 @@ class _Row(NamedTuple):
 
 
 def score_turns(model: PreTrainedModel, turns: Sequence[Turn]) -> list[Turn]:
-    """The same turns with the log-probability of every trained token.
+    """Return the turns with the log-probability of every trained token.
 
     Turns that continue each other are one row, so a conversation costs one forward pass.
     """
@@ -41,7 +41,7 @@ def score_turns(model: PreTrainedModel, turns: Sequence[Turn]) -> list[Turn]:
 
 @torch.no_grad()
 def _logprobs(model: PreTrainedModel, row: types.Sequence) -> NDArray[np.float32]:
-    """float32 (R,), 0.0 where the row is not trained."""
+    """Return the log-probabilities, float32 (R,), 0.0 where the row is not trained."""
     ids_BT = torch.from_numpy(row.input_ids.astype(np.int64))[None].to(model.device)
     mask_BR = torch.from_numpy(row.loss_mask)[None].to(model.device)
     unpadded = _Row(ids_BT, torch.ones_like(ids_BT))

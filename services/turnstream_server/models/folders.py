@@ -1,4 +1,4 @@
-"""Folders that are whole or absent: written beside their place, synced to disk, renamed."""
+"""Folders that are complete or absent: written under another name, synced to disk, renamed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _UNFINISHED = ".unfinished-"
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `target` when the block ends without an error.
+    """Yield a folder that becomes `target` when the block ends without an error.
 
-    After the block the files are on disk. Nobody ever sees `target` half written: after an error,
-    or a crash, it is absent. An old `target` is replaced.
+    After the block the files are on disk. After an error or a crash there is no new `target`. An
+    old `target` is replaced.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     written = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=target.parent))
@@ -34,7 +34,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder, if it is there, so that nobody sees it half removed."""
+    """Remove a folder, if it exists, in one rename and a later deletion."""
     if folder.exists():
         aside = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=folder.parent))
         folder.rename(aside)
@@ -42,7 +42,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove_unfinished(parent: Path) -> None:
-    """Remove what a process that was killed in here left. It must not run any more."""
+    """Remove the unfinished folders of a killed process. It must not run any more."""
     for leftover in parent.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(leftover)
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from turnstream.errors import BatchingError
 
 _CHUNK_VALUES = 1 << 24
-"""Logits held at a time, 64 MB. A 22,000-token row over 8,192 tokens has eleven times as many."""
+"""Logits in memory at a time, 64 MB. A row of 22,000 tokens over 8,192 has 11 times as many."""
 
 
 class PaddedRows(Protocol):
@@ -37,19 +37,17 @@ class PaddedRows(Protocol):
 def response_logprobs(
     model: PreTrainedModel, rows: PaddedRows, *, mask_BR: Tensor, temperature: float = 1.0
 ) -> Tensor:
-    """float32 (B, R): log-probability of each response token where the mask is set, else 0.
+    """Return the log-probability of each response token, 0 outside the mask: float32 (B, R).
 
-    Logits are made only where the mask is set, in chunks, and made again for the gradient instead
-    of being kept. A mask that is all 0 gives a result that can be differentiated, to zeros.
+    Logits are computed only inside the mask, in chunks, and again for the gradient. The result of
+    an empty mask is differentiable too; its gradient is 0. The first token of a row inside the mask
+    is a BatchingError.
 
     Args:
         model: any causal language model of transformers.
-        rows: every real token of row b is at the end of its row.
-        mask_BR: which of the last R columns are wanted.
-        temperature: that the tokens were, or would be, sampled with.
-
-    Raises:
-        BatchingError: the first token of a row is wanted, and nothing stands before it.
+        rows: real tokens are at the end of their row.
+        mask_BR: mask of the last R columns.
+        temperature: sampling temperature.
     """
     ids_BT, num_padding_B = _left_aligned(rows)
     row_N, column_N = mask_BR.bool().nonzero(as_tuple=True)
@@ -63,10 +61,10 @@ def response_logprobs(
 
 
 def _left_aligned(rows: PaddedRows) -> tuple[Tensor, Tensor]:
-    """The rows shifted to begin in the first column, (B, T), and by how much, (B,).
+    """Return the rows shifted to begin in the first column, (B, T), and the shifts, (B,).
 
-    Behind its last token nothing of a row looks at the padding: attention is causal. So the model
-    needs no attention mask, which would cost T * T per row, and no position ids.
+    Attention is causal, so no token of a row sees the padding after it. The model needs no
+    attention mask, which would cost T * T per row, and no position ids.
     """
     width = rows.input_ids_BT.shape[1]
     num_padding_B = width - rows.attention_mask_BT.bool().sum(dim=1)
@@ -78,7 +76,7 @@ def _left_aligned(rows: PaddedRows) -> tuple[Tensor, Tensor]:
 def _token_logprobs(
     model: PreTrainedModel, ids_BT: Tensor, row_N: Tensor, target_N: Tensor, *, temperature: float
 ) -> Tensor:
-    """float32 (N,): of the tokens in these rows and columns, each scored by the column before."""
+    """Return float32 (N,) for the tokens at (row, target), each scored by the column before."""
     tokens_N = ids_BT[row_N, target_N]
     if not _head_is_linear(model):
         logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
@@ -109,9 +107,9 @@ _LINEAR_HEADS: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKe
 
 
 def _head_is_linear(model: PreTrainedModel) -> bool:
-    """Whether the logits are the output embeddings of the last hidden state; found by trying.
+    """Return whether the logits are the output embeddings of the last hidden state, by a trial.
 
-    Some families scale or cap them on the way (Gemma 2, Cohere, Granite).
+    Some families scale or cap them (Gemma 2, Cohere, Granite).
     """
     known = _LINEAR_HEADS.get(model)
     if known is None:

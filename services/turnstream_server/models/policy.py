@@ -1,4 +1,4 @@
-"""A policy is a Hugging Face causal language model in a folder, or a small one made from a spec."""
+"""Policies: Hugging Face causal language models in a folder, or small ones made from a spec."""
 
 from __future__ import annotations
 
@@ -11,16 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from turnstream.errors import InvalidConfigError
 from turnstream_server.models.folders import new_folder
-from turnstream_server.models.spec import PolicySource, SmallModelSpec, read_policy_source
-
-__all__ = [
-    "PolicySource",
-    "SmallModelSpec",
-    "load_policy",
-    "read_policy_source",
-    "save_policy",
-    "write_policy",
-]
+from turnstream_server.models.spec import PolicySource, SmallModelSpec
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -32,13 +23,16 @@ def load_policy(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """The model in evaluation mode (no dropout) on `device`. Only local files are read.
+    """Return the model in evaluation mode (no dropout) on `device`. Only local files are read.
 
     Raises:
         InvalidConfigError: the folder holds no model, or the spec is not one of transformers.
     """
     try:
-        made = _make(source) if isinstance(source, SmallModelSpec) else _read(source)
+        if isinstance(source, SmallModelSpec):
+            made = _make(source)
+        else:
+            made = AutoModelForCausalLM.from_pretrained(source, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise InvalidConfigError("policy", f"{source} does not load: {error}") from error
     made.requires_grad_(True)
@@ -46,14 +40,9 @@ def load_policy(
 
 
 def save_policy(model: PreTrainedModel, folder: Path) -> None:
-    """Write weights (safetensors) and configuration in Hugging Face layout, whole or not at all."""
+    """Write weights (safetensors) and configuration in Hugging Face layout, in one rename."""
     with new_folder(folder) as written:
-        write_policy(model, written)
-
-
-def write_policy(model: PreTrainedModel, folder: Path) -> None:
-    """Write weights and configuration into an existing folder, next to what is there."""
-    model.save_pretrained(folder)
+        model.save_pretrained(written)
 
 
 def _make(spec: SmallModelSpec) -> PreTrainedModel:
@@ -72,7 +61,3 @@ def _make(spec: SmallModelSpec) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         return AutoModelForCausalLM.from_config(config)
-
-
-def _read(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)

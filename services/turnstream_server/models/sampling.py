@@ -20,8 +20,8 @@ class SampledResponse(NamedTuple):
 
     Attributes:
         token_ids: int32 (R,), the stop token included; at least one.
-        logprobs: float32 (R,) in nats, of the distribution that was sampled from.
-        is_stopped: a stop token ended it, and not the limit.
+        logprobs: float32 (R,) in nats, under the sampling distribution.
+        is_stopped: whether a stop token ended it, and not the limit.
     """
 
     token_ids: NDArray[np.int32]
@@ -39,10 +39,10 @@ def sample_batch(
     temperature: float = 1.0,
     generator: torch.Generator,
 ) -> list[SampledResponse]:
-    """A response to every prompt, in order of the prompts. All are sampled together.
+    """Return a response to every prompt, in order of the prompts. All are sampled together.
 
-    The log-probabilities are of softmax(logits / temperature) over the whole vocabulary, which is
-    what `response_logprobs` computes at the same temperature.
+    The log-probabilities are of softmax(logits / temperature) over the whole vocabulary, as in
+    `response_logprobs` at the same temperature.
 
     Args:
         model: in evaluation mode.
@@ -50,7 +50,7 @@ def sample_batch(
         max_new_tokens: limit of a response.
         stop_ids: tokens that end a response, and belong to it.
         temperature: above 0.
-        generator: on the device of the model; the same state gives the same responses.
+        generator: on the device of the model; equal states have equal responses.
     """
     if not prompts:
         return []
@@ -76,7 +76,7 @@ def sample_batch(
 
 
 def _forward(model: PreTrainedModel, ids_BT: Tensor, attention_BT: Tensor | None, *, cache: object):
-    """One pass over the columns that the cache does not hold, with logits of the last one."""
+    """Run the columns that are not in the cache, with logits of the last one."""
     if attention_BT is None:
         return model(input_ids=ids_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
     positions_BT = (attention_BT.cumsum(dim=1) - 1).clamp(min=0)
@@ -93,7 +93,7 @@ def _forward(model: PreTrainedModel, ids_BT: Tensor, attention_BT: Tensor | None
 def _left_padded(
     prompts: Sequence[NDArray[np.int32]], *, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """The prompts, int64 (B, T), and where they are real; None where all have one length."""
+    """Return the prompts, int64 (B, T), and the mask of real tokens; None for equal lengths."""
     width = max(map(len, prompts))
     ids_BT = np.zeros((len(prompts), width), np.int64)
     attention_BT = np.zeros((len(prompts), width), np.int64)
@@ -112,7 +112,7 @@ def _responses(
     *,
     is_stopped_B: Tensor,
 ) -> list[SampledResponse]:
-    """Cut every row after its stop token; `ended[j]` says which rows had ended before column j."""
+    """Return each row up to its stop token; `ended[j]` marks rows that ended before column j."""
     tokens_BR = torch.cat(list(tokens), dim=1).int().cpu().numpy()
     logprobs_BR = torch.cat(list(logprobs), dim=1).cpu().numpy()
     length_B = (~torch.stack(list(ended), dim=1)).sum(dim=1).tolist()

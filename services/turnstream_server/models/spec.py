@@ -1,6 +1,6 @@
-"""How a policy is named: a Hugging Face model folder, or the measures of a small model to make.
+"""Source of a policy: a Hugging Face model folder, or the sizes of a new small model.
 
-Without torch, so that whoever only starts the processes of a job does not load it.
+Without torch, so that the process that starts a job does not load it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class SmallModelSpec:
         architecture: model type of transformers, such as "qwen2" or "llama".
         vocab_size: token ids below this exist.
         max_positions: longest row, in tokens.
-        weight_std: of the random weights. Models this narrow learn several times faster with
-            0.1 than with the 0.02 that is usual in wide ones.
-        seed: of the random weights; the same spec always gives the same weights.
+        weight_std: standard deviation of the random weights. Models this narrow learn several times
+            faster with 0.1 than with 0.02, the usual value of wide ones.
+        seed: seed of the random weights; equal specs have equal weights.
     """
 
     architecture: str = "qwen2"
@@ -41,11 +41,7 @@ PolicySource = Path | SmallModelSpec
 
 
 def read_policy_source(path: Path) -> PolicySource:
-    """The policy a path names: a folder itself, or the SmallModelSpec whose fields a JSON file has.
-
-    Raises:
-        InvalidConfigError: neither a folder nor a readable JSON file of such fields.
-    """
+    """Return a folder, or the SmallModelSpec of a JSON file; InvalidConfigError for others."""
     if path.is_dir():
         return path
     try:

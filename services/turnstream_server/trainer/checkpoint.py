@@ -1,8 +1,8 @@
-"""Checkpoints on disk: whole or absent, each with the recovery token that goes with its weights.
+"""Checkpoints and published weights on disk: complete folders of the newest few.
 
 A checkpoint is a folder `step-<N>` of the weights in Hugging Face layout, the state of optimizer
-and random numbers, and `checkpoint.json`. It appears under its name in one rename, after all of it
-is on disk, so a folder with that name is complete.
+and random numbers, and `checkpoint.json` with the recovery token. One rename creates it after all
+of it is on disk, so a folder with that name is complete.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from turnstream.types import RecoveryToken
 from turnstream_server.failpoints import reach
 from turnstream_server.models.folders import new_folder, remove_folder, remove_unfinished
-from turnstream_server.models.policy import write_policy
+from turnstream_server.models.policy import save_policy
 from turnstream_server.trainer.engine import Engine
 
 _PREFIX = "step-"
@@ -27,30 +28,25 @@ _STATE = "state.pt"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A complete checkpoint: a folder of weights, and where in the run's history they stand."""
+    """A complete checkpoint: a folder of weights, and their position in the run's history."""
 
     folder: Path
     token: RecoveryToken
 
 
 class Checkpoints:
-    """The checkpoints of one trainer, in one folder.
-
-    Args:
-        folder: of the checkpoints; made when the first one is saved.
-        num_retained: how many of the newest stay.
-    """
+    """The checkpoints of one trainer, in one folder; `prune` keeps the newest `num_retained`."""
 
     def __init__(self, folder: Path, *, num_retained: int) -> None:
         self._folder = folder
         self._num_retained = num_retained
 
     def clean(self) -> None:
-        """Remove what an earlier trainer, killed while it was writing, left in the folder."""
+        """Remove the unfinished folders of a trainer that was killed."""
         remove_unfinished(self._folder)
 
     def newest(self) -> Checkpoint | None:
-        """The complete checkpoint of the highest step; None if there is none."""
+        """Return the complete checkpoint of the highest step; None if there is none."""
         folders = self._by_age()
         if not folders:
             return None
@@ -59,10 +55,10 @@ class Checkpoints:
         return Checkpoint(folder=folders[-1], token=token)
 
     def save(self, engine: Engine, token: RecoveryToken) -> Checkpoint:
-        """Write a checkpoint; when this returns it is on disk. Older ones stay until `prune`."""
+        """Write a checkpoint to disk and return it. Older ones stay until `prune`."""
         target = self._folder / f"{_PREFIX}{token.step:08d}"
         with new_folder(target) as written:
-            write_policy(engine.model, written)
+            engine.model.save_pretrained(written)
             torch.save({"engine": engine.state_dict(), "random": _random_state()}, written / _STATE)
             reach("checkpoint.after_weights")
             about = json.dumps({"step": token.step, "recovery_token": str(token)})
@@ -70,19 +66,41 @@ class Checkpoints:
         return Checkpoint(folder=target, token=token)
 
     def restore(self, checkpoint: Checkpoint, engine: Engine) -> None:
-        """Give engine and random numbers the state they had; the weights are loaded already."""
+        """Restore the state of engine and random numbers; the weights are loaded already."""
         device = engine.model.device
         state = torch.load(checkpoint.folder / _STATE, map_location=device, weights_only=True)
         engine.load_state_dict(state["engine"])
         _set_random_state(state["random"])
 
     def prune(self) -> None:
-        """Remove all but the newest; to be called when the newest is committed."""
+        """Remove all but the newest; call it after the newest is committed."""
         for folder in self._by_age()[: -self._num_retained]:
             remove_folder(folder)
 
     def _by_age(self) -> list[Path]:
         return sorted(self._folder.glob(f"{_PREFIX}*"))
+
+
+class WeightsFolder:
+    """The weights that a trainer publishes for generators, a folder for each version.
+
+    The newest `num_retained` stay. With 1, a generator could miss a version that it was just
+    notified of.
+    """
+
+    def __init__(self, folder: Path, *, num_retained: int) -> None:
+        self._folder = folder.resolve()
+        self._num_retained = num_retained
+        remove_unfinished(self._folder)
+
+    def publish(self, model: PreTrainedModel, *, version: int) -> str:
+        """Write the weights of a version, remove the oldest, and return the new folder's URI."""
+        target = self._folder / f"v{version}"
+        save_policy(model, target)
+        folders = sorted(self._folder.glob("v[0-9]*"), key=lambda folder: int(folder.name[1:]))
+        for folder in folders[: -self._num_retained]:
+            remove_folder(folder)
+        return target.as_uri()
 
 
 def _random_state() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a trainer process needs to know. Plain values, so that a command line can build it."""
+"""Settings of a trainer process: plain values, so that a command line can build them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveConfig:
-    """The clipped policy gradient. How token losses are averaged is the run's decision, not ours.
+    """The clipped policy gradient. The run's `aggregation` decides the average of token losses.
 
     Attributes:
         clip_low, clip_high: the ratio current / behaviour is held in [1 - low, 1 + high].
         dual_clip: bound of the loss where the advantage is negative; 0 turns it off.
-        temperature: that the generators sample with; log-probabilities are taken at it.
+        temperature: sampling temperature of the generators, for log-probabilities.
     """
 
     clip_low: float = 0.2
@@ -52,15 +52,15 @@ class TrainerConfig:
     Attributes:
         run: name of the run.
         batcher_target: gRPC address of a batcher, "host:port".
-        policy: the first weights; a checkpoint in `folder` wins over them.
+        policy: the first weights; a checkpoint in `folder` replaces them.
         folder: receives `checkpoints/`, `weights/` and `metrics.jsonl`.
         checkpoint_every: steps between checkpoints; one is also made at the end of the run.
         retain_checkpoints, retain_weights: folders kept of each kind, the newest ones.
         max_steps: stops after this step; 0 trains until the run ends.
-        num_threads: of torch; 0 leaves torch's own choice.
-        seed: of whatever is random in training.
+        num_threads: threads of torch; 0 takes torch's default.
+        seed: seed of all random numbers in training.
         timeout_s: longest wait for one batch.
-        dump_folder: receives the rows of every mini-batch that was trained on; None writes none.
+        dump_folder: receives the rows of every trained mini-batch; None writes none.
     """
 
     run: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,30 +13,29 @@ from transformers import PreTrainedModel
 
 from turnstream.batching.config import Aggregation
 from turnstream.batching.denominators import check_share
-from turnstream.worker.losses import aggregate
+from turnstream.worker.losses import aggregate, clipped_exp, kl_k3, log_ratio, ppo_clip
 from turnstream.worker.mini_batch import PulledMiniBatch
 from turnstream.worker.tensors import LeftPaddedTensors
 from turnstream_server.models.logprobs import response_logprobs
 from turnstream_server.trainer.config import ObjectiveConfig, OptimizerConfig
-from turnstream_server.trainer.objectives import policy_loss
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """What one optimizer update did. Means are over its trained tokens.
+    """Statistics of one optimizer update. Means are over its trained tokens.
 
     Attributes:
-        loss: of the whole mini-batch.
+        loss: loss of the whole mini-batch.
         gradient_norm: before clipping.
-        is_applied: False where the gradient was not finite: the weights were left alone.
-        num_trained_tokens: of this rank.
+        is_applied: False if the gradient was not finite: the weights are unchanged.
+        num_trained_tokens: trained tokens of this rank.
         num_recomputed_rows: rows without behaviour log-probabilities.
         ratio: current / behaviour probability.
         kl: estimate of KL(behaviour || current), in nats.
-        clipped_share: of the ratios, outside the clip range; 0 to 1.
-        logprob: of the trained tokens under the weights before the update, in nats.
+        clipped_share: share of the ratios outside the clip range; 0 to 1.
+        logprob: log-probability under the weights before the update, in nats.
     """
 
     loss: float
@@ -54,12 +53,12 @@ class UpdateReport:
 class Engine:
     """Trains one model on mini-batches, one optimizer update each.
 
-    The loss is summed over micro-batches, each divided by the denominators that were shipped, so
-    that it does not depend on how the mini-batch was cut or padded.
+    The loss is summed over micro-batches, each divided by the shipped denominators. So it does not
+    depend on the cuts and the padding of the mini-batch.
 
     Attributes:
         model: in evaluation mode, so that its log-probabilities are those of the sampling policy.
-        num_updates: done so far, those before a restart included.
+        num_updates: updates so far, with those before a restart.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Engine:
         )
 
     def update(self, mini_batch: PulledMiniBatch, *, aggregation: Aggregation) -> UpdateReport:
-        """Take one optimizer step on the rows of this rank.
+        """Apply one optimizer step on the rows of this rank and return its statistics.
 
         Raises:
             BatchingError: the rows contradict the shipped denominators, or an inert row is live.
@@ -93,7 +92,7 @@ class Engine:
         gradient_norm = self._step(learning_rate)
         is_applied = math.isfinite(gradient_norm)
         if not is_applied:
-            logger.warning("step %s: gradient is not finite, update left out", info.step)
+            logger.warning("step %s: gradient is not finite, update skipped", info.step)
         return UpdateReport(
             loss=loss,
             gradient_norm=gradient_norm,
@@ -108,16 +107,16 @@ class Engine:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the weights that the next update depends on."""
+        """Return the state for the next update, without the weights."""
         return {"optimizer": self._optimizer.state_dict(), "num_updates": self.num_updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict()` was taken; the weights are the caller's."""
+        """Restore a state of `state_dict()`; the caller restores the weights."""
         self._optimizer.load_state_dict(state["optimizer"])
         self.num_updates = state["num_updates"]
 
     def _backward(self, part: LeftPaddedTensors, *, aggregation: Aggregation) -> Tensor:
-        """Add the gradient of one micro-batch; float64 (6,): loss, recomputed rows, token sums."""
+        """Add the gradient of one micro-batch; return loss, recomputed rows and token sums."""
         current_BR = response_logprobs(
             self.model,
             part,
@@ -135,7 +134,7 @@ class Engine:
         return self._config.learning_rate * share
 
     def _step(self, learning_rate: float) -> float:
-        """Apply the gradient if it is finite; gives its norm before clipping."""
+        """Apply the gradient if it is finite; return its norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), self._config.max_grad_norm
         ).item()
@@ -145,3 +144,57 @@ class Engine:
             self._optimizer.step()
         self.num_updates += 1
         return norm
+
+
+class TokenLosses(NamedTuple):
+    """Losses of a micro-batch, and its sums for the metrics.
+
+    Attributes:
+        loss_BR: with gradient, exactly 0 where nothing is trained.
+        token_sums: float64 (4,), over the trained tokens: ratio, KL(behaviour || current), number
+            of ratios outside the clip range, log-probability.
+        num_recomputed_rows: rows that came without the log-probabilities of their trained tokens.
+    """
+
+    loss_BR: Tensor
+    token_sums: Tensor
+    num_recomputed_rows: Tensor
+
+
+def policy_loss(
+    current_BR: Tensor, part: LeftPaddedTensors, *, objective: ObjectiveConfig
+) -> TokenLosses:
+    """Return the clipped policy gradient with the behaviour policy as the old one ("bypass").
+
+    A row without behaviour log-probabilities takes the current ones in their place. These are of
+    the weights before the update, so its ratio is 1 and its gradient the plain policy gradient.
+    """
+    mask_BR = part.loss_mask_BR
+    old_BR, missing_B = _old_logprobs(current_BR.detach(), part)
+    loss_BR = ppo_clip(
+        current_BR,
+        old_BR=old_BR,
+        advantages_BR=part.advantages_BR,
+        mask_BR=mask_BR,
+        clip_low=objective.clip_low,
+        clip_high=objective.clip_high,
+        dual_clip=objective.dual_clip or None,
+    )
+    with torch.no_grad():
+        ratio_BR = clipped_exp(log_ratio(current_BR, old_BR, mask_BR=mask_BR))
+        outside_BR = (ratio_BR < 1 - objective.clip_low) | (ratio_BR > 1 + objective.clip_high)
+        kl_BR = kl_k3(old_BR, reference_BR=current_BR, mask_BR=mask_BR)
+        columns = (ratio_BR, kl_BR, outside_BR.double(), current_BR)
+        token_sums = torch.stack(
+            [(column * mask_BR).sum(dtype=torch.float64) for column in columns]
+        )
+    return TokenLosses(loss_BR, token_sums, missing_B.sum())
+
+
+def _old_logprobs(current_BR: Tensor, part: LeftPaddedTensors) -> tuple[Tensor, Tensor]:
+    """Return the behaviour log-probabilities, (B, R), and the rows without any, bool (B,)."""
+    has_trained_B = part.loss_mask_BR.any(dim=1)
+    if part.logprobs_BR is None:
+        return current_BR, has_trained_B
+    missing_B = (part.logprobs_BR.isnan() & part.loss_mask_BR).any(dim=1)
+    return torch.where(missing_B[:, None], current_BR, part.logprobs_BR), missing_B

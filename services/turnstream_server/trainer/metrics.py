@@ -1,23 +1,23 @@
-"""One JSON object per step, a line each, for the observers of a training.
+"""Metrics of a training: one JSON object per step, a line each.
 
 The keys of a line, over all mini-batches of the step:
 
 - `step`, `version`: the batch, and the weights after it.
-- `loss`: mean of the losses of the updates; each is averaged as the run's `aggregation` says.
+- `loss`: mean of the losses of the updates; each is averaged by the run's `aggregation`.
 - `reward_mean`, `num_trajectories`: of all trajectories; null where no trajectory has a reward.
 - `num_groups`: groups with a trained token.
 - `num_tokens`: tokens of the real rows. `num_trained_tokens`: those with a loss mask of 1.
 - `num_real_rows`, `num_inert_rows`, `num_recomputed_rows`: sums.
 - `padding_share`: 1 - `num_tokens` / positions, where the positions of a mini-batch are its real
   rows x its width in the left-padded layout. Inert rows are not counted.
-- `merge_ratio`: tokens of the turns sent one by one / `num_tokens`.
+- `merge_ratio`: tokens of the separate turns / `num_tokens`.
 - `oldest_version`, `newest_version`: of the trained tokens.
 - `ratio`, `kl`, `clipped_share`, `logprob`: means over the trained tokens.
 - `gradient_norm`: the largest. `learning_rate`: that of the last update.
 - `num_updates`: since the run began. `num_skipped_updates`: of this step.
 - `figures`: tags and metrics of the trajectories, as `turnstream batch --json` shows them.
-- `wait_s` (for data), `update_s`, `publish_s` (of the weights before), `elapsed_s` (since the
-  trainer started).
+- `wait_s` (for data), `update_s`, `publish_s` (weights of the step before), `elapsed_s` (since the
+  start of the trainer).
 
 The trainer is a single rank: its rows are those of the whole mini-batch. After a restart the steps
 after the checkpoint appear again; the later line of a step counts.
@@ -41,7 +41,7 @@ from turnstream_server.trainer.engine import UpdateReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateFigures:
-    """What the metrics keep of one mini-batch and its update: numbers, no rows."""
+    """The numbers of one mini-batch and its update, for the metrics."""
 
     info: MiniBatchInfo
     report: UpdateReport
@@ -50,7 +50,7 @@ class UpdateFigures:
 
     @classmethod
     def of(cls, mini_batch: MiniBatch, report: UpdateReport) -> UpdateFigures:
-        """Of a mini-batch and what its update reported."""
+        """Return the numbers of a mini-batch and of the report of its update."""
         rows = mini_batch.rows
         return cls(
             info=mini_batch.info,
@@ -97,7 +97,7 @@ def step_figures(updates: Sequence[UpdateFigures]) -> dict[str, Any]:
 
 
 class MetricsFile:
-    """Appends lines to a file; a line that a crash cut off is closed, not continued."""
+    """Appends lines to a file; a line that a crash interrupted is closed, not continued."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -116,7 +116,7 @@ class MetricsFile:
 
 
 def _trajectory_rewards(rows: Rows) -> list[float]:
-    """One reward per trajectory, NaN where it has none: its last row stands for it."""
+    """Return one reward per trajectory, that of its last row; NaN where it has none."""
     counted_B = rows.is_last & ~rows.is_padding
     return np.asarray(rows.reward)[counted_B].tolist()
 

@@ -22,11 +22,8 @@ logger = logging.getLogger(__name__)
 def run_trainer(config: TrainerConfig) -> int:
     """Train until the run ends, `max_steps` is reached or SIGTERM or SIGINT comes.
 
-    What was trained since the last checkpoint is then trained again by the next trainer in the same
-    folder: it begins at the newest complete checkpoint.
-
-    Returns:
-        The exit status: 0.
+    The next trainer in the same folder begins at the newest complete checkpoint. Return the exit
+    status: 0.
     """
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, _stop)
@@ -38,11 +35,7 @@ def run_trainer(config: TrainerConfig) -> int:
 
 
 def train(config: TrainerConfig) -> None:
-    """Train until the run ends or `max_steps` is reached.
-
-    Raises:
-        TurnstreamError: no batch came in time, or a newer trainer took over.
-    """
+    """Train until the run ends or `max_steps` is reached."""
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     torch.manual_seed(config.seed)
@@ -63,7 +56,7 @@ def train(config: TrainerConfig) -> None:
 def _engine(
     config: TrainerConfig, checkpoints: Checkpoints, checkpoint: Checkpoint | None
 ) -> Engine:
-    """Model and optimizer as the checkpoint left them, or as they begin."""
+    """Return model and optimizer in the state of the checkpoint, or in the first state."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_policy(checkpoint.folder if checkpoint else config.policy, device=device)
     engine = Engine(model, optimizer=config.optimizer, objective=config.objective)
@@ -77,7 +70,7 @@ class _Stopped(BaseException):
 
 
 def _stop(_number: int, _frame: FrameType | None) -> NoReturn:
-    # Once is enough: a second one must not cut the clean-up short.
+    # Ignore further signals: they must not interrupt the clean-up.
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, signal.SIG_IGN)
     raise _Stopped

@@ -41,7 +41,8 @@ from turnstream_server.generators import playing
 from turnstream_server.generators.environments.guessing import Episode, GuessingGame
 from turnstream_server.generators.live import LiveGeneratorConfig, generate
 from turnstream_server.generators.newest_policy import NewestPolicy
-from turnstream_server.models.policy import SmallModelSpec, load_policy, save_policy
+from turnstream_server.models.policy import load_policy, save_policy
+from turnstream_server.models.spec import SmallModelSpec
 
 GAME = GuessingGame(num_numbers=7, max_guesses=3)
 

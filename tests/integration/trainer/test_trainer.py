@@ -21,7 +21,8 @@ from turnstream.store.runs import close_run, newest_version
 from turnstream.types import Group, RecoveryToken, TrajectoryState
 from turnstream_server.bus.ledger import read_ledger
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.models.policy import SmallModelSpec, load_policy
+from turnstream_server.models.policy import load_policy
+from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.trainer.checkpoint import Checkpoint, Checkpoints
 from turnstream_server.trainer.config import OptimizerConfig, TrainerConfig
 from turnstream_server.trainer.engine import Engine

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from turnstream_server.models.policy import SmallModelSpec, load_policy
+from turnstream_server.models.policy import load_policy
+from turnstream_server.models.spec import SmallModelSpec
 
 VOCAB_SIZE = 128
 

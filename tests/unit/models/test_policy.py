@@ -6,12 +6,8 @@ import torch
 
 from turnstream.errors import InvalidConfigError
 from turnstream_server.models.folders import new_folder, remove_unfinished
-from turnstream_server.models.policy import (
-    SmallModelSpec,
-    load_policy,
-    read_policy_source,
-    save_policy,
-)
+from turnstream_server.models.policy import load_policy, save_policy
+from turnstream_server.models.spec import SmallModelSpec, read_policy_source
 
 SPEC = SmallModelSpec(vocab_size=40, hidden_size=16, intermediate_size=16, num_layers=1)
 

@@ -1,7 +1,7 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -9,7 +9,8 @@ import testkit
 from turnstream.batching.figures import sum_up
 from turnstream.types import RecoveryToken
 from turnstream.worker.mini_batch import PulledMiniBatch
-from turnstream_server.models.policy import SmallModelSpec, load_policy
+from turnstream_server.models.policy import load_policy
+from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import Engine
@@ -67,7 +68,8 @@ def _train(
     engine: Engine, stream: StreamInMemory, config: TrainerConfig, *, from_step: int = 0
 ) -> list[str]:
     checkpoints = Checkpoints(config.folder / "checkpoints", num_retained=2)
-    Trainer(engine, stream, config=config, checkpoints=checkpoints).train(from_step=from_step)
+    batches = cast("Any", stream)
+    Trainer(engine, batches, config=config, checkpoints=checkpoints).train(from_step=from_step)
     return stream.said
 
 

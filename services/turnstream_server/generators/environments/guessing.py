@@ -9,8 +9,8 @@ Vocabulary (`GuessingGame.vocab_size` tokens)::
     4 INVALID  the response was not one number
     4 + n      the number n, for n = 1 .. num_numbers
 
-One turn of the model is one token. A game with secret 6 reads ``START 8 LOWER 4 HIGHER 6``: what
-the model says is trained, what the game says is observed.
+One turn of the model is one token. A game with secret 6 reads ``START 8 LOWER 4 HIGHER 6``: tokens
+of the model are trained, tokens of the game are observed.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _NUMBERS = INVALID  # the token of the number n is _NUMBERS + n
 
 
 class Episode(NamedTuple):
-    """Where a game stands: nothing else is remembered between turns."""
+    """The whole state of a game between turns."""
 
     secret: int
     num_guesses: int = 0
 
 
 class Answer(NamedTuple):
-    """What the game says to a guess.
+    """Answer of the game to a guess.
 
     Attributes:
-        episode: how the game stands now.
+        episode: state after the guess.
         observation_ids: int32, follow the response in the next prompt; empty when `is_done`.
-        reward: the outcome: 1.0 when the secret was found, else 0.0.
-        is_done: the game is over.
+        reward: 1.0 when the secret was found, else 0.0.
+        is_done: whether the game has ended.
     """
 
     episode: Episode
@@ -89,12 +89,12 @@ class GuessingGame:
         return min(1.0, (2**self.max_guesses - 1) / self.num_numbers)
 
     def reset(self, *, seed: int) -> tuple[Episode, NDArray[np.int32]]:
-        """A new game and its first prompt; equal seeds give equal secrets, spread evenly."""
+        """Return a new game and its first prompt; equal seeds have equal secrets, spread evenly."""
         secret = int(np.random.default_rng(seed).integers(1, self.num_numbers + 1))
         return Episode(secret), np.array([START], np.int32)
 
     def step(self, episode: Episode, response_ids: NDArray[np.int32]) -> Answer:
-        """Take one response. What is not exactly one number costs a guess."""
+        """Return the answer to one response. Anything but exactly one number costs a guess."""
         guess = int(response_ids[0]) - _NUMBERS if len(response_ids) == 1 else 0
         now = episode._replace(num_guesses=episode.num_guesses + 1)
         is_found = guess == episode.secret
