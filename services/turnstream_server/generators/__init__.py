@@ -1,1 +1,1 @@
-"""What makes trajectories: recorded ones replayed, and live ones sampled from a policy."""
+"""Sources of trajectories: recorded ones replayed, and live ones sampled from a policy."""

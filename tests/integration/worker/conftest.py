@@ -1,4 +1,4 @@
-"""A batcher that does what a test tells it to, over real gRPC; and the batcher itself."""
+"""A fake batcher with faults to order, over real gRPC; and a real batcher."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ from turnstream_server.batcher.service import serving
 from turnstream_server.embedded import EmbeddedServer, free_port
 
 Fault = Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]
-"""What happens to one Get: given the messages it should send, gives those that it does send."""
+"""Fault of one Get: a function from the intended messages to the sent ones."""
 
 
 class FakeBatcher:
-    """Steps kept in memory; step n + 1 is given out once step n was stepped.
+    """Steps in memory; step n + 1 is sent once step n is stepped.
 
     Attributes:
-        faults: one for every coming Get, in order; None lets that Get pass.
+        faults: one for every coming Get, in order; None for none.
         refusals: errors for the coming acknowledgements, in order.
-        calls: what was called, such as ("Get", 1), in order.
-        waits_s: for how long each Get would wait.
+        calls: calls in order, such as ("Get", 1).
+        waits_s: requested wait of each Get.
+        parts: manifest of each Get's own part of its step.
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,7 @@ class FakeBatcher:
         self.refusals: list[TurnstreamError | None] = []
         self.calls: list[tuple[Any, ...]] = []
         self.waits_s: list[float] = []
-        self.parts: list[str] = []  # of every Get, the manifest of what it has of its step
+        self.parts: list[str] = []
         self.is_closed = False
         self.chunk_bytes = 300
         self.needs_stepped = True
@@ -64,10 +65,7 @@ class FakeBatcher:
         self.port = 0
 
     def start(self) -> None:
-        """Serve, on the same port as before if there was one.
-
-        No outgoing connection is given that port while nobody serves on it.
-        """
+        """Serve on the same port as before, if any; no outgoing connection can take that port."""
         self._server = grpc.server(
             ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=8
         )
@@ -85,11 +83,11 @@ class FakeBatcher:
 
     @property
     def target(self) -> str:
-        """Where it serves."""
+        """Address of the server."""
         return f"127.0.0.1:{self.port}"
 
     def add_step(self, step: int, *texts: str, num_mini_batches: int = 1, **info: Any) -> None:
-        """A step whose mini-batches all have these rows."""
+        """Add a step whose mini-batches all have these rows."""
         with self.changed:
             self.steps[step] = [
                 testkit.mini_batch(
@@ -105,15 +103,13 @@ class FakeBatcher:
             self.changed.notify_all()
 
     def close_run(self) -> None:
-        """Asking for a step that is not there now ends the run."""
+        """Answer a Get for an unknown step with the end of the run."""
         with self.changed:
             self.is_closed = True
             self.changed.notify_all()
 
-    # ---------------------------------------------------------------- the methods
-
     def start_session(self, request: wire.StartRequest, context: Any) -> wire.StartReply:
-        """Every session has epoch 7."""
+        """Begin a session of epoch 7."""
         self.calls.append(("Start", request.session, request.dp_world_size))
         self._refuse(context)
         token = request.recovery_token
@@ -127,7 +123,7 @@ class FakeBatcher:
         )
 
     def get(self, request: wire.GetRequest, context: Any) -> Iterator[bytes]:
-        """A step, once it is there and its turn has come, with the next fault."""
+        """Send a step once it is due, with the next fault."""
         self.calls.append(("Get", request.step))
         self.waits_s.append(request.wait_s)
         self.parts.append(request.manifest_hash)
@@ -160,7 +156,7 @@ class FakeBatcher:
             yield from self.encode(mini_batch, request)
 
     def encode(self, mini_batch: MiniBatch, request: wire.GetRequest) -> Iterator[bytes]:
-        """The messages of one mini-batch; every rank gets the same rows."""
+        """Yield the messages of one mini-batch; every rank gets the same rows."""
         share = {"dp_rank": request.dp_rank, "dp_world_size": request.dp_world_size}
         mini_batch = replace(mini_batch, info=replace(mini_batch.info, **share))
         encoded = encode_mini_batch(mini_batch)
@@ -188,7 +184,7 @@ class FakeBatcher:
         return wire.SteppedReply(recovery_token=str(token))
 
     def commit(self, request: wire.CommittedRequest, context: Any) -> wire.CommittedReply:
-        """Take note."""
+        """Record the call."""
         self.calls.append(("Committed", request.recovery_token))
         _check_epoch(request, context)
         self._refuse(context)
@@ -197,7 +193,7 @@ class FakeBatcher:
     def announce(
         self, request: wire.AnnounceVersionRequest, context: Any
     ) -> wire.AnnounceVersionReply:
-        """Take note."""
+        """Record the call."""
         self.calls.append(("Announce", request.version, request.step, request.weights_uri))
         _check_epoch(request, context)
         self._refuse(context)
@@ -264,17 +260,16 @@ def abort_with() -> Callable[[Any, TurnstreamError], None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def libraries_are_loaded() -> None:
-    """What Arrow loads with its first batch takes seconds, which no deadline of a test has."""
+    """Load the libraries of Arrow's first batch, which takes longer than a test's deadline."""
     encoded = encode_mini_batch(testkit.mini_batch("abC"))
     decode_mini_batch(encoded.data, expected_hash=encoded.content_hash)
 
 
 @pytest.fixture
 def opened() -> Callable[[Callable[[], Any]], Any]:
-    """`opened(begin)` gives the stream that `begin` begins, however often it is not in time.
+    """`opened(begin)` returns the stream of `begin`, after any number of timeouts.
 
-    The deadline of a stream is also that of its beginning, which a test with a short one must not
-    fail by.
+    The timeout of a stream also limits its beginning; a short one must not fail the test.
     """
 
     def open_in_the_end(begin: Callable[[], Any]) -> Any:
@@ -293,7 +288,7 @@ def opened() -> Callable[[Callable[[], Any]], Any]:
 
 @pytest.fixture
 def pulled_in_the_end() -> Callable[[Iterator[Any]], Any]:
-    """`pulled_in_the_end(stream)` gives what comes next, however often it is not there in time."""
+    """`pulled_in_the_end(stream)` returns the next mini-batch, after any number of timeouts."""
 
     def pull(stream: Iterator[Any]) -> Any:
         pulled: list[Any] = []
@@ -309,11 +304,8 @@ def pulled_in_the_end() -> Callable[[Iterator[Any]], Any]:
     return pull
 
 
-# --------------------------------------------------------------------- the batcher itself
-
-
 class RealBatcher:
-    """A batcher replica in a thread of its own, because the stream blocks the one of the test."""
+    """A batcher replica in its own thread, because the stream blocks that of the test."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -323,7 +315,7 @@ class RealBatcher:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Serve, at the same address as before if there was one."""
+        """Serve, at the same address as before, if any."""
         is_ready = threading.Event()
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._serve(is_ready)), daemon=True
@@ -349,14 +341,14 @@ class RealBatcher:
 
 @pytest.fixture
 def server() -> Iterator[EmbeddedServer]:
-    """A server for each test: a batcher meets every run that its store has."""
+    """A server for each test: a batcher serves every run of its store."""
     with EmbeddedServer() as server:
         yield server
 
 
 @pytest.fixture
 def start_batcher(server: EmbeddedServer) -> Iterator[Callable[[], RealBatcher]]:
-    """Starts a replica that ends with the test."""
+    """`start_batcher()` starts a replica that ends with the test."""
     started: list[RealBatcher] = []
 
     def start() -> RealBatcher:

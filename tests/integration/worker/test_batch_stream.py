@@ -26,7 +26,7 @@ from turnstream.worker import BatchStream
 pytestmark = pytest.mark.grpc
 
 LONGEST_S = 10.0
-"""Far above what a wait takes that is woken, on a machine that is busy, and below what it would."""
+"""Far above a woken wait on a busy machine, and below its full length."""
 
 
 def open_stream(batcher: Any, **changes: Any) -> BatchStream:
@@ -37,7 +37,7 @@ def texts(mini_batch: Any) -> list[str]:
     return testkit.spell(mini_batch.rows)
 
 
-def test_yields_every_mini_batch_in_order_and_ends_with_the_run(batcher: Any) -> None:
+def test_stream_yields_every_mini_batch_in_order(batcher: Any) -> None:
     batcher.add_step(1, "abCD", "xYZ", num_mini_batches=2)
     batcher.add_step(2, "pqR")
     batcher.close_run()
@@ -52,13 +52,13 @@ def test_yields_every_mini_batch_in_order_and_ends_with_the_run(batcher: Any) ->
     assert seen == [(1, 0, ["abCD", "xYZ"]), (1, 1, ["abCD", "xYZ"]), (2, 0, ["pqR"])]
 
 
-def test_says_what_start_told_it(batcher: Any) -> None:
+def test_stream_exposes_config_lineage_and_version(batcher: Any) -> None:
     with open_stream(batcher) as stream:
         assert stream.config == testkit.config(4)
         assert (stream.lineage, stream.newest_version) == ("main", 3)
 
 
-def test_begins_after_the_recovery_token(batcher: Any) -> None:
+def test_stream_begins_after_the_recovery_token(batcher: Any) -> None:
     batcher.needs_stepped = False
     batcher.add_step(6, "abC")
     token = RecoveryToken(lineage="main", step=5, chain_hash="ab")
@@ -67,24 +67,14 @@ def test_begins_after_the_recovery_token(batcher: Any) -> None:
         assert next(stream).info.step == 6
 
 
-def test_gives_each_rank_its_own_share(batcher: Any) -> None:
-    batcher.add_step(1, "abC")
-
-    with open_stream(batcher, dp_rank=1, dp_world_size=2, session="s") as stream:
-        info = next(stream).info
-
-    assert (info.dp_rank, info.dp_world_size) == (1, 2)
-    assert batcher.calls[0] == ("Start", "s", 2)
-
-
-def test_needs_a_session_name_for_several_ranks(batcher: Any) -> None:
+def test_stream_refuses_impossible_ranks_and_sessions(batcher: Any) -> None:
     with pytest.raises(InvalidConfigError, match="session"):
         open_stream(batcher, dp_world_size=2)
     with pytest.raises(InvalidConfigError, match="dp_rank"):
         open_stream(batcher, dp_rank=1)
 
 
-def test_refusals_of_start_are_raised_and_leave_nothing_behind(batcher: Any) -> None:
+def test_refused_start_is_raised_and_leaves_no_thread(batcher: Any) -> None:
     batcher.refusals = [RunNotFoundError("no run 'run'")]
 
     with pytest.raises(RunNotFoundError, match="no run"):
@@ -95,7 +85,7 @@ def test_refusals_of_start_are_raised_and_leave_nothing_behind(batcher: Any) -> 
 # --------------------------------------------------------------------- acknowledging
 
 
-def test_stepped_gives_the_recovery_token_and_committed_takes_it(batcher: Any) -> None:
+def test_committed_takes_the_recovery_token_of_stepped(batcher: Any) -> None:
     batcher.add_step(1, "abC")
 
     with open_stream(batcher) as stream:
@@ -108,7 +98,7 @@ def test_stepped_gives_the_recovery_token_and_committed_takes_it(batcher: Any) -
     assert ("Committed", str(token)) in batcher.calls
 
 
-def test_stepped_is_refused_before_the_last_mini_batch_and_after_the_first_call(
+def test_stepped_is_refused_before_the_last_mini_batch_and_when_repeated(
     batcher: Any,
 ) -> None:
     batcher.add_step(1, "abC", num_mini_batches=2)
@@ -125,7 +115,7 @@ def test_stepped_is_refused_before_the_last_mini_batch_and_after_the_first_call(
             stream.stepped()
 
 
-def test_only_rank_0_acknowledges(batcher: Any) -> None:
+def test_acknowledgements_are_refused_on_other_ranks(batcher: Any) -> None:
     batcher.add_step(1, "abC")
 
     with open_stream(batcher, dp_rank=1, dp_world_size=2, session="s") as stream:
@@ -139,7 +129,7 @@ def test_only_rank_0_acknowledges(batcher: Any) -> None:
                 call()
 
 
-def test_a_version_is_announced_for_the_last_stepped_step(batcher: Any) -> None:
+def test_version_is_announced_for_the_last_stepped_step(batcher: Any) -> None:
     batcher.add_step(1, "abC")
 
     with open_stream(batcher) as stream:
@@ -154,27 +144,21 @@ def test_a_version_is_announced_for_the_last_stepped_step(batcher: Any) -> None:
     assert announced == [("Announce", 4, 0, ""), ("Announce", 5, 1, "file:///weights/5")]
 
 
-def test_acknowledging_is_repeated_while_the_store_is_away(batcher: Any) -> None:
+@pytest.mark.parametrize(
+    "refusal", [StoreUnavailableError("loading"), RejectedError("too fast", 0.05)]
+)
+def test_stepped_is_retried_after_a_temporary_refusal(batcher: Any, refusal: Exception) -> None:
     batcher.add_step(1, "abC")
 
     with open_stream(batcher) as stream:
         next(stream)
-        batcher.refusals = [StoreUnavailableError("loading"), StoreUnavailableError("loading")]
-        stream.stepped()
+        batcher.refusals = [refusal, refusal]
+        assert stream.stepped().step == 1
 
     assert [call[0] for call in batcher.calls].count("Stepped") == 3
 
 
-def test_a_refusal_that_names_a_delay_is_waited_out(batcher: Any) -> None:
-    batcher.add_step(1, "abC")
-
-    with open_stream(batcher) as stream:
-        next(stream)
-        batcher.refusals = [RejectedError("too fast", 0.05)]
-        assert stream.stepped().step == 1
-
-
-def test_a_failed_stepped_can_be_made_again(batcher: Any) -> None:
+def test_failed_stepped_can_be_retried(batcher: Any) -> None:
     batcher.add_step(1, "abC")
 
     with open_stream(batcher) as stream:
@@ -188,7 +172,7 @@ def test_a_failed_stepped_can_be_made_again(batcher: Any) -> None:
 # --------------------------------------------------------------------- waiting
 
 
-def test_a_wait_ends_by_its_deadline_with_the_batchers_reason(batcher: Any, opened: Any) -> None:
+def test_wait_ends_at_its_deadline_with_the_batchers_reason(batcher: Any, opened: Any) -> None:
     with opened(lambda: open_stream(batcher, timeout_s=0.4)) as stream:
         testkit.wait_until(lambda: batcher.calls.count(("Get", 1)) > 1)  # the first was answered
         found = testkit.wait_until(lambda: not_ready(stream), describe="its reason")
@@ -201,7 +185,7 @@ def test_a_wait_ends_by_its_deadline_with_the_batchers_reason(batcher: Any, open
 
 
 def not_ready(stream: BatchStream) -> tuple[NotReadyError, float] | None:
-    """What a wait ended with, and how long it was; None where no answer was there in time."""
+    """Return the error of a wait and its seconds; None if no answer came in time."""
     started_s = time.monotonic()
     try:
         next(stream)
@@ -212,7 +196,7 @@ def not_ready(stream: BatchStream) -> tuple[NotReadyError, float] | None:
     raise AssertionError("there is no batch")
 
 
-def test_iterating_goes_on_after_a_wait_that_ended_without_data(
+def test_stream_can_be_iterated_again_after_a_timeout(
     batcher: Any, opened: Any, pulled_in_the_end: Any
 ) -> None:
     with opened(lambda: open_stream(batcher, timeout_s=0.4)) as stream:
@@ -223,7 +207,7 @@ def test_iterating_goes_on_after_a_wait_that_ended_without_data(
         assert texts(pulled_in_the_end(stream)) == ["abC"]
 
 
-def test_a_long_poll_that_ends_at_once_does_not_become_a_busy_loop(
+def test_long_poll_that_ends_at_once_causes_no_busy_loop(
     batcher: Any, opened: Any, abort_with: Any
 ) -> None:
     def not_there(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
@@ -242,20 +226,7 @@ def test_a_long_poll_that_ends_at_once_does_not_become_a_busy_loop(
     assert len(batcher.calls) < 12 * (time.monotonic() - started_s)
 
 
-def test_pulls_ahead_while_the_trainer_trains(batcher: Any) -> None:
-    batcher.needs_stepped = False
-    for step in (1, 2, 3):
-        batcher.add_step(step, "abC")
-
-    with open_stream(batcher) as stream:
-        testkit.wait_until(lambda: stream.statistics().queued_mini_batches == 3)
-
-        statistics = stream.statistics()
-
-    assert statistics.queued_bytes == statistics.num_bytes > 0
-
-
-def test_pulls_ahead_no_more_bytes_than_allowed(batcher: Any) -> None:
+def test_prefetch_is_bounded_in_bytes(batcher: Any) -> None:
     batcher.needs_stepped = False
     for step in range(1, 7):
         batcher.add_step(step, "abC")
@@ -274,14 +245,7 @@ def test_pulls_ahead_no_more_bytes_than_allowed(batcher: Any) -> None:
     assert most == 2 * num_bytes
 
 
-def test_a_mini_batch_larger_than_the_bound_still_comes(batcher: Any) -> None:
-    batcher.add_step(1, "abC", num_mini_batches=2)
-
-    with open_stream(batcher, max_prefetch_bytes=1) as stream:
-        assert [next(stream).info.mini_batch, next(stream).info.mini_batch] == [0, 1]
-
-
-def test_close_cancels_a_get_that_waits_for_the_step_before(batcher: Any) -> None:
+def test_close_cancels_a_waiting_get(batcher: Any) -> None:
     batcher.add_step(1, "abC")
     batcher.add_step(2, "abD")
     stream = open_stream(batcher, timeout_s=600.0)  # the Get would last for as long as any may
@@ -299,18 +263,8 @@ def test_close_cancels_a_get_that_waits_for_the_step_before(batcher: Any) -> Non
         next(stream)
 
 
-def test_a_wait_is_woken_by_close_from_another_thread(batcher: Any) -> None:
-    stream = open_stream(batcher)
-    closer = threading.Timer(0.1, stream.close)
-    closer.start()
-
-    with pytest.raises(RejectedError, match="closed"):
-        next(stream)
-    closer.join()
-
-
 @pytest.mark.parametrize("leave", [BatchStream.close, lambda stream: None], ids=["close", "drop"])
-def test_a_stream_that_is_left_leaves_no_thread_and_no_socket(batcher: Any, leave: Any) -> None:
+def test_closed_or_dropped_stream_leaves_no_thread_or_socket(batcher: Any, leave: Any) -> None:
     batcher.add_step(1, "abC")
     threads, sockets = client_threads(), open_sockets()
 

@@ -68,9 +68,7 @@ def published(server: Any, run: str) -> str:
     return run
 
 
-def test_the_left_padded_tensors_are_what_the_publisher_gave(
-    start_batcher: Any, published: str
-) -> None:
+def test_left_padded_extras_equal_the_published_columns(start_batcher: Any, published: str) -> None:
     with BatchStream(start_batcher().target, published) as stream:
         assert stream.config.extra_columns == DECLARED
         mini_batch = next(stream)
@@ -94,9 +92,7 @@ def test_the_left_padded_tensors_are_what_the_publisher_gave(
     assert extras["pixel_values"].num_items == (3, 0)
 
 
-def test_the_packed_tensors_and_the_passes_have_the_same_values(
-    start_batcher: Any, published: str
-) -> None:
+def test_packed_extras_equal_the_published_columns(start_batcher: Any, published: str) -> None:
     with BatchStream(start_batcher().target, published) as stream:
         mini_batch = next(stream)
 
@@ -118,7 +114,7 @@ def test_the_packed_tensors_and_the_passes_have_the_same_values(
         assert one_pass.extras[name].values.tolist() == extra.values.tolist()
 
 
-def test_a_rank_without_real_rows_has_every_column(start_batcher: Any, published: str) -> None:
+def test_rank_without_real_rows_has_every_column(start_batcher: Any, published: str) -> None:
     options: Any = {"dp_world_size": 3, "session": "s"}
 
     with BatchStream(start_batcher().target, published, 2, **options) as stream:
@@ -139,7 +135,7 @@ def test_a_rank_without_real_rows_has_every_column(start_batcher: Any, published
         assert len(tensors.extras["pixel_values"].values) == 0
 
 
-async def test_the_other_publisher_takes_the_same_columns(server: Any, run: str) -> None:
+async def test_asyncio_publisher_takes_the_same_columns(server: Any, run: str) -> None:
     async with AsyncPublisher(server.url, run) as publisher:
         writer = publisher.trajectory("g", 0, num_samples=1)
         with pytest.raises(InvalidTurnError, match=r"^extras\['routes'\]: is missing"):
@@ -150,7 +146,7 @@ async def test_the_other_publisher_takes_the_same_columns(server: Any, run: str)
         await writer.seal(1.0)
 
 
-def test_a_whole_group_is_refused_by_column_and_turn(server: Any, run: str) -> None:
+def test_published_group_is_refused_by_column_and_turn(server: Any, run: str) -> None:
     arrays = {"positions": np.zeros((2, 3), np.int64)}
     turn = testkit.turn("ab", "C", extras=arrays)
 

@@ -265,7 +265,7 @@ def test_observer_continues_with_the_other_replica(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [3.0, NOTICED_S])
-def test_wait_ends_by_its_deadline_if_both_replicas_are_frozen(
+def test_wait_ends_at_its_deadline_if_both_replicas_are_frozen(
     pair: Pair, timeout_s: float
 ) -> None:
     run = pair.create_run(f"both {timeout_s}")

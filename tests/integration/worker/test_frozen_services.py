@@ -42,7 +42,7 @@ RUN = "frozen"
 
 @contextlib.contextmanager
 def frozen(pid: int) -> Iterator[None]:
-    """Within, a process stands still."""
+    """Stop a process inside the block."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -51,7 +51,7 @@ def frozen(pid: int) -> Iterator[None]:
 
 
 def ended(call: Callable[[], object]) -> UnavailableError:
-    """The error of a wait that must end soon."""
+    """Return the error of a wait that must end soon."""
     began_s = time.monotonic()
     with pytest.raises(UnavailableError) as caught:
         call()
@@ -60,10 +60,10 @@ def ended(call: Callable[[], object]) -> UnavailableError:
 
 
 def told(call: Callable[[], object], expected: Sequence[WaitKind]) -> UnavailableError:
-    """That of the first wait that says this; each ends soon.
+    """Return the error of the first wait with these reasons; each wait ends soon.
 
-    One that begins right behind an answer says what that answer was, and the last try of a call may
-    be too short for one.
+    A wait just after an answer has the reason of that answer, and the last attempt of a call may be
+    too short for one.
     """
 
     def is_told() -> UnavailableError | None:
@@ -78,7 +78,7 @@ def told(call: Callable[[], object], expected: Sequence[WaitKind]) -> Unavailabl
 def all_told(
     waits: Sequence[tuple[Callable[[], object], Sequence[WaitKind]]],
 ) -> list[UnavailableError]:
-    """Those of waits that go on at the same time."""
+    """Return the errors of concurrent waits."""
     with ThreadPoolExecutor(len(waits)) as pool:
         return [each.result() for each in [pool.submit(told, *wait) for wait in waits]]
 
@@ -118,7 +118,7 @@ def process(url: str, tmp_path: Path) -> Iterator[tuple[int, str]]:
             process.kill()
 
 
-def test_every_wait_of_a_trainer_says_that_the_store_is_silent(
+def test_waits_of_a_trainer_name_a_silent_store(
     server: EmbeddedServer,
     url: str,
     start_batcher: Callable[[], Any],
@@ -126,7 +126,7 @@ def test_every_wait_of_a_trainer_says_that_the_store_is_silent(
     pulled_in_the_end: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The batcher's word is on its way long before the trainer would call the batcher silent.
+    # The batcher answers long before the trainer reports it as silent.
     monkeypatch.setattr(servicer, "_ANSWER_SHARE", 0.6)
     target = start_batcher().target
     with opened(lambda: BatchStream(target, RUN, timeout_s=TIMEOUT_S)) as stream:
@@ -146,7 +146,7 @@ def test_every_wait_of_a_trainer_says_that_the_store_is_silent(
         assert error.reasons[1].facts["address"] == address_of(url)
 
 
-def test_every_wait_of_a_worker_says_that_the_batcher_is_silent(
+def test_waits_of_a_worker_name_a_silent_batcher(
     url: str,
     process: tuple[int, str],
     opened: Callable[..., Any],
@@ -154,7 +154,7 @@ def test_every_wait_of_a_worker_says_that_the_batcher_is_silent(
 ) -> None:
     pid, target = process
     with BatchStream(target, RUN) as first:
-        next(first)  # what is planned and made by then comes at once
+        next(first)  # later streams get the planned batch at once
     with (
         opened(lambda: BatchStream(target, RUN, timeout_s=TIMEOUT_S / 2)) as stream,
         opened(lambda: ObserverStream(target, RUN, "logger", timeout_s=TIMEOUT_S / 2)) as observer,
@@ -191,7 +191,7 @@ def test_every_wait_of_a_worker_says_that_the_batcher_is_silent(
         assert error.reasons[1].facts["address"] == target
 
 
-def test_a_batcher_that_is_gone_is_away_and_not_silent(
+def test_killed_batcher_is_reported_as_away_and_not_silent(
     url: str,
     process: tuple[int, str],
     opened: Callable[..., Any],
@@ -216,7 +216,7 @@ def test_a_batcher_that_is_gone_is_away_and_not_silent(
         (60.0, True, WaitKind.BATCHER_AWAY),
     ],
 )
-def test_a_last_call_that_the_deadline_cuts_off_says_less_than_the_one_before(
+def test_short_last_attempt_does_not_replace_an_earlier_reason(
     batcher: Any,
     opened: Callable[..., Any],
     pulled_in_the_end: Callable[..., Any],
@@ -226,7 +226,7 @@ def test_a_last_call_that_the_deadline_cuts_off_says_less_than_the_one_before(
     is_gone: bool,
     kind: WaitKind,
 ) -> None:
-    # A batcher that had just said that the store is silent was called silent itself.
+    # A batcher that had just reported a silent store was itself reported as silent.
     monkeypatch.setattr(_calls, "LEAST_ATTEMPT_S", least_s)
     store_is_silent = StoreUnavailableError("", [store_silent(address="here", since_s=7.0)])
     num_calls, may_end = itertools.count(1), threading.Event()
@@ -248,5 +248,5 @@ def test_a_last_call_that_the_deadline_cuts_off_says_less_than_the_one_before(
 
     assert kinds(stepped) == [WaitKind.NOT_ACKNOWLEDGED, kind]
     call, silence = (dict[str, Any](reason.facts) for reason in stepped.reasons)
-    # Since the batcher's answer, where it is the batcher.
+    # A silence of the batcher counts from its last answer.
     assert silence["since_s"] == 7.0 or silence["since_s"] < call["waited_s"] - 0.1

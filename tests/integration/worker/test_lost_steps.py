@@ -1,4 +1,4 @@
-"""A store that forgot what a trainer had stepped: it is told again, and the trainer goes on."""
+"""A store that has lost steps of a trainer: they are acknowledged again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PastOf = Callable[[EmbeddedServer], Any]
 
 
 def pulled(batcher: Any, num_steps: int) -> BatchStream:
-    """A stream of which so many steps are pulled and stepped, and one more is pulled."""
+    """Return a stream with so many stepped steps and one more pulled."""
     batcher.needs_stepped = False
     for step in range(1, num_steps + 2):
         batcher.add_step(step, "abC")
@@ -48,25 +48,25 @@ def pulled(batcher: Any, num_steps: int) -> BatchStream:
     return stream
 
 
-def steps_said(batcher: Any) -> list[int]:
+def acknowledged_steps(batcher: Any) -> list[int]:
     return [call[1] for call in batcher.calls if call[0] == "Stepped"]
 
 
 @pytest.mark.parametrize(
-    ("num_forgotten", "said"), [(1, [4, 3, 2, 3, 4]), (2, [4, 3, 2, 1, 2, 3, 4])]
+    ("num_lost", "expected"), [(1, [4, 3, 2, 3, 4]), (2, [4, 3, 2, 1, 2, 3, 4])]
 )
-def test_a_step_that_does_not_follow_is_said_behind_those_that_were_forgotten(
-    batcher: Any, num_forgotten: int, said: list[int]
+def test_stepped_acknowledges_lost_steps_first(
+    batcher: Any, num_lost: int, expected: list[int]
 ) -> None:
     with pulled(batcher, 3) as stream:
-        batcher.refusals = [ConflictError("it does not follow")] * (1 + num_forgotten)
+        batcher.refusals = [ConflictError("it does not follow")] * (1 + num_lost)
 
         assert stream.stepped().step == 4
 
-    assert steps_said(batcher) == said
+    assert acknowledged_steps(batcher) == expected
 
 
-def test_a_checkpoint_whose_step_was_forgotten_is_committed_behind_it(batcher: Any) -> None:
+def test_commit_acknowledges_a_lost_step_first(batcher: Any) -> None:
     with pulled(batcher, 3) as stream:
         batcher.refusals = [ConflictError("step 3 is not stepped")]
 
@@ -77,7 +77,7 @@ def test_a_checkpoint_whose_step_was_forgotten_is_committed_behind_it(batcher: A
     ]
 
 
-def test_a_conflict_that_has_another_reason_is_told(batcher: Any) -> None:
+def test_conflict_with_another_reason_is_raised(batcher: Any) -> None:
     with pulled(batcher, 2) as stream:
         batcher.refusals = [ConflictError(f"conflict {number}") for number in range(10)]
 
@@ -85,7 +85,7 @@ def test_a_conflict_that_has_another_reason_is_told(batcher: Any) -> None:
             stream.stepped()
 
 
-def test_a_wait_without_a_batch_says_the_newest_step_again(
+def test_wait_without_a_batch_repeats_the_newest_acknowledgement(
     batcher: Any, pulled_in_the_end: Callable[..., Any]
 ) -> None:
     batcher.add_step(1, "abC")
@@ -103,7 +103,7 @@ def test_a_wait_without_a_batch_says_the_newest_step_again(
         assert pulled_in_the_end(stream).info.step == 3
 
 
-def test_a_step_that_the_store_has_lost_is_told_to_a_trainer_that_waits(
+def test_waiting_trainer_gets_an_error_for_a_lost_step(
     batcher: Any, pulled_in_the_end: Callable[..., Any]
 ) -> None:
     batcher.add_step(1, "abC")
@@ -119,7 +119,7 @@ def test_a_step_that_the_store_has_lost_is_told_to_a_trainer_that_waits(
 
 @pytest.fixture
 def gone(abort_with: Any) -> Any:
-    """A Get that finds no such run."""
+    """Fault of a Get that finds no such run."""
 
     def find_nothing(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
         abort_with(context, RunNotFoundError("no run named 'run'"))
@@ -128,11 +128,16 @@ def gone(abort_with: Any) -> Any:
     return find_nothing
 
 
-@pytest.mark.parametrize("call", ["stepped", "committed", "announce_version"])
-def test_a_trainer_is_told_what_it_had_when_the_store_lost_its_run(batcher: Any, call: str) -> None:
+@pytest.mark.parametrize("call", ["stepped", "committed", "announce_version", "__next__"])
+def test_lost_run_error_names_the_progress_of_the_trainer(
+    batcher: Any, gone: Any, call: str
+) -> None:
+    if call == "__next__":
+        batcher.faults = [None, None, None, None, gone]
     with pulled(batcher, 3) as stream:
         stream.committed("main:2:cccccccc")
-        batcher.refusals = [RunNotFoundError("no run named 'run'")]
+        if call != "__next__":
+            batcher.refusals = [RunNotFoundError("no run named 'run'")]
         arguments = {"committed": ("main:3:cccccccc",), "announce_version": (9,)}
 
         with pytest.raises(StoreBehindError, match=LOST_AT_3) as told:
@@ -141,22 +146,7 @@ def test_a_trainer_is_told_what_it_had_when_the_store_lost_its_run(batcher: Any,
     assert isinstance(told.value.__cause__, RunNotFoundError)
 
 
-def test_a_trainer_that_waits_is_told_what_it_had_when_the_store_lost_its_run(
-    batcher: Any, gone: Any
-) -> None:
-    batcher.faults = [None, None, None, None, gone]
-
-    with pulled(batcher, 3) as stream:
-        stream.committed("main:2:cccccccc")
-        with pytest.raises(StoreBehindError, match=LOST_AT_3) as told:
-            next(stream)
-
-    assert isinstance(told.value.__cause__, RunNotFoundError)
-
-
-def test_a_trainer_that_began_behind_a_checkpoint_is_told_of_it_when_the_store_lost_its_run(
-    batcher: Any, gone: Any
-) -> None:
+def test_lost_run_error_names_the_checkpoint_of_a_resumed_trainer(batcher: Any, gone: Any) -> None:
     batcher.faults = [gone]
     stream = BatchStream(batcher.target, RUN, recovery_token="main:2:cccccccc")
     lost = "this trainer had stepped to 2 and committed 2$"
@@ -165,9 +155,7 @@ def test_a_trainer_that_began_behind_a_checkpoint_is_told_of_it_when_the_store_l
         next(stream)
 
 
-def test_any_other_rank_is_told_which_step_it_had_when_the_store_lost_its_run(
-    batcher: Any, gone: Any
-) -> None:
+def test_lost_run_error_names_the_step_of_another_rank(batcher: Any, gone: Any) -> None:
     batcher.add_step(1, "abC")
     batcher.faults = [None, gone]
     batcher.needs_stepped = False
@@ -178,17 +166,15 @@ def test_any_other_rank_is_told_which_step_it_had_when_the_store_lost_its_run(
             next(stream)
 
 
-def test_a_trainer_that_had_nothing_is_told_that_there_is_no_such_run(
-    batcher: Any, gone: Any
-) -> None:
+def test_missing_run_without_progress_is_a_run_not_found_error(batcher: Any, gone: Any) -> None:
     batcher.faults = [gone]
 
     with BatchStream(batcher.target, RUN) as stream, pytest.raises(RunNotFoundError):
         next(stream)
 
 
-def test_the_first_wait_after_a_failure_is_short(batcher: Any, abort_with: Any) -> None:
-    # Whoever failed may have forgotten a step, and waits for it until the wait is over.
+def test_first_wait_after_a_failure_is_short(batcher: Any, abort_with: Any) -> None:
+    # A restarted store may have lost a step and wait for it.
     def failing(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
         abort_with(context, StoreUnavailableError("loading"))
         yield b""
@@ -204,7 +190,7 @@ def test_the_first_wait_after_a_failure_is_short(batcher: Any, abort_with: Any) 
 # ------------------------------------------------------------------- the batcher itself
 
 
-def test_a_trainer_that_waits_goes_on_when_the_store_comes_back_without_its_step(
+def test_waiting_trainer_continues_after_the_store_lost_its_step(
     server: EmbeddedServer, client: redis.Redis, start_batcher: Any, past_of: PastOf
 ) -> None:
     new_run(client, max_planned_ahead=0)
@@ -225,7 +211,7 @@ def test_a_trainer_that_waits_goes_on_when_the_store_comes_back_without_its_step
     assert read_frontier(client, RUN).stepped == 2
 
 
-def test_a_trainer_that_has_more_goes_on_when_the_store_comes_back_without_its_step(
+def test_trainer_with_queued_batches_continues_after_the_store_lost_its_step(
     server: EmbeddedServer, client: redis.Redis, start_batcher: Any, past_of: PastOf
 ) -> None:
     new_run(client, max_planned_ahead=1)

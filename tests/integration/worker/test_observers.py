@@ -53,7 +53,7 @@ def publish(server: Any, run: str) -> Iterator[Callable[..., None]]:
         yield send
 
 
-def test_an_observer_sees_what_the_trainer_sees_and_drives_nothing(
+def test_observer_sees_the_trainers_batches_and_changes_nothing(
     start_batcher: Any, client: redis.Redis, run: str, publish: Any
 ) -> None:
     publish(3)
@@ -76,7 +76,7 @@ def test_an_observer_sees_what_the_trainer_sees_and_drives_nothing(
     assert (after.stepped, after.session_epoch) == (1, epoch)
 
 
-def test_an_observer_may_have_other_ranks_than_the_trainer(
+def test_observer_may_have_other_ranks_than_the_trainer(
     start_batcher: Any, run: str, publish: Any
 ) -> None:
     publish(1)
@@ -93,7 +93,7 @@ def test_an_observer_may_have_other_ranks_than_the_trainer(
     assert sorted(itertools.chain(*shares)) == sorted(whole)
 
 
-def test_an_observer_comes_back_to_the_first_batch_it_has_not_seen(
+def test_observer_resumes_at_the_first_unseen_batch(
     start_batcher: Any, run: str, publish: Any
 ) -> None:
     publish(3)
@@ -109,23 +109,8 @@ def test_an_observer_comes_back_to_the_first_batch_it_has_not_seen(
     assert (acknowledged, next_step) == (1, 2)
 
 
-def test_the_iteration_of_an_observer_ends_with_the_run(
-    start_batcher: Any, run: str, publish: Any
-) -> None:
-    publish(2, closes=True)
-    target = start_batcher().target
-
-    with BatchStream(target, run) as trainer, ObserverStream(target, run, "o") as observer:
-        for mini_batch in trainer:
-            if mini_batch.is_last:
-                trainer.stepped()
-        steps = [mini_batch.info.step for mini_batch in observer]
-
-    assert steps == [1, 2]
-
-
 @pytest.mark.parametrize(("leftover", "steps"), [("short", 2), ("carry", 1), ("drop", 1)])
-def test_an_observer_is_told_the_end_however_the_run_was_closed(
+def test_observer_ends_with_the_run_for_every_leftover(
     start_batcher: Any, server: Any, client: redis.Redis, new_run: NewRun, leftover: Any, steps: int
 ) -> None:
     run = new_run(client, batch_groups=2, max_staleness=100, max_planned_ahead=3)
@@ -146,7 +131,7 @@ def test_an_observer_is_told_the_end_however_the_run_was_closed(
     assert isinstance(told.value.__context__, EndOfRunError)
 
 
-def test_an_observer_that_waits_for_data_is_seen_alive(
+def test_waiting_observer_does_not_expire(
     start_batcher: Any,
     opened: Any,
     pulled_in_the_end: Any,
@@ -170,7 +155,7 @@ def test_an_observer_that_waits_for_data_is_seen_alive(
         assert pulled_in_the_end(observer).info.step == 1
 
 
-def test_a_forgotten_observer_is_told_so(
+def test_expired_observer_gets_an_error(
     start_batcher: Any, client: redis.Redis, run: str, publish: Any
 ) -> None:
     target = start_batcher().target
@@ -183,7 +168,7 @@ def test_a_forgotten_observer_is_told_so(
             list(observer)
 
 
-def test_one_that_begins_again_after_it_was_forgotten_is_told_what_it_misses(
+def test_resumed_expired_observer_gets_the_missed_steps(
     start_batcher: Any,
     client: redis.Redis,
     run: str,
@@ -214,7 +199,7 @@ def test_one_that_begins_again_after_it_was_forgotten_is_told_what_it_misses(
     assert warnings == [f"observer 'o' of run {run} was forgotten, and misses the steps 2 to 3"]
 
 
-def test_only_a_finished_batch_is_acknowledged_and_only_by_rank_0(
+def test_seen_is_refused_before_the_last_mini_batch_and_on_other_ranks(
     start_batcher: Any, run: str, publish: Any
 ) -> None:
     publish(1)
@@ -234,7 +219,7 @@ def test_only_a_finished_batch_is_acknowledged_and_only_by_rank_0(
         second.seen()
 
 
-def test_a_rank_outside_the_observers_world_is_refused(start_batcher: Any, run: str) -> None:
+def test_observer_refuses_impossible_arguments(start_batcher: Any, run: str) -> None:
     with pytest.raises(InvalidConfigError, match="dp_rank"):
         ObserverStream(start_batcher().target, run, "o", 2, 2)
     with pytest.raises(InvalidConfigError, match="first_step"):

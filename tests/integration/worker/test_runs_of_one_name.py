@@ -111,7 +111,7 @@ def test_old_trainer_session_is_refused_and_the_next_run_stays_untouched(
 
 
 @pytest.mark.parametrize("call", ["next", "seen"])
-def test_old_observer_is_refused_and_is_none_of_the_next_run(
+def test_old_observer_is_refused_by_the_next_run(
     server: EmbeddedServer,
     client: redis.Redis,
     start_batcher: Any,
@@ -132,7 +132,7 @@ def test_old_observer_is_refused_and_is_none_of_the_next_run(
     assert not client.exists(keys.run_keys(f"{name}~2").observers)
 
 
-def test_next_run_trains_while_the_payload_of_the_old_one_is_still_there(
+def test_next_run_trains_while_payload_of_the_old_one_remains(
     server: EmbeddedServer, client: redis.Redis, start_batcher: Any, name: str
 ) -> None:
     publish(server.url, name, "a", "b")
@@ -165,7 +165,7 @@ def test_next_run_trains_while_the_payload_of_the_old_one_is_still_there(
     assert read_frontier(client, f"{name}~2").committed == 2
 
 
-def test_trainer_and_observer_that_begin_later_get_the_next_run(
+def test_later_trainer_and_observer_get_the_next_run(
     server: EmbeddedServer, client: redis.Redis, start_batcher: Any, name: str
 ) -> None:
     target = start_batcher().target
@@ -187,7 +187,7 @@ def test_trainer_and_observer_that_begin_later_get_the_next_run(
     assert client.exists(keys.run_keys(f"{name}~2").observers)
 
 
-def test_token_of_a_deleted_run_starts_no_trainer_of_the_next(
+def test_token_of_a_deleted_run_is_refused_by_the_next(
     server: EmbeddedServer, client: redis.Redis, start_batcher: Any, name: str
 ) -> None:
     publish(server.url, name, "a")

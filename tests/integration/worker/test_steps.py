@@ -89,9 +89,7 @@ def test_loop_resumes_after_the_state_of_its_checkpoint(run: Any) -> None:
         assert trained(next(batches)) == {"g2", "g3"}
 
 
-def test_step_counts_once_all_ranks_are_done_and_all_get_the_same_state(
-    run: Any, server: Any
-) -> None:
+def test_step_counts_once_all_ranks_are_done(run: Any, server: Any) -> None:
     publish(run, 1)
     ranks = [run.batches(dp_rank=rank, dp_world_size=3, session="s") for rank in range(3)]
     steps = [next(batches) for batches in ranks]
@@ -120,7 +118,7 @@ def reported(server: Any, run: Any) -> set[bytes]:
     return {name for name in found if name.startswith(b"stepped:")}
 
 
-def test_waiting_rank_is_told_which_rank_is_behind(run: Any) -> None:
+def test_waiting_rank_gets_the_name_of_the_late_rank(run: Any) -> None:
     publish(run, 1)
     ranks = [
         run.batches(dp_rank=rank, dp_world_size=2, session="s", timeout_s=2.0) for rank in range(2)
@@ -154,7 +152,7 @@ def test_new_start_of_the_trainer_fences_the_one_before(run: Any) -> None:
             step.done()
 
 
-def test_step_that_is_not_done_is_not_passed_over(run: Any) -> None:
+def test_unfinished_step_blocks_the_next_one(run: Any) -> None:
     publish(run, 2)
     with run.batches() as batches:
         step = next(batches)

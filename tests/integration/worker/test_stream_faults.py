@@ -1,4 +1,4 @@
-"""What goes wrong between a batcher and the stream, and what the trainer sees of it."""
+"""Faults between a batcher and the stream."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def texts(mini_batch: Any) -> list[str]:
     return testkit.spell(mini_batch.rows)
 
 
-def test_a_batcher_that_comes_up_later_is_waited_for(batcher: Any) -> None:
+def test_stream_waits_for_a_batcher_that_starts_later(batcher: Any) -> None:
     batcher.add_step(1, "abC")
     batcher.stop()
     starter = threading.Timer(0.3, batcher.start)
@@ -49,22 +49,14 @@ def test_a_batcher_that_comes_up_later_is_waited_for(batcher: Any) -> None:
     starter.join()
 
 
-def test_no_batcher_at_all_is_said_by_the_deadline(batcher: Any) -> None:
+def test_missing_batcher_is_reported_at_the_deadline(batcher: Any) -> None:
     batcher.stop()
 
     with pytest.raises(BatcherUnavailableError):
         open_stream(batcher, timeout_s=0.5)
 
 
-def test_a_batcher_that_went_away_is_said_by_the_deadline(batcher: Any, opened: Any) -> None:
-    with opened(lambda: open_stream(batcher, timeout_s=0.5)) as stream:
-        batcher.stop()
-
-        with pytest.raises(BatcherUnavailableError, match="step 1 of run 'run' did not come"):
-            next(stream)
-
-
-def test_a_batcher_restart_in_the_middle_of_a_batch_yields_nothing_twice(batcher: Any) -> None:
+def test_batcher_restart_during_a_batch_repeats_no_mini_batch(batcher: Any) -> None:
     batcher.add_step(1, "abCDEFG", num_mini_batches=4)
     batcher.chunk_bytes = 1 << 20
     batcher.faults = [stop_after(3, batcher)]
@@ -79,7 +71,7 @@ def test_a_batcher_restart_in_the_middle_of_a_batch_yields_nothing_twice(batcher
 
 
 @pytest.mark.parametrize("num_messages", [0, 1, 2, 5])
-def test_a_stream_cut_short_is_fetched_again(batcher: Any, num_messages: int) -> None:
+def test_interrupted_stream_is_fetched_again(batcher: Any, num_messages: int) -> None:
     batcher.add_step(1, "abCDEFG", num_mini_batches=2)
     batcher.faults = [cut_after(num_messages), aborted_after(num_messages)]
 
@@ -92,7 +84,7 @@ def test_a_stream_cut_short_is_fetched_again(batcher: Any, num_messages: int) ->
     assert statistics.num_damaged == 1  # an aborted call is not damage
 
 
-def test_whoever_has_a_part_of_a_step_says_of_which_manifest_it_is(batcher: Any) -> None:
+def test_partly_received_step_names_its_manifest(batcher: Any) -> None:
     batcher.add_step(1, "abCDEFG", num_mini_batches=2)
     batcher.add_step(2, "abCDEFG")
     batcher.chunk_bytes = 1 << 20
@@ -107,7 +99,7 @@ def test_whoever_has_a_part_of_a_step_says_of_which_manifest_it_is(batcher: Any)
     assert batcher.parts == ["", "", f"{1:064}", "", ""]
 
 
-def test_damaged_bytes_are_thrown_away_and_fetched_again(batcher: Any) -> None:
+def test_damaged_mini_batch_is_fetched_again(batcher: Any) -> None:
     batcher.chunk_bytes = 1 << 20
     batcher.add_step(1, "abCDEFG")
     batcher.faults = [damage("abcd"), damage("defg")]
@@ -120,7 +112,7 @@ def test_damaged_bytes_are_thrown_away_and_fetched_again(batcher: Any) -> None:
     assert (statistics.num_damaged, statistics.num_mini_batches) == (2, 1)
 
 
-def test_the_same_damage_again_and_again_is_raised(batcher: Any) -> None:
+def test_repeated_damage_is_raised_after_3_attempts(batcher: Any) -> None:
     batcher.chunk_bytes = 1 << 20
     batcher.add_step(1, "abC")
     batcher.faults = [damage("abc")] * 10
@@ -134,7 +126,7 @@ def test_the_same_damage_again_and_again_is_raised(batcher: Any) -> None:
     assert batcher.calls.count(("Get", 1)) == 3
 
 
-def test_damage_now_and_then_is_never_too_much(batcher: Any) -> None:
+def test_occasional_damage_is_never_raised(batcher: Any) -> None:
     batcher.chunk_bytes = 1 << 20
     batcher.needs_stepped = False
     for step in (1, 2, 3):
@@ -148,25 +140,14 @@ def test_damage_now_and_then_is_never_too_much(batcher: Any) -> None:
     assert seen == [1, 2, 3]
 
 
-def test_more_bytes_than_promised_are_damage(batcher: Any) -> None:
-    batcher.add_step(1, "abC", num_mini_batches=2)
-    batcher.faults = [repeat_message(1)]
-
-    with open_stream(batcher) as stream:
-        seen = [next(stream), next(stream)]
-        assert stream.statistics().num_damaged == 1
-
-    assert [mini_batch.info.mini_batch for mini_batch in seen] == [0, 1]
-
-
-def test_the_share_of_another_rank_is_refused(batcher: Any) -> None:
+def test_stream_refuses_the_mini_batch_of_another_run(batcher: Any) -> None:
     batcher.add_step(1, "abC", run="other")
 
     with open_stream(batcher) as stream, pytest.raises(CorruptRecordError, match="other"):
         next(stream)
 
 
-def test_rows_that_the_shipped_denominators_do_not_count_are_refused(batcher: Any) -> None:
+def test_stream_refuses_rows_beyond_the_shipped_denominators(batcher: Any) -> None:
     fewer = Denominators(1, 1, 1, 1, weight_sum=1.0, length_constant=0)
     batcher.add_step(1, "abCD", denominators=fewer)
 
@@ -176,7 +157,7 @@ def test_rows_that_the_shipped_denominators_do_not_count_are_refused(batcher: An
     assert batcher.calls.count(("Get", 1)) == 1
 
 
-def test_a_batch_that_changes_between_two_attempts_is_refused(batcher: Any) -> None:
+def test_stream_refuses_a_batch_that_changes_between_attempts(batcher: Any) -> None:
     batcher.add_step(1, "abCDEFG", num_mini_batches=2)
     batcher.chunk_bytes = 1 << 20
     batcher.faults = [aborted_after(3)]
@@ -190,9 +171,7 @@ def test_a_batch_that_changes_between_two_attempts_is_refused(batcher: Any) -> N
             next(stream)
 
 
-def test_what_was_pulled_ahead_is_yielded_before_the_error_that_ended_it(
-    batcher: Any, abort_with: Any
-) -> None:
+def test_queued_mini_batches_come_before_the_final_error(batcher: Any, abort_with: Any) -> None:
     def released(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
         abort_with(context, ReleasedError("step 2 is no longer retained"))
         yield b""
@@ -209,7 +188,7 @@ def test_what_was_pulled_ahead_is_yielded_before_the_error_that_ended_it(
 
 
 @pytest.mark.parametrize("kind", [FencedError, StoreBehindError, ConflictError])
-def test_nothing_that_was_pulled_ahead_is_yielded_once_the_session_is_known_to_be_over(
+def test_queued_mini_batches_are_dropped_when_the_session_ends(
     batcher: Any, abort_with: Any, kind: type[RejectedError]
 ) -> None:
     def ended(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
@@ -231,7 +210,7 @@ def _is_dropped(found: StreamStatistics) -> bool:
     return found.num_mini_batches == 1 and held == (0, 0)
 
 
-def test_an_inner_error_of_the_batcher_is_raised_soon(batcher: Any) -> None:
+def test_internal_error_of_the_batcher_is_raised_after_3_attempts(batcher: Any) -> None:
     def broken(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
         context.abort(grpc.StatusCode.INTERNAL, "a bug")
         yield b""
@@ -244,9 +223,7 @@ def test_an_inner_error_of_the_batcher_is_raised_soon(batcher: Any) -> None:
     assert batcher.calls.count(("Get", 1)) == 3
 
 
-def test_a_batcher_that_falls_silent_is_left_and_asked_again(
-    batcher: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_get_is_ended_and_retried(batcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_prefetch, "STALL_GRACE_S", 0.1)
     released = threading.Event()
 
@@ -257,14 +234,14 @@ def test_a_batcher_that_falls_silent_is_left_and_asked_again(
     batcher.add_step(1, "abC")
     batcher.faults = [silent]
 
-    # What comes after it is not silent for the second and a half that an answer may take.
+    # A later answer may take a second and a half.
     with open_stream(batcher, timeout_s=6.0) as stream:
         assert texts(next(stream)) == ["abC"]
         assert stream.statistics().num_retries == 1
     released.set()
 
 
-def test_a_batcher_that_stays_silent_is_said_by_the_deadline(
+def test_silent_batcher_is_reported_at_the_deadline(
     batcher: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_prefetch, "STALL_GRACE_S", 0.1)
@@ -284,7 +261,7 @@ def test_a_batcher_that_stays_silent_is_said_by_the_deadline(
     released.set()
 
 
-def test_a_trainer_that_is_slower_than_the_stall_limit_is_not_cut_off(
+def test_slow_trainer_does_not_count_as_a_silent_batcher(
     batcher: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A paused reader is not a silent batcher: the queue is full, nothing is being read.
@@ -353,15 +330,5 @@ def damage(letters: str) -> Any:
     def fault(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
         for sent in messages:
             yield sent.replace(needle, bytes([needle[0] ^ 0x10]) + needle[1:])
-
-    return fault
-
-
-def repeat_message(message: int) -> Any:
-    def fault(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        for index, sent in enumerate(messages):
-            yield sent
-            if index == message:
-                yield sent
 
     return fault

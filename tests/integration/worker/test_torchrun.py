@@ -51,7 +51,7 @@ def train(folder: Path, url: str, *, until: int) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_and_resume_without_a_barrier_or_a_session_name(
+def test_two_ranks_train_and_resume_without_barrier_or_session_name(
     server: Any, start_batcher: Callable[[], Any], tmp_path: Path
 ) -> None:
     start_batcher()

@@ -76,7 +76,9 @@ async def test_every_turn_has_its_own_advantage_in_every_layout(
     assert jagged.advantages_M[jagged.loss_mask_M].tolist() == expected
 
 
-async def test_a_look_into_the_batch_shows_them(server: Any, start_batcher: Any, run: str) -> None:
+async def test_batch_command_shows_turn_advantages(
+    server: Any, start_batcher: Any, run: str
+) -> None:
     await publish(server.url, run)
     with BatchStream(start_batcher().target, run) as stream:
         next(stream)
@@ -90,7 +92,7 @@ async def test_a_look_into_the_batch_shows_them(server: Any, start_batcher: Any,
     )
 
 
-async def test_ranks_share_them_out_also_where_one_has_an_inert_row_only(
+async def test_turn_advantages_are_distributed_over_ranks_with_inert_rows(
     server: Any, start_batcher: Any, run: str
 ) -> None:
     await publish(server.url, run)
@@ -109,7 +111,7 @@ async def test_ranks_share_them_out_also_where_one_has_an_inert_row_only(
     assert [found[row_id] for row_id in range(3)] == [[1.0, 1.0, 0.0, 0.5], [-1.0], [-0.5, -0.5]]
 
 
-async def test_a_trajectory_without_an_anchor_is_left_out_with_its_reason(
+async def test_trajectory_without_an_anchor_is_dropped_with_its_reason(
     server: Any, start_batcher: Any, client: redis.Redis, run: str
 ) -> None:
     with Publisher(server.url, run) as publisher, publisher.group("early", 2) as group:
@@ -129,9 +131,7 @@ async def test_a_trajectory_without_an_anchor_is_left_out_with_its_reason(
     assert history.reason == "sample 0 has no anchor at turn 1, which estimator='gigpo' needs"
 
 
-async def test_what_is_no_anchor_is_refused_at_the_door_of_both_publishers(
-    server: Any, run: str
-) -> None:
+async def test_both_publishers_refuse_a_wrong_anchor(server: Any, run: str) -> None:
     says = "^anchor: -1 is not a whole number from 0"
 
     with Publisher(server.url, run) as publisher:
@@ -148,7 +148,7 @@ async def test_what_is_no_anchor_is_refused_at_the_door_of_both_publishers(
         await episode_too.seal(1.0)
 
 
-def test_a_turn_that_comes_again_with_another_anchor_is_another_turn(server: Any, run: str) -> None:
+def test_repeated_turn_with_another_anchor_is_a_conflict(server: Any, run: str) -> None:
     for anchor in ("start", b"start"):
         with Publisher(server.url, run, writer="w") as publisher:
             episode = publisher.trajectory("g", 0, num_samples=1)

@@ -40,7 +40,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
 
 
-def test_group_without_leave_is_warned_of_once_with_the_reason(
+def test_publisher_warns_once_of_a_group_without_admission(
     run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     publisher = run.publisher(admission_timeout_s=600.0)
@@ -70,7 +70,7 @@ async def test_asyncio_publisher_warns_of_the_same_wait(
         await publisher.close(0.1)
 
 
-def test_wrong_address_of_a_store_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_publisher_warns_of_a_wrong_store_address(caplog: pytest.LogCaptureFixture) -> None:
     port = free_port()
     publisher = Publisher(f"redis://127.0.0.1:{port}", "run", timeout_s=600.0)
     threading.Thread(target=publish_and_fail, args=(publisher,), daemon=True).start()
@@ -100,7 +100,7 @@ def publish_and_fail(publisher: Publisher) -> None:
         publisher.publish(group("g0")).result()
 
 
-def test_stream_without_data_is_warned_of_with_the_reason_of_the_batcher(
+def test_stream_without_data_warns_with_the_batchers_reason(
     run: Any, start_batcher: Callable[[], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     start_batcher()
@@ -111,7 +111,7 @@ def test_stream_without_data_is_warned_of_with_the_reason_of_the_batcher(
     assert warning.startswith("step 1 of run 'waits' did not come within 0")
 
 
-def test_address_without_a_batcher_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_stream_warns_of_an_address_without_a_batcher(caplog: pytest.LogCaptureFixture) -> None:
     port = free_port()
 
     with pytest.raises(BatcherUnavailableError):

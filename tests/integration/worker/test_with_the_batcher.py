@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,20 +11,12 @@ import pytest
 import redis
 
 import testkit
-from turnstream.errors import (
-    BatcherUnavailableError,
-    FencedError,
-    NotReadyError,
-    StoreBehindError,
-)
 from turnstream.generator import Publisher
 from turnstream.store.runs import create_run
-from turnstream.types import RecoveryToken
 from turnstream.worker import BatchStream, PulledMiniBatch
 
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]
 
-LONGEST_S = 10.0
 """Far above what a wait takes that is woken, on a machine that is busy, and below what it would."""
 
 _numbers = itertools.count(1)
@@ -89,7 +79,7 @@ def hashes(pulled: list[PulledMiniBatch]) -> list[str]:
     return [mini_batch.content_hash for mini_batch in pulled]
 
 
-def test_what_was_published_is_trained_once_in_order(
+def test_published_groups_are_trained_once_in_order(
     start_batcher: Any, run: str, publish: Any
 ) -> None:
     publish(3, closes=True)
@@ -103,7 +93,7 @@ def test_what_was_published_is_trained_once_in_order(
     assert [entry[0] for entry in seen] in ([1, 1, 2], [1, 2, 2])
 
 
-def test_the_tensors_are_those_of_the_turns(start_batcher: Any, run: str, publish: Any) -> None:
+def test_tensors_hold_the_published_turns(start_batcher: Any, run: str, publish: Any) -> None:
     publish(2)
 
     with BatchStream(start_batcher().target, run) as stream:
@@ -116,18 +106,6 @@ def test_the_tensors_are_those_of_the_turns(start_batcher: Any, run: str, publis
     assert part.loss_mask_BR.tolist() == [[False, True, True], [True, True, True]]
     assert part.require_logprobs().tolist() == [[0.0, -0.5, -0.5], [-0.5, -0.5, -0.5]]
     assert part.advantages_BR[0].tolist() == [0.0, *[pytest.approx(-0.7071, abs=1e-4)] * 2]
-
-
-def test_two_replicas_and_two_streams_give_the_same_content(
-    start_batcher: Any, run: str, publish: Any
-) -> None:
-    publish(2)
-
-    with (
-        BatchStream(start_batcher().target, run, session="s") as first,
-        BatchStream(start_batcher().target, run, session="s") as second,
-    ):
-        assert hashes(pull(first)) == hashes(pull(second))
 
 
 def test_ranks_share_the_rows_of_a_mini_batch(start_batcher: Any, run: str, publish: Any) -> None:
@@ -148,7 +126,7 @@ def test_ranks_share_the_rows_of_a_mini_batch(start_batcher: Any, run: str, publ
     assert shares[0].info.denominators == shares[1].info.denominators
 
 
-def test_what_was_stepped_but_not_committed_comes_back_after_a_restart(
+def test_uncommitted_step_comes_back_after_a_restart(
     start_batcher: Any, run: str, publish: Any
 ) -> None:
     publish(6)
@@ -167,62 +145,9 @@ def test_what_was_stepped_but_not_committed_comes_back_after_a_restart(
     assert again[0].info.step == 2
 
 
-def test_a_token_that_the_store_does_not_know_is_refused(
+def test_stream_continues_after_a_batcher_restart(
     start_batcher: Any, run: str, publish: Any
 ) -> None:
-    publish(2)
-    token = RecoveryToken(lineage="main", step=9, chain_hash="0" * 64)
-
-    with pytest.raises(StoreBehindError):
-        BatchStream(start_batcher().target, run, recovery_token=token)
-
-
-def test_a_newer_session_fences_the_one_before(start_batcher: Any, run: str, publish: Any) -> None:
-    publish(2)
-    target = start_batcher().target
-
-    with BatchStream(target, run) as old:
-        pull(old)
-        with BatchStream(target, run) as new:
-            with pytest.raises(FencedError):
-                old.stepped()
-            with pytest.raises(FencedError):
-                next(old)
-            assert pull(new)
-
-
-def test_a_wait_without_data_says_what_is_missing(
-    start_batcher: Any, opened: Any, run: str, publish: Any
-) -> None:
-    publish(1)
-    told: list[str] = []
-
-    def says_it() -> bool:
-        with pytest.raises((NotReadyError, BatcherUnavailableError)) as caught:
-            next(stream)
-        told.append(str(caught.value))
-        return ": 1 of 2 groups complete" in told[-1]
-
-    target = start_batcher().target
-    with opened(lambda: BatchStream(target, run, timeout_s=0.4)) as stream:
-        testkit.wait_until(says_it, describe="what is missing")
-
-    assert re.match(r"step 1 of run .* did not come within 0\.4 s: .*group", told[-1])
-
-
-def test_groups_that_come_while_waiting_wake_the_stream(
-    start_batcher: Any, run: str, publish: Any
-) -> None:
-    with BatchStream(start_batcher().target, run) as stream:
-        publish(2)
-        started_s = time.monotonic()
-
-        assert len(pull(stream)) == 2
-
-    assert time.monotonic() - started_s < LONGEST_S
-
-
-def test_a_batcher_restart_is_ridden_out(start_batcher: Any, run: str, publish: Any) -> None:
     batcher = start_batcher()
     publish(4)
 
@@ -235,16 +160,3 @@ def test_a_batcher_restart_is_ridden_out(start_batcher: Any, run: str, publish: 
         second = pull(stream)
 
     assert [m.info.mini_batch for m in first + second] == [0, 1, 0, 1]
-
-
-def test_close_ends_a_wait_for_the_next_batch_promptly(
-    start_batcher: Any, run: str, publish: Any
-) -> None:
-    publish(2)
-    stream = BatchStream(start_batcher().target, run)
-    pull(stream)
-
-    started_s = time.monotonic()
-    stream.close()
-
-    assert time.monotonic() - started_s < LONGEST_S

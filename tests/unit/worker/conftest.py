@@ -29,7 +29,7 @@ def tensors_of(
     """Rows from masks such as "101", right-aligned; an empty mask is an inert row.
 
     Every row is a trajectory of its own and all are one group unless given. The denominators are
-    counted row by row, as whoever plans a batch has to.
+    counted row by row, as in a plan.
     """
     width = max(map(len, masks))
     mask_BR = torch.tensor([[c == "1" for c in mask.rjust(width, "0")] for mask in masks])

@@ -37,65 +37,29 @@ def losses(*rows: int) -> Tensor:
     return torch.tensor([LOSSES[row] for row in rows], dtype=torch.float64)
 
 
-def whole(build_tensors: Any, mode: Any, **options: Any) -> float:
-    part = build_tensors(MASKS, **options)
-    return aggregate(losses(0, 1, 2), part, mode=mode, denominators=part.denominators).item()
-
-
-def test_golden_token_mean(build_tensors: Any) -> None:
-    assert whole(build_tensors, "token_mean") == pytest.approx(3.428571, abs=1e-6)
-
-
-def test_golden_seq_mean_token_sum(build_tensors: Any) -> None:
-    assert whole(build_tensors, "seq_mean_token_sum") == pytest.approx(8.0)
-
-
-def test_golden_seq_mean_token_mean(build_tensors: Any) -> None:
-    assert whole(build_tensors, "seq_mean_token_mean") == pytest.approx(4.833333, abs=1e-6)
-
-
-def test_golden_constant_with_a_length_of_8(build_tensors: Any) -> None:
-    assert whole(build_tensors, "constant", length_constant=8) == pytest.approx(1.0)
-
-
-def test_golden_rollout_mean_divides_by_the_whole_trajectory(build_tensors: Any) -> None:
-    # A and C are one trajectory: (10 + 4) / 6, and B: 10 / 1.
-    mean = whole(build_tensors, "rollout_mean", trajectories=["t", "u", "t"])
-
-    assert mean == pytest.approx((14 / 6 + 10) / 2)
-
-
-def test_golden_prompt_mean_divides_by_the_whole_group(build_tensors: Any) -> None:
-    mean = whole(build_tensors, "prompt_mean", groups=["g", "h", "g"])
-
-    assert mean == pytest.approx((14 / 6 + 10) / 2)
-
-
-def test_golden_micro_batches_are_summed_and_not_averaged(build_tensors: Any) -> None:
-    # Averaging the means of ({A}, {B, C}) would give 3.583333.
-    denominators = build_tensors(MASKS).denominators
-    options: Any = {"mode": "token_mean", "denominators": denominators}
-
-    parts = [build_tensors(MASKS[:1]), build_tensors(["0001", "11"])]
-    total = aggregate(losses(0), parts[0], **options) + aggregate(losses(1, 2), parts[1], **options)
-
-    assert total.item() == pytest.approx(3.428571, abs=1e-6)
-
-
 @pytest.mark.parametrize(
-    ("mode", "expected"), [("token_mean", 3.428571), ("seq_mean_token_mean", 4.833333)]
+    ("mode", "options", "expected"),
+    [
+        ("token_mean", {}, 3.428571),
+        ("seq_mean_token_sum", {}, 8.0),
+        ("seq_mean_token_mean", {}, 4.833333),
+        ("constant", {"length_constant": 8}, 1.0),
+        # Rows A and C are one trajectory, or one group: (10 + 4) / 6, and B: 10 / 1.
+        ("rollout_mean", {"trajectories": ["t", "u", "t"]}, (14 / 6 + 10) / 2),
+        ("prompt_mean", {"groups": ["g", "h", "g"]}, (14 / 6 + 10) / 2),
+    ],
 )
-def test_golden_an_inert_row_counts_nowhere(build_tensors: Any, mode: Any, expected: float) -> None:
-    # Counting it as a sequence would give 3.625, one live token in it 3.0.
-    part = build_tensors([*MASKS, ""])
-    loss_BR = torch.cat([losses(0, 1, 2), torch.full((1, 4), float("nan"))])
+def test_aggregate_matches_the_golden_vector(
+    build_tensors: Any, mode: Any, options: Any, expected: float
+) -> None:
+    part = build_tensors(MASKS, **options)
 
-    mean = aggregate(loss_BR, part, mode=mode, denominators=part.denominators)
+    mean = aggregate(losses(0, 1, 2), part, mode=mode, denominators=part.denominators)
 
     assert mean.item() == pytest.approx(expected, abs=1e-6)
 
 
-def test_golden_two_ranks_whose_gradients_are_averaged(build_tensors: Any) -> None:
+def test_averaged_over_undoes_the_average_of_two_ranks(build_tensors: Any) -> None:
     denominators = build_tensors(MASKS).denominators
     options: Any = {"mode": "token_mean", "denominators": denominators, "averaged_over": 2}
 
@@ -116,7 +80,7 @@ def test_golden_two_ranks_whose_gradients_are_averaged(build_tensors: Any) -> No
         ("prompt_mean", [0.125, 0.125, 0.25]),
     ],
 )
-def test_edge_case_38_what_each_token_is_multiplied_by(
+def test_aggregate_matches_edge_case_38(
     build_tensors: Any, mode: Any, coefficients: list[float]
 ) -> None:
     masks = ["111", "001", "011", "000"]
@@ -133,7 +97,7 @@ def test_edge_case_38_what_each_token_is_multiplied_by(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_micro_batch_of_inert_rows_gives_a_zero_that_can_be_differentiated(
+def test_micro_batch_of_inert_rows_has_a_differentiable_loss_of_0(
     build_tensors: Any, mode: Any
 ) -> None:
     denominators = build_tensors(MASKS, length_constant=8).denominators
@@ -149,7 +113,7 @@ def test_a_micro_batch_of_inert_rows_gives_a_zero_that_can_be_differentiated(
     assert loss_BR.grad.tolist() == [[0.0], [0.0]]
 
 
-def test_an_inert_row_with_a_live_token_still_contributes_exactly_0(build_tensors: Any) -> None:
+def test_inert_row_contributes_exactly_0(build_tensors: Any) -> None:
     part = build_tensors(["11", "11"])
     part = replace(part, is_padding_B=torch.tensor([False, True]))
 
@@ -160,7 +124,7 @@ def test_an_inert_row_with_a_live_token_still_contributes_exactly_0(build_tensor
     assert total.item() == 1.0
 
 
-def test_losses_of_another_shape_than_the_mask_are_refused(build_tensors: Any) -> None:
+def test_aggregate_refuses_losses_of_another_shape(build_tensors: Any) -> None:
     part = build_tensors(["11", "11"])
 
     with pytest.raises(BatchingError, match=r"\(2, 1\).*\(2, 2\)"):
@@ -198,37 +162,14 @@ def test_aggregate_refuses_constant_without_trained_tokens_too(build_tensors: An
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_mini_batch_without_a_trained_token_has_a_loss_of_0(
-    build_tensors: Any, mode: Any
-) -> None:
+def test_mini_batch_without_trained_tokens_has_a_loss_of_0(build_tensors: Any, mode: Any) -> None:
     part = build_tensors(["00", "0"], length_constant=8)
 
     assert aggregate(torch.ones(2, 2), part, mode=mode, denominators=part.denominators).item() == 0
 
 
-def test_weights_of_a_correction_keep_the_shipped_denominators(build_tensors: Any) -> None:
-    part = build_tensors(["11", "11"])
-    kept_BR = torch.tensor([[1.0, 1.0], [0.0, 0.0]])
-
-    mean = aggregate(
-        torch.ones(2, 2) * kept_BR, part, mode="token_mean", denominators=part.denominators
-    )
-
-    assert mean.item() == 0.5
-
-
-def test_rows_weighted_by_their_trajectory_count_each_trajectory_once(build_tensors: Any) -> None:
-    # A trajectory of two rows (weights 1/2) beside one of a single row.
-    part = build_tensors(["1", "1", "1"], trajectories="ttu", weights=[0.5, 0.5, 1.0])
-    loss_BR = torch.tensor([[1.0], [3.0], [10.0]])
-
-    mean = aggregate(loss_BR, part, mode="seq_mean_token_mean", denominators=part.denominators)
-
-    assert mean.item() == pytest.approx((2 + 10) / 2)
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_each_token_is_multiplied_by_what_the_plan_says(mode: Any) -> None:
+def test_aggregate_applies_the_row_scales_of_the_plan(mode: Any) -> None:
     rows = testkit.rows("abCD", "xYzZ", "a|bb", "a|b", group_ids=["g", "g", "h", ""])
     rows = replace(rows, weight=np.array([1.0, 0.5, 2.0, 0.0], np.float32))
     denominators = count_denominators([rows], length_constant=9)
@@ -293,7 +234,7 @@ def loop_mean(
 
 
 @given(data=st.data(), mode=st.sampled_from(MODES))
-def test_the_loss_is_the_same_for_every_cut_order_and_padding(
+def test_loss_is_independent_of_cuts_order_and_padding(
     build_tensors: Any, data: st.DataObject, mode: Any
 ) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
@@ -330,7 +271,7 @@ def test_the_loss_is_the_same_for_every_cut_order_and_padding(
 
 
 @given(data=st.data(), mode=st.sampled_from(MODES))
-def test_losses_that_floats_hold_exactly_are_summed_exactly_in_float32(
+def test_exact_float32_losses_have_an_exact_sum(
     build_tensors: Any, data: st.DataObject, mode: Any
 ) -> None:
     # Whole losses, and divisors that are powers of two: no cut may change a single bit.
@@ -350,7 +291,7 @@ def test_losses_that_floats_hold_exactly_are_summed_exactly_in_float32(
     assert pieces.item() == whole.item()
 
 
-def test_what_a_masked_token_would_count_for_is_not_read(build_tensors: Any) -> None:
+def test_weight_of_a_masked_token_is_not_read(build_tensors: Any) -> None:
     part = replace(
         build_tensors(["101"]), token_weights_BR=torch.tensor([[0.5, float("nan"), 2.0]])
     )

@@ -53,7 +53,7 @@ def tensors_of(value: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("heading", LAYOUTS)
-def test_page_lists_the_tensors_of_every_layout(heading: str) -> None:
+def test_api_page_lists_the_tensors_of_every_layout(heading: str) -> None:
     rows = testkit.rows("abcdeFGH", "abC")
     ones = Ragged(np.ones(len(rows.loss_mask.values), np.float32), rows.loss_mask.offsets)
     rows = replace(rows, token_weights=ones, logprobs=ones)
@@ -98,7 +98,7 @@ def defaults(signature: inspect.Signature) -> list[str]:
         ("## Corrections", corrections, set[str]()),
     ],
 )
-def test_page_lists_every_loss_with_its_defaults(
+def test_api_page_lists_every_loss_with_its_defaults(
     heading: str, module: ModuleType, others: set[str]
 ) -> None:
     found = functions(module)

@@ -25,14 +25,7 @@ def filled(*items: str, max_bytes: int = 100) -> ByteQueue[str]:
     return queue
 
 
-def test_items_come_out_in_order() -> None:
-    queue = filled("a", "bb")
-
-    assert [take(queue), take(queue)] == ["a", "bb"]
-    assert queue.size() == (0, 0)
-
-
-def test_a_reservation_waits_until_there_is_room() -> None:
+def test_reservation_waits_for_capacity() -> None:
     queue = filled("aaaa", max_bytes=6)
     reserved = threading.Event()
     thread = threading.Thread(target=lambda: (queue.reserve(3), reserved.set()), daemon=True)
@@ -46,7 +39,7 @@ def test_a_reservation_waits_until_there_is_room() -> None:
     thread.join()
 
 
-def test_what_is_larger_than_the_bound_is_let_in_alone() -> None:
+def test_item_larger_than_the_bound_enters_an_empty_queue() -> None:
     queue = filled(max_bytes=2)
 
     queue.reserve(10)
@@ -54,22 +47,12 @@ def test_what_is_larger_than_the_bound_is_let_in_alone() -> None:
     assert queue.size().num_bytes == 10
 
 
-def test_a_released_reservation_makes_room() -> None:
-    queue = filled(max_bytes=2)
-    queue.reserve(2)
-
-    queue.release(2)
-    queue.reserve(2)
-
-    assert queue.size().num_bytes == 2
-
-
-def test_nothing_in_time_is_a_timeout() -> None:
+def test_take_raises_a_timeout_error() -> None:
     with pytest.raises(TimeoutError):
         take(filled(), timeout_s=0.01)
 
 
-def test_what_is_left_comes_before_the_failure() -> None:
+def test_remaining_items_come_before_the_failure() -> None:
     queue = filled("a")
     queue.fail(ValueError("no more"), drops=False)
 
@@ -103,7 +86,7 @@ def test_close_wakes_both_sides() -> None:
     assert len(failures) == 2
 
 
-def test_the_watch_is_called_as_often_as_it_asks() -> None:
+def test_watch_is_called_at_its_own_interval() -> None:
     queue = filled()
     calls_s: list[float] = []
 

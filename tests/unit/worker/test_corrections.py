@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,38 +20,31 @@ BEHAVIOUR = torch.tensor([[-1.2, -4.0, -0.5, -2.0]], dtype=torch.float64)
 ALL = torch.ones(1, 4, dtype=torch.bool)
 
 
-def weights(function: Callable[..., Tensor], **options: Any) -> list[float]:
-    result = function(OLD, behaviour_BR=BEHAVIOUR, mask_BR=ALL, **options)
-    return [round(value, 4) for value in result[0].tolist()]
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("importance_ratio", {"level": "token"}, [1.2214, 7.3891, 1.0, 0.3679]),
+        ("importance_ratio", {"level": "sequence"}, [3.3201] * 4),
+        ("importance_ratio", {"level": "geometric"}, [1.3499] * 4),
+        ("tis", {"cap": 2.0}, [1.2214, 2.0, 1.0, 0.3679]),
+        ("tis", {"floor": 0.5}, [1.2214, 2.0, 1.0, 0.5]),
+        ("tis", {"level": "sequence", "cap": 2.0}, [2.0] * 4),
+        ("tis", {"level": "geometric", "cap": 2.0}, [1.3499] * 4),
+        ("icepop", {"low": 0.5, "high": 5.0}, [1.2214, 0.0, 1.0, 0.0]),
+        ("mis", {}, [1, 0, 1, 0]),
+        ("mis", {"level": "sequence"}, [0] * 4),
+        ("mis", {"level": "geometric"}, [0] * 4),
+        ("mis", {"level": "geometric", "low": 0.5, "high": 2.0}, [1] * 4),
+        ("seq_mask_tis", {}, [0] * 4),
+        ("seq_mask_tis", {"high": 1.35}, [1.2214, 7.3891, 1.0, 0.3679]),
+    ],
+)
+def test_correction_matches_the_golden_vector(
+    name: str, options: Any, expected: list[float]
+) -> None:
+    result = getattr(corrections, name)(OLD, behaviour_BR=BEHAVIOUR, mask_BR=ALL, **options)
 
-
-def test_golden_token_ratios() -> None:
-    assert weights(corrections.importance_ratio, level="token") == [1.2214, 7.3891, 1.0, 0.3679]
-
-
-def test_golden_sequence_ratio() -> None:
-    assert weights(corrections.importance_ratio, level="sequence") == [3.3201] * 4
-
-
-def test_golden_geometric_ratio() -> None:
-    assert weights(corrections.importance_ratio, level="geometric") == [1.3499] * 4
-
-
-def test_golden_tis_with_cap_2() -> None:
-    assert weights(corrections.tis, cap=2.0) == [1.2214, 2.0, 1.0, 0.3679]
-
-
-def test_golden_icepop_between_a_half_and_5() -> None:
-    assert weights(corrections.icepop, low=0.5, high=5.0) == [1.2214, 0.0, 1.0, 0.0]
-
-
-def test_tis_with_a_floor_clamps_below_too() -> None:
-    assert weights(corrections.tis, floor=0.5) == [1.2214, 2.0, 1.0, 0.5]
-
-
-def test_tis_of_a_row_is_truncated_as_a_whole() -> None:
-    assert weights(corrections.tis, level="sequence", cap=2.0) == [2.0] * 4
-    assert weights(corrections.tis, level="geometric", cap=2.0) == [1.3499] * 4
+    assert [round(value, 4) for value in result[0].tolist()] == expected
 
 
 # batch-assembly, edge case 41: old -1, rollout -1, -3, -1, mask 110, beside an on-policy row.
@@ -61,53 +53,24 @@ ROLLOUT_41 = torch.tensor([[-1.0, -3.0, -1.0], [-1.0, -1.0, -1.0]])
 MASK_41 = torch.tensor([[1, 1, 0], [1, 1, 1]])
 
 
-def weights_41(function: Callable[..., Tensor], **options: Any) -> list[list[float]]:
-    return function(OLD_41, behaviour_BR=ROLLOUT_41, mask_BR=MASK_41, **options).tolist()
+@pytest.mark.parametrize(
+    ("name", "options", "row_0"),
+    [
+        ("tis", {"cap": 2.0}, [1, 2, 1]),
+        ("tis", {"level": "sequence", "cap": 5.0}, [5, 5, 5]),
+        ("mis", {"low": 0.5, "high": 2.0}, [1, 0, 1]),
+        ("mis", {"level": "geometric", "low": 0.99, "high": 1.01}, [0, 0, 0]),
+        ("mis", {"level": "sequence", "low": 0.5, "high": 2.0}, [0, 0, 0]),
+        ("row_veto", {"high": 5.0}, [0, 0, 0]),
+    ],
+)
+def test_correction_matches_edge_case_41(name: str, options: Any, row_0: list[float]) -> None:
+    result = getattr(corrections, name)(OLD_41, behaviour_BR=ROLLOUT_41, mask_BR=MASK_41, **options)
+
+    assert result.tolist() == [row_0, [1, 1, 1]]
 
 
-def test_edge_case_41_token_weights_are_capped_at_2() -> None:
-    assert weights_41(corrections.tis, cap=2.0) == [[1, 2, 1], [1, 1, 1]]
-
-
-def test_edge_case_41_the_sequence_weight_is_capped_at_5() -> None:
-    assert weights_41(corrections.tis, level="sequence", cap=5.0) == [[5, 5, 5], [1, 1, 1]]
-
-
-def test_edge_case_41_geometric_and_product_masks_zero_row_0_only() -> None:
-    geometric = weights_41(corrections.mis, level="geometric", low=0.99, high=1.01)
-    product = weights_41(corrections.mis, level="sequence", low=0.5, high=2.0)
-
-    assert geometric == product == [[0, 0, 0], [1, 1, 1]]
-
-
-def test_edge_case_41_an_outlier_above_5_zeroes_row_0() -> None:
-    assert weights_41(corrections.row_veto, high=5.0) == [[0, 0, 0], [1, 1, 1]]
-
-
-def test_edge_case_41_the_token_mask_zeroes_token_1_of_row_0_only() -> None:
-    # The page counts tokens from 1 ("only its token 2").
-    assert weights_41(corrections.mis, low=0.5, high=2.0) == [[1, 0, 1], [1, 1, 1]]
-
-
-def test_one_next_to_impossible_token_vetoes_its_row() -> None:
-    behaviour_BR = torch.tensor([[-1.0, -1.0], [-1.0, -1.0]])
-    old_BR = torch.tensor([[-1.0, -1.0 + math.log(0.9e-4)], [-1.0, -1.0 + math.log(1.1e-4)]])
-    mask_BR = torch.ones(2, 2)
-
-    vetoed = corrections.mis(old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, low=0.0)
-
-    assert vetoed.tolist() == [[0, 0], [1, 1]]
-
-
-def test_a_masked_token_vetoes_nothing() -> None:
-    old_BR, behaviour_BR = torch.tensor([[-90.0, -1.0]]), torch.tensor([[-1.0, -1.0]])
-
-    vetoed = corrections.mis(old_BR, behaviour_BR=behaviour_BR, mask_BR=torch.tensor([[0, 1]]))
-
-    assert vetoed.tolist() == [[1, 1]]
-
-
-def test_a_masked_token_vetoes_nothing_even_where_1_is_outside() -> None:
+def test_row_veto_ignores_masked_tokens() -> None:
     old_BR, behaviour_BR = torch.tensor([[-0.5, -1.0]]), torch.tensor([[-1.0, -1.0]])
 
     vetoed = corrections.row_veto(
@@ -117,7 +80,7 @@ def test_a_masked_token_vetoes_nothing_even_where_1_is_outside() -> None:
     assert vetoed.tolist() == [[1, 1]]
 
 
-def test_a_ratio_on_the_bound_is_kept() -> None:
+def test_ratio_on_the_bound_is_inside() -> None:
     on_policy: Any = {"behaviour_BR": OLD, "mask_BR": ALL, "low": 1.0, "high": 1.0}
 
     assert corrections.icepop(OLD, **on_policy).tolist() == [[1.0] * 4]
@@ -134,18 +97,6 @@ def test_weights_carry_no_gradient(name: str) -> None:
     assert not weights_BR.requires_grad
 
 
-def test_opsm_drops_rows_of_negative_advantage_that_the_policy_left() -> None:
-    old_BR = torch.tensor([[-1.0, -1.0]] * 4)
-    moved_BR = torch.tensor([[-1.3, -1.1], [-1.1, -1.05], [-1.3, -1.1], [-9.0, -9.0]])
-    advantages_BR = torch.tensor([[-1.0, -1.0], [-1.0, -1.0], [1.0, 1.0], [0.0, 0.0]])
-
-    kept = corrections.opsm(
-        moved_BR, old_BR=old_BR, advantages_BR=advantages_BR, mask_BR=torch.ones(4, 2), delta=0.1
-    )
-
-    assert kept.tolist() == [[0, 0], [1, 1], [1, 1], [1, 1]]
-
-
 def test_rescaled_weights_have_a_mean_of_1_over_all_ranks() -> None:
     shares = [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.5, 0.5]])]
     weight_sum = sum(share.sum() for share in shares)
@@ -160,7 +111,7 @@ def test_rescaled_weights_have_a_mean_of_1_over_all_ranks() -> None:
 
 
 class Case(NamedTuple):
-    """Random log-probabilities; what stands at masked positions must not matter."""
+    """Random log-probabilities; values at masked positions have no effect."""
 
     old: np.ndarray
     behaviour: np.ndarray
@@ -169,7 +120,7 @@ class Case(NamedTuple):
     mask: np.ndarray
 
     def tensors(self) -> dict[str, Tensor]:
-        """The same by name."""
+        """Return the values as tensors, by name."""
         return {name: torch.from_numpy(value) for name, value in self._asdict().items()}
 
 
@@ -290,7 +241,7 @@ def test_opsm_equals_the_loop(case: Case) -> None:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_absurd_ratios_are_large_numbers_and_not_infinities(level: Any) -> None:
+def test_extreme_ratios_are_finite(level: Any) -> None:
     ratio = corrections.importance_ratio(
         torch.tensor([[0.0], [-1e30]]),
         behaviour_BR=torch.tensor([[-1e30], [0.0]]),
@@ -303,7 +254,7 @@ def test_absurd_ratios_are_large_numbers_and_not_infinities(level: Any) -> None:
 
 
 @pytest.mark.parametrize("weight_sum", [0.0, torch.tensor(0.0)])
-def test_weights_of_0_everywhere_stay_0_when_rescaled(weight_sum: Any) -> None:
+def test_rescaled_weights_of_0_stay_0(weight_sum: Any) -> None:
     # Dividing by their sum made every token NaN where a filter had taken all of them out.
     scaled = corrections.rescaled(torch.zeros(1, 2), weight_sum=weight_sum, num_tokens=2)
 
@@ -313,22 +264,8 @@ def test_weights_of_0_everywhere_stay_0_when_rescaled(weight_sum: Any) -> None:
 # --------------------------------------------------------------------- the vector, once more
 
 
-def test_golden_mis_keeps_the_tokens_between_a_half_and_2() -> None:
-    assert weights(corrections.mis) == [1, 0, 1, 0]
-    assert weights(corrections.mis, level="geometric") == [0] * 4
-    assert weights(corrections.mis, level="geometric", low=0.5, high=2.0) == [1] * 4
-    assert weights(corrections.mis, level="sequence") == [0] * 4
-
-
-def test_golden_seq_mask_tis_drops_the_row_or_leaves_its_ratios_untruncated() -> None:
-    assert weights(corrections.seq_mask_tis) == [0] * 4
-    assert weights(corrections.seq_mask_tis, high=1.35) == [1.2214, 7.3891, 1.0, 0.3679]
-
-
 @pytest.mark.parametrize(("advantage", "delta", "kept"), [(-1, 0.1, 0), (-1, 0.3, 1), (1, 0.1, 1)])
-def test_golden_opsm_compares_the_mean_gap_of_the_row_with_delta(
-    advantage: float, delta: float, kept: int
-) -> None:
+def test_opsm_matches_the_golden_vector(advantage: float, delta: float, kept: int) -> None:
     # The mean of old - current, as of p - b of the vector, is 0.3 (less a rounding error).
     found = corrections.opsm(
         BEHAVIOUR,

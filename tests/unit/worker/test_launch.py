@@ -19,7 +19,7 @@ ONE_NODE = {
 TWO_NODES = {**ONE_NODE, "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "job-7"}
 
 
-def test_process_without_torchrun_is_the_only_rank() -> None:
+def test_process_without_torchrun_is_a_single_rank() -> None:
     assert find_launch(environment={}) == (0, 1, "")
 
 
@@ -30,7 +30,7 @@ def test_rank_and_world_size_come_from_torchrun() -> None:
     assert launch.session.startswith("torchrun-")
 
 
-def test_ranks_of_one_start_share_a_session_and_a_restart_has_another() -> None:
+def test_ranks_of_one_start_share_a_session() -> None:
     first = find_launch(environment={**ONE_NODE, "RANK": "0"}).session
     restart = find_launch(environment={**ONE_NODE, "TORCHELASTIC_RESTART_COUNT": "1"}).session
 
@@ -38,21 +38,21 @@ def test_ranks_of_one_start_share_a_session_and_a_restart_has_another() -> None:
     assert restart != first
 
 
-def test_another_launcher_process_is_another_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_launcher_process_has_another_session(monkeypatch: pytest.MonkeyPatch) -> None:
     first = find_launch(environment=ONE_NODE).session
     monkeypatch.setattr("os.getppid", lambda: 1)
 
     assert find_launch(environment=ONE_NODE).session != first
 
 
-def test_several_nodes_are_named_by_the_id_of_the_run() -> None:
+def test_session_of_several_nodes_comes_from_the_run_id() -> None:
     first = find_launch(environment=TWO_NODES).session
 
     assert find_launch(environment={**TWO_NODES, "RANK": "3"}).session == first
     assert find_launch(environment={**TWO_NODES, "TORCHELASTIC_RUN_ID": "job-8"}).session != first
 
 
-def test_arguments_win_over_the_environment() -> None:
+def test_arguments_replace_the_environment() -> None:
     assert find_launch(0, 1, environment=TWO_NODES) == (0, 1, "")
     assert find_launch(3, 8, "start-2", environment=ONE_NODE) == (3, 8, "start-2")
 
@@ -65,6 +65,6 @@ def test_arguments_win_over_the_environment() -> None:
         ({"WORLD_SIZE": "2"}, "session: several ranks need a name in common"),
     ],
 )
-def test_environment_that_names_no_start_is_refused(environment: Any, words: str) -> None:
+def test_find_launch_refuses_an_environment_without_a_name(environment: Any, words: str) -> None:
     with pytest.raises(InvalidConfigError, match=words):
         find_launch(environment=environment)

@@ -62,7 +62,7 @@ def score_by_position(ids: Tensor, positions: Tensor, may_attend: Tensor) -> Ten
 
 @pytest.fixture(scope="module")
 def qwen2() -> PreTrainedModel:
-    """One layer of a real architecture, with attention that can be told what to see."""
+    """One layer of a real architecture with a free attention mask."""
     torch.manual_seed(0)
     return Qwen2ForCausalLM(
         Qwen2Config(
@@ -204,7 +204,7 @@ def cut(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("score", [score_by_token, score_by_position])
 @given(responses=texts, world=st.integers(1, 3), limit=st.integers(0, 20), data=st.data())
-def test_a_batch_has_one_loss_whatever_its_layout_ranks_micro_batches_and_order(
+def test_loss_is_independent_of_layout_ranks_micro_batches_and_order(
     mode: str, score: Score, responses: list[str], world: int, limit: int, data: st.DataObject
 ) -> None:
     batch = testkit.rows(*responses, group_ids=[f"g{i % 2}" for i in range(len(responses))])
@@ -227,7 +227,7 @@ def test_a_batch_has_one_loss_whatever_its_layout_ranks_micro_batches_and_order(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("limit", [0, 12])
-def test_a_real_model_has_the_same_loss_and_gradient_in_all_layouts(
+def test_real_model_has_the_same_gradient_in_all_layouts(
     layout: Any, limit: int, qwen2: PreTrainedModel
 ) -> None:
     # Attention is kept inside each row: by padding, or by comparing the rows of two slots.
@@ -254,7 +254,7 @@ def _gradient(parameter: Tensor) -> Tensor:
     return parameter.grad.flatten().clone()
 
 
-def test_a_bin_that_mixed_its_rows_would_have_another_loss(qwen2: PreTrainedModel) -> None:
+def test_packed_loss_changes_if_rows_attend_to_each_other(qwen2: PreTrainedModel) -> None:
     [share] = cut(testkit.rows("abCdEF", "abcdefGHI"), world=1, limit=0)
     score = scored_by(qwen2)
 
@@ -329,7 +329,7 @@ def test_supervised_rows_have_the_same_loss_in_all_layouts(
 # tensors
 
 
-def test_every_layout_gives_its_rows_back_without_the_inert_ones() -> None:
+def test_response_values_exclude_inert_rows() -> None:
     batch = testkit.rows("abC", "aBC", "a|b", is_padding=[False, False, True])
     mini_batch = MiniBatch(rows=batch, info=testkit.mini_batch_info(batch))
 
@@ -339,7 +339,7 @@ def test_every_layout_gives_its_rows_back_without_the_inert_ones() -> None:
     assert {row_id: own.tolist() for row_id, own in values.items()} == {0: [1], 1: [3, 4]}
 
 
-def test_a_packed_micro_batch_holds_what_is_said_of_its_own_rows() -> None:
+def test_packed_micro_batch_holds_its_own_row_tensors() -> None:
     batch = testkit.rows("abC", "aBCD", "a|b", is_padding=[False, False, True])
     info = testkit.mini_batch_info(batch, micro_batches=((1,), (2, 0)))
 
@@ -351,37 +351,7 @@ def test_a_packed_micro_batch_holds_what_is_said_of_its_own_rows() -> None:
     assert second.is_padding_B.tolist() == [True, False]
 
 
-@pytest.mark.parametrize("layout", [right_padded_to_torch, jagged_to_torch])
-def test_rows_without_logprobs_are_refused_by_name_in_every_layout(layout: Any) -> None:
-    batch = testkit.rows("aB", "aCd")
-    missing = Ragged.from_rows([[-0.5], [np.nan, 0]], np.float32)
-    mini_batch = MiniBatch(
-        rows=replace(batch, logprobs=missing), info=testkit.mini_batch_info(batch)
-    )
-
-    with pytest.raises(BatchingError, match=r"rows without log-probabilities: 1$"):
-        layout(mini_batch).require_logprobs()
-    [one] = packed_to_torch(mini_batch)
-    with pytest.raises(BatchingError, match=r"rows without log-probabilities: 1$"):
-        one.require_logprobs()
-
-
-def test_a_device_holds_every_tensor() -> None:
-    batch = testkit.rows("abC", "aBC")
-    mini_batch = MiniBatch(rows=batch, info=testkit.mini_batch_info(batch))
-
-    on_meta: list[Any] = [
-        right_padded_to_torch(mini_batch, device="meta"),
-        *packed_to_torch(mini_batch, device="meta"),
-        jagged_to_torch(mini_batch, device="meta"),
-    ]
-
-    for tensors in on_meta:
-        values = [getattr(tensors, name) for name in tensors.__dataclass_fields__]
-        assert {v.device.type for v in values if isinstance(v, Tensor)} == {"meta"}
-
-
-def test_a_pulled_mini_batch_comes_in_every_layout() -> None:
+def test_pulled_mini_batch_converts_to_every_layout() -> None:
     from turnstream.worker.mini_batch import PulledMiniBatch
 
     batch = testkit.rows("abC", "aBC")
@@ -392,3 +362,34 @@ def test_a_pulled_mini_batch_comes_in_every_layout() -> None:
     assert [len(part.input_ids_N) for part in pulled.to_torch_packed()] == [16]
     assert [len(part.input_ids_N) for part in pulled.to_torch_packed(alignment=4)] == [8]
     assert pulled.to_torch_jagged().offsets.tolist() == [0, 3, 6]
+
+
+def every_layout(mini_batch: MiniBatch, *, device: str | None = None) -> list[Any]:
+    """Return the tensors of all rows in every layout."""
+    return [
+        to_torch(mini_batch, device=device),
+        right_padded_to_torch(mini_batch, device=device),
+        *packed_to_torch(mini_batch, device=device),
+        jagged_to_torch(mini_batch, device=device),
+    ]
+
+
+def test_require_logprobs_names_the_rows_without_in_every_layout() -> None:
+    batch = testkit.rows("aB", "aCd")
+    missing = Ragged.from_rows([[-0.5], [np.nan, 0]], np.float32)
+    mini_batch = MiniBatch(
+        rows=replace(batch, logprobs=missing), info=testkit.mini_batch_info(batch)
+    )
+
+    for tensors in every_layout(mini_batch):
+        with pytest.raises(BatchingError, match=r"rows without log-probabilities: 1$"):
+            tensors.require_logprobs()
+
+
+def test_device_holds_every_tensor_in_every_layout() -> None:
+    batch = testkit.rows("abC", "aBC")
+    mini_batch = MiniBatch(rows=batch, info=testkit.mini_batch_info(batch))
+
+    for tensors in every_layout(mini_batch, device="meta"):
+        values = [getattr(tensors, name) for name in tensors.__dataclass_fields__]
+        assert {v.device.type for v in values if isinstance(v, Tensor)} == {"meta"}

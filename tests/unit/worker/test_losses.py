@@ -18,7 +18,7 @@ from turnstream.worker import losses
 
 
 class Case(NamedTuple):
-    """Random log-probabilities; what stands at masked positions must not matter."""
+    """Random log-probabilities; values at masked positions have no effect."""
 
     current: np.ndarray
     old: np.ndarray
@@ -27,7 +27,7 @@ class Case(NamedTuple):
     mask: np.ndarray
 
     def tensors(self) -> dict[str, Any]:
-        """The same by the names of arguments."""
+        """Return the values as tensors, by argument name."""
         return {f"{name}_BR": torch.from_numpy(value) for name, value in self._asdict().items()}
 
 
@@ -135,7 +135,7 @@ def test_decoupled_ppo_equals_the_loop(case: Case) -> None:
 
 
 @given(cases())
-def test_the_three_kl_estimates_equal_the_loops(case: Case) -> None:
+def test_kl_estimates_equal_the_loops(case: Case) -> None:
     def x(row: int, t: int) -> float:
         return case.current[row, t] - case.old[row, t]
 
@@ -186,7 +186,7 @@ def test_gradients_are_finite_and_0_where_not_trained(case: Case, name: str) -> 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 @pytest.mark.parametrize("nonsense", [math.nan, math.inf])
-def test_nonsense_at_a_masked_token_reaches_no_other_token(name: str, nonsense: float) -> None:
+def test_masked_values_do_not_reach_other_tokens(name: str, nonsense: float) -> None:
     current_BR = torch.tensor([[-1.0, nonsense]], requires_grad=True)
     t: Any = {
         "old_BR": torch.tensor([[-1.1, nonsense]]),
@@ -204,7 +204,7 @@ def test_nonsense_at_a_masked_token_reaches_no_other_token(name: str, nonsense: 
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "kl_k2", "kl_k3"])
-def test_gradients_are_those_of_the_formula(name: str) -> None:
+def test_gradients_match_finite_differences(name: str) -> None:
     rng = np.random.default_rng(7)
     old_BR = torch.from_numpy(-rng.exponential(1.0, (3, 5)))
     current_BR = (old_BR + torch.from_numpy(rng.normal(0, 0.05, (3, 5)))).requires_grad_()
@@ -218,7 +218,7 @@ def test_gradients_are_those_of_the_formula(name: str) -> None:
     assert torch.autograd.gradcheck(lambda c: LOSSES[name](c, **t), (current_BR,), eps=1e-7)
 
 
-def test_dual_clip_gives_no_gradient_to_a_bad_token_whose_ratio_exploded() -> None:
+def test_dual_clip_removes_the_gradient_of_bad_extreme_tokens() -> None:
     current_BR = torch.tensor([[0.0, -1.0]], requires_grad=True)
     t: Any = {
         "old_BR": torch.tensor([[-9.0, -1.0]]),
@@ -234,7 +234,7 @@ def test_dual_clip_gives_no_gradient_to_a_bad_token_whose_ratio_exploded() -> No
     assert current_BR.grad.tolist() == [[0.0, 1.0]]
 
 
-def test_the_weight_of_decoupled_ppo_has_no_gradient() -> None:
+def test_weight_of_decoupled_ppo_has_no_gradient() -> None:
     old_BR = torch.tensor([[-1.0]], requires_grad=True)
     t: Any = {
         "behaviour_BR": torch.tensor([[-1.5]]),
@@ -250,7 +250,7 @@ def test_the_weight_of_decoupled_ppo_has_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("gap", [1e30, -1e30, math.inf, -math.inf])
-def test_exponents_are_held_within_20(gap: float) -> None:
+def test_exponents_are_clipped_to_20(gap: float) -> None:
     loss_BR = losses.ppo_clip(
         torch.tensor([[gap]]),
         old_BR=torch.zeros(1, 1),
@@ -310,7 +310,7 @@ def test_response_logprobs_of_half_precision_logits_are_float32() -> None:
     assert actual.tolist() == [[pytest.approx(-math.log(5))] * 2]
 
 
-def test_no_response_at_all_gives_no_columns() -> None:
+def test_response_logprobs_of_an_empty_response_have_no_columns() -> None:
     actual = losses.response_logprobs(
         torch.zeros(2, 3, 5), input_ids_BT=torch.ones(2, 3, dtype=torch.int64), response_width=0
     )
@@ -318,7 +318,7 @@ def test_no_response_at_all_gives_no_columns() -> None:
     assert actual.shape == (2, 0)
 
 
-def test_a_response_that_nothing_scores_is_refused() -> None:
+def test_response_logprobs_refuse_a_response_without_a_prompt() -> None:
     with pytest.raises(BatchingError, match="is a prompt empty"):
         losses.response_logprobs(
             torch.zeros(1, 2, 5), input_ids_BT=torch.ones(1, 2, dtype=torch.int64), response_width=2
@@ -332,53 +332,44 @@ CURRENT = torch.tensor([[-1.0, -2.0, -0.5, -3.0]], dtype=torch.float64)
 PREVIOUS = torch.tensor([[-1.2, -4.0, -0.5, -2.0]], dtype=torch.float64)
 
 
-def token_losses(function: Callable[..., Tensor], advantage: float, **options: Any) -> list[float]:
-    loss_BR = function(
+@pytest.mark.parametrize(
+    ("name", "advantage", "options", "expected"),
+    [
+        ("ppo_clip", 1.0, {}, [-1.2, -1.2, -1.0, -0.3679]),
+        ("ppo_clip", -1.0, {}, [1.2214, 7.3891, 1.0, 0.8]),
+        ("ppo_clip", -1.0, {"dual_clip": 3.0}, [1.2214, 3.0, 1.0, 0.8]),
+        ("gspo", 1.0, {}, [-1.0004] * 4),
+        ("gspo", -1.0, {}, [1.3499] * 4),
+        ("cispo", 1.0, {}, [1.2214, 2.56, 0.5, 1.1036]),
+        # Current and old are equal: only the weight exp(old - behaviour) is left, 0 above 5.
+        ("decoupled_ppo", 1.0, {"behaviour_BR": PREVIOUS}, [-1.2214, 0, -1.0, -0.3679]),
+    ],
+)
+def test_policy_loss_matches_the_golden_vector(
+    name: str, advantage: float, options: Any, expected: list[float]
+) -> None:
+    loss_BR = getattr(losses, name)(
         CURRENT,
-        old_BR=PREVIOUS,
+        old_BR=CURRENT if options.get("behaviour_BR") is PREVIOUS else PREVIOUS,
         advantages_BR=torch.full((1, 4), advantage, dtype=torch.float64),
         mask_BR=torch.ones(1, 4),
         **options,
     )
-    return [round(value, 4) for value in loss_BR[0].tolist()]
+
+    assert [round(value, 4) for value in loss_BR[0].tolist()] == expected
 
 
-def test_golden_ppo_clip() -> None:
-    assert token_losses(losses.ppo_clip, 1.0) == [-1.2, -1.2, -1.0, -0.3679]
-    assert token_losses(losses.ppo_clip, -1.0) == [1.2214, 7.3891, 1.0, 0.8]
-    assert token_losses(losses.ppo_clip, -1.0, dual_clip=3.0) == [1.2214, 3.0, 1.0, 0.8]
+@pytest.mark.parametrize(
+    ("estimate", "expected"),
+    [
+        (losses.kl_k1, [0.2, 2.0, 0.0, -1.0]),
+        (losses.kl_k2, [0.02, 2.0, 0.0, 0.5]),
+        (losses.kl_k3, [0.0187, 1.1353, 0.0, 0.7183]),
+    ],
+)
+def test_kl_estimate_matches_the_golden_vector(
+    estimate: Callable[..., Tensor], expected: list[float]
+) -> None:
+    kl_BR = estimate(CURRENT, reference_BR=PREVIOUS, mask_BR=torch.ones(1, 4))
 
-
-def test_golden_gspo_clips_the_one_ratio_of_the_row() -> None:
-    assert token_losses(losses.gspo, 1.0) == [-1.0004] * 4
-    assert token_losses(losses.gspo, -1.0) == [1.3499] * 4
-
-
-def test_golden_cispo_weighs_each_log_probability_by_its_clipped_ratio() -> None:
-    assert token_losses(losses.cispo, 1.0) == [1.2214, 2.56, 0.5, 1.1036]
-
-
-def test_golden_decoupled_ppo_takes_a_token_out_above_the_cap() -> None:
-    # Current and old are equal: what is left is -A times exp(old - behaviour), 0 above 5.
-    loss_BR = losses.decoupled_ppo(
-        CURRENT,
-        old_BR=CURRENT,
-        behaviour_BR=PREVIOUS,
-        advantages_BR=torch.ones(1, 4, dtype=torch.float64),
-        mask_BR=torch.ones(1, 4),
-        behaviour_cap=5.0,
-    )
-
-    assert [round(value, 4) for value in loss_BR[0].tolist()] == [-1.2214, 0, -1.0, -0.3679]
-
-
-def test_golden_kl_estimates() -> None:
-    arguments: Any = {"reference_BR": PREVIOUS, "mask_BR": torch.ones(1, 4)}
-
-    k1, k2, k3 = (
-        [round(value, 4) for value in estimate(CURRENT, **arguments)[0].tolist()]
-        for estimate in (losses.kl_k1, losses.kl_k2, losses.kl_k3)
-    )
-
-    assert (k1, k2) == ([0.2, 2.0, 0.0, -1.0], [0.02, 2.0, 0.0, 0.5])
-    assert k3 == [0.0187, 1.1353, 0.0, 0.7183]
+    assert [round(value, 4) for value in kl_BR[0].tolist()] == expected

@@ -1,4 +1,4 @@
-"""What looks at whole rows gives the same, whether rows have a dimension or are packed."""
+"""Functions of whole rows have the same results for padded and for flat rows."""
 
 from __future__ import annotations
 
@@ -54,43 +54,6 @@ def _columns(*names: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     columns["mask_BR"] = real_BR & torch.tensor(rng.random(shape) < 0.8)
     rows_N = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     return columns, real_BR, rows_N
-
-
-@pytest.mark.parametrize(
-    ("function", "against"),
-    [
-        *((function, ("behaviour_BR",)) for function in AGAINST_BEHAVIOUR.values()),
-        *((function, ("old_BR", "advantages_BR")) for function in AGAINST_OLD.values()),
-    ],
-    ids=[*AGAINST_BEHAVIOUR, *AGAINST_OLD],
-)
-def test_packed_rows_have_the_ratios_that_padded_ones_have(
-    function: Callable[..., Tensor], against: tuple[str, ...]
-) -> None:
-    columns, real_BR, rows_N = _columns("first", *against)
-    first = columns.pop("first")
-
-    padded_BR = function(first, **columns)
-    flat = {name: own[real_BR] for name, own in columns.items()}
-    packed_N = function(first[real_BR], **flat, row_of=rows_N)
-
-    trained_BR = columns["mask_BR"]
-    assert len(set(padded_BR[trained_BR].tolist())) > 1
-    torch.testing.assert_close(packed_N[trained_BR[real_BR]], padded_BR[trained_BR])
-
-
-def test_a_packed_ratio_has_the_gradient_of_a_padded_one() -> None:
-    columns, real_BR, rows_N = _columns("current", "old_BR", "advantages_BR")
-    padded = columns.pop("current").requires_grad_()
-    packed = padded.detach()[real_BR].requires_grad_()
-
-    gspo(padded, clip_low=9, clip_high=9, **columns).sum().backward()
-    flat = {name: own[real_BR] for name, own in columns.items()}
-    gspo(packed, clip_low=9, clip_high=9, **flat, row_of=rows_N).sum().backward()
-
-    assert padded.grad is not None
-    assert padded.grad.abs().sum() > 0
-    torch.testing.assert_close(packed.grad, padded.grad[real_BR])
 
 
 # "C" is a trained response token, "c" an observed one; "ab|" has no response; "a|b" may be inert.
@@ -162,7 +125,7 @@ def _weighted_sum(
 
 
 @pytest.mark.parametrize("function", [*AGAINST_BEHAVIOUR.values()], ids=[*AGAINST_BEHAVIOUR])
-def test_packed_rows_without_a_word_of_where_they_are_are_refused(
+def test_flat_rows_without_row_of_are_refused(
     function: Callable[..., Tensor],
 ) -> None:
     columns, real_BR, _ = _columns("first", "behaviour_BR")
@@ -182,7 +145,7 @@ def test_packed_rows_without_a_word_of_where_they_are_are_refused(
     ],
     ids=str,
 )
-def test_a_long_row_has_its_exact_mean_in_every_layout(
+def test_long_row_has_its_exact_mean_in_every_layout(
     dtype: torch.dtype, num_tokens: int, tolerance: float
 ) -> None:
     # Where rows are packed their losses were added one by one in their own dtype: in bfloat16 the

@@ -5,7 +5,6 @@ import sys
 from dataclasses import fields, replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,7 +15,6 @@ import testkit
 from turnstream.batching.layout import left_padded
 from turnstream.errors import BatchingError
 from turnstream.types import MiniBatch
-from turnstream.worker.losses import aggregate
 from turnstream.worker.tensors import LeftPaddedTensors, to_torch
 
 ROWS = ("abCd", "aBcDeF", "abcdE", "a|b")
@@ -54,25 +52,6 @@ def named_tensors(part: LeftPaddedTensors) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def test_rows_end_together_and_responses_in_the_last_columns() -> None:
-    part = to_torch(build())
-
-    assert spelled(part) == ["..abCd", "aBcDeF", ".abcdE", "....ab"]
-    assert part.response_mask_BR.tolist() == [
-        [False, False, False, True, True],
-        [True, True, True, True, True],
-        [False, False, False, False, True],
-        [False, False, False, False, True],
-    ]
-    assert part.advantages_BR.tolist() == [
-        [0, 0, 0, 1, 0],
-        [2, 0, 2, 0, 2],
-        [0, 0, 0, 0, 3],
-        [0, 0, 0, 0, 0],
-    ]
-    assert part.position_ids_BT[0].tolist() == [0, 0, 0, 1, 2, 3]
-
-
 def test_tensors_equal_the_layout_of_the_batching_core() -> None:
     mini_batch = build(pad_token_id=9)
     info = mini_batch.info
@@ -92,7 +71,7 @@ def test_tensors_equal_the_layout_of_the_batching_core() -> None:
     assert torch.equal(part.position_ids_BT, torch.from_numpy(padded.position_ids_BT))
 
 
-def test_tensors_can_be_written_though_the_columns_that_arrived_cannot() -> None:
+def test_tensors_are_writable_copies_of_read_only_columns() -> None:
     mini_batch = build()
     for column in ("row_id", "weight", "is_padding", "trajectory_num_tokens", "group_num_tokens"):
         getattr(mini_batch.rows, column).flags.writeable = False
@@ -104,7 +83,7 @@ def test_tensors_can_be_written_though_the_columns_that_arrived_cannot() -> None
     assert mini_batch.rows.weight.tolist() == [1, 1, 1, 0]
 
 
-def test_the_width_is_that_of_all_ranks() -> None:
+def test_width_is_common_to_all_ranks() -> None:
     mini_batch = build("abC")
     wider = replace(mini_batch, info=replace(mini_batch.info, width=6, response_width=2))
 
@@ -112,15 +91,9 @@ def test_the_width_is_that_of_all_ranks() -> None:
     assert to_torch(wider).response_width == 2
 
 
-def test_a_device_holds_every_tensor() -> None:
-    part = to_torch(build(), device="meta")
-
-    assert {tensor.device.type for tensor in named_tensors(part).values()} == {"meta"}
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_cuda_device_gets_the_same_values() -> None:
+def test_cuda_tensors_equal_those_on_the_cpu() -> None:
     on_cpu, on_device = to_torch(build()), to_torch(build(), device="cuda")
 
     for name, tensor in named_tensors(on_device).items():
@@ -131,7 +104,7 @@ def test_a_cuda_device_gets_the_same_values() -> None:
 # --------------------------------------------------------------------- micro-batches
 
 
-def test_a_micro_batch_is_trimmed_to_its_own_longest_row_and_response() -> None:
+def test_micro_batch_is_trimmed_to_its_longest_row_and_response() -> None:
     parts = list(to_torch(build(micro_batches=((0, 3), (1,), (2,)))).micro_batches())
 
     assert [spelled(part) for part in parts] == [["abCd", "..ab"], ["aBcDeF"], ["abcdE"]]
@@ -140,7 +113,7 @@ def test_a_micro_batch_is_trimmed_to_its_own_longest_row_and_response() -> None:
     assert parts[0].row_lengths == (4, 2)
 
 
-def test_neighbours_are_views_and_others_are_copies() -> None:
+def test_adjacent_rows_are_views_and_others_are_copies() -> None:
     part = to_torch(build(micro_batches=((0, 1), (2, 0))))
 
     views, copies = part.micro_batches()
@@ -151,16 +124,6 @@ def test_neighbours_are_views_and_others_are_copies() -> None:
     assert copies.input_ids_BT.untyped_storage().data_ptr() != (
         part.input_ids_BT.untyped_storage().data_ptr()
     )
-
-
-def test_one_micro_batch_of_all_rows_is_the_mini_batch() -> None:
-    whole = to_torch(build())
-
-    [part] = whole.micro_batches()
-
-    for name, tensor in named_tensors(part).items():
-        assert torch.equal(tensor, named_tensors(whole)[name])
-    assert part.denominators == whole.denominators
 
 
 @given(st.data())
@@ -179,48 +142,16 @@ def test_micro_batches_hold_every_row_once_with_all_its_tokens(data: st.DataObje
     assert all(part.response_mask_BR[:, 0].any() for part in parts)
 
 
-@pytest.mark.parametrize("mode", ["token_mean", "seq_mean_token_mean", "prompt_mean"])
-def test_micro_batches_sum_to_the_loss_of_the_mini_batch(mode: Any) -> None:
-    whole = to_torch(build(micro_batches=((1,), (2, 0), (3,))))
-    options: Any = {"mode": mode, "denominators": whole.denominators}
-
-    # A loss that each token carries along: its own id.
-    def loss_of(part: LeftPaddedTensors) -> Tensor:
-        return part.input_ids_BT[:, part.input_ids_BT.shape[1] - part.response_width :].double()
-
-    total = sum(aggregate(loss_of(part), part, **options) for part in whole.micro_batches())
-
-    assert float(total) == pytest.approx(aggregate(loss_of(whole), whole, **options).item())
-
-
 # --------------------------------------------------------------------- log-probabilities
 
 
-def test_rows_without_logprobs_are_refused_by_name() -> None:
-    mini_batch = build("abC", "abD")
-    logprobs = mini_batch.rows.logprobs
-    assert logprobs is not None
-    logprobs.values[1] = np.nan
-
-    part = to_torch(mini_batch)
-
-    with pytest.raises(BatchingError, match=r"without log-probabilities: 1$"):
-        part.require_logprobs()
-
-
-def test_a_mini_batch_without_any_logprobs_is_refused() -> None:
+def test_require_logprobs_refuses_a_mini_batch_without_any() -> None:
     mini_batch = build("abC")
     part = to_torch(replace(mini_batch, rows=replace(mini_batch.rows, logprobs=None)))
 
     assert part.logprobs_BR is None
     with pytest.raises(BatchingError, match="no row"):
         part.require_logprobs()
-
-
-def test_present_logprobs_are_given() -> None:
-    part = to_torch(build())
-
-    assert part.require_logprobs() is part.logprobs_BR
 
 
 # --------------------------------------------------------------------- imports
