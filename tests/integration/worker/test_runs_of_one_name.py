@@ -19,7 +19,6 @@ from turnstream.errors import (
     ObserverExpiredError,
     RunNotFoundError,
     StoreBehindError,
-    TurnstreamError,
 )
 from turnstream.generator import Publisher
 from turnstream.store import keys
@@ -163,44 +162,3 @@ def test_next_run_trains_while_payload_of_the_old_one_remains(
     ledger.check()
     assert (ledger.accepted, ledger.num_trained) == (4, 4)
     assert read_frontier(client, f"{name}~2").committed == 2
-
-
-def test_later_trainer_and_observer_get_the_next_run(
-    server: EmbeddedServer, client: redis.Redis, start_batcher: Any, name: str
-) -> None:
-    target = start_batcher().target
-    delete_run(client, name)
-    create(client, name)
-    publish(server.url, name, "new", closes=True)
-
-    with (
-        ObserverStream(target, name, "audit", first_step=1, timeout_s=20) as observer,
-        BatchStream(target, name, timeout_s=20) as stream,
-    ):
-        groups = trained(stream)
-        observed = []
-        for mini_batch in observer:
-            observed.append(mini_batch.rows.group_id[0])
-            observer.seen()
-
-    assert (groups, observed) == (["new"], ["new"])
-    assert client.exists(keys.run_keys(f"{name}~2").observers)
-
-
-def test_token_of_a_deleted_run_is_refused_by_the_next(
-    server: EmbeddedServer, client: redis.Redis, start_batcher: Any, name: str
-) -> None:
-    publish(server.url, name, "a")
-    target = start_batcher().target
-    with BatchStream(target, name, timeout_s=20) as stream:
-        next(stream)
-        token = stream.stepped()
-        stream.committed(token)
-    delete_run(client, name)
-    create(client, name)
-
-    with pytest.raises(StoreBehindError) as refused:
-        BatchStream(target, name, recovery_token=token, timeout_s=20)
-
-    assert isinstance(refused.value, TurnstreamError)
-    assert read_frontier(client, f"{name}~2").session_epoch == 0

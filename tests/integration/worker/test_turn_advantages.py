@@ -9,12 +9,9 @@ import redis
 
 import testkit
 from turnstream.batching.config import BatchingConfig
-from turnstream.errors import ConflictError, InvalidTurnError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store.runs import create_run
-from turnstream.types import TrajectoryState
 from turnstream.worker import BatchStream
-from turnstream_server.bus.histories import read_history
 from turnstream_server.jobs.batches import difference, read_batch
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
@@ -109,53 +106,3 @@ async def test_turn_advantages_are_distributed_over_ranks_with_inert_rows(
     inert = [row_id for row_id in found if row_id < 0]
     assert [found[row_id] for row_id in inert] == [[0.0]]
     assert [found[row_id] for row_id in range(3)] == [[1.0, 1.0, 0.0, 0.5], [-1.0], [-0.5, -0.5]]
-
-
-async def test_trajectory_without_an_anchor_is_dropped_with_its_reason(
-    server: Any, start_batcher: Any, client: redis.Redis, run: str
-) -> None:
-    with Publisher(server.url, run) as publisher, publisher.group("early", 2) as group:
-        for sample in range(2):
-            episode = group.trajectory(sample)
-            episode.append(testkit.ids("ab"), testkit.ids("c"), anchor="start")
-            episode.append(testkit.ids("abc"), testkit.ids("d"))
-            episode.seal(1.0)
-    await publish(server.url, run)
-
-    with BatchStream(start_batcher().target, run) as stream:
-        mini_batch = next(stream)
-
-    assert set(mini_batch.rows.group_id) == {"g"}
-    history = read_history(client, run, "early/0/0")
-    assert history.state is TrajectoryState.INCOMPLETE
-    assert history.reason == "sample 0 has no anchor at turn 1, which estimator='gigpo' needs"
-
-
-async def test_both_publishers_refuse_a_wrong_anchor(server: Any, run: str) -> None:
-    says = "^anchor: -1 is not a whole number from 0"
-
-    with Publisher(server.url, run) as publisher:
-        episode = publisher.trajectory("g", 0, num_samples=1)
-        with pytest.raises(InvalidTurnError, match=says):
-            episode.append(testkit.ids("ab"), testkit.ids("c"), anchor=-1)
-        episode.append(testkit.ids("ab"), testkit.ids("c"), anchor=1)
-        episode.seal(1.0)
-    async with AsyncPublisher(server.url, run) as other:
-        episode_too = other.trajectory("h", 0, num_samples=1)
-        with pytest.raises(InvalidTurnError, match=says):
-            await episode_too.append(testkit.ids("ab"), testkit.ids("c"), anchor=-1)
-        await episode_too.append(testkit.ids("ab"), testkit.ids("c"), anchor=1)
-        await episode_too.seal(1.0)
-
-
-def test_repeated_turn_with_another_anchor_is_a_conflict(server: Any, run: str) -> None:
-    for anchor in ("start", b"start"):
-        with Publisher(server.url, run, writer="w") as publisher:
-            episode = publisher.trajectory("g", 0, num_samples=1)
-            episode.append([1], [2], anchor=anchor).result(10)
-
-    with Publisher(server.url, run, writer="w") as publisher:
-        episode = publisher.trajectory("g", 0, num_samples=1)
-        receipt = episode.append([1], [2], anchor="door")
-        with pytest.raises(ConflictError, match="turn 0 has another content"):
-            receipt.result(10)

@@ -13,7 +13,7 @@ import pytest
 import turnstream
 from testkit import group, wait_until
 from turnstream.errors import BatcherUnavailableError, NotReadyError, StoreUnavailableError
-from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.generator import Publisher
 from turnstream.store import wait_warnings
 from turnstream.worker import BatchStream
 from turnstream_server.embedded import free_port
@@ -80,19 +80,6 @@ def test_publisher_warns_of_a_wrong_store_address(caplog: pytest.LogCaptureFixtu
 
     with pytest.raises(NotReadyError):
         publisher.close(0.1)
-
-
-async def test_asyncio_publisher_warns_of_a_wrong_address(caplog: pytest.LogCaptureFixture) -> None:
-    port = free_port()
-    publisher = AsyncPublisher(f"redis://127.0.0.1:{port}", "run", timeout_s=600.0)
-    publishing = asyncio.create_task(publisher.publish(group("g0")))
-
-    words = f"the store at 127.0.0.1:{port} has taken nothing"
-    await asyncio.to_thread(wait_until, lambda: any(words in each for each in warnings(caplog)))
-
-    publishing.cancel()
-    with pytest.raises(NotReadyError):
-        await publisher.close(0.1)
 
 
 def publish_and_fail(publisher: Publisher) -> None:

@@ -1,4 +1,4 @@
-"""What evaluations of a policy gave: rewards and labels of trajectories that are never trained."""
+"""Results of evaluations: rewards and labels of trajectories that are never trained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from turnstream.types.figures import Figures
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Numbers, one by one: how many, where, and how far apart; float64, in their order.
+    """Count, mean and variance of numbers, in their order; float64.
 
     Attributes:
         mean: 0.0 where there is none.
@@ -23,11 +23,11 @@ class Spread:
 
     @property
     def std(self) -> float:
-        """Standard deviation over n - 1; 0.0 of less than two numbers."""
+        """Standard deviation over n - 1; 0.0 for less than two numbers."""
         return math.sqrt(self.squares / (self.num - 1)) if self.num > 1 else 0.0
 
     def with_number(self, number: float) -> Spread:
-        """Of one number more."""
+        """Return the spread with one more number."""
         distance = number - self.mean
         mean = self.mean + distance / (self.num + 1)
         return Spread(
@@ -37,14 +37,14 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalGroup:
-    """One group that was evaluated.
+    """One evaluated group.
 
     Attributes:
-        version: the oldest that sampled any of it; None if unknown.
-        num_trajectories: that were sealed in time.
-        num_lost: samples of it that were not.
-        reward: of the trajectories that have one.
-        best: the highest of these rewards; None where there is none.
+        version: oldest version that sampled a part of it; None if unknown.
+        num_trajectories: trajectories sealed in time.
+        num_lost: other samples.
+        reward: rewards of the trajectories that have one.
+        best: the highest of these rewards; None without any.
     """
 
     group_id: str
@@ -58,15 +58,15 @@ class EvalGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """All groups that were evaluated with one version of the weights.
+    """All evaluated groups of one version of the weights.
 
     Attributes:
-        version: None of groups of which no version is known.
+        version: None for groups without a known version.
         num_lost: samples of its groups that were not sealed in time.
-        reward: of the trajectories that have one.
-        best: of the groups, the highest reward of each: best of n.
-        figures: tags and metrics of its trajectories, summed up.
-        groups: in order of their end, as far as they are still kept one by one.
+        reward: rewards of the trajectories that have one.
+        best: the highest reward of each group: best of n.
+        figures: sums of the tags and metrics of its trajectories.
+        groups: retained single groups, in order of their end.
     """
 
     version: int | None

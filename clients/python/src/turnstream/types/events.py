@@ -1,4 +1,4 @@
-"""What the plan of a run depends on: its events, in order."""
+"""The events of a run: they and their order determine its plan."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Leftover = Literal["short", "carry", "drop"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOpened:
-    """A visit of a prompt began.
+    """A group was opened.
 
     Attributes:
         num_samples: trajectories that are sampled.
-        num_needed: how many of them decide the group, the first that are sealed and valid; 0, as
-            in records of older releases, stands for all of them.
-        purpose: a group that is opened to evaluate is never trained.
+        num_needed: number of sealed and valid trajectories that complete the group; 0, as in
+            records of older releases, means all of them.
+        purpose: a group of an evaluation is never trained.
     """
 
     group_id: str
@@ -34,7 +34,7 @@ class GroupOpened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryAbandoned:
-    """The writer gave up, or its lease ended, before the seal."""
+    """The writer abandoned the trajectory, or its lease ended, before the seal."""
 
     key: TrajectoryKey
     reason: str
@@ -42,7 +42,7 @@ class TrajectoryAbandoned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryDied:
-    """The payload of a sealed trajectory is unusable: damaged, or not what the seal says."""
+    """The payload of a sealed trajectory is damaged, or contradicts the seal."""
 
     key: TrajectoryKey
     reason: str
@@ -54,8 +54,8 @@ class VersionAnnounced:
 
     Attributes:
         version: their name, used once.
-        step: the batch after which they were made; 0 before the first.
-        weights_uri: where a generator can load them; empty if they travel another way.
+        step: the last step in these weights; 0 before the first.
+        weights_uri: address for generators; empty if they travel another way.
     """
 
     version: int
@@ -66,18 +66,18 @@ class VersionAnnounced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolledBack:
-    """The trainer began again behind this step: weights that were made beyond it are gone."""
+    """The trainer resumed after this step: later weights are void."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunClosed:
-    """No group will be opened any more, unless the run is reopened.
+    """The run was closed: no group is opened unless it is reopened.
 
     Attributes:
-        leftover: what becomes of complete groups that make no whole batch at the end: a last,
-            "short" batch; or they are kept for a run that is reopened, "carry"; or "drop".
+        leftover: complete groups that make no whole batch at the end form a last, "short" batch,
+            are kept for a reopened run ("carry"), or are dropped ("drop").
     """
 
     reason: str = ""
@@ -98,11 +98,11 @@ class RunFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlineFired:
-    """A group, or a reward, took longer than the run allows.
+    """The deadline of a group, or of a reward, has passed.
 
     Attributes:
-        awaited: the trajectory whose reward did not come; None for the deadline of the group.
-        num_refills: refills granted to the group before: each of them gave it a new deadline.
+        awaited: the trajectory without its reward; None for the deadline of the group.
+        num_refills: earlier refills of the group; each of them set a new deadline.
     """
 
     group_id: str
@@ -112,10 +112,10 @@ class DeadlineFired:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefillGranted:
-    """Another attempt of a sample may begin, in place of one that ended or hangs.
+    """Another attempt of a sample may replace one that ended or hangs.
 
     Attributes:
-        number: of the group's refills, from 1.
+        number: number of the refill in its group, from 1.
     """
 
     key: TrajectoryKey
@@ -127,7 +127,7 @@ class RewardPosted:
     """The reward of a trajectory that was sealed without it.
 
     Attributes:
-        reward_components: named rewards, ordered by name; they join those of the seal.
+        reward_components: named rewards, sorted; they join those of the seal.
     """
 
     key: TrajectoryKey
@@ -137,10 +137,10 @@ class RewardPosted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchDue:
-    """The planner chooses the groups of a batch from what was complete before this event.
+    """The planner chooses the groups of a batch from those complete before this event.
 
-    Written only in runs whose choice depends on more than the order of completion: whoever folds
-    the events again comes to the same choice, however much has happened since.
+    Written only in runs whose choice depends on more than the order of completion. A later fold of
+    the events then makes the same choice.
     """
 
     step: int
@@ -148,11 +148,11 @@ class BatchDue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigRevised:
-    """The run has another configuration from here on: what is decided later is judged by it.
+    """The run has another configuration for all later decisions.
 
     Attributes:
-        revision: its number.
-        step: the first batch that is planned with it.
+        revision: number of the configuration.
+        step: the first step planned with it.
     """
 
     revision: int
@@ -161,11 +161,11 @@ class ConfigRevised:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlansWithdrawn:
-    """The plans from a step on, none of which was stepped, are void: their groups are ready again.
+    """The plans from a step on are void, and their groups are ready again. None was stepped.
 
     Attributes:
-        step: the first that is planned again.
-        dead: the members whose payload was damaged after they were planned; they are left out.
+        step: the first step that is planned again.
+        dead: trajectories whose payload was damaged after they were planned; they are excluded.
     """
 
     step: int

@@ -1,10 +1,10 @@
-"""Extra columns: what a run declares beside tokens, such as router choices, images, position ids.
+"""Extra columns of a run in addition to tokens, such as router choices, images, position ids.
 
-A declaration says once what a value is and what a turn and a row have one value for. Everything
-else follows from the extent:
+A declaration has the type of a value, and its extent: the unit of a turn and of a row that has one
+value. Everything else follows from the extent:
 
 ==============  ============================================  =====================================
-extent          a turn gives                                  a merged row has
+extent          values of a turn                              values of a merged row
 ==============  ============================================  =====================================
 token           one value per token of prompt + response      one per token
 first_tokens    router choices of its first k tokens          those of its first tokens: the most
@@ -16,8 +16,8 @@ items           every item of its prompt, such as the         every item of its 
                 patches of all images                         order
 ==============  ============================================  =====================================
 
-What a turn gives is said of its whole prompt, as the prompt itself is: what an earlier turn of the
-trajectory holds is found and travels once. See `turnstream.batching.extras`.
+The values of a turn cover its whole prompt. Values that an earlier turn of the trajectory has are
+found and sent once. See `turnstream.batching.extras`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from numpy.typing import NDArray
 from turnstream.errors import InvalidConfigError
 
 Extent = Literal["token", "first_tokens", "response_token", "row", "items"]
-"""What a row has one value of an extra column for: each token, each of its first tokens (as many as
-were captured), each response token, itself, or anything of its own, such as patches of an image."""
+"""Unit of a row that has one value of an extra column: each token, each captured first token, each
+response token, the row itself, or each of its own items, such as patches of an image."""
 
 EXTRA_DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
-"""What a declared column may hold: the types that numpy, Arrow and torch have in common."""
+"""Types of declared columns: those that numpy, Arrow and torch have in common."""
 
 ROUTE_DTYPES = ("uint8", "int16", "int32")
-"""What router choices may be declared as; they travel in the narrowest that holds them."""
+"""Types of router choices; they are sent in the narrowest sufficient one."""
 
 _MAX_NAME_LENGTH = 64
 _MAX_DIMENSIONS = 4
@@ -53,16 +53,16 @@ class DeclaredColumn:
 
     Attributes:
         name: a Python identifier of ASCII letters.
-        per: what a turn and a row have one value for. "first_tokens" is for router choices.
-        dtype: of the numbers, one of EXTRA_DTYPES; of router choices the widest of ROUTE_DTYPES
-            that may be needed.
-        shape: of one value; () is a number. Router choices are (layers, topk).
-        fill: stands where a token of a row has no value: observed tokens of a "response_token"
-            column, and the tokens or turns that an optional column says nothing of.
-        is_optional: a turn may leave the column out. One without items always may.
-        is_constant: of per="row": all turns of a trajectory have the same value; where the column
-            is optional, what the first turn said holds for those that say nothing. A run that
-            merges turns takes no other such column, because a merged row can have only one value.
+        per: unit that has one value. "first_tokens" is for router choices.
+        dtype: type of the numbers, one of EXTRA_DTYPES; for router choices the widest of
+            ROUTE_DTYPES that may be needed.
+        shape: shape of one value; () is a number. Router choices are (layers, topk).
+        fill: value of tokens without a value: observed tokens of a "response_token" column, and
+            the tokens or turns that an optional column omits.
+        is_optional: a turn may omit the column. One without items always may.
+        is_constant: for per="row": all turns of a trajectory have the same value; turns that omit
+            an optional column have the value of the first turn. A run that merges turns refuses
+            other such columns, because a merged row can have only one value.
     """
 
     name: str
@@ -98,7 +98,7 @@ class DeclaredColumn:
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """Of the numbers."""
+        """Type of the numbers."""
         return np.dtype(self.dtype)
 
     def _check_combinations(self) -> None:
@@ -127,7 +127,7 @@ class DeclaredColumn:
         return shape
 
     def _checked_fill(self) -> float:
-        """A whole number where the column has such, otherwise a finite float."""
+        """Return a whole number for an integer column, otherwise a finite float."""
         fill: Any = self.fill
         if isinstance(fill, bool) or not isinstance(fill, int | float) or fill != fill:
             self._refuse("fill", "is no number")
@@ -147,7 +147,7 @@ class DeclaredColumn:
 
 
 class ExtraPiece(NamedTuple):
-    """What a stored turn holds of an extra column.
+    """The values of an extra column in a stored turn.
 
     The values of the whole turn are the first `num_shared` of its parent's, then `values`.
     """
@@ -160,10 +160,10 @@ class SequenceColumn(NamedTuple):
     """An extra column of one merged row.
 
     Attributes:
-        per: what it has one value for.
+        per: unit that has one value.
         values: in order.
-        ends: where the values of every turn's own prompt + response end, counted in values; of
-            "first_tokens" and "items" alone, which no length of the row tells.
+        ends: for "first_tokens" and "items" alone: end of the values of every turn's own prompt +
+            response, counted in values. The lengths of the row do not determine them.
     """
 
     per: Extent

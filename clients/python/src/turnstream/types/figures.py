@@ -1,4 +1,4 @@
-"""What the tags and metrics of many trajectories come to: counts, sums and extremes, by name."""
+"""Statistics of the tags and metrics of many trajectories: counts, sums and extremes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MetricFigures:
 
     @property
     def mean(self) -> float:
-        """Of the values, one per trajectory."""
+        """Mean of the values, one per trajectory."""
         return self.total / self.num_trajectories
 
 
@@ -26,7 +26,7 @@ class ValueFigures:
     """The trajectories with one value of a tag.
 
     Attributes:
-        num_rewarded: those of them that have a reward.
+        num_rewarded: trajectories that have a reward.
         reward_total: sum of these rewards, float64, in the order of the trajectories.
     """
 
@@ -46,7 +46,7 @@ class TagFigures:
 
     Attributes:
         values: by value, in order of value.
-        other: the trajectories with any other value, where there are too many values to tell.
+        other: the trajectories with any other value, if there are too many values.
     """
 
     values: Mapping[str, ValueFigures]
@@ -58,10 +58,9 @@ class Figures:
     """Tags and metrics of the trajectories of a batch, or of an evaluation.
 
     Attributes:
-        metrics: by name, in order of name.
-        tags: by name, in order of name.
-        num_left_out: metrics and tags of single trajectories that are counted nowhere: their names
-            are beyond those that are told apart, or a metric is no number to sum.
+        metrics, tags: sorted mappings, keyed by metric and tag.
+        num_left_out: metrics and tags of single trajectories that are not counted: there are too
+            many names, or a metric is not finite.
     """
 
     metrics: Mapping[str, MetricFigures] = field(default_factory=dict[str, MetricFigures])
@@ -69,5 +68,5 @@ class Figures:
     num_left_out: int = 0
 
     def __bool__(self) -> bool:
-        """Whether there is anything to say."""
+        """Whether there are any statistics."""
         return bool(self.metrics or self.tags or self.num_left_out)

@@ -1,4 +1,4 @@
-"""Names of runs and groups in the form in which they are part of keys and ids; texts of users."""
+"""Names of runs and groups in their form for keys and ids; texts of users."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import urllib.parse
 from turnstream.errors import InvalidConfigError, InvalidTurnError
 
 MAX_NAME_LENGTH = 512
-"""Of an encoded run or group name: a ledger field is kept in memory for every trajectory."""
+"""Longest encoded name of a run or group: the ledger keeps one in memory per trajectory."""
 
 _SHOWN_LENGTH = 80
 _SHOWN_BITS = 128
@@ -159,22 +159,14 @@ def text_trouble(text: object) -> str:
 
 
 def checked_text(text: object, *, field: str) -> str:
-    """A text of a turn, a trajectory or a reward, which has a UTF-8 form.
-
-    Raises:
-        InvalidTurnError: it has none.
-    """
+    """Return a text of a turn, a trajectory or a reward; InvalidTurnError if it is no UTF-8."""
     if trouble := text_trouble(text):
         raise InvalidTurnError(field, trouble)
     return str(text)
 
 
 def checked_setting(text: object, *, field: str) -> str:
-    """A text of whoever drives a run or a session, which has a UTF-8 form.
-
-    Raises:
-        InvalidConfigError: it has none.
-    """
+    """Return a text of a run or a session; InvalidConfigError if it is no UTF-8."""
     if trouble := text_trouble(text):
         raise InvalidConfigError(field, trouble)
     return str(text)

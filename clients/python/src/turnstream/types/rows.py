@@ -1,4 +1,4 @@
-"""What workers train on: ragged token rows and the mini-batches made of them.
+"""The data of workers: ragged token rows, and mini-batches of them.
 
 Shape suffixes in docstrings: B rows, T tokens of a row, P its prompt, T - P its response.
 """
@@ -57,7 +57,7 @@ class Ragged(Generic[Scalar]):
 
         Raises:
             BatchingError: a row is a single value, or has one that `dtype` cannot hold: 0.25 is no
-                mask of uint8, and cutting it to 0 would go unnoticed.
+                mask of uint8, and must not become 0 in silence.
         """
         arrays = [_as_array(row, dtype, place=place) for place, row in enumerate(rows)]
         offsets = np.zeros(len(arrays) + 1, np.int32)
@@ -71,7 +71,7 @@ _PACK: dict[Any, Callable[[list[Any]], bytes]] = {
     np.float32: lambda numbers: struct.pack(f"{len(numbers)}f", *numbers),
     np.uint8: bytes,
 }
-"""How lists of plain numbers become arrays in half of numpy's time."""
+"""Conversion of lists of plain numbers to arrays in half of numpy's time."""
 
 
 def _as_array(row: Any, dtype: type[Any], *, place: int) -> NDArray[Any]:
@@ -80,7 +80,7 @@ def _as_array(row: Any, dtype: type[Any], *, place: int) -> NDArray[Any]:
         try:
             return np.frombuffer(_PACK[dtype](numbers), dtype)
         except (struct.error, OverflowError, ValueError, TypeError):
-            pass  # not plain numbers of this type: numpy converts them, or says why not
+            pass  # not plain numbers of this type: numpy converts or refuses them
     given: NDArray[Any] = np.asarray(cast("Any", row))
     if given.ndim == 0:
         raise BatchingError(f"row {place} is a single value, not a row of values")
@@ -120,7 +120,7 @@ class Sequence:
 
 
 class Denominators(NamedTuple):
-    """What the sums of a loss are divided by: over all ranks and micro-batches of a mini-batch.
+    """Divisors of the sums of a loss, over all ranks and micro-batches of a mini-batch.
 
     Inert rows, and real rows without a trained token, count nowhere.
     """
@@ -135,10 +135,10 @@ class Denominators(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OperationColumns:
-    """What rows of Tinker-style operations say of their tokens: on all positions, without a shift.
+    """Columns of Tinker-style operations: one value per token, without a shift.
 
-    What stands at a position is scored by the logits of that position. Such a row has an empty
-    prompt and no trajectory. Weights of 0 do not make it inert.
+    The logits of a position score the target at the same position. A row of an operation has an
+    empty prompt and no trajectory. Weights of 0 do not make it inert.
 
     Attributes:
         request_id: B strings, the operation; empty in inert rows alone.
@@ -155,10 +155,10 @@ class OperationColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExtraColumn:
-    """A column that a run declares: router choices, images, a teacher's log-probabilities.
+    """An extra column: router choices, images, a teacher's log-probabilities.
 
     Attributes:
-        per: what a row has one value for. Inert rows may have none.
+        per: unit of a row that has one value. Inert rows may have none.
         values: row by row; a value is a number, or an array of the same `shape` everywhere.
     """
 
@@ -167,12 +167,12 @@ class ExtraColumn:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the numbers."""
+        """Type of the numbers."""
         return self.values.values.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one value; () is a number."""
+        """Shape of one value; () is a number."""
         return self.values.values.shape[1:]
 
 
@@ -239,7 +239,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatchInfo:
-    """What is said of a mini-batch beside its rows. The same on every rank but for the last five.
+    """The description of a mini-batch. Only the last five fields differ between ranks.
 
     Attributes:
         step: number of the batch, from 1.
@@ -247,13 +247,12 @@ class MiniBatchInfo:
         manifest_hash: hex SHA-256 of the manifest: the batch's name in the chain.
         width: max(prompt + response) over all rows of all ranks, in tokens.
         response_width: the longest response of all ranks, in tokens.
-        alignment: tokens, of which every row of a packed micro-batch begins at a multiple.
+        alignment: every row of a packed micro-batch begins at a multiple of so many tokens.
         padding_share: share of padding among real rows of all ranks x `width` positions, 0 to 1.
-        merge_ratio: tokens of the turns sent one by one / tokens of the real rows of all ranks.
+        merge_ratio: tokens of the separate turns / tokens of the real rows of all ranks.
         oldest_version, newest_version: over the trained tokens; None if unknown.
-        figures: tags and metrics of the whole batch; said once, in its first mini-batch, and empty
-            in the others.
-        num_real_rows, num_inert_rows: of this rank.
+        figures: tags and metrics of the whole batch, in its first mini-batch; empty in the others.
+        num_real_rows, num_inert_rows: numbers of rows of this rank.
         micro_batches: row positions of this rank, one tuple per forward pass; every rank has the
             same number of them.
     """
@@ -298,7 +297,7 @@ class MiniBatch:
 
     @property
     def denominators(self) -> Denominators:
-        """What the sums of a loss are divided by, the same on all ranks."""
+        """Divisors of the sums of a loss, the same on all ranks."""
         return self.info.denominators
 
 
@@ -320,7 +319,7 @@ class RecoveryToken:
 
     @classmethod
     def parse(cls, text: str) -> RecoveryToken:
-        """Read what `str(token)` wrote.
+        """Return the token of a text of `str(token)`.
 
         Raises:
             ValueError: the text is not a token.

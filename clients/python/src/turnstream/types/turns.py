@@ -1,4 +1,4 @@
-"""What generators send: turns, trajectories, groups.
+"""The data of generators: turns, trajectories, groups.
 
 Shape suffixes in docstrings: P prompt tokens, N new prompt tokens, R response tokens.
 """
@@ -18,7 +18,7 @@ from turnstream.types.extras import ExtraPiece
 from turnstream.types.names import encode_name
 
 Anchor = str | bytes | int
-"""Names the state that a turn began in: a text or bytes, of which 64 bits of a hash are kept, or
+"""Name of the state at the beginning of a turn: a text or bytes, stored as 64 bits of a hash, or
 such a hash, from 0 to 2^64 - 1 (`turnstream.batching.anchors`)."""
 
 NO_PARENT = -1
@@ -26,7 +26,7 @@ NO_PARENT = -1
 
 
 class Status(StrEnum):
-    """How an episode ended, in the generator's words."""
+    """The generator's status of a finished episode."""
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"
@@ -35,14 +35,14 @@ class Status(StrEnum):
 
 
 class Purpose(StrEnum):
-    """What a group is sampled for."""
+    """The purpose of a group."""
 
     TRAIN = "train"
     EVAL = "eval"
 
 
 class TrajectoryState(StrEnum):
-    """Where an accepted trajectory is. Every accepted trajectory is in exactly one of these."""
+    """State of an accepted trajectory. Every accepted trajectory is in exactly one of these."""
 
     OPEN = "open"
     SEALED = "sealed"
@@ -70,7 +70,7 @@ class VersionRun(NamedTuple):
 
 
 class TrajectoryKey(NamedTuple):
-    """What makes a trajectory unique in its run."""
+    """The unique key of a trajectory in its run."""
 
     group_id: str
     sample: int
@@ -83,7 +83,7 @@ class TrajectoryKey(NamedTuple):
 
     @property
     def readable_name(self) -> str:
-        """The same as people read it."""
+        """The name for people: `<group>/<sample>/<attempt>`."""
         return f"{self.group_id}/{self.sample}/{self.attempt}"
 
 
@@ -99,9 +99,9 @@ class Turn:
         loss_mask: uint8 (R,), 1 where the token is trained; None trains every response token.
         rewards: float32 (R,), one per response token; None means no reward inside this turn.
         version_runs: which weights sampled the response, covering all R tokens; empty if unknown.
-        extras: values of the columns that the run declares, by name, each said of the whole turn:
-            see `turnstream.types.extras`.
-        anchor: the state that the environment was in when the turn began; None if it is not said.
+        extras: values of the run's extra columns for the whole turn, keyed by column; see
+            `turnstream.types.extras`.
+        anchor: state of the environment at the beginning of the turn; None if unknown.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -116,7 +116,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredTurn:
-    """A turn as it is sent and stored: only what its parent does not already hold.
+    """A turn as it is sent and stored, without the tokens of its parent.
 
     The full prompt is the first `shared_tokens` tokens of the parent's prompt + response,
     followed by `new_prompt_ids`.
@@ -128,9 +128,9 @@ class StoredTurn:
         token_ids: int32 (N + R,), the new prompt tokens, then the response.
         num_response_tokens: R.
         logprobs, loss_mask, rewards: as in Turn; None has the meaning it has there.
-        payload_crc: CRC-32 that the record carries: of the record, header and arrays; 0 before.
-        extras: declared columns by name, in order of name: what the parent does not hold of them.
-        anchor: hash of the state that the turn began in, 64 bits; None if it is not said.
+        payload_crc: CRC-32 of the record, its header and arrays; 0 before it is encoded.
+        extras: own values of the extra columns without those of the parent, sorted.
+        anchor: hash of the state at the beginning of the turn, 64 bits; None if unknown.
     """
 
     index: int
@@ -172,7 +172,7 @@ class StoredTurn:
 
 
 class TurnShape(NamedTuple):
-    """Lengths of one stored turn, in tokens: all that planning needs to know of it."""
+    """Lengths of one stored turn, in tokens, for the plan."""
 
     parent_turn: int
     shared_tokens: int
@@ -188,26 +188,26 @@ class TurnShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedTrajectory:
-    """What the plan knows of a finished trajectory; its payload stays in the store.
+    """The description of a finished trajectory for the plan; its payload stays in the store.
 
     Attributes:
         key: group, sample, attempt.
         lease_epoch: fencing number of the writer that sealed it.
-        status: how the episode ended.
+        status: status at the end of the episode.
         reward: outcome reward; None where the turns carry it, or where components do.
-        reward_components: named rewards, ordered by name.
+        reward_components: named rewards, sorted.
         turns: the lengths of every turn, in order.
         turn_rewards: sum of the token rewards of every turn, same length as `turns`.
         payload_crcs: CRC-32 of every turn's payload, same length as `turns`.
-        anchors: hash of the state that every turn began in, None where it is unknown; empty where
-            no turn has any.
+        anchors: hash of the state at the beginning of every turn, None where unknown; empty if no
+            turn has any.
         oldest_version: the oldest version that sampled a trained token; None if unknown.
         newest_version: the newest such version.
-        turn_versions: for every turn how many trained tokens each version sampled, ascending, None
-            where it is unknown; empty where one version, or an unknown one, sampled all of them.
+        turn_versions: for every turn the number of trained tokens of each version, ascending, None
+            where unknown; empty if one version, or an unknown one, sampled all of them.
         num_payload_bytes: bytes of the stored records.
         has_logprobs: every trained token came with a log-probability.
-        sampling: sampling parameters such as temperature, in the generator's words.
+        sampling: the generator's sampling parameters, such as temperature.
         tags: free labels.
         metrics: free numbers, aggregated per batch.
         awaits_reward: a reward, or some of its components, will be posted after the seal.
@@ -235,7 +235,7 @@ class SealedTrajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trajectory:
-    """A whole finished episode in memory, for generators that have it all at once.
+    """A complete episode in memory.
 
     Attributes:
         turns: in the order in which they were sampled.
@@ -258,10 +258,10 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """The trajectories of one visit of a prompt, compared with each other.
+    """The trajectories of one prompt, which are compared with each other.
 
     Attributes:
-        purpose: those of an evaluation are never trained.
+        purpose: groups of an evaluation are never trained.
     """
 
     group_id: str
