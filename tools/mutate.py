@@ -32,6 +32,7 @@ COPIED = (
     *[TESTS / package for package in PACKAGES],
     Path("tests/conftest.py"),
     Path("tests/testkit"),
+    Path("docs/api.md"),
     Path("pyproject.toml"),
 )
 

@@ -70,6 +70,15 @@ def test_correction_matches_edge_case_41(name: str, options: Any, row_0: list[fl
     assert result.tolist() == [row_0, [1, 1, 1]]
 
 
+def test_mis_vetoes_a_row_with_an_almost_impossible_token() -> None:
+    behaviour_BR = torch.tensor([[-1.0, -1.0], [-1.0, -1.0]])
+    old_BR = torch.tensor([[-1.0, -1.0 + math.log(0.9e-4)], [-1.0, -1.0 + math.log(1.1e-4)]])
+
+    vetoed = corrections.mis(old_BR, behaviour_BR=behaviour_BR, mask_BR=torch.ones(2, 2), low=0.0)
+
+    assert vetoed.tolist() == [[0, 0], [1, 1]]
+
+
 def test_row_veto_ignores_masked_tokens() -> None:
     old_BR, behaviour_BR = torch.tensor([[-0.5, -1.0]]), torch.tensor([[-1.0, -1.0]])
 
