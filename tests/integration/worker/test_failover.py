@@ -7,10 +7,6 @@ lease after 5 s, and the other replica plans the next batch.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,6 +17,7 @@ import numpy as np
 import pytest
 
 from testkit import config, wait_until
+from testkit.processes import batcher_process, frozen
 from turnstream.errors import UnavailableError, WaitKind
 from turnstream.generator import Publisher
 from turnstream.store.connection import connect
@@ -49,14 +46,9 @@ class Replica(NamedTuple):
     pid: int
     address: str
 
-    @contextlib.contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Inside, the process is stopped."""
-        os.kill(self.pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.kill(self.pid, signal.SIGCONT)
+    def frozen(self) -> contextlib.AbstractContextManager[None]:
+        """Stop the process inside a block."""
+        return frozen(self.pid)
 
     @property
     def num_connections(self) -> int:
@@ -130,33 +122,14 @@ def identity(mini_batch: Any) -> tuple[int, str]:
     return mini_batch.info.step, mini_batch.content_hash
 
 
-@contextlib.contextmanager
-def batcher_process(url: str, file: Path) -> Iterator[Replica]:
-    words = (
-        "serve",
-        "batcher",
-        "--redis",
-        url,
-        "--listen",
-        "127.0.0.1:0",
-        "--address-file",
-        str(file),
-    )
-    with subprocess.Popen([sys.executable, "-m", "turnstream_server.cli", *words]) as process:
-        try:
-            wait_until(file.exists, describe="the batcher's address")
-            yield Replica(process.pid, file.read_text().strip())
-        finally:
-            process.kill()
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("replicas")
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(EmbeddedServer())
         replicas = [
-            stack.enter_context(batcher_process(server.url, folder / name)) for name in ("a", "b")
+            Replica(*stack.enter_context(batcher_process(server.url, folder / name)))
+            for name in ("a", "b")
         ]
         yield Pair(server, *replicas)
 

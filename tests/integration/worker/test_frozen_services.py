@@ -5,12 +5,9 @@ Every wait of a worker ends by its deadline all the same, and says which of the 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +20,7 @@ import pytest
 import redis
 
 from testkit import config, group, wait_until
+from testkit.processes import batcher_process, frozen
 from turnstream.errors import StoreUnavailableError, UnavailableError, WaitKind
 from turnstream.generator import Publisher
 from turnstream.store.connection import address_of
@@ -38,16 +36,6 @@ TIMEOUT_S = 2.0
 LONGEST_S = 20.0
 """Far above the deadline, on a machine that is busy, and far below the sockets' own timeouts."""
 RUN = "frozen"
-
-
-@contextlib.contextmanager
-def frozen(pid: int) -> Iterator[None]:
-    """Stop a process inside the block."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 def ended(call: Callable[[], object]) -> UnavailableError:
@@ -99,23 +87,8 @@ def url(server: EmbeddedServer, client: redis.Redis) -> str:
 @pytest.fixture
 def process(url: str, tmp_path: Path) -> Iterator[tuple[int, str]]:
     """A batcher as a process: its id and its address."""
-    file = tmp_path / "address"
-    words = (
-        "serve",
-        "batcher",
-        "--redis",
-        url,
-        "--listen",
-        "127.0.0.1:0",
-        "--address-file",
-        str(file),
-    )
-    with subprocess.Popen([sys.executable, "-m", "turnstream_server.cli", *words]) as process:
-        try:
-            wait_until(file.exists, describe="the batcher's address")
-            yield process.pid, file.read_text().strip()
-        finally:
-            process.kill()
+    with batcher_process(url, tmp_path / "address") as started:
+        yield started
 
 
 def test_waits_of_a_trainer_name_a_silent_store(

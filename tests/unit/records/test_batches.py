@@ -64,7 +64,7 @@ def with_rows(mini: MiniBatch, **changes: Any) -> MiniBatch:
 
 
 @given(mini=mini_batches())
-def test_a_decoded_mini_batch_is_the_encoded_one(mini: MiniBatch):
+def test_decoded_mini_batch_is_the_encoded_one(mini: MiniBatch):
     encoded = encode_mini_batch(mini)
 
     decoded = decode_mini_batch(encoded.data, expected_hash=encoded.content_hash)
@@ -74,7 +74,7 @@ def test_a_decoded_mini_batch_is_the_encoded_one(mini: MiniBatch):
 
 
 @given(mini=mini_batches())
-def test_the_same_mini_batch_gives_the_same_bytes(mini: MiniBatch):
+def test_same_mini_batch_gives_the_same_bytes(mini: MiniBatch):
     encoded = encode_mini_batch(mini)
 
     again = encode_mini_batch(decode_mini_batch(encoded.data))
@@ -82,7 +82,7 @@ def test_the_same_mini_batch_gives_the_same_bytes(mini: MiniBatch):
     assert again.data == encoded.data
 
 
-def test_the_columns_are_those_of_the_design():
+def test_columns_are_those_of_the_design():
     built = rows("abCdE", token_reward=0.5)
     batch = read_arrow(encode_mini_batch(MiniBatch(rows=built, info=mini_batch_info(built))).data)
 
@@ -113,7 +113,7 @@ def test_the_columns_are_those_of_the_design():
     }
 
 
-def test_another_arrow_reader_sees_nulls_where_nothing_is_known():
+def test_unknown_values_are_nulls_for_other_arrow_readers():
     built = rows("abCdE", "f|g", is_padding=[False, True], version=7)
     mini = MiniBatch(rows=built, info=mini_batch_info(built))
 
@@ -127,7 +127,7 @@ def test_another_arrow_reader_sees_nulls_where_nothing_is_known():
     ]
 
 
-def test_the_metadata_is_text_and_canonical_json_in_order_of_key():
+def test_metadata_is_canonical():
     mini = mini_batch("abC", "d|eF", run="a run", micro_batches=((1,), (0,)))
 
     metadata = read_arrow(encode_mini_batch(mini).data).schema.metadata
@@ -144,7 +144,7 @@ def test_the_metadata_is_text_and_canonical_json_in_order_of_key():
     )
 
 
-def test_a_mini_batch_without_logprobs_has_no_such_column():
+def test_mini_batch_without_logprobs_has_no_such_column():
     built = rows("abC", logprobs=None)
     encoded = encode_mini_batch(MiniBatch(rows=built, info=mini_batch_info(built)))
 
@@ -175,7 +175,7 @@ def test_token_columns_are_decoded_without_a_copy():
         assert not column.values.flags.writeable
 
 
-def test_rows_that_begin_inside_a_longer_buffer_are_encoded_as_they_look():
+def test_rows_inside_a_longer_buffer_are_encoded_alone():
     whole = rows("abC", "abCdE", "xY")
     second = replace(
         rows("abCdE", first_row_id=1),
@@ -196,7 +196,7 @@ def test_rows_that_begin_inside_a_longer_buffer_are_encoded_as_they_look():
 # what a newer release may add
 
 
-def test_columns_and_metadata_that_this_release_does_not_know_are_passed_over():
+def test_unknown_columns_and_metadata_are_ignored():
     mini = mini_batch("abC", "deF")
     experts = pa.array([[[1, 2]], [[3, 4]]], pa.list_(pa.list_(pa.int16(), 2)))
 
@@ -206,7 +206,7 @@ def test_columns_and_metadata_that_this_release_does_not_know_are_passed_over():
     assert_same(decode_mini_batch(newer), mini)
 
 
-def test_a_newer_major_version_is_refused_by_name():
+def test_newer_major_version_is_refused_by_name():
     newer = edited(mini_batch(), with_metadata(format=1))
 
     with pytest.raises(UnknownFormatError, match=r"mini-batch was .* newer .*format 1; .* 0"):
@@ -218,7 +218,7 @@ def test_a_newer_major_version_is_refused_by_name():
 
 
 @given(data=st.data())
-def test_a_flipped_byte_is_refused_or_harmless(data: st.DataObject):
+def test_flipped_byte_is_refused_or_harmless(data: st.DataObject):
     """Harmless: the padding of the IPC stream, which holds no content."""
     mini = mini_batch("abCdE", "a|bC")
     encoded = encode_mini_batch(mini)
@@ -244,7 +244,7 @@ def test_offsets_that_leave_their_buffer_are_refused_before_anything_is_read():
 
 
 @pytest.mark.parametrize("length", range(0, 4096, 97))
-def test_a_mini_batch_cut_short_is_refused(length: int):
+def test_mini_batch_cut_short_is_refused(length: int):
     encoded = encode_mini_batch(mini_batch("abCdE"))
 
     with pytest.raises(CorruptRecordError):
@@ -252,7 +252,7 @@ def test_a_mini_batch_cut_short_is_refused(length: int):
 
 
 @given(content=st.binary(max_size=300))
-def test_any_bytes_give_an_error_of_ours(content: bytes):
+def test_any_bytes_are_refused_with_a_typed_error(content: bytes):
     with pytest.raises(CorruptRecordError):
         decode_mini_batch(content)
 
@@ -295,7 +295,7 @@ def test_another_content_than_expected_is_refused():
         ("dp_rank 2 of 2", with_metadata(dp_rank=2, dp_world_size=2)),
     ],
 )
-def test_a_mini_batch_that_contradicts_itself_is_refused(
+def test_mini_batch_that_contradicts_itself_is_refused(
     reason: str, edit: Callable[[pa.RecordBatch], pa.RecordBatch]
 ):
     data = edited(mini_batch("abC", "deF"), edit)
@@ -323,14 +323,14 @@ def test_rows_that_contradict_themselves_are_not_encoded(reason: str, changes: d
         encode_mini_batch(mini)
 
 
-def test_a_row_wider_than_what_is_said_is_not_encoded():
+def test_row_wider_than_its_metadata_is_not_encoded():
     mini = mini_batch("abCD", "deF", width=3)
 
     with pytest.raises(BatchingError, match=r"width 3 .* a row has 4 tokens"):
         encode_mini_batch(mini)
 
 
-def test_every_column_of_rows_travels():
+def test_every_column_of_rows_is_encoded():
     sent = {*COLUMNS} - {"version_runs"} | {"run_versions", "run_counts"}
 
     assert sent | {"operations", "extras"} == set(Rows.__dataclass_fields__)
@@ -347,14 +347,14 @@ def test_every_column_of_rows_travels():
         {"metrics": {}, "tags": {}, "num_left_out": True},
     ],
 )
-def test_metadata_with_figures_that_are_none_are_refused(wrong: Any):
+def test_metadata_with_wrong_statistics_are_refused(wrong: Any):
     data = edited(mini_batch(), with_metadata(figures=wrong))
 
     with pytest.raises(CorruptRecordError, match="metadata of a mini-batch"):
         decode_mini_batch(data)
 
 
-def test_a_mini_batch_without_figures_says_nothing_of_them():
+def test_mini_batch_without_statistics_omits_them():
     batch = read_arrow(encode_mini_batch(mini_batch()).data)
 
     assert b"figures" not in batch.schema.metadata

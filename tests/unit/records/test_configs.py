@@ -27,7 +27,7 @@ def edited(**changes: Any) -> str:
 
 
 @given(value=configs())
-def test_a_decoded_config_is_the_encoded_one(value: BatchingConfig):
+def test_decoded_config_is_the_encoded_one(value: BatchingConfig):
     text = encode_config(value)
 
     assert decode_config(text) == value
@@ -40,7 +40,7 @@ def test_unknown_setting_is_of_a_newer_release():
         decode_config(edited(mood=[1, 2]))
 
 
-def test_fields_that_an_older_release_did_not_write_have_their_defaults():
+def test_missing_fields_of_an_older_release_have_defaults():
     older = '{"format": 1, "batch_groups": 1, "mini_batch_groups": 1}'
 
     assert decode_config(older) == config()
@@ -53,7 +53,7 @@ def test_format_of_a_newer_release_is_refused_by_name():
         decode_config(edited(format=2), run="maze")
 
 
-def test_format_of_an_older_release_is_refused_with_a_way_out():
+def test_format_of_an_older_release_is_refused_with_a_remedy():
     with pytest.raises(UnknownFormatError) as caught:
         decode_config(edited(format=0), run="maze")
 
@@ -64,7 +64,7 @@ def test_format_of_an_older_release_is_refused_with_a_way_out():
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", "{}", '{"format": "0"}', b"\xff\xfe"])
-def test_what_is_no_config_is_refused(text: str | bytes):
+def test_other_texts_are_refused_as_configs(text: str | bytes):
     with pytest.raises(CorruptRecordError):
         decode_config(text)
 
@@ -82,14 +82,14 @@ def test_what_is_no_config_is_refused(text: str | bytes):
         ("max_staleness", None),
     ],
 )
-def test_a_wrong_value_is_refused_by_the_name_of_its_field(field: str, value: object):
+def test_wrong_value_is_refused_by_the_name_of_its_field(field: str, value: object):
     with pytest.raises(InvalidConfigError) as caught:
         decode_config(edited(**{field: value}))
 
     assert caught.value.field == field
 
 
-def test_a_missing_field_is_refused_by_name():
+def test_missing_field_is_refused_by_name():
     with pytest.raises(InvalidConfigError, match="mini_batch_groups: is missing"):
         decode_config('{"format": 1, "batch_groups": 1}')
 
@@ -104,7 +104,7 @@ def test_a_missing_field_is_refused_by_name():
     | st.lists(st.integers(), max_size=2)
     | st.dictionaries(st.text(max_size=2), st.none()),
 )
-def test_any_value_of_any_field_gives_a_config_or_an_error_of_ours(field: str, value: object):
+def test_config_with_any_value_is_decoded_or_refused(field: str, value: object):
     with contextlib.suppress(TurnstreamError):
         decode_config(edited(**{field: value}))
 
@@ -117,6 +117,6 @@ def test_unknown_field_of_a_declaration_is_of_a_newer_release():
 
 
 @pytest.mark.parametrize("declared", [7, [7], [{"name": "x"}], {"x": 1}])
-def test_declarations_that_cannot_be_are_refused_by_name(declared: Any):
+def test_impossible_declarations_are_refused_by_name(declared: Any):
     with pytest.raises(InvalidConfigError, match=r"^extra_columns: "):
         decode_config(edited(extra_columns=declared))

@@ -38,7 +38,7 @@ def with_column(batch: pa.RecordBatch, name: str, values: pa.Array) -> pa.Record
 
 
 def changed(value: Any) -> Any:
-    """Another value of the same kind; of a list, one whose last item is another."""
+    """Return another value of the same kind; a list with another last item."""
     if isinstance(value, list):
         return [*value[:-1], changed(value[-1])]
     if isinstance(value, dict):
@@ -49,11 +49,11 @@ def changed(value: Any) -> Any:
 
 
 @given(mini=mini_batches())
-def test_it_is_the_same_before_encoding_and_after_decoding(mini: MiniBatch):
+def test_content_hash_survives_encoding(mini: MiniBatch):
     assert content_hash(to_arrow(mini)) == encode_mini_batch(mini).content_hash
 
 
-def test_it_does_not_depend_on_framing_slicing_or_the_order_of_columns():
+def test_content_hash_is_independent_of_framing_slices_and_order():
     inert, batch = rows("x|y", is_padding=[True]), to_arrow(mini_batch("abC", "deF", "gH"))
     other = to_arrow(MiniBatch(rows=inert, info=mini_batch_info(inert)))
     both = pa.concat_batches([other.replace_schema_metadata(batch.schema.metadata), batch])
@@ -64,7 +64,7 @@ def test_it_does_not_depend_on_framing_slicing_or_the_order_of_columns():
 
 
 @pytest.mark.parametrize("name", COLUMNS)
-def test_it_depends_on_every_column(name: str):
+def test_content_hash_depends_on_every_column(name: str):
     built = rows("abC", "deFG", "hI", token_reward=0.5)
     built = replace(built, advantages=built.rewards, token_weights=built.rewards)
     batch = to_arrow(MiniBatch(rows=built, info=mini_batch_info(built)))
@@ -77,7 +77,7 @@ def test_it_depends_on_every_column(name: str):
     assert content_hash(edited) != content_hash(batch)
 
 
-def test_it_depends_on_every_metadata_value():
+def test_content_hash_depends_on_every_metadata_value():
     batch = to_arrow(mini_batch())
     metadata: dict[bytes, bytes] = batch.schema.metadata
 
@@ -100,7 +100,7 @@ def test_it_depends_on_every_metadata_value():
     ],
     ids=["row bounds", "text bounds", "nulls", "type", "length", "inner bounds"],
 )
-def test_values_that_only_lie_alike_in_memory_differ(values: pa.Array, others: pa.Array):
+def test_content_hash_distinguishes_values_of_equal_bytes(values: pa.Array, others: pa.Array):
     batches = [pa.record_batch({"extra": column}) for column in (values, others)]
 
     assert len({content_hash(batch) for batch in batches}) == 2
@@ -118,7 +118,7 @@ def test_values_that_only_lie_alike_in_memory_differ(values: pa.Array, others: p
     ],
     ids=lambda values: str(values.type),
 )
-def test_it_depends_on_the_values_of_an_extra_column_of_any_type(values: pa.Array):
+def test_content_hash_depends_on_extra_columns_of_any_type(values: pa.Array):
     batch = to_arrow(mini_batch("abC", "deF"))
     swapped = pa.concat_arrays([values.slice(1), values.slice(0, 1)])
 
@@ -129,7 +129,7 @@ def test_it_depends_on_the_values_of_an_extra_column_of_any_type(values: pa.Arra
     assert len({content_hash(batch), there, other}) == 3
 
 
-def test_a_dictionary_column_is_refused_because_it_has_no_canonical_form():
+def test_dictionary_column_is_refused_as_not_canonical():
     batch = pa.record_batch({"extra": pa.array(["a", "a"]).dictionary_encode()})
 
     with pytest.raises(CorruptRecordError, match="no content hash of a column of type dictionary"):

@@ -45,7 +45,7 @@ def with_crc(record: bytes) -> bytes:
 
 @every_kind
 @pytest.mark.parametrize("flipped_bits", [0x01, 0x80, 0xFF])
-def test_a_flipped_byte_anywhere_is_refused(kind: Kind, flipped_bits: int):
+def test_flipped_byte_anywhere_is_refused(kind: Kind, flipped_bits: int):
     for position in range(len(kind.record)):
         damaged = bytearray(kind.record)
         damaged[position] ^= flipped_bits
@@ -56,14 +56,14 @@ def test_a_flipped_byte_anywhere_is_refused(kind: Kind, flipped_bits: int):
 
 
 @every_kind
-def test_a_record_cut_short_anywhere_is_refused(kind: Kind):
+def test_record_cut_short_anywhere_is_refused(kind: Kind):
     for length in range(len(kind.record)):
         with pytest.raises(CorruptRecordError):
             kind.decode(kind.record[:length])
 
 
 @every_kind
-def test_a_record_of_another_kind_is_refused(kind: Kind):
+def test_record_of_another_kind_is_refused(kind: Kind):
     others = [other for other in KINDS.values() if other is not kind]
 
     for other in others:
@@ -72,7 +72,7 @@ def test_a_record_of_another_kind_is_refused(kind: Kind):
 
 
 @every_kind
-def test_a_newer_major_version_is_refused_by_name(kind: Kind):
+def test_newer_major_version_is_refused_by_name(kind: Kind):
     newer = bytearray(kind.record)
     newer[3] = 1
 
@@ -82,7 +82,7 @@ def test_a_newer_major_version_is_refused_by_name(kind: Kind):
 
 @every_kind
 @given(content=st.binary(max_size=200))
-def test_a_header_of_any_bytes_gives_a_value_or_an_error_of_ours(kind: Kind, content: bytes):
+def test_header_of_any_bytes_is_decoded_or_refused(kind: Kind, content: bytes):
     record = write_frame(kind.letter, content)
 
     with contextlib.suppress(RecordError):
@@ -91,9 +91,7 @@ def test_a_header_of_any_bytes_gives_a_value_or_an_error_of_ours(kind: Kind, con
 
 @every_kind
 @given(data=st.data())
-def test_a_damaged_header_under_a_right_checksum_gives_a_value_or_an_error_of_ours(
-    kind: Kind, data: st.DataObject
-):
+def test_damaged_header_is_decoded_or_refused_with_a_typed_error(kind: Kind, data: st.DataObject):
     position = data.draw(st.integers(4, len(kind.record) - 5))
     damaged = bytearray(kind.record)
     damaged[position] ^= data.draw(st.integers(1, 255))
@@ -103,13 +101,13 @@ def test_a_damaged_header_under_a_right_checksum_gives_a_value_or_an_error_of_ou
 
 
 @every_kind
-def test_stray_bytes_behind_the_body_are_refused(kind: Kind):
+def test_stray_bytes_after_the_body_are_refused(kind: Kind):
     with pytest.raises(CorruptRecordError, match="8 stray bytes"):
         kind.decode(with_crc(kind.record[:-4] + bytes(12)))
 
 
 @every_kind
-def test_a_header_that_is_longer_than_its_record_is_refused(kind: Kind):
+def test_header_that_is_longer_than_its_record_is_refused(kind: Kind):
     longer = bytearray(kind.record)
     longer[4:8] = struct.pack("<I", len(kind.record))
 
@@ -118,5 +116,5 @@ def test_a_header_that_is_longer_than_its_record_is_refused(kind: Kind):
 
 
 @every_kind
-def test_the_crc_of_a_record_is_the_checksum_of_all_before_it(kind: Kind):
+def test_crc_covers_the_record_before_it(kind: Kind):
     assert record_crc(kind.record) == zlib.crc32(kind.record[:-4])

@@ -91,7 +91,7 @@ def types_of(mini: MiniBatch, *, behind: str) -> dict[str, str]:
 
 
 @given(mini=operation_mini_batches())
-def test_a_decoded_operation_is_the_encoded_one(mini: MiniBatch):
+def test_decoded_operation_is_the_encoded_one(mini: MiniBatch):
     encoded = encode_mini_batch(mini)
 
     decoded = decode_mini_batch(encoded.data, expected_hash=encoded.content_hash)
@@ -100,7 +100,7 @@ def test_a_decoded_operation_is_the_encoded_one(mini: MiniBatch):
     assert encode_mini_batch(decoded).data == encoded.data
 
 
-def test_columns_come_in_the_order_of_the_design_where_they_are_given():
+def test_optional_columns_follow_the_order_of_the_design():
     tokens, operations = with_tokens(), with_operations()
     several = with_operations(num_targets=4)
 
@@ -120,7 +120,7 @@ def test_columns_come_in_the_order_of_the_design_where_they_are_given():
     ]
 
 
-def test_extra_columns_come_in_order_of_name_and_are_declared_in_the_metadata():
+def test_extra_columns_are_sorted_and_declared_in_the_metadata():
     mini = with_extras()
     shuffled = replace(mini.rows, extras=dict(reversed(list(mini.rows.extras.items()))))
 
@@ -140,7 +140,7 @@ def test_extra_columns_come_in_order_of_name_and_are_declared_in_the_metadata():
     assert encode_mini_batch(mini_of(shuffled)).data == encode_mini_batch(mini).data
 
 
-def test_a_row_whose_weights_are_all_zero_is_not_inert():
+def test_row_whose_weights_are_all_zero_is_not_inert():
     decoded = decode_mini_batch(encode_mini_batch(with_operations()).data)
 
     assert decoded.rows.operations is not None
@@ -171,7 +171,7 @@ def test_values_of_any_shape_are_decoded_without_a_copy():
         assert not column.values.flags.writeable
 
 
-def test_a_column_that_begins_inside_a_longer_buffer_is_encoded_as_it_looks():
+def test_column_inside_a_longer_buffer_is_encoded_alone():
     mini = with_extras()
     routes = mini.rows.extras["routes"].values
     longer = np.concatenate([np.full((2, 2, 2), 9, np.uint8), routes.values])
@@ -203,14 +203,14 @@ GOLDEN_BATCHES = {
 
 
 @pytest.mark.parametrize("name", HASHES)
-def test_a_mini_batch_with_such_columns_has_the_content_hash_of_format_0(name: str):
+def test_mini_batch_with_declared_columns_has_the_hash_of_format_0(name: str):
     encoded = encode_mini_batch(GOLDEN_BATCHES[name])
 
     assert encoded.content_hash == HASHES[name]
 
 
 @pytest.mark.parametrize("name", HASHES)
-def test_a_stored_mini_batch_with_such_columns_is_read(name: str):
+def test_stored_mini_batch_with_such_columns_is_read(name: str):
     path = GOLDEN / f"mini_batch_{name}.hex"
     now = "\n".join(textwrap.wrap(encode_mini_batch(GOLDEN_BATCHES[name]).data.hex(), 96))
     assert path.exists(), f"{path.name} would now be:\n{now}"
@@ -220,7 +220,7 @@ def test_a_stored_mini_batch_with_such_columns_is_read(name: str):
     assert_same(decoded, GOLDEN_BATCHES[name])
 
 
-def test_the_content_hash_depends_on_every_value_and_on_what_it_belongs_to():
+def test_content_hash_depends_on_values_and_extents():
     operations, extras = with_operations().rows, with_extras().rows
     assert operations.operations
     of, routes = operations.operations, extras.extras["routes"]
@@ -257,7 +257,7 @@ def test_the_content_hash_depends_on_every_value_and_on_what_it_belongs_to():
     assert len({*hashes}) == len(changed)
 
 
-def test_the_content_hash_does_not_depend_on_slicing():
+def test_content_hash_does_not_depend_on_slicing():
     batch = read_arrow(encode_mini_batch(with_extras()).data)
 
     both = pa.concat_batches([batch, batch]).slice(len(batch))
@@ -326,7 +326,7 @@ INT32 = pa.int32()
         ),
     ],
 )
-def test_a_mini_batch_whose_columns_do_not_fit_is_refused(
+def test_mini_batch_whose_columns_do_not_fit_is_refused(
     reason: str, mini: MiniBatch, edit: Callable[[pa.RecordBatch], pa.RecordBatch]
 ):
     data = edited(mini, edit)

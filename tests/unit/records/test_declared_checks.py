@@ -1,4 +1,4 @@
-"""What is not encoded: columns that only some mini-batches have, and that do not fit their rows."""
+"""Refusals of operation columns and extra columns that do not fit their rows."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_operations_that_do_not_fit_are_not_encoded(reason: str, changes: dict[s
         ("trajectory 'g0/1/0'", ["|ABC", "|DE", "f|g"], ["", "g0/1/0", ""]),
     ],
 )
-def test_a_row_of_an_operation_has_neither_prompt_nor_trajectory(
+def test_row_of_an_operation_has_neither_prompt_nor_trajectory(
     reason: str, texts: list[str], trajectory_id: list[str]
 ):
     built = rows(*texts, is_padding=[False, False, True])
@@ -127,9 +127,7 @@ def test_a_row_of_an_operation_has_neither_prompt_nor_trajectory(
         ),
     ],
 )
-def test_an_extra_column_that_does_not_fit_is_not_encoded(
-    reason: str, name: str, column: ExtraColumn
-):
+def test_extra_column_that_does_not_fit_is_not_encoded(reason: str, name: str, column: ExtraColumn):
     built = replace(THREE, extras={name: column})
 
     with pytest.raises(BatchingError, match=reason):

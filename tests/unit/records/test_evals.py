@@ -46,17 +46,17 @@ results = st.builds(
 
 
 @given(group=groups)
-def test_a_decoded_group_is_the_encoded_one(group: EvalGroup) -> None:
+def test_decoded_group_is_the_encoded_one(group: EvalGroup) -> None:
     assert decode_eval_group(encode_eval_group(group)) == group
 
 
 @given(result=results)
-def test_a_decoded_result_is_the_encoded_one(result: EvalResult) -> None:
+def test_decoded_result_is_the_encoded_one(result: EvalResult) -> None:
     assert decode_eval_result(encode_eval_result(result)) == result
 
 
 @pytest.mark.parametrize("decode", [decode_eval_group, decode_eval_result])
 @pytest.mark.parametrize("header", [b"", b"[]", b"{}", b'{"version": 1, "reward": 3}'])
-def test_a_record_that_is_no_result_is_refused(decode: Any, header: bytes) -> None:
+def test_record_that_is_no_result_is_refused(decode: Any, header: bytes) -> None:
     with pytest.raises(CorruptRecordError):
         decode(write_frame(EVALUATION, header))

@@ -17,16 +17,16 @@ from turnstream.wire.v1 import records_pb2 as wire
 
 
 @given(event=events())
-def test_a_decoded_event_is_the_encoded_one(event: Event):
+def test_decoded_event_is_the_encoded_one(event: Event):
     assert decode_event(encode_event(event)) == event
 
 
 @given(event=sealed_trajectories())
-def test_a_decoded_seal_is_the_encoded_one(event: SealedTrajectory):
+def test_decoded_seal_is_the_encoded_one(event: SealedTrajectory):
     assert decode_event(encode_event(event)) == event
 
 
-def test_what_is_unknown_is_not_zero():
+def test_unknown_values_are_not_zero():
     event = replace(sealed(reward=None, version=None), tags={"a": ""})
 
     decoded = decode_event(encode_event(event))
@@ -37,14 +37,14 @@ def test_what_is_unknown_is_not_zero():
     assert decoded.newest_version is None
 
 
-def test_versions_that_sampled_another_number_of_tokens_than_are_trained_are_refused():
+def test_versions_that_contradict_the_trained_tokens_are_refused():
     event = sealed(turns=[shape(2, 3)], turn_versions=[[(1, 1), (2, 1)]])
 
     with pytest.raises(CorruptRecordError, match="trains 3 tokens, and its versions sampled 2"):
         decode_event(encode_event(event))
 
 
-def test_named_values_are_in_order_of_name_however_they_were_given():
+def test_named_values_are_sorted():
     tags = {f"tag {number:03}": str(number) for number in range(100)}
     event = replace(sealed(), tags=tags)
     reordered = replace(sealed(), tags=dict(reversed(tags.items())))
@@ -57,7 +57,7 @@ def test_named_values_are_in_order_of_name_however_they_were_given():
     assert list(decoded.tags) == list(tags)
 
 
-def test_fields_that_this_release_does_not_know_are_ignored():
+def test_unknown_fields_are_ignored():
     event = RunClosed(reason="enough")
     header = read_header(encode_event(event), kind=EVENT)
 
@@ -83,21 +83,21 @@ def test_event_of_an_unknown_kind_is_of_a_newer_release():
         ("trains 4 of 3 response tokens", [shape(2, 3, trained=4)]),
     ],
 )
-def test_a_seal_with_impossible_lengths_is_refused(reason: str, shapes: list[TurnShape]):
+def test_seal_with_impossible_lengths_is_refused(reason: str, shapes: list[TurnShape]):
     record = encode_event(sealed(turns=shapes))
 
     with pytest.raises(CorruptRecordError, match=reason):
         decode_event(record)
 
 
-def test_a_seal_without_a_group_is_refused():
+def test_seal_without_a_group_is_refused():
     record = encode_event(replace(sealed(), key=TrajectoryKey("", 0)))
 
     with pytest.raises(CorruptRecordError, match="without a group"):
         decode_event(record)
 
 
-def test_a_seal_with_an_unknown_status_is_refused():
+def test_seal_with_an_unknown_status_is_refused():
     header = read_header(encode_event(sealed()), kind=EVENT)
     message = wire.Event.FromString(header)
     message.trajectory_sealed.status = "bored"

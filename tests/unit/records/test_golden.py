@@ -187,7 +187,7 @@ def read_golden(name: str) -> bytes:
     return bytes.fromhex((GOLDEN / name).read_text())
 
 
-def test_a_turn_has_the_bytes_of_format_0():
+def test_turn_has_the_bytes_of_format_0():
     turn = golden_turn()
 
     record = encode_turn(turn)
@@ -196,7 +196,7 @@ def test_a_turn_has_the_bytes_of_format_0():
     assert_same(decode_turn(record), replace(turn, payload_crc=0x68283278))
 
 
-def test_a_turn_with_an_anchor_has_the_bytes_of_format_0():
+def test_turn_with_an_anchor_has_the_bytes_of_format_0():
     turn = golden_turn_with_an_anchor()
 
     record = encode_turn(turn)
@@ -208,14 +208,14 @@ def test_a_turn_with_an_anchor_has_the_bytes_of_format_0():
 
 
 @pytest.mark.parametrize("name", EVENTS)
-def test_an_event_has_the_bytes_of_format_0(name: str):
+def test_event_has_the_bytes_of_format_0(name: str):
     record = encode_event(EVENTS[name])
 
     assert_golden(f"{name}.hex", record)
     assert decode_event(record) == EVENTS[name]
 
 
-def test_a_manifest_has_the_bytes_and_the_hash_of_format_0():
+def test_manifest_has_the_bytes_and_the_hash_of_format_0():
     record = encode_manifest(golden_manifest())
 
     assert_golden("manifest.hex", record)
@@ -225,21 +225,21 @@ def test_a_manifest_has_the_bytes_and_the_hash_of_format_0():
     assert decode_manifest(record) == golden_manifest()
 
 
-def test_a_manifest_with_weights_and_masks_has_the_bytes_of_format_0():
+def test_manifest_with_weights_and_masks_has_the_bytes_of_format_0():
     record = encode_manifest(golden_masked_manifest())
 
     assert_golden("manifest_masked.hex", record)
     assert decode_manifest(record) == golden_masked_manifest()
 
 
-def test_a_manifest_with_tags_and_metrics_has_the_bytes_of_format_0():
+def test_manifest_with_tags_and_metrics_has_the_bytes_of_format_0():
     record = encode_manifest(golden_manifest_with_figures())
 
     assert_golden("manifest_figures.hex", record)
     assert decode_manifest(record) == golden_manifest_with_figures()
 
 
-def test_a_manifest_with_advantages_of_turns_has_the_bytes_of_format_0():
+def test_manifest_with_advantages_of_turns_has_the_bytes_of_format_0():
     record = encode_manifest(golden_manifest_by_turns())
 
     assert_golden("manifest_by_turns.hex", record)
@@ -254,13 +254,13 @@ def test_stored_config_of_format_1_is_read():
     assert decoded == replace(config(batch_groups=8, mini_batch_groups=4), estimator="rloo")
 
 
-def test_a_mini_batch_has_the_content_hash_of_format_0():
+def test_mini_batch_has_the_content_hash_of_format_0():
     encoded = encode_mini_batch(golden_mini_batch())
 
     assert encoded.content_hash == MINI_BATCH_HASH
 
 
-def test_a_stored_mini_batch_of_format_0_is_read():
+def test_stored_mini_batch_of_format_0_is_read():
     stored = read_golden("mini_batch.hex")
 
     decoded = decode_mini_batch(stored, expected_hash=MINI_BATCH_HASH)

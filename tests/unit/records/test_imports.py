@@ -1,4 +1,4 @@
-"""What importing a part of the SDK loads. Each in a process of its own."""
+"""Libraries that the import of a part of the SDK loads, each in its own process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEAVY = {"pyarrow", "grpc", "torch", "redis", "httpx", "hypothesis", "pydantic"}
         ("turnstream.records.batches", {"pyarrow"}),
     ],
 )
-def test_a_module_loads_no_heavy_library_that_it_does_not_need(module: str, allowed: set[str]):
+def test_module_loads_no_unneeded_heavy_library(module: str, allowed: set[str]):
     script = f"import sys, {module}; print(*sys.modules)"
 
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -17,11 +17,11 @@ from turnstream.records.manifests import decode_manifest, encode_manifest, manif
 
 
 @given(plan=manifests())
-def test_a_decoded_manifest_is_the_encoded_one(plan: Manifest):
+def test_decoded_manifest_is_the_encoded_one(plan: Manifest):
     assert decode_manifest(encode_manifest(plan)) == plan
 
 
-def test_fields_that_this_release_does_not_know_are_ignored_and_are_part_of_the_hash():
+def test_unknown_fields_are_ignored_and_part_of_the_hash():
     record = encode_manifest(manifest())
     header = read_header(record, kind=MANIFEST)
 
@@ -40,7 +40,7 @@ def weighted(*weights: float, num_rows: int) -> Manifest:
     return replace(plan, groups=(group,), mini_batches=mini_batches)
 
 
-def test_rows_that_weigh_alike_cost_one_number():
+def test_rows_of_equal_weight_store_one_number():
     alike = len(encode_manifest(weighted(0.5, 0.5, num_rows=2)))
 
     assert len(encode_manifest(weighted(1.0, 1.0, num_rows=2))) == alike
@@ -85,7 +85,7 @@ def changed(**changes: Any) -> MiniBatchPlan:
         ),
     ],
 )
-def test_mini_batches_that_do_not_cut_the_groups_in_order_are_refused(
+def test_mini_batches_that_skip_or_reorder_groups_are_refused(
     reason: str, mini_batches: list[MiniBatchPlan]
 ):
     record = encode_manifest(replace(manifest("g0", "g1"), mini_batches=tuple(mini_batches)))
@@ -94,7 +94,7 @@ def test_mini_batches_that_do_not_cut_the_groups_in_order_are_refused(
         decode_manifest(record)
 
 
-def test_a_row_with_more_tokens_in_its_parts_than_in_all_is_refused():
+def test_row_with_parts_longer_than_itself_is_refused():
     plan = manifest("g0")
     member = plan.groups[0].trajectories[0]
     row = member.sequences[0]._replace(prompt_length=3)

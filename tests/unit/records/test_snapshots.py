@@ -192,7 +192,7 @@ announcements = st.lists(
 
 
 @given(announcements, announcements)
-def test_ages_of_tokens_are_judged_as_before_after_a_snapshot(
+def test_snapshot_keeps_the_ages_of_tokens(
     before: list[VersionAnnounced], after: list[VersionAnnounced]
 ) -> None:
     versions = VersionSteps()
@@ -239,14 +239,14 @@ def test_snapshot_of_an_older_release_is_refused() -> None:
         decode_snapshot(record_with(older))
 
 
-def test_a_damaged_snapshot_is_refused() -> None:
+def test_damaged_snapshot_is_refused() -> None:
     record = encode_snapshot(snapshot_of(FoldState()))
 
     with pytest.raises(CorruptRecordError):
         decode_snapshot(record[:-1])
 
 
-def test_forgetting_leaves_what_is_ready_and_open() -> None:
+def test_forget_keeps_ready_and_open_groups() -> None:
     fold = RunFold(config(2))
     for name in ("ready", "dropped", "open"):
         fold.apply("1-0", GroupOpened(group_id=name, prompt_uid="", num_samples=1))

@@ -86,8 +86,8 @@ def test_every_error_survives_an_http_status(kind: type[TurnstreamError]):
 
 
 @every_error
-def test_every_error_without_our_details_keeps_its_branch_of_the_tree(kind: type[TurnstreamError]):
-    """A proxy may drop the details; what the caller can do must not change by that."""
+def test_error_without_details_keeps_its_branch_of_the_tree(kind: type[TurnstreamError]):
+    """A proxy may drop the details; the remedy of the caller must stay the same."""
     if kind is errors.MissingExtraError:
         return  # no process reports it to another: it has the status of any defect
     branches = [b for b in TurnstreamError.__subclasses__() if issubclass(kind, b)]
@@ -104,7 +104,7 @@ def test_every_error_without_our_details_keeps_its_branch_of_the_tree(kind: type
 
 
 @pytest.mark.parametrize("code", list(grpc.StatusCode.__members__))
-def test_every_grpc_code_gives_an_error_that_says_it(code: str):
+def test_every_grpc_code_has_an_error_with_its_text(code: str):
     error = status_to_error(code, "connection refused")
 
     assert isinstance(error, TurnstreamError)
@@ -112,7 +112,7 @@ def test_every_grpc_code_gives_an_error_that_says_it(code: str):
 
 
 @pytest.mark.parametrize("status", range(300, 600))
-def test_every_http_status_gives_an_error_that_says_it(status: int):
+def test_every_http_status_has_an_error_with_its_text(status: int):
     error = http_status_to_error(status, "")
 
     assert isinstance(error, TurnstreamError)
@@ -131,14 +131,14 @@ def test_every_http_status_gives_an_error_that_says_it(status: int):
         '{"error": "RowTooLongError"}',
     ],
 )
-def test_details_that_are_not_understood_leave_the_meaning_of_the_code(details: str):
+def test_unreadable_details_keep_the_meaning_of_the_code(details: str):
     error = status_to_error("NOT_FOUND", details)
 
     assert type(error) is errors.RunNotFoundError
     assert details in str(error)
 
 
-def test_an_error_class_from_elsewhere_travels_as_its_nearest_base():
+def test_unknown_error_class_is_sent_as_its_nearest_base():
     class TooEarlyError(errors.RejectedError):
         pass
 
@@ -156,7 +156,7 @@ def test_long_messages_are_shortened_to_what_fits_into_a_header():
     assert len(json.loads(details)["args"][0]) == MAX_TEXT
 
 
-def test_reasons_that_are_too_much_for_a_header_are_left_out_from_the_end():
+def test_reasons_beyond_the_header_limit_are_dropped():
     long = WaitReason("member_open", "你" * 300, {f"fact {i}": "你" * 50 for i in range(8)})
     error = NotReadyError("step 3 is not there", [REASON, *[long] * 7])
 

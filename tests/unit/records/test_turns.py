@@ -31,7 +31,7 @@ def rewritten(record: bytes, *arrays: np.ndarray[Any, Any], **changes: Any) -> b
 
 
 @given(turn=stored_turns())
-def test_a_decoded_turn_is_the_encoded_one(turn: StoredTurn):
+def test_decoded_turn_is_the_encoded_one(turn: StoredTurn):
     record = encode_turn(turn)
 
     decoded = decode_turn(record)
@@ -44,7 +44,7 @@ def test_different_turns_have_different_records(turn: StoredTurn, other: StoredT
     assert encode_turn(turn) != encode_turn(other) or is_same(turn, other)
 
 
-def test_a_mask_of_ones_and_rewards_of_zeros_are_not_sent():
+def test_mask_of_ones_and_rewards_of_zeros_are_not_sent():
     bare = stored_turn("ab", "CDE")
     said = replace(bare, loss_mask=np.ones(3, np.uint8), rewards=np.zeros(3, np.float32))
 
@@ -53,7 +53,7 @@ def test_a_mask_of_ones_and_rewards_of_zeros_are_not_sent():
     assert record == encode_turn(bare)
 
 
-def test_the_arrays_of_a_decoded_turn_are_views_into_the_record():
+def test_decoded_arrays_are_views_into_the_record():
     record = encode_turn(stored_turn("ab", "CdE", logprobs=-0.5, rewards=1.0))
     stored = np.frombuffer(record, np.uint8)
 
@@ -66,7 +66,7 @@ def test_the_arrays_of_a_decoded_turn_are_views_into_the_record():
     assert turn.token_ids.ctypes.data % 8 == stored.ctypes.data % 8
 
 
-def test_strided_arrays_are_sent_as_the_values_they_show():
+def test_strided_arrays_are_encoded_by_value():
     turn = replace(stored_turn("", "AB"), token_ids=ids("AxB")[::2])
 
     decoded = decode_turn(encode_turn(turn))
@@ -74,7 +74,7 @@ def test_strided_arrays_are_sent_as_the_values_they_show():
     assert decoded.token_ids.tolist() == ids("AB").tolist()
 
 
-def test_arrays_that_this_release_does_not_know_are_passed_over():
+def test_unknown_arrays_are_ignored():
     turn = stored_turn("ab", "CdE", logprobs=-0.5)
     experts = wire.ArraySpec(name="router_choices", dtype="float16", shape=[3, 2])
     record = rewritten(encode_turn(turn), np.ones((3, 2), np.float16), arrays=[experts])
@@ -84,7 +84,7 @@ def test_arrays_that_this_release_does_not_know_are_passed_over():
     assert_same(decoded, replace(turn, payload_crc=record_crc(record)))
 
 
-def test_header_fields_that_this_release_does_not_know_are_ignored():
+def test_unknown_header_fields_are_ignored():
     turn = stored_turn("ab", "CdE")
     frame = read_frame(encode_turn(turn), kind=TURN)
     field_99_as_text = b"\x9a\x06\x05newer"
@@ -114,7 +114,7 @@ def test_header_fields_that_this_release_does_not_know_are_ignored():
         ("shared_tokens", {"shared_tokens": 1}),
     ],
 )
-def test_a_turn_that_contradicts_itself_is_not_encoded(field: str, changes: dict[str, Any]):
+def test_turn_that_contradicts_itself_is_not_encoded(field: str, changes: dict[str, Any]):
     turn = replace(stored_turn("a", "BC"), **changes)
 
     with pytest.raises(InvalidTurnError) as caught:
@@ -132,7 +132,7 @@ def test_a_turn_that_contradicts_itself_is_not_encoded(field: str, changes: dict
         ("no parent", {"shared_tokens": 2}),
     ],
 )
-def test_a_record_that_contradicts_itself_is_refused(reason: str, changes: dict[str, Any]):
+def test_record_that_contradicts_itself_is_refused(reason: str, changes: dict[str, Any]):
     record = rewritten(encode_turn(stored_turn("a", "BC", logprobs=-1.0)), **changes)
 
     with pytest.raises(CorruptRecordError, match=reason):
@@ -153,14 +153,14 @@ def test_a_record_that_contradicts_itself_is_refused(reason: str, changes: dict[
         ("is declared uint8", wire.ArraySpec(name="loss_mask", dtype="uint8", shape=[2, 1])),
     ],
 )
-def test_an_array_that_is_not_what_the_header_says_is_refused(reason: str, spec: wire.ArraySpec):
+def test_array_that_contradicts_the_header_is_refused(reason: str, spec: wire.ArraySpec):
     record = rewritten(encode_turn(stored_turn("a", "BC")), np.zeros(2, np.int32), arrays=[spec])
 
     with pytest.raises(CorruptRecordError, match=reason):
         decode_turn(record)
 
 
-def test_a_turn_without_token_ids_is_refused():
+def test_turn_without_token_ids_is_refused():
     record = write_frame(TURN, wire.TurnHeader(parent_turn=-1).SerializeToString())
 
     with pytest.raises(CorruptRecordError, match="no token_ids"):
@@ -185,7 +185,7 @@ def test_extra_columns_are_views_into_the_record_in_order_of_name():
         assert np.shares_memory(piece.values, np.frombuffer(record, np.uint8))
 
 
-def test_a_column_of_which_the_parent_holds_everything_costs_a_few_bytes():
+def test_column_shared_with_the_parent_costs_few_bytes():
     turn = replace(stored_turn("a", "BC", index=1, parent=0, shared=5), extras={})
     piece = ExtraPiece(300, np.zeros((0, 48, 8), np.uint8))
 
@@ -195,7 +195,7 @@ def test_a_column_of_which_the_parent_holds_everything_costs_a_few_bytes():
     assert len(record) - len(encode_turn(turn)) < 50
 
 
-def test_other_byte_orders_and_strides_are_sent_as_the_values_they_show():
+def test_arrays_of_any_byte_order_and_stride_are_encoded():
     values = np.arange(6, dtype=">i4").reshape(2, 3).T
     turn = replace(stored_turn("a", "BC"), extras={"grid": ExtraPiece(0, values)})
 
@@ -215,7 +215,7 @@ def test_other_byte_orders_and_strides_are_sent_as_the_values_they_show():
         ExtraPiece(2, ROUTES),
     ],
 )
-def test_extra_columns_that_cannot_be_are_not_encoded(piece: ExtraPiece):
+def test_impossible_extra_columns_are_not_encoded(piece: ExtraPiece):
     turn = replace(stored_turn("a", "BC"), extras={"routes": piece})
 
     with pytest.raises(InvalidTurnError, match=r"^extras\['routes'\]: "):
@@ -232,7 +232,7 @@ def test_extra_columns_that_cannot_be_are_not_encoded(piece: ExtraPiece):
         ("leaves its record", [{"shape": [1000]}]),
     ],
 )
-def test_extra_columns_that_cannot_be_are_refused(reason: str, specs: list[dict[str, Any]]):
+def test_impossible_extra_columns_are_refused(reason: str, specs: list[dict[str, Any]]):
     arrays = [wire.ArraySpec(**{"name": "extra.x", "dtype": "int32", **spec}) for spec in specs]
     counts = [int(np.prod(list(spec.shape))) * np.dtype(spec.dtype).itemsize for spec in arrays]
     body = np.zeros(0 if "leaves" in reason else sum(counts), np.uint8)
@@ -242,8 +242,8 @@ def test_extra_columns_that_cannot_be_are_refused(reason: str, specs: list[dict[
         decode_turn(record)
 
 
-def test_a_mask_of_anything_but_0_and_1_is_damage():
-    # Batches with one were offered, and every worker refused them at their layout, for ever.
+def test_mask_of_anything_but_0_and_1_is_damage():
+    # Such a batch was sent, and every worker refused it at every attempt.
     spec = wire.ArraySpec(name="loss_mask", dtype="uint8", shape=[2])
     record = encode_turn(stored_turn("a", "BC"))
 
