@@ -7,25 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from turnstream import types
 from turnstream.batching.merge import merge_turns, split_sequences
 from turnstream.types import Turn
-from turnstream_server.models.logprobs import response_logprobs
-
-
-class _Row(NamedTuple):
-    """One row without padding."""
-
-    input_ids_BT: Tensor
-    attention_mask_BT: Tensor
+from turnstream_server.models.logprobs import PaddedRows, response_logprobs
 
 
 def score_turns(model: PreTrainedModel, turns: Sequence[Turn]) -> list[Turn]:
@@ -44,5 +35,5 @@ def _logprobs(model: PreTrainedModel, row: types.Sequence) -> NDArray[np.float32
     """Return the log-probabilities, float32 (R,), 0.0 where the row is not trained."""
     ids_BT = torch.from_numpy(row.input_ids.astype(np.int64))[None].to(model.device)
     mask_BR = torch.from_numpy(row.loss_mask)[None].to(model.device)
-    unpadded = _Row(ids_BT, torch.ones_like(ids_BT))
+    unpadded = PaddedRows(ids_BT, torch.ones_like(ids_BT))
     return response_logprobs(model, unpadded, mask_BR=mask_BR)[0].cpu().numpy()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,26 +16,26 @@ from transformers import PreTrainedModel
 
 from turnstream.errors import BatchingError
 
+if TYPE_CHECKING:
+    from turnstream.worker.tensors import LeftPaddedTensors
+
 _CHUNK_VALUES = 1 << 24
 """Logits in memory at a time, 64 MB. A row of 22,000 tokens over 8,192 has 11 times as many."""
 
 
-class PaddedRows(Protocol):
-    """Rows that end in the last column, as `turnstream.worker.tensors.LeftPaddedTensors`."""
+class PaddedRows(NamedTuple):
+    """Rows that end in the last column: int64, and set on real tokens."""
 
-    @property
-    def input_ids_BT(self) -> Tensor:
-        """int64."""
-        ...
-
-    @property
-    def attention_mask_BT(self) -> Tensor:
-        """Set on real tokens."""
-        ...
+    input_ids_BT: Tensor
+    attention_mask_BT: Tensor
 
 
 def response_logprobs(
-    model: PreTrainedModel, rows: PaddedRows, *, mask_BR: Tensor, temperature: float = 1.0
+    model: PreTrainedModel,
+    rows: PaddedRows | LeftPaddedTensors,
+    *,
+    mask_BR: Tensor,
+    temperature: float = 1.0,
 ) -> Tensor:
     """Return the log-probability of each response token, 0 outside the mask: float32 (B, R).
 
@@ -60,7 +60,7 @@ def response_logprobs(
     return result_BR.index_put((row_N, column_N), picked_N)
 
 
-def _left_aligned(rows: PaddedRows) -> tuple[Tensor, Tensor]:
+def _left_aligned(rows: PaddedRows | LeftPaddedTensors) -> tuple[Tensor, Tensor]:
     """Return the rows shifted to begin in the first column, (B, T), and the shifts, (B,).
 
     Attention is causal, so no token of a row sees the padding after it. The model needs no

@@ -100,7 +100,7 @@ class BatcherCalls:
         self.target = target
         self.share = share
         self._timeout_s = timeout_s
-        self._acknowledged_by = share.dp_rank if for_one_rank else None
+        self.for_one_rank = for_one_rank
         self._session_epoch = 0
         self._session = ""
         self._closed = threading.Event()
@@ -233,7 +233,7 @@ class BatcherCalls:
             **self._identity(),
             step=step,
             manifest_hash=manifest_hash,
-            dp_rank=self._acknowledged_by,
+            dp_rank=self.share.dp_rank if self.for_one_rank else None,
         )
         return self._repeat(
             "Stepped",
@@ -241,7 +241,7 @@ class BatcherCalls:
             wire.SteppedReply,
             what=f"step {step} as stepped",
             timeout_s=timeout_s,
-            max_delay_s=LONGEST_PAUSE_S if self._acknowledged_by is None else RANK_DELAY_S,
+            max_delay_s=RANK_DELAY_S if self.for_one_rank else LONGEST_PAUSE_S,
         ).recovery_token
 
     def committed(self, recovery_token: str) -> None:
@@ -249,7 +249,7 @@ class BatcherCalls:
         request = wire.CommittedRequest(
             **self._identity(),
             recovery_token=checked_setting(recovery_token, field="recovery_token"),
-            dp_rank=self._acknowledged_by,
+            dp_rank=self.share.dp_rank if self.for_one_rank else None,
         )
         what = f"the checkpoint {recovery_token}"
         self._repeat("Committed", request, wire.CommittedReply, what=what)

@@ -55,7 +55,6 @@ class MiniBatches:
         lineage: the history of the run at the start of the stream.
         max_prefetch_bytes: bound of the prefetched bytes.
         timeout_s: longest wait for a mini-batch.
-        every_rank: whether each rank acknowledges for itself.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class MiniBatches:
         lineage: str,
         max_prefetch_bytes: int,
         timeout_s: float,
-        every_rank: bool = False,
     ) -> None:
         self.config = config
         self.lineage = lineage
@@ -75,7 +73,6 @@ class MiniBatches:
         self._steps = AcknowledgedSteps(calls)
         self._last_acknowledged = first_step - 1
         self._finished: MiniBatchInfo | None = None
-        self._every_rank = every_rank
         self._wait_s = 0.0
         self._prefetcher = Prefetcher(
             calls,
@@ -131,7 +128,7 @@ class MiniBatches:
 
     def _finished_batch(self, call: str) -> MiniBatchInfo:
         """Return the batch for the acknowledgement `call`."""
-        self._check_speaker(call, every_rank=self._every_rank)
+        self._check_speaker(call)
         if self._finished is None:
             raise RejectedError(
                 f"{call}() is for a batch whose last mini-batch was yielded, once; "
@@ -142,8 +139,12 @@ class MiniBatches:
     def _acknowledged(self, info: MiniBatchInfo) -> None:
         self._finished, self._last_acknowledged = None, info.step
 
-    def _check_speaker(self, call: str, *, every_rank: bool = False) -> None:
-        """Refuse a call of another rank than 0, unless every rank calls it."""
+    def _check_speaker(self, call: str) -> None:
+        """Refuse an acknowledgement of another rank than 0, unless every rank acknowledges."""
+        if not self._calls.for_one_rank:
+            self._require_rank_0(call)
+
+    def _require_rank_0(self, call: str) -> None:
         dp_rank = self._calls.share.dp_rank
-        if dp_rank != 0 and not every_rank:
+        if dp_rank != 0:
             raise RejectedError(f"{call}() is for dp_rank 0 alone, and this is dp_rank {dp_rank}")

@@ -114,7 +114,6 @@ class BatchStream(MiniBatches):
             lineage=reply.lineage,
             max_prefetch_bytes=max_prefetch_bytes,
             timeout_s=timeout_s,
-            every_rank=every_rank,
         )
 
     def __next__(self) -> PulledMiniBatch:
@@ -151,7 +150,7 @@ class BatchStream(MiniBatches):
             FencedError: a newer trainer session took over.
             StoreBehindError: the store lost the run.
         """
-        self._check_speaker("committed", every_rank=self._every_rank)
+        self._check_speaker("committed")
         with self._loss_of_run():
             self._steps.after_all_steps(lambda: self._calls.committed(str(token)))
         step = RecoveryToken.parse(str(token)).step
@@ -172,7 +171,7 @@ class BatchStream(MiniBatches):
             FencedError: a newer trainer session took over.
             StoreBehindError: the store lost the run.
         """
-        self._check_speaker("announce_version")
+        self._require_rank_0("announce_version")
         made_after = self._last_acknowledged if step is None else step
         with self._loss_of_run():
             self._calls.announce_version(version, step=made_after, weights_uri=weights_uri)
