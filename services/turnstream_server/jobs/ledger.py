@@ -14,9 +14,9 @@ from rich.table import Table
 
 from turnstream.store import keys
 from turnstream.store.configs import open_run
-from turnstream_server.bus.histories import TrajectoryHistory, read_history
-from turnstream_server.bus.lives import LifeEntry
+from turnstream_server.bus.pages import server_ms
 from turnstream_server.bus.states import TOP_REASONS, LedgerStates, read_states
+from turnstream_server.bus.trajectory_history import TrajectoryHistory, read_history
 from turnstream_server.jobs.looks import looking_at
 
 
@@ -111,7 +111,7 @@ def ledger_json(url: str, run: str) -> str:
 def print_history(
     url: str, run: str, name: str, console: Console, *, folder: Path | None = None
 ) -> None:
-    """The life of one trajectory, a line for each thing that happened to it, and what it is now.
+    """Print the events of one trajectory, then its state.
 
     Raises:
         TrajectoryNotFoundError: it was never opened.
@@ -121,18 +121,21 @@ def print_history(
     with looking_at(url) as client:
         run = open_run(client, run)
         history = read_history(client, run, name, folder=folder)
+        now_ms = server_ms(client)
     title = f"{run}: {keys.readable_name(history.trajectory_id)}"
     table = Table("what", "when", "details", title=title)
-    for entry in history.entries:
-        table.add_row(entry.what, _when(entry), entry.text)
+    for event in history.events:
+        table.add_row(event.name, _when(event.at_ms, now_ms), event.details)
+    if not history.is_whole:
+        table.add_row("", "", "older events are no longer stored")
     table.add_section()
-    for what, text in history_lines(history):
+    for what, text in _history_lines(history):
         table.add_row(what, "", text)
     console.print(table)
 
 
 def history_json(url: str, run: str, name: str, *, folder: Path | None = None) -> str:
-    """The same as JSON.
+    """Return the history of one trajectory as JSON.
 
     Raises:
         TrajectoryNotFoundError: it was never opened.
@@ -145,8 +148,8 @@ def history_json(url: str, run: str, name: str, *, folder: Path | None = None) -
         return json.dumps(asdict(history), indent=2)
 
 
-def history_lines(history: TrajectoryHistory) -> list[tuple[str, str]]:
-    """What it is now: (what, details)."""
+def _history_lines(history: TrajectoryHistory) -> list[tuple[str, str]]:
+    """Return (fact, details) of its present state."""
     lines: list[tuple[str, str]] = []
     if history.writer is not None:
         lines.append(("written by", f"{history.writer}, lease epoch {history.lease_epoch}"))
@@ -198,16 +201,15 @@ def _limit(num_bytes: int) -> str:
     return f"{num_bytes:,} bytes" if num_bytes else "no limit"
 
 
-def _when(entry: LifeEntry) -> str:
-    """When something happened, and how long ago; empty where that is not known.
+def _when(at_ms: int, now_ms: int) -> str:
+    """Return a time and its age as text.
 
-    >>> _when(LifeEntry(what="sealed", at_ms=1_700_000_000_000, age_s=61.0))
+    >>> _when(1_700_000_000_000, 1_700_000_061_000)
     '2023-11-14 22:13:20+00:00, 1 min 1 s ago'
     """
-    if entry.at_ms is None:
-        return ""
-    moment = datetime.fromtimestamp(entry.at_ms / 1_000, UTC)
-    return f"{moment.isoformat(sep=' ', timespec='seconds')}, {duration(entry.age_s)} ago"
+    time = datetime.fromtimestamp(at_ms / 1_000, UTC)
+    age_s = max(0, now_ms - at_ms) / 1_000
+    return f"{time.isoformat(sep=' ', timespec='seconds')}, {duration(age_s)} ago"
 
 
 def duration(seconds: float | None) -> str:

@@ -20,7 +20,7 @@ from turnstream.store import keys
 from turnstream.store.configs import open_run
 from turnstream.store.replies import translating
 from turnstream.types import StoredTurn
-from turnstream_server.bus.histories import TrajectoryHistory, read_history
+from turnstream_server.bus.trajectory_history import TrajectoryHistory, read_history
 from turnstream_server.jobs.looks import looking_at
 from turnstream_server.jobs.screen import visible
 

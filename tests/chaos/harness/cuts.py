@@ -24,7 +24,7 @@ from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.runs import newest_version
 from turnstream_server.bus.frontier import read_frontier
-from turnstream_server.bus.histories import TrajectoryNotFoundError, history_of
+from turnstream_server.bus.trajectory_history import TrajectoryNotFoundError, history_of
 from turnstream_server.embedded import EmbeddedServer
 
 SENT_AGAIN_S = 15.0

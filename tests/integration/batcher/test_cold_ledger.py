@@ -21,8 +21,8 @@ from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.cold import LedgerFileError, LedgerFolder
 from turnstream_server.bus.deletion import delete_run
 from turnstream_server.bus.forks import fork_run, token_of_step
-from turnstream_server.bus.histories import TrajectoryNotFoundError, read_history
 from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.bus.trajectory_history import TrajectoryNotFoundError, read_history
 from turnstream_server.bus.waits import read_snapshot
 from turnstream_server.jobs.batches import read_batch
 

@@ -21,8 +21,8 @@ from turnstream.types import GroupOpened, TrajectoryKey, TrajectoryState
 from turnstream_server import cli
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.dead_letters import read_dead_letters
-from turnstream_server.bus.histories import read_history
 from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.bus.trajectory_history import read_history
 from turnstream_server.jobs.ledger import ledger_json
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]

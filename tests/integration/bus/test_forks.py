@@ -38,13 +38,13 @@ from turnstream_server.bus.budget import read_budget
 from turnstream_server.bus.deletion import delete_run
 from turnstream_server.bus.forks import fork_run, token_of_step
 from turnstream_server.bus.frontier import read_frontier, read_frontier_async
-from turnstream_server.bus.histories import read_history
 from turnstream_server.bus.leadership import Term
 from turnstream_server.bus.ledger import read_ledger
 from turnstream_server.bus.past import find_past_step
 from turnstream_server.bus.release import raise_floor
 from turnstream_server.bus.revisions import announce_revision
 from turnstream_server.bus.sessions import start_session
+from turnstream_server.bus.trajectory_history import read_history
 from turnstream_server.bus.versions import announce_version
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.jobs.batches import read_batch

@@ -28,7 +28,7 @@ from turnstream_server.bus.dead_letters import (
     open_trajectory,
     read_dead_letters,
 )
-from turnstream_server.bus.histories import read_history
+from turnstream_server.bus.trajectory_history import read_history
 from turnstream_server.jobs.dead_letters import export_dead_letter
 
 pytestmark = pytest.mark.redis

@@ -1,0 +1,157 @@
+"""State, reason and events of one trajectory."""
+
+from __future__ import annotations
+
+import json
+import re
+from io import StringIO
+from typing import Any
+
+import pytest
+import redis
+
+from turnstream.store.leases import take_over_command
+from turnstream.store.scripts import run_command
+from turnstream.types import TrajectoryState
+from turnstream_server.bus.pages import server_ms
+from turnstream_server.bus.trajectory_history import TrajectoryHistory, read_history
+from turnstream_server.jobs.ledger import history_json, print_history
+from turnstream_server.jobs.screen import Screen
+
+pytestmark = pytest.mark.redis
+
+
+def history(client: redis.Redis, run: Any, name: str) -> TrajectoryHistory:
+    return read_history(client, run.name, name)
+
+
+def told(client: redis.Redis, run: Any, name: str) -> list[tuple[str, str]]:
+    """Return (name, details) of the events, whose times must be in order and not in the future."""
+    now_ms = server_ms(client)
+    events = history(client, run, name).events
+    times = [event.at_ms for event in events]
+    assert times == sorted(times)
+    assert all(now_ms - 60_000 < ms <= now_ms for ms in times)
+    return [(event.name, event.details) for event in events]
+
+
+async def test_history_lists_every_event_of_a_committed_trajectory(
+    client: redis.Redis, run: Any
+) -> None:
+    await run.plan_steps(2)
+    await run.commit(await run.start("s"), 2)
+
+    assert told(client, run, "g1/0/0") == [
+        ("group opened", ""),
+        ("sealed", "completed, reward 1"),
+        ("planned", "in step 1"),
+        ("stepped", "in step 1"),
+        ("committed", "by the checkpoint of step 2"),
+    ]
+
+
+async def test_history_has_a_posted_reward_before_the_plan(client: redis.Redis, run: Any) -> None:
+    await run.open("g")
+    await run.seal("g", 0, awaits_reward=True)
+    waiting = history(client, run, "g/0/0")
+    await run.post_reward("g", 0, 0.5)
+
+    seen = history(client, run, "g/0/0")
+
+    assert seen.state is TrajectoryState.SEALED
+    assert (waiting.reward, seen.reward) == (1.0, 0.5)
+    assert told(client, run, "g/0/0")[1:] == [
+        ("sealed", "completed, its reward comes later"),
+        ("reward posted", "0.5"),
+    ]
+
+
+async def test_history_has_the_deadline_of_a_missing_reward(client: redis.Redis, run: Any) -> None:
+    await run.open("g")
+    await run.seal("g", 0, awaits_reward=True)
+    await run.client.zadd(run.keys.deadlines, {"reward:g/0/0": 1})
+
+    await run.fire()
+
+    assert told(client, run, "g/0/0")[2:] == [("deadline fired", "of its reward")]
+
+
+async def test_history_of_each_attempt_has_the_refill_of_its_sample(
+    client: redis.Redis, start_run: Any, async_client: Any
+) -> None:
+    run = await start_run(async_client, deadline_policy="refill", max_refills=2, group_deadline_s=9)
+    await run.open("g")
+    await run.make_due()
+    await run.fire()
+    await run.abandon("g", 0)
+    await run.grant("g", 0)
+    await run.open("g", attempt=1, num_begun=1)
+
+    assert told(client, run, "g/0/0") == [
+        ("group opened", ""),
+        ("deadline fired", "of its group, after 0 refills"),
+        ("abandoned", "crashed"),
+        ("refill granted", "attempt 1 of its sample"),
+    ]
+    of_refill = {name for name, _ in told(client, run, "g/0/1")}
+    assert "refill granted" in of_refill
+    assert "abandoned" not in of_refill
+    assert "refill granted" not in {name for name, _ in told(client, run, "g/1/0")}
+
+
+async def test_history_names_the_last_writer_of_an_adopted_trajectory(
+    client: redis.Redis, run: Any
+) -> None:
+    await run.open("g", num_samples=1)
+    client.zadd(run.keys.leases, {"g/0/0": 1})
+    run_command(client, take_over_command(run.name, "g/0/0", writer="gen-2"))
+
+    seen = history(client, run, "g/0/0")
+
+    assert (seen.writer, seen.lease_epoch) == ("gen-2", 2)
+
+
+async def test_history_keeps_the_reason_when_its_events_are_trimmed(
+    client: redis.Redis, run: Any
+) -> None:
+    await run.open("g")
+    await run.seal("g", 0)
+    await run.kill("g", 0)
+    before = history(client, run, "g/0/0")
+
+    await run.client.xtrim(run.keys.events, maxlen=0)
+
+    seen = history(client, run, "g/0/0")
+    assert (before.events[-1].name, before.events[-1].details) == ("dead", "checksum")
+    assert (before.is_whole, seen.is_whole) == (True, False)
+    assert (seen.state, seen.reason, seen.events) == (TrajectoryState.DEAD, "checksum", ())
+
+
+async def test_history_of_an_undone_step_has_only_its_plan(client: redis.Redis, run: Any) -> None:
+    await run.plan_steps(2)
+    await run.commit(await run.start("s"), 1)
+    await run.step(await run.start("t", run.token(1)), 2)
+    stepped = told(client, run, "g2/0/0")
+    await run.start("u", run.token(1))
+
+    assert stepped[-1] == ("stepped", "in step 2")
+    assert told(client, run, "g2/0/0")[-1] == ("planned", "in step 2")
+
+
+async def test_command_prints_events_with_time_and_age_then_the_state(
+    client: redis.Redis, run: Any, server: Any
+) -> None:
+    await run.open("g")
+    await run.seal("g", 0)
+    screen = StringIO()
+
+    print_history(server.url, run.name, "g/0/0", Screen(screen, width=120))
+    first = json.loads(history_json(server.url, run.name, "g/0/0"))["events"][0]
+
+    printed = screen.getvalue()
+    when = r"│ \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\+00:00, \d+ s ago │"
+    assert re.search(rf"group opened +{when}", printed)
+    assert re.search(rf"sealed +{when} completed, reward 1", printed)
+    assert re.search(r"state +│ +│ sealed", printed)
+    opened_ms = history(client, run, "g/0/0").events[0].at_ms
+    assert first == {"name": "group opened", "details": "", "at_ms": opened_ms}
