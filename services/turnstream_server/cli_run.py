@@ -172,8 +172,9 @@ def fork(
 @app.command()
 def replan(
     run: RunArgument,
-    step: Annotated[
-        int | None, typer.Option(min=1, help="The damaged step. Default: the first one.")
+    from_step: Annotated[
+        int | None,
+        typer.Option("--from", min=1, help="The damaged step. Default: the first one."),
     ] = None,
     wait_s: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for the batcher that plans the run.")
@@ -188,7 +189,7 @@ def replan(
     """
     from turnstream_server.jobs.replanning import replan, replanned_json, replanned_text
 
-    done = replan(store_url(redis), run, step, wait_s=wait_s)
+    done = replan(store_url(redis), run, from_step, wait_s=wait_s)
     typer.echo(replanned_json(run, done) if as_json else f"planned again: {replanned_text(done)}")
 
 

@@ -87,7 +87,9 @@ def how_to_go_on(run: str) -> str:
 
 
 def request_replan(client: redis.Redis, run: str, *, step: int | None = None) -> str:
-    """Ask to plan again from a damaged step on; who asks the same meanwhile gets the same answer.
+    """Request a replan from a damaged step on, or join the request that stands.
+
+    The leader checks the step when it answers.
 
     Args:
         client: of the store.
@@ -98,7 +100,6 @@ def request_replan(client: redis.Redis, run: str, *, step: int | None = None) ->
         The name of the request, for `await_replan`.
 
     Raises:
-        ConflictError: the step is stepped, or not planned; or another step was asked for.
         RunNotFoundError: no such run.
         StoreUnavailableError: the store cannot be reached.
     """

@@ -14,7 +14,6 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.batching.plan import Manifest
 from turnstream.batching.selection import Selector
 from turnstream.batching.withdrawing import WithdrawnGroup, with_planned_reward, withdrawn_groups
-from turnstream.errors import ConflictError
 from turnstream.records.events import decode_event
 from turnstream.store import keys
 from turnstream.types import RewardPosted, SealedTrajectory, TrajectoryKey
@@ -57,10 +56,7 @@ async def mender(process: Process, life: Life) -> None:
         await asyncio.sleep(0.1 + 0.4 * random())
         damaged = client.execute_command("HGET", keys.run_keys(life.run).frontier, "damaged")
         if damaged is not None or (life.rotten and random() < _UNASKED):
-            try:
-                request_replan(client, life.run)  # type: ignore[arg-type]
-            except ConflictError as error:
-                life.history.refused(error)
+            request_replan(client, life.run)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

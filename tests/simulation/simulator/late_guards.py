@@ -252,7 +252,7 @@ LATE_GUARDS = (
     ),
     Guard(
         "request_replan: one at a time",
-        script("if standing then\n  local name", "if false then\n  local name"),
+        script("if standing then\n  return string", "if false then\n  return string"),
     ),
     Guard(
         "refuse_replan: the request that stands",

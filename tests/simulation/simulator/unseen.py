@@ -127,7 +127,7 @@ UNSEEN: Final[dict[str, tuple[str, str]]] = {
     ),
     "request_replan: one at a time": (
         "there is one who asks",
-        "replans/test_requests.py::test_one_request_stands_and_whoever_asks_the_same_waits_for_its_answer",
+        "replans/test_requests.py::test_a_second_request_joins_the_one_that_stands",
     ),
     "refuse_replan: the request that stands": (
         _SELDOM,
