@@ -6,7 +6,6 @@ from typing import Any, cast
 import pytest
 
 from testkit import group, trajectory, turn
-from turnstream.errors import ConflictError
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store import keys
 from turnstream.store.connection import connect
@@ -41,26 +40,6 @@ async def test_two_steps_are_planned_again_without_a_damaged_member(
     assert [each.mini_batch.info.revision for each in pulled] == [1, 1]
     assert look.states(run) == {TrajectoryState.PLANNED: 8, TrajectoryState.DEAD: 1}
     assert "checksum" in look.letters(run)["g0/1/0"]
-
-
-async def test_steps_before_the_damage_stay_and_one_that_is_whole_is_not_planned_again(
-    house, damage, replan, look
-):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, group("g0"), group("g1"))
-    await trainer.start("a")
-    (first,) = await trainer.get(1)
-    await trainer.get(2)
-    damage(run, TrajectoryKey("g1", sample=0))
-
-    with pytest.raises(ConflictError, match="no payload of step 1 is damaged"):
-        await replan(run, step=1)
-    done = await replan(run)
-
-    assert (done.first_step, done.newest_step, done.dead) == (2, 2, ("g1/0/0",))
-    (stands,) = look.plans(run)
-    assert stands.step == first.mini_batch.info.step == 1
 
 
 async def test_damage_in_several_mini_batches_of_a_step_is_set_aside_at_once(
@@ -146,28 +125,6 @@ async def test_a_member_whose_payload_is_gone_is_dead_like_one_that_is_damaged(
     assert done.dead == ("g0/1/0",)
     assert "0 turns" in look.letters(run)["g0/1/0"]
     assert pulled.mini_batch.rows.trajectory_id == ["g0/0/0", "g0/2/0"]
-
-
-async def test_a_group_that_teaches_nothing_without_its_dead_is_filtered(
-    house, damage, replan, look
-):
-    run = house.create_run(batch_groups=1, drop_zero_variance=True)
-    trainer = house.trainer(await house.start_batcher(), run)
-    rewards = (1.0, 0.0, 0.0)
-    odd = group(
-        "g0", *[trajectory(turn("ab", "CD"), sample=s, reward=r) for s, r in enumerate(rewards)]
-    )
-    await house.publish(run, odd, group("g1"))
-    await trainer.start("a")
-    await trainer.get(2)
-    damage(run, TrajectoryKey("g0", sample=0))
-
-    await replan(run)
-    await trainer.start("b")
-    (pulled,) = await trainer.get(1)
-
-    assert pulled.mini_batch.rows.group_id == ["g1", "g1"]
-    assert look.states(run)[TrajectoryState.FILTERED] == 2
 
 
 async def test_a_seal_that_is_another_than_was_planned_is_set_aside(

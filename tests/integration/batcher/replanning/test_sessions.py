@@ -90,21 +90,6 @@ async def test_a_step_that_is_stepped_stays_as_it_was_planned(house, damage, rep
     assert look.digest(run) == before
 
 
-async def test_nothing_is_planned_again_where_all_that_is_planned_is_stepped(house, replan, look):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, group("g0"))
-    await trainer.start("a")
-    await trainer.stepped(await trainer.get(1))
-
-    with pytest.raises(ConflictError, match="step 2 is not planned; 1 are"):
-        await replan(run)
-    await house.publish(run, group("g1"))
-    await trainer.get(2)
-
-    assert look.planned(run) == 2
-
-
 async def test_a_step_that_was_released_before_anybody_answered_is_refused(house, replan, look):
     # Nothing is left to examine, and a leader that asks for its plan would end its term by it.
     is_held, may_write = asyncio.Event(), asyncio.Event()
@@ -253,27 +238,6 @@ async def test_a_rank_and_an_operator_are_told_what_is_damaged_and_what_helps(
     assert "damaged payload of g0/1/0: the checksum" in reason.sentence
     assert f"`turnstream run replan '{run}'`" in reason.sentence
     assert look.damage_reasons(run) == []
-
-
-async def test_whoever_looks_on_sees_what_was_planned_again(house, damage, replan, of_3):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, of_3("g0"), group("g1"))
-    await trainer.start("a")
-    await trainer.get(2)
-    damage(run, TrajectoryKey("g0", sample=0))
-    with connect(house.url) as client:
-        history = RunHistory(client, run)
-        history.refresh()
-        before = [batch.num_sequences for batch in history.batches]
-
-        await replan(run)
-        await trainer.start("b")
-        await trainer.get(2)
-        history.refresh()
-
-        assert before == [3, 2]
-        assert [batch.num_sequences for batch in history.batches] == [2, 2]
 
 
 async def test_whoever_looks_on_keeps_what_is_released_and_forgets_what_is_not_planned_again(

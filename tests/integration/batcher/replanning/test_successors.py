@@ -8,11 +8,10 @@ import pytest
 from testkit import group, trajectory, turn
 from turnstream.errors import EndOfRunError
 from turnstream.store import keys
-from turnstream.store.connection import connect, connect_async
+from turnstream.store.connection import connect
 from turnstream.store.life import pause_run, resume_run
 from turnstream.types import TrajectoryKey, TrajectoryState
 from turnstream_server.batcher import releaser
-from turnstream_server.batcher.listener import RunListener
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.forks import fork_run
 from turnstream_server.bus.openings import read_openings
@@ -113,21 +112,6 @@ async def test_another_replica_serves_what_was_planned_again_and_all_that_follow
     assert pulled.mini_batch.rows.trajectory_id == ["g0/0/0", "g0/2/0"]
     assert second.mini_batch.rows.group_id == ["g1", "g1"]
     assert third.mini_batch.info.revision == 0
-
-
-async def test_a_replica_hears_of_plans_below_those_that_were_withdrawn(house):
-    run = house.create_run()
-    plan = keys.run_keys(run).plan
-    async with connect_async(house.url) as client:
-        listener = RunListener(client, run, after_step=3)
-        listener.fall_back(1)
-        await client.xadd(plan, {"r": ""}, id="2-1")
-
-        heard = [await listener.wait(with_events=False, wait_s=0.05)]
-        listener.fall_back(2)
-        heard.append(await listener.wait(with_events=False, wait_s=0.05))
-
-    assert [news.is_frontier_old for news in heard] == [True, False]
 
 
 async def test_a_group_that_came_back_was_opened_when_its_event_says(house, damage, replan, of_3):

@@ -170,17 +170,6 @@ async def test_a_step_that_is_not_planned_again_yet_keeps_its_number(
     assert (await frontier(run)).withdrawn == Withdrawn(revision=2, through_step=3)
 
 
-async def test_a_run_that_had_ended_has_not_ended_any_more(
-    run: Any, ask: Any, from_step: Any
-) -> None:
-    await run.plan_steps(1)
-    await run.client.hset(run.keys.frontier, mapping={"closed": 1, "finished": 1})
-
-    await withdraw(run, ask(run, 1), from_step(run, 1))
-
-    assert not (await frontier(run)).is_finished
-
-
 async def test_a_session_that_ended_with_its_plans_is_told_so_until_another_begins(
     run: Any, ask: Any, from_step: Any
 ) -> None:
@@ -213,7 +202,6 @@ async def test_withdrawing_again_changes_nothing(
     [
         ({"leader_epoch": 99}, {}, FencedError, "another planner leads"),
         ({"name": "other"}, {}, ConflictError, "the request other does not stand"),
-        ({}, {"manifest_hashes": ["x", "y"]}, ConflictError, "steps 2 to 3 have other plans"),
         ({}, {"lease_epochs": {}}, ConflictError, "have 4 trajectories, not 1"),
         (
             {},
