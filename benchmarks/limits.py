@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.types import Ragged, StoredTurn, Turn
+from turnstream.types import Ragged, StoredTurn
 
 Slices = tuple[list[slice], list[slice], Ragged[Any], type[Any], int]
 
@@ -66,32 +66,14 @@ def _copied(columns: list[Slices]) -> list[NDArray[Any]]:
     return made
 
 
-def merged(
-    trajectories: Sequence[Sequence[Turn]], stored: Sequence[Sequence[StoredTurn]]
-) -> Callable[[], Any]:
-    """One comparison per turn, and one concatenation per column; no row is made or placed.
-
-    Args:
-        trajectories: turns with whole prompts.
-        stored: the same turns, as they were linked.
-    """
-    compared: list[tuple[bytes, NDArray[np.int32]]] = []
-    ids: list[NDArray[np.int32]] = []
-    for turns, links in zip(trajectories, stored, strict=True):
-        for turn, link in zip(turns, links, strict=True):
-            if link.shared_tokens:
-                shared_ids = turn.prompt_ids[: link.shared_tokens]
-                compared.append((shared_ids.tobytes(), shared_ids))
-            ids += [link.new_prompt_ids, link.response_ids]
-    all_turns: list[Any] = [turn for own in trajectories for turn in own]
+def merged(trajectories: Sequence[Sequence[StoredTurn]]) -> Callable[[], Any]:
+    """Concatenate each column of all stored turns; no row is made or placed."""
+    turns: list[Any] = [turn for own in trajectories for turn in own]
 
     def job() -> list[Any]:
-        assert all(known.startswith(prompt.data) for known, prompt in compared)
         return [
-            np.concatenate(ids),
-            np.concatenate([turn.loss_mask for turn in all_turns]),
-            np.concatenate([turn.logprobs for turn in all_turns]),
-            np.concatenate([turn.rewards for turn in all_turns]),
+            np.concatenate([getattr(turn, name) for turn in turns])
+            for name in ("token_ids", "loss_mask", "logprobs", "rewards")
         ]
 
     return job

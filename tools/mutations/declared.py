@@ -152,34 +152,6 @@ DECLARED = (
     # ----------------------------------------------------------------------------------
     # what is stored of it
     Mutation(
-        "values that are shared come back without those",
-        "extras.py",
-        "values[name] = np.concatenate((known[:num_shared], values[name]))",
-        "values[name] = known[:num_shared]",
-        ("test_extras",),
-    ),
-    Mutation(
-        "values of no shared token are asked of a parent",
-        "extras.py",
-        "            if not num_shared:\n                continue\n",
-        "",
-        ("test_extras",),
-    ),
-    Mutation(
-        "values come back in the type they are stored in",
-        "extras.py",
-        "p.values.astype(dtypes.get(n, p.values.dtype))",
-        "p.values",
-        ("test_extras",),
-    ),
-    Mutation(
-        "a column of no values comes back left out",
-        "extras.py",
-        "            if not column.is_optional\n",
-        "            if False\n",
-        ("test_extras",),
-    ),
-    Mutation(
         "linking looks at no declaration",
         "extras.py",
         "        require_declared(turn, self._declared)\n",

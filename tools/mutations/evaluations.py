@@ -57,13 +57,6 @@ EVALUATIONS = (
         ("test_evals",),
     ),
     Mutation(
-        "a sample that nobody asked for counts",
-        "evals.py",
-        "        if not group.is_sample(key.sample):\n            return [_surplus",
-        "        if False:\n            return [_surplus",
-        ("test_evals",),
-    ),
-    Mutation(
         "a trajectory counts before its reward",
         "evals.py",
         "        if sealed.awaits_reward:\n",
@@ -86,16 +79,16 @@ EVALUATIONS = (
     ),
     Mutation(
         "a posted reward replaces the components of the seal",
-        "evals.py",
-        "{**sealed.reward_components, **event.reward_components}",
-        "dict(event.reward_components)",
+        "rewards.py",
+        "{**sealed.reward_components, **posted.reward_components}",
+        "dict(posted.reward_components)",
         ("test_evals",),
     ),
     Mutation(
         "a post without a reward takes the reward of the seal away",
-        "evals.py",
-        "reward = sealed.reward if event.reward is None else event.reward",
-        "reward = event.reward",
+        "rewards.py",
+        "reward=sealed.reward if posted.reward is None else posted.reward",
+        "reward=posted.reward",
         ("test_evals",),
     ),
     Mutation(

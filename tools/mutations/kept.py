@@ -65,14 +65,14 @@ KEPT = (
     ),
     Mutation(
         "a token without a version is masked for its age",
-        "masking.py",
+        "columns.py",
         "np.isin(columns.run_versions.values, list(masked_versions))",
         "np.isin(columns.run_versions.values, [-1, *masked_versions])",
         ("test_staleness",),
     ),
     Mutation(
         "masking changes the mask that was given",
-        "masking.py",
+        "columns.py",
         "kept = mask.values * np.repeat(",
         "kept = mask.values\n    kept *= np.repeat(",
         ("test_staleness",),

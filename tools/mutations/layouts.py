@@ -51,7 +51,7 @@ LAYOUTS = (
     ),
     Mutation(
         "a trained token that nothing scores is lost silently",
-        "checks.py",
+        "slots.py",
         "    if len(trained):",
         "    if False:",
         ("test_checks", "test_right_padded"),
@@ -65,7 +65,7 @@ LAYOUTS = (
     ),
     Mutation(
         "a column shorter than its responses is laid out",
-        "checks.py",
+        "slots.py",
         "if not np.array_equal(found_B, lengths_B):",
         "if False:",
         ("test_checks",),

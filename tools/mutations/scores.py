@@ -151,7 +151,7 @@ SCORES = (
     # rewards
     Mutation(
         "a reward of an empty response vanishes",
-        "rewards.py",
+        "token_advantages.py",
         "    if len(lost):\n",
         "    if False:\n",
         ("test_rewards",),
@@ -193,21 +193,21 @@ SCORES = (
     ),
     Mutation(
         "a scalar reward stands on the first token",
-        "rewards.py",
+        "token_advantages.py",
         "values[offsets[1:][~is_empty_B] - 1]",
         "values[offsets[:-1][~is_empty_B]]",
         ("test_rewards",),
     ),
     Mutation(
         "a group with one live member is filtered",
-        "judging.py",
+        "open_groups.py",
         "    if num_live < 2:\n",
         "    if False:\n",
         ("test_readiness",),
     ),
     Mutation(
         "a member that the run masks is live",
-        "judging.py",
+        "open_groups.py",
         "return not is_masked(member, config) and any(",
         "return any(",
         ("test_lengths",),
@@ -258,16 +258,9 @@ SCORES = (
     ),
     Mutation(
         "an empty response takes the mask of its neighbour",
-        "denominators.py",
+        "buffers.py",
         "filled_B = offsets[:-1] < offsets[1:]",
         "filled_B = offsets[:-1] < offsets[-1]",
-        ("test_denominators",),
-    ),
-    Mutation(
-        "rows that weigh nothing are divided by 0",
-        "denominators.py",
-        "(total or 1)",
-        "total",
         ("test_denominators",),
     ),
     Mutation(

@@ -31,8 +31,8 @@ SETTINGS = (
     Mutation(
         "True is a number of seconds",
         "config_values.py",
-        "is_number = isinstance(value, int | float) and not isinstance(value, bool)",
-        "is_number = isinstance(value, int | float)",
+        "if not _is_number(value) or not least_s <=",
+        "if not isinstance(value, int | float) or not least_s <=",
         ("test_config",),
     ),
     Mutation(
@@ -52,14 +52,14 @@ SETTINGS = (
     Mutation(
         "whole seconds are stored as another config",
         "config_values.py",
-        "        )\n    return float(value)\n\n\ndef checked_cost",
-        "        )\n    return value\n\n\ndef checked_cost",
+        "        )\n    return float(value)\n\n\ndef checked_f",
+        "        )\n    return value\n\n\ndef checked_f",
         ("test_config",),
     ),
     Mutation(
         "True is a cost",
         "config_values.py",
-        "if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <=",
+        "if not _is_number(value) or not 0 <=",
         "if not isinstance(value, int | float) or not 0 <=",
         ("test_config",),
     ),
@@ -80,8 +80,8 @@ SETTINGS = (
     Mutation(
         "a whole factor is stored as another config",
         "config_values.py",
-        "    return float(value)\n\n\ndef checked_w",
-        "    return value\n\n\ndef checked_w",
+        "    return float(value)\n\n\ndef _is",
+        "    return value\n\n\ndef _is",
         ("test_config",),
     ),
     Mutation(
@@ -130,8 +130,8 @@ SETTINGS = (
     ),
     Mutation(
         "an estimator that reads tokens is planned",
-        "estimators.py",
-        "if estimator in UNPLANNABLE_ESTIMATORS:",
+        "config.py",
+        "if self.estimator in UNPLANNABLE_ESTIMATORS:",
         "if False:",
         ("test_config",),
     ),

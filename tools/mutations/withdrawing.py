@@ -141,15 +141,15 @@ WITHDRAWING = (
     Mutation(
         "a penalty for length is taken twice",
         "withdrawing.py",
-        "reward=plan.reward - penalty",
-        "reward=plan.reward",
+        "reward = plan.reward - length_penalty(sealed, config)",
+        "reward = plan.reward",
         ("test_withdrawing",),
     ),
     Mutation(
         "what was withdrawn waits for its reward for ever",
         "withdrawing.py",
-        "reward=plan.reward - penalty, awaits_reward=False)",
-        "reward=plan.reward - penalty)",
+        "replace(sealed, reward=reward, awaits_reward=False)",
+        "replace(sealed, reward=reward)",
         ("test_withdrawing",),
     ),
 )

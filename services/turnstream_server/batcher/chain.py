@@ -7,9 +7,9 @@ from collections import deque
 from dataclasses import replace
 from typing import Final
 
+from turnstream.batching.decisions import ReadyGroup
 from turnstream.batching.plan import Manifest
 from turnstream.batching.planning import plan_batch
-from turnstream.batching.readiness import ReadyGroup
 from turnstream.batching.report import plan_report
 from turnstream.batching.selection import Choice
 from turnstream.errors import BatchingError

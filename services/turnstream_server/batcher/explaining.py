@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 from typing import Final
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.readiness import RunFold, WaitingGroup
+from turnstream.batching.decisions import WaitingGroup
+from turnstream.batching.readiness import RunFold
 
 _MAX_NAMED: Final = 8
 

@@ -13,9 +13,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
 from turnstream.batching.config import BatchingConfig
+from turnstream.batching.decisions import Decision, ReadyGroup
 from turnstream.batching.plan import Manifest
 from turnstream.batching.planning import num_groups_to_plan
-from turnstream.batching.readiness import Decision, ReadyGroup, RunFold
+from turnstream.batching.readiness import RunFold
 from turnstream.batching.selection import Selector
 from turnstream.batching.staleness import VersionSteps
 from turnstream.records.snapshots import PlannerSnapshot

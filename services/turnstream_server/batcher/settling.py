@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from turnstream.batching.decisions import GroupEvaluated
-from turnstream.batching.readiness import (
+from turnstream.batching.decisions import (
     Decision,
     GroupCut,
     GroupDropped,
+    GroupEvaluated,
     MemberDropped,
     RefillWanted,
 )

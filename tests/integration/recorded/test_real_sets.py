@@ -20,16 +20,15 @@ from tokenizers import Tokenizer
 from testkit import sealed
 from turnstream.batching.assemble import assemble_rows
 from turnstream.batching.config import BatchingConfig
+from turnstream.batching.decisions import ReadyGroup
 from turnstream.batching.jagged import jagged
-from turnstream.batching.layout import left_padded
+from turnstream.batching.layout import left_padded, right_padded
 from turnstream.batching.merge import merge_turns, store_turns
 from turnstream.batching.packed import packed
 from turnstream.batching.packing import pack
 from turnstream.batching.plan import MiniBatchPlan
 from turnstream.batching.planning import plan_batch
-from turnstream.batching.readiness import ReadyGroup
 from turnstream.batching.report import MergeReport, merge_report
-from turnstream.batching.right_padded import right_padded
 from turnstream.types import Rows, StoredTurn, TrajectoryKey, Turn
 from turnstream_server.generators.chat import ChatTokenizer
 from turnstream_server.generators.recordings import read_groups, read_recordings

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import redis
 
-from turnstream.batching.config import LARGEST_GROUP, BatchingConfig
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.config_rules import LARGEST_GROUP
 from turnstream.errors import (
     GroupTooLargeError,
     InvalidConfigError,

@@ -22,10 +22,10 @@ from testkit.strategies.values import (
     texts_by_name,
     versions,
 )
-from turnstream.batching.config import (
-    LEAST_GROUP_BYTES,
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.config_rules import LEAST_GROUP_BYTES, MAX_TURN_WEIGHT
+from turnstream.batching.config_values import (
     Aggregation,
-    BatchingConfig,
     DeadlinePolicy,
     Estimator,
     MaskedReward,
@@ -37,7 +37,6 @@ from turnstream.batching.config import (
     SingletonAdvantage,
     Surplus,
 )
-from turnstream.batching.estimators import MAX_TURN_WEIGHT
 from turnstream.batching.microbatch import CostModel
 from turnstream.batching.plan import (
     GroupPlan,

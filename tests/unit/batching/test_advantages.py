@@ -14,7 +14,7 @@ from turnstream.batching.advantages import (
     gigpo,
     trajectory_advantages,
 )
-from turnstream.batching.config import Estimator
+from turnstream.batching.config_values import Estimator
 from turnstream.errors import BatchingError, UnsupportedEstimatorError
 
 WITHIN_A_GROUP: tuple[Estimator, ...] = (

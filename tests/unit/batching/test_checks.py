@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from testkit import rows
-from turnstream.batching.checks import require_aligned
-from turnstream.batching.config import Aggregation
-from turnstream.batching.denominators import count_denominators, row_scales
+from testkit.denominators import count_denominators, row_scales
+from turnstream.batching.config_values import Aggregation
 from turnstream.batching.jagged import jagged
-from turnstream.batching.layout import left_padded
+from turnstream.batching.layout import left_padded, right_padded
 from turnstream.batching.packed import packed
-from turnstream.batching.right_padded import right_padded
+from turnstream.batching.slots import require_aligned
 from turnstream.errors import BatchingError
 from turnstream.types import Ragged, Rows
 

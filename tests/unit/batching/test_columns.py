@@ -9,7 +9,7 @@ from testkit import ids, turn
 from turnstream.batching.columns import RowPieces, shared_pieces, stored_row, token_columns
 from turnstream.batching.merge import store_turns
 from turnstream.errors import BatchingError, InvalidTurnError
-from turnstream.types import StoredTurn, Turn, VersionRun
+from turnstream.types import VersionRun
 
 
 def test_a_turn_that_names_more_tokens_than_its_parent_has_is_refused() -> None:
@@ -29,10 +29,10 @@ def test_a_turn_that_follows_a_later_one_is_refused() -> None:
 
 
 def test_more_tokens_than_int32_offsets_count_are_refused() -> None:
-    one = turn("a", "B")
-    wide = RowPieces(2**31 - 1, [one.prompt_ids, one.response_ids], [one], [0], [(0, 1)])
+    (one,) = store_turns([turn("a", "B")])
+    wide = RowPieces(2**31 - 1, [one.token_ids], [one], [(0, 1)])
 
-    with pytest.raises(BatchingError, match="2147483648 tokens in one mini-batch"):
+    with pytest.raises(BatchingError, match="2147483648 values in one mini-batch"):
         token_columns([wide])
 
 
@@ -45,7 +45,7 @@ def test_the_trained_tokens_of_every_row_are_counted() -> None:
 
 
 def test_runs_of_one_version_are_one_run_of_their_row_and_empty_ones_none() -> None:
-    turns: list[Turn | StoredTurn] = [
+    given = [
         replace(turn("ab", "CD"), version_runs=(VersionRun(3, 1), VersionRun(3, 1))),
         replace(turn("abcd", ""), version_runs=(VersionRun(4, 0),)),
         replace(turn("abcd", "EF"), version_runs=(VersionRun(3, 1), VersionRun(5, 1))),
@@ -53,10 +53,11 @@ def test_runs_of_one_version_are_one_run_of_their_row_and_empty_ones_none() -> N
         replace(turn("x", "Y"), version_runs=(VersionRun(5, 1),)),
         turn("z", ""),
     ]
+    turns = [store_turns([own])[0] for own in given]
     pieces = [
-        RowPieces(2, [], turns[:4], [0, 1, 2, 3], [(0, 2), (2, 2), (2, 4), (5, 6)]),
-        RowPieces(1, [], turns[4:5], [4], [(0, 1)]),
-        RowPieces(1, [], turns[5:], [5], [(0, 0)]),
+        RowPieces(2, [], turns[:4], [(0, 2), (2, 2), (2, 4), (5, 6)]),
+        RowPieces(1, [], turns[4:5], [(0, 1)]),
+        RowPieces(1, [], turns[5:], [(0, 0)]),
     ]
     for row in pieces:
         row.ids.append(ids("a" * (row.prompt_length + row.spans[-1][1])))

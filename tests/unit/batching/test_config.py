@@ -6,7 +6,8 @@ from typing import Any, get_args
 
 import pytest
 
-from turnstream.batching.config import BatchingConfig, Estimator
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.config_values import Estimator
 from turnstream.batching.microbatch import Budget, CostModel
 from turnstream.errors import InvalidConfigError, UnsupportedEstimatorError
 

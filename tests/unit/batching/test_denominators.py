@@ -8,16 +8,11 @@ import numpy as np
 import pytest
 
 from testkit import config, rows
+from testkit.denominators import count_denominators, row_scales
 from testkit.shares import rank_share
 from turnstream.batching.assemble import take_rows
-from turnstream.batching.config import Aggregation, RowWeights
-from turnstream.batching.denominators import (
-    ShareCounts,
-    check_share,
-    count_denominators,
-    num_trained,
-    row_scales,
-)
+from turnstream.batching.config_values import Aggregation, RowWeights
+from turnstream.batching.denominators import ShareCounts, check_share, num_trained
 from turnstream.batching.filters import row_weights
 from turnstream.errors import BatchingError, InvalidConfigError
 from turnstream.types import Denominators, Ragged, Rows

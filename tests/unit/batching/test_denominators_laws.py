@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import rows
+from testkit.denominators import count_denominators, row_scales
 from testkit.shares import budgeted_passes, rank_share
 from turnstream.batching.assemble import take_rows
-from turnstream.batching.config import Aggregation, RowWeights
-from turnstream.batching.denominators import check_share, count_denominators, row_scales
+from turnstream.batching.config_values import Aggregation, RowWeights
+from turnstream.batching.denominators import check_share
 from turnstream.batching.filters import row_weights
 from turnstream.batching.microbatch import Budget, CostModel
 from turnstream.batching.minibatch import rows_multiple

@@ -10,8 +10,9 @@ import pytest
 
 from testkit import assert_same, spell, turn
 from turnstream.batching.declarations import no_values
-from turnstream.batching.extras import ExtraIndex, whole_extras
-from turnstream.batching.merge import merge_trajectories, merge_turns, store_turns
+from turnstream.batching.extras import ExtraIndex
+from turnstream.batching.merge import merge_turns, store_turns
+from turnstream.batching.merged_extras import whole_extras
 from turnstream.batching.prefix import PrefixMatch
 from turnstream.errors import InvalidTurnError, UnmergeableColumnError
 from turnstream.types import NO_PARENT, DeclaredColumn, ExtraPiece, Turn
@@ -68,20 +69,6 @@ def test_teacher_logprobs_have_the_declared_fill_on_observed_tokens() -> None:
     rows = merge_turns(turns, extra_columns=[TEACHER])
 
     assert column_of(rows, "teacher") == [[-1.0, -2.0, -9.0, -9.0, -3.0]]
-
-
-def test_the_rows_of_every_trajectory_have_their_own_values() -> None:
-    first = with_columns(turn("a", "B"), teacher=np.array([-1], np.float32))
-    second = with_columns(turn("xy", "Z"), teacher=np.array([-2], np.float32))
-    other = with_columns(turn("ab", "CD"), teacher=np.array([-3, -4], np.float32))
-
-    merged = merge_trajectories([[first, second], [], [other]], extra_columns=[TEACHER])
-
-    assert [column_of(rows, "teacher") for rows in merged] == [
-        [[-1.0], [-2.0]],
-        [],
-        [[-3.0, -4.0]],
-    ]
 
 
 def test_a_token_has_the_choice_of_the_first_turn_that_captured_it() -> None:
@@ -247,7 +234,7 @@ def test_what_was_cut_away_is_put_back_whole_in_the_declared_type() -> None:
     assert [own["routes"].dtype for own in whole] == [np.int16, np.int16]
     for found, given in zip(whole, turns, strict=True):
         assert_same(found, dict(given.extras))
-    with pytest.raises(InvalidTurnError, match="1 values shared with turn 0"):
+    with pytest.raises(InvalidTurnError, match="1 values of turn 0, which has 0"):
         whole_extras([replace(stored[0], extras={}), stored[1]], [IMAGES])
 
 
@@ -292,7 +279,7 @@ def test_values_that_no_earlier_turn_holds_are_not_made_whole(held: int | None) 
         replace(second, extras={"images": ExtraPiece(2, images(3))}),
     ]
 
-    with pytest.raises(InvalidTurnError, match="2 values shared with turn 0"):
+    with pytest.raises(InvalidTurnError, match="2 values of turn 0, which has"):
         whole_extras(stored, [replace(IMAGES, is_optional=True)])
 
 

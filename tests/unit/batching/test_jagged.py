@@ -7,7 +7,8 @@ from hypothesis import given
 
 from testkit import assert_same, rows
 from testkit.strategies import scored_rows
-from turnstream.batching.jagged import Jagged, flat, jagged
+from turnstream.batching.buffers import flat
+from turnstream.batching.jagged import Jagged, jagged
 from turnstream.types import Ragged, Rows
 
 

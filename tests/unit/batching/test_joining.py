@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from testkit import assert_same, mini_batch_info, operation_rows, rows
 from testkit.shares import join_shares, rank_share
 from testkit.strategies import mini_batches, operation_mini_batches
-from turnstream.batching.assemble import concatenate_rows, take_rows
-from turnstream.batching.joining import joined_column
+from turnstream.batching.assemble import concatenate_rows, joined_column, take_rows
 from turnstream.batching.minibatch import cut_ranks
 from turnstream.errors import BatchingError
 from turnstream.records.batches import decode_mini_batch, encode_mini_batch
@@ -135,7 +134,7 @@ def test_parts_whose_columns_do_not_go_together_are_refused(reason: str, parts: 
 def test_more_tokens_than_int32_offsets_count_are_refused():
     column = Ragged(np.zeros(0, np.int32), np.array([0, 2**30], np.int32))  # not read before
 
-    with pytest.raises(BatchingError, match="2147483648 tokens in one mini-batch"):
+    with pytest.raises(BatchingError, match="2147483648 values in one mini-batch"):
         joined_column([column, column])
 
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from testkit import rows
 from testkit.strategies import scored_rows
 from turnstream.batching.jagged import jagged
-from turnstream.batching.layout import left_padded
+from turnstream.batching.layout import left_padded, right_padded
 from turnstream.batching.packed import packed
-from turnstream.batching.right_padded import right_padded
 from turnstream.errors import BatchingError
 from turnstream.types import Ragged, Rows
 

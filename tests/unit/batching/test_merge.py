@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from testkit import assert_same, shape, spell, turn
 from turnstream.batching.merge import (
-    merge_trajectories,
     merge_turns,
     plan_sequences,
     split_sequences,
@@ -87,7 +86,7 @@ def test_case_18_a_row_after_a_break_grows_itself() -> None:
 
 
 def test_case_19_trajectories_whose_tokens_chain_never_merge() -> None:
-    rows = merge_trajectories([[turn("a", "B")], [turn("abc", "D")]])
+    rows = [merge_turns(turns) for turns in ([turn("a", "B")], [turn("abc", "D")])]
 
     assert [spell(own) for own in rows] == [["aB"], ["abcD"]]
 
@@ -286,16 +285,3 @@ def test_a_mask_of_booleans_is_a_mask() -> None:
     (row,) = merge_turns([replace(turn("ab", "CD"), loss_mask=np.array([False, True]))])
 
     assert_same(row.loss_mask, np.array([0, 1], np.uint8))
-
-
-def test_merging_many_trajectories_at_once_gives_the_rows_of_each() -> None:
-    first, other = [turn("ab", "CD"), turn("abcde", "F"), turn("x", "Y")], [turn("ab", "C")]
-
-    merged = merge_trajectories([first, [], other])
-
-    assert len(merged) == 3
-    assert [spell(rows) for rows in merged] == [["abCDeF", "xY"], [], ["abC"]]
-    assert spell(merged[-1]) == ["abC"]
-    assert [spell(rows) for rows in merged[1:]] == [[], ["abC"]]
-    with pytest.raises(IndexError):
-        merged[3]

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from testkit import assert_same
 from testkit.strategies import trees
-from turnstream.batching.columns import TokenColumns
+from turnstream.batching.columns import TokenColumns, stored_row, token_columns
 from turnstream.batching.merge import (
-    merge_trajectories,
     merge_turns,
     plan_sequences,
     split_sequences,
@@ -207,7 +206,11 @@ def num_shared(left: list[int], right: list[int]) -> int:
 def test_shared_columns_are_to_the_bit_what_loops_over_lists_write(
     episodes: list[tuple[Turn, ...]],
 ) -> None:
-    merged = merge_trajectories(episodes)
+    pieces = [
+        stored_row(stored, row.turns)
+        for stored in map(store_turns, episodes)
+        for row in plan_sequences([own.shape for own in stored], merge=True)
+    ]
 
     rows = [
         tokens[len(turns[own[0]].prompt_ids) :]
@@ -232,20 +235,4 @@ def test_shared_columns_are_to_the_bit_what_loops_over_lists_write(
         run_versions=column(0, np.int64, runs),
         run_counts=column(1, np.int32, runs),
     )
-    assert_same(merged.columns, expected)
-
-
-@given(st.lists(trees(max_turns=4), max_size=4))
-def test_trajectories_never_change_each_other(episodes: list[tuple[Turn, ...]]) -> None:
-    has_logprobs = any(own.logprobs is not None for turns in episodes for own in turns)
-
-    merged = merge_trajectories(episodes)
-
-    assert (merged.columns.logprobs is not None) == has_logprobs
-    for rows, turns in zip(merged, episodes, strict=True):
-        alone = merge_turns(turns)
-        assert [row.turn_spans for row in rows] == [row.turn_spans for row in alone]
-        assert_same([row.input_ids for row in rows], [row.input_ids for row in alone])
-        assert_same([row.loss_mask for row in rows], [row.loss_mask for row in alone])
-        assert_same([row.rewards for row in rows], [row.rewards for row in alone])
-        assert [row.version_runs for row in rows] == [row.version_runs for row in alone]
+    assert_same(token_columns(pieces), expected)

@@ -12,7 +12,7 @@ import pytest
 from testkit import mini_batch_info, trajectory_plan, turn
 from turnstream.batching.assemble import assemble_rows, concatenate_rows, take_rows
 from turnstream.batching.merge import plan_sequences, store_turns
-from turnstream.batching.minibatch import inert_rows
+from turnstream.batching.plain_rows import inert_rows
 from turnstream.batching.plan import GroupPlan
 from turnstream.errors import BatchingError, InvalidTurnError
 from turnstream.records.batches import encode_mini_batch
@@ -79,7 +79,7 @@ def test_more_values_than_int32_offsets_can_count_are_refused() -> None:
     many = ExtraPiece(0, np.broadcast_to(np.zeros((1, 2), np.float32), (2**30, 2)))
     wrong = [replace(one, extras={"images": many}) for one in stored]
 
-    with pytest.raises(InvalidTurnError, match="3221225472 values in one mini-batch: offsets are"):
+    with pytest.raises(BatchingError, match="3221225472 values in one mini-batch: offsets are"):
         assembled_of(wrong, [IMAGES])
 
 

@@ -14,8 +14,9 @@ from turnstream.batching.assemble import concatenate_rows, take_rows
 from turnstream.batching.balance import largest_part
 from turnstream.batching.extra_layouts import left_padded_extras
 from turnstream.batching.microbatch import Budget
-from turnstream.batching.minibatch import INERT_LENGTH, cut_ranks, inert_row_id, inert_rows
+from turnstream.batching.minibatch import cut_ranks
 from turnstream.batching.outputs import join_by_row_id, response_values_left_padded
+from turnstream.batching.plain_rows import INERT_LENGTH, inert_row_id, inert_rows
 from turnstream.errors import BatchingError
 from turnstream.types import Ragged, Rows
 

@@ -13,7 +13,7 @@ from testkit import assert_same, rows
 from testkit.shares import rank_share
 from testkit.strategies import scored_rows
 from turnstream.batching.jagged import jagged
-from turnstream.batching.layout import left_padded
+from turnstream.batching.layout import left_padded, right_padded
 from turnstream.batching.outputs import (
     join_by_row_id,
     response_values_jagged,
@@ -22,7 +22,6 @@ from turnstream.batching.outputs import (
     response_values_right_padded,
 )
 from turnstream.batching.packed import packed
-from turnstream.batching.right_padded import right_padded
 from turnstream.errors import BatchingError, RowTooLongError
 from turnstream.types import Ragged, Rows
 

@@ -8,9 +8,9 @@ import pytest
 
 from testkit import config, sealed, shape
 from turnstream.batching.config import BatchingConfig
+from turnstream.batching.decisions import ReadyGroup
 from turnstream.batching.plan import Manifest
 from turnstream.batching.planning import plan_batch
-from turnstream.batching.readiness import ReadyGroup
 from turnstream.types import Denominators, SealedTrajectory, Status
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from testkit import config, sealed, shape
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.readiness import ReadyGroup, RunFold
+from turnstream.batching.decisions import ReadyGroup
+from turnstream.batching.readiness import RunFold
 from turnstream.types import (
     Event,
     GroupOpened,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from testkit import config, sealed
-from turnstream.batching.readiness import Decision, GroupCut, RefillWanted, RunFold
+from turnstream.batching.decisions import Decision, GroupCut, RefillWanted
+from turnstream.batching.readiness import RunFold
 from turnstream.types import Event, GroupOpened, RefillGranted, TrajectoryDied, TrajectoryKey
 
 REFILL = replace(config(), deadline_policy="refill", max_refills=2)

@@ -24,14 +24,14 @@ from hypothesis.stateful import (
 
 from testkit import config, sealed
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.decisions import Decision
-from turnstream.batching.readiness import (
+from turnstream.batching.decisions import (
+    Decision,
     GroupCut,
     GroupDropped,
     MemberDropped,
     RefillWanted,
-    RunFold,
 )
+from turnstream.batching.readiness import RunFold
 from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encode_snapshot
 from turnstream.types import (
     DeadlineFired,

@@ -7,10 +7,10 @@ import pytest
 
 from testkit import config, sealed, shape, turn
 from turnstream.batching.config import BatchingConfig
+from turnstream.batching.decisions import ReadyGroup
 from turnstream.batching.merge import store_turns
 from turnstream.batching.plan import Manifest
 from turnstream.batching.planning import plan_batch
-from turnstream.batching.readiness import ReadyGroup
 from turnstream.batching.report import MergeBreak, PlanReport, merge_report, plan_report
 from turnstream.types import NO_PARENT, TrajectoryKey, Turn, TurnShape
 

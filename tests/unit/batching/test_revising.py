@@ -8,9 +8,9 @@ import pytest
 
 from testkit import config, sealed, shape
 from turnstream.batching.config import BatchingConfig
+from turnstream.batching.config_rules import FIXED, changed_settings, check_revision
 from turnstream.batching.decisions import GroupCut, GroupDropped, MemberDropped, RefillWanted
 from turnstream.batching.readiness import RunFold
-from turnstream.batching.revising import FIXED, changed_settings, check_revision
 from turnstream.batching.selection import Selector
 from turnstream.errors import InvalidConfigError
 from turnstream.types import (

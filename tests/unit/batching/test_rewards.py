@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from testkit import config, sealed, shape
-from turnstream.batching.config import RewardSource
+from turnstream.batching.config_values import RewardSource
 from turnstream.batching.rewards import (
     planned_reward,
     planned_turn_rewards,
     reward_problem,
-    rewards_on_last_token,
     trajectory_reward,
 )
+from turnstream.batching.token_advantages import rewards_on_last_token
 from turnstream.errors import BatchingError
 
 

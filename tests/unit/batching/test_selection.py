@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from testkit import config, sealed, shape
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.readiness import Decision, GroupDropped, MemberDropped, RunFold
+from turnstream.batching.decisions import Decision, GroupDropped, MemberDropped
+from turnstream.batching.readiness import RunFold
 from turnstream.batching.selection import Selector
 from turnstream.types import (
     BatchDue,

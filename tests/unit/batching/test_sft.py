@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import assert_same, ids, mask, rows, spell
-from turnstream.batching.checks import require_aligned
 from turnstream.batching.packing import pack
 from turnstream.batching.sft import (
     LossScale,
@@ -20,6 +19,7 @@ from turnstream.batching.sft import (
     scaled_weights,
     supervised_rows,
 )
+from turnstream.batching.slots import require_aligned
 from turnstream.errors import BatchingError, RowTooLongError
 from turnstream.types import Ragged, Rows
 

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from testkit import sealed, shape
-from turnstream.batching.columns import TokenColumns
-from turnstream.batching.masking import masked_columns
+from turnstream.batching.columns import TokenColumns, masked_columns
 from turnstream.batching.staleness import (
     VersionSteps,
     age,

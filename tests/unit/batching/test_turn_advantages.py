@@ -12,11 +12,11 @@ import pytest
 from testkit import config, sealed, shape, turn
 from turnstream.batching.assemble import assemble_rows
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.judging import problem_of, teaches_nothing
+from turnstream.batching.decisions import ReadyGroup
 from turnstream.batching.merge import store_turns
+from turnstream.batching.open_groups import problem_of, teaches_nothing
 from turnstream.batching.plan import Manifest
 from turnstream.batching.planning import plan_batch
-from turnstream.batching.readiness import ReadyGroup
 from turnstream.types import (
     SealedTrajectory,
     Status,

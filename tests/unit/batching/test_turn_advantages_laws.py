@@ -12,20 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testkit import sealed
+from testkit.denominators import row_scales
 from testkit.shares import budgeted_passes, rank_share
 from testkit.strategies import chains, trees
 from turnstream.batching.assemble import assemble_rows, concatenate_rows, take_rows
-from turnstream.batching.config import Aggregation, BatchingConfig, RowWeights
-from turnstream.batching.denominators import row_scales
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.config_values import Aggregation, RowWeights
+from turnstream.batching.decisions import ReadyGroup
 from turnstream.batching.jagged import jagged
-from turnstream.batching.layout import left_padded
+from turnstream.batching.layout import left_padded, right_padded
 from turnstream.batching.merge import store_turns
 from turnstream.batching.microbatch import Budget
 from turnstream.batching.packed import packed
 from turnstream.batching.plan import Manifest, TrajectoryPlan
 from turnstream.batching.planning import plan_batch
-from turnstream.batching.readiness import ReadyGroup
-from turnstream.batching.right_padded import right_padded
 from turnstream.types import Rows, SealedTrajectory, StoredTurn, TrajectoryKey, Turn
 
 Payload = dict[TrajectoryKey, list[StoredTurn]]

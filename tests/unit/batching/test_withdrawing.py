@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from testkit import config, manifest, sealed, trajectory_plan
-from turnstream.batching.readiness import GroupDropped, RunFold
+from turnstream.batching.decisions import GroupDropped
+from turnstream.batching.readiness import RunFold
 from turnstream.batching.rewards import planned_reward
 from turnstream.batching.withdrawing import (
     WithdrawnGroup,

@@ -14,7 +14,7 @@ import pytest
 
 from testkit import turn
 from turnstream.batching.layout import left_padded
-from turnstream.batching.merge import merge_trajectories
+from turnstream.batching.merge import merge_turns
 from turnstream.batching.sft import packed_supervised, supervised_rows
 from turnstream.types import Ragged
 
@@ -131,7 +131,7 @@ def test_the_loop_of_merging_makes_the_same_rows(loops: ModuleType) -> None:
     ]
 
     made = loops.merge([lists])
-    [ours] = merge_trajectories([turns])
+    ours = merge_turns(turns)
 
     assert [row[0].tolist() for row in made] == [row.input_ids.tolist() for row in ours]
     assert [row[1].tolist() for row in made] == [row.loss_mask.tolist() for row in ours]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import testkit
-from turnstream.batching.denominators import count_denominators, row_scales
+from testkit.denominators import count_denominators, row_scales
 from turnstream.errors import BatchingError, InvalidConfigError
 from turnstream.types import Denominators, MiniBatch
 from turnstream.worker.losses import aggregate

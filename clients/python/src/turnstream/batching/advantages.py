@@ -1,8 +1,8 @@
-"""How good every trajectory was, compared with the others of its group.
+"""Advantages: how good every trajectory was, compared with the others of its group.
 
-One number per trajectory, whatever the number of its rows, and with gigpo one per turn. R is its
-reward, a group is a visit of a prompt, n its members. All is float64. What needs tokens is in
-`token_advantages`.
+There is one number per trajectory, whatever the number of its rows. With gigpo there is one per
+turn. R is the reward of a trajectory, a group is a visit of a prompt, n counts its members.
+Estimators that need tokens are in `token_advantages`. All numbers are float64::
 
     grpo                   (R - mean) / (std + 1e-6), std over n - 1 (arXiv:2402.03300)
     grpo_population        the same, std over n
@@ -20,8 +20,8 @@ reward, a group is a visit of a prompt, n its members. All is float64. What need
                            (arXiv:2501.03262)
     reinforce_pp_baseline  R - mean, then whitened likewise
 
-A group of one has nothing to be compared with: its advantage is 0, or its raw reward where the run
-says so. Equal rewards give exactly 0, also where their mean is rounded.
+A group of one has no other member to compare. Its advantage is 0, or its raw reward by setting.
+Equal rewards give exactly 0, also where their mean is rounded.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.config import Estimator, SingletonAdvantage
-from turnstream.batching.jagged import flat
+from turnstream.batching.buffers import flat
+from turnstream.batching.config_values import Estimator, SingletonAdvantage
 from turnstream.errors import BatchingError, UnsupportedEstimatorError
 from turnstream.types import Ragged
 
@@ -48,7 +48,7 @@ WHITENING_EPSILON = 1e-8
 
 
 class GroupOutcomes(NamedTuple):
-    """What is compared in one group of n trajectories.
+    """Rewards and lengths of the n trajectories of one group, which are compared.
 
     Attributes:
         rewards: float64 (n,); with gdpo (n, C), one column per component.
@@ -67,17 +67,9 @@ def trajectory_advantages(
     component_weights: Sequence[float] = (),
     divide_by_std: bool = True,
 ) -> list[FloatArray]:
-    """Float64 (n,) per group: the advantages of the trajectories of one whole batch.
+    """Return float64 (n,) per group: the advantages of the trajectories of one whole batch.
 
-    Args:
-        groups: all groups of the batch; those that are whitened depend on all of them.
-        estimator: one of the table above.
-        singleton: what the only member of a group gets.
-        component_weights: of the columns of `rewards`, for gdpo.
-        divide_by_std: for gigpo, of which this is the part of the whole trajectories.
-
-    Raises:
-        UnsupportedEstimatorError: these rewards make the estimator meaningless.
+    With gigpo, this is the part of the whole trajectories.
     """
     if estimator == "gdpo":
         return _gdpo(groups, weights=component_weights, singleton=singleton)
@@ -106,13 +98,13 @@ def gigpo(
     divide_by_std: bool = True,
     singleton: SingletonAdvantage = "zero",
 ) -> list[FloatArray]:
-    """Float64 (turns,) per trajectory of one group: A_trajectory + turn_weight * A_turn.
+    """Return float64 (turns,) per trajectory of a group: A_trajectory + turn_weight * A_turn.
 
-    GiGPO (arXiv:2505.10978). A turn's discounted return is compared with those of the turns of the
-    group that began in the same state; a state seen once gives 0. What follows a turn is what was
-    sampled later in its trajectory, in order, whatever its context was: a turn that several
-    branches go on from is one turn with one return, over all of them, and each turn counts once,
-    whether any of its tokens is trained or not.
+    GiGPO (arXiv:2505.10978). The discounted return of a turn is compared with those of the turns of
+    the group that began in the same state. A state seen once gives 0. All later turns of the
+    trajectory follow a turn, in order, whatever their context. Each turn counts once, also where
+    several branches continue it and where none of its tokens is trained. `rewards` (n,) are those
+    of the whole trajectories, `turn_rewards` and `anchors` hold one value per turn of each.
 
     With rewards 1 and 0 at the end, two turns each, and both in state "s" first:
 
@@ -120,18 +112,6 @@ def gigpo(
     >>> gigpo(np.array([1.0, 0.0]), turn_rewards=[np.array([0.0, 1.0]), np.zeros(2)],
     ...       anchors=both, divide_by_std=False)
     [array([1. , 0.5]), array([-1. , -0.5])]
-
-    Args:
-        rewards: (n,), of the whole trajectories.
-        turn_rewards: (turns,) per trajectory.
-        anchors: per trajectory and turn, a hash of the state it began in.
-        gamma: discount per turn.
-        turn_weight: of the turn's part.
-        divide_by_std: GRPO in both parts; False takes `R - mean` in both.
-        singleton: what the only trajectory of a group gets for the first part.
-
-    Raises:
-        BatchingError: a trajectory has another number of anchors than of turns.
     """
     for index, (own, states) in enumerate(zip(turn_rewards, anchors, strict=True)):
         if len(own) != len(states):
@@ -157,12 +137,10 @@ def gigpo(
 def broadcast_turns(
     advantages: Ragged[np.float32], *, ends: Ragged[np.int64], loss_mask: Ragged[np.uint8]
 ) -> Ragged[np.float32]:
-    """Every turn's advantage on the trained tokens of its response, 0.0 on all others.
+    """Return every turn's advantage at the trained tokens of its response, 0.0 at all others.
 
-    Args:
-        advantages: of the turns of every row, one at least.
-        ends: where each turn's response ends, counted in the response tokens of its row.
-        loss_mask: of the rows; what stands between two responses is not trained.
+    Each row has one turn at least. `ends` counts the response tokens of a row up to the end of each
+    turn's response.
     """
     loss_mask = flat(loss_mask)
     counts_N = np.diff(ends.values, prepend=0)
@@ -277,7 +255,7 @@ def _singleton(rewards: FloatArray, singleton: SingletonAdvantage) -> FloatArray
 
 
 def _places_by_state(anchors: Sequence[Sequence[Hashable]]) -> Iterable[list[int]]:
-    """Of every state the turns that began in it, counted through all trajectories."""
+    """Return for every state the turns that began in it, counted through all trajectories."""
     places: dict[Hashable, list[int]] = {}
     for place, state in enumerate(itertools.chain.from_iterable(anchors)):
         places.setdefault(state, []).append(place)

@@ -1,4 +1,4 @@
-"""Anchors: what tells the state that a turn began in, in 64 bits.
+"""Anchors: 64 bits that stand for the state in which a turn began.
 
 Turns of a group that began in the same state can be compared with each other (estimator "gigpo").
 A text or bytes become the first 8 bytes of their SHA-256, read big-endian; a text is the bytes of
@@ -20,15 +20,12 @@ _LIMIT = 2 ** (8 * _NUM_BYTES)
 
 
 def anchor_hash(anchor: Any) -> int | None:
-    """The number that is kept of an anchor; of such a number, and of None, itself.
+    """Return the stored number of an anchor: its hash, or the number itself, or None for None.
 
     >>> anchor_hash("room 3") == anchor_hash(b"room 3") == 0xCE7E7C3D821BD771
     True
     >>> anchor_hash(7), anchor_hash(None)
     (7, None)
-
-    Raises:
-        InvalidTurnError: it is no text, bytes or number from 0 to 2^64 - 1.
     """
     if anchor is None:
         return None

@@ -11,15 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.advantages import broadcast_turns
-from turnstream.batching.columns import RowPieces, TokenColumns, stored_row, token_columns
-from turnstream.batching.joining import (
-    joined_column,
-    joined_extras,
-    joined_operations,
-    picked_column,
-    picked_extras,
+from turnstream.batching.buffers import offsets_of
+from turnstream.batching.columns import (
+    RowPieces,
+    TokenColumns,
+    masked_columns,
+    stored_row,
+    token_columns,
 )
-from turnstream.batching.masking import masked_columns
 from turnstream.batching.merged_extras import MergedRow, merged_columns
 from turnstream.batching.plan import GroupPlan, SequenceShape, TrajectoryPlan
 from turnstream.errors import BatchingError, CorruptRecordError
@@ -32,6 +31,7 @@ from turnstream.types import (
     StoredTurn,
     TrajectoryKey,
 )
+from turnstream.types.extras import ROUTE_DTYPES
 
 Value = TypeVar("Value")
 
@@ -44,23 +44,12 @@ def assemble_rows(
     extra_columns: Sequence[DeclaredColumn] = (),
     masked_versions: Collection[int] = (),
 ) -> Rows:
-    """The rows of these groups: merged, in the order of the plan, ids from `first_row_id` on.
+    """Return the merged rows of these groups in the plan's order, with ids from `first_row_id`.
 
-    `logprobs` is None if no turn has any. Where some have and others not, those without have NaN
-    at their trained tokens and 0.0 at the others. `advantages` is None if no turn has one of its
-    own. A turn's tokens are trained in one row, however many others have them in their prompts.
-
-    Args:
-        groups: of a mini-batch, or consecutive ones of it.
-        payload: every turn of every trajectory of these groups, in order.
-        first_row_id: of the first row.
-        extra_columns: what the run declares, in order of name. All rows have all of them.
-        masked_versions: of the plan.
-
-    Raises:
-        CorruptRecordError: the payload is not the one that was planned.
-        InvalidTurnError: a turn's arrays disagree with one another or with the declarations.
-        UnmergeableColumnError: turns of a row differ in a column that has one value per row.
+    `logprobs` is None if no turn has any. Where only some turns have them, the others have NaN at
+    their trained tokens and 0.0 elsewhere. `advantages` is None if no turn has one of its own. The
+    tokens of a turn are trained in one row, however many others have them in their prompts. All
+    rows have all `extra_columns`, which are in order of name.
     """
     trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
     pieces: list[RowPieces] = []
@@ -86,15 +75,11 @@ def assemble_rows(
 
 
 def concatenate_rows(parts: Sequence[Rows]) -> Rows:
-    """The rows of all parts, in order.
+    """Return the rows of all parts, in order.
 
     Where only some parts have log-probabilities, the others get NaN at their trained tokens. Where
-    only some have `advantages` or `token_weights`, those of the others are `advantage` and 1 at
-    their trained tokens. Inert rows go with operations and extra columns that they do not have.
-
-    Raises:
-        BatchingError: there is no part, or only some parts with real rows have operations or an
-            extra column, or not of one type and shape.
+    only some have `advantages` or `token_weights`, the others get `advantage` and 1 at their
+    trained tokens. Inert rows may lack operations and extra columns; other rows must agree in them.
     """
     if not parts:
         raise BatchingError("no rows to concatenate")
@@ -194,7 +179,7 @@ def _turn_advantages(
     pieces: Sequence[RowPieces],
     columns: TokenColumns,
 ) -> Ragged[np.float32] | None:
-    """Those of the turns at their tokens; of a trajectory whose turns have none, its own."""
+    """Return the advantages of the turns at their tokens, else those of the trajectory."""
     if not any(trajectory.turn_advantages for trajectory, _ in planned):
         return None
     values = [
@@ -264,3 +249,103 @@ def _taken(column: Any, positions: NDArray[np.int64]) -> Any:
     if isinstance(column, Mapping):
         return picked_extras(cast("Mapping[str, ExtraColumn]", column), positions)
     return None if column is None else [column[row] for row in positions.tolist()]
+
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+def joined_column(columns: Sequence[Ragged[Scalar]]) -> Ragged[Scalar]:
+    """The rows of all columns, in order."""
+    offsets = offsets_of(np.concatenate([column.lengths for column in columns]))
+    values = [column.values[column.offsets[0] : column.offsets[-1]] for column in columns]
+    return Ragged(np.concatenate(values), offsets)
+
+
+def picked_column(column: Ragged[Scalar], positions: NDArray[np.int64]) -> Ragged[Scalar]:
+    """The rows at these positions, in this order."""
+    starts = column.offsets[positions].tolist()
+    stops = column.offsets[positions + 1].tolist()
+    pieces = [column.values[start:stop] for start, stop in zip(starts, stops, strict=True)]
+    values = np.concatenate(pieces) if pieces else column.values[:0]
+    return Ragged(values, offsets_of(column.lengths[positions]))
+
+
+def picked_extras(
+    extras: Mapping[str, ExtraColumn], positions: NDArray[np.int64]
+) -> dict[str, ExtraColumn]:
+    """The rows at these positions, of every column."""
+    return {
+        name: replace(column, values=picked_column(column.values, positions))
+        for name, column in extras.items()
+    }
+
+
+def joined_operations(parts: Sequence[Rows]) -> OperationColumns | None:
+    """Return the operation columns of all parts; inert rows have targets 0 of weight 0."""
+    known = next((part.operations for part in parts if part.operations is not None), None)
+    if known is None:
+        return None
+    shape = known.target_ids.values.shape[1:]
+    columns: list[OperationColumns] = []
+    for part in parts:
+        own = part.operations or _inert_operations(part, shape=shape)
+        if own.target_ids.values.shape[1:] != shape:
+            raise BatchingError(
+                f"target_ids have {own.target_ids.values.shape[1:]} and {shape} values per token"
+            )
+        columns.append(own)
+    return OperationColumns(
+        request_id=[text for own in columns for text in own.request_id],
+        datum_index=np.concatenate([own.datum_index for own in columns]),
+        target_ids=joined_column([own.target_ids for own in columns]),
+        target_weights=joined_column([own.target_weights for own in columns]),
+    )
+
+
+def joined_extras(parts: Sequence[Rows]) -> dict[str, ExtraColumn]:
+    """Return every extra column of all parts, sorted; inert rows without one have no values."""
+    known = {name: column for part in reversed(parts) for name, column in part.extras.items()}
+    return {name: _joined_extra(name, known[name], parts) for name in sorted(known)}
+
+
+def _joined_extra(name: str, known: ExtraColumn, parts: Sequence[Rows]) -> ExtraColumn:
+    columns: list[Ragged[Any]] = []
+    for part in parts:
+        own = part.extras.get(name) or _inert_extra(part, like=known, name=name)
+        if _declaration(own) != _declaration(known):
+            raise BatchingError(
+                f"extra column {name!r} is {_declaration(own)} and {_declaration(known)}"
+            )
+        columns.append(own.values)
+    return replace(known, values=joined_column(columns))
+
+
+def _declaration(column: ExtraColumn) -> tuple[str, str, tuple[int, ...]]:
+    dtype = column.dtype.name
+    if column.per == "first_tokens" and dtype in ROUTE_DTYPES:
+        dtype = "router choices"  # in the narrowest type of each part; joined in the widest
+    return column.per, dtype, column.shape
+
+
+def _inert_operations(part: Rows, *, shape: tuple[int, ...]) -> OperationColumns:
+    _require_inert(part, lacking="operations")
+    ids = part.input_ids
+    offsets = ids.offsets - ids.offsets[0]
+    return OperationColumns(
+        request_id=[""] * len(part),
+        datum_index=np.zeros(len(part), np.int32),
+        target_ids=Ragged(np.zeros((offsets[-1], *shape), np.int64), offsets),
+        target_weights=Ragged(np.zeros((offsets[-1], *shape), np.float32), offsets),
+    )
+
+
+def _inert_extra(part: Rows, *, like: ExtraColumn, name: str) -> ExtraColumn:
+    _require_inert(part, lacking=f"extra column {name!r}")
+    offsets = np.zeros(len(part) + 1, np.int32)
+    return replace(like, values=Ragged(like.values.values[:0], offsets))
+
+
+def _require_inert(part: Rows, *, lacking: str) -> None:
+    real = np.flatnonzero(~part.is_padding)
+    if len(real):
+        raise BatchingError(f"row {part.row_id[real[0]]} has no {lacking}, others have")

@@ -25,21 +25,15 @@ and is then within 0.03 % of the greedy method."""
 def balance(
     weights: Sequence[float], *, num_parts: int, method: Method = "auto", equal_count: bool = False
 ) -> Parts:
-    """Parts that hold every item once.
+    """Return parts that hold every item once; parts may be empty where there are fewer items.
+
+    "auto" tries both methods and keeps the one with the smaller largest part. With `equal_count`,
+    every part holds the same number of items.
 
     >>> balance([8, 7, 6, 5, 4], num_parts=2, method="longest_first")
     [[0, 3, 4], [1, 2]]
     >>> balance([8, 7, 6, 5, 4], num_parts=2, method="karmarkar_karp")
     [[4, 1, 3], [0, 2]]
-
-    Args:
-        weights: of the items; not negative.
-        num_parts: k. Parts may be empty where there are fewer items.
-        method: "auto" computes both and keeps the one with the smaller largest part.
-        equal_count: every part holds the same number of items.
-
-    Raises:
-        BatchingError: `equal_count` and the number of items is no multiple of `num_parts`.
     """
     if num_parts < 1:
         raise BatchingError(f"num_parts={num_parts} must be at least 1")
@@ -57,7 +51,7 @@ def balance(
 
 
 def largest_part(parts: Parts, weights: Sequence[float]) -> float:
-    """Weight of the heaviest part: what every other part waits for."""
+    """Return the weight of the heaviest part, for which all other parts wait."""
     return max((sum(weights[item] for item in part) for part in parts), default=0.0)
 
 

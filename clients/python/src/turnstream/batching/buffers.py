@@ -1,18 +1,23 @@
 """Several arrays in one piece of memory.
 
-Pieces of a few megabytes that are freed together go back to the system each time, and getting them
-again, page by page, costs several times what filling them does. One piece stays with the allocator.
+Pieces of a few megabytes that are freed together return to the system each time. Fetching them
+again, page by page, costs several times as much as filling them. One piece stays with the
+allocator.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from turnstream.errors import BatchingError
+from turnstream.types import Ragged
+
+Scalar = TypeVar("Scalar", bound=np.generic)
 Shaped = tuple[tuple[int, ...], type[Any]]
 
 _CACHE_LINE = 64
@@ -39,3 +44,28 @@ def _carved(
         np.ndarray(shape, dtype, memory, start)
         for (shape, dtype), start in zip(arrays, starts, strict=False)
     ]
+
+
+def flat(column: Ragged[Scalar]) -> Ragged[Scalar]:
+    """The same rows with offsets from 0 on: a slice of a larger column begins elsewhere."""
+    begin, end = int(column.offsets[0]), int(column.offsets[-1])
+    return Ragged(column.values[begin:end], column.offsets - column.offsets[0])
+
+
+def offsets_of(lengths: ArrayLike) -> NDArray[np.int32]:
+    """Return int32 (B + 1,): the offsets of rows of these lengths, (B,)."""
+    bounds = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    if bounds[-1] > np.iinfo(np.int32).max:
+        raise BatchingError(f"{bounds[-1]} values in one mini-batch: offsets are int32")
+    return bounds.astype(np.int32)
+
+
+def row_sums(column: Ragged[Any], dtype: type[Scalar]) -> NDArray[Scalar]:
+    """Return the sum of every row, (B,), in this type."""
+    offsets = column.offsets
+    sums_B: NDArray[Scalar] = np.zeros(len(column), dtype)
+    filled_B = offsets[:-1] < offsets[1:]  # an empty segment would give `reduceat` a neighbour
+    if filled_B.any():
+        values = column.values[: offsets[-1]]
+        sums_B[filled_B] = np.add.reduceat(values, offsets[:-1][filled_B], dtype=dtype)
+    return sums_B

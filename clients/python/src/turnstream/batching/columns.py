@@ -9,16 +9,16 @@ version.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.buffers import empty_in_one_piece
-from turnstream.errors import BatchingError, InvalidTurnError
-from turnstream.types import Ragged, StoredTurn, Turn
+from turnstream.batching.buffers import empty_in_one_piece, offsets_of, row_sums
+from turnstream.errors import InvalidTurnError
+from turnstream.types import Ragged, StoredTurn
 
 OBSERVED = -1
 """Written where a version run has no version."""
@@ -30,54 +30,14 @@ class RowPieces(NamedTuple):
     Attributes:
         prompt_length: P, in tokens.
         ids: int32 pieces of prompt + response, in order.
-        turns: the turns that it merges.
-        indices: their places in the trajectory.
+        turns: merged turns, in order.
         spans: begin and end of every turn's own response, counted in response tokens.
     """
 
     prompt_length: int
     ids: list[NDArray[np.int32]]
-    turns: list[Turn | StoredTurn]
-    indices: list[int]
+    turns: list[StoredTurn]
     spans: list[tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlacedTurns:
-    """The N turns of B rows, row by row, and where their responses stand; not yet copied together.
-
-    Attributes:
-        turns: N of them.
-        ids: int32 pieces of the rows' prompt + response, in order.
-        offsets: int32 (B + 1,), row b has the turns `offsets[b]:offsets[b + 1]`, one at least.
-        prompt_length_B: int64 (B,), in tokens.
-        spans_N2: int64 (N, 2), begin and end of every turn's own response, counted in the response
-            tokens of its row; the first of a row begins at 0.
-    """
-
-    turns: Sequence[Turn | StoredTurn]
-    ids: Sequence[NDArray[np.int32]]
-    offsets: NDArray[np.int32]
-    prompt_length_B: NDArray[np.int64]
-    spans_N2: NDArray[np.int64]
-
-    @property
-    def response_length_B(self) -> NDArray[np.int64]:
-        """int64 (B,), with the tokens observed between responses."""
-        return self.spans_N2[self.offsets[1:] - 1, 1]
-
-    @property
-    def gap_N(self) -> NDArray[np.int64]:
-        """int64 (N,), tokens observed between the response before in the row and this one."""
-        gap_N = self.spans_N2[:, 0].copy()
-        gap_N[1:] -= self.spans_N2[:-1, 1]
-        gap_N[self.offsets[:-1]] = 0
-        return gap_N
-
-    @property
-    def count_N(self) -> NDArray[np.int64]:
-        """int64 (N,), response tokens."""
-        return self.spans_N2[:, 1] - self.spans_N2[:, 0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,27 +53,20 @@ class TokenColumns:
 
     def num_trained(self) -> list[int]:
         """B numbers, response tokens with mask 1."""
-        is_trained = Ragged(self.loss_mask.values.view(np.bool_), self.loss_mask.offsets)
-        return [int(np.count_nonzero(row)) for row in is_trained]
+        return row_sums(self.loss_mask, np.int64).tolist()
 
 
 def stored_row(stored: Sequence[StoredTurn], indices: Sequence[int]) -> RowPieces:
-    """The row of a trajectory that merges these of its turns, each the parent of the next.
-
-    Raises:
-        InvalidTurnError: a turn claims tokens that its parents do not hold.
-    """
+    """Return the row of a trajectory that merges these turns, each the parent of the next."""
     first = stored[indices[0]]
     ids = shared_pieces(stored, indices[0]) if first.shared_tokens else []
     num_tokens = first.shared_tokens
     prompt_length = num_tokens + len(first.token_ids) - first.num_response_tokens
     if len(indices) == 1:
         ids.append(first.token_ids)
-        return RowPieces(
-            prompt_length, ids, [first], list(indices), [(0, first.num_response_tokens)]
-        )
+        return RowPieces(prompt_length, ids, [first], [(0, first.num_response_tokens)])
     spans: list[tuple[int, int]] = []
-    turns: list[Turn | StoredTurn] = []
+    turns: list[StoredTurn] = []
     for index in indices:
         turn = stored[index]
         num_tokens += len(turn.token_ids)
@@ -121,15 +74,11 @@ def stored_row(stored: Sequence[StoredTurn], indices: Sequence[int]) -> RowPiece
         spans.append((end - turn.num_response_tokens, end))
         ids.append(turn.token_ids)
         turns.append(turn)
-    return RowPieces(prompt_length, ids, turns, list(indices), spans)
+    return RowPieces(prompt_length, ids, turns, spans)
 
 
 def shared_pieces(stored: Sequence[StoredTurn], index: int) -> list[NDArray[np.int32]]:
-    """The prompt tokens that a turn takes over from earlier ones, as views, first to last.
-
-    Raises:
-        InvalidTurnError: the chain of parents does not hold that many tokens.
-    """
+    """Return the prompt tokens that a turn shares with earlier ones, as views, first to last."""
     pieces: list[NDArray[np.int32]] = []
     missing, parent = stored[index].shared_tokens, stored[index].parent_turn
     while missing:
@@ -154,43 +103,22 @@ def shared_pieces(stored: Sequence[StoredTurn], index: int) -> list[NDArray[np.i
 def token_columns(rows: Sequence[RowPieces]) -> TokenColumns:
     """Copy rows together.
 
-    `logprobs` is None if no turn has any; a turn without, beside others, has NaN where it is
-    trained and 0.0 elsewhere.
-
-    Raises:
-        InvalidTurnError: an array has another length than its response, or a value that its column
-            cannot hold; version runs cover another number of tokens.
-        BatchingError: more tokens than int32 offsets can count.
+    `logprobs` is None if no turn has any. Where only some turns have them, a turn without has NaN
+    at its trained tokens and 0.0 elsewhere.
     """
-    return placed_columns(placed_rows(rows))
-
-
-def placed_rows(rows: Sequence[RowPieces]) -> PlacedTurns:
-    """The turns of these rows, and where they stand."""
-    num_turns = [len(row.turns) for row in rows]
+    turns = [turn for row in rows for turn in row.turns]
+    offsets = np.cumsum([0, *[len(row.turns) for row in rows]])
     spans = itertools.chain.from_iterable([row.spans for row in rows])
-    bounds = np.fromiter(itertools.chain.from_iterable(spans), np.int64, 2 * sum(num_turns))
-    return PlacedTurns(
-        turns=[turn for row in rows for turn in row.turns],
-        ids=[piece for row in rows for piece in row.ids],
-        offsets=np.cumsum([0, *num_turns]).astype(np.int32),
-        prompt_length_B=np.array([row.prompt_length for row in rows], np.int64),
-        spans_N2=bounds.reshape(-1, 2),
-    )
-
-
-def placed_columns(placed: PlacedTurns) -> TokenColumns:
-    """Copy rows together: `token_columns` of turns whose places are known.
-
-    Raises:
-        InvalidTurnError: an array has another length than its response, or a value that its column
-            cannot hold; version runs cover another number of tokens.
-        BatchingError: more tokens than int32 offsets can count.
-    """
-    turns, gaps, counts = placed.turns, placed.gap_N.tolist(), placed.count_N.tolist()
+    ends = np.fromiter(itertools.chain.from_iterable(spans), np.int64, 2 * len(turns))
+    begins_N, ends_N = ends.reshape(-1, 2).T
+    gaps_N = begins_N.copy()
+    gaps_N[1:] -= ends_N[:-1]
+    gaps_N[offsets[:-1]] = 0
+    gaps, counts = gaps_N.tolist(), (ends_N - begins_N).tolist()
     responses = _Responses(counts, _sampled(gaps, counts))
-    bounds = _bounds(placed.response_length_B)
-    id_bounds = _bounds(placed.prompt_length_B + placed.response_length_B)
+    lengths_B = ends_N[offsets[1:] - 1]
+    bounds = offsets_of(lengths_B)
+    id_bounds = offsets_of(lengths_B + np.array([row.prompt_length for row in rows], np.int64))
     num_tokens = int(bounds[-1])
     has_logprobs = any(turn.logprobs is not None for turn in turns)
     ids, logprobs, rewards, mask = empty_in_one_piece(
@@ -199,12 +127,13 @@ def placed_columns(placed: PlacedTurns) -> TokenColumns:
         ((num_tokens,), np.float32),
         ((num_tokens,), np.uint8),
     )
-    np.concatenate(placed.ids or [ids], out=ids)
+    np.concatenate([ids[:0], *[piece for row in rows for piece in row.ids]], out=ids)
     _write_mask(mask, turns, responses)
     _write_rewards(rewards, turns, responses)
     if has_logprobs:
         _write_logprobs(logprobs, turns, responses)
-    versions, run_counts = _run_columns(placed, gaps, counts)
+    row_of_turn = np.repeat(np.arange(len(rows)), np.diff(offsets))
+    versions, run_counts = _run_columns(turns, gaps, counts, row_of_turn, lengths_B)
     return TokenColumns(
         input_ids=Ragged(ids, id_bounds),
         loss_mask=Ragged(mask, bounds),
@@ -216,7 +145,7 @@ def placed_columns(placed: PlacedTurns) -> TokenColumns:
 
 
 class _Responses(NamedTuple):
-    """Where the values of N turns stand in a column of response tokens.
+    """Places of the values of N turns in a column of response tokens.
 
     Attributes:
         counts: N, response tokens.
@@ -236,7 +165,7 @@ def _sampled(gaps: list[int], counts: list[int]) -> NDArray[np.bool_] | None:
 
 
 def _write_mask(
-    into: NDArray[np.uint8], turns: Sequence[Turn | StoredTurn], responses: _Responses
+    into: NDArray[np.uint8], turns: Sequence[StoredTurn], responses: _Responses
 ) -> None:
     counts, is_sampled = responses
     masks = [turn.loss_mask for turn in turns]
@@ -253,7 +182,7 @@ def _write_mask(
 
 
 def _write_logprobs(
-    into: NDArray[np.float32], turns: Sequence[Turn | StoredTurn], responses: _Responses
+    into: NDArray[np.float32], turns: Sequence[StoredTurn], responses: _Responses
 ) -> None:
     given = [
         _missing_logprobs(turn.loss_mask, count) if turn.logprobs is None else turn.logprobs
@@ -263,7 +192,7 @@ def _write_logprobs(
 
 
 def _write_rewards(
-    into: NDArray[np.float32], turns: Sequence[Turn | StoredTurn], responses: _Responses
+    into: NDArray[np.float32], turns: Sequence[StoredTurn], responses: _Responses
 ) -> None:
     arrays = [turn.rewards for turn in turns]
     if all(array is None for array in arrays):
@@ -282,8 +211,8 @@ def _write(
 ) -> None:
     """Concatenate the arrays, with zeros where tokens were observed.
 
-    Between thousands of short responses it is cheaper to copy all of them together first and then
-    to where they stand, than to copy thousands of short zeros as well.
+    Thousands of short responses are first copied together and then to their places, at a lower
+    cost than thousands of short zeros.
     """
     counts, is_sampled = responses
     found = [*map(len, arrays)]
@@ -326,12 +255,15 @@ def _missing_logprobs(loss_mask: NDArray[np.uint8] | None, count: int) -> NDArra
 
 
 def _run_columns(
-    placed: PlacedTurns, gaps: list[int], counts: list[int]
+    turns: Sequence[StoredTurn],
+    gaps: list[int],
+    counts: list[int],
+    row_of_turn: NDArray[np.int64],
+    lengths_B: NDArray[np.int64],
 ) -> tuple[Ragged[np.int64], Ragged[np.int32]]:
-    num_rows = len(placed.offsets) - 1
-    given = [turn.version_runs for turn in placed.turns]
+    num_rows = len(lengths_B)
+    given = [turn.version_runs for turn in turns]
     if not any(given):
-        lengths_B = placed.response_length_B
         return _joined_runs([OBSERVED] * num_rows, lengths_B, range(num_rows), num_rows=num_rows)
     versions: list[int] = []
     lengths = list[int]()
@@ -344,7 +276,6 @@ def _run_columns(
         for version, length in runs:
             versions.append(OBSERVED if version is None else version)
             lengths.append(length)
-    row_of_turn = np.repeat(np.arange(num_rows), np.diff(placed.offsets))
     return _joined_runs(versions, lengths, np.repeat(row_of_turn, num_runs), num_rows=num_rows)
 
 
@@ -355,13 +286,9 @@ def _joined_runs(
     *,
     num_rows: int,
 ) -> tuple[Ragged[np.int64], Ragged[np.int32]]:
-    """Neighbours of one version and one row as one run, and none without a token.
+    """Join neighbours of one version and one row into one run, and drop runs without a token.
 
-    Args:
-        versions: n of them, of every run, ordered by row.
-        lengths: n.
-        rows: n.
-        num_rows: some may have no run.
+    The n runs are ordered by row. Some rows may have no run.
     """
     runs = np.array([versions, lengths, rows], np.int64)
     version_N, length_N, row_N = runs[:, runs[1] > 0]
@@ -373,9 +300,27 @@ def _joined_runs(
     return Ragged(version_N[first], bounds), Ragged(counts.astype(np.int32), bounds)
 
 
-def _bounds(lengths: NDArray[np.int64]) -> NDArray[np.int32]:
-    bounds = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=bounds[1:])
-    if bounds[-1] > np.iinfo(np.int32).max:
-        raise BatchingError(f"{bounds[-1]} tokens in one mini-batch: offsets are int32")
-    return bounds.astype(np.int32)
+def masked_columns(
+    columns: TokenColumns, *, is_masked: Sequence[bool], masked_versions: Collection[int] = ()
+) -> TokenColumns:
+    """Return the columns with mask 0 and log-probability 0.0 at masked rows and versions.
+
+    `is_masked` has one value per row. The object is the same if nothing is masked.
+    """
+    if not any(is_masked) and not masked_versions:
+        return columns
+    is_live_B = ~np.array(is_masked, np.bool_)
+    mask = columns.loss_mask
+    kept = mask.values * np.repeat(is_live_B, mask.lengths)
+    if masked_versions:
+        is_old = np.isin(columns.run_versions.values, list(masked_versions))
+        kept *= ~np.repeat(is_old, columns.run_counts.values)
+    logprobs = columns.logprobs
+    if logprobs is not None:
+        values = np.where(kept, logprobs.values, np.float32(0))
+        logprobs = Ragged(values, logprobs.offsets)
+    return replace(
+        columns,
+        loss_mask=Ragged(kept, mask.offsets),
+        logprobs=logprobs,
+    )

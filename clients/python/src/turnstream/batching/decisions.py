@@ -1,4 +1,4 @@
-"""What the fold of a run decides: values that the planner turns into writes to the ledger."""
+"""Decisions of the fold of a run: values that the planner turns into writes to the ledger."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MemberDropped:
 
     @property
     def keys(self) -> tuple[TrajectoryKey, ...]:
-        """What it drops, as of a group."""
+        """Return the dropped trajectory, as `GroupDropped.keys` does."""
         return (self.key,)
 
 
@@ -81,12 +81,12 @@ class GroupCut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupEvaluated:
-    """A group that was opened to evaluate has ended; what of it is still open may stop.
+    """An evaluation group has finished; its open attempts may stop.
 
     Attributes:
-        keys: the members that count.
-        result: what they gave; None without any.
-        total: what their version gave so far; None without any, or where that is final already.
+        keys: members that count.
+        result: outcome of the group; None without a member.
+        total: outcome of its version so far; None without a member, or where it is final already.
     """
 
     group_id: str
@@ -100,8 +100,8 @@ class RefillWanted:
     """Another attempt of a sample, in place of one that ended or hangs.
 
     Attributes:
-        key: the attempt is the first that no event has named; it may be taken all the same.
-        number: of the group's refills, from 1: the same number is the same refill.
+        key: first attempt that no event has named; it may be taken all the same.
+        number: position among the refills of the group, from 1; the same number is the same refill.
     """
 
     key: TrajectoryKey

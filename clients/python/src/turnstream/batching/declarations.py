@@ -1,6 +1,6 @@
-"""What a run declares of its extra columns, and whether a turn brings them so.
+"""Extra columns as a run declares them, and the check of a turn against that.
 
-Values are never looked at: names, types, shapes and counts are.
+Names, types, shapes and counts are checked; values are never read.
 """
 
 from __future__ import annotations
@@ -17,15 +17,7 @@ from turnstream.types.extras import ROUTE_DTYPES
 
 
 def checked_declarations(given: object, *, merge: bool) -> tuple[DeclaredColumn, ...]:
-    """The declarations in order of name, also from the objects that JSON makes of them.
-
-    Args:
-        given: DeclaredColumn values, or mappings of their fields.
-        merge: whether the run merges turns.
-
-    Raises:
-        InvalidConfigError: one cannot be, a name comes twice, or merged rows cannot carry one.
-    """
+    """Return the declarations in order of name, also from the objects of stored JSON."""
     try:
         columns = [_declaration(one) for one in cast("Any", given)]
     except TypeError as error:
@@ -56,11 +48,7 @@ def _declaration(given: object) -> DeclaredColumn:
 
 
 def require_declared(turn: Turn, declared: Sequence[DeclaredColumn]) -> None:
-    """Refuse a turn whose extra columns are not exactly as declared; values are not looked at.
-
-    Raises:
-        InvalidTurnError: names the column and what is wrong with it.
-    """
+    """Refuse a turn whose extra columns are not exactly as declared; values are not read."""
     names = [column.name for column in declared]
     for name in turn.extras:
         if name not in names:
@@ -83,11 +71,7 @@ def require_declared(turn: Turn, declared: Sequence[DeclaredColumn]) -> None:
 def require_length(
     column: DeclaredColumn, num_values: int, *, num_prompt: int, num_response: int
 ) -> None:
-    """Refuse another number of values than a turn of these lengths has of the column.
-
-    Raises:
-        InvalidTurnError: names the column and both numbers.
-    """
+    """Refuse another number of values than a turn of these lengths has of the column."""
     num_tokens = num_prompt + num_response
     match column.per:
         case "token":
@@ -123,7 +107,7 @@ def field_of(column: DeclaredColumn) -> str:
 
 
 def shape_of(column: DeclaredColumn) -> str:
-    """Of one value, as errors write it behind the number of values: ", 2, 3"."""
+    """Return the shape of one value as errors write it after the number of values: ", 2, 3"."""
     return "".join(f", {size}" for size in column.shape)
 
 

@@ -1,9 +1,9 @@
-"""What the sums of a loss are divided by, and the check that every rank runs on its share.
+"""Denominators of a loss, and the check that every rank runs on its share.
 
-A mini-batch is cut over ranks and micro-batches; each computes the sum of its own token losses,
+A mini-batch is cut over ranks and micro-batches. Each computes the sum of its own token losses,
 divided by these *global* numbers, and the parts are added. So the loss does not depend on how the
-rows were cut, packed, padded or ordered. With w the row's weight, l the token losses of a row,
-T its trained tokens, and sums over rows::
+rows were cut, packed, padded or ordered. Here w is a row's weight, l its token losses and T its
+trained tokens. Sums are over rows::
 
     token_mean             w * sum(l) / num_tokens
     seq_mean_token_sum     w * sum(l) / weight_sum
@@ -12,29 +12,30 @@ T its trained tokens, and sums over rows::
     rollout_mean           w * sum(l) / tokens of the trajectory / num_trajectories
     prompt_mean            w * sum(l) / tokens of the group / num_groups
 
-`weight_sum` is the sum of the weights of the counted rows: with weights of 1 it is `num_sequences`,
-and where the weights of a trajectory's rows add up to 1 it is `num_trajectories`. Those that divide
-by something else take weights of 1 only: see BatchingConfig.row_weights.
-Rows without a trained token, and inert rows, are counted nowhere.
+The `weight_sum` adds the weights of the counted rows. With weights of 1 it is `num_sequences`, and
+where the weights of a trajectory's rows add up to 1 it is `num_trajectories`. All other
+aggregations take weights of 1 only: see BatchingConfig.row_weights. Rows without a trained token,
+and inert rows, are not counted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.config import Aggregation, RowWeights
+from turnstream.batching.buffers import row_sums
+from turnstream.batching.config_values import Aggregation, RowWeights
 from turnstream.batching.plan import GroupPlan
 from turnstream.errors import BatchingError, InvalidConfigError
 from turnstream.types import Denominators, Rows
 
 
 def plan_denominators(groups: Iterable[GroupPlan], *, length_constant: int) -> Denominators:
-    """Of a mini-batch that trains these groups."""
+    """Return the denominators of a mini-batch that trains these groups."""
     num_tokens = num_sequences = num_trajectories = num_groups = 0
     weights: list[float] = []
     for group in groups:
@@ -58,10 +59,10 @@ def plan_denominators(groups: Iterable[GroupPlan], *, length_constant: int) -> D
 
 
 class ShareCounts(NamedTuple):
-    """What one rank's rows contribute; added over all ranks it gives the denominators.
+    """Counts of one rank's rows; their sum over all ranks gives the denominators.
 
-    A trajectory whose rows are on several ranks counts on each in proportion to its trained tokens
-    there, and a group likewise, so these parts are fractions.
+    Rows of a trajectory may be on several ranks. It counts on each in proportion to its trained
+    tokens there, and a group likewise, so these parts are fractions.
     """
 
     num_tokens: int
@@ -87,70 +88,14 @@ class ShareCounts(NamedTuple):
 
 def num_trained(rows: Rows) -> NDArray[np.int64]:
     """int64 (B,), trained tokens of every row: 0 in inert rows."""
-    offsets = rows.loss_mask.offsets
-    trained_B = np.zeros(len(rows), np.int64)
-    filled_B = offsets[:-1] < offsets[1:]  # an empty segment would give `reduceat` a neighbour
-    if filled_B.any():
-        values = rows.loss_mask.values[: offsets[-1]]
-        trained_B[filled_B] = np.add.reduceat(values, offsets[:-1][filled_B], dtype=np.int64)
-    return trained_B
-
-
-def count_denominators(shares: Sequence[Rows], *, length_constant: int) -> Denominators:
-    """Of a mini-batch whose ranks hold these rows, counted from the masks."""
-    counts = [ShareCounts.of(rows) for rows in shares]
-    return Denominators(
-        num_tokens=sum(share.num_tokens for share in counts),
-        num_sequences=sum(share.num_sequences for share in counts),
-        num_trajectories=round(math.fsum(share.num_trajectories for share in counts)),
-        num_groups=round(math.fsum(share.num_groups for share in counts)),
-        weight_sum=math.fsum(share.weight_sum for share in counts),
-        length_constant=length_constant,
-    )
-
-
-def row_scales(
-    rows: Rows, *, denominators: Denominators, aggregation: Aggregation
-) -> NDArray[np.float64]:
-    """Return the factor of every row's sum of masked token losses, float64 (B,).
-
-    The loss of the mini-batch is the sum of these products over all ranks and micro-batches. Rows
-    without a trained token have 0.
-
-    Raises:
-        InvalidConfigError: the run ships no denominator for this aggregation.
-    """
-    require_denominator(denominators, aggregation=aggregation)
-    trained_B = num_trained(rows)
-    ones_B = np.ones(len(rows))
-    match aggregation:
-        case "token_mean":
-            per_row_B, total = ones_B, denominators.num_tokens
-        case "seq_mean_token_sum":
-            per_row_B, total = ones_B, denominators.weight_sum
-        case "seq_mean_token_mean":
-            per_row_B, total = trained_B, denominators.weight_sum
-        case "constant":
-            per_row_B, total = ones_B, denominators.weight_sum * denominators.length_constant
-        case "rollout_mean":
-            per_row_B, total = rows.trajectory_num_tokens, denominators.num_trajectories
-        case "prompt_mean":
-            per_row_B, total = rows.group_num_tokens, denominators.num_groups
-    scales_B = np.zeros(len(rows))
-    live_B = trained_B > 0
-    # Where all rows weigh nothing, so does their sum: nothing is divided, and nothing by 0.
-    scales_B[live_B] = rows.weight[live_B] / (per_row_B[live_B] * (total or 1))
-    return scales_B
+    return row_sums(rows.loss_mask, np.int64)
 
 
 def require_denominator(denominators: Denominators, *, aggregation: Aggregation) -> None:
     """Refuse an aggregation for which a run ships no denominator.
 
-    A count may be 0 only in a mini-batch without a trained token. A `weight_sum` of 0 is none of
-    these: rows that weigh nothing have a loss of 0.
-
-    Raises:
-        InvalidConfigError: names the missing number, and the aggregation that was asked.
+    A count may be 0 only in a mini-batch without a trained token. A `weight_sum` of 0 is accepted:
+    rows that weigh nothing have a loss of 0.
     """
     if aggregation == "constant" and not denominators.length_constant:
         others = ", ".join(name for name in get_args(Aggregation) if name != "constant")
@@ -180,19 +125,10 @@ def check_share(
     dp_world_size: int,
     row_weights: RowWeights | None = None,
 ) -> ShareCounts:
-    """Refuse a share that cannot be part of a mini-batch with these denominators.
+    """Return the counts of a share; refuse one that contradicts these denominators.
 
-    A rank knows its own rows only: none of its counts may exceed the global ones, and where it is
-    the only rank they must be equal. The counts that it gives can be added over the ranks.
-
-    Args:
-        rows: of one rank.
-        denominators: of the whole mini-batch, as shipped.
-        dp_world_size: number of ranks.
-        row_weights: how the run weighs rows; None takes any weights.
-
-    Raises:
-        BatchingError: names the count, or the row, and both numbers.
+    A rank sees its own rows only: none of its counts may exceed the global ones, and the only rank
+    must have equal counts. With `row_weights` None, any weights are accepted.
     """
     _check_rows(rows)
     if row_weights is not None:
@@ -211,7 +147,7 @@ def check_share(
 
 
 def _rounding(whole: float) -> float:
-    """Of sums of float32 weights and of shares of trajectories; counts of tokens are exact."""
+    """Return the tolerance for sums of float32 weights and of fractions; token counts are exact."""
     return 1e-6 * max(1.0, abs(whole))
 
 

@@ -1,8 +1,8 @@
-"""Evaluations beside the training: a fold over the same events, which plans nothing.
+"""Evaluations: a fold over the same events as the training, which plans nothing.
 
 A group that is opened to evaluate ends when each of its samples was sealed or has ended, or at its
-deadline. It is never refilled, filtered or cut, and what it gives is counted for the oldest version
-that sampled any of it. The result depends on the order of events and on nothing else.
+deadline. It is never refilled, filtered or cut, and its result counts for the oldest version
+that sampled any of it. The result depends on the order of events alone.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.decisions import Decision, GroupEvaluated, MemberDropped
+from turnstream.batching.decisions import Decision, GroupEvaluated, surplus_member
 from turnstream.batching.figures import sum_up
 from turnstream.batching.members import GroupMembers
-from turnstream.batching.rewards import MAX_REWARD, trajectory_reward
+from turnstream.batching.rewards import MAX_REWARD, trajectory_reward, with_posted_reward
 from turnstream.types import (
     DeadlineFired,
     EvalGroup,
@@ -29,11 +29,10 @@ from turnstream.types import (
     TrajectoryAbandoned,
     TrajectoryDied,
     TrajectoryKey,
-    TrajectoryState,
 )
 
 MAX_OPEN_RESULTS: Final = 64
-"""Versions whose results may still grow; of older ones the result is final, and not kept here."""
+"""Versions whose results may still grow; results of older ones are final, and not kept here."""
 
 _UNKNOWN: Final = -1
 _NOTHING_FINAL: Final = -2
@@ -41,13 +40,13 @@ _NOTHING_FINAL: Final = -2
 
 @dataclass(slots=True)
 class EvalFold:
-    """The evaluations of a run, as its events tell them.
+    """The evaluations of a run, as its events describe them.
 
     Attributes:
-        groups: those that have not ended.
-        decided: of those that have, the attempts of which the end was heard.
-        results: what each version gave so far, by version; -1 where it is unknown.
-        last_final: the newest version whose result is final; -2 before the first.
+        groups: groups that have not ended.
+        decided: attempts with a recorded end, by finished group.
+        results: outcome so far by version; -1 where it is unknown.
+        last_final: newest version with a final result; -2 before the first.
     """
 
     groups: dict[str, GroupMembers] = field(default_factory=dict[str, GroupMembers])
@@ -56,7 +55,7 @@ class EvalFold:
     last_final: int = _NOTHING_FINAL
 
     def apply(self, event_id: str, event: Event, config: BatchingConfig) -> list[Decision] | None:
-        """What follows from an event of an evaluation; None where it is of something else."""
+        """Return the decisions after an event of an evaluation; None for other events."""
         if isinstance(event, GroupOpened):
             return self._open(event_id, event, config)
         group_id = _group_of(event)
@@ -99,7 +98,7 @@ class EvalFold:
         if event.key in seen:
             return []
         seen.add(event.key)
-        return [_surplus(event.key, "its evaluation had ended before it was sealed")]
+        return [surplus_member(event.key, "its evaluation had ended before it was sealed")]
 
     def _seal(self, group: GroupMembers, sealed: SealedTrajectory) -> list[Decision]:
         key = sealed.key
@@ -107,7 +106,7 @@ class EvalFold:
             return []
         group.seen.add(key)
         if not group.is_sample(key.sample):
-            return [_surplus(key, f"sample {key.sample} of {group.opened.num_samples}")]
+            return [surplus_member(key, f"sample {key.sample} of {group.opened.num_samples}")]
         if sealed.awaits_reward:
             group.awaiting[key] = sealed
             return []
@@ -116,7 +115,9 @@ class EvalFold:
     def _place(self, group: GroupMembers, sealed: SealedTrajectory) -> list[Decision]:
         key = sealed.key
         if key.sample in group.members:
-            return [_surplus(key, f"sample {key.sample} was sealed by another attempt before")]
+            return [
+                surplus_member(key, f"sample {key.sample} was sealed by another attempt before")
+            ]
         group.members[key.sample] = sealed
         return []
 
@@ -124,15 +125,10 @@ class EvalFold:
         sealed = group.awaiting.pop(event.key, None)
         if sealed is None:
             return []
-        components = {**sealed.reward_components, **event.reward_components}
-        reward = sealed.reward if event.reward is None else event.reward
-        return self._place(
-            group,
-            replace(sealed, reward=reward, reward_components=dict(sorted(components.items()))),
-        )
+        return self._place(group, with_posted_reward(sealed, event))
 
     def _miss_reward(self, group: GroupMembers, key: TrajectoryKey) -> list[Decision]:
-        """Go on without a reward: what the trajectory says beside it counts all the same."""
+        """Continue without a reward; all other values of the trajectory count."""
         sealed = group.awaiting.pop(key, None)
         return [] if sealed is None else self._place(group, sealed)
 
@@ -205,7 +201,7 @@ def eval_reward(sealed: SealedTrajectory, config: BatchingConfig) -> float | Non
 def group_result(
     opened: GroupOpened, members: Sequence[SealedTrajectory], rewards: Sequence[float | None]
 ) -> EvalGroup:
-    """What one group gave, by its members and the reward of each."""
+    """Return the outcome of one group, from its members and the reward of each."""
     reward = Spread()
     for number in _given(rewards):
         reward = reward.with_number(number)
@@ -239,7 +235,3 @@ def _group_of(event: Event) -> str:
             return key.group_id
         case _:
             return ""
-
-
-def _surplus(key: TrajectoryKey, reason: str) -> MemberDropped:
-    return MemberDropped(key=key, state=TrajectoryState.SURPLUS, reason=reason)

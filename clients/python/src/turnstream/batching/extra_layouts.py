@@ -1,4 +1,4 @@
-"""Extra columns beside the tokens of every layout.
+"""Extra columns next to the tokens of every layout.
 
 ==============  ==================  ==================  =====================  ====================
 extent          left-padded         right-padded        packed, per bin        jagged
@@ -10,9 +10,9 @@ row             (B,)                (B,)                (B,)                   (
 items           (I,), num_items_B   (I,), num_items_B   (I,), num_items_B      (I,), num_items_B
 ==============  ==================  ==================  =====================  ====================
 
-and behind these the shape of one value. Padding is 0; where no router choice was captured stands
-the dummy choice 0, 1 .. topk-1. "Shifted" is the rule of `turnstream.batching.slots`: what belongs
-to a response token stands in the slot that scores it, as our own columns do in these layouts.
+The shape of one value follows. Padding is 0. Where no router choice was captured, the dummy choice
+0, 1 .. topk-1 stands. "Shifted" is the rule of `turnstream.batching.slots`: the value of a response
+token stands in the slot that scores it.
 
 Shapes: B rows, T columns, R response columns, N slots of a bin or tokens of all rows, M response
 tokens of all rows, I items of all rows.
@@ -29,10 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.assemble import take_rows
-from turnstream.batching.jagged import flat
+from turnstream.batching.buffers import flat
 from turnstream.batching.layout import left_padded_column, require_fits
+from turnstream.batching.merged_extras import dummy_choice
 from turnstream.batching.packed import line_up
-from turnstream.batching.routes import dummy_choice
 from turnstream.batching.slots import SlotLine
 from turnstream.types import Extent, ExtraColumn, Ragged, Rows
 
@@ -42,10 +42,10 @@ class PlacedColumn:
     """An extra column in one layout.
 
     Attributes:
-        per: what it has one value for.
+        per: extent of one value.
         values: shaped as the table above says, in the type of the column.
-        is_missing: bool, of "first_tokens" alone: no choice was captured there, or nothing is.
-        num_items_B: int32, of "items" alone: how many values belong to every row.
+        is_missing: bool, for "first_tokens" alone: no choice was captured there.
+        num_items_B: int32, for "items" alone: number of values of every row.
     """
 
     per: Extent
@@ -55,16 +55,7 @@ class PlacedColumn:
 
 
 def left_padded_extras(rows: Rows, *, width: int, response_width: int) -> dict[str, PlacedColumn]:
-    """The extra columns beside `turnstream.batching.layout.left_padded`.
-
-    Args:
-        rows: that were laid out.
-        width: T, in tokens.
-        response_width: R, in tokens.
-
-    Raises:
-        RowTooLongError: a row is longer than `width`, or a response than `response_width`.
-    """
+    """Return the extra columns that go with `turnstream.batching.layout.left_padded`."""
     if not rows.extras:
         return {}
     lengths_B = rows.input_ids.lengths
@@ -80,15 +71,7 @@ def left_padded_extras(rows: Rows, *, width: int, response_width: int) -> dict[s
 
 
 def right_padded_extras(rows: Rows, *, width: int) -> dict[str, PlacedColumn]:
-    """The extra columns beside `turnstream.batching.right_padded.right_padded`.
-
-    Args:
-        rows: that were laid out.
-        width: T, in tokens.
-
-    Raises:
-        RowTooLongError: a row is longer than `width`.
-    """
+    """Return the extra columns that go with `turnstream.batching.layout.right_padded`."""
     if not rows.extras:
         return {}
     require_fits(rows.input_ids.lengths, width)
@@ -101,13 +84,7 @@ def right_padded_extras(rows: Rows, *, width: int) -> dict[str, PlacedColumn]:
 def packed_extras(
     rows: Rows, *, bins: Sequence[Sequence[int]], alignment: int = 1
 ) -> list[dict[str, PlacedColumn]]:
-    """The extra columns beside `turnstream.batching.packed.packed`, one value per bin.
-
-    Args:
-        rows: that were laid out.
-        bins: as given there.
-        alignment: as given there.
-    """
+    """Return for every bin the extra columns that go with `turnstream.batching.packed.packed`."""
     if not rows.extras:
         return [{} for _ in bins]
     order, _, starts = line_up(rows, bins=bins, alignment=alignment)
@@ -123,7 +100,7 @@ def packed_extras(
 
 
 def jagged_extras(rows: Rows) -> dict[str, PlacedColumn]:
-    """The extra columns beside `turnstream.batching.jagged.jagged`."""
+    """Return the extra columns that go with `turnstream.batching.jagged.jagged`."""
     if not rows.extras:
         return {}
     offsets = rows.input_ids.offsets.astype(np.int64) - int(rows.input_ids.offsets[0])

@@ -1,27 +1,26 @@
-"""Extra columns through the merge: what a turn brings is cut, stored once, and put together again.
+"""Extra columns of a turn, cut to the values that no earlier turn of the trajectory holds.
 
-Everything that a turn gives is said of its whole prompt + response, as the prompt is. Of turn 2,
-whose prompt extends turn 1, only the rest is stored::
+The values of a turn describe its whole prompt + response, as the prompt does. In this example, the
+prompt of turn 2 extends turn 1, and only the rest is stored::
 
                     turn 1: prompt "ab", response "C"     turn 2: prompt "abcd", response "E"
     token           3 values                              2: of "d" and "e"
-    first_tokens    2: "a" and "b" went through the       2: of "c" and "d", the first that nobody
-                    model, the sampled "c" did not        captured before
+    first_tokens    2: "a" and "b" went through the       2: of "c" and "d", not captured before
+                    model, the sampled "c" did not
     items           the 5 patches of one image            those of a second image, if there is one
     response_token  1                                     1
     row             1                                     none: it is the same
 
 **Router choices of a merged row.** Every token has the choice of the first turn of its chain that
-captured it: for nearly all tokens the turn that sampled or first saw them. The last token that a
-turn sampled went through the model only as a part of the next prompt, so that its choice is the
-next turn's: this is what the tokens behind it were sampled under. Captures begin at the first token
-of a prompt, so what a row has of them is its first tokens without a gap; behind them stands the
-dummy choice, and the mask of `turnstream.batching.extra_layouts` says so. A later capture of a
-token never replaces an earlier one: its log-probability was taken under the earlier.
+captured it, for nearly all tokens the turn that sampled or first saw them. The last sampled token
+of a turn went through the model only as a part of the next prompt, so its choice is the next
+turn's. Captures begin at the first token of a prompt, so a row has choices for its first tokens
+without a gap. A later capture of a token never replaces an earlier one, under which its
+log-probability was taken.
 
-**Items.** A turn that gives none keeps those of the tokens it shares. One that gives others than
-those of a row's last turn, so that the same placeholder tokens stand for another image, does not go
-on in that row, nor share anything with that turn: the row is as another context would be.
+**Items.** A turn without items keeps those of the tokens it shares. Items that differ from those of
+a row's last turn mean another image at the same placeholder tokens. Such a turn does not continue
+that row and shares nothing with that turn.
 """
 
 from __future__ import annotations
@@ -35,46 +34,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.declarations import (
-    checked_declarations,
     field_of,
     filled,
     no_values,
     require_declared,
-    require_length,
 )
 from turnstream.batching.merged_extras import (
-    MergedRow,
-    inert_columns,
-    merged_columns,
-    merged_sequence_columns,
-    split_columns,
+    narrowed,
 )
 from turnstream.batching.prefix import PrefixMatch
-from turnstream.batching.routes import narrowed
 from turnstream.errors import InvalidTurnError
-from turnstream.types import NO_PARENT, DeclaredColumn, ExtraPiece, StoredTurn, Turn
-
-__all__ = [
-    "ExtraIndex",
-    "LinkedTurn",
-    "MergedRow",
-    "checked_declarations",
-    "inert_columns",
-    "merged_columns",
-    "merged_sequence_columns",
-    "require_declared",
-    "require_length",
-    "split_columns",
-    "whole_extras",
-]
+from turnstream.types import NO_PARENT, DeclaredColumn, ExtraPiece, Turn
 
 
 class LinkedTurn(NamedTuple):
-    """Where a turn hangs, and what is stored of its extra columns.
+    """The parent of a turn, and the stored values of its extra columns.
 
     Attributes:
-        match: the first of those given whose items the turn has too; no match where there is none.
-        pieces: by name, in order of name.
+        match: first of the given matches whose items the turn has too, or no match.
+        pieces: name to stored values, sorted.
     """
 
     match: PrefixMatch
@@ -82,7 +60,7 @@ class LinkedTurn(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What is remembered of a turn: counts, and digests of items; of a row's value the bytes."""
+    """Counts of a known turn, with digests of its items and the bytes of its row values."""
 
     match: PrefixMatch
     num_prompt_tokens: int
@@ -92,75 +70,8 @@ class _Known(NamedTuple):
     digests: dict[str, bytes]
 
 
-def whole_extras(
-    stored: Sequence[StoredTurn], declared: Sequence[DeclaredColumn]
-) -> list[dict[str, NDArray[Any]]]:
-    """Return the extra columns of every turn, whole: shared values are put back in front.
-
-    A turn that left an optional column out comes back without it. Later turns may share its tokens:
-    they get the values that a row has there, which are its parent's and then the fill.
-
-    Args:
-        stored: the turns of a trajectory, in order.
-        declared: the columns of its run.
-
-    Raises:
-        InvalidTurnError: a turn shares more values than its parent holds.
-    """
-    dtypes = {column.name: column.numpy_dtype for column in declared}
-    whole: list[dict[str, NDArray[Any]]] = []
-    held: list[dict[str, NDArray[Any]]] = []  # the same, and what rows have of left-out columns
-    for turn in stored:
-        values = {
-            column.name: np.zeros((0, *column.shape), column.dtype)
-            for column in declared
-            if not column.is_optional
-        }
-        # Stored in the narrowest type that holds them.
-        values |= {
-            n: p.values.astype(dtypes.get(n, p.values.dtype)) for n, p in turn.extras.items()
-        }
-        for name, (num_shared, _) in turn.extras.items():
-            if not num_shared:
-                continue
-            known = held[turn.parent_turn].get(name)
-            if known is None or len(known) < num_shared:
-                raise InvalidTurnError(
-                    f"extras[{name!r}]", f"{num_shared} values shared with turn {turn.parent_turn}"
-                )
-            values[name] = np.concatenate((known[:num_shared], values[name]))
-        whole.append(values)
-        held.append(_filled_in(values, turn, held, declared))
-    return whole
-
-
-def _filled_in(
-    values: dict[str, NDArray[Any]],
-    turn: StoredTurn,
-    held: Sequence[dict[str, NDArray[Any]]],
-    declared: Sequence[DeclaredColumn],
-) -> dict[str, NDArray[Any]]:
-    """Return the values of a turn, and of each per-token column that it left out those of its row.
-
-    Args:
-        values: of the turn, by name.
-        turn: as it is stored.
-        held: the same of the turns before it.
-        declared: the columns of the run.
-    """
-    missing = [each for each in declared if each.per == "token" and each.name not in values]
-    of_row = dict(values)
-    for column in missing:
-        own = filled(column, len(turn.token_ids))
-        if turn.shared_tokens:
-            shared = held[turn.parent_turn][column.name][: turn.shared_tokens]
-            own = np.concatenate((shared, own))
-        of_row[column.name] = own
-    return of_row
-
-
 class ExtraIndex:
-    """What the turns of a trajectory hold of the declared columns, for cutting the next turn.
+    """Extra columns of the known turns of a trajectory, for cutting the next turn.
 
     Turns are numbered from 0 in the order of `add`. Items are compared by SHA-256, so that no
     image is kept.
@@ -171,14 +82,9 @@ class ExtraIndex:
         self._turns: list[_Known] = []
 
     def link(self, turn: Turn, matches: Iterable[PrefixMatch]) -> LinkedTurn:
-        """Cut the next turn; nothing is remembered.
+        """Cut the next turn, with an array per column as declared; nothing is remembered.
 
-        Args:
-            turn: with an array per column, as declared; optional columns and items may be missing.
-            matches: by its tokens alone, one at least, the best first.
-
-        Raises:
-            InvalidTurnError: a column is not as declared, or needed and missing.
+        `matches` go by tokens alone, the best first, one at least.
         """
         require_declared(turn, self._declared)
         if not self._declared:
@@ -193,15 +99,12 @@ class ExtraIndex:
         return LinkedTurn(match, pieces)
 
     def as_stored(self, turn: Turn) -> Turn:
-        """A turn that is stored already: of items that it does not have, it has none.
-
-        One that left them out, and took over those of the shared tokens, has them stored.
-        """
+        """Return a stored turn whose missing items are none: its stored items are complete."""
         none = {c.name: no_values(c) for c in self._declared if c.per == "items"}
         return replace(turn, extras={**none, **turn.extras}) if none else turn
 
     def add(self, turn: Turn, linked: LinkedTurn) -> None:
-        """Remember the next turn, given what `link` said of it."""
+        """Remember the next turn, given the result of `link`."""
         if not self._declared:
             return
         pieces = linked.pieces
@@ -263,7 +166,7 @@ class ExtraIndex:
         return ExtraPiece(num_shared, no_values(column) if values is None else values[num_shared:])
 
     def _row_value(self, column: DeclaredColumn, values: NDArray[Any] | None) -> NDArray[Any]:
-        """What is said of the turn; of a constant column turn 0 may have said it."""
+        """Return the value of the turn; a constant column may take it from turn 0."""
         if values is not None:
             return values
         if column.is_constant and self._turns:
@@ -309,11 +212,7 @@ class ExtraIndex:
         return 0
 
     def _keeper(self, column: DeclaredColumn, match: PrefixMatch) -> int | None:
-        """The turn whose items are exactly those of the shared tokens; None if they have none.
-
-        Raises:
-            InvalidTurnError: the shared tokens end inside a prompt that brought items.
-        """
+        """The turn whose items are exactly those of the shared tokens; None if they have none."""
         turn, shared_tokens = match
         if turn == NO_PARENT:
             return None

@@ -8,13 +8,13 @@ from typing import Final, TypeVar
 from turnstream.types import Figures, MetricFigures, SealedTrajectory, TagFigures, ValueFigures
 
 MAX_METRICS: Final = 256
-"""Names of metrics that are told apart, the first that occur: a manifest is read by every rank."""
+"""Metrics with a sum of their own, the first that occur: every rank reads a manifest."""
 
 MAX_TAGS: Final = 64
-"""Names of tags that are told apart, the first that occur."""
+"""Tags with sums of their own, the first that occur."""
 
 MAX_VALUES: Final = 32
-"""Values of one tag that are told apart, the first that occur; the rest is summed as `other`."""
+"""Values of one tag with a sum of their own, the first that occur; the rest adds up in `other`."""
 
 MAX_METRIC: Final = 1e30
 """Beyond it sums of metrics could leave float64. The SDK lets none through."""

@@ -1,6 +1,6 @@
-"""Which finished rollouts carry no signal, or the wrong one, and what each row weighs.
+"""Filters of finished trajectories, by reward, status and length, and the weights of rows.
 
-Everything dropped here is counted with its reason by whoever calls; nothing is dropped silently.
+The caller counts everything dropped here with its reason.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.config import RowWeights
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.config_values import RowWeights
+from turnstream.batching.merge import plan_sequences
 from turnstream.errors import BatchingError, InvalidConfigError
-from turnstream.types import Status
+from turnstream.types import SealedTrajectory, Status
 
 ZERO_VARIANCE_TOLERANCE = 1e-6
 """Rewards closer than this are equal: shaped rewards of the same outcome differ by rounding."""
@@ -38,9 +40,6 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) ->
 
     >>> overlong_penalty(18_432, max_tokens=20_480, buffer_tokens=4_096)
     -0.5
-
-    Raises:
-        InvalidConfigError: the buffer is not between 1 and `max_tokens`.
     """
     if not 1 <= buffer_tokens <= max_tokens:
         raise InvalidConfigError("buffer_tokens", f"{buffer_tokens} is not in 1..{max_tokens}")
@@ -69,16 +68,8 @@ def row_weights(
         rollout_mean     3/4   1/4   1      every trajectory alike, its tokens alike: splitting a
                                             trajectory does not change a mean over its tokens
 
-    Args:
-        kind: one of the three above.
-        trajectory_B: which trajectory each row belongs to, any integers.
-        num_trained_B: trained tokens of each row; a row without any weighs nothing.
-
     Returns:
         float32 (B,).
-
-    Raises:
-        BatchingError: the arguments differ in length.
     """
     if len(trajectory_B) != len(num_trained_B):
         raise BatchingError(f"{len(trajectory_B)} trajectories for {len(num_trained_B)} rows")
@@ -89,3 +80,37 @@ def row_weights(
     share_B = is_live_B if kind == "per_trajectory" else num_trained_B
     totals = np.bincount(index_B, weights=share_B)
     return (share_B / np.maximum(totals[index_B], 1)).astype(np.float32)
+
+
+def num_response_tokens(trajectory: SealedTrajectory) -> int:
+    """Tokens that the policy sampled, in all turns."""
+    return sum([turn.num_response_tokens for turn in trajectory.turns])
+
+
+def is_masked(trajectory: SealedTrajectory, config: BatchingConfig) -> bool:
+    """Whether no token of it is trained, because it was cut off or is too long."""
+    if not config.mask_truncated:
+        return False
+    limit = config.overlong_length
+    is_overlong = limit > 0 and num_response_tokens(trajectory) > limit
+    return is_overlong or is_cut_off(trajectory.status)
+
+
+def is_compared(trajectory: SealedTrajectory, config: BatchingConfig) -> bool:
+    """Whether its reward is part of its group's baseline."""
+    return config.masked_reward == "keep" or not is_masked(trajectory, config)
+
+
+def length_problem(trajectory: SealedTrajectory, config: BatchingConfig) -> str:
+    """Why a row of this trajectory exceeds what the run lets a pass cost; empty if none does."""
+    if config.over_long == "alone":
+        return ""
+    budget = config.budget
+    for row in plan_sequences(trajectory.turns, merge=config.merge):
+        cost = budget.cost([row.num_tokens])
+        if cost > budget.limit:
+            return (
+                f"has a row of {row.num_tokens} tokens, which costs {cost:g} of the "
+                f"{budget.limit:g} that a micro-batch may"
+            )
+    return ""

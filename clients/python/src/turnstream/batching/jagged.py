@@ -11,10 +11,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.buffers import empty_in_one_piece
-from turnstream.batching.checks import require_aligned
-from turnstream.batching.slots import masked_scalars
-from turnstream.types import Ragged, Rows
+from turnstream.batching.buffers import empty_in_one_piece, flat
+from turnstream.batching.slots import masked_scalars, require_aligned
+from turnstream.types import Rows
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -66,11 +65,7 @@ class Jagged:
 
 
 def jagged(rows: Rows) -> Jagged:
-    """The rows as they are; only what changes its type is copied.
-
-    Raises:
-        BatchingError: a column has another length than its response.
-    """
+    """The rows as they are; only what changes its type is copied."""
     require_aligned(rows)
     ids, mask = flat(rows.input_ids), flat(rows.loss_mask)
     ids_N, positions_N, advantages_M = empty_in_one_piece(
@@ -99,9 +94,3 @@ def jagged(rows: Rows) -> Jagged:
         prompt_length_B=rows.prompt_length,
         token_weights_M=None if rows.token_weights is None else flat(rows.token_weights).values,
     )
-
-
-def flat(column: Ragged[Scalar]) -> Ragged[Scalar]:
-    """The same rows with offsets from 0 on: a slice of a larger column begins elsewhere."""
-    begin, end = int(column.offsets[0]), int(column.offsets[-1])
-    return Ragged(column.values[begin:end], column.offsets - column.offsets[0])

@@ -12,25 +12,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.buffers import zeros_in_one_piece
-from turnstream.batching.checks import require_aligned, require_per_token
-from turnstream.batching.slots import masked_scalars, place_rows
+from turnstream.batching.slots import (
+    SlotLine,
+    masked_scalars,
+    place_rows,
+    require_aligned,
+    require_per_token,
+    response_lengths,
+)
 from turnstream.errors import RowTooLongError
 from turnstream.types import Ragged, Rows
 
 _SHORT = 512
-"""Tokens of a mean row below which rows are written all at once, through their mask.
+"""Mean tokens of a row below which rows are written all at once, through their mask.
 
-That takes half a nanosecond per token. Slices take a third of a microsecond per row, and then go as
-fast as memory does: they win from some 800 tokens on.
-"""
+Half a nanosecond per token for the mask, a third of a microsecond per row for slices, which then
+run at the speed of memory. Slices are faster from some 800 tokens on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LeftPadded:
     """Rows that all end in the last column: `[PAD .. prompt response]`.
 
-    Column j of a response array is column T - R + j of `input_ids_BT`, so a model's output for the
-    response is its last R columns, whatever the lengths.
+    Column j of a response array is column T - R + j of `input_ids_BT`. So the last R columns of a
+    model's output belong to the response, whatever the lengths.
 
     Attributes:
         input_ids_BT: int64.
@@ -40,7 +45,7 @@ class LeftPadded:
         logprobs_BR: float32, 0.0 left of the response; None if no row has any.
         rewards_BR: float32, token rewards.
         advantages_BR: float32, 0.0 where the loss mask is not set.
-        token_weights_BR: float32, what a token counts for; None where that is 1.
+        token_weights_BR: float32, weight of each token; None where that is 1.
     """
 
     input_ids_BT: NDArray[np.int64]
@@ -62,19 +67,7 @@ class LeftPadded:
 
 
 def left_padded(rows: Rows, *, width: int, response_width: int, pad_token_id: int) -> LeftPadded:
-    """Place every row in the last columns of a rectangle.
-
-    Args:
-        rows: any number; empty prompts and empty responses are allowed.
-        width: T, in tokens.
-        response_width: R, in tokens, at most T.
-        pad_token_id: left of every row; never read by the loss.
-
-    Raises:
-        RowTooLongError: a row is longer than `width`, or a response than `response_width`. Nothing
-            is cut.
-        BatchingError: a column has another length than its response.
-    """
+    """Place every row in the last columns of a rectangle."""
     require_aligned(rows)
     require_fits(rows.input_ids.lengths, width)
     require_fits(rows.loss_mask.lengths, response_width)
@@ -124,15 +117,6 @@ def left_padded_column(values: Ragged[Any], rows: Rows, *, response_width: int) 
     """One more column of response tokens, (B, R) in the dtype of the values, 0 before them.
 
     For what a run declares beside ours, such as a teacher's log-probabilities.
-
-    Args:
-        values: one per response token, in the order of `rows`; of any trailing shape.
-        rows: that were laid out.
-        response_width: R, in tokens.
-
-    Raises:
-        RowTooLongError: a response is longer than `response_width`.
-        BatchingError: a row has another number of values than response tokens.
     """
     require_per_token(values, rows, name="the column")
     require_fits(values.lengths, response_width)
@@ -159,11 +143,7 @@ def suffix_mask(lengths_B: NDArray[np.int32], into_BW: NDArray[np.bool_]) -> Non
 
 
 def require_fits(lengths_B: NDArray[np.int32], limit: int) -> None:
-    """Refuse rows above the limit.
-
-    Raises:
-        RowTooLongError: names the first such row, by position.
-    """
+    """Refuse rows above the limit."""
     if lengths_B.max(initial=0) > limit:
         row = int(np.argmax(lengths_B > limit))
         raise RowTooLongError(row, int(lengths_B[row]), limit)
@@ -194,3 +174,60 @@ def _columns(of_BW: NDArray[np.bool_]) -> NDArray[np.integer]:
     """Column numbers in the narrowest type: comparing them is four times faster in int16."""
     width = of_BW.shape[1]
     return np.arange(width, dtype=np.int16 if width <= np.iinfo(np.int16).max else np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RightPadded:
+    """Rows that all begin in the first column: `[prompt response PAD ..]`.
+
+    All columns are T wide and follow the shift rule of `turnstream.batching.slots`: values of the
+    token in column t + 1 stand in column t, whose logits score it. The last column scores nothing.
+
+    Attributes:
+        input_ids_BT: int64.
+        attention_mask_BT: bool, from lengths, never from ids.
+        loss_mask_BT: bool, column t scores a trained token.
+        logprobs_BT: float32, 0.0 outside the response; None if no row has any.
+        rewards_BT: float32, token rewards.
+        advantages_BT: float32, 0.0 where the loss mask is not set.
+        token_weights_BT: float32, weight of each token; None where that is 1.
+        row_id_B: int64.
+        prompt_length_B, response_length_B: int32, in tokens.
+    """
+
+    input_ids_BT: NDArray[np.int64]
+    attention_mask_BT: NDArray[np.bool_]
+    loss_mask_BT: NDArray[np.bool_]
+    logprobs_BT: NDArray[np.float32] | None
+    rewards_BT: NDArray[np.float32]
+    advantages_BT: NDArray[np.float32]
+    row_id_B: NDArray[np.int64]
+    prompt_length_B: NDArray[np.int32]
+    response_length_B: NDArray[np.int32]
+    token_weights_BT: NDArray[np.float32] | None = None
+
+    @property
+    def position_ids_BT(self) -> NDArray[np.int64]:
+        """int64 (B, T), 0 at the first token of every row; read-only."""
+        columns_T: NDArray[np.int64] = np.arange(self.input_ids_BT.shape[1], dtype=np.int64)
+        return np.broadcast_to(columns_T, self.input_ids_BT.shape)
+
+
+def right_padded(rows: Rows, *, width: int, pad_token_id: int) -> RightPadded:
+    """Place every row in the first columns of a rectangle."""
+    require_aligned(rows)
+    lengths_B = rows.input_ids.lengths
+    require_fits(lengths_B, width)
+    shape = len(rows), width
+    order: NDArray[np.int64] = np.arange(len(rows), dtype=np.int64)
+    line = SlotLine(rows, order=order, starts=order * width)
+    columns = line.columns(shape, pad_token_id=pad_token_id, advantage=rows.advantage[:, None])
+    attention_BT: NDArray[np.bool_] = np.empty(shape, np.bool_)
+    prefix_mask(lengths_B, attention_BT)
+    return RightPadded(
+        **{f"{name}_BT": column for name, column in columns.items()},
+        attention_mask_BT=attention_BT,
+        row_id_B=rows.row_id,
+        prompt_length_B=rows.prompt_length,
+        response_length_B=response_lengths(rows),
+    )

@@ -1,4 +1,4 @@
-"""One group while it can change: what became of each of its samples so far."""
+"""One group while it can change: the state of each of its samples."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class GroupMembers:
         awaiting: attempts that are sealed and wait for their reward.
         ended: samples of which an attempt ended without becoming a member.
         wanted: number -> sample of the refills that were asked for and not granted yet.
-        granted: the attempts of granted refills that have not ended.
+        granted: attempts of granted refills that have not ended.
         num_asked: refills asked for.
         num_granted: refills granted.
         last_fired: `num_refills` of the last deadline that fired; -1 before the first.
-        seen: attempts of which the end was heard.
-        is_cut: whether it goes on without whatever is not sealed, until a refill opens it again.
+        seen: attempts with a recorded end.
+        is_cut: whether the group ignores unsealed samples, until a refill opens it again.
     """
 
     opened: GroupOpened
@@ -72,11 +72,7 @@ class GroupMembers:
 
     @classmethod
     def of_new_group(cls, opened: GroupOpened, opened_by: str, config: BatchingConfig) -> Self:
-        """Return a new group, without members.
-
-        Raises:
-            InvalidTurnError: it has more samples than `max_samples`. No script opens such a group.
-        """
+        """Return a new group, without members."""
         if opened.num_samples > config.max_samples:
             raise InvalidTurnError(
                 "num_samples",
@@ -90,10 +86,10 @@ class GroupMembers:
         return 0 <= number < self.opened.num_samples
 
     def pending(self) -> list[int]:
-        """Samples without a member that may still get one, in order.
+        """Return the samples without a member that may still get one, in order.
 
-        A sample whose attempt ended may get another attempt that no event has told of yet; it
-        counts only where a refill of it was asked for, or an attempt of it waits for its reward.
+        A sample whose attempt ended counts only where a refill of it was asked for, or an attempt
+        of it waits for its reward.
         """
         trying = {*self.wanted.values(), *(key.sample for key in (*self.awaiting, *self.granted))}
         return [
@@ -124,7 +120,7 @@ class GroupMembers:
         return self._ask(lost[: max(0, num_missing)], max_refills)
 
     def refill_overdue(self, *, max_refills: int) -> list[RefillWanted]:
-        """Ask for what is missing when the deadline fires: what has ended, then what hangs."""
+        """Request missing members after the deadline: ended samples first, then hanging ones."""
         asked_for = {*self.members, *self.wanted.values()}
         overdue = [s for s in range(self.opened.num_samples) if s not in asked_for]
         overdue.sort(key=lambda sample: sample not in self.ended)

@@ -1,4 +1,9 @@
-"""Extra columns of rows: put together of what is stored of their turns, and cut again."""
+"""Extra columns of rows: put together from the stored parts of their turns, and cut again.
+
+Router choices are extra columns of extent "first_tokens". A row has the choices of its first
+tokens: the last sampled token never went through the model. Elsewhere layouts write the dummy
+choice 0, 1 .. topk-1, whose experts are distinct, as kernels require, and mark those slots.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from turnstream.batching.buffers import offsets_of
 from turnstream.batching.declarations import field_of, filled, no_values, shape_of
 from turnstream.errors import InvalidTurnError, UnmergeableColumnError
 from turnstream.types import (
@@ -23,13 +29,13 @@ from turnstream.types.extras import ROUTE_DTYPES
 
 
 class MergedRow(NamedTuple):
-    """One row, by what is stored of it.
+    """One row, by the stored form of its turns.
 
     Attributes:
         stored: all turns of its trajectory.
-        turns: indices of those that it merges, each the parent of the next.
+        turns: indices of the merged turns, each the parent of the next.
         spans: begin and end of every turn's own response, counted in response tokens.
-        num_tokens: of prompt + response.
+        num_tokens: tokens of prompt and response.
     """
 
     stored: Sequence[StoredTurn]
@@ -41,28 +47,20 @@ class MergedRow(NamedTuple):
 def merged_columns(
     rows: Sequence[MergedRow], declared: Sequence[DeclaredColumn]
 ) -> dict[str, ExtraColumn]:
-    """Every declared column of these rows, in order of name; what is not declared is passed over.
+    """Return every declared column of these rows, in order of name; others are ignored.
 
     Router choices come in the narrowest type that the stored ones have in common.
-
-    Raises:
-        InvalidTurnError: a stored column is not as declared, or its parents do not hold what it
-            shares with them.
-        UnmergeableColumnError: turns of a row differ in a column that has one value per row.
     """
     columns: dict[str, ExtraColumn] = {}
     for column in declared:
         pieces: list[NDArray[Any]] = [no_values(column)]
-        offsets = np.zeros(len(rows) + 1, np.int64)
-        for number, row in enumerate(rows):
+        counts: list[int] = []
+        for row in rows:
             of_row = _row_pieces(row, column)
             pieces += of_row
-            offsets[number + 1] = offsets[number] + sum([len(piece) for piece in of_row])
-        if offsets[-1] > np.iinfo(np.int32).max:
-            raise InvalidTurnError(
-                field_of(column), f"{offsets[-1]} values in one mini-batch: offsets are int32"
-            )
-        values = Ragged(np.concatenate(pieces), offsets.astype(np.int32))
+            counts.append(sum([len(piece) for piece in of_row]))
+        offsets = offsets_of(counts)
+        values = Ragged(np.concatenate(pieces), offsets)
         columns[column.name] = ExtraColumn(per=column.per, values=values)
     return columns
 
@@ -90,13 +88,9 @@ def split_columns(
     prompt_length: int,
     span: tuple[int, int],
 ) -> dict[str, NDArray[Any]]:
-    """What one turn of a row gave, as views; columns of which it has no value are left out.
+    """Return the values of one turn of a row, as views; columns without a value are left out.
 
-    Args:
-        columns: of the row.
-        place: of the turn in its row.
-        prompt_length: of the row, in tokens.
-        span: begin and end of the turn's response, counted in response tokens.
+    `place` is the position of the turn in its row, and `span` the begin and end of its response.
     """
     turns: dict[str, NDArray[Any]] = {}
     for name, column in columns.items():
@@ -114,6 +108,24 @@ def split_columns(
     return turns
 
 
+def whole_extras(
+    stored: Sequence[StoredTurn], declared: Sequence[DeclaredColumn]
+) -> list[dict[str, NDArray[Any]]]:
+    """Return the extra columns of every turn, whole: shared values are put back in front.
+
+    A turn that left an optional column out comes back without it. Later turns may share its
+    tokens: they get the values that a row has there, which are its parent's and then the fill.
+    """
+    return [
+        {
+            column.name: np.concatenate(turn_pieces(stored, number, column)).astype(column.dtype)
+            for column in declared
+            if column.name in turn.extras or not column.is_optional
+        }
+        for number, turn in enumerate(stored)
+    ]
+
+
 def _ends(row: MergedRow, column: DeclaredColumn) -> tuple[int, ...]:
     if column.per not in ("first_tokens", "items"):
         return ()
@@ -122,12 +134,12 @@ def _ends(row: MergedRow, column: DeclaredColumn) -> tuple[int, ...]:
 
 
 def _row_pieces(row: MergedRow, column: DeclaredColumn) -> list[NDArray[Any]]:
-    """What the row has of the column, in order."""
+    """Return the values of the row in the column, in order."""
     if column.per == "response_token":
         return _response_pieces(row, column)
     if column.per == "row":
         return [_agreed_value(row, column)]
-    pieces = _turn_pieces(row.stored, row.turns[-1], column)
+    pieces = turn_pieces(row.stored, row.turns[-1], column)
     num_values = sum([len(piece) for piece in pieces])
     most = num_values if column.per == "items" else row.num_tokens
     least = row.num_tokens if column.per == "token" else 0
@@ -151,9 +163,9 @@ def _response_pieces(row: MergedRow, column: DeclaredColumn) -> list[NDArray[Any
 
 def _agreed_value(row: MergedRow, column: DeclaredColumn) -> NDArray[Any]:
     first, *others = row.turns
-    (value,) = _one_piece(_turn_pieces(row.stored, first, column))
+    (value,) = _one_piece(turn_pieces(row.stored, first, column))
     for other in others:
-        (found,) = _one_piece(_turn_pieces(row.stored, other, column))
+        (found,) = _one_piece(turn_pieces(row.stored, other, column))
         if found.tobytes() != value.tobytes():
             raise UnmergeableColumnError(column.name, first, other)
     return value
@@ -163,14 +175,10 @@ def _one_piece(pieces: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
     return [piece for piece in pieces if len(piece)]
 
 
-def _turn_pieces(
+def turn_pieces(
     stored: Sequence[StoredTurn], turn: int, column: DeclaredColumn
 ) -> list[NDArray[Any]]:
-    """Everything that a turn has of a column, its parents' part first, as views.
-
-    Raises:
-        InvalidTurnError: the chain of parents does not hold that many values.
-    """
+    """Return all values of a turn in a column, its parents' part first, as views."""
     missing, values = _own_piece(stored[turn], column)
     pieces = [values]
     while missing:
@@ -191,7 +199,7 @@ def _turn_pieces(
 
 
 def _own_piece(turn: StoredTurn, column: DeclaredColumn) -> ExtraPiece:
-    """What a stored turn holds of a column, or what stands for it where it holds nothing."""
+    """Return the values of a column in a stored turn, or the default."""
     piece = turn.extras.get(column.name)
     if piece is None:
         return _stand_in(turn, column)
@@ -241,14 +249,9 @@ def _stand_in(turn: StoredTurn, column: DeclaredColumn) -> ExtraPiece:
 def inert_columns(
     like: Mapping[str, ExtraColumn], lengths_B: Sequence[int], responses_B: Sequence[int]
 ) -> dict[str, ExtraColumn]:
-    """Legal values for inert rows: zeros, no item, and no captured token.
+    """Return legal values for inert rows: zeros, no item, and no captured token.
 
-    Every layout writes the dummy choice 0, 1 .. topk-1 where nothing was captured, and says so.
-
-    Args:
-        like: the columns of real rows.
-        lengths_B: tokens of every inert row.
-        responses_B: response tokens of every inert row.
+    `lengths_B` and `responses_B` are the tokens and response tokens of every inert row.
     """
     counts: dict[str, Sequence[int]] = {
         "token": lengths_B,
@@ -263,5 +266,34 @@ def inert_columns(
 
 
 def _zeros(column: ExtraColumn, counts_B: Sequence[int]) -> Ragged[Any]:
-    offsets = np.cumsum([0, *counts_B]).astype(np.int32)
+    offsets = offsets_of(counts_B)
     return Ragged(np.zeros((int(offsets[-1]), *column.shape), column.dtype), offsets)
+
+
+_DTYPES: tuple[tuple[int, type[np.integer]], ...] = (
+    (1 << 8, np.uint8),
+    (1 << 15, np.int16),
+    (1 << 31, np.int32),
+)
+
+
+def narrowed(choices: NDArray[Any], *, field: str = "routes") -> NDArray[Any]:
+    """The same choices in the narrowest type that holds them all."""
+    smallest = int(choices.min(initial=0))
+    if smallest < 0:
+        raise InvalidTurnError(field, f"expert {smallest} is below 0")
+    largest = int(choices.max(initial=0))
+    dtype = next((dtype for limit, dtype in _DTYPES if largest < limit), None)
+    if dtype is None:
+        raise InvalidTurnError(field, f"expert {largest} is above {_DTYPES[-1][0] - 1}")
+    return choices.astype(dtype, copy=False)
+
+
+def dummy_choice(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return the choice of a token without a captured one: 0, 1 .. topk-1 in every layer.
+
+    `shape` is that of one value, (layers, topk); zeros where it is no list of whole numbers.
+    """
+    if not shape or dtype.kind not in "iu":
+        return np.zeros(shape, dtype)
+    return np.broadcast_to(np.arange(shape[-1], dtype=dtype), shape)

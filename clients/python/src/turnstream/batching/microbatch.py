@@ -1,15 +1,14 @@
-"""The rows of every rank into forward passes under a budget, as many passes on every rank.
+"""Forward passes for the rows of every rank under a budget, as many passes on every rank.
 
-What a pass costs depends on how it is computed, so the cost model is named and never guessed. With
+The cost of a pass depends on how it is computed, so the cost model is named and never guessed. With
 L the length of a row, rounded up to the alignment::
 
     packed       sum of L over the rows: concatenated rows
     padded       number of rows * longest L: a rectangle
     quadratic    sum of a * L + b * L * L: concatenated rows, attention counted too
 
-Rows are first packed so that every pass keeps to the budget, and only then balanced. The other way
-round, as many equal parts as the budget goes into the total, parts exceed it as soon as rows do not
-divide evenly. No row is ever cut.
+Rows are first packed so that every pass keeps to the budget, and only then balanced. In the other
+order, equal parts exceed the budget as soon as rows do not divide evenly. No row is ever cut.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ order in which they are added, and plans have to be the same everywhere."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What one forward pass may cost.
+    """Limit and cost model of one forward pass.
 
     Attributes:
-        limit: no pass costs more; 0 means no limit.
-        model: what a pass costs.
+        limit: highest cost of a pass; 0 means no limit.
+        model: name of the cost model.
         alignment: rows count as the next multiple of this, as they will be laid out.
-        a, b: of the quadratic model. A transformer of hidden size h has b / a = 1 / (6 * h).
-        over_long: what to do with a row that exceeds the limit by itself.
+        a, b: factors of the quadratic model. A transformer of width h has b / a = 1 / (6 * h).
+        over_long: a row above the limit has a pass "alone", or is an error: "refuse".
     """
 
     limit: float
@@ -50,11 +49,7 @@ class Budget:
     over_long: OverLong = "alone"
 
     def __post_init__(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            BatchingError: one is out of range, or does not go with the model.
-        """
+        """Check the numbers."""
         numbers = (self.limit, self.a, self.b)
         if self.alignment < 1 or not all(0 <= number < math.inf for number in numbers):
             raise BatchingError(f"{self}: a number is out of range")
@@ -64,7 +59,7 @@ class Budget:
             raise BatchingError(f"a={self.a} and b={self.b} do not go with the {self.model} model")
 
     def cost(self, lengths: Sequence[int]) -> float:
-        """Of a pass over rows of these lengths."""
+        """Return the cost of a pass over rows of these lengths."""
         if self.model == "padded":
             return len(lengths) * max(_aligned(lengths, self), default=0)
         return sum(row_units(lengths, self)) / _UNITS_PER_TOKEN
@@ -73,23 +68,14 @@ class Budget:
 def plan_passes(
     shares: Sequence[Sequence[int]], *, budget: Budget, multiple_of: int = 1
 ) -> list[Bins]:
-    """For every rank its passes, as positions in its share; every rank has as many.
+    """Return the passes of every rank, as positions in its share; every rank has as many.
 
     Ranks that need fewer passes than another split theirs. The costliest pass comes first (of
-    padded passes the one with the longest row), so that what does not fit in memory fails at once.
+    padded passes the one with the longest row), so that running out of memory shows at once. Shares
+    are lengths in tokens, inert rows included.
 
     >>> plan_passes([[6, 5], [2, 2]], budget=Budget(limit=8, model="packed"))
     [[[0], [1]], [[0], [1]]]
-
-    Args:
-        shares: lengths of the rows of every rank, inert ones included, in tokens.
-        budget: of one pass.
-        multiple_of: the number of passes is one of these: stages of an interleaved pipeline.
-
-    Raises:
-        RowTooLongError: a row exceeds the limit by itself and `over_long` is "refuse". It names
-            the row by its position in its share.
-        BatchingError: a rank has fewer rows than passes are needed; or `multiple_of` is below 1.
     """
     if multiple_of < 1:
         raise BatchingError(f"multiple_of={multiple_of} must be at least 1")
@@ -139,9 +125,9 @@ def _aligned(lengths: Sequence[int], budget: Budget) -> list[int]:
 
 
 def row_units(lengths: Sequence[int], budget: Budget) -> list[int]:
-    """Costs of rows by themselves in whole units, each at least 1: added, they are those of a pass.
+    """Return the costs of single rows in whole units, each at least 1.
 
-    But for the padded model, whose passes cost more.
+    Their sum is the cost of a pass, except in the padded model, whose passes cost more.
     """
     a, b = budget.a * _UNITS_PER_TOKEN, budget.b * _UNITS_PER_TOKEN
     return [max(math.ceil(a * n + b * n * n), 1) for n in _aligned(lengths, budget)]
@@ -163,7 +149,7 @@ def _runs(aligned: Sequence[int], *, limit: float) -> Bins:
 
 
 def _level_padded(passes: Bins, lengths: Sequence[int], budget: Budget, *, num_passes: int) -> Bins:
-    """That many passes with the least limit that allows them, which is never above the budget's."""
+    """Return so many passes with the least limit that allows them, never above the budget's."""
     if num_passes < 2:
         return passes
     aligned = _aligned(lengths, budget)
@@ -194,10 +180,10 @@ def _split_to(passes: Bins, num_passes: int, *, lengths: Sequence[int]) -> Bins:
 
 
 def _level_summed(passes: Bins, lengths: Sequence[int], budget: Budget, *, num_passes: int) -> Bins:
-    """That many passes: equal parts if they are better, otherwise the packed ones, split.
+    """Return so many passes: equal parts if they are better, otherwise the packed ones, split.
 
-    Parts whose largest is smaller than that of the packed passes keep to the budget like these:
-    where one of these does not, it is a single row, and no part with it is smaller.
+    Parts whose largest is smaller than the largest packed pass keep to the budget like these. A
+    packed pass above the budget is a single row, and no part with it is smaller.
     """
     if num_passes < 2:
         return passes

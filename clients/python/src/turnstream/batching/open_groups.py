@@ -1,14 +1,17 @@
-"""The groups of a run that are open or ready, and what becomes of one that cannot go on as it is.
+"""The groups of a run that are open or ready, and the decision on each.
 
-What happens to single attempts is heard by `turnstream.batching.readiness`.
+Events of single attempts are applied by `turnstream.batching.readiness`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+
+from turnstream.batching.advantages import gigpo
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.decisions import (
     Decision,
@@ -19,11 +22,24 @@ from turnstream.batching.decisions import (
     surplus_member,
 )
 from turnstream.batching.evals import EvalFold
-from turnstream.batching.judging import teaches_nothing
-from turnstream.batching.lengths import is_compared
+from turnstream.batching.filters import (
+    ZERO_VARIANCE_TOLERANCE,
+    has_zero_variance,
+    is_compared,
+    is_masked,
+    length_problem,
+)
 from turnstream.batching.members import GroupMembers
+from turnstream.batching.rewards import planned_reward, planned_turn_rewards, reward_problem
 from turnstream.batching.withdrawing import WithdrawnGroup
-from turnstream.types import DeadlineFired, GroupOpened, Leftover, TrajectoryKey, TrajectoryState
+from turnstream.types import (
+    DeadlineFired,
+    GroupOpened,
+    Leftover,
+    SealedTrajectory,
+    TrajectoryKey,
+    TrajectoryState,
+)
 
 _NO_MORE_REFILLS: Final = 1 << 30
 """Refills that a group which was planned counts as having had: its prompt may be gone."""
@@ -97,13 +113,12 @@ class OpenGroups:
             yield group_id, group.opened_by
 
     def put_back(self, groups: Iterable[WithdrawnGroup]) -> None:
-        """Undo that groups were taken: their plan is withdrawn. They come before all others.
+        """Put back groups whose plan is withdrawn. They come before all others.
 
-        A fold that shares what it knows, as after `RunFold.snapshot`, stays as it is.
-
-        What was decided of their samples stays: nobody joins them, and no refill replaces a member
-        that died. Those with fewer members than were planned are judged again by the event that
-        says so, PlansWithdrawn: until then they must not be planned.
+        A fold that shares this state, as after `RunFold.snapshot`, stays as it is. Decisions on
+        their samples stay: no sample joins them, and no refill replaces a dead member.
+        PlansWithdrawn judges groups with fewer members than planned again, and until then they must
+        not be planned.
         """
         members: dict[str, GroupMembers] = {}
         ready: dict[str, ReadyGroup] = {}
@@ -122,7 +137,7 @@ class OpenGroups:
         self._ready = {**ready, **self._ready}
 
     def _go_on_without(self, event_id: str, group: GroupMembers) -> list[Decision]:
-        """An attempt ended and is no member: try again, go on with the others, or end the group."""
+        """Refill, continue with the others or end the group after an attempt that is no member."""
         group_id = group.opened.group_id
         ready = self._ready.get(group_id)
         if ready is not None and len(group.members) == len(ready.members):
@@ -154,7 +169,7 @@ class OpenGroups:
         group = self._groups.get(event.group_id)
         if group is None or event.group_id in self._ready:
             return []
-        # A refill gives a new deadline; one that fired before it is heard again, or is over.
+        # A refill sets a new deadline; an earlier one that fired is repeated or obsolete.
         if not group.last_fired < event.num_refills == group.num_granted:
             return []
         group.last_fired = event.num_refills
@@ -190,10 +205,10 @@ class OpenGroups:
         )
 
     def _cut(self, group: GroupMembers) -> list[Decision]:
-        """Go on without whatever is not sealed; it is surplus wherever it stands.
+        """Continue without all unsealed samples, which are surplus from now on.
 
-        Where groups that are open are counted, the store is told of every group that is decided;
-        else of each that a refill opened again, where whatever was cut before may have begun anew.
+        Where `max_open_groups` is set, the store is notified of every decided group. Otherwise it
+        is notified of each that a refill opened again, where a cut sample may have started again.
         """
         has_more = group.pending() or group.awaiting or group.wanted or group.granted
         if not has_more and not group.num_granted and not self._config.max_open_groups:
@@ -240,8 +255,50 @@ def _members_of(group: WithdrawnGroup, seen: set[TrajectoryKey]) -> GroupMembers
 
 
 def _shortage(group: GroupMembers) -> str:
-    """What a group lacks, as "2 of 4 members after 1 refills, none of sample 1, 3"."""
+    """Return the missing part, as "2 of 4 members after 1 refills, none of sample 1, 3"."""
     opened = group.opened
     lacking = ", ".join(str(s) for s in range(opened.num_samples) if s not in group.members)
     refills = f" after {group.num_asked} refills" if group.num_asked else ""
     return f"{len(group.members)} of {opened.num_needed} members{refills}, none of sample {lacking}"
+
+
+def problem_of(sealed: SealedTrajectory, config: BatchingConfig) -> str:
+    """Return why a sealed trajectory can be no member of its group; empty if it can."""
+    if not sealed.turns:
+        return "has no turn"
+    return reward_problem(sealed, config) or length_problem(sealed, config)
+
+
+def teaches_nothing(compared: Sequence[SealedTrajectory], config: BatchingConfig) -> bool:
+    """Return whether all compared rewards are equal; with gigpo also those of turns of one state.
+
+    A group with less than two members that train a token is kept: it has too few to decide.
+    """
+    num_live = sum(_is_live(member, config) for member in compared)
+    if num_live < 2:
+        return False
+    if config.estimator != "gdpo":
+        rewards = [planned_reward(member, config) for member in compared]
+        return has_zero_variance(rewards) and not _turns_differ(compared, config)
+    return all(
+        has_zero_variance([member.reward_components[name] for member in compared])
+        for name, _ in config.component_weights
+    )
+
+
+def _turns_differ(compared: Sequence[SealedTrajectory], config: BatchingConfig) -> bool:
+    if config.estimator != "gigpo" or not config.turn_weight:
+        return False
+    deviations = gigpo(
+        np.zeros(len(compared)),
+        turn_rewards=[np.array(planned_turn_rewards(member, config)) for member in compared],
+        anchors=[member.anchors for member in compared],
+        gamma=config.turn_discount,
+        divide_by_std=False,
+    )
+    return any(np.abs(own).max() > ZERO_VARIANCE_TOLERANCE for own in deviations)
+
+
+def _is_live(member: SealedTrajectory, config: BatchingConfig) -> bool:
+    """Whether it trains a token."""
+    return not is_masked(member, config) and any(turn.num_trained_tokens for turn in member.turns)

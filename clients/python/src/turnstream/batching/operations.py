@@ -1,9 +1,8 @@
-"""Tinker-style forward_backward calls as rows: which may share a pass, and what each is answered.
+"""Tinker-style forward_backward calls as rows, the passes they share, and the answer of each.
 
-An operation brings data of its own: tokens, and for every one of them a target, with what its loss
-wants beside. Losses are sums over the positions of an operation, so that operations may share a
-pass where their loss and its settings are equal, and nowhere else; and each is answered with its
-own sums, never with those of the pass. A bad operation is refused alone.
+An operation brings its own data: tokens, one target for each, and the inputs of its loss. Losses
+are sums over the positions of an operation. So operations share a pass only where their loss and
+its settings are equal, and each is answered with its own sums. A bad operation is refused alone.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from turnstream.batching.buffers import offsets_of
 from turnstream.batching.columns import OBSERVED
 from turnstream.batching.plain_rows import plain_rows
 from turnstream.errors import BatchingError
@@ -35,7 +35,7 @@ LOSS_INPUTS: Final[dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Datum:
-    """One row of an operation: what stands at a position is scored by its logits, no shift.
+    """One row of an operation: the logits at a position score the target there, without a shift.
 
     Attributes:
         input_ids: int32 (N,).
@@ -60,7 +60,7 @@ class Operation:
         request_id: its name, not empty.
         loss: one of LOSS_INPUTS.
         data: one or more.
-        settings: of the loss, by name.
+        settings: name to loss setting.
     """
 
     request_id: str
@@ -70,11 +70,7 @@ class Operation:
 
 
 def check_operation(operation: Operation) -> None:
-    """Refuse an operation whose rows could not be computed.
-
-    Raises:
-        BatchingError: names the operation, the datum and the field.
-    """
+    """Refuse an operation whose rows could not be computed."""
     name = operation.request_id
     if operation.loss not in LOSS_INPUTS:
         raise BatchingError(
@@ -108,17 +104,13 @@ def accepted_operations(
 
 
 def operations_by_pass(operations: Sequence[Operation]) -> list[list[Operation]]:
-    """Operations that may share a pass, each list in order, the lists in order of their first.
+    """Return lists of operations that may share a pass, in the order of their first members.
 
     >>> token = Datum(input_ids=np.zeros(1, np.int32), target_ids=np.zeros(1, np.int64))
     >>> calls = [Operation(request_id=name, loss=loss, data=[token])
     ...          for name, loss in (("a", "ppo"), ("b", "cross_entropy"), ("c", "ppo"))]
     >>> [[call.request_id for call in own] for own in operations_by_pass(calls)]
     [['a', 'c'], ['b']]
-
-    Args:
-        operations: that `check_operation` takes, with nothing between them that must come after
-            one and before another.
     """
     passes: dict[object, list[Operation]] = {}
     for operation in operations:
@@ -129,12 +121,7 @@ def operations_by_pass(operations: Sequence[Operation]) -> list[list[Operation]]
 
 
 def operation_rows(operations: Sequence[Operation], *, first_row_id: int) -> Rows:
-    """A row per datum, all of it response, in order.
-
-    Args:
-        operations: of one list of `operations_by_pass`.
-        first_row_id: of the first row; they count up.
-    """
+    """A row per datum, all of it response, in order."""
     data = [datum for operation in operations for datum in operation.data]
     input_ids = _joined([datum.input_ids for datum in data])
     loss_mask = Ragged(np.ones(len(input_ids.values), np.uint8), input_ids.offsets)
@@ -161,11 +148,9 @@ def operation_rows(operations: Sequence[Operation], *, first_row_id: int) -> Row
 
 
 def sums_by_request(operations: OperationColumns, sums_B: NDArray[Any]) -> dict[str, float]:
-    """What each operation is answered, from the sums of its rows, however they were passed.
+    """Return the sum of each operation over its rows, however they were passed.
 
-    Args:
-        operations: of B rows.
-        sums_B: (B,), such as the loss summed over the positions of each row; float64 is added.
+    `sums_B` (B,) is, for example, the loss summed over the positions of each row; sums are float64.
     """
     sums: dict[str, float] = {}
     for request_id, value in zip(operations.request_id, sums_B.tolist(), strict=True):
@@ -200,9 +185,7 @@ def _weights(datum: Datum) -> NDArray[np.float32]:
 
 
 def _joined(arrays: Sequence[NDArray[_Scalar]]) -> Ragged[_Scalar]:
-    offsets = np.zeros(len(arrays) + 1, np.int32)
-    np.cumsum([len(array) for array in arrays], out=offsets[1:])
-    return Ragged(np.concatenate(arrays), offsets)
+    return Ragged(np.concatenate(arrays), offsets_of([len(array) for array in arrays]))
 
 
 def _joined_if_given(arrays: Sequence[NDArray[np.float32] | None]) -> Ragged[np.float32] | None:

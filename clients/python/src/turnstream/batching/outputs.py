@@ -1,14 +1,13 @@
-"""What a model gives for laid-out rows, back as one array per row, by row id.
+"""Model outputs for laid-out rows, returned as one array per row, by row id.
 
-The way back from every layout: exactly the values of a row's response tokens, nothing of padding,
-nothing of inert rows. Passes and ranks finish in any order, so rows are found by their id and never
-by their position::
+From every layout, exactly the values of a row's response tokens return, without padding and inert
+rows. Passes and ranks finish in any order, so rows are found by their id and never by position::
 
     parts = [response_values_packed(logprobs_N, bin) for bin, logprobs_N in ...]
     column = join_by_row_id(parts, rows)
 
-Where the columns of a layout are shifted, so are the values: that of the token in slot j + 1 is in
-slot j. The first response token of a row with an empty prompt has no slot: its value is NaN.
+Where the columns of a layout are shifted, so are the values: slot j has the value of the token in
+slot j + 1. The first response token of a row with an empty prompt has no slot: its value is NaN.
 """
 
 from __future__ import annotations
@@ -19,10 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.checks import response_lengths as lengths_of
+from turnstream.batching.buffers import offsets_of
 from turnstream.batching.jagged import Jagged
+from turnstream.batching.layout import require_fits
 from turnstream.batching.packed import Packed
-from turnstream.errors import BatchingError, RowTooLongError
+from turnstream.batching.slots import response_lengths as lengths_of
+from turnstream.errors import BatchingError
 from turnstream.types import Ragged, Rows
 
 ResponseValues = dict[int, NDArray[Any]]
@@ -32,19 +33,9 @@ ResponseValues = dict[int, NDArray[Any]]
 def response_values_left_padded(
     values_BR: NDArray[Any], *, row_ids: Sequence[int], response_lengths: Sequence[int]
 ) -> ResponseValues:
-    """The last values of every row.
-
-    Args:
-        values_BR: of response columns, responses ending in the last one.
-        row_ids: B ids; rows with a negative one are inert and left out.
-        response_lengths: B lengths, in tokens.
-
-    Raises:
-        BatchingError: other than B rows, or a row id comes twice.
-        RowTooLongError: a response is longer than R.
-    """
+    """The last values of every row."""
     num_rows, width = _shape(values_BR, len(row_ids))
-    _require_fits(response_lengths, width)
+    require_fits(np.array(response_lengths), width)
     line = values_BR.reshape(num_rows * width, *values_BR.shape[2:])
     first_slots = [(row + 1) * width - length for row, length in enumerate(_ints(response_lengths))]
     return _cut(line, row_ids=row_ids, first_slots=first_slots, lengths=response_lengths)
@@ -57,37 +48,17 @@ def response_values_right_padded(
     prompt_lengths: Sequence[int],
     response_lengths: Sequence[int],
 ) -> ResponseValues:
-    """The values of every row from the column before its response on.
-
-    Args:
-        values_BT: column t belongs to the token in column t + 1.
-        row_ids: B ids; rows with a negative one are inert and left out.
-        prompt_lengths: B lengths, in tokens.
-        response_lengths: B lengths, in tokens.
-
-    Raises:
-        BatchingError: other than B rows, or a row id comes twice; or a row without a prompt has
-            values that are no floats: nothing stands before its first token.
-        RowTooLongError: a row is longer than T.
-    """
+    """The values of every row from the column before its response on."""
     num_rows, width = _shape(values_BT, len(row_ids))
     prompts, responses = _ints(prompt_lengths), _ints(response_lengths)
-    _require_fits([p + r for p, r in zip(prompts, responses, strict=True)], width)
+    require_fits(np.array(prompts) + np.array(responses), width)
     line = values_BT.reshape(num_rows * width, *values_BT.shape[2:])
     starts = range(0, num_rows * width, width) if width else [0] * num_rows
     return _cut_shifted(line, row_ids=row_ids, starts=starts, prompts=prompts, lengths=responses)
 
 
 def response_values_packed(values_N: NDArray[Any], bin_of_rows: Packed) -> ResponseValues:
-    """The values of every row of a bin from the slot before its response on.
-
-    Args:
-        values_N: slot j belongs to the token in slot j + 1.
-        bin_of_rows: that the model saw.
-
-    Raises:
-        BatchingError: other than N values, or a row id comes twice.
-    """
+    """The values of every row of a bin from the slot before its response on."""
     num_slots = len(bin_of_rows.input_ids_N)
     if len(values_N) != num_slots:
         raise BatchingError(f"{len(values_N)} values for {num_slots} slots")
@@ -101,15 +72,7 @@ def response_values_packed(values_N: NDArray[Any], bin_of_rows: Packed) -> Respo
 
 
 def response_values_jagged(values_M: NDArray[Any], rows: Jagged) -> ResponseValues:
-    """The values of every row by its response offsets.
-
-    Args:
-        values_M: of response tokens, as `Jagged.scoring_tokens_M` picks them.
-        rows: that the model saw.
-
-    Raises:
-        BatchingError: other than M values, or a row id comes twice.
-    """
+    """The values of every row by its response offsets."""
     if len(values_M) != rows.response_offsets[-1]:
         raise BatchingError(
             f"{len(values_M)} values for {rows.response_offsets[-1]} response tokens"
@@ -126,10 +89,6 @@ def join_by_row_id(parts: Iterable[Mapping[int, NDArray[Any]]], rows: Rows) -> R
     """One column beside those of `rows`, from the parts that passes and ranks gave, in any order.
 
     Inert rows have zeros.
-
-    Raises:
-        BatchingError: a row came twice, not at all, or with another number of values than it has
-            response tokens; or an id is of no row.
     """
     found: dict[int, NDArray[Any]] = {}
     for part in parts:
@@ -149,9 +108,8 @@ def join_by_row_id(parts: Iterable[Mapping[int, NDArray[Any]]], rows: Rows) -> R
         column.append(values)
     if found:
         raise BatchingError(f"values came for rows that are not here: {sorted(found)[:8]}")
-    offsets = np.concatenate([[0], np.cumsum([len(values) for values in column])])
     values = np.concatenate(column) if column else np.empty((0, *shape), dtype)
-    return Ragged(values, offsets.astype(np.int32))
+    return Ragged(values, offsets_of([len(own) for own in column]))
 
 
 def _cut_shifted(
@@ -200,12 +158,6 @@ def _shape(values: NDArray[Any], num_rows: int) -> tuple[int, int]:
     if len(values) != num_rows:
         raise BatchingError(f"values of {len(values)} rows for {num_rows} row ids")
     return num_rows, values.shape[1]
-
-
-def _require_fits(lengths: Sequence[int], width: int) -> None:
-    for row, length in enumerate(lengths):
-        if length > width:
-            raise RowTooLongError(row, length, width)
 
 
 def _ints(values: Sequence[int]) -> list[int]:

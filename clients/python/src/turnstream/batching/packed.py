@@ -1,4 +1,4 @@
-"""Rows one behind the other, without padding, for attention that keeps sequences apart.
+"""Rows in sequence, without padding, for attention that keeps sequences apart.
 
 Shapes: N slots of a bin, B rows of it.
 """
@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.buffers import zeros_in_one_piece
-from turnstream.batching.checks import require_aligned, response_lengths
-from turnstream.batching.slots import SlotLine, masked_scalars
+from turnstream.batching.slots import SlotLine, require_aligned, response_lengths
 from turnstream.errors import BatchingError
 from turnstream.types import Rows
 
@@ -25,20 +23,20 @@ class Packed:
     """Rows of one bin, concatenated.
 
     Row b is the slots `cu_seqlens[b]:cu_seqlens[b + 1]`: its tokens, then, where rows are aligned,
-    up to alignment - 1 slots of padding. These come last in their own sequence, so under causal
-    attention no token sees them. All columns follow the shift rule of `turnstream.batching.slots`:
-    what belongs to the token in slot j + 1 stands in slot j, whose logits score it.
+    up to alignment - 1 slots of padding. The padding comes last in its own sequence, so under
+    causal attention no token sees it. All columns follow the shift rule of
+    `turnstream.batching.slots`.
 
     Attributes:
         input_ids_N: int64.
         position_ids_N: int64, 0 at the first token of every row.
-        cu_seqlens: int32 (B + 1,), where rows begin, and N at the end.
+        cu_seqlens: int32 (B + 1,), first slot of every row, and N at the end.
         length_B: int32, tokens of every row, its padding left out.
         loss_mask_N: bool, slot j scores a trained token.
         logprobs_N: float32, 0.0 outside the response; None if no row of the mini-batch has any.
         rewards_N: float32, token rewards.
         advantages_N: float32, 0.0 where the loss mask is not set.
-        token_weights_N: float32, what a token counts for; None where that is 1.
+        token_weights_N: float32, weight of each token; None where that is 1.
         row_id_B: int64.
         prompt_length_B, response_length_B: int32, in tokens.
     """
@@ -58,26 +56,14 @@ class Packed:
 
     @property
     def max_length(self) -> int:
-        """Slots of the longest row, its padding included: what attention kernels ask for."""
+        """Return the slots of the longest row with its padding, for attention kernels."""
         return int(np.diff(self.cu_seqlens).max(initial=0))
 
 
 def packed(
     rows: Rows, *, bins: Sequence[Sequence[int]], pad_token_id: int, alignment: int = 1
 ) -> list[Packed]:
-    """One value per bin; its rows in the order of the bin. All share one piece of memory.
-
-    Args:
-        rows: empty prompts and empty responses are allowed.
-        bins: positions in `rows`: the micro-batches of a share, or bins of
-            `turnstream.batching.packing`. Rows may be left out.
-        pad_token_id: behind a row up to the next multiple; never read by the loss.
-        alignment: every row begins at a multiple of this, in tokens. See `sequence_alignment`.
-
-    Raises:
-        BatchingError: a row trains its first token, or a column has another length than its
-            response, or alignment is below 1.
-    """
+    """One value per bin; its rows in the order of the bin. All share one piece of memory."""
     require_aligned(rows)
     order, lengths, starts = line_up(rows, bins=bins, alignment=alignment)
     columns = _columns(rows, order=order, lengths=lengths, starts=starts, pad_token_id=pad_token_id)
@@ -94,40 +80,18 @@ def _columns(
     pad_token_id: int,
 ) -> dict[str, NDArray[Any] | None]:
     """All columns of `Packed` but one, of all bins together."""
-    num_slots = int(starts[-1])
-    num_logprobs = num_slots if rows.logprobs is not None else 0
-    ids_N, positions_N, rewards_N, advantages_N, logprobs_N, mask_N = zeros_in_one_piece(
-        ((num_slots,), np.int64),
-        ((num_slots,), np.int64),
-        ((num_slots,), np.float32),
-        ((num_slots,), np.float32),
-        ((num_logprobs,), np.float32),
-        ((num_slots,), np.bool_),
-    )
     line = SlotLine(rows, order=order, starts=starts[:-1])
     token_lengths = rows.input_ids.lengths[order]
-    if pad_token_id and np.any(token_lengths < lengths):
-        ids_N[...] = pad_token_id
-    line.place_ids(ids_N)
+    columns = line.columns(
+        (int(starts[-1]),),
+        pad_token_id=pad_token_id if np.any(token_lengths < lengths) else 0,
+        advantage=np.repeat(rows.advantage[order], lengths),
+    )
+    positions_N: NDArray[np.int64] = np.zeros(int(starts[-1]), np.int64)
     line.place_positions(positions_N, lengths=lengths)
-    line.place_responses(rows.loss_mask, mask_N.view(np.uint8))
-    if rows.rewards.values.any():
-        line.place_responses(rows.rewards, rewards_N)
-    if rows.logprobs is not None:
-        line.place_responses(rows.logprobs, logprobs_N)
-    if rows.advantages is None:
-        masked_scalars(np.repeat(rows.advantage[order], lengths), mask_N, advantages_N)
-    else:
-        line.place_responses(rows.advantages, advantages_N)
-        masked_scalars(advantages_N, mask_N, advantages_N)
     return {
-        "input_ids_N": ids_N,
+        **{f"{name}_N": column for name, column in columns.items()},
         "position_ids_N": positions_N,
-        "loss_mask_N": mask_N,
-        "logprobs_N": None if rows.logprobs is None else logprobs_N,
-        "rewards_N": rewards_N,
-        "advantages_N": advantages_N,
-        "token_weights_N": line.token_weights(num_slots),
         "length_B": token_lengths,
         "row_id_B": rows.row_id[order],
         "prompt_length_B": rows.prompt_length[order],
@@ -151,11 +115,7 @@ def _cut(
 def line_up(
     rows: Rows, *, bins: Sequence[Sequence[int]], alignment: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Rows in the order of their bins: positions, slots that each takes, and starts (one more).
-
-    Raises:
-        BatchingError: alignment is below 1, or a bin has more slots than int32 can count.
-    """
+    """Rows in the order of their bins: positions, slots that each takes, and starts (one more)."""
     if alignment < 1:
         raise BatchingError(f"alignment={alignment} must be at least 1")
     order = np.array([row for rows_of_bin in bins for row in rows_of_bin], np.int64)
@@ -178,11 +138,6 @@ def sequence_alignment(
     >>> sequence_alignment(tensor_parallel=2), sequence_alignment(tensor_parallel=2,
     ...                                                           context_parallel=4)
     (2, 16)
-
-    Args:
-        tensor_parallel: ranks.
-        context_parallel: ranks.
-        multiple_of: what else has to divide a row; 16 * context_parallel for FP8 kernels.
     """
     own = tensor_parallel * context_parallel * 2 if context_parallel > 1 else tensor_parallel
     return int(np.lcm(own, multiple_of))

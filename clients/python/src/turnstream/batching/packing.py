@@ -8,8 +8,8 @@ For lengths 6 3 5 7 2 4 1 8 and capacity 10, as row indices::
     best_fit_decreasing         [7 4] [3 1] [0 5] [2 6]
     worst_fit_decreasing        [7 6] [3 4] [0 1] [2 5]
 
-Equal lengths go lower index first, so a plan can be made again anywhere. No row is ever cut: one
-longer than the capacity is refused, or put into a bin of its own where the caller says so.
+Equal lengths are ordered by index, so any process makes the same plan. No row is ever cut: a row
+above the capacity is refused, or has a bin of its own if the caller allows it.
 
 Sources: Johnson, "Near-optimal bin packing algorithms" (1973); Johnson and Garey, "A 71/60 theorem
 for bin packing" (1985) for the modified first fit decreasing.
@@ -44,18 +44,10 @@ def pack(
     over_long: OverLong = "refuse",
     alignment: int = 1,
 ) -> Bins:
-    """Bins that hold every row once, none above the capacity.
+    """Return bins that hold every row once, none above the capacity but rows "alone" in one.
 
-    Args:
-        lengths: tokens of every row, each at least 1.
-        capacity: tokens of a bin.
-        method: best fit decreasing packs as well as first fit decreasing, in less time.
-        over_long: what to do with a row longer than the capacity.
-        alignment: every row counts as the next multiple of this, as it will be laid out.
-
-    Raises:
-        RowTooLongError: a row is longer than the capacity and `over_long` is "refuse".
-        BatchingError: a row is empty, or capacity or alignment is below 1.
+    Every row counts as the next multiple of `alignment`, as it will be laid out. Best fit
+    decreasing packs as well as first fit decreasing, in less time.
     """
     if capacity < 1 or alignment < 1:
         raise BatchingError(f"capacity={capacity} and alignment={alignment} must be at least 1")
@@ -82,10 +74,6 @@ def grow_bins(bins: Bins, lengths: Sequence[int], *, multiple_of: int, at_least:
 
     >>> grow_bins([[0, 1, 2], [3]], [4, 3, 2, 4], multiple_of=3)
     [[0], [1, 2], [3]]
-
-    Raises:
-        BatchingError: there are fewer rows than bins wanted; add inert rows first. Or the multiple
-            is below 1.
     """
     if multiple_of < 1:
         raise BatchingError(f"multiple_of={multiple_of} must be at least 1")
@@ -224,7 +212,7 @@ def _modified_first_fit_decreasing(
                 row = rest.largest(at_most=min(rooms[index], medium))
                 assert row is not None
                 put(row, index)
-    for index in range(len(bins)):  # whatever still fits, largest first
+    for index in range(len(bins)):  # the largest row that fits, until none does
         while (row := rest.largest(at_most=rooms[index])) is not None:
             put(row, index)
     return bins + _first_fit_decreasing(rest.rows, sizes, capacity)

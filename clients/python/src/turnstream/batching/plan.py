@@ -1,7 +1,7 @@
-"""What a batch is made of, decided without reading a token: the content of a manifest.
+"""The content of a manifest: the plan of a batch, made without reading a token.
 
 A plan is a pure function of the sealed trajectories (their lengths and rewards) and the run's
-configuration, so that whoever plans the same groups gets the same batch.
+configuration. The same groups always give the same batch.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from typing import NamedTuple
 from turnstream.types import Denominators, Figures, Status, TrajectoryKey
 
 ASSEMBLY_VERSION = 3
-"""Grows whenever a plan says something that the rules before would assemble to other rows, or to
-rows of which something else is said.
+"""Version of the assembly rules; a plan of a newer version gives other rows under older rules.
 
-A replica assembles plans of this version and of those before, and refuses newer ones by name: in
-version 0 all rows of a trajectory weigh alike and none is masked, before version 2 nothing is said
-of tags and metrics, before version 3 all turns of a trajectory have its advantage.
-"""
+A replica assembles plans up to this version. Its error for newer ones has both versions. In version
+0 all rows of a trajectory weigh alike and none is masked. Before version 2 a plan has no tags and
+metrics. Before version 3 all turns of a trajectory have its advantage."""
 
 
 class SequenceShape(NamedTuple):
@@ -43,15 +41,15 @@ class TrajectoryPlan:
 
     Attributes:
         reward: the one reward that the estimator saw.
-        advantage: float32 value, broadcast to every row by the row's own mask; where turns have
-            advantages of their own, that of the whole trajectory among them, which no token has.
-        weights: of its rows in the loss, float32 values, one per sequence.
+        advantage: float32 value for every row, applied by the row's own mask; where turns have
+            advantages of their own, the advantage of the whole trajectory, which no token has.
+        weights: float32 values, one loss weight per sequence.
         num_turn_tokens: tokens of all turns sent one by one, for the merge ratio.
         sequences: its rows, in order.
         is_masked: no token of it is trained, whatever its payload says.
         payload_crcs: CRC-32 of every turn's payload; the assembler refuses any other.
-        turn_advantages: float32 values, one per turn, each broadcast to the tokens that its turn
-            sampled, in whatever row they are trained; empty where all turns have `advantage`.
+        turn_advantages: float32 values, one per turn, each for the tokens that its turn sampled, in
+            the row that trains them; empty where all turns have `advantage`.
     """
 
     key: TrajectoryKey

@@ -9,10 +9,10 @@ import numpy as np
 
 from turnstream.batching.advantages import GroupOutcomes, gigpo, trajectory_advantages
 from turnstream.batching.config import BatchingConfig
+from turnstream.batching.decisions import ReadyGroup
 from turnstream.batching.denominators import plan_denominators
 from turnstream.batching.figures import sum_up
-from turnstream.batching.filters import row_weights
-from turnstream.batching.lengths import is_compared, is_masked
+from turnstream.batching.filters import is_compared, is_masked, row_weights
 from turnstream.batching.merge import plan_sequences
 from turnstream.batching.plan import (
     ASSEMBLY_VERSION,
@@ -22,7 +22,6 @@ from turnstream.batching.plan import (
     SequenceShape,
     TrajectoryPlan,
 )
-from turnstream.batching.readiness import ReadyGroup
 from turnstream.batching.rewards import planned_reward, planned_turn_rewards
 from turnstream.batching.staleness import is_wholly_of, tokens_of, version_span
 from turnstream.errors import BatchingError
@@ -30,12 +29,9 @@ from turnstream.types import SealedTrajectory
 
 
 def num_groups_to_plan(num_ready: int, config: BatchingConfig, *, is_final: bool) -> int:
-    """How many of the ready groups the next batch takes; 0 means to wait.
+    """Return how many of the ready groups the next batch takes; 0 means to wait.
 
-    Args:
-        num_ready: groups that could be planned now.
-        config: of the run.
-        is_final: no more groups will come: what is left makes a last, short batch.
+    With `is_final` no more groups will come, and the rest makes a last, short batch.
     """
     if num_ready >= config.batch_groups:
         return config.batch_groups
@@ -57,34 +53,16 @@ def plan_batch(
     masked_versions: tuple[int, ...] = (),
     revised_at: str = "0-0",
 ) -> Manifest:
-    """The immutable plan of one batch of these groups, in this order.
+    """Return the immutable plan of one batch of these groups, in this order.
 
-    Mini-batches take `mini_batch_groups` groups each; the last one of a short batch takes what is
-    left. Groups are never cut. Advantages are estimated once per trajectory, or per turn, over the
-    whole batch, in float64, and kept as float32 values.
+    Mini-batches take `mini_batch_groups` groups each; the last one of a short batch takes the rest.
+    Groups are never cut. Advantages are estimated once per trajectory, or per turn, over the whole
+    batch, in float64, and kept as float32 values.
 
-    A plan that is made again after a crash is the same, to the bit. It is a function of the
-    arguments, and the groups and `masked_versions` are one of the events alone: those complete
-    first, which later events do not change, or those that were chosen at a BatchDue event, from
-    what was complete and announced before it (batching.selection). Age is judged there and nowhere
-    else; to expire again what was expired there changes nothing.
-
-    Args:
-        ready: the groups.
-        config: of the run.
-        run: its name.
-        step: number of the batch.
-        lineage: of the history.
-        previous_hash: of the manifest before; "" for the first.
-        first_row_id: of the first row.
-        config_revision: of `config`.
-        revision: above 0 where a damaged plan is replaced.
-        chosen_at: the BatchDue event that the groups were chosen at, if they were.
-        masked_versions: ascending; no token that one of them sampled is trained.
-        revised_at: the event since which the run has `config`.
-
-    Raises:
-        BatchingError: there is no group.
+    A plan made again after a crash is the same, to the bit: it is a function of the arguments, and
+    these follow from the events alone. Age is judged by `batching.selection` and not here.
+    `chosen_at` is the BatchDue event of a chosen batch, `revised_at` the event since which the run
+    has `config`, and no token sampled by `masked_versions` is trained.
     """
     if not ready:
         raise BatchingError("a batch of no groups")
@@ -161,13 +139,13 @@ def _planned(
 
 
 def _without(sequence: SequenceShape, lost: Sequence[int]) -> SequenceShape:
-    """The row with so many tokens of every turn untrained."""
+    """Return the row with so many tokens of every turn untrained."""
     num_lost = sum([lost[turn] for turn in sequence.turns])
     return sequence._replace(num_trained_tokens=sequence.num_trained_tokens - num_lost)
 
 
 class _Advantage(NamedTuple):
-    """Of a trajectory, and of its turns where the estimator tells them apart; float32 values."""
+    """Float32 advantages of a trajectory, and of its turns where the estimator has them."""
 
     value: float
     turns: tuple[float, ...] = ()
@@ -176,7 +154,7 @@ class _Advantage(NamedTuple):
 def _advantages(
     planned: Sequence[Sequence[_Member]], config: BatchingConfig
 ) -> list[list[_Advantage]]:
-    """Of every trajectory of every group; 0 where its reward is left out."""
+    """Return the advantage of every trajectory of every group; 0 where its reward is left out."""
     compared = [[m for m in members if is_compared(m.sealed, config)] for members in planned]
     estimated = trajectory_advantages(
         [_outcomes(members, config) for members in compared],
@@ -200,7 +178,7 @@ def _advantages(
 def _turn_advantages(
     compared: Sequence[_Member], config: BatchingConfig
 ) -> list[tuple[float, ...]]:
-    """Of the turns of every trajectory of a group; empty where they have that of the trajectory."""
+    """Return the advantages of the turns of a group, by trajectory; empty without gigpo."""
     if config.estimator != "gigpo":
         return [()] * len(compared)
     sealed = [member.sealed for member in compared]
@@ -222,7 +200,7 @@ def _left_out(member: _Member, config: BatchingConfig) -> _Advantage:
 
 
 def _outcomes(members: Sequence[_Member], config: BatchingConfig) -> GroupOutcomes:
-    """What is compared in one group.
+    """Return the compared values of one group.
 
     A baseline weighs a response by its length, also where it is masked, while tokens are whitened
     among those that are trained.
@@ -263,7 +241,7 @@ def _trajectory_plan(
 
 
 def _weights(sequences: PlannedRows, config: BatchingConfig) -> tuple[float, ...]:
-    """What each of these rows weighs; 1 also where it has no trained token and counts nowhere."""
+    """Return the weight of each of these rows; 1 for a row without a trained token."""
     if len(sequences) == 1 or config.row_weights == "per_row":
         return (1.0,) * len(sequences)
     weights = row_weights(

@@ -1,9 +1,9 @@
-"""Which earlier turn of a trajectory a prompt goes on behind, or holds its longest beginning.
+"""The earlier turn whose row a prompt continues, or that holds its longest beginning.
 
-A prompt continues the longest row that it holds whole, of those that still end where they did; of
-equal rows the newest, as a loop that compares with the row before it would. A longer beginning of
-another turn does not hide such a row: a few tokens more are sent, and a row less is trained. Where
-there is no such row, the longest known beginning is what need not be sent again.
+A prompt continues the longest row that it holds whole and that no turn continued; of equal rows it
+continues the newest. A longer beginning of another turn does not hide such a row: a few tokens more
+are sent, and a row less is trained. Without such a row, the longest known beginning need not be
+sent again.
 
 The tokens of all turns form a tree. It is kept as *lines*: stretches of tokens in one buffer each,
 which grow at their end and are never cut. A line begins where its first token differs from the one
@@ -11,10 +11,10 @@ that was there before, at an anchor in its parent line. With one letter per toke
 responses `ab|cd`, `abcde|f`, `abx|y` are two lines::
 
     a b c d e f        written by turn 0 (abcd) and turn 1 (ef)
-        x y            anchored behind "ab", written by turn 2
+        x y            anchored after "ab", written by turn 2
 
-So an agent that goes on with its own context has all of it in one buffer, and finding the prefix
-is one comparison; a sub-agent or an edited context costs one more line.
+An agent that continues its own context has all of it in one buffer, and finding the prefix is one
+comparison. A sub-agent or an edited context costs one more line.
 """
 
 from __future__ import annotations
@@ -36,16 +36,14 @@ _NO_BYTES = memoryview(b"")
 _FIRST_BLOCK = 1024
 """Tokens compared at first; each further block is 8 times longer.
 
-A mismatch is found after at most 8 times the tokens that agree, so linking stays linear in tokens,
-and a long match costs few calls.
-"""
+A mismatch is found after at most 8 times the tokens that agree, so linking stays linear in
+tokens."""
 
 
 class PrefixMatch(NamedTuple):
     """The first `shared_tokens` tokens of a prompt are those of `parent_turn`'s prompt + response.
 
-    `parent_turn` is NO_PARENT where nothing is shared, unless it is a row without a token that goes
-    on.
+    `parent_turn` is NO_PARENT where nothing is shared, unless it continues a row without a token.
     """
 
     parent_turn: int
@@ -72,26 +70,16 @@ class PrefixIndex:
         self._branches: dict[tuple[_Line, int, bytes], _Line] = {}
 
     def link(self, prompt_ids: NDArray[np.int32]) -> PrefixMatch:
-        """The first of `matches`.
-
-        Raises:
-            InvalidTurnError: the ids are not int32: their bytes are compared.
-        """
+        """Return the first of `matches`."""
         return next(self.matches(prompt_ids))
 
     def matches(self, prompt_ids: NDArray[np.int32]) -> Iterator[PrefixMatch]:
-        """What the next turn may be stored with, the best first; good until a turn is added.
+        """Yield the possible parents of the next turn, the best first; valid until a turn is added.
 
-        First the ends of rows that the prompt holds whole, the longest first, of equal ones the
-        newest: a turn that names one continues its row. At last the longest beginning that earlier
-        turns hold. Prompts and responses count alike; it may end inside either. Where several turns
-        hold it, the lowest that ends there is named, otherwise the lowest of them.
-
-        Args:
-            prompt_ids: int32 (P,); may be empty.
-
-        Raises:
-            InvalidTurnError: the ids are not int32: their bytes are compared.
+        First come the ends of rows that the prompt holds whole, the longest first, of equal ones
+        the newest: a turn that names one continues its row. Last comes the longest beginning that
+        earlier turns hold. Prompts and responses count alike; it may end inside either. If
+        several turns hold it, the lowest that ends there is named, otherwise the lowest of them.
         """
         require_int32(prompt_ids, field="prompt_ids")
         line, offset = self._find(_bytes_of(prompt_ids))
@@ -105,16 +93,7 @@ class PrefixIndex:
         prompt_ids: NDArray[np.int32],
         response_ids: NDArray[np.int32],
     ) -> None:
-        """Remember the next turn. The arrays are copied where they are new.
-
-        Args:
-            match: what the turn is stored with: one of `matches`, or less than they say.
-            prompt_ids: int32 (P,).
-            response_ids: int32 (R,).
-
-        Raises:
-            InvalidTurnError: the ids are not int32.
-        """
+        """Add the next turn, with one of its `matches` or a shorter one; new tokens are copied."""
         require_int32(response_ids, field="response_ids")
         new_ids = _bytes_of(prompt_ids[match.shared_tokens :])
         line, offset, known = self._walk(*self._locate(match), new_ids)
@@ -124,7 +103,7 @@ class PrefixIndex:
         """The place where a prompt leaves the tree."""
         line, end = self._ends[-1] if self._root.length else (self._root, 0)
         if 0 < end == line.length and line.depth == 0 and line.begins(prompt):
-            # The usual case, one comparison of memory: it goes on behind the last turn.
+            # The usual case, one comparison of memory: it continues the last turn.
             return line, end
         line, offset, _ = self._walk(self._root, 0, prompt)
         return line, offset
@@ -166,7 +145,7 @@ class PrefixIndex:
         return line, match.shared_tokens - line.depth
 
     def _walk(self, line: _Line, offset: int, tokens: memoryview) -> tuple[_Line, int, int]:
-        """Follow tokens from a place in the tree: where they leave it, and how many did not."""
+        """Follow tokens from a place in the tree; return their last place and how many follow."""
         known = 0
         num_tokens = len(tokens) // _TOKEN_BYTES
         while True:
@@ -190,7 +169,7 @@ class _Line:
         tokens: their bytes, int32 each; as bytes they are compared by one call, without an array.
         writes: (offset, turn): from there on, the tokens were written by that turn.
         ends: offset -> the lowest turn that ends there.
-        rows: (offset, turn), ascending: the ends of rows in which nobody went on yet.
+        rows: (offset, turn), ascending: ends of rows that no turn has continued.
     """
 
     __slots__ = ("depth", "ends", "length", "parent", "rows", "tokens", "writes")
@@ -210,7 +189,7 @@ class _Line:
         bisect.insort(self.rows, (offset, turn))
 
     def go_on(self, offset: int, turn: int) -> None:
-        """The row that ended here with this turn goes on, if it does not do so already."""
+        """Continue the row that ended here with this turn, unless it is continued already."""
         place = bisect.bisect_left(self.rows, (offset, turn))
         if self.rows[place : place + 1] == [(offset, turn)]:
             del self.rows[place]
@@ -237,12 +216,12 @@ class _Line:
         return self.writes[bisect.bisect_left(self.writes, (offset,)) - 1][1]
 
     def begins(self, prompt: memoryview) -> bool:
-        """Whether the prompt begins with all of this line."""
+        """Return whether the prompt begins with all of this line."""
         length = len(self.tokens)
         return length <= len(prompt) and self.tokens.startswith(prompt[:length])
 
     def write(self, *pieces: memoryview, turn: int) -> int:
-        """Go on behind the last token: where the new ones end."""
+        """Append tokens after the last one; return where the new ones end."""
         self.writes.append((self.length, turn))
         if self.length:
             self.tokens += b"".join(pieces)
@@ -252,7 +231,7 @@ class _Line:
         return self.length
 
     def num_same(self, offset: int, tokens: memoryview, known: int) -> int:
-        """How many tokens agree: the line's from `offset` on, and the given from `known` on."""
+        """Return how many tokens agree: the line's from `offset`, the given from `known`."""
         length = min(self.length - offset, len(tokens) // _TOKEN_BYTES - known)
         here, there = offset * _TOKEN_BYTES, known * _TOKEN_BYTES
         if not self.tokens.startswith(tokens[there : there + _TOKEN_BYTES], here):
@@ -265,7 +244,7 @@ class _Line:
 
 
 def num_same(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
-    """How many tokens the shorter of the two begins with as the other does."""
+    """Return how many leading tokens of both are the same."""
     length = min(len(left), len(right))
     start, block = 0, _FIRST_BLOCK
     while start < length:
@@ -279,11 +258,7 @@ def num_same(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
 
 
 def require_int32(token_ids: NDArray[np.int32], *, field: str) -> None:
-    """Refuse ids of another type: it is their bytes that are compared.
-
-    Raises:
-        InvalidTurnError: names the field and the type.
-    """
+    """Refuse ids of another type, because their bytes are compared."""
     if token_ids.dtype != _INT32:
         raise InvalidTurnError(field, f"are {token_ids.dtype}, not int32")
 

@@ -1,18 +1,18 @@
-"""Which groups are ready to train: a fold over the events of a run.
+"""Ready groups: a fold over the events of a run.
 
-A group is *decided* by the first `num_needed` members that are sealed and valid, or when no sample
-of it can become one any more, or by its deadline. It is *ready* with two or more valid members, or
-with one where one is needed; any other is dropped. The result depends on the order of events and on
-nothing else: no clock, no arrival time. Hearing an event again changes nothing.
-A plan that is withdrawn puts its groups back (see `OpenGroups.put_back`).
+A group is *decided* by its first `num_needed` valid sealed members, by its deadline, or when no
+other sample can become a member. It is *ready* with two or more valid members, or with one where
+one is needed; any other is dropped. The result depends on the order of events and on nothing else:
+no clock, no arrival time. Applying an event again changes nothing. A withdrawn plan puts its groups
+back (see `OpenGroups.put_back`)::
 
     opened ──> enough members, or every sample ended ──> ready ──> taken (it is in a manifest)
       │ ▲                                        │         └────> incomplete, if members die first
       │ └─ refills, where the run allows them    ├──> incomplete   too few valid members
       │                                          └──> filtered     all rewards equal, if so said
-      └──> deadline: ready with what there is, or incomplete, or refills
+      └──> deadline: ready with the members it has, or incomplete, or refills
 
-What has to be done about it is returned as decisions, all of which may be carried out twice.
+Every consequence is returned as a decision, and all decisions may be carried out twice.
 """
 
 from __future__ import annotations
@@ -24,17 +24,14 @@ from turnstream.batching.decisions import (
     Decision,
     GroupCut,
     GroupDropped,
-    MemberDropped,
     ReadyGroup,
     RefillWanted,
-    WaitingGroup,
     incomplete_member,
     surplus_member,
 )
-from turnstream.batching.judging import problem_of
-from turnstream.batching.lengths import is_compared
+from turnstream.batching.filters import is_compared
 from turnstream.batching.members import GroupMembers
-from turnstream.batching.open_groups import FoldState, OpenGroups
+from turnstream.batching.open_groups import FoldState, OpenGroups, problem_of
 from turnstream.batching.rewards import with_posted_reward
 from turnstream.types import (
     DeadlineFired,
@@ -54,27 +51,11 @@ from turnstream.types import (
     TrajectoryState,
 )
 
-__all__ = [
-    "Decision",
-    "GroupCut",
-    "GroupDropped",
-    "MemberDropped",
-    "ReadyGroup",
-    "RefillWanted",
-    "RunFold",
-    "WaitingGroup",
-]
-
 _DECIDED_BEFORE = "its group was decided before it was sealed"
 
 
 class RunFold(OpenGroups):
-    """The groups of a run, as its events tell them.
-
-    Args:
-        config: settings in force.
-        state: content of another fold, which this one shares; None starts an empty fold.
-    """
+    """The groups of a run, as its events describe them; `state` is shared with the caller."""
 
     def __init__(self, config: BatchingConfig, state: FoldState | None = None) -> None:
         state = FoldState() if state is None else state
@@ -111,10 +92,10 @@ class RunFold(OpenGroups):
             yield group_id, group.opened_by
 
     def still_holds(self, decision: Decision) -> bool:
-        """Whether a decision is to be carried out, after all that was heard since.
+        """Return whether a decision is to be carried out after all later events.
 
-        A refill may have been granted, and a group that was cut may be open again for a refill, or
-        decided again by a configuration that cuts none; what was dropped stays so.
+        A refill may have been granted. A cut group may be open again for a refill, or decided again
+        by a configuration that cuts none. Drops are final.
         """
         match decision:
             case RefillWanted(key=key, number=number):
@@ -127,14 +108,9 @@ class RunFold(OpenGroups):
                 return True
 
     def apply(self, event_id: str, event: Event) -> list[Decision]:
-        """Take the next event in; what follows from it.
+        """Apply the next event, or one that was applied before; return the decisions.
 
-        Args:
-            event_id: of the stream, ascending; becomes `completed_by` of what the event completes.
-            event: the next one, or one that was applied before.
-
-        Raises:
-            BatchingError: the event is refused, and nothing has changed.
+        A refused event raises BatchingError and changes nothing. Event ids ascend.
         """
         of_evals = self._evals.apply(event_id, event, self._config)
         if of_evals is not None:
@@ -154,10 +130,10 @@ class RunFold(OpenGroups):
                 return self._apply_rare(event_id, event)
 
     def revise(self, event_id: str, config: BatchingConfig) -> list[Decision]:
-        """Judge by another configuration from this event on; what follows from it.
+        """Judge by another configuration from this event on; return the decisions.
 
-        What is decided stays decided, but for members and groups that it cannot train at all. Where
-        groups that are open are counted from now on, those that are ready count no more.
+        Decided groups stay decided, except members and groups that it cannot train at all. Where
+        open groups are counted from now on, ready ones do not count any more.
         """
         if config == self._config:
             return []
@@ -168,13 +144,10 @@ class RunFold(OpenGroups):
         return decisions
 
     def take(self, groups: Iterable[ReadyGroup]) -> list[Decision]:
-        """Forget groups that are in a manifest now: nothing that comes later changes them.
+        """Remove groups that are in a manifest now; return their sealed members that came too late.
 
-        Whoever folds the events again takes a manifest's groups after its last event, before any
-        later one.
-
-        Returns:
-            Members that were sealed and are not in it: their reward did not come in time.
+        A second fold of the events takes a manifest's groups after its last event, before any later
+        one.
         """
         decisions: list[Decision] = []
         for group in groups:
@@ -197,11 +170,11 @@ class RunFold(OpenGroups):
 
     @property
     def decided(self) -> tuple[str, ...]:
-        """Groups that are kept in mind only to know what comes too late."""
+        """Groups that are kept only to recognize late events."""
         return (*self._decided, *self._evals.decided)
 
     def pass_over(self, group_ids: Iterable[str]) -> None:
-        """Forget planned groups that are still open here: some of their events were rejected."""
+        """Remove planned groups that are still open here: some of their events were rejected."""
         for group_id in group_ids:
             members = self._groups.get(group_id)
             if members is not None:
@@ -209,7 +182,7 @@ class RunFold(OpenGroups):
                 self._forget(members)
 
     def forget(self, group_ids: Iterable[str]) -> None:
-        """Forget decided groups: the store lets nothing come any more that would belong to them."""
+        """Remove decided groups: the store accepts no more events of them."""
         names = tuple(group_ids)
         for group_id in names:
             self._decided.pop(group_id, None)
@@ -235,7 +208,7 @@ class RunFold(OpenGroups):
                 pass
         return []
 
-    # What becomes of one attempt.
+    # Events of one attempt.
 
     def _open_group(self, event_id: str, event: GroupOpened) -> list[Decision]:
         if event.group_id not in self._groups and event.group_id not in self._decided:
@@ -341,10 +314,10 @@ class RunFold(OpenGroups):
         # It was granted before the group was cut, and opened it: to be cut again.
         return self._cut(group) if group.is_cut else []
 
-    # What becomes of whole groups at once.
+    # Events of whole groups.
 
     def _again(self, event_id: str, group: GroupMembers) -> list[Decision]:
-        """What a new configuration says of a group and its members."""
+        """Judge a group and its members by a new configuration."""
         lost = [(m.key, problem_of(m, self._config)) for m in group.ordered]
         lost = [(key, problem) for key, problem in lost if problem]
         for key, _ in lost:
@@ -361,9 +334,9 @@ class RunFold(OpenGroups):
         return []
 
     def _judge_again(self, event_id: str, smaller: Set[str]) -> list[Decision]:
-        """Judge groups that were put back: by this configuration, and those that are smaller now.
+        """Judge groups that were put back by this configuration, and those that are smaller now.
 
-        What has been ready all the time was judged by it when it came into force.
+        Groups that stayed ready were judged by it when it came into force.
         """
         decisions: list[Decision] = []
         for group_id in [*self._ready]:

@@ -1,4 +1,4 @@
-"""How much merging saved, and where it broke off; and what is odd about a planned batch."""
+"""Reports: how much merging saved and where it broke off, and oddities of a planned batch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from turnstream.types import NO_PARENT, StoredTurn, TrajectoryKey
 
 
 class MergeBreak(NamedTuple):
-    """The first turn of a trajectory that does not go on where a row ends.
+    """The first turn of a trajectory that does not continue the end of a row.
 
     Attributes:
-        key: of the trajectory.
+        key: name of the trajectory.
         turn: the one that begins a new row.
         compared_with: the turn that holds the longest beginning of its prompt; the turn before,
             where nothing is shared.
-        position: of the first difference, in tokens of the prompt.
+        position: first difference, in tokens of the prompt.
         expected: token id of `compared_with` there; None where its tokens end: then the context
-            was kept whole, and another turn went on with it before (a branch).
+            was kept whole, and another turn continued it before (a branch).
         found: token id of the prompt there; None where the prompt ends: it was shortened.
     """
 
@@ -37,7 +37,7 @@ class MergeBreak(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeReport:
-    """What merging made of some trajectories.
+    """Turns, rows and tokens of some merged trajectories.
 
     Attributes:
         num_turn_tokens: tokens of all turns, each with its full prompt.
@@ -78,15 +78,14 @@ def merge_report(trajectories: Mapping[TrajectoryKey, Sequence[StoredTurn]]) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """What a batch trains, odd as it is: nothing of this is cut, dropped or refused.
+    """Oddities of a planned batch; none of this is cut, dropped or refused.
 
     Attributes:
-        num_lone_groups: of one trajectory, whose advantage is 0 because nothing was compared.
-        num_untrained_rows: without a trained token, though the run does not mask their trajectory;
-            they are in no denominator.
+        num_lone_groups: groups of one trajectory, whose advantage is 0 without another to compare.
+        num_untrained_rows: rows without a trained token, though the run does not mask their
+            trajectory; they are in no denominator.
         num_empty_updates: mini-batches without a trained token: their loss is 0.
-        num_rows_over_limit: that cost more than `max_tokens_per_micro_batch`, each alone in a pass
-            that exceeds it.
+        num_rows_over_limit: rows above `max_tokens_per_micro_batch`, each alone in a pass.
         longest_row: in tokens.
     """
 
@@ -111,7 +110,7 @@ class PlanReport:
 
 
 def plan_report(manifest: Manifest, config: BatchingConfig) -> PlanReport:
-    """Count what deserves a warning, by whoever plans: this package has no log.
+    """Count the oddities of a batch for the warnings of the planner.
 
     A group of one is no oddity where the run trains its raw reward, or compares the whole batch.
     """

@@ -6,14 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
-
-from turnstream.batching.config import BatchingConfig, RewardSource
-from turnstream.batching.filters import overlong_penalty
-from turnstream.batching.lengths import num_response_tokens
-from turnstream.errors import BatchingError
-from turnstream.types import Ragged, RewardPosted, SealedTrajectory
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.config_values import RewardSource
+from turnstream.batching.filters import num_response_tokens, overlong_penalty
+from turnstream.types import RewardPosted, SealedTrajectory
 
 MAX_REWARD = 1e30
 """Beyond it advantages leave float32."""
@@ -41,21 +37,22 @@ def planned_reward(trajectory: SealedTrajectory, config: BatchingConfig) -> floa
         return _sum([weight * components[name] for name, weight in config.component_weights])
     reward = trajectory_reward(trajectory, source=config.reward_source)
     assert reward is not None
-    return reward + _penalty(trajectory, config)
+    return reward + length_penalty(trajectory, config)
 
 
 def planned_turn_rewards(trajectory: SealedTrajectory, config: BatchingConfig) -> list[float]:
-    """What every turn earned: in sum the planned reward, which its source gives to the turns.
+    """Return the reward of every turn; their sum is the planned reward.
 
     A reward of the outcome comes with the last turn, and so does the penalty of a long response.
     """
     if config.reward_source != "sum_of_turns":
         return [0.0] * (len(trajectory.turns) - 1) + [planned_reward(trajectory, config)]
     *before, last = trajectory.turn_rewards
-    return [*before, last + _penalty(trajectory, config)]
+    return [*before, last + length_penalty(trajectory, config)]
 
 
-def _penalty(trajectory: SealedTrajectory, config: BatchingConfig) -> float:
+def length_penalty(trajectory: SealedTrajectory, config: BatchingConfig) -> float:
+    """Return the penalty of a long response that goes into the planned reward."""
     if not config.overlong_buffer:
         return 0.0
     return overlong_penalty(
@@ -123,25 +120,3 @@ def _sum(values: Sequence[float]) -> float:
         return math.fsum(values)
     except (ValueError, OverflowError):
         return math.nan
-
-
-def rewards_on_last_token(
-    rewards_B: NDArray[np.floating], *, lengths_B: NDArray[np.integer]
-) -> Ragged[np.float32]:
-    """One reward per row as token rewards: on the row's last response token, 0.0 before.
-
-    A row without a response has no token to carry a reward: 0.0 vanishes, anything else is refused.
-
-    Raises:
-        BatchingError: names the row and its reward.
-    """
-    offsets = np.zeros(len(lengths_B) + 1, np.int32)
-    np.cumsum(lengths_B, out=offsets[1:])
-    is_empty_B = np.asarray(lengths_B) == 0
-    lost = np.flatnonzero(is_empty_B & (rewards_B != 0))
-    if len(lost):
-        row = int(lost[0])
-        raise BatchingError(f"row {row} has a reward of {rewards_B[row]} and no response token")
-    values = np.zeros(offsets[-1], np.float32)
-    values[offsets[1:][~is_empty_B] - 1] = rewards_B[~is_empty_B]
-    return Ragged(values, offsets)

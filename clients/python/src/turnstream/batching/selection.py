@@ -1,15 +1,14 @@
-"""Which of the complete groups a batch takes, where that depends on more than their completion.
+"""The groups of a batch, where the choice depends on more than the order of their completion.
 
-Age grows with every step, and the oldest of many groups is another one when more are there. So the
-choice is made at an event, BatchDue, from what was complete and announced before it, and is a
-function of the events alone::
+Age grows with every step, and more groups may contain an older one. So the choice is made at an
+event, BatchDue, from the groups and versions before it. It is a function of the events alone::
 
     BatchDue(step) ──> groups whose tokens are too old ──> expired
                        the first of the others, in the run's order ──> chosen for this step
 
 A choice stands until its plan is written, or until one of its groups changes: a member died or
 joined it. Then another event makes another. Too few groups are no choice: those that are too old
-are expired all the same, and their places in the run are free for others.
+expire all the same, and their places in the run are free for others.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.lengths import is_masked
+from turnstream.batching.decisions import Decision, GroupDropped, ReadyGroup
+from turnstream.batching.filters import is_masked
 from turnstream.batching.planning import event_order, num_groups_to_plan
-from turnstream.batching.readiness import Decision, GroupDropped, ReadyGroup, RunFold
+from turnstream.batching.readiness import RunFold
 from turnstream.batching.staleness import VersionSteps, is_wholly_of, tokens_of
 from turnstream.types import (
     BatchDue,
@@ -40,10 +40,10 @@ class Choice:
     """The groups of a batch.
 
     Attributes:
-        step: of the batch.
+        step: number of the batch.
         chosen_at: id of the BatchDue event.
         groups: in the run's order.
-        masked_versions: ascending; of their tokens, none that these versions sampled is trained.
+        masked_versions: ascending; no token that one of them sampled is trained.
     """
 
     step: int
@@ -53,7 +53,7 @@ class Choice:
 
 
 class Selector:
-    """Chooses the groups of one batch after another. Hearing an event again changes nothing.
+    """Chooses the groups of one batch after another. Applying an event again changes nothing.
 
     Attributes:
         choice: for the next batch; None while there is none.
@@ -67,9 +67,9 @@ class Selector:
         self._last_step = 0
 
     def apply(self, event_id: str, event: Event, fold: RunFold) -> list[Decision]:
-        """Take in the next event, after `fold` has; the groups that expire with it.
+        """Apply the next event, after `fold` has; return the groups that expire with it.
 
-        They are taken from the fold, and what waits for its reward in them is surplus.
+        They are taken from the fold, and their members that wait for a reward are surplus.
         """
         match event:
             case VersionAnnounced():

@@ -2,7 +2,7 @@
 
 They are `Rows` like any others, with an advantage of 1, so that `-advantage * log-probability` is
 their cross-entropy, in every layout and by every loss. Fractions are `token_weights`, which the
-aggregation multiplies in. The first token of a sequence is never a target: nothing scores it. So it
+aggregation multiplies in. No token scores the first of a sequence, so it is never a target: it
 always counts as prompt, and its weight is not read.
 
 Shapes: B rows; K bins, W slots of a bin.
@@ -19,19 +19,17 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.buffers import zeros_in_one_piece
-from turnstream.batching.checks import require_aligned
-from turnstream.batching.jagged import flat
+from turnstream.batching.buffers import flat, offsets_of, row_sums, zeros_in_one_piece
 from turnstream.batching.layout import prefix_mask
 from turnstream.batching.packed import line_up
 from turnstream.batching.packing import Bins, Method, OverLong, grow_bins, pack
 from turnstream.batching.plain_rows import plain_rows
-from turnstream.batching.slots import SlotLine
+from turnstream.batching.slots import SlotLine, require_aligned
 from turnstream.errors import BatchingError
 from turnstream.types import Ragged, Rows, Status
 
 LossScale = Literal["all_targets", "own_targets", "none"]
-"""What the weights of a row are divided by: the sum over all rows, its own sum, or nothing."""
+"""Divisor of the weights of a row: the sum over all rows, its own sum, or none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,17 +61,9 @@ class SupervisedBins:
 def supervised_rows(
     input_ids: Ragged[np.int32], token_weights: Ragged[Any], *, first_row_id: int = 0
 ) -> Rows:
-    """Rows of these sequences. The prompt of each ends before its first target.
+    """Return rows of these sequences. The prompt of each ends before its first target.
 
-    Args:
-        input_ids: at least one token each.
-        token_weights: one per token: what its cross-entropy is multiplied by, 0 where it is not
-            learned; fractions are kept.
-        first_row_id: row ids count up from here.
-
-    Raises:
-        BatchingError: a sequence is empty, has another number of weights than tokens, or a weight
-            that is no finite float32.
+    A token weight multiplies the token's cross-entropy; fractions are kept, and 0 is not learned.
     """
     input_ids, token_weights = flat(input_ids), flat(token_weights)
     _check(input_ids, token_weights)
@@ -83,9 +73,9 @@ def supervised_rows(
 
 
 def loss_scales(rows: Rows, *, loss_scale: LossScale) -> NDArray[np.float64]:
-    """float64 (B,): what the weights of every row are multiplied by.
+    """Return float64 (B,): the factor for the weights of every row.
 
-    A sum below 1 counts as 1, so that a row of little weight is not blown up, and one of none does
+    A sum below 1 counts as 1, so that a row of little weight does not grow, and one of none does
     not divide by 0. Fractions are summed as they are.
     """
     return _scales(_target_weights(rows), loss_scale)
@@ -112,22 +102,10 @@ def bin_sequences(
     method: Method = "best_fit_decreasing",
     over_long: OverLong = "refuse",
 ) -> Bins:
-    """As many bins for every rank, in shard-major order: all bins of rank 0, then of rank 1.
+    """Return as many bins for every rank, in shard-major order: all of rank 0, then of rank 1.
 
-    Rows are packed for the capacity, bins are split until they divide, and bin k goes to rank
+    Rows are packed for the capacity, bins are split until they divide, and bin k belongs to rank
     `k % dp_world_size`.
-
-    Args:
-        lengths: tokens of every row, each at least 1.
-        capacity: slots of a bin, the padding between aligned rows included.
-        dp_world_size: number of ranks.
-        alignment: see `turnstream.batching.packed.sequence_alignment`.
-        method: of packing.
-        over_long: what to do with a row above the capacity.
-
-    Raises:
-        RowTooLongError: a row is longer than the capacity and `over_long` is "refuse".
-        BatchingError: a row is empty, or there are fewer rows than ranks.
     """
     bins = pack(lengths, capacity=capacity, method=method, over_long=over_long, alignment=alignment)
     bins = grow_bins(bins, lengths, multiple_of=dp_world_size)
@@ -148,16 +126,7 @@ def packed_supervised(
 ) -> SupervisedBins:
     """Lay the bins out, each in a row of a rectangle as wide as the fullest.
 
-    Args:
-        rows: the sequences; without token weights, the weight of a token is its mask.
-        bins: positions of sequences, from `bin_sequences`.
-        pad_token_id: behind sequences; never read by the loss.
-        alignment: every sequence begins at a multiple of this, in tokens.
-        loss_scale: what the weights are divided by.
-
-    Raises:
-        BatchingError: alignment is below 1, a row trains its first token, or a column has another
-            length than its response.
+    Without token weights, the weight of a token is its mask.
     """
     require_aligned(rows)
     order, lengths, line_starts = line_up(rows, bins=bins, alignment=alignment)
@@ -206,7 +175,7 @@ def _scales(weights: Ragged[np.float32], loss_scale: LossScale) -> NDArray[np.fl
     if loss_scale == "none":
         return np.ones(len(weights))
     if loss_scale == "own_targets":
-        return 1.0 / np.maximum(_row_sums(weights.values, weights.offsets), 1.0)
+        return 1.0 / np.maximum(row_sums(weights, np.float64), 1.0)
     total = weights.values.sum(dtype=np.float64)
     return np.full(len(weights), 1.0 / max(total, 1.0))
 
@@ -240,8 +209,7 @@ def _lengths_before_first_target(weights: Ragged[Any]) -> NDArray[np.int32]:
 
 
 def _without_prompts(weights: Ragged[Any], prompt_lengths: NDArray[np.int32]) -> Ragged[np.float32]:
-    offsets: NDArray[np.int32] = np.zeros(len(weights) + 1, np.int32)
-    np.cumsum(weights.lengths - prompt_lengths, out=offsets[1:])
+    offsets = offsets_of(weights.lengths - prompt_lengths)
     values: NDArray[np.float32] = np.empty(int(offsets[-1]), np.float32)
     begins, ends = weights.offsets[:-1] + prompt_lengths, weights.offsets[1:]
     pieces = [
@@ -251,16 +219,6 @@ def _without_prompts(weights: Ragged[Any], prompt_lengths: NDArray[np.int32]) ->
     return Ragged(values, offsets)
 
 
-def _row_sums(values: NDArray[Any], offsets: NDArray[np.int32]) -> NDArray[np.float64]:
-    """float64 (B,), exact for whole numbers below 2 ** 53."""
-    sums_B = np.zeros(len(offsets) - 1)
-    is_filled_B = offsets[:-1] < offsets[1:]
-    if is_filled_B.any():
-        starts = offsets[:-1][is_filled_B]
-        sums_B[is_filled_B] = np.add.reduceat(values, starts, dtype=np.float64)
-    return sums_B
-
-
 def _rows(input_ids: Ragged[np.int32], weights: Ragged[np.float32], *, first_row_id: int) -> Rows:
     num_rows = len(input_ids)
     is_target: NDArray[np.bool_] = weights.values != 0
@@ -268,7 +226,7 @@ def _rows(input_ids: Ragged[np.int32], weights: Ragged[np.float32], *, first_row
     rows = plain_rows(
         input_ids,
         mask,
-        num_trained_B=_row_sums(mask.values, mask.offsets).astype(np.int64),
+        num_trained_B=row_sums(mask, np.int64),
         first_row_id=first_row_id,
     )
     names = [str(row_id) for row_id in rows.row_id.tolist()]

@@ -1,4 +1,4 @@
-"""How far a token is behind the weights it will train.
+"""Age of a token: how many steps it is older than the weights it will train.
 
 A version is an integer name of weights; the run maps it to the step after which they were made.
 Age is counted in steps, not in versions: two versions of the same step are of the same age.
@@ -13,16 +13,13 @@ from turnstream.types import SealedTrajectory, VersionAnnounced
 
 
 def age(version: int, *, train_step: int, step_of_version: Mapping[int, int]) -> int:
-    """Steps between the batch that trains and the weights that sampled.
+    """Return the steps between the batch that trains and the weights that sampled.
+
+    The batch of step 7 trains the weights made after step 6. Version 4 was made after step 5, so
+    its tokens are one step old:
 
     >>> age(4, train_step=7, step_of_version={4: 5})
     1
-
-    The batch of step 7 trains the weights made after step 6; those of version 4 were made after
-    step 5, so the token is one step behind.
-
-    Raises:
-        BatchingError: nobody announced the version.
     """
     if version not in step_of_version:
         raise BatchingError(f"version {version} was never announced")
@@ -30,14 +27,14 @@ def age(version: int, *, train_step: int, step_of_version: Mapping[int, int]) ->
 
 
 class VersionSteps:
-    """After which step the weights of each announced version were made.
+    """The step after which the weights of each announced version were made.
 
-    A version that was made beyond the step where a later history began is of a dead lineage: the
-    weights that train are what they were at the fork, and so its tokens age from there.
+    A version made after the step where a later history began is of a dead lineage. The weights that
+    train are those of the fork, and so its tokens age from there.
 
     Attributes:
         steps: by version.
-        lineage: of the last announcement.
+        lineage: lineage of the last announcement.
     """
 
     def __init__(self, steps: Mapping[int, int] | None = None, *, lineage: str = "") -> None:
@@ -45,10 +42,10 @@ class VersionSteps:
         self.lineage = lineage
 
     def announce(self, announced: VersionAnnounced) -> None:
-        """Take in the next announcement.
+        """Apply the next announcement.
 
-        The first one of a lineage shows that it began there at the latest, also where a history of
-        an older release tells of no rollback.
+        The first one of a lineage rolls back to its step, because older histories have no rollback
+        events.
         """
         if announced.lineage != self.lineage:
             self.roll_back(announced.step)
@@ -60,10 +57,10 @@ class VersionSteps:
         self.steps = {version: min(made, step) for version, made in self.steps.items()}
 
     def older_than(self, max_age: int, *, train_step: int, among: Iterable[int]) -> frozenset[int]:
-        """Those of some versions whose tokens are more than `max_age` steps old in this step.
+        """Return the given versions whose tokens are more than `max_age` steps old in this step.
 
-        A version that nobody announced was made before those above it, and so it is at least as old
-        as the oldest of them. Of one above all that were announced nothing says that it is old::
+        An unannounced version was made before those above it, so it is at least as old as the
+        oldest of them. One above all announced versions may be new::
 
             announced   10 made after step 1, 20 after step 2
             in step 4   5, 10 and 15 are 2, 2 and 1 steps old; 25 may be new

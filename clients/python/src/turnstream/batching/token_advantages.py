@@ -14,11 +14,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.advantages import WHITENING_EPSILON
-from turnstream.batching.jagged import flat
+from turnstream.batching.buffers import flat, offsets_of
 from turnstream.errors import BatchingError, UnsupportedEstimatorError
 from turnstream.types import Ragged, Rows
 
 FloatArray = NDArray[np.float64]
+
+
+def rewards_on_last_token(
+    rewards_B: NDArray[np.floating], *, lengths_B: NDArray[np.integer]
+) -> Ragged[np.float32]:
+    """Return one reward per row as token rewards: on the last response token, 0.0 before it.
+
+    A row without a response has no token for a reward: BatchingError unless the reward is 0.0.
+    """
+    offsets = offsets_of(lengths_B)
+    is_empty_B = np.asarray(lengths_B) == 0
+    lost = np.flatnonzero(is_empty_B & (rewards_B != 0))
+    if len(lost):
+        row = int(lost[0])
+        raise BatchingError(f"row {row} has a reward of {rewards_B[row]} and no response token")
+    values = np.zeros(offsets[-1], np.float32)
+    values[offsets[1:][~is_empty_B] - 1] = rewards_B[~is_empty_B]
+    return Ragged(values, offsets)
 
 
 def gae(
@@ -29,21 +47,10 @@ def gae(
     gamma: float = 1.0,
     lam: float | FloatArray = 0.95,
 ) -> tuple[Ragged[np.float32], Ragged[np.float32]]:
-    """Advantages and returns of every response token, 0.0 where it is not trained.
+    """Return advantages and returns of every response token, 0.0 where it is not trained.
 
-    Generalised advantage estimation (arXiv:1506.02438, eq. 16); the value behind the last trained
-    token is 0. Returns are advantage + value; whiten the advantages afterwards.
-
-    Args:
-        rows: whole trajectories, one row each.
-        rewards: one per response token, `rewards_on_last_token` for outcome rewards.
-        values: the critic's, one per response token.
-        gamma: discount per trained token.
-        lam: lambda, one number or one per row (`vapo_lambda`).
-
-    Raises:
-        UnsupportedEstimatorError: a trajectory is split into several rows.
-        BatchingError: `rewards` or `values` is not aligned with the responses.
+    Generalised advantage estimation (arXiv:1506.02438, eq. 16); after the last trained token, the
+    value is 0. Returns are advantage + value; whiten the advantages afterwards.
     """
     chain = _Chain(rows, estimator="gae")
     chain_rewards = chain.collect_rewards(rewards)
@@ -59,19 +66,10 @@ def gae(
 def reinforce_plus_plus(
     rows: Rows, *, rewards: Ragged[np.float32], gamma: float = 1.0
 ) -> Ragged[np.float32]:
-    """Whitened discounted returns of every response token, 0.0 where it is not trained.
+    """Return whitened discounted returns of every response token, 0.0 where it is not trained.
 
-    REINFORCE++ (arXiv:2501.03262). `rows` must be the whole batch, all ranks: the whitening is
-    over its trained tokens.
-
-    Args:
-        rows: whole trajectories, one row each.
-        rewards: one per response token, a KL penalty included where one is used.
-        gamma: discount per trained token.
-
-    Raises:
-        UnsupportedEstimatorError: a trajectory is split into several rows.
-        BatchingError: `rewards` is not aligned with the responses.
+    REINFORCE++ (arXiv:2501.03262). Pass the rows of the whole batch and of all ranks, because its
+    trained tokens are whitened together.
     """
     return whiten_tokens(
         token_returns(rows, rewards=rewards, gamma=gamma), loss_mask=rows.loss_mask
@@ -130,13 +128,13 @@ class _Chain:
         self.num_ahead = np.repeat(ends[1:], self._num_trained_B) - places
 
     def collect(self, values: Ragged[np.float32]) -> FloatArray:
-        """What stands on the trained tokens."""
+        """Return the values at the trained tokens."""
         return self._aligned(values)[self._is_trained].astype(np.float64)
 
     def collect_rewards(self, rewards: Ragged[np.float32]) -> FloatArray:
-        """What stands on the trained tokens, and behind each before the next one.
+        """Return the sum of the rewards at each trained token and after it, before the next one.
 
-        A reward before a row's first trained token is no token's doing and is left out.
+        A reward before a row's first trained token has no token that earned it and is left out.
         """
         per_token = self._aligned(rewards)
         last_trained = np.cumsum(self._is_trained) - 1

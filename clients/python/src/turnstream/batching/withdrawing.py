@@ -1,7 +1,7 @@
-"""The groups of plans that are withdrawn, as they were before they were planned.
+"""The groups of withdrawn plans, as they were before they were planned.
 
-The fold forgets what it has given to a plan, and the events of it may be gone. What a plan was made
-from is still there: the seal of every trajectory stands behind its turns.
+The fold drops the groups of a plan, and their events may be gone. The seal of every trajectory
+remains, after its turns.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.filters import overlong_penalty
-from turnstream.batching.lengths import num_response_tokens
 from turnstream.batching.plan import Manifest, TrajectoryPlan
-from turnstream.batching.rewards import with_posted_reward
+from turnstream.batching.rewards import length_penalty, with_posted_reward
 from turnstream.types import RewardPosted, SealedTrajectory, TrajectoryKey
 
 
@@ -25,8 +23,7 @@ class WithdrawnGroup:
         members: those that are left, in order of (sample, attempt).
         planned: all that the plan had.
         completed_by: the last event that the plan depended on; the group was complete by then.
-        opened_by: before that of every group that was never planned: "0-0", "0-1", ... in order of
-            the plans.
+        opened_by: lower than for any group that was never planned: "0-0", "0-1", ... in plan order.
     """
 
     group_id: str
@@ -40,12 +37,7 @@ class WithdrawnGroup:
 def withdrawn_groups(
     manifests: Sequence[Manifest], members: Mapping[TrajectoryKey, SealedTrajectory]
 ) -> Iterator[WithdrawnGroup]:
-    """The groups of these plans, in order.
-
-    Args:
-        manifests: in order of their steps.
-        members: what is left of them; whoever is missing here is dead.
-    """
+    """Yield the groups of these plans, in order; members that are missing here are dead."""
     place = 0
     for manifest in manifests:
         for group in manifest.groups:
@@ -68,16 +60,10 @@ def with_planned_reward(
     posted: RewardPosted | None,
     config: BatchingConfig,
 ) -> SealedTrajectory:
-    """A trajectory with the reward that it was planned with, which may have come after its seal.
+    """Return a trajectory with its planned reward, which may have been posted after its seal.
 
-    The event that told of it may be gone; then the plan knows the reward, but not its components:
-    a run that compares these goes on without the trajectory.
-
-    Args:
-        sealed: as its seal says.
-        plan: of the batch that is withdrawn.
-        posted: the event that told of the reward, if it is still there.
-        config: that the plan was made with.
+    If `posted` is gone, the plan has the reward but not its components. A run that compares
+    components then continues without the trajectory. `config` is that of the plan.
     """
     if not sealed.awaits_reward:
         return sealed
@@ -85,11 +71,5 @@ def with_planned_reward(
         return with_posted_reward(sealed, posted)
     if config.estimator == "gdpo" or config.reward_source != "outcome":
         return replace(sealed, awaits_reward=False)
-    penalty = 0.0
-    if config.overlong_buffer:
-        penalty = overlong_penalty(
-            num_response_tokens(sealed),
-            max_tokens=config.overlong_length,
-            buffer_tokens=config.overlong_buffer,
-        )
-    return replace(sealed, reward=plan.reward - penalty, awaits_reward=False)
+    reward = plan.reward - length_penalty(sealed, config)
+    return replace(sealed, reward=reward, awaits_reward=False)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.anchors import anchor_hash
-from turnstream.batching.config import LARGEST_GROUP
+from turnstream.batching.config_rules import LARGEST_GROUP
 from turnstream.batching.figures import MAX_METRIC
 from turnstream.errors import InvalidTurnError
 from turnstream.store.keys import encode_name

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from turnstream.batching.config import RowWeights
+from turnstream.batching.config_values import RowWeights
 from turnstream.batching.denominators import check_share
 from turnstream.errors import (
     BatcherUnavailableError,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from turnstream.batching.extra_layouts import jagged_extras, packed_extras, right_padded_extras
 from turnstream.batching.jagged import Jagged, jagged
+from turnstream.batching.layout import right_padded
 from turnstream.batching.outputs import (
     ResponseValues,
     response_values_jagged,
@@ -29,7 +30,6 @@ from turnstream.batching.outputs import (
     response_values_right_padded,
 )
 from turnstream.batching.packed import Packed, packed
-from turnstream.batching.right_padded import right_padded
 from turnstream.types import MiniBatch
 from turnstream.worker.tensors import (
     RowTensors,
@@ -45,7 +45,7 @@ from turnstream.worker.tensors import (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RightPaddedTensors(RowTensors):
-    """Rows that all begin in the first column; columns as in `batching.right_padded.RightPadded`.
+    """Rows that all begin in the first column; columns as in `batching.layout.RightPadded`.
 
     Attributes:
         micro_batch_rows: row positions, one tuple per forward pass; as many on every rank.

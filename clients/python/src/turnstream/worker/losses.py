@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from turnstream.batching.config import Aggregation
+from turnstream.batching.config_values import Aggregation
 from turnstream.batching.denominators import require_denominator
 from turnstream.errors import BatchingError
 from turnstream.types import Denominators
