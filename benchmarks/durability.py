@@ -1,4 +1,4 @@
-"""What durability costs: the append-only file, and a sync to disk before every answer.
+"""The cost of durability: the append-only file, and a sync to disk before every answer.
 
     make bench                                   # with the others
     python benchmarks/durability.py --tiny       # a quick look
@@ -97,7 +97,7 @@ def start_bare(config: dict[str, Any]) -> Any:
 
 
 def _stored_groups(client: redis.Redis) -> list[list[tuple[str, bytes]]]:
-    """What a run has stored, as bare writes of it: streams and records, by group.
+    """Return the stored records of a run as plain writes: streams and records, by group.
 
     The records of a trajectory go to a stream of their own, and all events to one, as in the run.
     """
@@ -212,7 +212,7 @@ def measure_everysec(*, num_groups: int, pairs: int) -> dict[str, Any]:
 
 
 def _size(client: redis.Redis) -> dict[str, int]:
-    """Of all records that a server has."""
+    """Return number and bytes of all records in a server."""
     records = [record for each in _stored_records(client).values() for record in each]
     return {"records": len(records), "bytes": sum(map(len, records))}
 

@@ -9,7 +9,7 @@ WRITERS = [f"rollout-{n}.pool-b:{812 + 7 * n}:{n * 2_654_435_761 % 2**32:08x}" f
 
 
 def ends_of(step: int, groups: list[str], *, group_size: int) -> dict[str, str]:
-    """Of two groups in five all rewards are equal; in the others each has a reason of its own."""
+    """Return reasons: equal rewards for two groups in five, a separate reason for each other."""
     rng = random.Random(f"ends of {step}")
     ends: dict[str, str] = {}
     for group in groups:
@@ -21,7 +21,7 @@ def ends_of(step: int, groups: list[str], *, group_size: int) -> dict[str, str]:
 
 
 def _reason(rng: random.Random) -> str:
-    """What generators say: that a lease ended, or an exception with an id never seen again."""
+    """Return a generator's reason: an expired lease, or an exception with a unique id."""
     request = rng.randbytes(8).hex()
     container = uuid.UUID(bytes=rng.randbytes(16))
     return rng.choice(

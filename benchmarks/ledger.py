@@ -1,8 +1,8 @@
-"""What a finished trajectory costs in the store: commits and compacts millions of them, and weighs.
+"""The bytes of a finished trajectory in the store, from millions that are committed and compacted.
 
 Everything that a leader does to a released batch, and to what ended untrained beside it, is done by
-the real scripts; what comes before it (opening, sealing, giving up) is written as it would stand
-there. Payload is not part of it: it is gone.
+the real scripts. The earlier steps (open, seal, abandon) are written directly as their result.
+Payload is not included: it is already deleted.
 
     python benchmarks/ledger.py --trajectories 10000000
 """
@@ -34,8 +34,8 @@ from turnstream_server.embedded import EmbeddedServer
 RUN = "ledger"
 BATCH_TRAJECTORIES = 2_048
 WARM_UP = 8
-"""Steps before the scales are set: what is there once, however long a run is, stands by then (two
-kept batches, counts of a thousand reasons)."""
+"""Steps before the first measurement. By then the store has everything that does not grow with the
+run (two kept batches, counts of a thousand reasons)."""
 UNTRAINED_SHARE = 0.3
 UNDER_WAY = 256
 """Groups at a time."""
@@ -43,13 +43,13 @@ LIMIT_BYTES = 16
 
 
 class Weight(NamedTuple):
-    """What a run of finished trajectories weighs, in bytes per trajectory.
+    """Size of a run of finished trajectories, in bytes per trajectory.
 
     Attributes:
         end: "committed" or "untrained".
         used_memory: by the growth of the whole server, of both kinds together.
-        memory_usage: by MEMORY USAGE of all keys of the run; what both kinds share (the
-            fingerprints of groups) by the groups of each.
+        memory_usage: MEMORY USAGE of all keys of the run. The fingerprints of groups belong to
+            both kinds, and are divided by the groups of each.
         seconds: for both kinds.
     """
 
@@ -239,7 +239,7 @@ class Meter:
 
 
 class Sizes(NamedTuple):
-    """Of one step: groups that are trained, groups that are dropped, trajectories of each."""
+    """Sizes of one step: trained groups, dropped groups, trajectories of each."""
 
     trained: int
     dropped: int
@@ -266,7 +266,7 @@ def weigh(
 
     Args:
         group_size: trajectories of each group.
-        trajectories: of both kinds.
+        trajectories: number of both kinds.
         untrained: the share of those that end without being trained, above 0 and below 1.
     """
     trained = BATCH_TRAJECTORIES // group_size

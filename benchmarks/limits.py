@@ -1,8 +1,8 @@
-"""What numpy itself costs for the same jobs, where everything else is done beforehand.
+"""The cost of numpy itself for the same jobs, with everything else done in advance.
 
-Neither checks anything, nor finds a length or a place: what is left is one call per row and column,
-and memory. Nothing that goes row by row is faster; where rows are short, this and not the copy of
-the bytes is what a job can be held to.
+Neither checks a value nor computes a length or a place: one call per row and column remains, and
+memory. No code that works row by row is faster. Short rows are compared with this, and not with the
+copy of the bytes.
 """
 
 from __future__ import annotations

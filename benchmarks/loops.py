@@ -1,4 +1,4 @@
-"""The same jobs as loops over Python lists: what the functions of turnstream.batching are held to.
+"""The same jobs as loops over Python lists: the baseline of the functions of turnstream.batching.
 
 Written from the definitions, one row at a time and one token at a time, as trainers have it. They
 get everything as lists and give numpy arrays, in the types that trainers use: int64 ids and masks.
@@ -107,7 +107,7 @@ class ListRow:
     rewards: list[float] = field(default_factory=list)
 
     def add(self, observed: list[int], turn: ListTurn) -> None:
-        """Go on with observed tokens and a response."""
+        """Extend the row by observed tokens and a response."""
         gap = len(observed)
         self.response += observed + turn.response
         self.mask += [0] * gap + turn.mask

@@ -3,8 +3,8 @@
     make figures
 
 Every table of the page stands between two comments, `<!-- figures: NAME -->` and
-`<!-- end of figures -->`, and comes from `benchmarks/results/NAME.json`. What was not measured
-keeps its table.
+`<!-- end of figures -->`, and comes from `benchmarks/results/NAME.json`. A table without
+new figures stays as it is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FAILOVER_GOAL_S = 10.0
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown; columns behind the first are aligned to the right.
+    """Return a table in Markdown; all columns except the first are aligned to the right.
 
     >>> print(table(["job", "ms"], [["merge", "3"]]))
     | job | ms |
@@ -47,7 +47,7 @@ def number(value: float | None, digits: int = 1) -> str:
 
 
 def reached(is_reached: bool) -> str:
-    """What is said of a goal."""
+    """Return the word for a goal."""
     return "reached" if is_reached else "missed"
 
 
@@ -55,7 +55,7 @@ def reached(is_reached: bool) -> str:
 
 
 def pipeline(found: dict[str, Any]) -> str:
-    """CPU seconds of the whole path, by process, beside the floor."""
+    """Return the CPU seconds of the whole path by process, and of the floor."""
     floor_s = sum(found["floor_s"].values())
     titles = [name for name, value in found.items() if isinstance(value, dict) and "cpu_s" in value]
     stages = [*found[titles[0]]["rounds"][0]["cpu_s"]]
@@ -107,7 +107,7 @@ def batching(found: dict[str, Any]) -> str:
 
 
 def _job(name: str) -> str:
-    """A name that is indented goes on with the line above."""
+    """Return the name; an indented one continues the line above."""
     return f"… {name.strip()}" if name.startswith(" ") else name
 
 
@@ -146,7 +146,7 @@ def _growth(growth: list[dict[str, Any]]) -> str:
 
 
 def durability(found: dict[str, Any]) -> str:
-    """What the append-only file costs, and how many turns reach the disk."""
+    """Return the cost of the append-only file, and the number of turns that reach the disk."""
     every, sync = found["everysec"], found["fsync"]
     delayed = "; 1 ms is added to each" if sync["is_delayed"] else ""
     rows = [
@@ -208,7 +208,7 @@ def stall(rounds: list[dict[str, Any]]) -> str:
 
 
 def ledger(weights: list[dict[str, Any]]) -> str:
-    """What a finished trajectory weighs in the store."""
+    """Return the bytes of a finished trajectory in the store."""
     rows = [
         [
             each["end"],
@@ -225,7 +225,7 @@ def ledger(weights: list[dict[str, Any]]) -> str:
 
 
 def idle(costs: list[dict[str, Any]]) -> str:
-    """What runs without work cost both processes, beside the processes without a run."""
+    """Return the cost of idle runs for both processes, and of processes without a run."""
     rows = [
         [
             f"{each['num_runs']} {each['kind']}" if each["num_runs"] else "no run",
@@ -278,7 +278,7 @@ def failover(found: dict[str, Any]) -> str:
 
 
 def shares(lines: list[dict[str, Any]]) -> str:
-    """What the shares of all ranks cost, in times of one cut."""
+    """Return the cost of the shares of all ranks, as multiples of one cut."""
     rows = [
         [
             str(each["num_ranks"]),

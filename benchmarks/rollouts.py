@@ -1,4 +1,4 @@
-"""What the benchmark of the batching core works on: seeded rows, sequences and trajectories.
+"""Input of the batching benchmark: seeded rows, sequences and trajectories.
 
 Each comes as flat read-only buffers, as it arrives in Arrow, and as the lists that a trainer holds.
 """

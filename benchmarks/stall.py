@@ -3,8 +3,8 @@
     make bench                               # with the others
     python benchmarks/stall.py --tiny        # sees that it works
 
-A task beside everything else in the loop sleeps for a millisecond, again and again; what a sleep
-takes longer is a stall, in which no call is answered. Three lines, of one run:
+A task in the loop sleeps for a millisecond, again and again. The excess of a sleep is a stall, in
+which no call is answered. One run prints three lines:
 
     idle       nothing to do: what the machine itself adds
     batcher    a batch is planned, checked, assembled, encoded and sent to a rank
@@ -12,8 +12,8 @@ takes longer is a stall, in which no call is answered. Three lines, of one run:
                no threads for it: the baseline
 
 The interpreter is set up as that of a batcher process. On a busy machine a process stands still
-also because others run, so that a second pair of columns says how much of such a stall is its own:
-CPU time that the whole process took meanwhile, at most the stall itself.
+also because others run. A second pair of columns has the process's own part of such a stall:
+the CPU time of the whole process during it, at most the stall itself.
 
 Leases do not depend on this loop: a thread of their own renews them.
 """

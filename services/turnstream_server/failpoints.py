@@ -22,32 +22,32 @@ NAMES: Final = frozenset(
         "plan.before_check",  # groups are chosen, their payload is not yet read
         "plan.before_write",
         "plan.after_write",
-        "replan.before_write",  # what is damaged is known, the plans still stand
+        "replan.before_write",  # the damage is known, the plans are still valid
         "replan.after_write",  # the plans are withdrawn, nothing is planned in their place
         "revise.before",  # a revision of the config is due, the run was not told
         "revise.after",  # it was told, and nothing is planned by it yet
         "settle.before",  # groups that were dropped, the ledger does not know yet
         "settle.after",
         "batch_due.before",  # the groups of a batch are to be chosen
-        "batch_due.after",  # the event is written at which they are, nobody has chosen
+        "batch_due.after",  # the event is written, no groups are chosen
         "grant_refill.before",  # a refill is wanted, the ledger does not know yet
         "grant_refill.after",
         "fire_deadlines.before",  # deadlines have passed, the run was not told
-        "fire_deadlines.after",  # it was told, nobody has folded it in
-        "give_up.before",  # leases have ended, nobody took over
-        "give_up.after",  # the run was told, the payload does not say so
+        "fire_deadlines.after",  # the event is written, but not folded
+        "give_up.before",  # leases have expired, no generator adopted
+        "give_up.after",  # the run has the event, the payload does not
         "finish_run.before",  # nothing is left to plan
         "finish_run.after",
         "reject.before",  # an event cannot be read or folded, the store does not know yet
         "reject.after",  # the decision is stored, nothing that depends on it is planned
         "park.before",  # a run looks idle, it is still led
-        "park.after",  # it is parked, nobody listens to it yet
+        "park.after",  # it is parked, no listener waits yet
         "mark_dead.before",  # damage was found, the ledger does not know yet
         "mark_dead.after",
         "discard.after_entry",  # a dead letter is discarded in the ledger, its payload is stored
         "discard.after_payload",  # its payload is deleted, its bytes are counted
         "session.before_start",
-        "session.after_start",  # the session has begun, its trainer was not told
+        "session.after_start",  # the session is stored, its trainer has no answer
         "stepped.before",
         "stepped.after",
         "committed.before",
@@ -59,7 +59,7 @@ NAMES: Final = frozenset(
         "checkpoint.after_weights",  # the weights are written, the token is not
         "checkpoint.before_committed",  # the checkpoint is on disk, no batcher knows
         "checkpoint.after_committed",
-        "delete.after_condemned",  # nobody finds the run any more, all of its payload is there
+        "delete.after_condemned",  # the name is free, the whole payload remains
         "delete.after_slice",  # a part of the payload is gone
         "delete.after_payload",  # the name of the run is not free yet
         "fork.after_made",  # the new run can be trained, of its past nothing is written
@@ -72,7 +72,7 @@ _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, None: signal.SIGKILL
 
 
 class _Armed:
-    """What this process waits for: reached `countdown` times more, it sends itself `number`."""
+    """The armed failpoint: after `countdown` further passes, the process sends itself `number`."""
 
     name = ""
     countdown = 0

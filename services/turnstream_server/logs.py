@@ -1,4 +1,4 @@
-"""How the services log: one line per event on standard error, facts behind the message."""
+"""Logs of the services: one line per event on standard error, a message and then its facts."""
 
 from __future__ import annotations
 

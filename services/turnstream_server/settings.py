@@ -1,4 +1,4 @@
-"""What a process reads from its environment, once; everything below gets it by argument."""
+"""Settings that a process reads from its environment once, and passes on as arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Settings(BaseSettings):
         archive_dir: folder for what was trained, as Parquet, written before it is released.
         ledger_hot_batches: with an archive folder, what is older than so many released batches is
             known from files there, and no longer in the store.
-        log_level: what is logged: DEBUG, INFO, WARNING or ERROR.
+        log_level: least level in the log: DEBUG, INFO, WARNING or ERROR.
         failpoint: place at which the process is to die, for tests; see failpoints.py.
     """
 

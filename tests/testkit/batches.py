@@ -42,15 +42,15 @@ def rows(
 
     Args:
         texts: one letter per token, one text per row.
-        group_ids: of every row; all in "g0" unless given.
-        rewards: of the trajectories; 1.0 each unless given.
-        advantages: of the trajectories; 0.0 each unless given.
+        group_ids: one per row; all in "g0" unless given.
+        rewards: one per trajectory; 1.0 each unless given.
+        advantages: one per trajectory; 0.0 each unless given.
         logprobs: written at the trained tokens, 0.0 elsewhere; None leaves the column out.
-        token_reward: of every trained token, 0.0 elsewhere.
-        version: that sampled the trained tokens.
+        token_reward: value at every trained token, 0.0 elsewhere.
+        version: sampler of the trained tokens.
         first_row_id: row ids count up from here.
         is_padding: which rows are inert, such as "a|b"; none unless given.
-        extras: declared columns by name: `extra_column`.
+        extras: name to `extra_column`.
     """
     num_rows = len(texts)
     prompts, responses = zip(*map(_cut, texts), strict=True) if texts else ((), ())
@@ -96,8 +96,8 @@ def operation_rows(
     """Rows of one operation from letters: every token is its own target, a capital with weight 1.
 
     Args:
-        texts: one letter per token, one text per row; of an inert row "a|b".
-        request_id: of the operation.
+        texts: one letter per token, one text per row; "a|b" for an inert row.
+        request_id: name of the operation.
         num_targets: K, targets per token, all the same; None is one number and not a list of one.
         first_row_id: row ids and datum indices count up from here.
         is_padding: which rows are inert; none unless given.
@@ -128,7 +128,7 @@ def extra_column(per: Extent, values: NDArray[Any], offsets: Sequence[int]) -> E
 
 
 def mini_batch_info(of: Rows, **changes: Any) -> MiniBatchInfo:
-    """What is said beside these rows when they are all of a batch; `changes` replace fields."""
+    """Return the metadata of a batch with these rows alone; `changes` replace fields."""
     info = MiniBatchInfo(
         run="run",
         step=1,

@@ -17,6 +17,6 @@ async def release_payload(
     lease_s: float = 60.0,
     given_up: Container[str] = (),
 ) -> None:
-    """Remove the payload of ended trajectories, and give back the bytes that it held."""
+    """Remove the payload of ended trajectories, and return its bytes to the budget."""
     await remove_payload(client, run, trajectory_ids, lease_s=lease_s, given_up=given_up)
     await give_back(client, run, trajectory_ids)

@@ -41,7 +41,7 @@ def turn(
         response: one letter per token. All capitals: no mask is given, as most generators do.
         logprobs: in nats; a single number is written at the trained tokens, 0.0 elsewhere.
         rewards: per response token; a single number is written at the last one, 0.0 elsewhere.
-        version: of the weights that sampled all of the response; None if unknown.
+        version: weights that sampled the whole response; None if unknown.
         extras: declared columns, each said of the whole turn.
         anchor: the state that it began in.
     """
@@ -92,7 +92,7 @@ def trajectory(
     tags: Mapping[str, str] | None = None,
     metrics: Mapping[str, float] | None = None,
 ) -> Trajectory:
-    """An episode of these turns; of one turn "ab" -> "CD" if none is given."""
+    """An episode of these turns; the default is one turn "ab" -> "CD"."""
     return Trajectory(
         turns=turns or (turn("ab", "CD"),),
         sample=sample,
@@ -104,7 +104,7 @@ def trajectory(
 
 
 def group(group_id: str = "g0", *trajectories: Trajectory, prompt_uid: str = "") -> Group:
-    """A group of these trajectories; of two with rewards 1 and 0 if none is given."""
+    """A group of these trajectories; the default is two with rewards 1 and 0."""
     members = trajectories or (trajectory(sample=0), trajectory(sample=1, reward=0.0))
     return Group(group_id=group_id, trajectories=members, prompt_uid=prompt_uid)
 

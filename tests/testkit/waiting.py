@@ -12,8 +12,8 @@ Value = TypeVar("Value")
 POLL_INTERVAL_S = 0.01
 
 TIMEOUT_S = 30.0
-"""What is to become true does so within milliseconds; a machine that is busy, or stands still for a
-moment, must not fail a test for that."""
+"""A condition usually becomes true within milliseconds. A busy machine, or one that pauses, must
+not fail a test."""
 
 
 def wait_until(
@@ -23,7 +23,7 @@ def wait_until(
 
     Args:
         predicate: called about every 10 ms; must itself return soon.
-        timeout_s: seconds after which to give up.
+        timeout_s: seconds after which the wait fails.
         describe: completes "timed out waiting for ...".
 
     Raises:

@@ -6,7 +6,7 @@ from mutations.mutation import Mutation
 
 COMBINATIONS = (
     # ----------------------------------------------------------------------------------
-    # what does not go together
+    # settings that exclude each other
     Mutation(
         "one component is enough to compare",
         "config_rules.py",
@@ -183,7 +183,7 @@ COMBINATIONS = (
         ("test_config",),
     ),
     # ----------------------------------------------------------------------------------
-    # what could never train
+    # settings with which no batch would come
     Mutation(
         "groups that stay open never fill a batch",
         "config_rules.py",

@@ -1,4 +1,4 @@
-"""Guards of extra columns: what a run declares, what a turn brings, and what is stored of it."""
+"""Guards of extra columns: the declaration, the values of a turn, and their storage."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ DECLARED = (
         ("test_config_columns",),
     ),
     # ----------------------------------------------------------------------------------
-    # what a turn brings
+    # values of a turn
     Mutation(
         "a column that is not declared is dropped",
         "declarations.py",
@@ -150,7 +150,7 @@ DECLARED = (
         ("test_merged_extras", "test_extras"),
     ),
     # ----------------------------------------------------------------------------------
-    # what is stored of it
+    # their storage
     Mutation(
         "linking looks at no declaration",
         "extras.py",

@@ -1,4 +1,4 @@
-"""Guards of evaluations: what ends one, what counts in its result, and what it leaves alone."""
+"""Guards of evaluations: their end, the content of their result, and their limits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from mutations.mutation import Mutation
 
 EVALUATIONS = (
     # ----------------------------------------------------------------------------------
-    # what is heard
+    # accepted events
     Mutation(
         "a group that trains is evaluated",
         "evals.py",
@@ -134,7 +134,7 @@ EVALUATIONS = (
         ("test_evals",),
     ),
     # ----------------------------------------------------------------------------------
-    # what it gives
+    # results
     Mutation(
         "a group without a member has a result",
         "evals.py",

@@ -1,4 +1,4 @@
-"""Guards of how turns become rows: which goes on in whose row, and what is copied together."""
+"""Guards of merging: the row that a turn extends, and values that are copied together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one mutation is."""
+"""One mutation."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ class Mutation(NamedTuple):
     """One change of one file of the SDK that takes a guard away.
 
     Attributes:
-        name: what goes wrong then, in words.
+        name: the resulting fault, in words.
         file: in the package.
         before: a text that is in the file exactly once.
-        after: what stands there instead.
+        after: its replacement.
         tests: names of the test files that should notice; they are tried first.
         package: of `turnstream`; its tests are in the folder of that name.
     """
@@ -26,5 +26,5 @@ class Mutation(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Of the file in `turnstream`."""
+        """Path of the file in `turnstream`."""
         return f"{self.package}/{self.file}"

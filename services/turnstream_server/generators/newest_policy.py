@@ -76,6 +76,6 @@ def weights_folder(announced: VersionAnnounced) -> Path:
     if parsed.scheme != "file":
         raise InvalidConfigError(
             "weights_uri",
-            f"{announced.weights_uri!r} of version {announced.version} is no file URI",
+            f"version {announced.version} has {announced.weights_uri!r}, which is no file URI",
         )
     return Path(url2pathname(parsed.path))

@@ -106,7 +106,7 @@ class Visits:
         self._num_asked += 1
 
     async def _visit(self, number: int, episode: Episode, prompt_ids: NDArray[np.int32]) -> None:
-        """Request one group, and hold it open until its games are over."""
+        """Request one group, and keep it open until its games have ended."""
         size = self._group_size
         writer = self._publisher.group(
             f"{self._prefix}-{number}", size, prompt_uid=f"secret-{episode.secret}"

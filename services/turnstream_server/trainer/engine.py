@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """Statistics of one optimizer update. Means are over its trained tokens.
+    """Statistics of one optimizer update. Means weigh each of its trained tokens equally.
 
     Attributes:
         loss: loss of the whole mini-batch.

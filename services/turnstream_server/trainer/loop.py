@@ -112,7 +112,7 @@ class _Clock:
         self._last_s = now_s
 
     def take(self) -> dict[str, float]:
-        """Return the seconds by name, and since the start; reset the names."""
+        """Return name to seconds, and the seconds since the start; reset the names."""
         laps = {name: round(seconds, 6) for name, seconds in self._laps.items()}
         self._laps = {}
         return {**laps, "elapsed_s": round(self._last_s - self._start_s, 6)}

@@ -4,17 +4,17 @@ The keys of a line, over all mini-batches of the step:
 
 - `step`, `version`: the batch, and the weights after it.
 - `loss`: mean of the losses of the updates; each is averaged by the run's `aggregation`.
-- `reward_mean`, `num_trajectories`: of all trajectories; null where no trajectory has a reward.
+- `reward_mean`, `num_trajectories`: mean and number; null if no trajectory has a reward.
 - `num_groups`: groups with a trained token.
 - `num_tokens`: tokens of the real rows. `num_trained_tokens`: those with a loss mask of 1.
 - `num_real_rows`, `num_inert_rows`, `num_recomputed_rows`: sums.
 - `padding_share`: 1 - `num_tokens` / positions, where the positions of a mini-batch are its real
   rows x its width in the left-padded layout. Inert rows are not counted.
 - `merge_ratio`: tokens of the separate turns / `num_tokens`.
-- `oldest_version`, `newest_version`: of the trained tokens.
+- `oldest_version`, `newest_version`: range over the trained tokens.
 - `ratio`, `kl`, `clipped_share`, `logprob`: means over the trained tokens.
-- `gradient_norm`: the largest. `learning_rate`: that of the last update.
-- `num_updates`: since the run began. `num_skipped_updates`: of this step.
+- `gradient_norm`: the largest. `learning_rate`: the last update's.
+- `num_updates`: since the start of the run. `num_skipped_updates`: in this step.
 - `figures`: tags and metrics of the trajectories, as `turnstream batch --json` shows them.
 - `wait_s` (for data), `update_s`, `publish_s` (weights of the step before), `elapsed_s` (since the
   start of the trainer).

@@ -18,7 +18,7 @@ _SMALL = st.integers(0, 3)
 
 @st.composite
 def declared_columns(draw: st.DrawFn, *, merge: bool = True) -> tuple[DeclaredColumn, ...]:
-    """What a run may declare, in order of name; constant values per row where it merges turns."""
+    """Declared columns, sorted; constant values per row in a run that merges turns."""
     names = draw(st.sets(st.sampled_from(["images", "positions", "routes", "teacher"])))
     columns: list[DeclaredColumn] = []
     for name in sorted(names):
@@ -50,7 +50,7 @@ def with_extras(
 
     Args:
         draw: given by Hypothesis.
-        turns: of one trajectory.
+        turns: turns of one trajectory.
         declared: optional columns are left out of some turns.
         agrees: turns with the same tokens say the same of them, and each captured all of its tokens
             or all but the last; nothing is left out.

@@ -22,4 +22,4 @@ labelled = st.builds(
 """Trajectories with any tags and metrics."""
 
 figures = st.lists(st.tuples(labelled, st.none() | rewards_of_trajectories), max_size=3).map(sum_up)
-"""What the labels of some trajectories come to."""
+"""Statistics of the labels of some trajectories."""

@@ -1,4 +1,4 @@
-"""What a plan is made from and of: events, configurations, manifests."""
+"""Input and content of plans: events, configurations, manifests."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ from turnstream.types import (
 
 @st.composite
 def sealed_trajectories(draw: st.DrawFn) -> SealedTrajectory:
-    """What the plan knows of any finished trajectory."""
+    """Any finished trajectory, as the plan has it."""
     shapes: list[TurnShape] = []
     for index in range(draw(st.integers(0, 4))):
         parent = draw(st.integers(NO_PARENT, index - 1))
@@ -118,7 +118,7 @@ def openings(draw: st.DrawFn) -> GroupOpened:
 
 
 def _turn_anchors(num_turns: int) -> st.SearchStrategy[tuple[int | None, ...]]:
-    """Of every turn, or nothing where none has one."""
+    """One value per turn; an empty tuple if no turn has one."""
     return exactly(num_turns, anchors).map(
         lambda own: () if all(each is None for each in own) else tuple(own)
     )
@@ -128,7 +128,7 @@ def _turn_anchors(num_turns: int) -> st.SearchStrategy[tuple[int | None, ...]]:
 def _turn_versions(
     draw: st.DrawFn, shapes: Sequence[TurnShape]
 ) -> tuple[tuple[VersionRun, ...], ...]:
-    """Of every turn, or none: up to two versions that sampled its trained tokens."""
+    """Up to two versions per turn that sampled its trained tokens; or none at all."""
     if not draw(st.booleans()) or not any(shape.num_trained_tokens for shape in shapes):
         return ()
     return tuple(tuple(_split(draw, shape.num_trained_tokens)) for shape in shapes)

@@ -1,4 +1,4 @@
-"""What workers train on."""
+"""Rows and mini-batches of workers."""
 
 from __future__ import annotations
 

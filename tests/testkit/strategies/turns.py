@@ -1,4 +1,4 @@
-"""What generators send."""
+"""Turns of generators."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class InvalidConfigError(BatchingError):
 
 
 class RowTooLongError(BatchingError):
-    """A row does not fit. Nothing here truncates: that is the caller's decision."""
+    """A row does not fit. Rows are never truncated here: the caller decides."""
 
     def __init__(self, row: int, length: int, limit: int) -> None:
         super().__init__(row, length, limit)
@@ -151,7 +151,7 @@ class UnknownFormatError(RecordError):
 
 
 class WaitKind(StrEnum):
-    """What a wait may hang on: first what is waited for, then what holds it, by importance."""
+    """Reasons for a wait: first the awaited things, then the obstacles, by importance."""
 
     NO_LEAVE = "no_leave"
     NO_TASK = "no_task"
@@ -200,7 +200,7 @@ class WaitReason(NamedTuple):
         kind: for programs: a WaitKind, as in the output of `turnstream why --json`; a newer
             release may send others.
         sentence: for people.
-        facts: what the sentence says, by name: the group, sample and writer, for how many seconds.
+        facts: the values in the sentence by name: group, sample, writer, number of seconds.
     """
 
     kind: str
@@ -213,10 +213,10 @@ class UnavailableError(TurnstreamError, ConnectionError):
 
     Attributes:
         message: for people.
-        reasons: of a wait that it ended, what was waited for and why that did not come, the most
-            important first; empty where it ended no wait, or nobody could say.
+        reasons: the awaited thing of an ended wait and the causes of the delay, the most important
+            first; empty if no wait ended, or no cause is known.
         retry_after_s: seconds after which to call again, of a store that is full, away or loading;
-            None where a deadline of the caller ended the wait, or nobody could say.
+            None if a deadline of the caller ended the wait, or the time is unknown.
     """
 
     def __init__(
@@ -295,11 +295,11 @@ class RunNotFoundError(RejectedError):
 
 
 class ConflictError(RejectedError):
-    """The key is taken by another content. What was there is untouched."""
+    """The key has another content already, which is unchanged."""
 
 
 class FencedError(RejectedError):
-    """The caller's epoch is over: another writer, planner or trainer session took over."""
+    """The caller's epoch has ended: another writer, planner or trainer session replaced it."""
 
 
 class TurnGapError(RejectedError):

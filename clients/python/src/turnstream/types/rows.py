@@ -105,7 +105,7 @@ class Sequence:
         rewards: float32 (T - P,).
         version_runs: which weights sampled the response, covering T - P tokens.
         turn_spans: begin and end of every turn's own response, counted in response tokens.
-        extras: declared columns by name, in order of name.
+        extras: declared columns, sorted by their names.
     """
 
     turns: tuple[int, ...]
@@ -181,7 +181,7 @@ class Rows:
     """Token rows as ragged columns; B rows in every column.
 
     Attributes:
-        row_id: int64 (B,), names a row for ever; negative for inert rows.
+        row_id: int64 (B,), permanent name of a row; negative for inert rows.
         trajectory_id, group_id, prompt_uid, status: B strings each; empty in inert rows.
         sample, attempt, sequence_index: int32 (B,).
         is_last: bool (B,), the last sequence of its trajectory.
@@ -203,7 +203,7 @@ class Rows:
         token_weights: float32, one per response token, where the mask alone does not say how much a
             token counts.
         operations: None unless the rows are those of Tinker-style operations.
-        extras: declared columns by name.
+        extras: name to declared column.
     """
 
     row_id: NDArray[np.int64]

@@ -50,7 +50,7 @@ Reply = TypeVar("Reply", bound=Message)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One rank's share of a run: of its trainer, or of an observer."""
+    """One rank's share of a run, for its trainer or an observer."""
 
     run: str
     dp_rank: int

@@ -16,7 +16,7 @@ from turnstream.errors import (
 )
 
 _SILENT = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-"""A call that ended on this side: nobody had refused it."""
+"""Statuses of a call that ended on this side, without a refusal."""
 
 
 def no_batch(run: str, step: int, *, waited_s: float) -> WaitReason:
@@ -47,7 +47,7 @@ def batcher_silent(target: str, *, since_s: float) -> WaitReason:
 
 
 def is_answer(error: TurnstreamError) -> bool:
-    """Whether a failed call has brought a word of the batcher."""
+    """Return whether a failed call has an answer of the batcher."""
     return not isinstance(error, BatcherUnavailableError) or bool(error.reasons)
 
 

@@ -75,7 +75,7 @@ class RowTensors:
         trajectory_num_tokens_B, group_num_tokens_B: int64, trained tokens of the row's trajectory
             and group in the whole mini-batch.
         denominators: numbers of the whole mini-batch: all ranks, all micro-batches.
-        extras: declared extra columns, by name.
+        extras: name to declared extra column.
     """
 
     _shape: ClassVar[str]  # ends the names of the tensors with one value per token
@@ -255,7 +255,7 @@ def per_row(mini_batch: MiniBatch) -> dict[str, Any]:
 
 
 def layout_tensors(layout: DataclassInstance) -> dict[str, Any]:
-    """Return the arrays of a layout as tensors, by name, except those of `per_row`."""
+    """Return name to tensor for the arrays of a layout, except those of `per_row`."""
     named = {each.name: getattr(layout, each.name) for each in fields(layout)}
     return {
         name: None if values is None else as_tensor(values)
