@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from turnstream.batching.settings import Settings
 from turnstream.errors import InvalidConfigError
-
-if TYPE_CHECKING:
-    from turnstream.batching.config import BatchingConfig
 
 
 class Problem(NamedTuple):
@@ -66,7 +64,7 @@ _SHORTEST_ROW = 2
 """Tokens of the shortest row that trains: one of the prompt and one of the response."""
 
 
-def config_problems(config: BatchingConfig) -> Iterator[Problem]:
+def config_problems(config: Settings) -> Iterator[Problem]:
     """Yield every broken rule; each single value is valid already."""
     yield from _group_problems(config)
     yield from _estimator_problems(config)
@@ -77,7 +75,7 @@ def config_problems(config: BatchingConfig) -> Iterator[Problem]:
     yield from _deadline_problems(config)
 
 
-def _group_problems(config: BatchingConfig) -> Iterator[Problem]:
+def _group_problems(config: Settings) -> Iterator[Problem]:
     groups = config.batch_groups
     if config.max_samples > LARGEST_GROUP:
         yield Problem("max_samples", f"{config.max_samples} is above {LARGEST_GROUP}")
@@ -100,7 +98,7 @@ def _group_problems(config: BatchingConfig) -> Iterator[Problem]:
         )
 
 
-def _estimator_problems(config: BatchingConfig) -> Iterator[Problem]:
+def _estimator_problems(config: Settings) -> Iterator[Problem]:
     estimator, weights = config.estimator, config.component_weights
     refused = f"does not go with estimator={estimator!r}"
     if (estimator == "gdpo") != (len(weights) >= 2) or len(weights) == 1:
@@ -126,7 +124,7 @@ def _estimator_problems(config: BatchingConfig) -> Iterator[Problem]:
             yield Problem(name, f"{getattr(config, name)} {refused}: only gigpo reads it")
 
 
-def _loss_problems(config: BatchingConfig) -> Iterator[Problem]:
+def _loss_problems(config: Settings) -> Iterator[Problem]:
     aggregation, row_weights = config.aggregation, config.row_weights
     refused = f"does not go with aggregation={aggregation!r}"
     if (aggregation == "constant") != (config.length_constant > 0):
@@ -140,7 +138,7 @@ def _loss_problems(config: BatchingConfig) -> Iterator[Problem]:
         )
 
 
-def _pass_problems(config: BatchingConfig) -> Iterator[Problem]:
+def _pass_problems(config: Settings) -> Iterator[Problem]:
     limit = config.max_tokens_per_micro_batch
     for name, default in (("cost_per_token", 1.0), ("cost_per_squared_token", 0.0)):
         cost = getattr(config, name)
@@ -160,7 +158,7 @@ def _pass_problems(config: BatchingConfig) -> Iterator[Problem]:
         )
 
 
-def _length_problems(config: BatchingConfig) -> Iterator[Problem]:
+def _length_problems(config: Settings) -> Iterator[Problem]:
     length, buffer = config.overlong_length, config.overlong_buffer
     if buffer > length:
         yield Problem("overlong_buffer", f"{buffer} is more than overlong_length={length}")
@@ -175,7 +173,7 @@ def _length_problems(config: BatchingConfig) -> Iterator[Problem]:
         )
 
 
-def _age_problems(config: BatchingConfig) -> Iterator[Problem]:
+def _age_problems(config: Settings) -> Iterator[Problem]:
     policy, staleness, ahead = (
         config.max_age_policy,
         config.max_staleness,
@@ -200,7 +198,7 @@ def _age_problems(config: BatchingConfig) -> Iterator[Problem]:
         )
 
 
-def _deadline_problems(config: BatchingConfig) -> Iterator[Problem]:
+def _deadline_problems(config: Settings) -> Iterator[Problem]:
     policy = config.deadline_policy
     if (policy == "refill") != (config.max_refills > 0):
         yield Problem(
@@ -221,7 +219,7 @@ class Change(NamedTuple):
     after: Any
 
 
-def changed_settings(before: BatchingConfig, after: BatchingConfig) -> tuple[Change, ...]:
+def changed_settings(before: Settings, after: Settings) -> tuple[Change, ...]:
     """Return the settings that differ, in their order.
 
     >>> from dataclasses import replace
@@ -234,7 +232,7 @@ def changed_settings(before: BatchingConfig, after: BatchingConfig) -> tuple[Cha
     return tuple(Change(*pair) for pair in pairs if pair[1] != pair[2])
 
 
-def check_revision(before: BatchingConfig, after: BatchingConfig) -> None:
+def check_revision(before: Settings, after: Settings) -> None:
     """Refuse a change of a setting that a run keeps."""
     for change in changed_settings(before, after):
         if change.name in FIXED:
