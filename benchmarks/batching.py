@@ -41,16 +41,16 @@ from rollouts import (
 )
 from table import Line, Table, least_ms
 
-from turnstream.batching.columns import stored_row, token_columns
-from turnstream.batching.jagged import jagged
-from turnstream.batching.layout import left_padded, right_padded
-from turnstream.batching.merge import merge_turns, plan_sequences, store_turns
-from turnstream.batching.packed import packed
-from turnstream.batching.sft import (
+from turnstream.batching.layouts.jagged import jagged
+from turnstream.batching.layouts.packed import packed
+from turnstream.batching.layouts.padded import left_padded, right_padded
+from turnstream.batching.layouts.sft import (
     bin_sequences,
     packed_supervised,
     supervised_rows,
 )
+from turnstream.batching.merge.columns import stored_row, token_columns
+from turnstream.batching.merge.merging import merge_turns, plan_sequences, store_turns
 from turnstream.types import Ragged, Rows, StoredTurn, Turn
 
 COLLATION_GOAL, COPY_GOAL = 30.0, 2.0
@@ -172,9 +172,7 @@ def measure_merging(table: Table, *, num_trajectories: int, loop_rounds: int) ->
             print(f"{'  of the loop, without making arrays':50} {bare_ms:8.1f}")
             stored = [store_turns(own) for own in turns]
             limit = limits.merged(stored)
-            table.add(
-                "  stored turns to columns", _assembly(stored), loop_ms=loop_ms, limit=limit
-            )
+            table.add("  stored turns to columns", _assembly(stored), loop_ms=loop_ms, limit=limit)
 
 
 def _assembly(stored: list[list[StoredTurn]]) -> Callable[[], Any]:

@@ -21,8 +21,8 @@ from typing import Any
 from rollouts import lengths_of, make_rows
 from table import least_ms
 
-from turnstream.batching.microbatch import Budget
-from turnstream.batching.minibatch import (
+from turnstream.batching.packing.microbatch import Budget
+from turnstream.batching.rows.minibatch import (
     cut_ranks,
     rank_passes,
     rows_multiple,

@@ -1,7 +1,7 @@
 """Break the guards of the batching core and of the losses, and print which test notices each.
 
     python tools/mutate.py                    all of `mutations`, some minutes
-    python tools/mutate.py --file sft.py      those of one file: its name or batching/sft.py
+    python tools/mutate.py --file sft.py      those of one file: its name or batching/layouts/sft.py
     python tools/mutate.py --only WORDS       those whose name contains the words
     python tools/mutate.py --list             their names, without trying them
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from harness.rig import CONFIG, Rig, config
-from turnstream.batching.plan import Manifest
+from turnstream.batching.merge.plan import Manifest
 from turnstream.records.events import decode_event
 from turnstream.store import keys
 from turnstream.store.revisions import read_revisions, revise_config

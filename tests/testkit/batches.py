@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from testkit.letters import ids, mask
-from turnstream.batching.plan import ASSEMBLY_VERSION
+from turnstream.batching.merge.plan import ASSEMBLY_VERSION
 from turnstream.types import (
     Denominators,
     Extent,

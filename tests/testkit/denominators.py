@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.config_values import Aggregation
-from turnstream.batching.denominators import ShareCounts, num_trained, require_denominator
+from turnstream.batching.config.values import Aggregation
+from turnstream.batching.scoring.denominators import ShareCounts, num_trained, require_denominator
 from turnstream.types import Denominators, Rows
 
 

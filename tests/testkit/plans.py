@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.plan import (
+from turnstream.batching.merge.plan import (
     ASSEMBLY_VERSION,
     GroupPlan,
     Manifest,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from turnstream.batching.assemble import concatenate_rows, take_rows
-from turnstream.batching.microbatch import Budget
-from turnstream.batching.minibatch import cut_ranks, rank_passes, take_share
+from turnstream.batching.packing.microbatch import Budget
+from turnstream.batching.rows.assemble import concatenate_rows, take_rows
+from turnstream.batching.rows.minibatch import cut_ranks, rank_passes, take_share
 from turnstream.types import Rows
 
 

@@ -19,8 +19,8 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
-from turnstream.batching.assemble import assemble_rows
-from turnstream.batching.plan import ASSEMBLY_VERSION, GroupPlan, Manifest
+from turnstream.batching.merge.plan import ASSEMBLY_VERSION, GroupPlan, Manifest
+from turnstream.batching.rows.assemble import assemble_rows
 from turnstream.errors import BatchingError, RecordError, UnknownFormatError
 from turnstream.records.batches import EncodedMiniBatch
 from turnstream.types import DeclaredColumn, Ragged, Rows

@@ -7,11 +7,11 @@ from collections import deque
 from dataclasses import replace
 from typing import Final
 
-from turnstream.batching.decisions import ReadyGroup
-from turnstream.batching.plan import Manifest
-from turnstream.batching.planning import plan_batch
-from turnstream.batching.report import plan_report
-from turnstream.batching.selection import Choice
+from turnstream.batching.fold.decisions import ReadyGroup
+from turnstream.batching.merge.plan import Manifest
+from turnstream.batching.planning.plan_batch import plan_batch
+from turnstream.batching.planning.report import plan_report
+from turnstream.batching.planning.selection import Choice
 from turnstream.errors import BatchingError
 from turnstream.records.snapshots import PlannerSnapshot
 from turnstream_server.batcher.payload import Damage, UnplannableError

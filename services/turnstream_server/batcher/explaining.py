@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from typing import Final
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.decisions import WaitingGroup
-from turnstream.batching.readiness import RunFold
+from turnstream.batching.fold.decisions import WaitingGroup
+from turnstream.batching.fold.readiness import RunFold
 
 _MAX_NAMED: Final = 8
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from turnstream.batching.plan import TrajectoryPlan
+from turnstream.batching.merge.plan import TrajectoryPlan
 from turnstream.errors import RecordError
 from turnstream.records.events import decode_event
 from turnstream.store import keys

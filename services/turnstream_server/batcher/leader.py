@@ -13,12 +13,12 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.decisions import Decision, ReadyGroup
-from turnstream.batching.plan import Manifest
-from turnstream.batching.planning import num_groups_to_plan
-from turnstream.batching.readiness import RunFold
-from turnstream.batching.selection import Selector
-from turnstream.batching.staleness import VersionSteps
+from turnstream.batching.fold.decisions import Decision, ReadyGroup
+from turnstream.batching.fold.readiness import RunFold
+from turnstream.batching.fold.staleness import VersionSteps
+from turnstream.batching.merge.plan import Manifest
+from turnstream.batching.planning.plan_batch import num_groups_to_plan
+from turnstream.batching.planning.selection import Selector
 from turnstream.records.snapshots import PlannerSnapshot
 from turnstream.store.revisions import Revisions
 from turnstream.types import BatchDue, ConfigRevised, Event

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from turnstream.batching.assemble import assemble_rows
+from turnstream.batching.rows.assemble import assemble_rows
 from turnstream.errors import NotReadyError, RunNotFoundError
 from turnstream.records.batches import EncodedMiniBatch
 from turnstream.records.configs import decode_config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from turnstream.batching.readiness import RunFold
+from turnstream.batching.fold.readiness import RunFold
 from turnstream.records.snapshots import PlannerSnapshot, encode_snapshot
 from turnstream.store import keys
 from turnstream_server.batcher.assembler import Assembler

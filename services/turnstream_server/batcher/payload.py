@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from redis import exceptions as redis_errors
 
-from turnstream.batching.plan import TrajectoryPlan
+from turnstream.batching.merge.plan import TrajectoryPlan
 from turnstream.errors import CorruptRecordError, RecordError
 from turnstream.records.turns import decode_turn
 from turnstream.store import keys

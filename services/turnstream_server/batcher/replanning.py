@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.plan import Manifest, TrajectoryPlan
-from turnstream.batching.withdrawing import with_planned_reward, withdrawn_groups
+from turnstream.batching.fold.withdrawing import with_planned_reward, withdrawn_groups
+from turnstream.batching.merge.plan import Manifest, TrajectoryPlan
 from turnstream.errors import ConflictError, RecordError
 from turnstream.records.snapshots import PlannerSnapshot, encode_snapshot
 from turnstream.store import keys

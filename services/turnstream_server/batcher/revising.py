@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.config_rules import changed_settings
-from turnstream.batching.planning import event_order
+from turnstream.batching.config.rules import changed_settings
+from turnstream.batching.planning.plan_batch import event_order
 from turnstream.errors import CorruptRecordError, FencedError
 from turnstream.store.revisions import Revisions
 from turnstream.types import ConfigRevised

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from turnstream.batching.decisions import (
+from turnstream.batching.fold.decisions import (
     Decision,
     GroupCut,
     GroupDropped,

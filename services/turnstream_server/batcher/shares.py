@@ -8,10 +8,10 @@ from typing import Final
 import numpy as np
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.minibatch import cut_ranks, rank_passes, rows_multiple, take_share
-from turnstream.batching.packing import Bins
-from turnstream.batching.plain_rows import INERT_LENGTH, INERT_RESPONSE_LENGTH
-from turnstream.batching.plan import GroupPlan, Manifest
+from turnstream.batching.merge.plan import GroupPlan, Manifest
+from turnstream.batching.packing.bins import Bins
+from turnstream.batching.rows.minibatch import cut_ranks, rank_passes, rows_multiple, take_share
+from turnstream.batching.rows.plain_rows import INERT_LENGTH, INERT_RESPONSE_LENGTH
 from turnstream.records.batches import EncodedMiniBatch, encode_mini_batch
 from turnstream.types import Figures, MiniBatch, MiniBatchInfo, Rows
 

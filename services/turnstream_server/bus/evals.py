@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from turnstream.batching.decisions import GroupEvaluated
+from turnstream.batching.fold.decisions import GroupEvaluated
 from turnstream.records.evals import encode_eval_group, encode_eval_result
 from turnstream.store import keys
 from turnstream.store.evals import version_field

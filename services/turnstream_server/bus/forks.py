@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import redis
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.staleness import VersionSteps
+from turnstream.batching.fold.staleness import VersionSteps
 from turnstream.errors import ConflictError, ReleasedError, RunNotFoundError, StoreBehindError
 from turnstream.records.compact import compact_batch, encode_batch
 from turnstream.records.configs import decode_config, encode_config

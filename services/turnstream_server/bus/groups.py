@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from turnstream.batching.decisions import (
+from turnstream.batching.fold.decisions import (
     GroupCut,
     GroupDropped,
     GroupEvaluated,

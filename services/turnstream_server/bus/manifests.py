@@ -11,7 +11,7 @@ import redis
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from turnstream.batching.plan import Manifest
+from turnstream.batching.merge.plan import Manifest
 from turnstream.records.manifests import decode_manifest, encode_manifest, manifest_hash
 from turnstream.store import keys
 from turnstream.store.replies import translate, translating

@@ -22,7 +22,7 @@ from typing import Any, Final
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from turnstream.batching.plan import Manifest
+from turnstream.batching.merge.plan import Manifest
 from turnstream.store import keys
 from turnstream.store.replies import translate
 from turnstream.store.run_ids import no_such_run

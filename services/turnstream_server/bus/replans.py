@@ -20,7 +20,7 @@ import redis
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from turnstream.batching.plan import Manifest
+from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import ConflictError, NotReadyError
 from turnstream.records.events import encode_event
 from turnstream.store import keys

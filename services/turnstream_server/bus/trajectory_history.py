@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import redis
 
-from turnstream.batching.plan import Manifest, TrajectoryPlan
-from turnstream.batching.rewards import with_posted_reward
+from turnstream.batching.merge.plan import Manifest, TrajectoryPlan
+from turnstream.batching.scoring.rewards import with_posted_reward
 from turnstream.errors import RejectedError
 from turnstream.records.manifests import decode_manifest
 from turnstream.store import keys

@@ -9,8 +9,8 @@ from typing import Any, Final, TypeVar
 
 import redis
 
-from turnstream.batching.capacity import most_live_groups
 from turnstream.batching.config import BatchingConfig
+from turnstream.batching.fold.capacity import most_live_groups
 from turnstream.store import clock, keys
 from turnstream.store.configs import read_config
 from turnstream.store.lasting import RUN_FIELDS, Lasting, lasting, ranks_behind, step_fields

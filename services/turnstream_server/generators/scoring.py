@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from turnstream import types
-from turnstream.batching.merge import merge_turns, split_sequences
+from turnstream.batching.merge.merging import merge_turns, split_sequences
 from turnstream.types import Turn
 from turnstream_server.models.logprobs import PaddedRows, response_logprobs
 

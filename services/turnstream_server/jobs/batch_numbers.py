@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from turnstream.batching.plan import Manifest
+from turnstream.batching.merge.plan import Manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.config_rules import changed_settings
+from turnstream.batching.config.rules import changed_settings
 from turnstream.errors import InvalidConfigError
 from turnstream.records.configs import decode_config, encode_config
 from turnstream.store.configs import open_run

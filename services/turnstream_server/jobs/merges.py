@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from turnstream.batching.merge import turn_prompts
-from turnstream.batching.report import MergeBreak, merge_report
+from turnstream.batching.merge.merging import turn_prompts
+from turnstream.batching.planning.report import MergeBreak, merge_report
 from turnstream.store import keys
 from turnstream.types import StoredTurn
 from turnstream_server.batcher.local import read_batch_payload, read_planned_batch

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from turnstream.batching.plan import GroupPlan, Manifest
+from turnstream.batching.merge.plan import GroupPlan, Manifest
 from turnstream.types import SealedTrajectory
 
 

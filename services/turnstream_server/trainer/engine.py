@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from turnstream.batching.config_values import Aggregation
-from turnstream.batching.denominators import check_share
+from turnstream.batching.config.values import Aggregation
+from turnstream.batching.scoring.denominators import check_share
 from turnstream.worker.losses import aggregate, clipped_exp, kl_k3, log_ratio, ppo_clip
 from turnstream.worker.mini_batch import PulledMiniBatch
 from turnstream.worker.tensors import LeftPaddedTensors

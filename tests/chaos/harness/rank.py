@@ -16,7 +16,7 @@ from typing import Any
 
 from harness.episodes import row_name
 from harness.log import ProcessLog
-from turnstream.batching.denominators import num_trained
+from turnstream.batching.scoring.denominators import num_trained
 from turnstream.errors import TurnstreamError
 from turnstream.types import RecoveryToken, Rows
 from turnstream.worker import BatchStream

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from testkit import group, trajectory, turn, wait_until_async
-from turnstream.batching.denominators import check_share
+from turnstream.batching.scoring.denominators import check_share
 from turnstream.errors import EndOfRunError
 from turnstream.generator import Publisher
 from turnstream.records.events import decode_event

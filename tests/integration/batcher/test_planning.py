@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from testkit import group, stored_turn, trajectory, turn
-from turnstream.batching.plan import Manifest
+from turnstream.batching.merge.plan import Manifest
 from turnstream.generator import Publisher
 from turnstream.store.connection import connect
 from turnstream.types import TrajectoryState

@@ -14,8 +14,8 @@ from typing import Any, cast
 import pytest
 
 from testkit import group, sealed, trajectory, turn, wait_until_async
-from turnstream.batching.plan import Manifest
-from turnstream.batching.readiness import RunFold
+from turnstream.batching.fold.readiness import RunFold
+from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import EndOfRunError
 from turnstream.records.events import encode_event
 from turnstream.store import keys

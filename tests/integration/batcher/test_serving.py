@@ -5,7 +5,7 @@ import pytest
 
 import testkit
 from testkit import group, trajectory, turn
-from turnstream.batching.denominators import check_share
+from turnstream.batching.scoring.denominators import check_share
 from turnstream.types import Status
 from turnstream.worker.layouts import packed_to_torch
 from turnstream.worker.tensors import to_torch

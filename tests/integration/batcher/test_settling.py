@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from testkit import group
-from turnstream.batching.decisions import GroupCut, GroupDropped, MemberDropped
+from turnstream.batching.fold.decisions import GroupCut, GroupDropped, MemberDropped
 from turnstream.store import keys
 from turnstream.store.connection import connect_async
 from turnstream.types import TrajectoryKey, TrajectoryState

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from testkit import group
-from turnstream.batching import minibatch
+from turnstream.batching.rows import minibatch
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from testkit import group, wait_until_async
-from turnstream.batching.readiness import RunFold
+from turnstream.batching.fold.readiness import RunFold
 from turnstream.records.events import encode_event
 from turnstream.records.snapshots import PlannerSnapshot, encode_snapshot
 from turnstream.store import keys

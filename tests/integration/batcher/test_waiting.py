@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from testkit import group, ids, wait_until_async
-from turnstream.batching.plan import Manifest
+from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import BatcherUnavailableError, NotReadyError
 from turnstream.generator import Publisher
 from turnstream.store import keys

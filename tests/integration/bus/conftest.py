@@ -12,8 +12,8 @@ import redis.asyncio
 
 from testkit import manifest, sealed, trajectory_plan
 from testkit.releases import release_payload
-from turnstream.batching.decisions import GroupDropped, MemberDropped, RefillWanted
-from turnstream.batching.plan import GroupPlan
+from turnstream.batching.fold.decisions import GroupDropped, MemberDropped, RefillWanted
+from turnstream.batching.merge.plan import GroupPlan
 from turnstream.records.compact import CompactEnds, compact_batch, encode_batch, encode_ends
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store import keys

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from testkit.releases import release_payload
-from turnstream.batching.decisions import GroupEvaluated
+from turnstream.batching.fold.decisions import GroupEvaluated
 from turnstream.errors import RejectedError
 from turnstream.store.connection import connect_async
 from turnstream.types import Purpose, TrajectoryKey, TrajectoryState

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from turnstream.batching.decisions import GroupCut
+from turnstream.batching.fold.decisions import GroupCut
 from turnstream.errors import ConflictError, FencedError, NotReadyError
 from turnstream.generator.refills import take_refill_async
 from turnstream.store.rewards import RewardOutcome

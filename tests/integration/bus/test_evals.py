@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import redis
 
-from turnstream.batching.decisions import GroupEvaluated
+from turnstream.batching.fold.decisions import GroupEvaluated
 from turnstream.errors import ConflictError, FencedError, RunNotFoundError
 from turnstream.store.evals import eval_results
 from turnstream.types import EvalGroup, EvalResult, Purpose, Spread, TrajectoryKey

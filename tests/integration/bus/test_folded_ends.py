@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import redis
 
-from turnstream.batching.decisions import GroupCut, GroupDropped, GroupEvaluated
+from turnstream.batching.fold.decisions import GroupCut, GroupDropped, GroupEvaluated
 from turnstream.errors import ConflictError
 from turnstream.records.compact import decode_ends
 from turnstream.types import Purpose, TrajectoryKey, TrajectoryState

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from turnstream.batching.decisions import GroupCut, MemberDropped
+from turnstream.batching.fold.decisions import GroupCut, MemberDropped
 from turnstream.errors import ConflictError, FencedError
 from turnstream.types import BatchDue, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.frontier import read_frontier_async

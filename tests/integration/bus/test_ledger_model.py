@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from turnstream.batching.decisions import GroupCut
+from turnstream.batching.fold.decisions import GroupCut
 from turnstream.errors import ConflictError, FencedError
 from turnstream.store.connection import connect_async
 from turnstream.store.scripts import run_command_async

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from testkit import manifest
-from turnstream.batching.decisions import GroupCut
+from turnstream.batching.fold.decisions import GroupCut
 from turnstream.errors import (
     ConflictError,
     FencedError,

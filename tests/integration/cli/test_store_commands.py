@@ -11,7 +11,7 @@ import redis
 from typer.testing import CliRunner
 
 from testkit import config, ids, sealed, wait_until
-from turnstream.batching.decisions import RefillWanted
+from turnstream.batching.fold.decisions import RefillWanted
 from turnstream.errors import ConflictError, InvalidConfigError, RunNotFoundError
 from turnstream.generator import Publisher
 from turnstream.records.evals import encode_eval_result

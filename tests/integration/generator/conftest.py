@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from harness.proxy import Proxy
-from turnstream.batching.merge import turn_prompts
+from turnstream.batching.merge.merging import turn_prompts
 from turnstream.generator import async_sender, heartbeats, patience, sender
 from turnstream.records.events import decode_event
 from turnstream.records.turns import decode_turn

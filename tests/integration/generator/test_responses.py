@@ -12,7 +12,7 @@ import pytest
 import redis
 
 import turnstream
-from turnstream.batching.merge import turn_prompts
+from turnstream.batching.merge.merging import turn_prompts
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.types import TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer

@@ -10,8 +10,8 @@ import redis
 import redis.asyncio
 
 from testkit import ids, wait_until, wait_until_async
-from turnstream.batching.merge import plan_sequences
-from turnstream.batching.merged_extras import MergedRow, merged_sequence_columns
+from turnstream.batching.merge.merged_extras import MergedRow, merged_sequence_columns
+from turnstream.batching.merge.merging import plan_sequences
 from turnstream.errors import ConflictError, FencedError, InvalidTurnError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.generator.takeovers import take_over, take_over_async

@@ -18,17 +18,17 @@ import pytest
 from tokenizers import Tokenizer
 
 from testkit import sealed
-from turnstream.batching.assemble import assemble_rows
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.decisions import ReadyGroup
-from turnstream.batching.jagged import jagged
-from turnstream.batching.layout import left_padded, right_padded
-from turnstream.batching.merge import merge_turns, store_turns
-from turnstream.batching.packed import packed
-from turnstream.batching.packing import pack
-from turnstream.batching.plan import MiniBatchPlan
-from turnstream.batching.planning import plan_batch
-from turnstream.batching.report import MergeReport, merge_report
+from turnstream.batching.fold.decisions import ReadyGroup
+from turnstream.batching.layouts.jagged import jagged
+from turnstream.batching.layouts.packed import packed
+from turnstream.batching.layouts.padded import left_padded, right_padded
+from turnstream.batching.merge.merging import merge_turns, store_turns
+from turnstream.batching.merge.plan import MiniBatchPlan
+from turnstream.batching.packing.bins import pack
+from turnstream.batching.planning.plan_batch import plan_batch
+from turnstream.batching.planning.report import MergeReport, merge_report
+from turnstream.batching.rows.assemble import assemble_rows
 from turnstream.types import Rows, StoredTurn, TrajectoryKey, Turn
 from turnstream_server.generators.chat import ChatTokenizer
 from turnstream_server.generators.recordings import read_groups, read_recordings

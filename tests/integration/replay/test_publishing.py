@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import redis
 
-from turnstream.batching.merge import turn_prompts
+from turnstream.batching.merge.merging import turn_prompts
 from turnstream.records.events import decode_event
 from turnstream.records.turns import decode_turn
 from turnstream.store import keys

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.config_rules import LARGEST_GROUP
+from turnstream.batching.config.rules import LARGEST_GROUP
 from turnstream.errors import (
     GroupTooLargeError,
     InvalidConfigError,

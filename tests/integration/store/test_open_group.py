@@ -9,7 +9,7 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from turnstream.batching.capacity import capacity
+from turnstream.batching.fold.capacity import capacity
 from turnstream.errors import (
     ConflictError,
     EndOfRunError,

@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 from simulator import ranks
 from simulator.breaks import Guard, method
-from turnstream.batching.readiness import RunFold
-from turnstream.batching.selection import Selector
+from turnstream.batching.fold.readiness import RunFold
+from turnstream.batching.planning.selection import Selector
 from turnstream.generator import lives
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.window import Window

@@ -11,9 +11,13 @@ from simulator.life import Life
 from simulator.processes import Process
 from simulator.seen import Seen
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.plan import Manifest
-from turnstream.batching.selection import Selector
-from turnstream.batching.withdrawing import WithdrawnGroup, with_planned_reward, withdrawn_groups
+from turnstream.batching.fold.withdrawing import (
+    WithdrawnGroup,
+    with_planned_reward,
+    withdrawn_groups,
+)
+from turnstream.batching.merge.plan import Manifest
+from turnstream.batching.planning.selection import Selector
 from turnstream.records.events import decode_event
 from turnstream.store import keys
 from turnstream.types import RewardPosted, SealedTrajectory, TrajectoryKey

@@ -14,7 +14,7 @@ from functools import partial
 from simulator.life import Life
 from simulator.weather import Weather
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.config_rules import changed_settings
+from turnstream.batching.config.rules import changed_settings
 from turnstream.errors import InvalidConfigError
 from turnstream.store.tasks import Prompt
 from turnstream_server.batcher.upkeep import Upkeep

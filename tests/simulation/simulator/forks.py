@@ -22,7 +22,7 @@ from simulator.processes import Process
 from simulator.seen import Seen, Violations
 from simulator.values import Stream, ZSet
 from simulator.world import World
-from turnstream.batching.plan import Manifest
+from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import ConflictError, ReleasedError, RunNotFoundError, StoreBehindError
 from turnstream.records.compact import compact_batch, decode_batch
 from turnstream.store.configs import read_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.plan import Manifest
+from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import TurnGapError
 from turnstream.store import keys
 from turnstream.types import RecoveryToken, TrajectoryKey

@@ -10,7 +10,7 @@ from typing import Any
 from simulator.history import History
 from simulator.processes import Process
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.plan import Manifest
+from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import UnavailableError
 from turnstream.generator import AsyncPublisher
 from turnstream_server.batcher.upkeep import Upkeep

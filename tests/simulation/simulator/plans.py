@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 
 from simulator.damage import PutBack, put_back
 from simulator.seen import Seen, Violations
-from turnstream.batching.plan import GroupPlan, Manifest, MiniBatchPlan
-from turnstream.batching.planning import event_order, plan_batch
-from turnstream.batching.readiness import RunFold
-from turnstream.batching.selection import Selector
-from turnstream.batching.staleness import VersionSteps
+from turnstream.batching.fold.readiness import RunFold
+from turnstream.batching.fold.staleness import VersionSteps
+from turnstream.batching.merge.plan import GroupPlan, Manifest, MiniBatchPlan
+from turnstream.batching.planning.plan_batch import event_order, plan_batch
+from turnstream.batching.planning.selection import Selector
 from turnstream.records.events import decode_event
 from turnstream.store import keys
 from turnstream.types import ConfigRevised

@@ -9,7 +9,7 @@ from simulator.life import Life
 from simulator.values import EntryId
 from simulator.world import World
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.plan import Manifest
+from turnstream.batching.merge.plan import Manifest
 from turnstream.records.configs import decode_config
 from turnstream.records.events import decode_event
 from turnstream.records.manifests import decode_manifest, manifest_hash

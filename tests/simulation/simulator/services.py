@@ -8,7 +8,7 @@ import threading
 from simulator.clients import AsyncClient
 from simulator.life import URL, Life, patiently
 from simulator.processes import Process
-from turnstream.batching.plan import Manifest
+from turnstream.batching.merge.plan import Manifest
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.parking import ParkedRuns
 from turnstream_server.batcher.planner import RunPlanner

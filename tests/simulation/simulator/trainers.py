@@ -12,7 +12,7 @@ from simulator.life import Life, patiently
 from simulator.processes import Process
 from simulator.ranks import Ranks
 from simulator.world import World
-from turnstream.batching.plan import Manifest
+from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import (
     ConflictError,
     CorruptRecordError,

@@ -12,7 +12,7 @@ from testkit.strategies.values import (
     rewards_of_trajectories,
     texts_by_name,
 )
-from turnstream.batching.figures import sum_up
+from turnstream.batching.scoring.tag_statistics import sum_up
 
 labelled = st.builds(
     lambda tags, metrics: replace(sealed(), tags=tags, metrics=metrics),

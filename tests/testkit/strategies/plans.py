@@ -23,8 +23,8 @@ from testkit.strategies.values import (
     versions,
 )
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.config_rules import LEAST_GROUP_BYTES, MAX_TURN_WEIGHT
-from turnstream.batching.config_values import (
+from turnstream.batching.config.rules import LEAST_GROUP_BYTES, MAX_TURN_WEIGHT
+from turnstream.batching.config.values import (
     Aggregation,
     DeadlinePolicy,
     Estimator,
@@ -37,14 +37,14 @@ from turnstream.batching.config_values import (
     SingletonAdvantage,
     Surplus,
 )
-from turnstream.batching.microbatch import CostModel
-from turnstream.batching.plan import (
+from turnstream.batching.merge.plan import (
     GroupPlan,
     Manifest,
     MiniBatchPlan,
     SequenceShape,
     TrajectoryPlan,
 )
+from turnstream.batching.packing.microbatch import CostModel
 from turnstream.types import (
     NO_PARENT,
     BatchDue,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from testkit import config, manifest
-from turnstream.batching.plan import ASSEMBLY_VERSION
+from turnstream.batching.merge.plan import ASSEMBLY_VERSION
 from turnstream.errors import StoreUnavailableError, UnknownFormatError
 from turnstream_server.batcher.assembler import Assembler
 from turnstream_server.batcher.shares import PlannedBatch

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testkit import config
-from turnstream.batching.planning import plan_batch
-from turnstream.batching.readiness import RunFold
+from turnstream.batching.fold.readiness import RunFold
+from turnstream.batching.planning.plan_batch import plan_batch
 from turnstream.records.framing import EVENT, write_frame
 from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encode_snapshot
 from turnstream.types import GroupOpened

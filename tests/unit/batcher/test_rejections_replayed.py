@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testkit import config, sealed
-from turnstream.batching.readiness import RunFold
+from turnstream.batching.fold.readiness import RunFold
 from turnstream.errors import BatchingError
 from turnstream.records.events import encode_event
 from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encode_snapshot

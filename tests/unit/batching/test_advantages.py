@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnstream.batching.advantages import (
+from turnstream.batching.config.values import Estimator
+from turnstream.batching.scoring.advantages import (
     GroupOutcomes,
     gigpo,
     trajectory_advantages,
 )
-from turnstream.batching.config_values import Estimator
 from turnstream.errors import BatchingError, UnsupportedEstimatorError
 
 WITHIN_A_GROUP: tuple[Estimator, ...] = (

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from testkit import turn
-from turnstream.batching.anchors import anchor_hash
-from turnstream.batching.merge import store_turns
+from turnstream.batching.merge.anchors import anchor_hash
+from turnstream.batching.merge.merging import store_turns
 from turnstream.errors import InvalidTurnError
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from testkit import assert_same, rows, spell, trajectory_plan, turn
 from testkit.strategies import chains, trees
-from turnstream.batching.assemble import assemble_rows, concatenate_rows, take_rows
-from turnstream.batching.merge import merge_turns, plan_sequences, store_turns
-from turnstream.batching.plan import GroupPlan, TrajectoryPlan
+from turnstream.batching.merge.merging import merge_turns, plan_sequences, store_turns
+from turnstream.batching.merge.plan import GroupPlan, TrajectoryPlan
+from turnstream.batching.rows.assemble import assemble_rows, concatenate_rows, take_rows
 from turnstream.errors import BatchingError, CorruptRecordError, InvalidTurnError
 from turnstream.store.keys import trajectory_id
 from turnstream.types import Ragged, Rows, Status, StoredTurn, TrajectoryKey, Turn, VersionRun

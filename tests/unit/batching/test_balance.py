@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnstream.batching.balance import Method, Parts, balance, largest_part
+from turnstream.batching.packing.balance import Method, Parts, balance, largest_part
 from turnstream.errors import BatchingError
 
 weights_and_parts = st.tuples(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 6))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnstream.batching.capacity import capacity
+from turnstream.batching.fold.capacity import capacity
 
 
 def admit(

@@ -9,11 +9,11 @@ import pytest
 
 from testkit import rows
 from testkit.denominators import count_denominators, row_scales
-from turnstream.batching.config_values import Aggregation
-from turnstream.batching.jagged import jagged
-from turnstream.batching.layout import left_padded, right_padded
-from turnstream.batching.packed import packed
-from turnstream.batching.slots import require_aligned
+from turnstream.batching.config.values import Aggregation
+from turnstream.batching.layouts.jagged import jagged
+from turnstream.batching.layouts.packed import packed
+from turnstream.batching.layouts.padded import left_padded, right_padded
+from turnstream.batching.layouts.slots import require_aligned
 from turnstream.errors import BatchingError
 from turnstream.types import Ragged, Rows
 

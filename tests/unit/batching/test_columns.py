@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from testkit import ids, turn
-from turnstream.batching.columns import RowPieces, shared_pieces, stored_row, token_columns
-from turnstream.batching.merge import store_turns
+from turnstream.batching.merge.columns import RowPieces, shared_pieces, stored_row, token_columns
+from turnstream.batching.merge.merging import store_turns
 from turnstream.errors import BatchingError, InvalidTurnError
 from turnstream.types import VersionRun
 

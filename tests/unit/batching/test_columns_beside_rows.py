@@ -8,7 +8,7 @@ from hypothesis import given
 
 from testkit import rows
 from testkit.strategies import scored_rows
-from turnstream.batching.layout import left_padded, left_padded_column
+from turnstream.batching.layouts.padded import left_padded, left_padded_column
 from turnstream.errors import BatchingError, RowTooLongError
 from turnstream.types import Ragged, Rows
 

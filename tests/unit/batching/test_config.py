@@ -7,8 +7,8 @@ from typing import Any, get_args
 import pytest
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.config_values import Estimator
-from turnstream.batching.microbatch import Budget, CostModel
+from turnstream.batching.config.values import Estimator
+from turnstream.batching.packing.microbatch import Budget, CostModel
 from turnstream.errors import InvalidConfigError, UnsupportedEstimatorError
 
 TWO = (("accuracy", 1.0), ("format", 0.5))
@@ -28,7 +28,7 @@ def test_takes_every_estimator_that_a_plan_can_compute(estimator: str) -> None:
 def test_refuses_by_name_an_estimator_that_needs_more_than_the_plan_knows() -> None:
     with pytest.raises(
         UnsupportedEstimatorError,
-        match=r"^gae: it needs a critic's value .* turnstream\.batching\.token_advantages\.gae",
+        match=r"^gae: it needs a critic's value .* turnstream\.batching\.scoring\.token_advantages\.gae",
     ):
         make(estimator="gae")
 

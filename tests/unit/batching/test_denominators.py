@@ -10,10 +10,10 @@ import pytest
 from testkit import config, rows
 from testkit.denominators import count_denominators, row_scales
 from testkit.shares import rank_share
-from turnstream.batching.assemble import take_rows
-from turnstream.batching.config_values import Aggregation, RowWeights
-from turnstream.batching.denominators import ShareCounts, check_share, num_trained
-from turnstream.batching.filters import row_weights
+from turnstream.batching.config.values import Aggregation, RowWeights
+from turnstream.batching.rows.assemble import take_rows
+from turnstream.batching.scoring.denominators import ShareCounts, check_share, num_trained
+from turnstream.batching.scoring.filters import row_weights
 from turnstream.errors import BatchingError, InvalidConfigError
 from turnstream.types import Denominators, Ragged, Rows
 

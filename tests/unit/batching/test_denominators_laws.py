@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from testkit import rows
 from testkit.denominators import count_denominators, row_scales
 from testkit.shares import budgeted_passes, rank_share
-from turnstream.batching.assemble import take_rows
-from turnstream.batching.config_values import Aggregation, RowWeights
-from turnstream.batching.denominators import check_share
-from turnstream.batching.filters import row_weights
-from turnstream.batching.microbatch import Budget, CostModel
-from turnstream.batching.minibatch import rows_multiple
+from turnstream.batching.config.values import Aggregation, RowWeights
+from turnstream.batching.packing.microbatch import Budget, CostModel
+from turnstream.batching.rows.assemble import take_rows
+from turnstream.batching.rows.minibatch import rows_multiple
+from turnstream.batching.scoring.denominators import check_share
+from turnstream.batching.scoring.filters import row_weights
 from turnstream.types import Rows
 
 CUT: dict[str, Any] = {"step": 1, "mini_batch": 0, "pad_token_id": 0}

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from testkit import config, sealed, shape
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.evals import MAX_OPEN_RESULTS
-from turnstream.batching.readiness import RunFold
-from turnstream.batching.rewards import MAX_REWARD
+from turnstream.batching.fold.evals import MAX_OPEN_RESULTS
+from turnstream.batching.fold.readiness import RunFold
+from turnstream.batching.scoring.rewards import MAX_REWARD
 from turnstream.types import (
     DeadlineFired,
     EvalGroup,

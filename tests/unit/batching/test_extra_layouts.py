@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from testkit import assert_same, extra_column, rows
 from testkit.strategies import extra_columns, scored_rows
-from turnstream.batching.extra_layouts import (
+from turnstream.batching.layouts.extra_layouts import (
     PlacedColumn,
     jagged_extras,
     left_padded_extras,

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from testkit import assert_same, spell, turn
-from turnstream.batching.declarations import no_values
-from turnstream.batching.extras import ExtraIndex
-from turnstream.batching.merge import merge_turns, store_turns
-from turnstream.batching.merged_extras import whole_extras
-from turnstream.batching.prefix import PrefixMatch
+from turnstream.batching.config.declarations import no_values
+from turnstream.batching.merge.extras import ExtraIndex
+from turnstream.batching.merge.merged_extras import whole_extras
+from turnstream.batching.merge.merging import merge_turns, store_turns
+from turnstream.batching.merge.prefix import PrefixMatch
 from turnstream.errors import InvalidTurnError, UnmergeableColumnError
 from turnstream.types import NO_PARENT, DeclaredColumn, ExtraPiece, Turn
 

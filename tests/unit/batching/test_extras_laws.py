@@ -13,9 +13,14 @@ from hypothesis import strategies as st
 from testkit import assert_same, mini_batch_info, trajectory_plan
 from testkit.shares import join_shares, rank_share
 from testkit.strategies import chains, declared_columns, trees, with_extras
-from turnstream.batching.assemble import assemble_rows
-from turnstream.batching.merge import merge_turns, plan_sequences, split_sequences, store_turns
-from turnstream.batching.plan import GroupPlan
+from turnstream.batching.merge.merging import (
+    merge_turns,
+    plan_sequences,
+    split_sequences,
+    store_turns,
+)
+from turnstream.batching.merge.plan import GroupPlan
+from turnstream.batching.rows.assemble import assemble_rows
 from turnstream.records.batches import decode_mini_batch, encode_mini_batch
 from turnstream.types import (
     NO_PARENT,

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from testkit import config, sealed
 from testkit.strategies.figures import labelled
-from turnstream.batching.decisions import ReadyGroup
-from turnstream.batching.figures import MAX_METRICS, MAX_TAGS, MAX_VALUES, sum_up
-from turnstream.batching.planning import plan_batch
+from turnstream.batching.fold.decisions import ReadyGroup
+from turnstream.batching.planning.plan_batch import plan_batch
+from turnstream.batching.scoring.tag_statistics import MAX_METRICS, MAX_TAGS, MAX_VALUES, sum_up
 from turnstream.records.manifests import encode_manifest, manifest_hash
 from turnstream.types import Figures, MetricFigures, TagFigures, ValueFigures
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnstream.batching.filters import (
+from turnstream.batching.scoring.filters import (
     has_zero_variance,
     is_cut_off,
     overlong_penalty,

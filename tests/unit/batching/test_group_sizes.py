@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 
 from testkit import config
-from turnstream.batching.readiness import RunFold
+from turnstream.batching.fold.readiness import RunFold
 from turnstream.errors import InvalidTurnError
 from turnstream.records.events import decode_event, encode_event
 from turnstream.types import GroupOpened, Purpose, TrajectoryAbandoned, TrajectoryKey

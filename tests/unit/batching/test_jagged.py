@@ -7,8 +7,8 @@ from hypothesis import given
 
 from testkit import assert_same, rows
 from testkit.strategies import scored_rows
-from turnstream.batching.buffers import flat
-from turnstream.batching.jagged import Jagged, jagged
+from turnstream.batching.layouts.jagged import Jagged, jagged
+from turnstream.batching.merge.buffers import flat
 from turnstream.types import Ragged, Rows
 
 

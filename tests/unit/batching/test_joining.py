@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from testkit import assert_same, mini_batch_info, operation_rows, rows
 from testkit.shares import join_shares, rank_share
 from testkit.strategies import mini_batches, operation_mini_batches
-from turnstream.batching.assemble import concatenate_rows, joined_column, take_rows
-from turnstream.batching.minibatch import cut_ranks
+from turnstream.batching.rows.assemble import concatenate_rows, joined_column, take_rows
+from turnstream.batching.rows.minibatch import cut_ranks
 from turnstream.errors import BatchingError
 from turnstream.records.batches import decode_mini_batch, encode_mini_batch
 from turnstream.types import Extent, ExtraColumn, MiniBatch, Ragged, Rows

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from testkit import rows
 from testkit.strategies import scored_rows
-from turnstream.batching.jagged import jagged
-from turnstream.batching.layout import left_padded, right_padded
-from turnstream.batching.packed import packed
+from turnstream.batching.layouts.jagged import jagged
+from turnstream.batching.layouts.packed import packed
+from turnstream.batching.layouts.padded import left_padded, right_padded
 from turnstream.errors import BatchingError
 from turnstream.types import Ragged, Rows
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testkit import assert_same, rows
-from turnstream.batching.assemble import take_rows
-from turnstream.batching.layout import LeftPadded, left_padded, left_padded_column
+from turnstream.batching.layouts.padded import LeftPadded, left_padded, left_padded_column
+from turnstream.batching.rows.assemble import take_rows
 from turnstream.errors import RowTooLongError
 from turnstream.types import Ragged, Rows
 

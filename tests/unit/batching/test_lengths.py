@@ -7,9 +7,9 @@ import pytest
 
 from testkit import config, sealed, shape
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.decisions import MemberDropped
-from turnstream.batching.filters import is_compared, is_masked, length_problem
-from turnstream.batching.readiness import RunFold
+from turnstream.batching.fold.decisions import MemberDropped
+from turnstream.batching.fold.readiness import RunFold
+from turnstream.batching.scoring.filters import is_compared, is_masked, length_problem
 from turnstream.types import GroupOpened, Status, TrajectoryKey, TrajectoryState
 
 LONG = [shape(2, 3), shape(9, 1, parent=0, shared=5)]

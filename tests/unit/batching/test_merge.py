@@ -8,12 +8,12 @@ import pytest
 from numpy.typing import NDArray
 
 from testkit import assert_same, shape, spell, turn
-from turnstream.batching.merge import (
+from turnstream.batching.merge.merging import (
     merge_turns,
     plan_sequences,
     split_sequences,
 )
-from turnstream.batching.plan import SequenceShape
+from turnstream.batching.merge.plan import SequenceShape
 from turnstream.errors import InvalidTurnError
 from turnstream.types import DeclaredColumn, Sequence, Turn, VersionRun
 

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from testkit import assert_same
 from testkit.strategies import trees
-from turnstream.batching.columns import TokenColumns, stored_row, token_columns
-from turnstream.batching.merge import (
+from turnstream.batching.merge.columns import TokenColumns, stored_row, token_columns
+from turnstream.batching.merge.merging import (
     merge_turns,
     plan_sequences,
     split_sequences,
     store_turns,
     turn_prompts,
 )
-from turnstream.batching.plan import SequenceShape
+from turnstream.batching.merge.plan import SequenceShape
 from turnstream.types import Ragged, Sequence, Turn, VersionRun
 
 

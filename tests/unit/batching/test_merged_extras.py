@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from testkit import mini_batch_info, trajectory_plan, turn
-from turnstream.batching.assemble import assemble_rows, concatenate_rows, take_rows
-from turnstream.batching.merge import plan_sequences, store_turns
-from turnstream.batching.plain_rows import inert_rows
-from turnstream.batching.plan import GroupPlan
+from turnstream.batching.merge.merging import plan_sequences, store_turns
+from turnstream.batching.merge.plan import GroupPlan
+from turnstream.batching.rows.assemble import assemble_rows, concatenate_rows, take_rows
+from turnstream.batching.rows.plain_rows import inert_rows
 from turnstream.errors import BatchingError, InvalidTurnError
 from turnstream.records.batches import encode_mini_batch
 from turnstream.types import (

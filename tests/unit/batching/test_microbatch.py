@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnstream.batching.microbatch import Budget, CostModel, plan_passes
+from turnstream.batching.packing.microbatch import Budget, CostModel, plan_passes
 from turnstream.errors import BatchingError, RowTooLongError
 
 MODELS: list[CostModel] = ["packed", "padded", "quadratic"]

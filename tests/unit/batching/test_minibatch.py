@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from testkit import assert_same, extra_column, rows, spell
 from testkit.shares import budgeted_passes, rank_share
-from turnstream.batching.assemble import concatenate_rows, take_rows
-from turnstream.batching.balance import largest_part
-from turnstream.batching.extra_layouts import left_padded_extras
-from turnstream.batching.microbatch import Budget
-from turnstream.batching.minibatch import cut_ranks
-from turnstream.batching.outputs import join_by_row_id, response_values_left_padded
-from turnstream.batching.plain_rows import INERT_LENGTH, inert_row_id, inert_rows
+from turnstream.batching.layouts.extra_layouts import left_padded_extras
+from turnstream.batching.layouts.outputs import join_by_row_id, response_values_left_padded
+from turnstream.batching.packing.balance import largest_part
+from turnstream.batching.packing.microbatch import Budget
+from turnstream.batching.rows.assemble import concatenate_rows, take_rows
+from turnstream.batching.rows.minibatch import cut_ranks
+from turnstream.batching.rows.plain_rows import INERT_LENGTH, inert_row_id, inert_rows
 from turnstream.errors import BatchingError
 from turnstream.types import Ragged, Rows
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from testkit import assert_same, rows
 from testkit.shares import budgeted_passes, join_shares, rank_share
 from testkit.strategies import scored_rows
-from turnstream.batching.assemble import take_rows
-from turnstream.batching.microbatch import Budget, CostModel
-from turnstream.batching.minibatch import cut_ranks, rows_multiple
+from turnstream.batching.packing.microbatch import Budget, CostModel
+from turnstream.batching.rows.assemble import take_rows
+from turnstream.batching.rows.minibatch import cut_ranks, rows_multiple
 from turnstream.errors import BatchingError
 from turnstream.types import Rows
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import testkit
-from turnstream.batching.operations import (
+from turnstream.batching.rows.operations import (
     LOSS_INPUTS,
     Datum,
     Operation,

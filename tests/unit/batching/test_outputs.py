@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 from testkit import assert_same, rows
 from testkit.shares import rank_share
 from testkit.strategies import scored_rows
-from turnstream.batching.jagged import jagged
-from turnstream.batching.layout import left_padded, right_padded
-from turnstream.batching.outputs import (
+from turnstream.batching.layouts.jagged import jagged
+from turnstream.batching.layouts.outputs import (
     join_by_row_id,
     response_values_jagged,
     response_values_left_padded,
     response_values_packed,
     response_values_right_padded,
 )
-from turnstream.batching.packed import packed
+from turnstream.batching.layouts.packed import packed
+from turnstream.batching.layouts.padded import left_padded, right_padded
 from turnstream.errors import BatchingError, RowTooLongError
 from turnstream.types import Ragged, Rows
 

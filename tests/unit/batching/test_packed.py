@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from testkit import assert_same, rows
 from testkit.strategies import scored_rows
-from turnstream.batching.jagged import jagged
-from turnstream.batching.layout import left_padded, right_padded
-from turnstream.batching.packed import Packed, line_up, packed, sequence_alignment
-from turnstream.batching.packing import pack
+from turnstream.batching.layouts.jagged import jagged
+from turnstream.batching.layouts.packed import Packed, line_up, packed, sequence_alignment
+from turnstream.batching.layouts.padded import left_padded, right_padded
+from turnstream.batching.packing.bins import pack
 from turnstream.errors import BatchingError
 from turnstream.types import Ragged, Rows
 

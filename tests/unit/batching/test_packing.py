@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnstream.batching.microbatch import Budget, plan_passes
-from turnstream.batching.packing import Bins, Method, grow_bins, pack
+from turnstream.batching.packing.bins import Bins, Method, grow_bins, pack
+from turnstream.batching.packing.microbatch import Budget, plan_passes
 from turnstream.errors import BatchingError, RowTooLongError
 
 METHODS: tuple[Method, ...] = Method.__args__

@@ -10,13 +10,13 @@ import pytest
 
 from testkit import assert_same, config, rows, sealed, shape, turn
 from testkit.shares import join_shares, rank_share
-from turnstream.batching.assemble import assemble_rows, concatenate_rows, take_rows
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.decisions import ReadyGroup
-from turnstream.batching.layout import left_padded
-from turnstream.batching.merge import store_turns
-from turnstream.batching.plan import ASSEMBLY_VERSION, Manifest, SequenceShape
-from turnstream.batching.planning import num_groups_to_plan, plan_batch
+from turnstream.batching.fold.decisions import ReadyGroup
+from turnstream.batching.layouts.padded import left_padded
+from turnstream.batching.merge.merging import store_turns
+from turnstream.batching.merge.plan import ASSEMBLY_VERSION, Manifest, SequenceShape
+from turnstream.batching.planning.plan_batch import num_groups_to_plan, plan_batch
+from turnstream.batching.rows.assemble import assemble_rows, concatenate_rows, take_rows
 from turnstream.errors import BatchingError, InvalidConfigError
 from turnstream.types import Denominators, SealedTrajectory, TrajectoryKey
 

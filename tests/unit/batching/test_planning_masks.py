@@ -8,9 +8,9 @@ import pytest
 
 from testkit import config, sealed, shape
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.decisions import ReadyGroup
-from turnstream.batching.plan import Manifest
-from turnstream.batching.planning import plan_batch
+from turnstream.batching.fold.decisions import ReadyGroup
+from turnstream.batching.merge.plan import Manifest
+from turnstream.batching.planning.plan_batch import plan_batch
 from turnstream.types import Denominators, SealedTrajectory, Status
 
 

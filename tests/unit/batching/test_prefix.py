@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from testkit import ids
 from testkit.strategies import trees
-from turnstream.batching.prefix import PrefixIndex, PrefixMatch
+from turnstream.batching.merge.prefix import PrefixIndex, PrefixMatch
 from turnstream.errors import InvalidTurnError
 from turnstream.types import NO_PARENT, Turn
 

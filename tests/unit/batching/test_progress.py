@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from testkit import config, sealed
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.decisions import (
+from turnstream.batching.fold.decisions import (
     Decision,
     GroupCut,
     GroupDropped,
@@ -26,9 +26,9 @@ from turnstream.batching.decisions import (
     ReadyGroup,
     RefillWanted,
 )
-from turnstream.batching.planning import num_groups_to_plan, plan_batch
-from turnstream.batching.readiness import RunFold
-from turnstream.batching.selection import Selector
+from turnstream.batching.fold.readiness import RunFold
+from turnstream.batching.planning.plan_batch import num_groups_to_plan, plan_batch
+from turnstream.batching.planning.selection import Selector
 from turnstream.store.credits import Credit, credit_of
 from turnstream.types import (
     BatchDue,

@@ -9,8 +9,8 @@ import pytest
 
 from testkit import config, sealed, shape
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.decisions import ReadyGroup
-from turnstream.batching.readiness import RunFold
+from turnstream.batching.fold.decisions import ReadyGroup
+from turnstream.batching.fold.readiness import RunFold
 from turnstream.types import (
     Event,
     GroupOpened,

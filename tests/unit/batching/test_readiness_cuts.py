@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from testkit import config, sealed
-from turnstream.batching.decisions import Decision, GroupCut, RefillWanted
-from turnstream.batching.readiness import RunFold
+from turnstream.batching.fold.decisions import Decision, GroupCut, RefillWanted
+from turnstream.batching.fold.readiness import RunFold
 from turnstream.types import Event, GroupOpened, RefillGranted, TrajectoryDied, TrajectoryKey
 
 REFILL = replace(config(), deadline_policy="refill", max_refills=2)

@@ -10,8 +10,8 @@ import pytest
 
 from testkit import config, sealed
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.decisions import GroupCut, GroupDropped, MemberDropped, RefillWanted
-from turnstream.batching.readiness import RunFold
+from turnstream.batching.fold.decisions import GroupCut, GroupDropped, MemberDropped, RefillWanted
+from turnstream.batching.fold.readiness import RunFold
 from turnstream.types import (
     DeadlineFired,
     Event,

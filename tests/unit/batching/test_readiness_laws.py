@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from testkit import config, sealed, shape
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.readiness import RunFold
+from turnstream.batching.fold.readiness import RunFold
 from turnstream.types import (
     Event,
     GroupOpened,

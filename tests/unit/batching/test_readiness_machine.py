@@ -24,14 +24,14 @@ from hypothesis.stateful import (
 
 from testkit import config, sealed
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.decisions import (
+from turnstream.batching.fold.decisions import (
     Decision,
     GroupCut,
     GroupDropped,
     MemberDropped,
     RefillWanted,
 )
-from turnstream.batching.readiness import RunFold
+from turnstream.batching.fold.readiness import RunFold
 from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encode_snapshot
 from turnstream.types import (
     DeadlineFired,

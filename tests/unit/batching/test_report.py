@@ -7,11 +7,11 @@ import pytest
 
 from testkit import config, sealed, shape, turn
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.decisions import ReadyGroup
-from turnstream.batching.merge import store_turns
-from turnstream.batching.plan import Manifest
-from turnstream.batching.planning import plan_batch
-from turnstream.batching.report import MergeBreak, PlanReport, merge_report, plan_report
+from turnstream.batching.fold.decisions import ReadyGroup
+from turnstream.batching.merge.merging import store_turns
+from turnstream.batching.merge.plan import Manifest
+from turnstream.batching.planning.plan_batch import plan_batch
+from turnstream.batching.planning.report import MergeBreak, PlanReport, merge_report, plan_report
 from turnstream.types import NO_PARENT, TrajectoryKey, Turn, TurnShape
 
 KEY = TrajectoryKey("g0", 0)

@@ -8,10 +8,10 @@ import pytest
 
 from testkit import config, sealed, shape
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.config_rules import FIXED, changed_settings, check_revision
-from turnstream.batching.decisions import GroupCut, GroupDropped, MemberDropped, RefillWanted
-from turnstream.batching.readiness import RunFold
-from turnstream.batching.selection import Selector
+from turnstream.batching.config.rules import FIXED, changed_settings, check_revision
+from turnstream.batching.fold.decisions import GroupCut, GroupDropped, MemberDropped, RefillWanted
+from turnstream.batching.fold.readiness import RunFold
+from turnstream.batching.planning.selection import Selector
 from turnstream.errors import InvalidConfigError
 from turnstream.types import (
     BatchDue,

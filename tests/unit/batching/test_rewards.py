@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from testkit import config, sealed, shape
-from turnstream.batching.config_values import RewardSource
-from turnstream.batching.rewards import (
+from turnstream.batching.config.values import RewardSource
+from turnstream.batching.scoring.rewards import (
     planned_reward,
     planned_turn_rewards,
     reward_problem,
     trajectory_reward,
 )
-from turnstream.batching.token_advantages import rewards_on_last_token
+from turnstream.batching.scoring.token_advantages import rewards_on_last_token
 from turnstream.errors import BatchingError
 
 

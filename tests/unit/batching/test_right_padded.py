@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from testkit import assert_same, rows
 from testkit.strategies import scored_rows
-from turnstream.batching.layout import RightPadded, right_padded
+from turnstream.batching.layouts.padded import RightPadded, right_padded
 from turnstream.errors import BatchingError, RowTooLongError
 from turnstream.types import Ragged, Rows
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from turnstream.batching.merged_extras import dummy_choice, narrowed
+from turnstream.batching.merge.merged_extras import dummy_choice, narrowed
 from turnstream.errors import InvalidTurnError
 
 

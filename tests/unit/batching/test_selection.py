@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from testkit import config, sealed, shape
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.decisions import Decision, GroupDropped, MemberDropped
-from turnstream.batching.readiness import RunFold
-from turnstream.batching.selection import Selector
+from turnstream.batching.fold.decisions import Decision, GroupDropped, MemberDropped
+from turnstream.batching.fold.readiness import RunFold
+from turnstream.batching.planning.selection import Selector
 from turnstream.types import (
     BatchDue,
     Event,

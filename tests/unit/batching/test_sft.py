@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import assert_same, ids, mask, rows, spell
-from turnstream.batching.packing import pack
-from turnstream.batching.sft import (
+from turnstream.batching.layouts.sft import (
     LossScale,
     SupervisedBins,
     bin_sequences,
@@ -19,7 +18,8 @@ from turnstream.batching.sft import (
     scaled_weights,
     supervised_rows,
 )
-from turnstream.batching.slots import require_aligned
+from turnstream.batching.layouts.slots import require_aligned
+from turnstream.batching.packing.bins import pack
 from turnstream.errors import BatchingError, RowTooLongError
 from turnstream.types import Ragged, Rows
 

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from testkit import sealed, shape
-from turnstream.batching.columns import TokenColumns, masked_columns
-from turnstream.batching.staleness import (
+from turnstream.batching.fold.staleness import (
     VersionSteps,
     age,
     is_wholly_of,
     tokens_of,
     version_span,
 )
+from turnstream.batching.merge.columns import TokenColumns, masked_columns
 from turnstream.errors import BatchingError
 from turnstream.types import Ragged, VersionAnnounced, VersionRun
 

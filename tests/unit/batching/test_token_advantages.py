@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import rows
-from turnstream.batching.token_advantages import (
+from turnstream.batching.scoring.token_advantages import (
     gae,
     reinforce_plus_plus,
     token_returns,

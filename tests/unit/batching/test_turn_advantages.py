@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from testkit import config, sealed, shape, turn
-from turnstream.batching.assemble import assemble_rows
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.decisions import ReadyGroup
-from turnstream.batching.merge import store_turns
-from turnstream.batching.open_groups import problem_of, teaches_nothing
-from turnstream.batching.plan import Manifest
-from turnstream.batching.planning import plan_batch
+from turnstream.batching.fold.decisions import ReadyGroup
+from turnstream.batching.fold.open_groups import problem_of, teaches_nothing
+from turnstream.batching.merge.merging import store_turns
+from turnstream.batching.merge.plan import Manifest
+from turnstream.batching.planning.plan_batch import plan_batch
+from turnstream.batching.rows.assemble import assemble_rows
 from turnstream.types import (
     SealedTrajectory,
     Status,

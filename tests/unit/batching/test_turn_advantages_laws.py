@@ -15,17 +15,17 @@ from testkit import sealed
 from testkit.denominators import row_scales
 from testkit.shares import budgeted_passes, rank_share
 from testkit.strategies import chains, trees
-from turnstream.batching.assemble import assemble_rows, concatenate_rows, take_rows
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.config_values import Aggregation, RowWeights
-from turnstream.batching.decisions import ReadyGroup
-from turnstream.batching.jagged import jagged
-from turnstream.batching.layout import left_padded, right_padded
-from turnstream.batching.merge import store_turns
-from turnstream.batching.microbatch import Budget
-from turnstream.batching.packed import packed
-from turnstream.batching.plan import Manifest, TrajectoryPlan
-from turnstream.batching.planning import plan_batch
+from turnstream.batching.config.values import Aggregation, RowWeights
+from turnstream.batching.fold.decisions import ReadyGroup
+from turnstream.batching.layouts.jagged import jagged
+from turnstream.batching.layouts.packed import packed
+from turnstream.batching.layouts.padded import left_padded, right_padded
+from turnstream.batching.merge.merging import store_turns
+from turnstream.batching.merge.plan import Manifest, TrajectoryPlan
+from turnstream.batching.packing.microbatch import Budget
+from turnstream.batching.planning.plan_batch import plan_batch
+from turnstream.batching.rows.assemble import assemble_rows, concatenate_rows, take_rows
 from turnstream.types import Rows, SealedTrajectory, StoredTurn, TrajectoryKey, Turn
 
 Payload = dict[TrajectoryKey, list[StoredTurn]]

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from testkit import config, manifest, sealed, trajectory_plan
-from turnstream.batching.decisions import GroupDropped
-from turnstream.batching.readiness import RunFold
-from turnstream.batching.rewards import planned_reward
-from turnstream.batching.withdrawing import (
+from turnstream.batching.fold.decisions import GroupDropped
+from turnstream.batching.fold.readiness import RunFold
+from turnstream.batching.fold.withdrawing import (
     WithdrawnGroup,
     with_planned_reward,
     withdrawn_groups,
 )
+from turnstream.batching.scoring.rewards import planned_reward
 from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encode_snapshot
 from turnstream.types import (
     GroupOpened,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from testkit import assert_same, group, trajectory, turn
 from testkit.strategies import declared_columns, trees, with_extras
-from turnstream.batching.anchors import anchor_hash
+from turnstream.batching.merge.anchors import anchor_hash
 from turnstream.errors import InvalidTurnError
 from turnstream.generator import checks, drafts
 from turnstream.generator.drafts import TrajectoryDraft, TurnRecord, draft_group

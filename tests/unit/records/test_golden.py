@@ -22,8 +22,8 @@ from testkit import (
     shape,
     stored_turn,
 )
-from turnstream.batching.figures import sum_up
-from turnstream.batching.plan import Manifest
+from turnstream.batching.merge.plan import Manifest
+from turnstream.batching.scoring.tag_statistics import sum_up
 from turnstream.records.batches import decode_mini_batch, encode_mini_batch
 from turnstream.records.configs import decode_config
 from turnstream.records.events import decode_event, encode_event

@@ -10,7 +10,7 @@ from hypothesis import given
 
 from testkit import manifest
 from testkit.strategies import manifests
-from turnstream.batching.plan import Manifest, MiniBatchPlan
+from turnstream.batching.merge.plan import Manifest, MiniBatchPlan
 from turnstream.errors import CorruptRecordError
 from turnstream.records.framing import MANIFEST, read_header, write_frame
 from turnstream.records.manifests import decode_manifest, encode_manifest, manifest_hash

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from testkit import config, sealed
 from testkit.strategies import events
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.open_groups import FoldState
-from turnstream.batching.readiness import RunFold
-from turnstream.batching.staleness import VersionSteps
+from turnstream.batching.fold.open_groups import FoldState
+from turnstream.batching.fold.readiness import RunFold
+from turnstream.batching.fold.staleness import VersionSteps
 from turnstream.errors import CorruptRecordError, UnknownFormatError
 from turnstream.records.events import decode_event, encode_event
 from turnstream.records.framing import SNAPSHOT, read_header, write_frame

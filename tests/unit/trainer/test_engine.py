@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import testkit
-from turnstream.batching.config_values import Aggregation
+from turnstream.batching.config.values import Aggregation
 from turnstream.errors import BatchingError
 from turnstream.types import Denominators, Ragged
 from turnstream.worker.mini_batch import PulledMiniBatch

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 import testkit
-from turnstream.batching.figures import sum_up
+from turnstream.batching.scoring.tag_statistics import sum_up
 from turnstream.types import RecoveryToken
 from turnstream.worker.mini_batch import PulledMiniBatch
 from turnstream_server.models.policy import load_policy

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import testkit
-from turnstream.batching.plan import MiniBatchPlan, SequenceShape
+from turnstream.batching.merge.plan import MiniBatchPlan, SequenceShape
 from turnstream.records.batches import decode_mini_batch
 from turnstream.types import MiniBatch
 from turnstream.worker.tensors import to_torch

@@ -14,15 +14,15 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import testkit
 from testkit.shares import budgeted_passes, rank_share
-from turnstream.batching.assemble import take_rows
-from turnstream.batching.microbatch import Budget
-from turnstream.batching.outputs import ResponseValues, join_by_row_id
-from turnstream.batching.sft import (
+from turnstream.batching.layouts.outputs import ResponseValues, join_by_row_id
+from turnstream.batching.layouts.sft import (
     bin_sequences,
     loss_scales,
     packed_supervised,
     supervised_rows,
 )
+from turnstream.batching.packing.microbatch import Budget
+from turnstream.batching.rows.assemble import take_rows
 from turnstream.errors import BatchingError
 from turnstream.types import MiniBatch, Ragged, Rows
 from turnstream.worker.layouts import jagged_to_torch, packed_to_torch, right_padded_to_torch

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import testkit
-from turnstream.batching.plain_rows import plain_rows
+from turnstream.batching.rows.plain_rows import plain_rows
 from turnstream.errors import BatchingError
 from turnstream.types import MiniBatch, Ragged
 from turnstream.worker.corrections import importance_ratio, mis, opsm, row_veto, seq_mask_tis, tis

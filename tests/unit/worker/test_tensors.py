@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import testkit
-from turnstream.batching.layout import left_padded
+from turnstream.batching.layouts.padded import left_padded
 from turnstream.errors import BatchingError
 from turnstream.types import MiniBatch
 from turnstream.worker.tensors import LeftPaddedTensors, to_torch

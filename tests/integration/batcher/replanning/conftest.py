@@ -11,7 +11,7 @@ import pytest
 
 from harness.stored import content_of
 from testkit import group, trajectory, turn, wait_until_async
-from turnstream.batching.plan import Manifest
+from turnstream.batching.merge.plan import Manifest
 from turnstream.store import keys
 from turnstream.store.connection import connect, connect_async
 from turnstream.types import TrajectoryKey, TrajectoryState

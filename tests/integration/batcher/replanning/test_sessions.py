@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from testkit import group
-from turnstream.batching.plan import Manifest
+from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import (
     ConflictError,
     CorruptRecordError,

@@ -13,9 +13,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.anchors import anchor_hash
-from turnstream.batching.config_rules import LARGEST_GROUP
-from turnstream.batching.figures import MAX_METRIC
+from turnstream.batching.config.rules import LARGEST_GROUP
+from turnstream.batching.merge.anchors import anchor_hash
+from turnstream.batching.scoring.tag_statistics import MAX_METRIC
 from turnstream.errors import InvalidTurnError
 from turnstream.store.keys import encode_name
 from turnstream.types import (

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from turnstream.batching.anchors import anchor_hash
-from turnstream.batching.extras import ExtraIndex, LinkedTurn
-from turnstream.batching.merge import plan_sequences, stored_turn
-from turnstream.batching.prefix import PrefixIndex, PrefixMatch
+from turnstream.batching.merge.anchors import anchor_hash
+from turnstream.batching.merge.extras import ExtraIndex, LinkedTurn
+from turnstream.batching.merge.merging import plan_sequences, stored_turn
+from turnstream.batching.merge.prefix import PrefixIndex, PrefixMatch
 from turnstream.errors import InvalidTurnError
 from turnstream.generator import checks
 from turnstream.generator.extras import with_checked_extras

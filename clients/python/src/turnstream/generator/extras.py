@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.declarations import require_declared
+from turnstream.batching.config.declarations import require_declared
 from turnstream.errors import InvalidTurnError
 from turnstream.types import DeclaredColumn, Turn
 from turnstream.types.names import shown

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import redis
 import redis.asyncio
 
-from turnstream.batching.merge import turn_prompts
-from turnstream.batching.merged_extras import whole_extras
+from turnstream.batching.merge.merged_extras import whole_extras
+from turnstream.batching.merge.merging import turn_prompts
 from turnstream.errors import ConflictError, FencedError
 from turnstream.records.turns import decode_turn
 from turnstream.store import keys

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from turnstream.batching.plan import Manifest
+from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import CorruptRecordError
 from turnstream.records.columns import ColumnReader, ColumnWriter
 from turnstream.records.framing import COMPACT, ENDS, read_frame, write_frame

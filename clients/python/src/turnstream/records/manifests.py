@@ -6,7 +6,7 @@ import hashlib
 
 from google.protobuf.message import DecodeError
 
-from turnstream.batching.plan import (
+from turnstream.batching.merge.plan import (
     GroupPlan,
     Manifest,
     MiniBatchPlan,

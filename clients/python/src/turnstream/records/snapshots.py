@@ -22,11 +22,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final, TypeVar, cast, get_args
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.decisions import ReadyGroup
-from turnstream.batching.evals import EvalFold
-from turnstream.batching.members import GroupMembers
-from turnstream.batching.open_groups import FoldState
-from turnstream.batching.readiness import RunFold
+from turnstream.batching.fold.decisions import ReadyGroup
+from turnstream.batching.fold.evals import EvalFold
+from turnstream.batching.fold.members import GroupMembers
+from turnstream.batching.fold.open_groups import FoldState
+from turnstream.batching.fold.readiness import RunFold
 from turnstream.errors import CorruptRecordError, RecordError, UnknownFormatError
 from turnstream.records.events import decode_accepted_event, encode_event
 from turnstream.records.framing import SNAPSHOT, check_format, read_header, write_frame

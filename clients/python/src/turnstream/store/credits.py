@@ -13,8 +13,8 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from turnstream.batching.capacity import capacity, most_live_groups
 from turnstream.batching.config import BatchingConfig
+from turnstream.batching.fold.capacity import capacity, most_live_groups
 from turnstream.store import keys
 from turnstream.store.configs import read_config, read_config_async
 from turnstream.store.replies import translating

@@ -8,7 +8,7 @@ from typing import Any
 import redis
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.config_rules import check_revision
+from turnstream.batching.config.rules import check_revision
 from turnstream.errors import InvalidConfigError, RunNotFoundError
 from turnstream.records.configs import decode_config, encode_config
 from turnstream.store import keys

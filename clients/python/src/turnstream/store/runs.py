@@ -8,7 +8,7 @@ import redis
 import redis.asyncio
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.config_rules import changed_settings
+from turnstream.batching.config.rules import changed_settings
 from turnstream.errors import (
     ConflictError,
     InvalidConfigError,

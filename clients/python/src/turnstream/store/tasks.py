@@ -8,7 +8,7 @@ from typing import Any, Final, cast
 
 import redis
 
-from turnstream.batching.config_rules import LARGEST_GROUP
+from turnstream.batching.config.rules import LARGEST_GROUP
 from turnstream.errors import InvalidTurnError
 from turnstream.store import keys
 from turnstream.store.configs import read_config

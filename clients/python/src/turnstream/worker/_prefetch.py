@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from turnstream.batching.config_values import RowWeights
-from turnstream.batching.denominators import check_share
+from turnstream.batching.config.values import RowWeights
+from turnstream.batching.scoring.denominators import check_share
 from turnstream.errors import (
     BatcherUnavailableError,
     BatchingError,

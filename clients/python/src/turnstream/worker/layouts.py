@@ -20,16 +20,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from turnstream.batching.extra_layouts import jagged_extras, packed_extras, right_padded_extras
-from turnstream.batching.jagged import Jagged, jagged
-from turnstream.batching.layout import right_padded
-from turnstream.batching.outputs import (
+from turnstream.batching.layouts.extra_layouts import (
+    jagged_extras,
+    packed_extras,
+    right_padded_extras,
+)
+from turnstream.batching.layouts.jagged import Jagged, jagged
+from turnstream.batching.layouts.outputs import (
     ResponseValues,
     response_values_jagged,
     response_values_packed,
     response_values_right_padded,
 )
-from turnstream.batching.packed import Packed, packed
+from turnstream.batching.layouts.packed import Packed, packed
+from turnstream.batching.layouts.padded import right_padded
 from turnstream.types import MiniBatch
 from turnstream.worker.tensors import (
     RowTensors,

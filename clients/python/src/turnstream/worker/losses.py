@@ -21,8 +21,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from turnstream.batching.config_values import Aggregation
-from turnstream.batching.denominators import require_denominator
+from turnstream.batching.config.values import Aggregation
+from turnstream.batching.scoring.denominators import require_denominator
 from turnstream.errors import BatchingError
 from turnstream.types import Denominators
 from turnstream.worker.tensors import RowTensors, row_sums

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from turnstream.batching.extra_layouts import PlacedColumn, left_padded_extras
-from turnstream.batching.layout import left_padded
-from turnstream.batching.outputs import ResponseValues, response_values_left_padded
+from turnstream.batching.layouts.extra_layouts import PlacedColumn, left_padded_extras
+from turnstream.batching.layouts.outputs import ResponseValues, response_values_left_padded
+from turnstream.batching.layouts.padded import left_padded
 from turnstream.errors import BatchingError
 from turnstream.types import Denominators, Extent, MiniBatch
 
@@ -30,7 +30,7 @@ Layout = TypeVar("Layout", bound="RowTensors")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExtraTensor:
-    """An extra column in one layout, shaped as in `turnstream.batching.extra_layouts`.
+    """An extra column in one layout, shaped as in `turnstream.batching.layouts.extra_layouts`.
 
     Attributes:
         per: unit that has one value.
@@ -174,7 +174,7 @@ class LeftPaddedTensors(RowTensors):
     def response_values(self, values_BR: Tensor) -> ResponseValues:
         """Return the values of the response tokens of every real row, by row id, on the CPU.
 
-        `turnstream.batching.outputs.join_by_row_id` joins the parts of all passes.
+        `turnstream.batching.layouts.outputs.join_by_row_id` joins the parts of all passes.
         """
         return response_values_left_padded(
             on_cpu(values_BR),

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Registers a group, where it is new, and takes samples of it for one writer, with a lease.
 --
--- A new group needs capacity, by the rule of batching/capacity.py: (max_staleness + stepped + 1) *
+-- A new group needs capacity, by the rule of batching/fold/capacity.py: (max_staleness + stepped + 1) *
 -- batch_groups groups may ever have been opened, not counting those that were dropped untrained;
 -- revised_groups is added, where steps before had others than batch_groups; and max_open_groups, where the
 -- run has such a bound, may be open at once. A paused run takes none. A known group never waits. One

@@ -1,0 +1,5 @@
+"""The configuration of a run: its settings, and the rules that they have to keep."""
+
+from turnstream.batching.config.batching_config import BatchingConfig
+
+__all__ = ["BatchingConfig"]

@@ -1,0 +1,244 @@
+"""Rules over several settings of a run, and over a change of them.
+
+The first broken rule names the setting to change. Some settings look harmless one by one, and
+together no batch would ever be complete; these are refused as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any, Final, NamedTuple
+
+from turnstream.batching.config.settings import Settings
+from turnstream.errors import InvalidConfigError
+
+
+class Problem(NamedTuple):
+    """A setting that must change, and why."""
+
+    field: str
+    message: str
+
+
+LEAST_GROUP_BYTES = 4096
+"""`max_bytes` counts so much for a group of one trajectory without any token."""
+
+LARGEST_GROUP = 8192
+"""Upper bound of `max_samples`: the store runs no other command while it opens a group."""
+
+UNPLANNABLE_ESTIMATORS = {
+    "gae": "it needs a critic's value of every token, which no plan has: run with another "
+    "estimator, and in the worker put the result of "
+    "turnstream.batching.scoring.token_advantages.gae for MiniBatch.rows into Rows.advantages "
+    "before the rows are laid out"
+}
+"""Estimators that a plan cannot compute because it reads no token, and the way to use each."""
+
+MAX_TURN_WEIGHT = 1000.0
+"""Times `MAX_REWARD` and the turns of a trajectory, it stays within float32."""
+
+FIXED: Final = {
+    "extra_columns": "generators learn it once, and turns that are stored were checked by it",
+    "aggregation": "a trainer chooses its loss by it when its session begins",
+    "row_weights": "a trainer refuses rows that weigh otherwise than when its session began",
+}
+"""Settings that a run keeps, and the harm of a change."""
+
+_NO_PENALTY = {
+    "gdpo": "it compares components one by one; give the penalty as one of them",
+    "maxrl": "it divides by the mean reward, and a penalty makes rewards negative",
+}
+"""Estimators whose rewards cannot take the penalty of long responses, and why."""
+
+_OF_GIGPO = {"turn_weight": 1.0, "turn_discount": 1.0, "divide_by_std": True}
+"""Settings that only gigpo reads, with their value under any other estimator."""
+
+_WEIGHTLESS = {
+    "token_mean": "it counts tokens alike, whatever row they are in",
+    "rollout_mean": "it divides by the trajectory's tokens already",
+    "prompt_mean": "it divides by the group's tokens already",
+}
+"""Aggregations that do not divide by the sum of weights, and why row weights distort them."""
+
+_SHORTEST_ROW = 2
+"""Tokens of the shortest row that trains: one of the prompt and one of the response."""
+
+
+def config_problems(config: Settings) -> Iterator[Problem]:
+    """Yield every broken rule; each single value is valid already."""
+    yield from _group_problems(config)
+    yield from _estimator_problems(config)
+    yield from _loss_problems(config)
+    yield from _pass_problems(config)
+    yield from _length_problems(config)
+    yield from _age_problems(config)
+    yield from _deadline_problems(config)
+
+
+def _group_problems(config: Settings) -> Iterator[Problem]:
+    groups = config.batch_groups
+    if config.max_samples > LARGEST_GROUP:
+        yield Problem("max_samples", f"{config.max_samples} is above {LARGEST_GROUP}")
+    if groups % config.mini_batch_groups:
+        yield Problem(
+            "mini_batch_groups",
+            f"{config.mini_batch_groups} does not divide batch_groups={groups}",
+        )
+    if 0 < config.max_bytes < groups * LEAST_GROUP_BYTES:
+        yield Problem(
+            "max_bytes",
+            f"{config.max_bytes} never holds the {groups} groups of a step, each of "
+            f"{LEAST_GROUP_BYTES} bytes at least",
+        )
+    if config.surplus == "keep" and 0 < config.max_open_groups < groups:
+        yield Problem(
+            "max_open_groups",
+            f"{config.max_open_groups} with surplus='keep' never fills a batch of "
+            f"batch_groups={groups}: complete groups stay open until they are planned",
+        )
+
+
+def _estimator_problems(config: Settings) -> Iterator[Problem]:
+    estimator, weights = config.estimator, config.component_weights
+    refused = f"does not go with estimator={estimator!r}"
+    if (estimator == "gdpo") != (len(weights) >= 2) or len(weights) == 1:
+        yield Problem(
+            "component_weights",
+            f"{len(weights)} do not go with estimator={estimator!r}: "
+            "gdpo takes two or more, the others none",
+        )
+    if weights and not any(weight for _, weight in weights):
+        yield Problem("component_weights", f"{weights!r} are all 0, and so is every advantage")
+    if estimator == "reinforce_pp" and config.reward_source != "outcome":
+        yield Problem(
+            "reward_source",
+            f"{config.reward_source!r} {refused}: with rewards inside a trajectory its tokens "
+            "have different returns, and a plan reads no token",
+        )
+    if config.overlong_buffer and estimator in _NO_PENALTY:
+        yield Problem(
+            "overlong_buffer", f"{config.overlong_buffer} {refused}: {_NO_PENALTY[estimator]}"
+        )
+    for name, unread in _OF_GIGPO.items():
+        if estimator != "gigpo" and getattr(config, name) != unread:
+            yield Problem(name, f"{getattr(config, name)} {refused}: only gigpo reads it")
+
+
+def _loss_problems(config: Settings) -> Iterator[Problem]:
+    aggregation, row_weights = config.aggregation, config.row_weights
+    refused = f"does not go with aggregation={aggregation!r}"
+    if (aggregation == "constant") != (config.length_constant > 0):
+        yield Problem("length_constant", f"{config.length_constant} {refused}")
+    if row_weights != "per_row" and aggregation in _WEIGHTLESS:
+        yield Problem("row_weights", f"{row_weights!r} {refused}: {_WEIGHTLESS[aggregation]}")
+    if row_weights == "rollout_mean" and aggregation != "seq_mean_token_mean":
+        yield Problem(
+            "row_weights",
+            f"{row_weights!r} {refused}: a row's sum of tokens would count its length twice",
+        )
+
+
+def _pass_problems(config: Settings) -> Iterator[Problem]:
+    limit = config.max_tokens_per_micro_batch
+    for name, default in (("cost_per_token", 1.0), ("cost_per_squared_token", 0.0)):
+        cost = getattr(config, name)
+        if config.micro_batch_cost != "quadratic" and cost != default:
+            yield Problem(
+                name, f"{cost} does not go with micro_batch_cost={config.micro_batch_cost!r}"
+            )
+    if config.over_long != "refuse":
+        return
+    if limit == 0:
+        yield Problem("over_long", "'refuse' without max_tokens_per_micro_batch refuses nothing")
+    elif (cost := config.budget.cost([_SHORTEST_ROW])) > limit:
+        yield Problem(
+            "max_tokens_per_micro_batch",
+            f"{limit} with over_long='refuse' refuses every trajectory: the shortest row, of "
+            f"{_SHORTEST_ROW} tokens, costs {cost:g}",
+        )
+
+
+def _length_problems(config: Settings) -> Iterator[Problem]:
+    length, buffer = config.overlong_length, config.overlong_buffer
+    if buffer > length:
+        yield Problem("overlong_buffer", f"{buffer} is more than overlong_length={length}")
+    if length and not (buffer or config.mask_truncated):
+        yield Problem(
+            "overlong_length",
+            f"{length} without overlong_buffer and mask_truncated does nothing",
+        )
+    if config.masked_reward != "keep" and not config.mask_truncated:
+        yield Problem(
+            "masked_reward", f"{config.masked_reward!r} without mask_truncated does nothing"
+        )
+
+
+def _age_problems(config: Settings) -> Iterator[Problem]:
+    policy, staleness, ahead = (
+        config.max_age_policy,
+        config.max_staleness,
+        config.max_planned_ahead,
+    )
+    if staleness == 0 and ahead > 0:
+        yield Problem(
+            "max_planned_ahead", f"{ahead} plans from older weights, but max_staleness is 0"
+        )
+    if policy != "keep" and staleness == 0:
+        yield Problem(
+            "max_age_policy",
+            f"{policy!r} needs max_staleness >= 1: with 0 every group that began "
+            "before the newest weights would expire; allow 1, or use 'keep'",
+        )
+    if policy != "keep" and ahead > staleness:
+        yield Problem(
+            "max_age_policy",
+            f"{policy!r} with max_planned_ahead={ahead} expires "
+            "everything: the newest weights are so many steps old when a batch is planned, and "
+            f"max_staleness={staleness}",
+        )
+
+
+def _deadline_problems(config: Settings) -> Iterator[Problem]:
+    policy = config.deadline_policy
+    if (policy == "refill") != (config.max_refills > 0):
+        yield Problem(
+            "max_refills", f"{config.max_refills} does not go with deadline_policy={policy!r}"
+        )
+    if policy == "train_short" and not (config.group_deadline_s or config.reward_deadline_s):
+        yield Problem(
+            "deadline_policy",
+            "'train_short' needs a group_deadline_s or a reward_deadline_s above 0",
+        )
+
+
+class Change(NamedTuple):
+    """One setting that differs."""
+
+    name: str
+    before: Any
+    after: Any
+
+
+def changed_settings(before: Settings, after: Settings) -> tuple[Change, ...]:
+    """Return the settings that differ, in their order.
+
+    >>> from dataclasses import replace
+    >>> from turnstream.batching.config import BatchingConfig
+    >>> config = BatchingConfig(batch_groups=2, mini_batch_groups=2)
+    >>> changed_settings(config, replace(config, max_staleness=2))
+    (Change(name='max_staleness', before=1, after=2),)
+    """
+    pairs = [(f.name, getattr(before, f.name), getattr(after, f.name)) for f in fields(after)]
+    return tuple(Change(*pair) for pair in pairs if pair[1] != pair[2])
+
+
+def check_revision(before: Settings, after: Settings) -> None:
+    """Refuse a change of a setting that a run keeps."""
+    for change in changed_settings(before, after):
+        if change.name in FIXED:
+            raise InvalidConfigError(
+                change.name,
+                f"it cannot be revised from {change.before!r} to {change.after!r}: "
+                f"{FIXED[change.name]}; begin another run",
+            )

@@ -1,0 +1,1 @@
+"""The events of a run folded into groups that are ready, and the decisions on the others."""

@@ -1,0 +1,1 @@
+"""Rows become padded, packed, jagged or supervised arrays, and model outputs become rows again."""

@@ -1,0 +1,143 @@
+"""Rows in sequence, without padding, for attention that keeps sequences apart.
+
+Shapes: N slots of a bin, B rows of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnstream.batching.layouts.slots import SlotLine, require_aligned, response_lengths
+from turnstream.errors import BatchingError
+from turnstream.types import Rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Packed:
+    """Rows of one bin, concatenated.
+
+    Row b is the slots `cu_seqlens[b]:cu_seqlens[b + 1]`: its tokens, then, where rows are aligned,
+    up to alignment - 1 slots of padding. The padding comes last in its own sequence, so under
+    causal attention no token sees it. All columns follow the shift rule of
+    `turnstream.batching.layouts.slots`.
+
+    Attributes:
+        input_ids_N: int64.
+        position_ids_N: int64, 0 at the first token of every row.
+        cu_seqlens: int32 (B + 1,), first slot of every row, and N at the end.
+        length_B: int32, tokens of every row, its padding left out.
+        loss_mask_N: bool, slot j scores a trained token.
+        logprobs_N: float32, 0.0 outside the response; None if no row of the mini-batch has any.
+        rewards_N: float32, token rewards.
+        advantages_N: float32, 0.0 where the loss mask is not set.
+        token_weights_N: float32, weight of each token; None where that is 1.
+        row_id_B: int64.
+        prompt_length_B, response_length_B: int32, in tokens.
+    """
+
+    input_ids_N: NDArray[np.int64]
+    position_ids_N: NDArray[np.int64]
+    cu_seqlens: NDArray[np.int32]
+    length_B: NDArray[np.int32]
+    loss_mask_N: NDArray[np.bool_]
+    logprobs_N: NDArray[np.float32] | None
+    rewards_N: NDArray[np.float32]
+    advantages_N: NDArray[np.float32]
+    row_id_B: NDArray[np.int64]
+    prompt_length_B: NDArray[np.int32]
+    response_length_B: NDArray[np.int32]
+    token_weights_N: NDArray[np.float32] | None = None
+
+    @property
+    def max_length(self) -> int:
+        """Return the slots of the longest row with its padding, for attention kernels."""
+        return int(np.diff(self.cu_seqlens).max(initial=0))
+
+
+def packed(
+    rows: Rows, *, bins: Sequence[Sequence[int]], pad_token_id: int, alignment: int = 1
+) -> list[Packed]:
+    """One value per bin; its rows in the order of the bin. All share one piece of memory."""
+    require_aligned(rows)
+    order, lengths, starts = line_up(rows, bins=bins, alignment=alignment)
+    columns = _columns(rows, order=order, lengths=lengths, starts=starts, pad_token_id=pad_token_id)
+    bounds = np.cumsum([0, *map(len, bins)]).tolist()
+    return [_cut(columns, starts, first, last) for first, last in itertools.pairwise(bounds)]
+
+
+def _columns(
+    rows: Rows,
+    *,
+    order: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    pad_token_id: int,
+) -> dict[str, NDArray[Any] | None]:
+    """All columns of `Packed` but one, of all bins together."""
+    line = SlotLine(rows, order=order, starts=starts[:-1])
+    token_lengths = rows.input_ids.lengths[order]
+    columns = line.columns(
+        (int(starts[-1]),),
+        pad_token_id=pad_token_id if np.any(token_lengths < lengths) else 0,
+        advantage=np.repeat(rows.advantage[order], lengths),
+    )
+    positions_N: NDArray[np.int64] = np.zeros(int(starts[-1]), np.int64)
+    line.place_positions(positions_N, lengths=lengths)
+    return {
+        **{f"{name}_N": column for name, column in columns.items()},
+        "position_ids_N": positions_N,
+        "length_B": token_lengths,
+        "row_id_B": rows.row_id[order],
+        "prompt_length_B": rows.prompt_length[order],
+        "response_length_B": response_lengths(rows)[order],
+    }
+
+
+def _cut(
+    columns: dict[str, NDArray[Any] | None], starts: NDArray[np.int64], first: int, last: int
+) -> Packed:
+    """The bin of the rows [first, last) of the line: views of the columns."""
+    parts = {"N": slice(int(starts[first]), int(starts[last])), "B": slice(first, last)}
+    own: dict[str, Any] = {
+        name: None if column is None else column[parts[name[-1]]]
+        for name, column in columns.items()
+    }
+    cu_seqlens = (starts[first : last + 1] - starts[first]).astype(np.int32)
+    return Packed(cu_seqlens=cu_seqlens, **own)
+
+
+def line_up(
+    rows: Rows, *, bins: Sequence[Sequence[int]], alignment: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Rows in the order of their bins: positions, slots that each takes, and starts (one more)."""
+    if alignment < 1:
+        raise BatchingError(f"alignment={alignment} must be at least 1")
+    order = np.array([row for rows_of_bin in bins for row in rows_of_bin], np.int64)
+    lengths = -(-rows.input_ids.lengths[order].astype(np.int64) // alignment) * alignment
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    longest = np.diff(starts[np.cumsum([0, *map(len, bins)])]).max(initial=0)
+    if longest > np.iinfo(np.int32).max:
+        raise BatchingError(f"{longest} slots in one bin: cu_seqlens are int32")
+    return order, lengths, starts
+
+
+def sequence_alignment(
+    *, tensor_parallel: int = 1, context_parallel: int = 1, multiple_of: int = 1
+) -> int:
+    """Multiple that every packed row must be long for these parallel sizes.
+
+    Sequence parallelism cuts a row into `tensor_parallel` pieces; context parallelism gives every
+    rank two chunks of each, one early and one late, so that causal work is equal.
+
+    >>> sequence_alignment(tensor_parallel=2), sequence_alignment(tensor_parallel=2,
+    ...                                                           context_parallel=4)
+    (2, 16)
+    """
+    own = tensor_parallel * context_parallel * 2 if context_parallel > 1 else tensor_parallel
+    return int(np.lcm(own, multiple_of))

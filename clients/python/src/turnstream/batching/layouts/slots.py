@@ -1,0 +1,200 @@
+"""Rows on a line of slots, the common part of right-padded, packed and supervised layouts.
+
+Row b takes the slots from `starts_B[b]` on, a token in each. The layouts differ in the first slots
+of the rows, and in the cuts of the line.
+
+**The shift rule.** The logits of a slot score the token of the next slot. So the values of a
+response token (mask, log-probability, reward, advantage) stand one slot before it, in the slot
+that scores it::
+
+    tokens      p p a b | q c       two rows, with the responses "a b" and "c"
+    loss_mask   0 1 1 0   1 0
+
+The last slot of a row scores nothing. No slot scores the first token of a row, so a row that
+trains it is refused.
+
+Shapes: N slots, B rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnstream.batching.merge.buffers import zeros_in_one_piece
+from turnstream.errors import BatchingError
+from turnstream.types import Ragged, Rows
+
+
+class SlotLine:
+    """Writes columns of rows into their slots, and leaves all other slots alone.
+
+    `order` holds positions in `rows`, one per row of the line, and `starts` the first slot of each.
+    """
+
+    def __init__(self, rows: Rows, *, order: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
+        prompts = rows.prompt_length[order]
+        self._rows = rows
+        self._order = order
+        self._starts = starts
+        self._is_unscored = (prompts == 0) & (rows.input_ids.lengths[order] > 0)
+        self._first_slots = (starts + np.maximum(prompts - 1, 0)).tolist()
+
+    def place_ids(self, into_N: NDArray[np.int64]) -> None:
+        """Tokens, each in its own slot."""
+        ids = self._rows.input_ids
+        begins, ends = ids.offsets[self._order], ids.offsets[self._order + 1]
+        place_rows(ids.values, begins.tolist(), ends.tolist(), self._starts.tolist(), into_N)
+
+    def clear_padding(self, into_N: NDArray[np.bool_], *, lengths: NDArray[np.integer]) -> None:
+        """Clear the slots after the tokens of rows that take `lengths` slots."""
+        token_lengths = self._rows.input_ids.lengths[self._order]
+        for row in np.flatnonzero(token_lengths < lengths).tolist():
+            into_N[self._starts[row] + token_lengths[row] : self._starts[row] + lengths[row]] = (
+                False
+            )
+
+    def place_positions(self, into_N: NDArray[np.int64], *, lengths: NDArray[np.integer]) -> None:
+        """0, 1, 2 ... from the first slot of every row, `lengths` of them."""
+        counting: NDArray[np.int64] = np.arange(lengths.max(initial=0), dtype=np.int64)
+        begins = [0] * len(lengths)
+        place_rows(counting, begins, lengths.tolist(), self._starts.tolist(), into_N)
+
+    def place_responses(self, values: Ragged[Any], into_N: NDArray[Any]) -> None:
+        """Values of response tokens, each in the slot that scores its token."""
+        begins = values.offsets[self._order] + self._is_unscored
+        ends = values.offsets[self._order + 1]
+        place_rows(values.values, begins.tolist(), ends.tolist(), self._first_slots, into_N)
+
+    def columns(
+        self, shape: tuple[int, ...], *, pad_token_id: int, advantage: NDArray[np.float32]
+    ) -> dict[str, Any]:
+        """Return name to column that layouts share, with the slots of the line in a shape.
+
+        `advantage` broadcasts to the shape; it is read where the rows have no `advantages`.
+        """
+        rows = self._rows
+        ids, rewards, advantages, logprobs, mask = zeros_in_one_piece(
+            (shape, np.int64),
+            (shape, np.float32),
+            (shape, np.float32),
+            (shape if rows.logprobs is not None else (0,), np.float32),
+            (shape, np.bool_),
+        )
+        if pad_token_id:
+            ids[...] = pad_token_id
+        self.place_ids(ids.reshape(-1))
+        self.place_responses(rows.loss_mask, mask.reshape(-1).view(np.uint8))
+        if rows.rewards.values.any():
+            self.place_responses(rows.rewards, rewards.reshape(-1))
+        if rows.logprobs is not None:
+            self.place_responses(rows.logprobs, logprobs.reshape(-1))
+        if rows.advantages is None:
+            masked_scalars(advantage, mask, advantages)
+        else:
+            self.place_responses(rows.advantages, advantages.reshape(-1))
+            masked_scalars(advantages, mask, advantages)
+        return {
+            "input_ids": ids,
+            "loss_mask": mask,
+            "logprobs": None if rows.logprobs is None else logprobs,
+            "rewards": rewards,
+            "advantages": advantages,
+            "token_weights": self._token_weights(shape),
+        }
+
+    def _token_weights(self, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
+        weights = self._rows.token_weights
+        if weights is None:
+            return None
+        placed: NDArray[np.float32] = np.zeros(shape, np.float32)
+        self.place_responses(weights, placed.reshape(-1))
+        return placed
+
+
+def masked_scalars(
+    scalars: NDArray[np.float32], mask: NDArray[np.bool_], into: NDArray[np.float32]
+) -> None:
+    """Write the scalar where the mask is set and 0.0 elsewhere; all three shapes broadcast.
+
+    Products of bits and not of numbers: -1.0 * 0 would be -0.0, and nan * 0 would stay.
+    """
+    np.multiply(mask.view(np.uint8), scalars.view(np.uint32), out=into.view(np.uint32))
+
+
+def place_rows(
+    values: NDArray[Any],
+    begins: list[int],
+    ends: list[int],
+    slots: list[int],
+    into_N: NDArray[Any],
+) -> None:
+    """Copy `values[begin:end]` to the slots from `slot` on, for every row."""
+    source: Any = values
+    target: Any = into_N
+    if values.ndim == 1 and values.dtype == into_N.dtype and values.dtype.kind in "biuf":
+        # Without a change of type, slices of memory take half the time that slices of arrays do.
+        source, target = values.data, into_N.data
+    for begin, end, slot in zip(begins, ends, slots, strict=True):
+        target[slot : slot + end - begin] = source[begin:end]
+
+
+_PER_RESPONSE_TOKEN = ("loss_mask", "logprobs", "rewards", "advantages", "token_weights")
+_DTYPES = {"loss_mask": np.dtype(np.uint8)}
+_FLOAT32 = np.dtype(np.float32)
+
+
+def response_lengths(rows: Rows) -> NDArray[np.int32]:
+    """Return int32 (B,): response tokens of every row, by its tokens and its prompt."""
+    return rows.input_ids.lengths - rows.prompt_length
+
+
+def require_aligned(rows: Rows) -> None:
+    """Refuse rows that disagree with themselves; layouts copy bits and repair nothing.
+
+    Every column has the type of `Rows` and one value per response token, and masks are 0 or 1. No
+    row trains its first token, which no token before it scores.
+    """
+    if rows.advantage.dtype != _FLOAT32:
+        raise BatchingError(f"advantage is {rows.advantage.dtype}, not float32")
+    lengths_B = response_lengths(rows)
+    if rows.prompt_length.min(initial=0) < 0 or lengths_B.min(initial=0) < 0:
+        row = int(np.flatnonzero((rows.prompt_length < 0) | (lengths_B < 0))[0])
+        raise BatchingError(
+            f"prompt_length of row {rows.row_id[row]}: {rows.prompt_length[row]} of "
+            f"{rows.input_ids.lengths[row]} tokens"
+        )
+    for name in _PER_RESPONSE_TOKEN:
+        column: Ragged[np.generic] | None = getattr(rows, name)
+        if column is None:
+            continue
+        dtype = _DTYPES.get(name, _FLOAT32)
+        if column.values.dtype != dtype:
+            raise BatchingError(f"{name} is {column.values.dtype}, not {dtype}")
+        require_per_token(column, rows, name=name)
+    if rows.loss_mask.values.max(initial=0) > 1:
+        raise BatchingError(f"loss_mask: {rows.loss_mask.values.max()} is neither 0 nor 1")
+    begins_B = rows.loss_mask.offsets[:-1]
+    unscored = np.flatnonzero((rows.prompt_length == 0) & (lengths_B > 0))
+    trained = unscored[rows.loss_mask.values[begins_B[unscored]] != 0]
+    if len(trained):
+        raise BatchingError(
+            f"row {rows.row_id[trained[0]]} trains its first token, which no token before it "
+            "scores: its prompt is empty"
+        )
+
+
+def require_per_token(values: Ragged[np.generic], rows: Rows, *, name: str) -> None:
+    """Refuse a column with anything but one value per response token."""
+    lengths_B = response_lengths(rows)
+    found_B = values.lengths
+    if len(found_B) != len(lengths_B):
+        raise BatchingError(f"{name} has {len(found_B)} rows, the others have {len(lengths_B)}")
+    if not np.array_equal(found_B, lengths_B):
+        row = int(np.flatnonzero(found_B != lengths_B)[0])
+        raise BatchingError(
+            f"{name} of row {rows.row_id[row]}: {found_B[row]} values for "
+            f"{lengths_B[row]} response tokens"
+        )

@@ -1,0 +1,326 @@
+"""The token columns of rows, from the turns that they merge: one copy per column.
+
+A row is a prompt, a response, then for every further turn its new prompt tokens and its response.
+Turns hold exactly these pieces, so a column of all rows is one concatenation, however many turns
+there are. Tokens observed between two responses have mask 0, log-probability 0.0, reward 0.0 and no
+version.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnstream.batching.merge.buffers import empty_in_one_piece, offsets_of, row_sums
+from turnstream.errors import InvalidTurnError
+from turnstream.types import Ragged, StoredTurn
+
+OBSERVED = -1
+"""Written where a version run has no version."""
+
+
+class RowPieces(NamedTuple):
+    """One row, not yet copied together.
+
+    Attributes:
+        prompt_length: P, in tokens.
+        ids: int32 pieces of prompt + response, in order.
+        turns: merged turns, in order.
+        spans: begin and end of every turn's own response, counted in response tokens.
+    """
+
+    prompt_length: int
+    ids: list[NDArray[np.int32]]
+    turns: list[StoredTurn]
+    spans: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenColumns:
+    """Token columns of B rows, as in Rows."""
+
+    input_ids: Ragged[np.int32]
+    loss_mask: Ragged[np.uint8]
+    logprobs: Ragged[np.float32] | None
+    rewards: Ragged[np.float32]
+    run_versions: Ragged[np.int64]
+    run_counts: Ragged[np.int32]
+
+    def num_trained(self) -> list[int]:
+        """B numbers, response tokens with mask 1."""
+        return row_sums(self.loss_mask, np.int64).tolist()
+
+
+def stored_row(stored: Sequence[StoredTurn], indices: Sequence[int]) -> RowPieces:
+    """Return the row of a trajectory that merges these turns, each the parent of the next."""
+    first = stored[indices[0]]
+    ids = shared_pieces(stored, indices[0]) if first.shared_tokens else []
+    num_tokens = first.shared_tokens
+    prompt_length = num_tokens + len(first.token_ids) - first.num_response_tokens
+    if len(indices) == 1:
+        ids.append(first.token_ids)
+        return RowPieces(prompt_length, ids, [first], [(0, first.num_response_tokens)])
+    spans: list[tuple[int, int]] = []
+    turns: list[StoredTurn] = []
+    for index in indices:
+        turn = stored[index]
+        num_tokens += len(turn.token_ids)
+        end = num_tokens - prompt_length
+        spans.append((end - turn.num_response_tokens, end))
+        ids.append(turn.token_ids)
+        turns.append(turn)
+    return RowPieces(prompt_length, ids, turns, spans)
+
+
+def shared_pieces(stored: Sequence[StoredTurn], index: int) -> list[NDArray[np.int32]]:
+    """Return the prompt tokens that a turn shares with earlier ones, as views, first to last."""
+    pieces: list[NDArray[np.int32]] = []
+    missing, parent = stored[index].shared_tokens, stored[index].parent_turn
+    while missing:
+        if not 0 <= parent < index:
+            raise InvalidTurnError("parent_turn", f"turn {index} follows turn {parent}")
+        turn, index = stored[parent], parent
+        own = missing - turn.shared_tokens
+        if own > len(turn.token_ids):
+            raise InvalidTurnError(
+                "shared_tokens",
+                f"{missing} tokens of turn {parent}, which has "
+                f"{turn.shared_tokens + len(turn.token_ids)}",
+            )
+        if own > 0:
+            pieces.append(turn.token_ids[:own])
+            missing = turn.shared_tokens
+        parent = turn.parent_turn
+    pieces.reverse()
+    return pieces
+
+
+def token_columns(rows: Sequence[RowPieces]) -> TokenColumns:
+    """Copy rows together.
+
+    `logprobs` is None if no turn has any. Where only some turns have them, a turn without has NaN
+    at its trained tokens and 0.0 elsewhere.
+    """
+    turns = [turn for row in rows for turn in row.turns]
+    offsets = np.cumsum([0, *[len(row.turns) for row in rows]])
+    spans = itertools.chain.from_iterable([row.spans for row in rows])
+    ends = np.fromiter(itertools.chain.from_iterable(spans), np.int64, 2 * len(turns))
+    begins_N, ends_N = ends.reshape(-1, 2).T
+    gaps_N = begins_N.copy()
+    gaps_N[1:] -= ends_N[:-1]
+    gaps_N[offsets[:-1]] = 0
+    gaps, counts = gaps_N.tolist(), (ends_N - begins_N).tolist()
+    responses = _Responses(counts, _sampled(gaps, counts))
+    lengths_B = ends_N[offsets[1:] - 1]
+    bounds = offsets_of(lengths_B)
+    id_bounds = offsets_of(lengths_B + np.array([row.prompt_length for row in rows], np.int64))
+    num_tokens = int(bounds[-1])
+    has_logprobs = any(turn.logprobs is not None for turn in turns)
+    ids, logprobs, rewards, mask = empty_in_one_piece(
+        ((int(id_bounds[-1]),), np.int32),
+        ((num_tokens if has_logprobs else 0,), np.float32),
+        ((num_tokens,), np.float32),
+        ((num_tokens,), np.uint8),
+    )
+    np.concatenate([ids[:0], *[piece for row in rows for piece in row.ids]], out=ids)
+    _write_mask(mask, turns, responses)
+    _write_rewards(rewards, turns, responses)
+    if has_logprobs:
+        _write_logprobs(logprobs, turns, responses)
+    row_of_turn = np.repeat(np.arange(len(rows)), np.diff(offsets))
+    versions, run_counts = _run_columns(turns, gaps, counts, row_of_turn, lengths_B)
+    return TokenColumns(
+        input_ids=Ragged(ids, id_bounds),
+        loss_mask=Ragged(mask, bounds),
+        logprobs=Ragged(logprobs, bounds) if has_logprobs else None,
+        rewards=Ragged(rewards, bounds),
+        run_versions=versions,
+        run_counts=run_counts,
+    )
+
+
+class _Responses(NamedTuple):
+    """Places of the values of N turns in a column of response tokens.
+
+    Attributes:
+        counts: N, response tokens.
+        is_sampled: per token of the column, False where it was observed between two responses; None
+            where no token was.
+    """
+
+    counts: list[int]
+    is_sampled: NDArray[np.bool_] | None
+
+
+def _sampled(gaps: list[int], counts: list[int]) -> NDArray[np.bool_] | None:
+    if not any(gaps):
+        return None
+    pattern = np.tile(np.array([False, True]), len(counts))
+    return np.repeat(pattern, np.array([gaps, counts], np.int64).T.ravel())
+
+
+def _write_mask(
+    into: NDArray[np.uint8], turns: Sequence[StoredTurn], responses: _Responses
+) -> None:
+    counts, is_sampled = responses
+    masks = [turn.loss_mask for turn in turns]
+    if all(mask is None for mask in masks):
+        into[:] = 1 if is_sampled is None else is_sampled
+        return
+    ones = np.ones(max(counts), np.uint8)
+    given = [
+        ones[:count] if mask is None else mask for mask, count in zip(masks, counts, strict=True)
+    ]
+    _write(into, given, responses, field="loss_mask")
+    if into.max(initial=0) > 1:
+        raise _not_held(given, into.dtype, field="loss_mask")
+
+
+def _write_logprobs(
+    into: NDArray[np.float32], turns: Sequence[StoredTurn], responses: _Responses
+) -> None:
+    given = [
+        _missing_logprobs(turn.loss_mask, count) if turn.logprobs is None else turn.logprobs
+        for turn, count in zip(turns, responses.counts, strict=True)
+    ]
+    _write(into, given, responses, field="logprobs")
+
+
+def _write_rewards(
+    into: NDArray[np.float32], turns: Sequence[StoredTurn], responses: _Responses
+) -> None:
+    arrays = [turn.rewards for turn in turns]
+    if all(array is None for array in arrays):
+        into.fill(0)
+        return
+    zeros = np.zeros(max(responses.counts), np.float32)
+    given = [
+        zeros[:count] if array is None else array
+        for array, count in zip(arrays, responses.counts, strict=True)
+    ]
+    _write(into, given, responses, field="rewards")
+
+
+def _write(
+    into: NDArray[Any], arrays: Sequence[NDArray[Any]], responses: _Responses, *, field: str
+) -> None:
+    """Concatenate the arrays, with zeros where tokens were observed.
+
+    Thousands of short responses are first copied together and then to their places, at a lower
+    cost than thousands of short zeros.
+    """
+    counts, is_sampled = responses
+    found = [*map(len, arrays)]
+    if found != counts:
+        at = next(i for i, count in enumerate(counts) if found[i] != count)
+        raise InvalidTurnError(field, f"{found[at]} values for {counts[at]} response tokens")
+    try:
+        with np.errstate(over="raise"):
+            if is_sampled is None:
+                np.concatenate(arrays, out=into)
+                return
+            values = np.concatenate(arrays, dtype=into.dtype)
+    except (TypeError, FloatingPointError) as error:
+        raise _not_held(arrays, into.dtype, field=field) from error
+    into.fill(0)
+    into[is_sampled] = values
+
+
+def _not_held(
+    arrays: Sequence[NDArray[Any]], dtype: np.dtype[Any], *, field: str
+) -> InvalidTurnError:
+    """Which value of these arrays a column of this type cannot hold; a mask holds 0 and 1."""
+    for array in [array for array in arrays if array.dtype.kind in "biuf"]:
+        if dtype == np.uint8:
+            wrong, why = np.flatnonzero((array != 0) & (array != 1)), "is neither 0 nor 1"
+        else:
+            wrong = np.flatnonzero(np.isfinite(array) & (np.abs(array) > np.finfo(dtype).max))
+            why = f"is more than {dtype} can hold"
+        if len(wrong):
+            return InvalidTurnError(field, f"{array[wrong[0]]} at response token {wrong[0]} {why}")
+    types = sorted({array.dtype.name for array in arrays} - {dtype.name})
+    return InvalidTurnError(field, f"is {', '.join(types)}, not {dtype}")
+
+
+def _missing_logprobs(loss_mask: NDArray[np.uint8] | None, count: int) -> NDArray[np.float32]:
+    unknown = np.full(count, np.nan, np.float32)
+    if loss_mask is not None:
+        unknown[loss_mask == 0] = 0.0
+    return unknown
+
+
+def _run_columns(
+    turns: Sequence[StoredTurn],
+    gaps: list[int],
+    counts: list[int],
+    row_of_turn: NDArray[np.int64],
+    lengths_B: NDArray[np.int64],
+) -> tuple[Ragged[np.int64], Ragged[np.int32]]:
+    num_rows = len(lengths_B)
+    given = [turn.version_runs for turn in turns]
+    if not any(given):
+        return _joined_runs([OBSERVED] * num_rows, lengths_B, range(num_rows), num_rows=num_rows)
+    versions: list[int] = []
+    lengths = list[int]()
+    num_runs: list[int] = []
+    for own, gap, count in zip(given, gaps, counts, strict=True):
+        if own and (covered := sum([length for _, length in own])) != count:
+            raise InvalidTurnError("version_runs", f"{covered} of {count} response tokens")
+        runs = ((None, gap), *own) if own else ((None, gap + count),)
+        num_runs.append(len(runs))
+        for version, length in runs:
+            versions.append(OBSERVED if version is None else version)
+            lengths.append(length)
+    return _joined_runs(versions, lengths, np.repeat(row_of_turn, num_runs), num_rows=num_rows)
+
+
+def _joined_runs(
+    versions: Sequence[int],
+    lengths: Sequence[int] | NDArray[np.int64],
+    rows: Sequence[int] | NDArray[np.int64],
+    *,
+    num_rows: int,
+) -> tuple[Ragged[np.int64], Ragged[np.int32]]:
+    """Join neighbours of one version and one row into one run, and drop runs without a token.
+
+    The n runs are ordered by row. Some rows may have no run.
+    """
+    runs = np.array([versions, lengths, rows], np.int64)
+    version_N, length_N, row_N = runs[:, runs[1] > 0]
+    is_first = np.ones(len(row_N), np.bool_)
+    is_first[1:] = (version_N[1:] != version_N[:-1]) | (row_N[1:] != row_N[:-1])
+    first = np.flatnonzero(is_first)
+    counts = np.add.reduceat(length_N, first) if len(first) else length_N
+    bounds = np.searchsorted(row_N[first], np.arange(num_rows + 1)).astype(np.int32)
+    return Ragged(version_N[first], bounds), Ragged(counts.astype(np.int32), bounds)
+
+
+def masked_columns(
+    columns: TokenColumns, *, is_masked: Sequence[bool], masked_versions: Collection[int] = ()
+) -> TokenColumns:
+    """Return the columns with mask 0 and log-probability 0.0 at masked rows and versions.
+
+    `is_masked` has one value per row. The object is the same if nothing is masked.
+    """
+    if not any(is_masked) and not masked_versions:
+        return columns
+    is_live_B = ~np.array(is_masked, np.bool_)
+    mask = columns.loss_mask
+    kept = mask.values * np.repeat(is_live_B, mask.lengths)
+    if masked_versions:
+        is_old = np.isin(columns.run_versions.values, list(masked_versions))
+        kept *= ~np.repeat(is_old, columns.run_counts.values)
+    logprobs = columns.logprobs
+    if logprobs is not None:
+        values = np.where(kept, logprobs.values, np.float32(0))
+        logprobs = Ragged(values, logprobs.offsets)
+    return replace(
+        columns,
+        loss_mask=Ragged(kept, mask.offsets),
+        logprobs=logprobs,
+    )

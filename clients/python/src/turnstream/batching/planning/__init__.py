@@ -1,0 +1,1 @@
+"""Ready groups become the plan of a batch, without reading a token."""

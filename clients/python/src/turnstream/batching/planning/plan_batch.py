@@ -1,0 +1,280 @@
+"""From ready groups to the manifest of a batch: rows, advantages and denominators, no tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.fold.decisions import ReadyGroup
+from turnstream.batching.fold.staleness import is_wholly_of, tokens_of, version_span
+from turnstream.batching.merge.merging import plan_sequences
+from turnstream.batching.merge.plan import (
+    ASSEMBLY_VERSION,
+    GroupPlan,
+    Manifest,
+    MiniBatchPlan,
+    SequenceShape,
+    TrajectoryPlan,
+)
+from turnstream.batching.scoring.advantages import GroupOutcomes, gigpo, trajectory_advantages
+from turnstream.batching.scoring.denominators import plan_denominators
+from turnstream.batching.scoring.filters import is_compared, is_masked, row_weights
+from turnstream.batching.scoring.rewards import planned_reward, planned_turn_rewards
+from turnstream.batching.scoring.tag_statistics import sum_up
+from turnstream.errors import BatchingError
+from turnstream.types import SealedTrajectory
+
+
+def num_groups_to_plan(num_ready: int, config: BatchingConfig, *, is_final: bool) -> int:
+    """Return how many of the ready groups the next batch takes; 0 means to wait.
+
+    With `is_final` no more groups will come, and the rest makes a last, short batch.
+    """
+    if num_ready >= config.batch_groups:
+        return config.batch_groups
+    return num_ready if is_final else 0
+
+
+def plan_batch(
+    ready: Sequence[ReadyGroup],
+    *,
+    config: BatchingConfig,
+    run: str,
+    step: int,
+    lineage: str,
+    previous_hash: str,
+    first_row_id: int,
+    config_revision: int,
+    revision: int = 0,
+    chosen_at: str = "",
+    masked_versions: tuple[int, ...] = (),
+    revised_at: str = "0-0",
+) -> Manifest:
+    """Return the immutable plan of one batch of these groups, in this order.
+
+    Mini-batches take `mini_batch_groups` groups each; the last one of a short batch takes the rest.
+    Groups are never cut. Advantages are estimated once per trajectory, or per turn, over the whole
+    batch, in float64, and kept as float32 values.
+
+    A plan made again after a crash is the same, to the bit: it is a function of the arguments, and
+    these follow from the events alone. Age is judged by `batching.selection` and not here.
+    `chosen_at` is the BatchDue event of a chosen batch, `revised_at` the event since which the run
+    has `config`, and no token sampled by `masked_versions` is trained.
+    """
+    if not ready:
+        raise BatchingError("a batch of no groups")
+    masked = frozenset(masked_versions)
+    planned = [[_planned(member, config, masked) for member in group.members] for group in ready]
+    advantages = _advantages(planned, config)
+    groups = tuple(
+        GroupPlan(
+            group_id=group.group_id,
+            prompt_uid=group.prompt_uid,
+            trajectories=tuple(
+                _trajectory_plan(member, advantage, config)
+                for member, advantage in zip(members, group_advantages, strict=True)
+            ),
+        )
+        for group, members, group_advantages in zip(ready, planned, advantages, strict=True)
+    )
+    return Manifest(
+        run=run,
+        step=step,
+        revision=revision,
+        lineage=lineage,
+        previous_hash=previous_hash,
+        assembly_version=ASSEMBLY_VERSION,
+        config_revision=config_revision,
+        last_event_id=chosen_at
+        or max([revised_at, *(g.completed_by for g in ready)], key=event_order),
+        groups=groups,
+        mini_batches=tuple(_mini_batches(groups, config, first_row_id=first_row_id)),
+        masked_versions=masked_versions,
+        figures=sum_up(
+            (member, planned_reward(member, config)) for group in ready for member in group.members
+        ),
+    )
+
+
+PlannedRows = tuple[SequenceShape, ...]
+
+
+class _Member(NamedTuple):
+    """A trajectory and its rows.
+
+    Attributes:
+        sequences: with the tokens that will be trained.
+        num_trainable_tokens: those that its turns have for training; more where some are masked.
+        versions: oldest and newest that sampled what will be trained; None if unknown.
+    """
+
+    sealed: SealedTrajectory
+    is_masked: bool
+    sequences: PlannedRows
+    num_trainable_tokens: int
+    versions: tuple[int | None, int | None]
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return sum([sequence.num_trained_tokens for sequence in self.sequences])
+
+
+def _planned(
+    member: SealedTrajectory, config: BatchingConfig, masked_versions: frozenset[int]
+) -> _Member:
+    sequences = plan_sequences(member.turns, merge=config.merge)
+    num_trainable = sum([sequence.num_trained_tokens for sequence in sequences])
+    versions = member.oldest_version, member.newest_version
+    if is_masked(member, config) or is_wholly_of(member, masked_versions):
+        sequences = tuple([sequence._replace(num_trained_tokens=0) for sequence in sequences])
+        return _Member(member, True, sequences, num_trainable, (None, None))
+    if masked_versions and member.turn_versions:
+        lost = tokens_of(member, masked_versions)
+        sequences = tuple([_without(sequence, lost) for sequence in sequences])
+        versions = version_span(member, without=masked_versions)
+    return _Member(member, False, sequences, num_trainable, versions)
+
+
+def _without(sequence: SequenceShape, lost: Sequence[int]) -> SequenceShape:
+    """Return the row with so many tokens of every turn untrained."""
+    num_lost = sum([lost[turn] for turn in sequence.turns])
+    return sequence._replace(num_trained_tokens=sequence.num_trained_tokens - num_lost)
+
+
+class _Advantage(NamedTuple):
+    """Float32 advantages of a trajectory, and of its turns where the estimator has them."""
+
+    value: float
+    turns: tuple[float, ...] = ()
+
+
+def _advantages(
+    planned: Sequence[Sequence[_Member]], config: BatchingConfig
+) -> list[list[_Advantage]]:
+    """Return the advantage of every trajectory of every group; 0 where its reward is left out."""
+    compared = [[m for m in members if is_compared(m.sealed, config)] for members in planned]
+    estimated = trajectory_advantages(
+        [_outcomes(members, config) for members in compared],
+        estimator=config.estimator,
+        singleton=config.singleton_advantage,
+        component_weights=[weight for _, weight in config.component_weights],
+        divide_by_std=config.divide_by_std,
+    )
+    advantages: list[list[_Advantage]] = []
+    for members, own, values in zip(planned, compared, estimated, strict=True):
+        of_trajectories = values.astype(np.float32).tolist()
+        of_turns = _turn_advantages(own, config)
+        by_key = {
+            member.sealed.key: _Advantage(value, turns)
+            for member, value, turns in zip(own, of_trajectories, of_turns, strict=True)
+        }
+        advantages.append([by_key.get(m.sealed.key) or _left_out(m, config) for m in members])
+    return advantages
+
+
+def _turn_advantages(
+    compared: Sequence[_Member], config: BatchingConfig
+) -> list[tuple[float, ...]]:
+    """Return the advantages of the turns of a group, by trajectory; empty without gigpo."""
+    if config.estimator != "gigpo":
+        return [()] * len(compared)
+    sealed = [member.sealed for member in compared]
+    estimated = gigpo(
+        _outcomes(compared, config).rewards,
+        turn_rewards=[np.array(planned_turn_rewards(each, config), np.float64) for each in sealed],
+        anchors=[each.anchors for each in sealed],
+        gamma=config.turn_discount,
+        turn_weight=config.turn_weight,
+        divide_by_std=config.divide_by_std,
+        singleton=config.singleton_advantage,
+    )
+    return [tuple(values.astype(np.float32).tolist()) for values in estimated]
+
+
+def _left_out(member: _Member, config: BatchingConfig) -> _Advantage:
+    is_by_turn = config.estimator == "gigpo"
+    return _Advantage(0.0, (0.0,) * len(member.sealed.turns) if is_by_turn else ())
+
+
+def _outcomes(members: Sequence[_Member], config: BatchingConfig) -> GroupOutcomes:
+    """Return the compared values of one group.
+
+    A baseline weighs a response by its length, also where it is masked, while tokens are whitened
+    among those that are trained.
+    """
+    is_by_length = config.estimator == "opo"
+    lengths = [m.num_trainable_tokens if is_by_length else m.num_trained_tokens for m in members]
+    return GroupOutcomes(
+        rewards=np.array([_compared(member.sealed, config) for member in members], np.float64),
+        num_tokens=np.array(lengths, np.int64),
+    )
+
+
+def _compared(member: SealedTrajectory, config: BatchingConfig) -> float | list[float]:
+    if config.estimator == "gdpo":
+        return [member.reward_components[name] for name, _ in config.component_weights]
+    return planned_reward(member, config)
+
+
+def _trajectory_plan(
+    member: _Member, advantage: _Advantage, config: BatchingConfig
+) -> TrajectoryPlan:
+    sealed = member.sealed
+    return TrajectoryPlan(
+        key=sealed.key,
+        status=sealed.status,
+        reward=planned_reward(sealed, config),
+        advantage=advantage.value,
+        weights=_weights(member.sequences, config),
+        num_turn_tokens=sum([turn.num_tokens for turn in sealed.turns]),
+        oldest_version=member.versions[0],
+        newest_version=member.versions[1],
+        has_logprobs=sealed.has_logprobs,
+        sequences=member.sequences,
+        payload_crcs=sealed.payload_crcs,
+        is_masked=member.is_masked,
+        turn_advantages=advantage.turns,
+    )
+
+
+def _weights(sequences: PlannedRows, config: BatchingConfig) -> tuple[float, ...]:
+    """Return the weight of each of these rows; 1 for a row without a trained token."""
+    if len(sequences) == 1 or config.row_weights == "per_row":
+        return (1.0,) * len(sequences)
+    weights = row_weights(
+        config.row_weights,
+        trajectory_B=np.zeros(len(sequences), np.int64),
+        num_trained_B=np.array([row.num_trained_tokens for row in sequences], np.int64),
+    )
+    return tuple(weights.tolist())
+
+
+def _mini_batches(
+    groups: Sequence[GroupPlan], config: BatchingConfig, *, first_row_id: int
+) -> Iterator[MiniBatchPlan]:
+    for first_group in range(0, len(groups), config.mini_batch_groups):
+        part = groups[first_group : first_group + config.mini_batch_groups]
+        rows = [
+            sequence
+            for group in part
+            for trajectory in group.trajectories
+            for sequence in trajectory.sequences
+        ]
+        yield MiniBatchPlan(
+            first_group=first_group,
+            num_groups=len(part),
+            first_row_id=first_row_id,
+            num_rows=len(rows),
+            width=max([row.num_tokens for row in rows]),
+            response_width=max([row.num_tokens - row.prompt_length for row in rows]),
+            denominators=plan_denominators(part, length_constant=config.length_constant),
+        )
+        first_row_id += len(rows)
+
+
+def event_order(event_id: str) -> tuple[int, ...]:
+    """An event id as numbers, in order of the stream: as text, "10-0" would come before "9-0"."""
+    return tuple(int(part) for part in event_id.split("-"))

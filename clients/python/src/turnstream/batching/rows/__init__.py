@@ -1,0 +1,1 @@
+"""Payload and plan become the rows of every rank."""

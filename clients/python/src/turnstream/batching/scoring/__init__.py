@@ -1,0 +1,1 @@
+"""Rewards, filters, advantages, denominators and statistics of finished trajectories."""

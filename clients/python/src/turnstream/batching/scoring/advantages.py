@@ -1,0 +1,272 @@
+"""Advantages: how good every trajectory was, compared with the others of its group.
+
+There is one number per trajectory, whatever the number of its rows. With gigpo there is one per
+turn. R is the reward of a trajectory, a group is a visit of a prompt, n counts its members.
+Estimators that need tokens are in `token_advantages`. All numbers are float64::
+
+    grpo                   (R - mean) / (std + 1e-6), std over n - 1 (arXiv:2402.03300)
+    grpo_population        the same, std over n
+    grpo_leave_one_out     mean and std of the other members; divided only where that std is not 0
+    dr_grpo                R - mean (arXiv:2503.20783)
+    rloo                   R - mean of the other members (arXiv:2402.14740)
+    maxrl                  (R - mean) / (mean + 1e-6), rewards of 0 and more
+    opo                    R - mean weighted by trained tokens (arXiv:2505.23585)
+    gigpo                  grpo, or dr_grpo, of the trajectory and of each turn among those of its
+                           group that began in the same state (arXiv:2505.10978): see `gigpo`
+    gdpo                   sum over named rewards of weight * grpo, then over the batch
+                           (A - mean) / (std + 1e-6), std over n - 1 (arXiv:2601.05242)
+    reinforce_pp           R, then whitened over the trained tokens of the batch; gamma is 1 and the
+                           reward comes at the end, so every token has the same return
+                           (arXiv:2501.03262)
+    reinforce_pp_baseline  R - mean, then whitened likewise
+
+A group of one has no other member to compare. Its advantage is 0, or its raw reward by setting.
+Equal rewards give exactly 0, also where their mean is rounded.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnstream.batching.config.values import Estimator, SingletonAdvantage
+from turnstream.batching.merge.buffers import flat
+from turnstream.errors import BatchingError, UnsupportedEstimatorError
+from turnstream.types import Ragged
+
+FloatArray = NDArray[np.float64]
+
+EPSILON = 1e-6
+"""Added to a standard deviation: rewards that differ by less than this are nearly equal."""
+
+WHITENING_EPSILON = 1e-8
+"""Added to a variance."""
+
+
+class GroupOutcomes(NamedTuple):
+    """Rewards and lengths of the n trajectories of one group, which are compared.
+
+    Attributes:
+        rewards: float64 (n,); with gdpo (n, C), one column per component.
+        num_tokens: int64 (n,), trained tokens of each trajectory.
+    """
+
+    rewards: FloatArray
+    num_tokens: NDArray[np.int64]
+
+
+def trajectory_advantages(
+    groups: Sequence[GroupOutcomes],
+    *,
+    estimator: Estimator,
+    singleton: SingletonAdvantage = "zero",
+    component_weights: Sequence[float] = (),
+    divide_by_std: bool = True,
+) -> list[FloatArray]:
+    """Return float64 (n,) per group: the advantages of the trajectories of one whole batch.
+
+    With gigpo, this is the part of the whole trajectories.
+    """
+    if estimator == "gdpo":
+        return _gdpo(groups, weights=component_weights, singleton=singleton)
+    num_tokens = [group.num_tokens for group in groups]
+    if estimator == "reinforce_pp":
+        return _whitened([group.rewards for group in groups], num_tokens=num_tokens)
+    if estimator == "gigpo":
+        estimator = "grpo" if divide_by_std else "dr_grpo"
+    estimate = _ESTIMATES[estimator]
+    compared = [
+        estimate(group) if len(group.rewards) > 1 else _singleton(group.rewards, singleton)
+        for group in groups
+    ]
+    if estimator == "reinforce_pp_baseline":
+        return _whitened(compared, num_tokens=num_tokens)
+    return compared
+
+
+def gigpo(
+    rewards: FloatArray,
+    *,
+    turn_rewards: Sequence[FloatArray],
+    anchors: Sequence[Sequence[Hashable]],
+    gamma: float = 1.0,
+    turn_weight: float = 1.0,
+    divide_by_std: bool = True,
+    singleton: SingletonAdvantage = "zero",
+) -> list[FloatArray]:
+    """Return float64 (turns,) per trajectory of a group: A_trajectory + turn_weight * A_turn.
+
+    GiGPO (arXiv:2505.10978). The discounted return of a turn is compared with those of the turns of
+    the group that began in the same state. A state seen once gives 0. All later turns of the
+    trajectory follow a turn, in order, whatever their context. Each turn counts once, also where
+    several branches continue it and where none of its tokens is trained. `rewards` (n,) are those
+    of the whole trajectories, `turn_rewards` and `anchors` hold one value per turn of each.
+
+    With rewards 1 and 0 at the end, two turns each, and both in state "s" first:
+
+    >>> both = [["s", "t"], ["s", "u"]]
+    >>> gigpo(np.array([1.0, 0.0]), turn_rewards=[np.array([0.0, 1.0]), np.zeros(2)],
+    ...       anchors=both, divide_by_std=False)
+    [array([1. , 0.5]), array([-1. , -0.5])]
+    """
+    for index, (own, states) in enumerate(zip(turn_rewards, anchors, strict=True)):
+        if len(own) != len(states):
+            raise BatchingError(
+                f"trajectory {index} has {len(states)} anchors for {len(own)} turns"
+            )
+    if not turn_rewards:
+        return []
+    compare = _grpo if divide_by_std else _centred
+    whole = compare(rewards) if len(rewards) > 1 else _singleton(rewards, singleton)
+    returns = np.concatenate([_discounted(own, gamma) for own in turn_rewards])
+    by_turn = np.zeros(len(returns))
+    for positions in _places_by_state(anchors):
+        if len(positions) > 1:
+            by_turn[positions] = compare(returns[positions])
+    cuts = np.cumsum([len(own) for own in turn_rewards])[:-1]
+    return [
+        of_trajectory + turn_weight * own
+        for of_trajectory, own in zip(whole, np.split(by_turn, cuts), strict=True)
+    ]
+
+
+def broadcast_turns(
+    advantages: Ragged[np.float32], *, ends: Ragged[np.int64], loss_mask: Ragged[np.uint8]
+) -> Ragged[np.float32]:
+    """Return every turn's advantage at the trained tokens of its response, 0.0 at all others.
+
+    Each row has one turn at least. `ends` counts the response tokens of a row up to the end of each
+    turn's response.
+    """
+    loss_mask = flat(loss_mask)
+    counts_N = np.diff(ends.values, prepend=0)
+    first = ends.offsets[:-1]
+    counts_N[first] = ends.values[first]
+    return _where_trained(np.repeat(advantages.values, counts_N), loss_mask)
+
+
+def _where_trained(
+    per_token: NDArray[np.float32], loss_mask: Ragged[np.uint8]
+) -> Ragged[np.float32]:
+    return Ragged(np.where(loss_mask.values, per_token, np.float32(0)), loss_mask.offsets)
+
+
+def _grpo(rewards: FloatArray, *, ddof: int = 1) -> FloatArray:
+    deviation = _centred(rewards)
+    variance = (deviation @ deviation) / (len(rewards) - ddof)
+    return deviation / (np.sqrt(variance) + EPSILON)
+
+
+def _centred(rewards: FloatArray) -> FloatArray:
+    """R - mean. Shifted first, so that equal rewards give exactly 0."""
+    shifted = rewards - rewards[0]
+    return shifted - shifted.mean()
+
+
+def _leave_one_out_mean(rewards: FloatArray) -> FloatArray:
+    """R - mean of the others, which is n / (n - 1) * (R - mean)."""
+    return _centred(rewards) * (len(rewards) / (len(rewards) - 1))
+
+
+def _grpo_leave_one_out(rewards: FloatArray) -> FloatArray:
+    deviation = _leave_one_out_mean(rewards)
+    scale = np.ones(len(rewards))
+    for index in range(len(rewards)):
+        others = np.delete(rewards, index)
+        if len(others) > 1 and others.min() < others.max():
+            scale[index] = others.std(ddof=1) + EPSILON
+    return deviation / scale
+
+
+def _maxrl(rewards: FloatArray) -> FloatArray:
+    if (rewards < 0).any():
+        raise UnsupportedEstimatorError(
+            f"maxrl divides by the mean reward, and a reward is {rewards.min()}"
+        )
+    return _centred(rewards) / (rewards.mean() + EPSILON)
+
+
+def _opo(group: GroupOutcomes) -> FloatArray:
+    if not group.num_tokens.any():
+        return _centred(group.rewards)
+    shifted = group.rewards - group.rewards[0]
+    return shifted - np.average(shifted, weights=group.num_tokens)
+
+
+_ESTIMATES: dict[str, Callable[[GroupOutcomes], FloatArray]] = {
+    "grpo": lambda group: _grpo(group.rewards),
+    "grpo_population": lambda group: _grpo(group.rewards, ddof=0),
+    "grpo_leave_one_out": lambda group: _grpo_leave_one_out(group.rewards),
+    "dr_grpo": lambda group: _centred(group.rewards),
+    "rloo": lambda group: _leave_one_out_mean(group.rewards),
+    "maxrl": lambda group: _maxrl(group.rewards),
+    "opo": _opo,
+    "reinforce_pp_baseline": lambda group: _centred(group.rewards),
+}
+
+
+def _gdpo(
+    groups: Sequence[GroupOutcomes], *, weights: Sequence[float], singleton: SingletonAdvantage
+) -> list[FloatArray]:
+    if len(weights) < 2:
+        raise UnsupportedEstimatorError(f"gdpo with {len(weights)} reward components: 2 or more")
+    summed: list[FloatArray] = []
+    for group in groups:
+        if not len(group.rewards):
+            summed.append(np.zeros(0))
+            continue
+        if group.rewards.shape[1:] != (len(weights),):
+            raise UnsupportedEstimatorError(
+                f"gdpo with rewards of shape {group.rewards.shape} and {len(weights)} weights"
+            )
+        parts = [
+            _grpo(column) if len(column) > 1 else _singleton(column, singleton)
+            for column in group.rewards.T
+        ]
+        summed.append(np.asarray(weights) @ np.array(parts))
+    everything = np.concatenate(summed) if summed else np.empty(0)
+    if len(everything) < 2:
+        return summed
+    mean, std = everything.mean(), everything.std(ddof=1)
+    return [(part - mean) / (std + EPSILON) for part in summed]
+
+
+def _whitened(
+    raw: Sequence[FloatArray], *, num_tokens: Sequence[NDArray[np.int64]]
+) -> list[FloatArray]:
+    """As if every trajectory's value stood on each of its trained tokens."""
+    values = np.concatenate(raw) if raw else np.empty(0)
+    counts = np.concatenate(num_tokens) if num_tokens else np.empty(0)
+    if not counts.any():
+        return list(raw)
+    shifted = values - values[0]
+    mean = np.average(shifted, weights=counts)
+    variance = np.average((shifted - mean) ** 2, weights=counts)
+    white = (shifted - mean) / np.sqrt(variance + WHITENING_EPSILON)
+    return np.split(white, np.cumsum([len(part) for part in raw])[:-1])
+
+
+def _singleton(rewards: FloatArray, singleton: SingletonAdvantage) -> FloatArray:
+    return rewards.astype(np.float64) if singleton == "raw" else np.zeros(len(rewards))
+
+
+def _places_by_state(anchors: Sequence[Sequence[Hashable]]) -> Iterable[list[int]]:
+    """Return for every state the turns that began in it, counted through all trajectories."""
+    places: dict[Hashable, list[int]] = {}
+    for place, state in enumerate(itertools.chain.from_iterable(anchors)):
+        places.setdefault(state, []).append(place)
+    return places.values()
+
+
+def _discounted(rewards: FloatArray, gamma: float) -> FloatArray:
+    """Return-to-go of every turn."""
+    returns = np.zeros(len(rewards))
+    ahead = 0.0
+    for turn in range(len(rewards) - 1, -1, -1):
+        ahead = float(rewards[turn]) + gamma * ahead
+        returns[turn] = ahead
+    return returns

@@ -1,0 +1,122 @@
+"""The one reward of a trajectory, and whether it has the one that the run's estimator needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.config.values import RewardSource
+from turnstream.batching.scoring.filters import num_response_tokens, overlong_penalty
+from turnstream.types import RewardPosted, SealedTrajectory
+
+MAX_REWARD = 1e30
+"""Beyond it advantages leave float32."""
+
+
+def trajectory_reward(trajectory: SealedTrajectory, *, source: RewardSource) -> float | None:
+    """The reward by its declared source; None if the trajectory has none."""
+    match source:
+        case "outcome":
+            return trajectory.reward
+        case "sum_of_turns":
+            return _sum(trajectory.turn_rewards)
+        case "last_turn":
+            return trajectory.turn_rewards[-1] if trajectory.turn_rewards else None
+
+
+def planned_reward(trajectory: SealedTrajectory, config: BatchingConfig) -> float:
+    """The reward that goes into the plan of a trajectory without a `reward_problem`.
+
+    With gdpo it is the weighted sum of the components. Where the run punishes long responses, the
+    penalty is in it: the token rewards of the rows are what they were.
+    """
+    if config.estimator == "gdpo":
+        components = trajectory.reward_components
+        return _sum([weight * components[name] for name, weight in config.component_weights])
+    reward = trajectory_reward(trajectory, source=config.reward_source)
+    assert reward is not None
+    return reward + length_penalty(trajectory, config)
+
+
+def planned_turn_rewards(trajectory: SealedTrajectory, config: BatchingConfig) -> list[float]:
+    """Return the reward of every turn; their sum is the planned reward.
+
+    A reward of the outcome comes with the last turn, and so does the penalty of a long response.
+    """
+    if config.reward_source != "sum_of_turns":
+        return [0.0] * (len(trajectory.turns) - 1) + [planned_reward(trajectory, config)]
+    *before, last = trajectory.turn_rewards
+    return [*before, last + length_penalty(trajectory, config)]
+
+
+def length_penalty(trajectory: SealedTrajectory, config: BatchingConfig) -> float:
+    """Return the penalty of a long response that goes into the planned reward."""
+    if not config.overlong_buffer:
+        return 0.0
+    return overlong_penalty(
+        num_response_tokens(trajectory),
+        max_tokens=config.overlong_length,
+        buffer_tokens=config.overlong_buffer,
+    )
+
+
+def with_posted_reward(sealed: SealedTrajectory, posted: RewardPosted) -> SealedTrajectory:
+    """A trajectory that was sealed without its reward, with the one that came; it waits no more."""
+    components = {**sealed.reward_components, **posted.reward_components}
+    return replace(
+        sealed,
+        reward=sealed.reward if posted.reward is None else posted.reward,
+        reward_components=dict(sorted(components.items())),
+        awaits_reward=False,
+    )
+
+
+def reward_problem(trajectory: SealedTrajectory, config: BatchingConfig) -> str:
+    """Why this trajectory cannot be compared with the others of its group; empty if it can."""
+    if config.estimator == "gdpo":
+        values = [trajectory.reward_components.get(name) for name, _ in config.component_weights]
+        for (name, _), value in zip(config.component_weights, values, strict=True):
+            if value is None:
+                return f"has no reward component {name!r}"
+        values.append(planned_reward(trajectory, config))
+    else:
+        values = [trajectory_reward(trajectory, source=config.reward_source)]
+        if values[0] is None:
+            return f"has no reward, which reward_source={config.reward_source!r} needs"
+        if (
+            config.reward_source != "outcome"
+            and trajectory.reward
+            and not any(trajectory.turn_rewards)
+        ):
+            return (
+                f"has an outcome reward of {trajectory.reward} and none in its turns, which "
+                f"reward_source={config.reward_source!r} reads"
+            )
+    for value in values:
+        if value is not None and not abs(value) <= MAX_REWARD:
+            return f"has a reward of {value}"
+        if value is not None and value < 0 and config.estimator == "maxrl":
+            return f"has a reward of {value}, and maxrl divides by the mean reward"
+    return _turn_problem(trajectory, config) if config.estimator == "gigpo" else ""
+
+
+def _turn_problem(trajectory: SealedTrajectory, config: BatchingConfig) -> str:
+    """Why the turns of this trajectory cannot be compared with others; empty if they can."""
+    anchors = trajectory.anchors or (None,) * len(trajectory.turns)
+    rewards = planned_turn_rewards(trajectory, config)
+    for index, (anchor, reward) in enumerate(zip(anchors, rewards, strict=True)):
+        if anchor is None:
+            return f"has no anchor at turn {index}, which estimator='gigpo' needs"
+        if not abs(reward) <= MAX_REWARD:
+            return f"has a reward of {reward} at turn {index}"
+    return ""
+
+
+def _sum(values: Sequence[float]) -> float:
+    """Exact; NaN where infinities of both signs, or too large numbers, have no sum."""
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):
+        return math.nan
