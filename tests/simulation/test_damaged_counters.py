@@ -18,7 +18,7 @@ from simulator.words import Words
 from turnstream.store.scripts import Script
 
 NUM_LIVES = 40
-NUM_TRIES = 2
+NUM_TRIES = 5
 """Trials of one damaged field per script."""
 
 INCLUDE = "local function damaged(key, ...)"

@@ -10,7 +10,7 @@ import pytest
 LUA = importlib.resources.files("turnstream.store") / "lua"
 SERVER_LUA = importlib.resources.files("turnstream_server.bus") / "lua"
 PARTS = (
-    *("claim_name.lua", "lease_end.lua", "max_samples.lua", "remember_rewards.lua"),
+    *("claim_name.lua", "lease_end.lua", "remember_rewards.lua"),
     *("run_clock.lua", "slices.lua", "finished_names.lua", "whole_numbers.lua"),
 )
 """What several scripts include; no script by itself."""

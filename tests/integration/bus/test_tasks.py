@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import redis
 
-from turnstream.store.scripts import run_command_async
+from turnstream.batching.fold.decisions import GroupCut
 from turnstream.store.tasks import (
+    NoTask,
     Prompt,
     PromptCounts,
     TakenTask,
     add_prompts,
-    next_task_command,
-    parse_task,
+    next_task_async,
     read_prompt_counts,
 )
 from turnstream.types import TrajectoryState
@@ -28,8 +28,7 @@ def give(client: redis.Redis, run: Any, *uids: str) -> None:
 
 
 async def take(run: Any, request: str) -> str:
-    command = next_task_command(run.name, writer="w", request=request)
-    taken = parse_task(await run_command_async(run.client, command))
+    taken = await next_task_async(run.client, run.name, writer="w", request=request)
     assert isinstance(taken, TakenTask), taken
     assert taken.payload.decode() == taken.group.prompt_uid
     return taken.group.group_id
@@ -115,3 +114,22 @@ async def test_answers_to_requests_do_not_grow_for_ever(client: redis.Redis, run
         await run.settle(await take(run, f"abc{number:04x}"), TrajectoryState.FILTERED)
 
     assert client.hlen(run.keys.tasks) == 1
+
+
+async def test_planned_prompt_wakes_waiting_generators(client: redis.Redis, run: Any) -> None:
+    # The plan of a cut group woke no generator: they learned the end only when their wait ended.
+    give(client, run, "a")
+    group_id = await take(run, "0001")
+    for sample in range(2):
+        await run.seal(group_id, sample)
+    await run.carry_out(GroupCut(group_id=group_id, reason="enough"))
+    found = await next_task_async(run.client, run.name, writer="v", request="0012")
+    assert isinstance(found, NoTask)
+
+    await run.plan(group_id)
+    woken = client.xread({run.keys.wake: found.wake_id})
+    ended = await next_task_async(run.client, run.name, writer="v", request="0023")
+
+    assert woken
+    assert isinstance(ended, NoTask)
+    assert ended.is_exhausted

@@ -23,12 +23,13 @@ from turnstream.records.configs import encode_config
 from turnstream.store.budget import settled_lease
 from turnstream.store.revisions import revise_config
 from turnstream.store.scripts import Script, run_command
-from turnstream.store.tasks import Prompt, add_prompts, next_task_command, parse_task
+from turnstream.store.tasks import Prompt, add_prompts, next_task
 from turnstream_server.bus.budget import read_budget
 
 pytestmark = pytest.mark.redis
 
 Drive = Callable[..., Any]
+FEWER = BatchingConfig(batch_groups=100, mini_batch_groups=100, max_samples=3)
 
 
 def ids(num_samples: int, *, group: str = "g") -> list[str]:
@@ -59,7 +60,7 @@ def test_next_task_opens_largest_group_whole(client: redis.Redis, drive: Drive) 
     run = drive(client, max_samples=LARGEST_GROUP)
     add_prompts(client, run.name, [Prompt(prompt_uid="a", payload=b"", num_samples=LARGEST_GROUP)])
 
-    task: Any = parse_task(run.do(next_task_command(run.name, writer="w", request="abc")))
+    task: Any = next_task(client, run.name, writer="w", request="abc")
 
     assert len(task.epochs) == LARGEST_GROUP
     assert run.counts() == {"accepted": LARGEST_GROUP, "open": LARGEST_GROUP}
@@ -148,29 +149,26 @@ def test_prompts_above_max_samples_are_refused_all_together(
     assert contents(run) == before
 
 
-def test_script_refuses_prompts_above_max_samples(client: redis.Redis, drive: Drive) -> None:
-    # Another client's prompts reach the script unchecked.
+def test_revision_below_samples_of_stored_prompts_is_refused(
+    client: redis.Redis, drive: Drive
+) -> None:
+    # It was accepted, and each further `next_task` of the run raised GroupTooLargeError.
     run = drive(client)
-    names = run.keys
-    where = (names.frontier, names.prompts, names.wake, names.config)
+    add_prompts(client, run.name, [Prompt(prompt_uid="a", payload=b"", num_samples=4)])
     before = contents(run)
 
-    with pytest.raises(GroupTooLargeError, match=r"prompt 2: num_samples=1025 is above"):
-        run.do(Script("add_prompts")(where, 1, b"4/4:1:a", b"1025/4:1:b"))
+    with pytest.raises(InvalidConfigError, match=r"max_samples: 3 is below the 4 samples"):
+        revise_config(client, run.name, FEWER, from_step=1)
 
     assert contents(run) == before
 
 
-def test_next_task_names_stored_prompt_above_max_samples(client: redis.Redis, drive: Drive) -> None:
-    # An earlier release stored prompts of any size: with 2^31 samples the store ran out of memory.
+def test_prompts_above_stored_revision_are_refused(client: redis.Redis, drive: Drive) -> None:
     run = drive(client)
-    client.hset(run.keys.prompts, mapping={"1": f"{2**31 - 1}/1:1:a", "added": 1})
-    before = contents(run)
+    revise_config(client, run.name, FEWER, from_step=5)
 
-    with pytest.raises(GroupTooLargeError, match=r"prompt 1 \(a\): num_samples=2147483647"):
-        run.do(next_task_command(run.name, writer="w", request="abc"))
-
-    assert contents(run) == before
+    with pytest.raises(InvalidTurnError, match="4 samples, above max_samples=3"):
+        add_prompts(client, run.name, [Prompt(prompt_uid="a", payload=b"", num_samples=4)])
 
 
 def test_revised_max_samples_opens_larger_groups(client: redis.Redis, drive: Drive) -> None:

@@ -156,7 +156,7 @@ local num_left = {open = 0, awaiting_reward = 0}
 
 -- include: give_back_unbegun.lua
 
-local num_groups = 0
+local num_groups, num_prompts = 0, 0
 
 local function leave_out(id)
   local state = string.match(redis.call('HGET', KEYS[5], id) or '', '^[^:]*')
@@ -190,6 +190,7 @@ for group, num_samples in pairs(sizes) do
     redis.call('HDEL', TASKS, group)
     redis.call('HDEL', PROMPTS, prompt)
     redis.call('HINCRBY', PROMPTS, 'done', 1)
+    num_prompts = num_prompts + 1
   end
 end
 for state, number in pairs(num_left) do
@@ -198,8 +199,10 @@ for state, number in pairs(num_left) do
     redis.call('HINCRBY', KEYS[6], 'surplus', number)
   end
 end
-if num_open_groups > 0 then  -- no other gives anything back
+if num_open_groups > 0 then
   redis.call('HINCRBY', KEYS[2], 'open_groups', -num_open_groups)
+end
+if num_open_groups > 0 or num_prompts > 0 then  -- generators may start groups, or learn the end
   redis.call('XADD', KEYS[12], 'MAXLEN', 1, '*', 'w', '')
 end
 local num_trajectories = #ARGV - FIRST + 1

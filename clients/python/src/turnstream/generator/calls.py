@@ -316,7 +316,8 @@ class CommandMaker:
             *[lane.trajectory_id for lane in admission.lanes],
         )
         if admission.is_task:
-            return _REOPEN_TASK(self._task_keys, group.prompt_uid, *arguments)
+            uid = group.prompt_uid and keys.encode_name(group.prompt_uid)
+            return _REOPEN_TASK(self._task_keys, uid, *arguments)
         return _OPEN_GROUP(self._group_keys, *arguments)
 
     def _payload(self, call: PayloadCall) -> Command:

@@ -25,8 +25,7 @@ from turnstream.generator.outbox import Outbox
 from turnstream.generator.writers import WriterState
 from turnstream.store import keys
 from turnstream.store.asking import StoreWait
-from turnstream.store.scripts import run_command, run_command_async
-from turnstream.store.tasks import NoTask, TakenTask, next_task_command, parse_task
+from turnstream.store.tasks import NoTask, TakenTask, next_task, next_task_async
 from turnstream.store.wait_reasons import no_task
 from turnstream.store.waits import WaitFacts
 
@@ -132,8 +131,7 @@ def take_task(
     wait = wait_for_task(client, run, wait_s=wait_s)
     while True:
         with _request(unanswered) as request, wait.asking():
-            command = next_task_command(run, writer=writer, request=request)
-            found = parse_task(run_command(client, command))
+            found = next_task(client, run, writer=writer, request=request)
         if isinstance(found, TakenTask):
             if found.epochs and (trajectories := adopt(found)):
                 return Task(found, trajectories)
@@ -161,8 +159,7 @@ async def take_task_async(
     while True:
         with _request(unanswered) as request:
             async with wait.asking_async():
-                command = next_task_command(run, writer=writer, request=request)
-                found = parse_task(await run_command_async(client, command))
+                found = await next_task_async(client, run, writer=writer, request=request)
         if isinstance(found, TakenTask):
             if found.epochs and (trajectories := adopt(found)):
                 return AsyncTask(found, trajectories)

@@ -69,8 +69,9 @@ config     hash    revision -> JSON of the batching config, with the `format` of
                    put it in force; `last` -> the last revision, once there are several;
                    `lease_floor`, after leases became shorter, see lease_end.lua
 prompts    hash    number, from 1 -> record of a prompt that is not done, see add_prompts.lua;
-                   added, the newest number; next, the newest that was given out; done, how many
-                   are over; filtered, how many of these without a signal
+                   added, the newest number; next, the newest that was opened as a group; done,
+                   the number of finished ones; filtered, those of them without a signal;
+                   most_samples, the largest num_samples
 tasks      hash    group name -> number of its prompt, while the group is not over; `?<place>` ->
                    the last answer to a request, see next_task.lua
 again      zset    numbers of prompts whose group failed, to be given out again

@@ -15,6 +15,7 @@ from turnstream.store import keys
 from turnstream.store.replies import translating
 from turnstream.store.run_ids import find_run, no_such_run
 from turnstream.store.scripts import Script, run_command
+from turnstream.store.stored import parsed_number, reading
 
 _REVISE_CONFIG = Script("revise_config")
 
@@ -107,7 +108,8 @@ def revise_config(client: redis.Redis, run: str, config: BatchingConfig, *, from
         The number of the revision.
 
     Raises:
-        InvalidConfigError: a setting that cannot change, or no step.
+        InvalidConfigError: a setting that cannot change, no step, or a `max_samples` below that of
+            a stored prompt.
         ConflictError: the step is planned or before that of the last revision, or somebody else
             revised the config meanwhile; says what holds.
         RunNotFoundError: no such run.
@@ -118,6 +120,7 @@ def revise_config(client: redis.Redis, run: str, config: BatchingConfig, *, from
     run = find_run(client, run)
     last = read_revisions(client, run).last
     check_revision(last.config, config)
+    _check_prompts(client, run, config)
     names = keys.run_keys(run)
     # What another release stored is the same where it says the same.
     text = stored_config(client, run, last.number) if last.config == config else ""
@@ -129,6 +132,20 @@ def revise_config(client: redis.Redis, run: str, config: BatchingConfig, *, from
     )
     revision: int = run_command(client, command)
     return revision
+
+
+def _check_prompts(client: redis.Redis, run: str, config: BatchingConfig) -> None:
+    """Refuse a `max_samples` below that of a prompt that is not done."""
+    prompts = keys.run_keys(run).prompts
+    with reading(prompts), translating():
+        found: Any = client.hmget(prompts, ("added", "done", "most_samples"))
+        added, done, most = (parsed_number(value or b"0") for value in found)
+    if added > done and most > config.max_samples:
+        raise InvalidConfigError(
+            "max_samples",
+            f"{config.max_samples} is below the {most} samples of a prompt of the run: finish its "
+            f"{added - done} prompts first, or use at least {most}",
+        )
 
 
 def read_revisions(client: redis.Redis, run: str) -> Revisions:

@@ -1,20 +1,22 @@
-"""Prompts that a run carries, and the tasks that generators make of them."""
+"""The prompts of a run, and the tasks that generators make of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 import redis
+import redis.asyncio
 
 from turnstream.batching.config.rules import LARGEST_GROUP
 from turnstream.errors import InvalidTurnError
+from turnstream.records.events import encode_event
 from turnstream.store import keys
-from turnstream.store.configs import read_config
 from turnstream.store.replies import translating
+from turnstream.store.revisions import read_revisions
 from turnstream.store.run_ids import find_run
-from turnstream.store.scripts import Command, Script, run_command
+from turnstream.store.scripts import Command, Script, run_command, run_command_async
 from turnstream.store.stored import StoredHash, parsed_number, reading
 from turnstream.types import GroupOpened, TrajectoryKey
 from turnstream.types.names import checked_setting, checked_text, shown
@@ -26,21 +28,21 @@ _NEXT_TASK = Script("next_task")
 _MAX_PROMPTS_PER_CALL: Final = 256
 _MAX_BYTES_PER_CALL: Final = 1_000_000
 _FIRST_LIMIT: Final = 2**53
-"""Bound of the numbers of prompts: the store counts them in floats of 64 bits."""
+"""Limit of the numbers of prompts: the store counts them in floats of 64 bits."""
 
 _LONGEST_SUFFIX: Final = "#" + "9" * 9
-"""Of the name of a group of a prompt: its visits are counted."""
+"""Longest suffix of a group's name: the number of the visit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """Something to be sampled.
+    """A prompt that a generator samples.
 
     Attributes:
-        prompt_uid: the dataset's name of it. A group of it is named `<prompt_uid>#<visit>`.
-        payload: whatever a generator needs to begin, kept until the prompt is done.
+        prompt_uid: its name in the dataset. A group of it is named `<prompt_uid>#<visit>`.
+        payload: the generator's input, kept until the prompt is done.
         num_samples: trajectories of its group.
-        num_needed: how many of them decide the group; 0 stands for all of them.
+        num_needed: number of them that complete the group; 0 means all.
     """
 
     prompt_uid: str
@@ -65,14 +67,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCounts:
-    """Where the prompts of a run are, as of one moment.
+    """Numbers of the prompts of a run in each state.
 
     Attributes:
-        num_added: ever given to the run.
-        num_left: not given out, or to be given out again.
-        num_given: given out, and their groups not over.
-        num_trained: in a batch that is planned.
-        num_filtered: their groups carried no signal.
+        num_added: prompts ever added to the run.
+        num_left: prompts without a group, and those whose group failed.
+        num_given: prompts with a group that has not ended.
+        num_trained: prompts in a planned batch.
+        num_filtered: prompts whose group carried no signal.
     """
 
     num_added: int
@@ -97,12 +99,12 @@ class PromptCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenTask:
-    """What a writer was given to do, and holds the leases of.
+    """A task that a writer holds the leases of.
 
     Attributes:
-        group: of its trajectories.
-        payload: of the prompt; empty where the run was not given this prompt.
-        epochs: by trajectory, the lease epoch.
+        group: group of its trajectories.
+        payload: bytes of the prompt; empty for a group that the generator opened itself.
+        epochs: the lease epoch of each trajectory.
     """
 
     group: GroupOpened
@@ -111,12 +113,19 @@ class TakenTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OfferedTask:
+    """The next prompt as a group that is not open yet."""
+
+    group: GroupOpened
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NoTask:
-    """Why there is nothing to do yet.
+    """Reason for having no task yet.
 
     Attributes:
-        wake_id: of the run's wake stream; there may be something when it is beyond this.
-        why: for people.
+        wake_id: an entry of the run's wake stream; a newer one may bring a task.
+        why: reason for people.
         is_exhausted: every prompt of the run is done.
     """
 
@@ -128,26 +137,26 @@ class NoTask:
 def add_prompts(
     client: redis.Redis, run: str, prompts: Sequence[Prompt], *, first: int | None = None
 ) -> int:
-    """Give a run prompts, which are given out in this order, behind those that it has.
+    """Append prompts to those of a run; they are opened in this order.
 
-    Whoever is not sure whether an earlier call came through sends it again with the same `first`:
-    what is there is not added again. A prompt may come as often as it is to be trained.
+    A call whose reply was lost is repeated with the same `first`: no prompt is added twice. A
+    prompt that should be trained several times is added as often.
 
     Args:
-        client: of the store.
+        client: client of the store.
         run: name of the run.
-        prompts: any number; a large data set is better given in portions, since it is in memory.
-        first: number of the first of these, from 1; None for the number behind the newest.
+        prompts: any number; add a large data set in portions, since it is in memory.
+        first: number of the first of these, from 1; None for the number after the newest.
 
     Returns:
-        How many prompts the run was ever given.
+        The number of prompts ever added to the run.
 
     Raises:
         InvalidConfigError: no run can have this name.
-        InvalidTurnError: `first` is not a whole number from 1, or a prompt is not a Prompt.
+        InvalidTurnError: `first` is not a whole number from 1, a prompt is not a Prompt, or it has
+            more samples than `max_samples` of the run; none was added.
         ConflictError: a number has another prompt already, or the one before is missing.
         EndOfRunError: the run is closed.
-        InvalidTurnError: a prompt has more samples than `max_samples` of the run; none was added.
         RunNotFoundError: no such run.
         StoreFullError: the store has no memory left; some may have been added.
         StoreUnavailableError: the store cannot be reached; some may have been added.
@@ -157,13 +166,14 @@ def add_prompts(
     number = None if first is None else _first_number(first)
     run = find_run(client, run)
     names = keys.run_keys(run)
-    where = (names.frontier, names.prompts, names.wake, names.config)
-    _check_samples(listed, most=read_config(client, run)[1].max_samples)
+    where = (names.frontier, names.prompts, names.wake)
+    _check_samples(client, run, listed)
+    most = max((prompt.num_samples for prompt in listed), default=0)
     if number is None:
         number = read_prompt_counts(client, run).num_added + 1
-    num_added: int = run_command(client, _ADD_PROMPTS(where, number))
+    num_added: int = run_command(client, _ADD_PROMPTS(where, number, most))
     for page in _pages(listed):
-        num_added = run_command(client, _ADD_PROMPTS(where, number, *page))
+        num_added = run_command(client, _ADD_PROMPTS(where, number, most, *page))
         number += len(page)
     return num_added
 
@@ -196,31 +206,73 @@ def read_prompt_counts(client: redis.Redis, run: str) -> PromptCounts:
     )
 
 
-def next_task_command(run: str, *, writer: str, request: str) -> Command:
-    """The call by which a writer takes the next task; nothing is sent. See next_task.lua."""
-    return _NEXT_TASK(keys.run_keys(run).of_next_task, writer, request)
+def next_task(client: redis.Redis, run: str, *, writer: str, request: str) -> TakenTask | NoTask:
+    """Open the next task of a run for a writer; a repeated request returns the same task."""
+    found = parse_task(run_command(client, next_task_command(run, writer=writer, request=request)))
+    while isinstance(found, OfferedTask):
+        command = next_task_command(run, writer=writer, request=request, offered=found)
+        found = parse_task(run_command(client, command))
+    return found
 
 
-def parse_task(reply: Sequence[Any]) -> TakenTask | NoTask:
-    """What the store answered; of a task, the trajectories that are the writer's own."""
+async def next_task_async(
+    client: redis.asyncio.Redis, run: str, *, writer: str, request: str
+) -> TakenTask | NoTask:
+    """Open the next task like `next_task`, for asyncio."""
+    command = next_task_command(run, writer=writer, request=request)
+    found = parse_task(await run_command_async(client, command))
+    while isinstance(found, OfferedTask):
+        command = next_task_command(run, writer=writer, request=request, offered=found)
+        found = parse_task(await run_command_async(client, command))
+    return found
+
+
+def next_task_command(
+    run: str, *, writer: str, request: str, offered: OfferedTask | None = None
+) -> Command:
+    """Return the call that opens a refill or the offered group, or offers the next prompt."""
+    names = keys.run_keys(run).of_next_task
+    if offered is None:
+        return _NEXT_TASK(names, writer, request, "", "")
+    name, record = keys.encode_name(offered.group.group_id), encode_event(offered.group)
+    return _NEXT_TASK(names, writer, request, name, record)
+
+
+def parse_task(reply: Sequence[Any]) -> TakenTask | OfferedTask | NoTask:
+    """Return the answer of next_task.lua; a task has the trajectories that the writer holds."""
     kind = reply[0].decode()
-    if kind != "TASK":
+    if kind in ("WAIT", "EXHAUSTED"):
         _, wake_id, why = (word.decode() for word in reply)
         return NoTask(wake_id=wake_id, why=why, is_exhausted=kind == "EXHAUSTED")
-    _, name, num_samples, num_needed, prompt_uid, payload, *flat = reply
+    group_id = keys.decode_name(reply[1].decode())
+    if kind == "OFFER":
+        return OfferedTask(group=_group_of_prompt(group_id, *reply[2:]))
+    _, _, num_samples, num_needed, prompt_uid, payload, *flat = reply
+    group = _group_of_prompt(group_id, num_samples, num_needed)
+    if payload is None:
+        group = replace(group, prompt_uid=prompt_uid.decode())
     return TakenTask(
-        group=GroupOpened(
-            group_id=keys.decode_name(name.decode()),
-            prompt_uid=prompt_uid.decode(),
-            num_samples=num_samples,
-            num_needed=num_needed,
-        ),
-        payload=payload,
+        group=group,
+        payload=payload or b"",
         epochs={
             keys.parse_trajectory_id(flat[i].decode()): flat[i + 1]
             for i in range(0, len(flat), 2)
             if isinstance(flat[i + 1], int)
         },
+    )
+
+
+def _group_of_prompt(group_id: str, num_samples: int, num_needed: int) -> GroupOpened:
+    """Return the group of a visit of a prompt, which is named `<prompt_uid>#<visit>`.
+
+    >>> _group_of_prompt("task#7#1", 4, 4).prompt_uid
+    'task#7'
+    """
+    return GroupOpened(
+        group_id=group_id,
+        prompt_uid=group_id.rpartition("#")[0],
+        num_samples=num_samples,
+        num_needed=num_needed,
     )
 
 
@@ -234,8 +286,10 @@ def _check_uid(prompt_uid: object) -> None:
         raise InvalidTurnError("prompt_uid", str(error)) from error
 
 
-def _check_samples(prompts: Sequence[Prompt], *, most: int) -> None:
-    """Refuse all prompts where one has too many samples: the store checks page by page."""
+def _check_samples(client: redis.Redis, run: str, prompts: Sequence[Prompt]) -> None:
+    """Refuse all prompts if one has more samples than the config, or a stored revision, allows."""
+    stored = read_revisions(client, run)
+    most = min(each.config.max_samples for each in (stored.last, stored.revision(stored.in_force)))
     for prompt in prompts:
         if prompt.num_samples > most:
             raise InvalidTurnError(
@@ -265,9 +319,9 @@ def _listed(prompts: object) -> list[Prompt]:
 
 
 def _record(prompt: Prompt) -> bytes:
-    uid = prompt.prompt_uid.encode()
     needed = prompt.num_needed or prompt.num_samples
-    return b"%d/%d:%d:%s%s" % (prompt.num_samples, needed, len(uid), uid, prompt.payload)
+    uid = keys.encode_name(prompt.prompt_uid).encode()
+    return b"%d/%d:%s:%s" % (prompt.num_samples, needed, uid, prompt.payload)
 
 
 def _pages(prompts: Sequence[Prompt]) -> Iterator[list[bytes]]:

@@ -1,27 +1,32 @@
 #!lua flags=allow-oom
--- Gives a writer something to do: an attempt that was granted as a refill, else the next prompt as a
--- new group, admitted, opened and leased for it. Prompts whose group failed come first.
+-- Opens a task for a writer, with its leases: an attempt that was granted as a refill, else the next
+-- prompt as a new group. Prompts whose group failed come first.
+--
+-- The event of a new group is encoded in Python. So the first call returns an OFFER, and the second
+-- has the event. If another writer took the prompt in between, the reply is another OFFER.
 --
 -- Runs also when the server is full: see open_group.lua.
 --
--- A request that comes again, since its reply was lost, is given the same again: the answers of the
--- last requests are kept in 4096 places, by the beginning of the request. Where another request took
--- the place meanwhile, nobody keeps the lease of what was given, and so it is given out again.
+-- A repeated request returns the same task: the answers of the last requests are kept in 4096
+-- places, by the first digits of the request. If another request took the place, no publisher renews
+-- the lease of the first, so its task is opened for another writer after it.
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] prompts  hash  read: number -> record, added, done; changed: next, the newest number
---                          that was given out
---   KEYS[2] tasks    hash  group name -> number of its prompt, added; "?<place>" -> "<request> <what
---                          was given: a group, or a trajectory>", added
---   KEYS[3] again    zset  numbers of prompts to be given out again; removed
+--                          that was opened as a group
+--   KEYS[2] tasks    hash  group name -> number of its prompt, added; "?<place>" -> "<request>
+--                          <group or trajectory of the answer>", added
+--   KEYS[3] again    zset  numbers of prompts whose group failed; removed
 --   KEYS[4...] those of open_group.lua, in its order
 -- Arguments:
 --   ARGV[1] writer    ARGV[2] request, hex digits that are used once
+--   ARGV[3] name of the offered group, or empty    ARGV[4] its group_opened record
 -- Reply:
---   {"TASK"; group name; num_samples; num_needed; prompt_uid; payload; then two per trajectory: its
---    id, its lease epoch or why it is not the writer's}
---   or {"WAIT" or "EXHAUSTED"; wake id; why}: try again when wake has a newer entry. EXHAUSTED says
---   that every prompt is done
+--   {"TASK"; group name; num_samples; num_needed; prompt_uid of a group without a prompt; payload, nil
+--    without a prompt; then two per trajectory: its id, its lease epoch or why it is not the writer's}
+--   or {"OFFER"; group name; num_samples; num_needed}: call again with the record of this group
+--   or {"WAIT" or "EXHAUSTED"; wake id; why}: try again when wake has a newer entry. EXHAUSTED means
+--   that all prompts are done
 -- Errors:
 --   NORUN     no such run
 --   CLOSED    the run is closed, and no refill will come
@@ -30,8 +35,8 @@
 local PROMPTS, TASKS, AGAIN = KEYS[1], KEYS[2], KEYS[3]
 local THEIRS = {unpack(KEYS, 4)}
 local FRONTIER, CONFIG, GROUPS = THEIRS[1], THEIRS[2], THEIRS[3]
-local WAKE, MEMBERS, REFILLS = THEIRS[7], THEIRS[10], THEIRS[11]
-local WRITER, REQUEST = ARGV[1], ARGV[2]
+local WAKE, MEMBERS, REFILLS, OVER = THEIRS[7], THEIRS[10], THEIRS[11], THEIRS[12]
+local WRITER, REQUEST, ACCEPTED, RECORD = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local PLACE = '?' .. string.sub(REQUEST, 1, 3)
 local MOST_LISTED = 32
 
@@ -39,68 +44,14 @@ local function open_group(KEYS, ARGV)
 -- include: open_group.lua
 end
 
--- The record of a group_opened event, as records/events.py and records/framing.py write it.
-local function le32(number)
-  return string.char(bit.band(number, 255), bit.band(bit.rshift(number, 8), 255),
-    bit.band(bit.rshift(number, 16), 255), bit.rshift(number, 24))
-end
-
-local function crc32(text)
-  local crcs = {}
-  for nibble = 0, 15 do
-    local crc = nibble
-    for _ = 1, 4 do
-      crc = bit.bxor(bit.rshift(crc, 1), bit.band(crc, 1) * 0xEDB88320)
-    end
-    crcs[nibble] = crc
-  end
-  local crc = -1
-  for i = 1, #text do
-    crc = bit.bxor(crc, string.byte(text, i))
-    crc = bit.bxor(bit.rshift(crc, 4), crcs[bit.band(crc, 15)])
-    crc = bit.bxor(bit.rshift(crc, 4), crcs[bit.band(crc, 15)])
-  end
-  return bit.bnot(crc)
-end
-
-local function varint(number)
-  local low = number % 128
-  if number < 128 then
-    return string.char(low)
-  end
-  return string.char(low + 128) .. varint((number - low) / 128)
-end
-
-local function text_field(tag, text)
-  return string.char(tag) .. varint(#text) .. text
-end
-
-local function opened_record(group_id, prompt_uid, num_samples, num_needed)
-  local message = text_field(0x0A, group_id) .. text_field(0x12, prompt_uid)
-    .. string.char(0x18) .. varint(num_samples)
-  if num_needed ~= num_samples then
-    message = message .. string.char(0x20) .. varint(num_needed)
-  end
-  local header = text_field(0x0A, message)
-  local record = 'TSE\0' .. le32(#header) .. header .. string.rep('\0', -#header % 8)
-  return record .. le32(crc32(record))
-end
-
-local function encoded(name)
-  return (string.gsub(name, '[^%w._-]', function(byte)
-    return string.format('%%%02X', string.byte(byte))
-  end))
-end
-
--- num_samples, num_needed, prompt_uid and payload of a prompt; nil where it is done.
+-- num_samples, num_needed, encoded prompt_uid and payload of a prompt; nil where it is done.
 local function prompt(number)
   local record = number and redis.call('HGET', PROMPTS, number)
   if not record then
     return nil
   end
-  local samples, needed, size, start = string.match(record, '^(%d+)/(%d+):(%d+):()')
-  return tonumber(samples), tonumber(needed), string.sub(record, start, start + size - 1),
-    string.sub(record, start + size)
+  local samples, needed, uid, start = string.match(record, '^(%d+)/(%d+):([^:]*):()')
+  return tonumber(samples), tonumber(needed), uid, string.sub(record, start)
 end
 
 local function sample_ids(name, num_samples)
@@ -121,8 +72,8 @@ local function remember(given)
 end
 
 local function task(name, samples, needed, uid, ids, epochs)
-  local _, _, prompt_uid, payload = prompt(redis.call('HGET', TASKS, name))
-  local reply = {'TASK', name, samples, needed, prompt_uid or uid, payload or ''}
+  local _, _, _, payload = prompt(redis.call('HGET', TASKS, name))
+  local reply = {'TASK', name, samples, needed, uid, payload or false}
   for i, id in ipairs(ids) do
     reply[#reply + 1] = id
     reply[#reply + 1] = epochs[i]
@@ -194,12 +145,8 @@ local function next_number()
     .. ' are given out and not done')
 end
 
-local function config_in_force()
-  return cjson.decode(redis.call('HGET', CONFIG, redis.call('HGET', CONFIG, 'newest')))
-end
-
 local function closed_reply()
-  local config = config_in_force()
+  local config = cjson.decode(redis.call('HGET', CONFIG, redis.call('HGET', CONFIG, 'newest')))
   local num_open = tonumber(redis.call('HGET', FRONTIER, 'open_groups') or 0)
   if config.deadline_policy == 'refill' and num_open > 0 then
     return wait('WAIT', 'the run is closed; ' .. num_open .. ' groups are open, and may be refilled')
@@ -207,7 +154,17 @@ local function closed_reply()
   return redis.error_reply('CLOSED the run takes no new group')
 end
 
--- include: max_samples.lua
+-- include: finished_names.lua
+
+-- A name is used once, also for another visit of the same prompt.
+local function free_name(uid)
+  local visit, name = 0, nil
+  repeat
+    visit = visit + 1
+    name = uid .. '%23' .. visit
+  until redis.call('HEXISTS', GROUPS, name) == 0 and not is_finished_name(name)
+  return name
+end
 
 local function next_prompt()
   local number, none = next_number()
@@ -215,20 +172,13 @@ local function next_prompt()
     return none
   end
   local samples, needed, uid = prompt(number)
-  local too_many = why_too_many(samples, config_in_force())
-  if too_many then
-    return redis.error_reply('TOOLARGE prompt ' .. number .. ' (' .. encoded(uid) .. '): ' .. too_many)
+  local name = free_name(uid)
+  if name ~= ACCEPTED then
+    return {'OFFER', name, samples, needed}
   end
-  local visit, name, opened = 0, nil, nil
-  repeat  -- a name is used once, also of a prompt that came before
-    visit = visit + 1
-    name = encoded(uid .. '#' .. visit)
-    opened = {err = 'CONFLICT'}
-    if redis.call('HEXISTS', GROUPS, name) == 0 then
-      opened = open_group(THEIRS, with_ids({name, samples .. '/' .. needed, WRITER,
-        opened_record(uid .. '#' .. visit, uid, samples, needed)}, sample_ids(name, samples)))
-    end
-  until not (opened.err and string.match(opened.err, '^%-?CONFLICT'))
+  local ids = sample_ids(name, samples)
+  local opened = open_group(
+    THEIRS, with_ids({name, samples .. '/' .. needed, WRITER, RECORD}, ids))
   if opened.err then
     local id, why = string.match(opened.err, '^%-?WAIT %[(%S+)%] (.*)$')
     return id and {'WAIT', id, why} or opened
@@ -238,7 +188,7 @@ local function next_prompt()
   end
   redis.call('HSET', TASKS, name, number)
   remember(name)
-  return task(name, samples, needed, uid, sample_ids(name, samples), opened)
+  return task(name, samples, needed, '', ids, opened)
 end
 
 local closed = redis.call('HGET', FRONTIER, 'closed')

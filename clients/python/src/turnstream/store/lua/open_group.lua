@@ -86,8 +86,6 @@ local samples, needed, purpose, again = string.match(ARGV[2], '^(%d+)/?(%d*):?(%
 local begins = purpose == 'eval' and 'evaluating' or 'open'
 needed = needed == '' and samples or needed
 
--- include: max_samples.lua
-
 -- Why the arguments cannot be; nil where they can.
 local function why_invalid()
   local num_samples, num_needed = tonumber(samples), tonumber(needed)
@@ -104,9 +102,9 @@ local function why_invalid()
 end
 
 local group = redis.call('HGET', KEYS[3], ARGV[1])
-local too_many = not group and samples and why_too_many(tonumber(samples), config)
-if too_many then
-  return redis.error_reply('TOOLARGE group ' .. ARGV[1] .. ': ' .. too_many)
+if not group and samples and tonumber(samples) > config.max_samples then
+  return redis.error_reply(string.format('TOOLARGE group %s: num_samples=%s is above max_samples=%.0f '
+    .. 'of the run: use fewer samples, or revise max_samples', ARGV[1], samples, config.max_samples))
 end
 local invalid = why_invalid()
 if invalid then

@@ -17,7 +17,7 @@
 --   KEYS[3] again    zset  numbers of prompts to be given out again; removed, added
 --   KEYS[4...] those of open_group.lua, in its order
 -- Arguments:
---   ARGV[1] prompt_uid    ARGV[2...] those of open_group.lua, in its order
+--   ARGV[1] encoded prompt_uid    ARGV[2...] those of open_group.lua, in its order
 -- Reply: that of open_group.lua
 -- Errors: those of open_group.lua, and
 --   CONFLICT  an earlier group of the prompt is there, and the prompt does not wait
@@ -34,8 +34,7 @@ end
 
 local function is_of(number)
   local record = redis.call('HGET', PROMPTS, number)
-  local size, start = string.match(record or '', '^%d+/%d+:(%d+):()')
-  return size and string.sub(record, start, start + size - 1) == UID
+  return string.match(record or '', '^%d+/%d+:([^:]*):') == UID
 end
 
 -- The number of the prompt where it is given out to nobody, and whether it was before; nil else.
