@@ -60,7 +60,7 @@ def test_a_result_replaces_the_table_that_stood_there_and_no_word_beside_it(
 
     filled = page.filled(text, results=tmp_path)
 
-    assert "| untrained | 8 | 1,000 | 17.50 | 9.00 | missed |" in filled
+    assert "| untrained | 8 | 1,000 | 17.50 | 9.00 | 16 | missed |" in filled
     assert "old figures" not in filled
     assert filled.startswith("words\n")
     assert filled.endswith(f"more {block('stall', 'kept')}")

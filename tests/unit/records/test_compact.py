@@ -1,16 +1,17 @@
 from __future__ import annotations
 
+import json
 import random
 import uuid
 import zlib
+from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import manifest
-from turnstream.errors import CorruptRecordError
+from turnstream.errors import CorruptRecordError, UnknownFormatError
 from turnstream.records.compact import (
     CompactBatch,
     CompactEnds,
@@ -22,7 +23,7 @@ from turnstream.records.compact import (
     encode_ends,
     trajectory_crc,
 )
-from turnstream.records.framing import ENDS, read_frame, write_frame
+from turnstream.records.framing import ENDS, write_frame
 from turnstream.types import TrajectoryKey
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -68,30 +69,15 @@ def test_any_ends_survive_their_record(pairs: list[tuple[TrajectoryKey, str]]) -
     assert decode_ends(encode_ends(ended)) == ended
 
 
-def test_a_reason_may_have_any_character() -> None:
-    key = TrajectoryKey("g", 0)
-    ended = CompactEnds(trajectories=(key,), ends=("abandoned:8 of\0 9, \x01, \u0663\u00b2 x7é",))
-
-    assert decode_ends(encode_ends(ended)) == ended
-
-
-@given(st.lists(st.from_regex(r"([ab]{0,2} ?[0-9a-f]{8} ?[0-9]{0,3}){0,2}", fullmatch=True)))
-def test_any_reasons_with_words_of_digits_survive_their_record(texts: list[str]) -> None:
-    keys = tuple(TrajectoryKey("g", sample) for sample in range(len(texts)))
-    ended = CompactEnds(trajectories=keys, ends=tuple(texts))
-
-    assert decode_ends(encode_ends(ended)) == ended
-
-
 @pytest.mark.parametrize(
     ("reason", "most"),
     [
-        ("the lease of generator-{small} ended", 2.5),
-        ("the lease of rollout-{small}.pool-b:812:9f3c2{small}a ended", 3.5),
-        ("TimeoutError: judge did not answer in 30 s (request {hex})", 5.7),
-        ("RuntimeError: container {uuid} exited with status 137", 5.7),
-        ("TimeoutError: judge did not answer in {seconds} s", 4.5),
-        ("the lease of pool-9f3c21aa ended after {seconds} s", 4.5),
+        ("the lease of generator-{small} ended", 6.0),
+        ("the lease of rollout-{small}.pool-b:812:9f3c2{small}a ended", 6.0),
+        ("TimeoutError: judge did not answer in 30 s (request {hex})", 13.0),
+        ("RuntimeError: container {uuid} exited with status 137", 13.0),
+        ("TimeoutError: judge did not answer in {seconds} s", 10.0),
+        ("the lease of pool-9f3c21aa ended after {seconds} s", 10.0),
     ],
 )
 def test_an_end_costs_little_beside_what_is_random_in_its_reason(reason: str, most: float) -> None:
@@ -130,30 +116,40 @@ def test_of_an_id_in_a_reason_stays_the_beginning(reason: str, left: str | None)
     assert ended.ends == (f"abandoned:{left or reason}",)
 
 
-def test_a_record_of_ends_that_contradicts_itself_is_refused() -> None:
-    keys = [TrajectoryKey("g", sample) for sample in range(4)]
-    ends = tuple(f"abandoned:request {sample:08x}" for sample in range(4))
-    good = encode_ends(CompactEnds(trajectories=tuple(keys), ends=ends))
-    frame = read_frame(good, kind=ENDS)
-    numbers = np.frombuffer(good[frame.body_start : frame.body_stop], "<u4")
-
-    for array, problem in (
-        (numbers[:-1], "the array of a compact record is cut short"),
-        (np.append(numbers, np.uint32(1)), "numbers of no reason"),
-    ):
-        with pytest.raises(CorruptRecordError, match=problem):
-            decode_ends(write_frame(ENDS, frame.header, [array]))
+def record_of(columns: object, *, kind: bytes = ENDS) -> bytes:
+    return write_frame(kind, zlib.compress(json.dumps(columns).encode()))
 
 
-@pytest.mark.parametrize("column", [-1, -2])
-def test_a_record_of_ends_that_names_what_it_lacks_is_refused(column: int) -> None:
-    ended = CompactEnds(trajectories=(TrajectoryKey("g", 0),), ends=("filtered:x",))
-    frame = read_frame(encode_ends(ended), kind=ENDS)
-    columns = bytearray(zlib.decompress(frame.header))
-    columns[column] = 5
+GOOD = {"groups": ["g"], "members": [1], "reasons": ["filtered:x"], "ends": [0]}
 
-    with pytest.raises(CorruptRecordError, match="names a reason that it lacks"):
-        decode_ends(write_frame(ENDS, zlib.compress(bytes(columns))))
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"ends": [1]}, "names a reason that it lacks"),
+        ({"ends": ["0"]}, "names a reason that it lacks"),
+        ({"ends": [0, 0]}, "are not those of its trajectories"),
+        ({"members": [1, 1]}, "the names of a compact record"),
+        ({"members": [[0, 0, 1]]}, "the names of a compact record"),
+        ({"members": [None]}, "the names of a compact record"),
+    ],
+)
+def test_contradictory_record_of_ends_is_refused(changes: dict[str, Any], problem: str) -> None:
+    assert decode_ends(record_of(GOOD)).ends == ("filtered:x",)
+
+    with pytest.raises(CorruptRecordError, match=problem):
+        decode_ends(record_of({**GOOD, **changes}))
+
+
+def test_column_of_newer_release_is_named() -> None:
+    with pytest.raises(UnknownFormatError, match=r"newer release .*weights"):
+        decode_ends(record_of({**GOOD, "weights": []}))
+
+
+@pytest.mark.parametrize("columns", [{"groups": []}, [], 5, "text"])
+def test_record_without_its_columns_is_refused(columns: object) -> None:
+    with pytest.raises(CorruptRecordError, match=r"lacks ends, members|does not unpack"):
+        decode_ends(record_of(columns))
 
 
 def test_a_batch_keeps_the_names_and_one_checksum_of_every_trajectory() -> None:
@@ -176,7 +172,7 @@ def test_a_trajectory_of_a_counted_group_costs_little_beside_its_checksum(size: 
 
     record = encode_batch(batch_of(trajectories))
 
-    assert len(record) / len(trajectories) < 4 + 1.2 / size + 0.1
+    assert len(record) / len(trajectories) < 4 + 2.4 / size + 0.1
 
 
 def test_a_record_that_is_cut_short_or_changed_is_refused() -> None:

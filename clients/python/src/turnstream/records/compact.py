@@ -1,44 +1,46 @@
-"""What is left of trajectories that are over: their names for ever, in a byte or two each.
+"""Compact records of finished trajectories: their names, and a checksum or a reason of each.
 
-Columns of varints, compressed (zlib), behind the usual frame; what does not compress, the CRCs and
-ids in reasons, is the frame's array. Names that count up cost next to nothing::
+The header is compressed JSON of named columns. A batch has its checksums as the array, because they
+do not compress. Example of the columns of a batch::
 
-    maze-17  maze-18  maze-21     template "maze-", numbers 17 +1 +3
+    {"step": 7, "manifest_hash": "9f3c...", "lineage": "main",
+     "groups": ["maze-17", "maze-18"], "members": [4, [0, 0, 1, 2]]}
 
-A random name costs what is random in it.
+`members` is the number of a group's members if they are the first attempts of samples 0, 1, ...;
+otherwise sample and attempt of each.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
 from turnstream.batching.merge.plan import Manifest
-from turnstream.errors import CorruptRecordError
-from turnstream.records.columns import ColumnReader, ColumnWriter
-from turnstream.records.framing import COMPACT, ENDS, read_frame, write_frame
-from turnstream.records.reasons import brief, read_reasons, write_reasons
+from turnstream.errors import CorruptRecordError, RecordError, UnknownFormatError
+from turnstream.records.framing import COMPACT, ENDS, MAJOR_VERSION, read_frame, write_frame
 from turnstream.types import TrajectoryKey
 
-_LAST_NUMBER: Final = re.compile(r"(.*?)([0-9]{1,15})([^0-9]*)", re.DOTALL)
-_NO_NUMBER: Final = 0
-_PLAIN: Final = 1
-"""Kinds of a template; from 2 on the number is padded with zeros to (kind - 1) digits."""
+_KEY_COLUMNS: Final = {"groups", "members"}
 
-_NEXT: Final = 0
-"""The next reason of the table; from 1 on, the one of that number again."""
+_SHOWN: Final = 8
+_UUID: Final = re.compile(r"\b([0-9A-Fa-f]{8})(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}\b", re.ASCII)
+_WORD: Final = re.compile(r"[0-9A-Za-z]*[0-9][0-9A-Za-z]*", re.ASCII)
+_CHANGE: Final = re.compile(r"[0-9](?=[A-Za-z])|[A-Za-z](?=[0-9])", re.ASCII)
+_FEW_CHANGES: Final = 2
+"""From digits to letters or back: "generator12" has one, and "a100x" two; ids have more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompactBatch:
-    """A batch that is over.
+    """A finished batch.
 
     Attributes:
         manifest_hash: hex SHA-256, its name in the chain.
@@ -58,8 +60,8 @@ class CompactEnds:
     """Trajectories that ended untrained.
 
     Attributes:
-        trajectories: some of them.
-        ends: of each, "<state>:<reason>".
+        trajectories: some of them; those of a group stand together.
+        ends: "<state>:<reason>" of each.
     """
 
     trajectories: tuple[TrajectoryKey, ...]
@@ -67,7 +69,7 @@ class CompactEnds:
 
 
 def compact_batch(manifest: Manifest, *, manifest_hash: str) -> CompactBatch:
-    """What is to be left of a batch."""
+    """Return the compact form of a batch."""
     members = [member for group in manifest.groups for member in group.trajectories]
     return CompactBatch(
         step=manifest.step,
@@ -79,54 +81,74 @@ def compact_batch(manifest: Manifest, *, manifest_hash: str) -> CompactBatch:
 
 
 def compact_ends(ends: Mapping[TrajectoryKey, str]) -> CompactEnds:
-    """What is to be left of ended trajectories: of ids in their reasons, the beginning."""
+    """Return the compact form of ended trajectories, with shortened ids in their reasons."""
     return CompactEnds(trajectories=tuple(ends), ends=tuple(map(brief, ends.values())))
 
 
 def trajectory_crc(payload_crcs: Sequence[int]) -> int:
-    """One CRC-32 of the CRCs of all turns, each as four little-endian bytes."""
+    """Return one CRC-32 of the CRCs of all turns, each as four little-endian bytes."""
     return zlib.crc32(struct.pack(f"<{len(payload_crcs)}I", *payload_crcs))
 
 
+def brief(reason: str) -> str:
+    """Return a reason with shortened ids. An id is a long word of letters and digits.
+
+    The first characters suffice to find it in a log, and random characters do not compress.
+
+    >>> brief("judge did not answer in 30 s (request 8f3a1b2c77d0e1f2)")
+    'judge did not answer in 30 s (request 8f3a1b2c…)'
+    """
+    return _WORD.sub(_beginning, _UUID.sub(r"\1…", reason))
+
+
+def _beginning(found: re.Match[str]) -> str:
+    word = found[0]
+    is_id = len(word) > _SHOWN and len(_CHANGE.findall(word)) > _FEW_CHANGES
+    return f"{word[:_SHOWN]}…" if is_id else word
+
+
 def encode_batch(batch: CompactBatch) -> bytes:
-    """The record of a batch that is over; the same batch always gives the same bytes."""
-    columns = ColumnWriter()
-    columns.number(batch.step)
-    columns.text(batch.manifest_hash)
-    columns.text(batch.lineage)
-    _write_keys(columns, batch.trajectories)
-    return _frame(columns, np.array(batch.crcs, "<u4"))
+    """Return the record of a batch; the same batch always has the same bytes."""
+    columns = {
+        "step": batch.step,
+        "manifest_hash": batch.manifest_hash,
+        "lineage": batch.lineage,
+        **_key_columns(batch.trajectories),
+    }
+    return write_frame(COMPACT, _packed(columns), [np.array(batch.crcs, "<u4")])
 
 
 def decode_batch(record: bytes) -> CompactBatch:
-    """The batch of a record.
+    """Return the batch of a record.
 
     Raises:
         CorruptRecordError: the bytes are damaged or contradict themselves.
         UnknownFormatError: another release wrote it.
     """
-    columns, crcs = _unframe(record)
-    step, manifest_hash, lineage = columns.number(), columns.text(), columns.text()
-    keys = _read_keys(columns)
-    if len(keys) != len(crcs):
-        raise CorruptRecordError(f"{len(keys)} trajectories of step {step} have {len(crcs)} CRCs")
+    columns, array = _unpacked(record, kind=COMPACT, known={"step", "manifest_hash", "lineage"})
+    trajectories = _keys(columns)
+    if 4 * len(trajectories) != len(array):
+        raise CorruptRecordError(
+            f"{len(trajectories)} trajectories of a batch have {len(array)} bytes of CRCs"
+        )
     return CompactBatch(
-        step=step, manifest_hash=manifest_hash, lineage=lineage, trajectories=keys, crcs=crcs
+        step=columns["step"],
+        manifest_hash=columns["manifest_hash"],
+        lineage=columns["lineage"],
+        trajectories=trajectories,
+        crcs=tuple(np.frombuffer(array, "<u4").tolist()),
     )
 
 
 def encode_ends(ended: CompactEnds) -> bytes:
-    """The record of ended trajectories; those of a group must stand together."""
-    columns = ColumnWriter()
-    _write_keys(columns, ended.trajectories)
+    """Return the record of ended trajectories."""
     table = {end: index for index, end in enumerate(dict.fromkeys(ended.ends))}
-    array = write_reasons(columns, [*table])
-    num_seen = 0
-    for end in ended.ends:
-        is_new = table[end] == num_seen
-        columns.number(_NEXT if is_new else table[end] + 1)
-        num_seen += is_new
-    return _frame(columns, np.array(array, "<u4"), kind=ENDS)
+    columns = {
+        **_key_columns(ended.trajectories),
+        "reasons": [*table],
+        "ends": [table[end] for end in ended.ends],
+    }
+    return write_frame(ENDS, _packed(columns))
 
 
 def decode_ends(record: bytes) -> CompactEnds:
@@ -136,119 +158,64 @@ def decode_ends(record: bytes) -> CompactEnds:
         CorruptRecordError: the bytes are damaged or contradict themselves.
         UnknownFormatError: another release wrote it.
     """
-    columns, array = _unframe(record, kind=ENDS)
-    keys = _read_keys(columns)
-    table = read_reasons(columns, array)
-    num_seen = 0
-    indices: list[int] = []
-    for _ in keys:
-        number = columns.number()
-        indices.append(num_seen if number == _NEXT else number - 1)
-        num_seen += number == _NEXT
-    return CompactEnds(trajectories=keys, ends=_looked_up(table, indices))
-
-
-def _looked_up(table: Sequence[str], indices: Iterable[int]) -> tuple[str, ...]:
+    columns, array = _unpacked(record, kind=ENDS, known={"reasons", "ends"})
+    trajectories, table = _keys(columns), columns["reasons"]
+    if array or len(columns["ends"]) != len(trajectories):
+        raise CorruptRecordError("the ends of a compact record are not those of its trajectories")
     try:
-        return tuple([table[index] for index in indices])
-    except IndexError as error:
+        ends = tuple([table[index] for index in columns["ends"]])
+    except (IndexError, TypeError) as error:
         raise CorruptRecordError("a compact record names a reason that it lacks") from error
+    return CompactEnds(trajectories=trajectories, ends=ends)
 
 
-class _Template(NamedTuple):
-    """A name without its last number, and how that is written."""
-
-    kind: int
-    prefix: str
-    suffix: str
-
-    def name(self, number: int) -> str:
-        if self.kind == _NO_NUMBER:
-            return self.prefix
-        return f"{self.prefix}{number:0{max(self.kind - 1, 1)}d}{self.suffix}"
-
-
-def _take_apart(name: str) -> tuple[_Template, int]:
-    """Template and number of a name.
-
-    The last number of "a7-b08" is "08": template "a7-b" + two digits.
-    """
-    match = _LAST_NUMBER.fullmatch(name)
-    if match is None:
-        return _Template(_NO_NUMBER, name, ""), 0
-    prefix, digits, suffix = match.groups()
-    is_padded = len(digits) > 1 and digits[0] == "0"
-    return _Template(1 + len(digits) if is_padded else _PLAIN, prefix, suffix), int(digits)
-
-
-def _write_keys(columns: ColumnWriter, keys: Iterable[TrajectoryKey]) -> None:
+def _key_columns(keys: Iterable[TrajectoryKey]) -> dict[str, Any]:
     groups = [(name, list(members)) for name, members in groupby(keys, key=lambda key: key[0])]
-    parts = [_take_apart(name) for name, _ in groups]
-    table = {template: index for index, template in enumerate(dict.fromkeys(t for t, _ in parts))}
-    columns.number(len(table))
-    for template in table:
-        columns.number(template.kind)
-        columns.text(template.prefix)
-        columns.text(template.suffix)
-    columns.number(len(groups))
-    for template, _ in parts:
-        columns.number(table[template])
-    last = dict.fromkeys(table, 0)
-    for template, number in parts:
-        columns.difference(number - last[template])
-        last[template] = number
-    for _, members in groups:
-        _write_members(columns, members)
+    return {
+        "groups": [name for name, _ in groups],
+        "members": [_members(members) for _, members in groups],
+    }
 
 
-def _write_members(columns: ColumnWriter, members: Sequence[TrajectoryKey]) -> None:
-    """One number where they are the first attempts of samples 0, 1, ..., as nearly always."""
-    is_plain = all(key[1:] == (index, 0) for index, key in enumerate(members))
-    columns.number(len(members) * 2 + (not is_plain))
-    if not is_plain:
-        for key in members:
-            columns.number(key.sample)
-            columns.number(key.attempt)
+def _members(members: Sequence[TrajectoryKey]) -> int | list[int]:
+    if all(key[1:] == (sample, 0) for sample, key in enumerate(members)):
+        return len(members)
+    return [number for key in members for number in key[1:]]
 
 
-def _read_keys(columns: ColumnReader) -> tuple[TrajectoryKey, ...]:
-    table = [
-        _Template(columns.number(), columns.text(), columns.text()) for _ in range(columns.number())
-    ]
-    indices = [columns.number() for _ in range(columns.number())]
-    last = [0] * len(table)
-    names: list[str] = []
-    for index in indices:
-        if index >= len(table):
-            raise CorruptRecordError("a compact record names a template that it lacks")
-        last[index] += columns.difference()
-        names.append(table[index].name(last[index]))
-    return tuple([key for name in names for key in _read_members(columns, name)])
-
-
-def _read_members(columns: ColumnReader, group_id: str) -> list[TrajectoryKey]:
-    num_members, is_listed = divmod(columns.number(), 2)
-    if not is_listed:
-        return [TrajectoryKey(group_id, sample) for sample in range(num_members)]
-    return [TrajectoryKey(group_id, columns.number(), columns.number()) for _ in range(num_members)]
-
-
-def _frame(
-    columns: ColumnWriter,
-    array: np.ndarray[tuple[int], np.dtype[np.uint32]],
-    *,
-    kind: bytes = COMPACT,
-) -> bytes:
-    return write_frame(kind, zlib.compress(bytes(columns.data), 6), [array])
-
-
-def _unframe(record: bytes, *, kind: bytes = COMPACT) -> tuple[ColumnReader, tuple[int, ...]]:
-    frame = read_frame(record, kind=kind)
-    if (frame.body_stop - frame.body_start) % 4:
-        raise CorruptRecordError("the array of a compact record is cut short")
+def _keys(columns: Mapping[str, Any]) -> tuple[TrajectoryKey, ...]:
+    keys: list[TrajectoryKey] = []
     try:
-        columns = zlib.decompress(frame.header)
-    except zlib.error as error:
+        for name, members in zip(columns["groups"], columns["members"], strict=True):
+            if isinstance(members, int):
+                keys += [TrajectoryKey(name, sample) for sample in range(members)]
+            else:
+                pairs = zip(members[::2], members[1::2], strict=True)
+                keys += [TrajectoryKey(name, sample, attempt) for sample, attempt in pairs]
+    except (TypeError, ValueError) as error:
+        raise CorruptRecordError(f"the names of a compact record: {error}") from error
+    return tuple(keys)
+
+
+def _packed(columns: Mapping[str, Any]) -> bytes:
+    text = json.dumps(columns, ensure_ascii=False, separators=(",", ":"))
+    return zlib.compress(text.encode(), 9)
+
+
+def _unpacked(record: bytes, *, kind: bytes, known: set[str]) -> tuple[dict[str, Any], bytes]:
+    """Return columns and array of a record; they have exactly the known names."""
+    frame = read_frame(record, kind=kind)
+    known = known | _KEY_COLUMNS
+    try:
+        columns: Any = json.loads(zlib.decompress(frame.header))
+        unknown = sorted(columns.keys() - known)
+        if unknown:
+            raise UnknownFormatError("compact", MAJOR_VERSION, MAJOR_VERSION, ", ".join(unknown))
+        missing = sorted(known - columns.keys())
+    except RecordError:
+        raise
+    except (zlib.error, ValueError, AttributeError) as error:
         raise CorruptRecordError(f"a compact record does not unpack: {error}") from error
-    array = np.frombuffer(record[frame.body_start : frame.body_stop], "<u4")
-    return ColumnReader(columns), tuple(array.tolist())
+    if missing:
+        raise CorruptRecordError(f"a compact record lacks {', '.join(missing)}")
+    return columns, record[frame.body_start : frame.body_stop]
