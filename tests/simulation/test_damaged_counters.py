@@ -13,8 +13,7 @@ import pytest
 from simulator.lives import lives
 from simulator.lua import ScriptDefectError
 from simulator.store import Store
-from simulator.values import StoreError, Stream, Value, ZSet
-from simulator.words import Words
+from simulator.values import StoreError, Stream, Value, Words, ZSet
 from turnstream.store.scripts import Script
 
 NUM_LIVES = 40

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from simulator.clients import error_of
 from simulator.lua import ScriptDefectError
 from simulator.store import COMMANDS, WRITES, Store
-from simulator.values import StoreError
-from simulator.words import NotSimulatedError
+from simulator.values import NotSimulatedError, StoreError
 from turnstream.store.replies import error_text
 
 HASH, ZSET, STREAM, SET, STRING = b"hash", b"zset", b"stream", b"set", b"string"

@@ -13,8 +13,7 @@ import sys
 import time
 from collections import Counter
 
-from simulator.lives import Verdict
-from simulator.parallel import lives_of
+from simulator.lives import Verdict, lives_of
 
 
 def main(arguments: list[str] | None = None) -> int:

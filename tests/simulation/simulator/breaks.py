@@ -20,7 +20,7 @@ class Guard(NamedTuple):
     """A guard and how it is broken.
 
     Attributes:
-        needs: what of its fate a life must have to show it, as `has_forker`; "" for any life.
+        needs: what of its fate a life must have to show it, as `has_reviser`; "" for any life.
     """
 
     name: str

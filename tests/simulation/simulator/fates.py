@@ -11,8 +11,8 @@ import random
 from dataclasses import dataclass, replace
 from functools import partial
 
+from simulator.faults import Weather
 from simulator.life import Life
-from simulator.weather import Weather
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.rules import changed_settings
 from turnstream.errors import InvalidConfigError
@@ -21,7 +21,7 @@ from turnstream_server.batcher.upkeep import Upkeep
 
 RUN = "life"
 _LONG = 1 / 16
-_OBSERVED, _PAUSED, _REVISED, _REOPENED, _FORKED = 0.15, 0.1, 0.25, 0.12, 0.07
+_OBSERVED, _PAUSED, _REVISED, _REOPENED = 0.15, 0.1, 0.25, 0.12
 _CHANGES = 0.5
 """Of the settings of a config, when it is revised."""
 _SHORT_PACE = 0.5
@@ -40,7 +40,6 @@ class Fate:
         has_observer: whether somebody else sees its batches.
         has_operator, has_reviser, has_reopener: whether somebody pauses it, revises its config, or
             closes it and opens it again.
-        has_forker: whether somebody forks it; then the fork lives too.
     """
 
     is_long: bool
@@ -52,7 +51,6 @@ class Fate:
     has_operator: bool
     has_reviser: bool
     has_reopener: bool
-    has_forker: bool
 
     @property
     def may_lose(self) -> bool:
@@ -61,31 +59,19 @@ class Fate:
 
 
 def fate(rng: random.Random) -> Fate:
-    """Drawn before anything else of the life."""
-    if rng.random() < _LONG:
-        return Fate(
-            is_long=True,
-            weather=_weather(rng, density=1.0, pace=1.0),
-            storm_s=rng.choice((2.0, 4.0, 10.0)),
-            num_batchers=2,
-            num_generators=rng.choice((1, 2, 3, 3)),
-            has_observer=rng.random() < _OBSERVED,
-            has_operator=rng.random() < _PAUSED,
-            has_reviser=rng.random() < _REVISED,
-            has_reopener=rng.random() < _REOPENED,
-            has_forker=rng.random() < _FORKED,
-        )
+    """Draw how a simulated run is to go, before anything else is drawn."""
+    is_long = rng.random() < _LONG
+    density, pace = (1.0, 1.0) if is_long else (2.0, _SHORT_PACE)
     return Fate(
-        is_long=False,
-        weather=_weather(rng, density=2.0, pace=_SHORT_PACE),
-        storm_s=rng.choice((0.5, 1.0, 2.0)),
-        num_batchers=rng.choice((1, 2, 2)),
-        num_generators=rng.choice((1, 2, 2)),
+        is_long=is_long,
+        weather=_weather(rng, density=density, pace=pace),
+        storm_s=rng.choice((2.0, 4.0, 10.0) if is_long else (0.5, 1.0, 2.0)),
+        num_batchers=2 if is_long else rng.choice((1, 2, 2)),
+        num_generators=rng.choice((1, 2, 3, 3) if is_long else (1, 2, 2)),
         has_observer=rng.random() < _OBSERVED,
         has_operator=rng.random() < _PAUSED,
         has_reviser=rng.random() < _REVISED,
         has_reopener=rng.random() < _REOPENED,
-        has_forker=rng.random() < _FORKED,
     )
 
 

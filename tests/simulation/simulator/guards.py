@@ -16,12 +16,10 @@ from typing import NamedTuple
 
 from simulator.breaks import Guard
 from simulator.code_guards import CODE_GUARDS
-from simulator.late_guards import LATE_GUARDS
-from simulator.ledger_guards import LEDGER_GUARDS
 from simulator.lives import lives
-from simulator.run_guards import RUN_GUARDS
+from simulator.script_guards import SCRIPT_GUARDS
 
-GUARDS = (*LEDGER_GUARDS, *RUN_GUARDS, *LATE_GUARDS, *CODE_GUARDS)
+GUARDS = (*SCRIPT_GUARDS, *CODE_GUARDS)
 
 
 class Sight(NamedTuple):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from simulator.ends import everything_ended, states_of
-from simulator.leases import Leases
+from simulator.ends import everything_ended
 from simulator.life import Life
 from simulator.plans import history_repeats, plan_holds
 from simulator.seen import Seen, Violations
@@ -14,6 +13,7 @@ from simulator.sums import ledger_adds_up
 from simulator.world import World
 from turnstream.store import keys
 from turnstream_server.batcher.memory import event_position
+from turnstream_server.batcher.timekeeper import STEADY_LEASES
 
 _EVERY_STEPS = 40
 
@@ -232,6 +232,44 @@ _GROWING = (
 )
 
 
-def final_states(laws: Laws) -> Counter[str]:
-    """How many trajectories ended in which state."""
-    return Counter(state.partition(":")[0] for state in states_of(laws.seen).values())
+_GIVEN_UP = b"abandoned:the lease of "
+
+
+class Leases:
+    """Notes when the store heard of each lease, and how often its clock has jumped since."""
+
+    def __init__(self, seen: Seen) -> None:
+        self._seen = seen
+        self._ends: dict[bytes, float] = {}
+        self._heard: dict[bytes, tuple[float, int]] = {}
+
+    def forget(self) -> None:
+        """The store went back: what it has was heard nobody knows when."""
+        self._ends = dict(self._scores())
+        self._heard.clear()
+
+    def check(self) -> Violations:
+        """Nobody is given up for a jump of the clock who was heard behind it, or just before.
+
+        Whoever was heard less than half a lease ago has had no time to be heard again. Of two jumps
+        in one silence the second may undo the first, and nobody has seen either.
+        """
+        ends = self._scores()
+        if ends == self._ends:
+            return
+        world, life = self._seen.world, self._seen.life
+        now_s, num_jumps = world.now_s, world.counts.get("jump", 0)
+        least_s = min([config.lease_s for config in life.ever_in_force]) * STEADY_LEASES
+        for name in self._ends.keys() - ends.keys():
+            heard_s, num_before = self._heard.pop(name, (float("-inf"), 0))
+            is_early = now_s - heard_s < least_s and num_jumps - num_before <= 1
+            if is_early and self._seen.hash("ledger").get(name, b"").startswith(_GIVEN_UP):
+                yield f"{name.decode()} is given up {now_s - heard_s:.3f} s after it was heard"
+        for name, end in ends.items():
+            if self._ends.get(name) != end:
+                self._heard[name] = now_s, num_jumps
+        self._ends = dict(ends)
+
+    def _scores(self) -> dict[bytes, float]:
+        leases: Any = self._seen.value("leases")
+        return {} if leases is None else leases.scores

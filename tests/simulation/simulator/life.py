@@ -10,7 +10,6 @@ from typing import Any
 from simulator.history import History
 from simulator.processes import Process
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import UnavailableError
 from turnstream.generator import AsyncPublisher
 from turnstream_server.batcher.upkeep import Upkeep
@@ -37,8 +36,6 @@ class Life:
         most_episodes: of one generator at a time.
         rotten: trajectories whose payload was damaged after they were planned.
         publishers: those that ever began, each in its process.
-        forked: what its fork had when that was acknowledged; empty before.
-        inherited: of a fork, the plans up to the one that it goes on from, with their hashes.
     """
 
     run: str
@@ -59,8 +56,6 @@ class Life:
     most_episodes: int = 1
     rotten: set[str] = field(default_factory=set)
     publishers: list[tuple[Process, AsyncPublisher]] = field(default_factory=list)
-    forked: dict[bytes, Any] = field(default_factory=dict)
-    inherited: tuple[tuple[Manifest, str], ...] = ()
     token_ids: int = 0
 
     def __post_init__(self) -> None:

@@ -1,24 +1,28 @@
-"""A life from a seed: the settings of a run, and its course; then that of its fork."""
+"""A simulated run from a seed: its settings, its course, and the verdict on it."""
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import time
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 from simulator.asking import on_the_spot
 from simulator.borders import inside
 from simulator.courses import Course
+from simulator.ends import states_of
 from simulator.fates import RUN, Fate, fate, new_life, prompt
-from simulator.forks import content, fate_of_fork, fork_holds, life_of_fork
-from simulator.laws import Laws, final_states
+from simulator.seen import Seen
 from simulator.world import World
 from turnstream.store.runs import create_run
 from turnstream.store.tasks import add_prompts
+
+_PER_CHUNK = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +38,9 @@ class Verdict:
     problems: tuple[str, ...]
     digest: int
     num_steps: int
-    lasted_s: float
     num_batches: int
     faults: dict[str, int]
     states: Counter[str]
-    refusals: dict[str, int]
     cpu_s: float = 0.0
 
     def __str__(self) -> str:
@@ -52,14 +54,14 @@ class Verdict:
 
 
 def live(seed: int) -> Verdict:
-    """Live through a seed. Within `borders.inside`."""
+    """Return the verdict on one seed; called within `borders.inside`."""
     rng = random.Random(seed)
     drawn = fate(rng)
     world = World(rng, drawn.weather)
     try:
         return _live_in(world, seed, drawn)
     finally:
-        world.end()  # also after a failure: nothing of it runs into the next life
+        world.end()  # also after a failure: nothing of it reaches the next simulated run
 
 
 def _live_in(world: World, seed: int, drawn: Fate) -> Verdict:
@@ -69,36 +71,18 @@ def _live_in(world: World, seed: int, drawn: Fate) -> Verdict:
     create_run(on_the_spot(world), RUN, life.config)
     prompts = [prompt(rng, number) for number in range(life.num_prompts)]
     add_prompts(on_the_spot(world), RUN, prompts, first=1)
-    courses = [Course(world, life, drawn)]
-    courses[0].run()
-    if drawn.has_forker and not world.problems:
-        courses += _go_on_with_fork(world, courses[0].laws, drawn)
+    course = Course(world, life, drawn)
+    course.run()
+    seen = course.laws.seen
     return Verdict(
         seed=seed,
         problems=tuple(world.problems),
-        digest=_digest(world, [course.laws for course in courses]),
+        digest=_digest(world, seen),
         num_steps=world.num_steps,
-        lasted_s=world.now_s,
-        num_batches=sum(len(course.laws.seen.manifests) for course in courses),
+        num_batches=len(seen.manifests),
         faults=world.counts,
-        states=sum([final_states(course.laws) for course in courses], Counter[str]()),
-        refusals=life.history.refusals,
+        states=Counter(state.partition(":")[0] for state in states_of(seen).values()),
     )
-
-
-def _go_on_with_fork(world: World, laws: Laws, drawn: Fate) -> Iterator[Course]:
-    """Let a fork live, where there is one; what its origin has stays as it is."""
-    life = life_of_fork(world, laws.seen)
-    if life is None:
-        return
-    before = content(world, RUN)
-    course = Course(world, life, fate_of_fork(drawn))
-    for problem in fork_holds(course.laws.seen, laws.seen.life):
-        world.blame(problem)
-    course.run()
-    if content(world, RUN) != before and "cut" not in world.counts:
-        world.blame("the origin has changed while its fork went on")
-    yield course
 
 
 def lives(seeds: Iterable[int]) -> Iterator[Verdict]:
@@ -119,16 +103,37 @@ def _failed(seed: int, problem: str) -> Verdict:
         problems=(problem,),
         digest=0,
         num_steps=0,
-        lasted_s=0.0,
         num_batches=0,
         faults={},
         states=Counter(),
-        refusals={},
     )
 
 
-def _digest(world: World, all_laws: Sequence[Laws]) -> int:
+def _digest(world: World, seen: Seen) -> int:
     crc = zlib.crc32(repr((world.num_steps, world.now_s, world.counts)).encode())
-    for event_id, record in [each for laws in all_laws for each in laws.seen.events]:
+    for event_id, record in seen.events:
         crc = zlib.crc32(record, zlib.crc32(event_id.encode(), crc))
     return crc
+
+
+def lives_of(
+    seeds: range, *, num_processes: int, per_chunk: int = _PER_CHUNK
+) -> Generator[Verdict]:
+    """Yield the verdicts in the order of the seeds, simulated in several processes."""
+    chunks = [seeds[at : at + per_chunk] for at in range(0, len(seeds), per_chunk)]
+    num_processes = min(num_processes, len(chunks))
+    if num_processes <= 1:
+        yield from lives(seeds)
+        return
+    # Started anew instead of forked, because numpy has threads.
+    context = multiprocessing.get_context("spawn")
+    executor = ProcessPoolExecutor(num_processes, mp_context=context)
+    try:
+        for verdicts in executor.map(_verdicts, chunks):
+            yield from verdicts
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _verdicts(seeds: range) -> list[Verdict]:
+    return [*lives(seeds)]

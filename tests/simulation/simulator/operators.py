@@ -12,12 +12,14 @@ from simulator.asking import carried_out
 from simulator.clients import AsyncClient
 from simulator.life import Life, patiently
 from simulator.processes import Process
-from turnstream.errors import ConflictError
+from turnstream.errors import ConflictError, ObserverExpiredError, ReleasedError
 from turnstream.store import keys
 from turnstream.store.life import pause_run, reopen_run, resume_run
 from turnstream.store.revisions import revise_config
 from turnstream.store.runs import close_run
 from turnstream.types import Leftover
+from turnstream_server.bus.frontier import read_frontier_async
+from turnstream_server.bus.observers import declare_observer, note_observed
 
 _LONGEST_PAUSE_S = 0.4
 _LONGEST_REST_S = 0.8
@@ -102,3 +104,42 @@ def _frontier(process: Process, life: Life) -> dict[bytes, bytes]:
     frontier = process.world.store.values[keys.run_keys(life.run).frontier.encode()]
     assert isinstance(frontier, dict)
     return frontier
+
+
+_EXPIRY_S = 0.4
+_LONGEST_SILENCE_S = 0.5
+"""A little above what it may be: by chance it is forgotten."""
+
+
+async def observer(process: Process, life: Life) -> None:
+    """One observer: it sees one batch after another, and is forgotten where it is silent."""
+    client, rng = AsyncClient(process), process.world.rng
+    while not life.is_ended:
+        first_step = rng.choice((None, 1))
+        try:
+            declared = await patiently(
+                lambda first_step=first_step: declare_observer(
+                    client,
+                    life.run,
+                    observer="observer",
+                    first_step=first_step,
+                    expiry_s=_EXPIRY_S,
+                )
+            )
+            await _observe(process, life, client, declared.next_step)
+        except (ObserverExpiredError, ReleasedError) as error:
+            life.history.refused(error)
+            await asyncio.sleep(rng.random() * _LONGEST_SILENCE_S)
+
+
+async def _observe(process: Process, life: Life, client: AsyncClient, next_step: int) -> None:
+    rng = process.world.rng
+    while not life.is_ended:
+        await asyncio.sleep(rng.random() * _LONGEST_SILENCE_S)
+        frontier = await patiently(lambda: read_frontier_async(client, life.run))
+        has_seen = frontier.planned >= next_step
+        said = {"seen": next_step} if has_seen else {"asks": next_step}
+        await patiently(
+            lambda said=said: note_observed(client, life.run, observer="observer", **said)
+        )
+        next_step += has_seen

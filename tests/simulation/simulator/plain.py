@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from simulator.values import Status, StoreError, Stream, ZSet
-from simulator.words import OK, Command, NotSimulatedError, Words, integer, refuse_options
+from simulator.values import (
+    OK,
+    Command,
+    NotSimulatedError,
+    Status,
+    StoreError,
+    Stream,
+    Words,
+    ZSet,
+    integer,
+    refuse_options,
+)
 
 if TYPE_CHECKING:
     from simulator.store import Store

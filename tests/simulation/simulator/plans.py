@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from simulator.damage import PutBack, put_back
 from simulator.seen import Seen, Violations
 from turnstream.batching.fold.readiness import RunFold
-from turnstream.batching.fold.staleness import VersionSteps
 from turnstream.batching.merge.plan import GroupPlan, Manifest, MiniBatchPlan
 from turnstream.batching.planning.plan_batch import event_order, plan_batch
 from turnstream.batching.planning.selection import Selector
@@ -148,10 +147,6 @@ class _Replay:
         self._seen = seen
         self._config, self._number, self._since = seen.config(1), 1, "0-0"
         self._fold, self._selector = RunFold(self._config), Selector(self._config)
-        begins = seen.begins_with
-        if begins is not None:
-            self._selector.versions = VersionSteps(begins.versions, lineage=begins.lineage)
-            self._selector.pass_step(begins.step)
 
     def apply(self, event_id: str, record: bytes) -> None:
         """Take the next event in."""

@@ -13,7 +13,6 @@ from turnstream.batching.merge.plan import Manifest
 from turnstream.records.configs import decode_config
 from turnstream.records.events import decode_event
 from turnstream.records.manifests import decode_manifest, manifest_hash
-from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot
 from turnstream.store import keys
 from turnstream.types import (
     ConfigRevised,
@@ -43,8 +42,6 @@ class Seen:
         opened: groups that were opened.
         is_closed: whether the run is closed, as its events say.
         new_steps: that were planned since they were taken.
-        by_hash: every plan that was ever written, also where it was withdrawn or lost.
-        begins_with: the snapshot of a fork that has just begun.
     """
 
     def __init__(self, world: World, life: Life) -> None:
@@ -64,18 +61,7 @@ class Seen:
         self._synced: tuple[Any, ...] = ()
         self._configs: dict[bytes, BatchingConfig] = {}
         self._most_live = 0
-        self.by_hash: dict[str, Manifest] = {}
-        self.begins_with = self._inherit()
         world.store.appended = self._note_entry
-
-    def _inherit(self) -> PlannerSnapshot | None:
-        """What a fork has from its origin, of whose names its own are independent."""
-        for manifest, own_hash in self.life.inherited:
-            self.manifests[manifest.step] = manifest, own_hash
-            for member in [each for group in manifest.groups for each in group.trajectories]:
-                self.step_of[f"of the origin: {keys.trajectory_id(member.key)}"] = manifest.step
-        record = self.hash("snapshot").get(b"record")
-        return None if record is None else decode_snapshot(record)
 
     def hash(self, name: str) -> dict[bytes, bytes]:
         """A hash of the run, by the name of its key."""
@@ -99,9 +85,7 @@ class Seen:
             yield number, int(stored.get(b"from:%d" % number, 1))
 
     def num_groups(self, step: int) -> int:
-        """How many groups a step has; of those of an origin, how many its fork counts for them."""
-        if step <= len(self.life.inherited):
-            return self.config(1).batch_groups
+        """Return the number of groups of a step."""
         return len(self.manifests[step][0].groups)
 
     def note_most_live(self) -> int:
@@ -233,7 +217,6 @@ class Seen:
                 self.world.blame(f"step {manifest.step} is planned twice")
             return  # a withdrawal writes those that stand again
         self._note_going_on(f"step {manifest.step} is planned")
-        self.by_hash[own_hash] = manifest
         self.plans.append(manifest)
         self.manifests[manifest.step] = manifest, own_hash
         self.life.history.planned[manifest.step] = own_hash

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from simulator.values import StoreError, ZSet
-from simulator.words import Command, NotSimulatedError, Words, integer, score_of, shown
+from simulator.values import (
+    Command,
+    NotSimulatedError,
+    StoreError,
+    Words,
+    ZSet,
+    integer,
+    score_of,
+    shown,
+)
 
 if TYPE_CHECKING:
     from simulator.store import Store

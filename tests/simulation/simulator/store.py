@@ -15,8 +15,7 @@ from simulator.lua import Scripts
 from simulator.plain import PLAIN
 from simulator.sorted_sets import SORTED_SETS
 from simulator.streams import STREAMS
-from simulator.values import EntryId, StoreError, Value, ZSet
-from simulator.words import Command, NotSimulatedError, Words
+from simulator.values import Command, EntryId, NotSimulatedError, StoreError, Value, Words, ZSet
 
 _WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 SCRIPTS = Scripts()

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from simulator.values import LAST_ID, EntryId, StoreError, Stream
-from simulator.words import Command, NotSimulatedError, Words, integer
+from simulator.values import (
+    LAST_ID,
+    Command,
+    EntryId,
+    NotSimulatedError,
+    StoreError,
+    Stream,
+    Words,
+    integer,
+)
 
 if TYPE_CHECKING:
     from simulator.store import Store

@@ -14,12 +14,11 @@ from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from simulator.faults import Faults
+from simulator.faults import CALM, Faults, Weather
 from simulator.loops import Main, Timers
 from simulator.processes import BlockedRead, LateCall, Process, Request, StalledCall
 from simulator.store import Store
 from simulator.values import StoreError
-from simulator.weather import CALM, Weather
 
 EPOCH_MS = 1_700_000_000_000
 _MAX_STEP_S = 0.002

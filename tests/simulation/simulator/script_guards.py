@@ -1,21 +1,119 @@
-"""Guards of the scripts that planners and trainers call."""
+"""Guards of the scripts, each with the edit that breaks it."""
 
 from __future__ import annotations
 
 from simulator.breaks import Guard, script
 
-LEADER = (
+_LEADER = (
     "if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then\n"
     "  return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])\nend"
 )
-_GROUP = (
-    "\nlocal num_samples, state = string.match("
-    "redis.call('HGET', KEYS[2], ARGV[2]) or '', '^(%d+):(.*)$')\n"
+_SESSION = "if refusal then\n  return refusal\nend\n"
+_IS_OPEN = (
+    "if state == 'open' and (rest == epoch .. writer\n"
+    "      or writer == '' and string.match(rest, '^%d+') == epoch) then"
 )
-SESSION = "if refusal then\n  return refusal\nend\n"
 
-RUN_GUARDS = (
-    # the plan
+SCRIPT_GUARDS = (
+    *(
+        Guard(f"{name}: the epoch of the leader, here alone", script(_LEADER + rest, rest))
+        for name, rest in (
+            ("write_manifest", "\nlocal step = tonumber(ARGV[2])\nlocal last"),
+            ("give_up", "\nlocal time = redis.call('TIME')"),
+            ("raise_floor", "\nlocal stepped, released, checkpoints"),
+            ("finish_run", "\nlocal closed, finished"),
+        )
+    ),
+    Guard(
+        "append: the epoch of the writer",
+        script("if holder and holder ~= epoch and not (", "if false and ("),
+    ),
+    Guard(
+        "append: a turn that is stored already",
+        script("local num_known = math.min(turns - first, num_turns)", "local num_known = 0"),
+    ),
+    Guard(
+        "append: the tombstone of a released trajectory",
+        script(
+            "if released then\n  return redis.error_reply('FENCED [released] the trajectory is finished",
+            "if false then\n  return redis.error_reply('FENCED [released] the trajectory is finished",
+        ),
+    ),
+    Guard("open_group: capacity", script("if most - live <= 0 then", "if false then")),
+    Guard(
+        "open_group: a name is used once",
+        script("if is_finished_name(ARGV[1]) then", "if false then"),
+    ),
+    Guard(
+        "open_group: a trajectory that is open",
+        script(
+            "    if writer == ARGV[3] then\n      replies[i] = tonumber(epoch)",
+            "    if writer then\n      replies[i] = tonumber(epoch)",
+        ),
+    ),
+    Guard(
+        "open_group: a group that is decided",
+        script(
+            "  elseif state ~= begins then\n    replies[i] = 'CONFLICT [group] group '",
+            "  elseif false then\n    replies[i] = 'CONFLICT [group] group '",
+        ),
+    ),
+    Guard(
+        "post_sealed: the epoch of the lease",
+        script(_IS_OPEN, "if state == 'open' then"),
+    ),
+    Guard(
+        "post_sealed: a seal counts once",
+        script(_IS_OPEN, "if state and string.match(rest, '^%d+') == epoch then"),
+    ),
+    Guard(
+        "take_over: the lease has ended",
+        script(
+            "  if left_ms > 0 then\n    return redis.error_reply('HELD",
+            "  if false then\n    return redis.error_reply('HELD",
+        ),
+    ),
+    Guard(
+        "take_over: the next epoch",
+        script(
+            "  epoch = epoch + 1\n  redis.call('HSET', KEYS[1], id, 'open:'",
+            "  redis.call('HSET', KEYS[1], id, 'open:'",
+        ),
+    ),
+    Guard("give_up: the lease was renewed", script("and lease_end <= until_ms then", "then")),
+    Guard(
+        "give_up: the epoch of the lease",
+        script("if epoch == ARGV[i + 1] and lease_end", "if lease_end"),
+    ),
+    Guard(
+        "heartbeat: the lease is renewed",
+        script("      redis.call('ZADD', KEYS[2], ends_ms, id)\n      replies", "      replies"),
+    ),
+    Guard(
+        "post_reward: a reward counts once",
+        script("if known and known ~= 'missed' then", "if false then"),
+    ),
+    Guard(
+        "post_reward: what awaits none",
+        script("if state ~= 'awaiting_reward' or known then", "if false then"),
+    ),
+    Guard(
+        "open_group: groups that are open at a time",
+        script("if most_open > 0 and most_open - (open or 0) <= 0 then", "if false then"),
+    ),
+    Guard(
+        "open_group: a run that is paused",
+        script("  if paused then\n    return 'the run", "  if false then\n    return 'the run"),
+    ),
+    Guard("open_group: a run that is closed", script("if closed ~= '0' then", "if false then")),
+    Guard(
+        "next_task: a request that is sent again",
+        script("if request == REQUEST then", "if false then"),
+    ),
+    Guard(
+        "next_task: a prompt that waits is no new one",
+        script("if redis.call('ZREM', AGAIN, number) == 0 then", "if true then"),
+    ),
     Guard(
         "every script: the epoch of the leader",
         script("if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then", "if false then"),
@@ -58,10 +156,6 @@ RUN_GUARDS = (
         script("if state == ARGV[3] or (not is_dropped and state ~= 'open') then", "if false then"),
     ),
     Guard(
-        "settle_group: a cut that comes late",
-        script("if not is_dropped and tonumber(granted) > tonumber(ARGV[5]) then", "if false then"),
-    ),
-    Guard(
         "settle_group: a group that is planned",
         script(
             "if state ~= 'open' and state ~= 'decided' then\n  return redis.error_reply('CONF",
@@ -72,7 +166,6 @@ RUN_GUARDS = (
         "settle_members: what is sealed",
         script("  if state == 'sealed' or state == 'awaiting_reward' then", "  if state then"),
     ),
-    Guard("grant_refill: once", script("if number <= tonumber(granted) then", "if false then")),
     Guard(
         "grant_refill: an attempt that was opened",
         script("if redis.call('HEXISTS', KEYS[3], ARGV[4]) == 1 or", "if"),
@@ -82,14 +175,9 @@ RUN_GUARDS = (
         script("and num_refills(ARGV[i]) == ARGV[i + 1] then", "then"),
     ),
     Guard(
-        "settle_group: bytes of what was never begun",
-        script("    elseif from == '' then\n      give_back(id)\n", ""),
-    ),
-    Guard(
         "give_back: bytes of a batch",
         script("if string.sub(entries[i] or '', 1, 8) == 'planned:' then", "if false then"),
     ),
-    # the trainer
     Guard("stepped: a step counts once", script("if step == stepped + 1 then", "if true then")),
     Guard("committed: never falls", script("if step <= tonumber(committed) then", "if false then")),
     Guard(
@@ -103,7 +191,6 @@ RUN_GUARDS = (
         "start_session: another session was begun since",
         script("local over = redis.call('HGET', KEYS[4], ARGV[1])", "local over = false"),
     ),
-    # what is over
     Guard(
         "raise_floor: the checkpoints that are kept",
         script(
@@ -118,10 +205,6 @@ RUN_GUARDS = (
         ),
     ),
     Guard(
-        "fold_ended: a record counts once",
-        script("if tonumber(ARGV[2]) <= newest then", "if false then"),
-    ),
-    Guard(
         "fold_ended: a group that may change",
         script("  if not IS_OVER[state] then", "  if false then"),
     ),
@@ -132,41 +215,11 @@ RUN_GUARDS = (
             "if true then\n  redis.call('HSET', KEYS[2], 'before', ARGV[2] .. '9')",
         ),
     ),
-    # each check of an epoch by itself: what one lets through, another may still refuse
-    *(
-        Guard(f"{name}: the epoch of the leader, here alone", script(LEADER + rest, rest))
-        for name, rest in (
-            ("write_manifest", "\nlocal step = tonumber(ARGV[2])\nlocal last"),
-            ("settle_group", _GROUP + "local is_dropped"),
-            ("settle_eval", _GROUP + "if state == 'evaluated'"),
-            ("batch_due", "\nlocal last = redis.call('XREVRANGE', KEYS[2]"),
-            ("give_up", "\nlocal time = redis.call('TIME')"),
-            ("raise_floor", "\nlocal stepped, released, checkpoints"),
-            ("fold_batch", "\nlocal released = tonumber"),
-            ("finish_batch", "\nlocal step = tonumber(ARGV[2])\nlocal released"),
-            ("save_snapshot", '\n\n-- An event id is "<ms>-<number>".'),
-            ("finish_run", "\nlocal closed, finished"),
-        )
-    ),
     Guard(
         "renew_leader: the term is over",
         script(
             "if owner ~= ARGV[1] or epoch ~= ARGV[2] then\n  return {0,",
             "if false then\n  return {0,",
-        ),
-    ),
-    Guard(
-        "park_leader: leases and deadlines",
-        script(
-            "if redis.call('ZCARD', KEYS[2]) > 0 or redis.call('ZCARD', KEYS[3]) > 0 then",
-            "if false then",
-        ),
-    ),
-    Guard(
-        "open_group: a lease that begins in a parked run",
-        script(
-            "  if group and redis.call('HEXISTS', KEYS[16]",
-            "  if false and redis.call('HEXISTS', KEYS[16]",
         ),
     ),
     Guard(
@@ -176,7 +229,6 @@ RUN_GUARDS = (
             "if false then\n  return 0\n",
         ),
     ),
-    Guard("batch_due: a repeat", script("if last and last[2][2] == ARGV[2] then", "if false then")),
     Guard(
         "finish_run: events that came since",
         script("if closed ~= '1' or (last and last[1] ~= ARGV[2]) then", "if closed ~= '1' then"),
@@ -195,10 +247,9 @@ RUN_GUARDS = (
             "    if false then\n      settle",
         ),
     ),
-    # sessions
     Guard(
         "every script of a session: its epoch and its name",
-        script(SESSION, ""),
+        script(_SESSION, ""),
     ),
     Guard(
         "stepped: the manifest",
@@ -212,33 +263,12 @@ RUN_GUARDS = (
         script("if step > tonumber(planned or 0) then", "if false then"),
     ),
     Guard(
-        "committed: the epoch and the name of the session",
-        script(
-            SESSION + "local step = tonumber(ARGV[2])\nif lost and",
-            "local step = tonumber(ARGV[2])\nif lost and",
-        ),
-    ),
-    Guard(
         "committed: what is not stepped",
         script("if step > tonumber(stepped) then", "if false then"),
     ),
     Guard(
-        "announce_version: the epoch and the name of the session",
-        script(
-            SESSION + "if ARGV[5] ~= lineage then",
-            "if ARGV[5] ~= lineage then",
-        ),
-    ),
-    Guard(
         "announce_version: the lineage of the run",
         script("if ARGV[5] ~= lineage then", "if false then"),
-    ),
-    Guard(
-        "announce_version: a version is announced once",
-        script(
-            "if known then\n  if known[2][2] == ARGV[3]",
-            "if false then\n  if known[2][2] == ARGV[3]",
-        ),
     ),
     Guard(
         "start_session: a new epoch",
@@ -273,7 +303,6 @@ RUN_GUARDS = (
         "start_session: checkpoints that are given up",
         script("  if tonumber(earlier) < step then", "  if true then"),
     ),
-    # what is released
     Guard(
         "release_payload: the tombstone",
         script(
@@ -290,16 +319,58 @@ RUN_GUARDS = (
         script("  if entry == planned then", "  if entry then"),
     ),
     Guard(
-        "finish_batch: the next step",
-        script("if step <= folded then\n  return 0", "if false then\n  return 0"),
-    ),
-    # who stands beside the run
-    Guard(
         "write_manifest: a run that is paused",
         script("if paused or is_revised or lineage", "if is_revised or lineage"),
     ),
     Guard(
         "raise_floor: what an observer has not seen",
         script("  if expires_ms ~= '0' then\n    floor", "  if false then\n    floor"),
+    ),
+    Guard(
+        "revise_config: a step that is planned",
+        script("if step <= planned then", "if false then"),
+        "has_reviser",
+    ),
+    Guard(
+        "revise_config: the order of steps",
+        script("if step < first then", "if false then"),
+        "has_reviser",
+    ),
+    Guard(
+        "announce_revision: groups of the steps before",
+        script("planned * (before.batch_groups - after.batch_groups) + 0", "0"),
+        "has_reviser",
+    ),
+    Guard(
+        "write_manifest: the config of its step",
+        script("if paused or is_revised or lineage", "if paused or lineage"),
+        "has_reviser",
+    ),
+    Guard(
+        "write_manifest: a short step",
+        script("if num_groups ~= batch_groups then", "if false then"),
+    ),
+    Guard(
+        "reopen_run: what was finished",
+        script("redis.call('HDEL', KEYS[1], 'finished', 'leftover')\n", ""),
+        "has_reopener",
+    ),
+    Guard(
+        "end_unheld: a refill was granted since",
+        script("if refills >= 0 and refills == tonumber(ARGV[i + 1]) then", "if refills >= 0 then"),
+    ),
+    Guard(
+        "observe: what is not retained",
+        script("if tonumber(seen) < tonumber(released) then", "if false then"),
+        "has_observer",
+    ),
+    Guard(
+        "observed: never falls",
+        script("math.max(tonumber(seen), tonumber(ARGV[2]))", "tonumber(ARGV[2])"),
+        "has_observer",
+    ),
+    Guard(
+        "keep_clock: a long gap between terms",
+        script("(gap_ms >= 0 and gap_ms <= tonumber(most_ms) and gap_ms or 0)", "gap_ms"),
     ),
 )
