@@ -1,86 +1,91 @@
 """The faults that a long run draws from, each as a function of the running stack.
 
-One that did not come about says so (`InVainError`), and is not counted.
+A fault without effect raises `InVainError` and is not counted.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
 
-from harness.actions import pause_the_run, revise_the_run, shrink_the_budget
-from harness.doomed import FAILPOINTS
 from harness.proxy import Proxy
 from harness.rig import LEASE_S
 from harness.running import InVainError, Stack
 from harness.sleepers import asleep
+from turnstream.batching.config import BatchingConfig
+from turnstream.errors import ConflictError
+from turnstream.store.life import pause_run, resume_run
+from turnstream.store.revisions import read_revisions, revise_config
+from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.manifests import read_plan
 from turnstream_server.jobs.stack import Service
 
 HOUR_S = 3600.0
 CUT_S = 1.0
-"""By when a reply comes that can be cut."""
+"""Longest wait for a reply that can be cut."""
 BEHIND_S = 1.5
-"""How far a disk may be behind under everysec; publishers keep what they sent for longer."""
+"""Longest delay of the disk under everysec; publishers keep sent data for longer."""
+IN_FORCE_S = 60.0
+MOST_GROUPS = 6
+"""Groups of a batch before and after a revision."""
+AHEAD = 2
+"""Steps between the newest plan and the first with another config, so that it is stored in time."""
 
 Fault = Callable[[Stack], None]
 
 
 def _one_of(stack: Stack, services: Iterable[Service]) -> Service:
-    """One that lives.
-
-    Raises:
-        InVainError: none does.
-    """
     living = [service for service in services if service.status is None]
     if not living:
-        raise InVainError("nobody is there")
+        raise InVainError("no process of this kind is alive")
     return stack.rng.choice(living)
 
 
 def kill_a_batcher(stack: Stack) -> None:
-    """SIGKILL."""
+    """Send SIGKILL."""
     _one_of(stack, stack.batchers.values()).kill()
 
 
 def put_a_batcher_to_sleep(stack: Stack) -> None:
-    """SIGSTOP for twice its lease."""
+    """Send SIGSTOP for twice its lease."""
     with asleep(_one_of(stack, stack.batchers.values()).pid):
         stack.pause(2 * LEASE_S)
 
 
 def kill_a_rank(stack: Stack) -> None:
-    """SIGKILL; the others go with it, and another world comes back."""
+    """Send SIGKILL; the other ranks end too, and a world of another size starts."""
     _one_of(stack, stack.rig.ranks).kill()
 
 
 def put_a_rank_to_sleep(stack: Stack) -> None:
-    """SIGSTOP for a while."""
+    """Send SIGSTOP for a while."""
     with asleep(_one_of(stack, stack.rig.ranks).pid):
         stack.pause(stack.rng.uniform(0.5, 2.0))
 
 
 def kill_a_generator(stack: Stack) -> None:
-    """SIGKILL, wherever it is."""
+    """Send SIGKILL at any time."""
     _one_of(stack, stack.generators.values()).kill()
 
 
 def put_a_generator_to_sleep(stack: Stack) -> None:
-    """SIGSTOP for a while."""
+    """Send SIGSTOP for a while."""
     with asleep(_one_of(stack, stack.generators.values()).pid):
         stack.pause(stack.rng.uniform(0.5, 2.0))
 
 
 def kill_the_store(stack: Stack) -> None:
-    """SIGKILL and restart."""
+    """Send SIGKILL and restart."""
     stack.restart_store()
 
 
 def cut_the_stores_power(stack: Stack) -> None:
-    """The append-only file ends where it had been synced.
+    """Cut the append-only file to its synced part.
 
-    Under everysec the disk had been behind for a while by then; and now and then a generator goes
-    with it, which takes along what only it could send again.
+    Under everysec the disk is late by then. Half of the time a generator dies too, with data that
+    only it could send again.
     """
     if stack.durability == "everysec":
         stack.machine.freeze_disk()
@@ -92,23 +97,23 @@ def cut_the_stores_power(stack: Stack) -> None:
 
 
 def put_the_store_to_sleep(stack: Stack) -> None:
-    """SIGSTOP for longer than a lease."""
+    """Send SIGSTOP for longer than a lease."""
     with asleep(stack.rig.server.pid):
         stack.pause(stack.rng.uniform(0.5, 2 * LEASE_S))
 
 
 def lose_replies_of_the_store(stack: Stack) -> None:
-    """Connections are reset behind requests that have arrived."""
+    """Reset connections after their request has arrived."""
     _cut_replies(stack, stack.store, within_bytes=400)
 
 
 def cut_all_connections_to_the_store(stack: Stack) -> None:
-    """All at once."""
+    """Reset all at once."""
     stack.store.cut_all()
 
 
 def silence_the_store(stack: Stack) -> None:
-    """Half-open: requests arrive, answers never do, until the connections are reset."""
+    """Keep connections half-open: requests arrive, replies do not, until all are reset."""
     stack.store.replies.is_silent = True
     stack.pause(stack.rng.uniform(0.5, 2.0))
     stack.store.replies.is_silent = False
@@ -116,23 +121,19 @@ def silence_the_store(stack: Stack) -> None:
 
 
 def slow_the_store_down(stack: Stack) -> None:
-    """Every answer is late."""
+    """Delay every reply."""
     stack.store.replies.delay_s = stack.rng.uniform(0.01, 0.1)
     stack.pause(2.0)
     stack.store.replies.delay_s = 0.0
 
 
 def cut_transfers_to_the_ranks(stack: Stack) -> None:
-    """In the middle of frames."""
+    """Reset connections in the middle of frames."""
     _cut_replies(stack, stack.door, within_bytes=4000)
 
 
 def _cut_replies(stack: Stack, proxy: Proxy, *, within_bytes: int) -> None:
-    """Three of them, one after the other.
-
-    Raises:
-        InVainError: none came in time.
-    """
+    """Cut three replies, one after the other."""
     before = proxy.replies.num_cuts
     for number in range(1, 4):
         proxy.cut_next_reply(after_bytes=stack.rng.randint(0, within_bytes))
@@ -144,15 +145,11 @@ def _cut_replies(stack: Stack, proxy: Proxy, *, within_bytes: int) -> None:
             )
     proxy.replies.cut_after_bytes = None
     if proxy.replies.num_cuts == before:
-        raise InVainError("nobody asked for anything")
+        raise InVainError("no request came")
 
 
 def fill_the_stores_memory(stack: Stack) -> None:
-    """Writes are refused for a while.
-
-    Raises:
-        InVainError: nobody wrote anything.
-    """
+    """Let the store refuse writes for a while."""
     memory: Any = stack.rig.client.info("memory")
     before = _num_refused(stack)
     stack.rig.client.config_set("maxmemory", memory["used_memory"])
@@ -160,19 +157,18 @@ def fill_the_stores_memory(stack: Stack) -> None:
     num_refused = _num_refused(stack) - before
     stack.rig.client.config_set("maxmemory", memory["maxmemory"])
     if not num_refused:
-        raise InVainError("nothing was refused")
+        raise InVainError("no write was refused")
 
 
 def _num_refused(stack: Stack) -> int:
-    """How many commands the store had no memory for."""
     errors: Any = stack.rig.client.info("errorstats")
     return errors.get("errorstat_OOM", {"count": 0})["count"]
 
 
 def move_the_clock(stack: Stack) -> None:
-    """By up to an hour: in either direction, but under everysec only forward.
+    """Set the store's clock wrong by up to an hour, under everysec only forward.
 
-    A store whose clock is set back syncs no more until it has caught up.
+    A store whose clock is set back does not sync again until the clock has caught up.
     """
     if stack.durability == "everysec":
         stack.clock_s += stack.rng.uniform(0.0, HOUR_S)
@@ -181,25 +177,144 @@ def move_the_clock(stack: Stack) -> None:
     stack.machine.set_clock(wrong_by_s=stack.clock_s)
 
 
+def pause_the_run(stack: Stack) -> None:
+    """Pause the run; no group starts and no batch is planned until it is resumed.
+
+    Half of the time a batcher dies meanwhile.
+    """
+    client, run = stack.rig.client, stack.rig.run
+    pause_run(client, run, "a fault")
+    before = read_frontier(client, run)
+    stack.pause(stack.rng.uniform(0.2, 1.0))
+    if stack.rng.random() < 0.5:
+        stack.batchers[stack.rng.choice(list(stack.batchers))].kill()
+        stack.mend_services()
+    after = read_frontier(client, run)
+    assert (before.paused, after.paused) == ("a fault", "a fault")
+    assert (before.planned, before.num_opened_groups) == (after.planned, after.num_opened_groups)
+    resume_run(client, run)
+
+
+def revise_the_run(stack: Stack) -> None:
+    """Change the batch size and the micro-batch size from a later step on."""
+    revise(stack)
+
+
+def revise(stack: Stack, meanwhile: Callable[[], None] = lambda: None, **settings: Any) -> None:
+    """Give the run other settings, random ones by default, and check the plans around them.
+
+    `meanwhile` is called before the revision is in force.
+    """
+    client, run = stack.rig.client, stack.rig.run
+    number, from_step = _store_revision(stack, settings)
+    meanwhile()
+
+    def is_planned() -> bool:
+        stack.mend()
+        return read_frontier(client, run).planned >= from_step
+
+    stack.rig.wait(is_planned, f"step {from_step} by revision {number}", timeout_s=IN_FORCE_S)
+    revisions = read_revisions(client, run)
+    assert revisions.in_force == number
+    batch_groups = revisions.config(number).batch_groups
+    for step in (from_step - 1, from_step):
+        stored = read_plan(client, run, step)
+        if stored is None:
+            continue  # released meanwhile
+        planned_by = stored.manifest.config_revision
+        assert (planned_by == number) == (step == from_step), (step, planned_by, number)
+        if step == from_step:
+            assert len(stored.manifest.groups) == batch_groups
+
+
+def _store_revision(stack: Stack, settings: dict[str, Any]) -> tuple[int, int]:
+    client, run = stack.rig.client, stack.rig.run
+    last = read_revisions(client, run).last.config
+    settings = settings or {
+        "batch_groups": _other_size(last),
+        "max_tokens_per_micro_batch": stack.rng.choice((64, 96, 128)),
+    }
+    wanted = dataclasses.replace(last, **settings)
+    if wanted == last:  # the store would ignore it
+        wanted = dataclasses.replace(wanted, batch_groups=_other_size(last))
+    while True:
+        from_step = read_frontier(client, run).planned + 1 + AHEAD
+        try:
+            return revise_config(client, run, wanted, from_step=from_step), from_step
+        except ConflictError:  # the step was planned meanwhile
+            continue
+
+
+def _other_size(last: BatchingConfig) -> int:
+    return MOST_GROUPS if last.batch_groups < MOST_GROUPS else 4
+
+
+def kill_a_batcher_that_plans(stack: Stack) -> None:
+    """Kill the leader before or after it chooses groups or writes the manifest."""
+    failpoint = _draw(stack, kill_a_batcher_that_plans)
+    by_event = failpoint.startswith("batch_due.")
+    if by_event:
+        revise(stack, selection="in_order")
+    stack.doom(failpoint)
+    if by_event:
+        revise(stack, selection="ready_first")
+
+
+def kill_a_batcher_that_serves(stack: Stack) -> None:
+    """Kill the leader within a call of a rank."""
+    failpoint = _draw(stack, kill_a_batcher_that_serves)
+    begins = failpoint.startswith("session.")
+    stack.doom(failpoint, stack.start_ranks if begins else lambda: None)
+
+
+def kill_a_batcher_that_revises(stack: Stack) -> None:
+    """Kill the leader around the event that puts another config in force."""
+    failpoint = _draw(stack, kill_a_batcher_that_revises)
+    revise(stack, lambda: stack.doom(failpoint))
+
+
+def kill_a_rank_at_a_failpoint(stack: Stack) -> None:
+    """Kill rank 0 between its acknowledgements, or while it writes its checkpoint."""
+    failpoint = _draw(stack, kill_a_rank_at_a_failpoint)
+    stack.start_ranks(f"{failpoint}@{stack.rng.randint(1, 3)}")
+    first = stack.rig.ranks[0]  # which acknowledges
+
+    def has_died() -> bool:
+        stack.mend_services()
+        return first.status is not None
+
+    stack.rig.wait(has_died, f"a rank that dies at {failpoint}", timeout_s=90.0)
+    stack.note(failpoint, first)
+
+
+def _draw(stack: Stack, fault: Fault) -> str:
+    return stack.draws.draw(fault.__name__, FAILPOINTS[fault])
+
+
+FAILPOINTS: Final[Mapping[Fault, tuple[str, ...]]] = {
+    kill_a_batcher_that_plans: (
+        *("plan.before_check", "plan.before_write", "plan.after_write"),
+        *("batch_due.before", "batch_due.after"),
+    ),
+    kill_a_batcher_that_serves: (
+        *("session.before_start", "session.after_start", "get.after_header", "get.after_data"),
+        *("stepped.before", "stepped.after", "committed.before", "committed.after"),
+    ),
+    kill_a_batcher_that_revises: ("revise.before", "revise.after"),
+    kill_a_rank_at_a_failpoint: (
+        *("train.after_update", "train.after_stepped", "checkpoint.after_weights"),
+        *("checkpoint.before_committed", "checkpoint.after_committed"),
+    ),
+}
+"""Failpoints of these faults; each is drawn once before one is drawn again."""
+
 FAULTS: tuple[Fault, ...] = (
-    kill_a_batcher,
-    put_a_batcher_to_sleep,
-    kill_a_rank,
-    put_a_rank_to_sleep,
-    kill_a_generator,
-    put_a_generator_to_sleep,
-    kill_the_store,
-    cut_the_stores_power,
-    put_the_store_to_sleep,
-    lose_replies_of_the_store,
-    cut_all_connections_to_the_store,
-    silence_the_store,
-    slow_the_store_down,
-    cut_transfers_to_the_ranks,
-    fill_the_stores_memory,
-    move_the_clock,
-    revise_the_run,
-    pause_the_run,
-    shrink_the_budget,
+    *(kill_a_batcher, put_a_batcher_to_sleep),
+    *(kill_a_rank, put_a_rank_to_sleep),
+    *(kill_a_generator, put_a_generator_to_sleep),
+    *(kill_the_store, cut_the_stores_power, put_the_store_to_sleep),
+    *(lose_replies_of_the_store, cut_all_connections_to_the_store),
+    *(silence_the_store, slow_the_store_down, cut_transfers_to_the_ranks),
+    *(fill_the_stores_memory, move_the_clock, revise_the_run, pause_the_run),
     *FAILPOINTS,
 )

@@ -300,10 +300,5 @@ class _Leaving:
         self._group.__exit__(None, None, None)
 
 
-def trajectory_ids(group_id: str, num_samples: int) -> list[str]:
-    """The ids of a group's members."""
-    return [TrajectoryKey(group_id, sample).trajectory_id for sample in range(num_samples)]
-
-
 if __name__ == "__main__":
     main()

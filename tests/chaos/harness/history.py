@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -55,6 +56,7 @@ class Logs:
         self._names = names
         self._read: dict[Path, int] = {}
         self._lines: list[Line] = []
+        self._counts: Counter[str] = Counter()
 
     def lines(self) -> Sequence[Line]:
         """All lines so far, those of a process in their order."""
@@ -66,7 +68,13 @@ class Logs:
             for text in whole.splitlines():
                 facts = json.loads(text)
                 self._lines.append(Line(path.stem, facts.pop("kind"), facts.pop("at"), facts))
+                self._counts[self._lines[-1].kind] += 1
         return self._lines
+
+    def count(self, kind: str) -> int:
+        """Return the number of lines of a kind so far."""
+        self.lines()
+        return self._counts[kind]
 
 
 class MiniBatchName(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a long run has shown, for people and for a page that is filled from it."""
+"""The results of a long run, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,17 +17,17 @@ from harness.running import Stack
 from turnstream_server.bus.frontier import read_frontier
 
 MAX_STORE_BYTES = 1 << 30
-"""Memory of a store: what is kept of half an hour."""
+"""Limit of the store's memory, enough for half an hour."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Survival:
-    """What became of one kind of fault.
+    """The results of one kind of fault.
 
     Attributes:
-        num_injected: how often it came about.
-        num_in_vain: how often it was drawn and did not: nobody was where it would have struck.
-        recoveries_s: seconds until the next step was taken, one for each that was survived.
+        num_injected: number of faults that took effect.
+        num_in_vain: number of faults that were drawn and took no effect.
+        recoveries_s: seconds until the next step, one for each survived fault.
     """
 
     num_injected: int = 0
@@ -35,7 +35,7 @@ class Survival:
     recoveries_s: list[float] = field(default_factory=list[float])
 
     def facts(self) -> dict[str, Any]:
-        """For a file."""
+        """Return the numbers for a file."""
         recoveries_s = self.recoveries_s
         return {
             "injected": self.num_injected,
@@ -46,91 +46,74 @@ class Survival:
         }
 
 
+@dataclass(slots=True, kw_only=True)
 class Report:
-    """What half of a long run has shown, on one store.
-
-    Args:
-        durability: of the store.
-        seconds: in which faults were injected.
-        faults: names of all of them.
+    """The results of a long run on one store.
 
     Attributes:
-        num_cuts: how often the store was killed or its power cut, where that can lose something.
-        num_gone: acknowledged trajectories that are gone with their generators.
-        num_taken_over: trajectories that another generator went on with.
-        num_released: steps that are in the archive alone.
-        rewards: what was said of those that were posted after the seal.
-        most_store_bytes: that the store ever used.
+        survivals: results by name of the fault.
+        totals: numbers of steps, sessions, trajectories and cuts.
+        ledger: trajectories by state.
+        reached: failpoints at which a process died, with their number.
+        missed: failpoints that no process reached in time.
+        most_store_bytes: peak memory of the store.
     """
 
-    def __init__(self, *, durability: str, seconds: float, faults: Iterable[str]) -> None:
-        self.durability = durability
-        self.seconds = seconds
-        self.survivals = {name: Survival() for name in faults}
-        self.num_steps = 0
-        self.num_sessions = 0
-        self.num_acknowledged = 0
-        self.num_cuts = 0
-        self.num_gone = 0
-        self.num_taken_over = 0
-        self.num_released = 0
-        self.rewards: Counter[str] = Counter()
-        self.counts: dict[str, int] = {}
-        self.reached: Counter[str] = Counter()
-        self.missed: Counter[str] = Counter()
-        self.most_store_bytes = 0
+    durability: str
+    seconds: float
+    survivals: dict[str, Survival]
+    totals: Counter[str] = field(default_factory=Counter[str])
+    ledger: Counter[str] = field(default_factory=Counter[str])
+    rewards: Counter[str] = field(default_factory=Counter[str])
+    reached: Counter[str] = field(default_factory=Counter[str])
+    missed: Counter[str] = field(default_factory=Counter[str])
+    most_store_bytes: int = 0
 
     def look(self, client: redis.Redis) -> None:
-        """I8: the store's memory is below its cap, whenever it can be asked."""
+        """I8: assert that the store's memory is below its limit, if the store answers."""
         with contextlib.suppress(redis.RedisError, OSError):
             memory: Any = client.info("memory")
             self.most_store_bytes = max(self.most_store_bytes, memory["used_memory"])
         assert self.most_store_bytes < MAX_STORE_BYTES
 
     def close(self, stack: Stack) -> None:
-        """Take the counts of a run that has ended."""
-        history = stack.rig.history()
-        self.num_steps = sum(1 for _ in history.of("stepped"))
-        self.num_sessions = len(history.sessions)
-        self.num_acknowledged = len(history.acknowledged)
-        self.num_cuts = len(stack.rig.cuts)
-        self.num_gone = len(stack.rig.gone())
-        self.num_taken_over = sum(1 for _ in history.of("taken"))
-        self.num_released = read_frontier(stack.rig.client, stack.rig.run).released
+        """Read the numbers of a run that has ended."""
+        rig, history = stack.rig, stack.rig.history()
+        self.totals = Counter(
+            steps=sum(1 for _ in history.of("stepped")),
+            trainer_sessions=len(history.sessions),
+            acknowledged_trajectories=len(history.acknowledged),
+            cuts=len(rig.cuts),
+            gone_with_their_generators=len(rig.gone()),
+            taken_over=sum(1 for _ in history.of("taken")),
+            archived_and_released_steps=read_frontier(rig.client, rig.run).released,
+        )
         self.rewards = Counter(line["outcome"].lower() for line in history.of("posted"))
-        self.counts = stack.rig.counts()
+        self.ledger = Counter(rig.counts())
         self.reached, self.missed = stack.reached, stack.missed
 
     def facts(self) -> dict[str, Any]:
-        """For a file."""
+        """Return all numbers for a file."""
+        names = sorted({*self.reached, *self.missed})
         return {
             "seconds": self.seconds,
-            "steps": self.num_steps,
-            "trainer_sessions": self.num_sessions,
-            "acknowledged_trajectories": self.num_acknowledged,
-            "cuts": self.num_cuts,
-            "gone_with_their_generators": self.num_gone,
-            "taken_over": self.num_taken_over,
-            "archived_and_released_steps": self.num_released,
+            **self.totals,
             "rewards": dict(self.rewards),
-            "ledger": self.counts,
+            "ledger": dict(self.ledger),
             "most_store_bytes": self.most_store_bytes,
             "faults": {name: survival.facts() for name, survival in self.survivals.items()},
-            "failpoints": _failpoints([self]),
+            "failpoints": {
+                name: {"reached": self.reached[name], "missed": self.missed[name]} for name in names
+            },
         }
 
     def table(self) -> Table:
-        """For people."""
+        """Return a table for the terminal."""
+        totals = ", ".join(f"{number} {name}" for name, number in self.totals.items())
         table = Table(
             Column("fault", no_wrap=True),
             *("injected", "in vain", "survived", "median s", "longest s"),
-            title=(
-                f"{self.durability}: {self.num_steps} steps, {self.num_sessions} trainer sessions, "
-                f"{self.num_acknowledged} acknowledged trajectories, ledger {self.counts}; "
-                f"{self.num_cuts} cuts, {self.num_gone} trajectories gone with their generators; "
-                f"{self.num_taken_over} taken over, {self.num_released} steps left to the archive, "
-                f"rewards after the seal {dict(self.rewards)}"
-            ),
+            title=f"{self.durability}: {totals}; {dict(self.ledger)}; rewards {dict(self.rewards)}",
             caption=f"failpoints: {dict(self.reached)}; not reached: {dict(self.missed)}",
         )
         for name, survival in self.survivals.items():
@@ -141,40 +124,20 @@ class Report:
 
 
 def whole_json(reports: Sequence[Report], *, seed: int) -> str:
-    """All of a long run: its sums, and every store by itself, under `modes`."""
-    names = reports[0].survivals
-    ledger = sum((Counter(report.counts) for report in reports), Counter[str]())
-    facts = {
-        "seed": seed,
-        "seconds": sum(report.seconds for report in reports),
-        "steps": sum(report.num_steps for report in reports),
-        "trainer_sessions": sum(report.num_sessions for report in reports),
-        "acknowledged_trajectories": sum(report.num_acknowledged for report in reports),
-        "gone_with_their_generators": sum(report.num_gone for report in reports),
-        "taken_over": sum(report.num_taken_over for report in reports),
-        "archived_and_released_steps": sum(report.num_released for report in reports),
-        "rewards": dict(sum((report.rewards for report in reports), Counter[str]())),
-        "ledger": dict(ledger),
-        "faults": {name: _both(reports, name).facts() for name in names},
-        "failpoints": _failpoints(reports),
-        "modes": {report.durability: report.facts() for report in reports},
-    }
-    return json.dumps(facts, indent=2) + "\n"
-
-
-def _both(reports: Sequence[Report], name: str) -> Survival:
-    found = [report.survivals[name] for report in reports]
-    return Survival(
-        num_injected=sum(each.num_injected for each in found),
-        num_in_vain=sum(each.num_in_vain for each in found),
-        recoveries_s=[seconds for each in found for seconds in each.recoveries_s],
+    """Return the sums of all stores, and each store under `modes`, as JSON."""
+    both = Report(
+        durability="both",
+        seconds=0.0,
+        survivals={name: Survival() for name in reports[0].survivals},
     )
-
-
-def _failpoints(reports: Sequence[Report]) -> dict[str, dict[str, int]]:
-    reached = sum((report.reached for report in reports), Counter[str]())
-    missed = sum((report.missed for report in reports), Counter[str]())
-    return {
-        name: {"reached": reached[name], "missed": missed[name]}
-        for name in sorted({*reached, *missed})
-    }
+    for report in reports:
+        both.seconds += report.seconds
+        both.most_store_bytes = max(both.most_store_bytes, report.most_store_bytes)
+        for name in ("totals", "ledger", "rewards", "reached", "missed"):
+            getattr(both, name).update(getattr(report, name))
+        for name, survival in report.survivals.items():
+            both.survivals[name].num_injected += survival.num_injected
+            both.survivals[name].num_in_vain += survival.num_in_vain
+            both.survivals[name].recoveries_s += survival.recoveries_s
+    modes = {report.durability: report.facts() for report in reports}
+    return json.dumps({"seed": seed, **both.facts(), "modes": modes}, indent=2) + "\n"

@@ -243,7 +243,7 @@ class Rig:
 
     def count(self, kind: str) -> int:
         """How many lines of a kind were logged."""
-        return sum(line.kind == kind for line in self._logs.lines())
+        return self._logs.count(kind)
 
     def ledger(self) -> LedgerCounts:
         """The ledger's counts, now."""

@@ -79,7 +79,6 @@ class Stack:
         others: the newest of each kind of process beside them.
         num_others: that there ever were.
         num_writers: that there ever were.
-        num_sides: runs beside the one that is trained, that there ever were.
         reached: failpoints at which a process has died, and how many did.
         missed: failpoints that nobody came to in time.
         durability: of the store.
@@ -96,7 +95,6 @@ class Stack:
     others: dict[str, Service] = field(default_factory=dict[str, Service])
     num_others: int = 0
     num_writers: int = 0
-    num_sides: int = 0
     reached: Counter[str] = field(default_factory=Counter[str])
     missed: Counter[str] = field(default_factory=Counter[str])
     durability: Durability = "fsync"

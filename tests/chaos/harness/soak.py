@@ -28,7 +28,7 @@ from harness.machine import Machine
 from harness.prompts import trained_prompts
 from harness.proxy import Proxy
 from harness.refusals import refusals_have_a_cause
-from harness.report import MAX_STORE_BYTES, Report, whole_json
+from harness.report import MAX_STORE_BYTES, Report, Survival, whole_json
 from harness.rig import Rig, config
 from harness.running import Draws, InVainError, Stack
 from turnstream.store.evals import eval_results
@@ -75,9 +75,8 @@ def soak(folder: Path, *, length: Length, draws: Draws, durability: Durability) 
     """
     folder.mkdir(parents=True, exist_ok=True)
     machine = Machine(folder)
-    report = Report(
-        durability=durability, seconds=length.seconds, faults=[f.__name__ for f in FAULTS]
-    )
+    survivals = {fault.__name__: Survival() for fault in FAULTS}
+    report = Report(durability=durability, seconds=length.seconds, survivals=survivals)
     with (
         EmbeddedServer(
             folder / "store",
@@ -102,8 +101,7 @@ def soak(folder: Path, *, length: Length, draws: Draws, durability: Durability) 
 
 def _inject(stack: Stack, report: Report, *, length: Length) -> None:
     deadline_s = time.monotonic() + length.seconds
-    steps = StepCounter(stack.rig.folder / "history")
-    _await_step(stack, steps, report, after="the start")
+    _await_step(stack, report, after="the start")
     for number in range(length.num_faults):
         if time.monotonic() > deadline_s:
             break
@@ -115,23 +113,23 @@ def _inject(stack: Stack, report: Report, *, length: Length) -> None:
             fault(stack)
         except InVainError:
             survival.num_in_vain += 1
-            _await_step(stack, steps, report, after=f"{fault.__name__}, which was in vain")
+            _await_step(stack, report, after=f"{fault.__name__}, which was in vain")
             continue
         survival.num_injected += 1
         began_s = time.monotonic()
-        _await_step(stack, steps, report, after=fault.__name__)
+        _await_step(stack, report, after=fault.__name__)
         survival.recoveries_s.append(time.monotonic() - began_s)
         until_next_s = stack.rng.uniform(0.5, 1.5) * length.every_s
         stack.pause(max(0.0, until_next_s - survival.recoveries_s[-1]))
 
 
-def _await_step(stack: Stack, steps: StepCounter, report: Report, *, after: str) -> None:
-    before = steps.count()
+def _await_step(stack: Stack, report: Report, *, after: str) -> None:
+    before = stack.rig.count("stepped")
 
     def is_taken() -> bool:
         stack.mend()
         report.look(stack.rig.client)
-        return steps.count() > before
+        return stack.rig.count("stepped") > before
 
     stack.rig.wait(is_taken, f"a step after {after}", timeout_s=RECOVERY_S)
 
@@ -181,29 +179,6 @@ def _check_archive(rig: Rig) -> None:
     folder = rig.folder / "archive"
     wrong = [*archive_is_what_was_trained(rig.history(), folder, run=rig.run, released=released)]
     assert not wrong, wrong
-
-
-class StepCounter:
-    """Counts steps in the logs of the ranks, reading every byte once.
-
-    Args:
-        folder: of the logs.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._read_to: dict[Path, int] = {}
-        self._count = 0
-
-    def count(self) -> int:
-        """Steps acknowledged so far, by whatever session."""
-        for path in self._folder.glob("session-*-rank-0.jsonl"):
-            with path.open("rb") as file:
-                file.seek(self._read_to.get(path, 0))
-                whole, _, _ = file.read().rpartition(b"\n")
-            self._read_to[path] = self._read_to.get(path, 0) + len(whole)
-            self._count += whole.count(b'"kind": "stepped"')
-        return self._count
 
 
 def play(folder: Path, *, modes: Sequence[Durability], length: Length, seed: int) -> list[Report]:
