@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-import redis
 
 from harness.rig import Rig, config
 from turnstream_server.bus.budget import read_budget
@@ -39,33 +37,6 @@ def test_producers_of_a_slow_trainer_wait_within_the_budget_and_all_is_trained(
     assert rig.counts() == {"accepted": 240, "committed": 240}
 
 
-def test_a_small_server_holds_producers_up_before_it_is_full(start_rig: StartRig) -> None:
-    rig = start_rig(config=config(max_staleness=1000, retain_checkpoints=1))
-    rig.start_batcher()
-    limit = used_memory(rig.client) + 1_500_000
-    rig.client.config_set("maxmemory", limit)
-    for number in range(2):
-        rig.start_generator(f"w{number}", groups=100)
-    looks: list[int] = []
-
-    def look() -> None:
-        looks.append(used_memory(rig.client))
-
-    rig.wait(lambda: look() or num_waits(rig) > 0, "producers that wait")
-    (rank,) = rig.start_ranks(1, checkpoint_every=1)
-    rig.wait(lambda: look() or rig.count("committed") >= 10, "ten commits")
-    rank.kill()
-    rig.drain()
-
-    assert max(looks) < limit
-    assert rig.counts() == {"accepted": 400, "committed": 400}
-
-
 def num_waits(rig: Rig) -> int:
     """How often a generator was told to wait."""
     return sum(line.facts["waits"] for line in rig.history().of("alive"))
-
-
-def used_memory(client: redis.Redis) -> int:
-    memory: Any = client.info("memory")
-    return memory["used_memory"]

@@ -96,48 +96,8 @@ def _groups(writer: str, count: int) -> list[str]:
     return [f"{writer}-{number}" for number in range(count)]
 
 
-def test_another_generator_goes_on_from_the_turns_that_a_killed_one_left(
-    start_rig: StartRig,
-) -> None:
-    # Fault 1: continued by another.
-    rig = _start_rig(start_rig, takeover_s=60.0)
-    rig.start_batcher()
-    generator = _start_hanging(rig)
-    end = _start_helper(rig)
-
-    generator.kill()
-
-    rig.wait(lambda: _entry(rig).startswith(("sealed", "planned")), "the seal of the helper")
-    (taken,) = [line for line in rig.history().of("taken") if line["trajectory"] == LOST]
-    assert taken["num_turns"] == 1
-    rig.wait(lambda: _num_open(rig) == 0, "the rest of the group")
-    end.touch()
-    rig.drain()
-    assert _sealed_by(rig, LOST) == ["generator-helper"]
-    assert LOST in _trained(rig)
-
-
 def _num_open(rig: Rig) -> int:
     return rig.counts().get("open", 0)
-
-
-def test_the_group_of_a_killed_generator_is_filled_up_again(start_rig: StartRig) -> None:
-    # Fault 1: abandoned, and tried again by whoever is free.
-    rig = _start_rig(start_rig, takeover_s=60.0, deadline_policy="refill", max_refills=4)
-    rig.start_batcher()
-    _start_hanging(rig).kill()
-
-    rig.end_leases(ago_s=60.0)
-    rig.wait(lambda: _entry(rig).startswith("abandoned:"), "the end of the lease")
-    end = _start_helper(rig)
-    rig.wait_for_lines("granted", 2)
-
-    rig.wait(lambda: _num_open(rig) == 0, "the end of all attempts")
-    end.touch()
-    rig.drain()
-    refilled = {line["trajectory"] for line in rig.history().of("granted")}
-    assert refilled == {"w-1/0/1", "w-1/1/1"}
-    assert refilled <= _trained(rig)
 
 
 @pytest.fixture

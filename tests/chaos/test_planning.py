@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from harness.history import History
-from harness.rig import ENDLESS, PATIENCE_S, Rig, config
+from harness.rig import PATIENCE_S, Rig, config
 from harness.sleepers import asleep, is_asleep
 from turnstream.store import keys
 from turnstream_server.embedded import EmbeddedServer
@@ -154,41 +154,6 @@ def test_a_leader_that_sleeps_through_its_lease_is_refused_when_it_wakes(rig: Ri
     rig.drain(target=rig.address("sleeper"))  # it still serves what the other one planned
 
 
-def test_two_batchers_that_sleep_in_turn_never_plan_a_row_twice(rig: Rig) -> None:
-    # Fault 14: the leadership goes to and fro, and whoever has got it plans.
-    for name in ("batcher", "other"):
-        rig.start_batcher(name)
-    rig.start_generator(groups=ENDLESS, pause_s=0.1)
-    ranks = rig.start_ranks(1, checkpoint_every=2)
-    rig.wait_for_lines("stepped")
-
-    for _ in range(4):
-        epoch = _epoch(rig)
-        with asleep(_leading_pid(rig)):
-            rig.wait(lambda epoch=epoch: _epoch(rig) > epoch, "another leader")
-        rig.wait(lambda epoch=epoch: max(_planned_in(rig)) > epoch, "a plan of another leader")
-
-    rig.close_run()
-    for rank in ranks:
-        rank.kill()
-    rig.drain()
-    assert len(_planned_in(rig)) > 4
-
-
 def _leader(rig: Rig) -> dict[str, bytes]:
     found: Any = rig.client.hgetall(keys.run_keys(rig.run).leader)
     return {name.decode(): value for name, value in found.items()}
-
-
-def _epoch(rig: Rig) -> int:
-    return int(_leader(rig)["epoch"])
-
-
-def _leading_pid(rig: Rig) -> int:
-    """Which process leads: its id is part of the owner's name."""
-    return int(_leader(rig)["owner"].decode().split(":")[1])
-
-
-def _planned_in(rig: Rig) -> set[int]:
-    """The epochs in which batches were planned."""
-    return {line["epoch"] for line in rig.plans()}

@@ -18,8 +18,6 @@ import pytest
 from harness.proxy import Proxy
 from harness.repeater import Outcome, Repeated, Repeater
 from harness.rig import PATIENCE_S, Rig, config
-from testkit import ids
-from turnstream.generator import Publisher, RewardOutcome
 from turnstream.store import keys
 from turnstream.store.scripts import Script
 from turnstream.wire.v1 import batches_pb2 as wire
@@ -187,46 +185,6 @@ def test_everything_a_generator_ever_sent_may_come_again_and_changes_nothing(
 def _without_names(refusal: str) -> str:
     """Whichever trajectory it is of, and whichever step that is in: heartbeats are by time."""
     return re.sub(r"planned: \d+$", "planned: *", re.sub(r"(?<=\] )\S+ ", "* ", refusal))
-
-
-def test_take_overs_rewards_and_ends_that_come_again_change_nothing(
-    start_rig: StartRig,
-) -> None:
-    # Beside its turns: all of it three times, also what a writer sent that has lost its lease.
-    rig = start_rig(config=config(batch_groups=1, mini_batch_groups=1, lease_s=0.3, takeover_s=60))
-    with Proxy(rig.server.url) as proxied:
-        proxied.requests.is_recorded = True
-        _live_two_lives(rig, proxied.url)
-        before, counts = rig.digest(), rig.counts()
-
-        answers = _replay(rig, proxied, copies=3)
-
-    assert counts == {"accepted": 3, "sealed": 2, "abandoned": 1}
-    assert rig.digest() == before
-    assert "DUPLICATE" in [*_texts(answers)]
-    rig.start_batcher()
-    rig.wait(lambda: rig.planned() == 1, "a plan of what is whole")
-    rig.ledger().check()
-
-
-def _live_two_lives(rig: Rig, url: str) -> None:
-    """A writer gives up, waits for a reward and falls silent; another ends what it left open."""
-    with Publisher(url, rig.run, writer="first") as first:
-        left = first.trajectory("left", 0, num_samples=2)
-        left.append(ids("ab"), ids("CD")).result(10)
-        given_up = first.trajectory("left", 1, num_samples=2)
-        given_up.append(ids("ab"), ids("D")).result(10)
-        given_up.abandon("no answer")
-        rewarded = first.trajectory("rewarded", 0, num_samples=1)
-        rewarded.append(ids("ab"), ids("E"))
-        rewarded.seal(awaits_reward=True)
-        assert first.post_reward(rewarded.key, 0.5) is RewardOutcome.POSTED
-    with Publisher(url, rig.run, writer="second") as second:
-        rig.wait(lambda: second.lapsed(), "the end of the lease")
-        taken = second.take_over("left", 0)
-        taken.append(ids("abCD"), ids("F"))
-        taken.seal(1.0)
-        second.close_run()
 
 
 def test_everything_a_batcher_ever_sent_may_come_again_and_changes_nothing(

@@ -207,16 +207,3 @@ def test_the_age_of_tokens_is_restored_where_versions_jump_after_a_recovery(
     assert rig.counts() == {"accepted": 28, "committed": 20, "expired": 8}
     received = rig.history().of("received")
     assert rig.excused.isdisjoint(row["trajectory"] for line in received for row in line["rows"])
-
-
-def test_versions_go_on_above_the_highest_after_a_rollback(rig: Rig) -> None:
-    # Fault 24: version jump after recovery.
-    rig.start_batcher()
-    rig.start_generator(groups=16)
-    rig.join(rig.start_ranks(1, checkpoint_every=1, max_steps=3))
-    rig.join(rig.start_ranks(1, from_step=1, checkpoint_every=1, max_steps=2))
-
-    announced = [(line["version"], line["step"]) for line in rig.history().of("announced")]
-
-    assert announced == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 1), (5, 2)]
-    rig.drain()
