@@ -24,7 +24,6 @@ from harness.members import (
     rows_are_what_was_said,
     steps_are_stepped_by_all_ranks,
     takers_find_what_was_said,
-    writers_are_told_the_truth,
 )
 from harness.observers import (
     everything_was_observed,
@@ -177,13 +176,6 @@ def weights_hold_each_step_once(history: History) -> Violations:
             yield f"{line.process} has weights of {line['weights']}, expected were {expected}"
 
 
-def surviving_steps_follow_one_another(history: History) -> Violations:
-    """I3: no step is missing in what survives."""
-    steps = sorted(history.surviving)
-    if steps != list(range(1, len(steps) + 1)):
-        yield f"the surviving steps are {steps}"
-
-
 def restarts_return_what_followed(history: History) -> Violations:
     """I3: a session gets the steps after its token in order, as whoever had them before did."""
     begins = {session.name: session.after_step for session in history.sessions}
@@ -240,22 +232,11 @@ def groups_stay_whole(history: History) -> Violations:
                 if not history.may_differ(line, lines[0]):
                     yield f"group {group} is in {before} and in {here}"
                 place[group] = here, lines[0]
-            yield from _missing_members(history, group, rows)
             yield from _wrong_advantages(group, list(rows.values()))
 
 
 def _group(trajectory: str) -> str:
     return trajectory.split("/")[0]
-
-
-def _missing_members(history: History, group: str, rows: Mapping[str, Any]) -> Violations:
-    if group not in history.members:
-        yield f"group {group} was never opened"
-        return
-    present = {trajectory.split("/")[1] for trajectory in rows}
-    for trajectory in history.acknowledged_by_group.get(group, set()) - history.excused:
-        if trajectory.split("/")[1] not in present:
-            yield f"group {group} is trained without {trajectory}"
 
 
 def _wrong_advantages(group: str, rows: Sequence[dict[str, Any]]) -> Violations:
@@ -284,15 +265,6 @@ def ranks_share_one_manifest(history: History) -> Violations:
         row_ids = sorted(row["row"] for line in lines for row in line["rows"])
         if row_ids and row_ids != list(range(row_ids[0], row_ids[-1] + 1)):
             yield f"{name}: rows are missing among {row_ids}"
-    yield from _updates_without_all_ranks(history)
-
-
-def _updates_without_all_ranks(history: History) -> Violations:
-    complete = {(name.session, name.step) for name, _ in history.complete_mini_batches()}
-    torn = {(n.session, n.step) for n, lines in history.received.items() if history.is_torn(lines)}
-    for line in history.of("updated"):
-        if (line["session"], line["step"]) not in complete | torn:
-            yield f"step {line['step']} of {line['session']} was trained without all of its ranks"
 
 
 def denominators_are_of_the_rows(history: History) -> Violations:
@@ -371,7 +343,6 @@ def nothing_is_lost(history: History) -> Violations:
 CHECKS: tuple[Callable[[History], Violations], ...] = (
     trained_once,
     weights_hold_each_step_once,
-    surviving_steps_follow_one_another,
     restarts_return_what_followed,
     groups_stay_whole,
     ranks_share_one_manifest,
@@ -382,7 +353,6 @@ CHECKS: tuple[Callable[[History], Violations], ...] = (
     stale_sessions_are_refused,
     steps_have_one_leader,
     groups_have_their_members,
-    writers_are_told_the_truth,
     acknowledged_turns_are_kept,
     takers_find_what_was_said,
     steps_are_stepped_by_all_ranks,

@@ -23,6 +23,8 @@ def groups_have_their_members(history: History) -> Violations:
             group, sample, _ = trajectory.split("/")
             attempts.setdefault(group, {}).setdefault(int(sample), set()).add(trajectory)
         for group, by_sample in attempts.items():
+            if group not in history.members:
+                yield f"{name}: group {group} was never opened"
             for sample, tried in by_sample.items():
                 if len(tried) > 1:
                     yield f"{name}: sample {sample} of {group} is trained as {sorted(tried)}"
@@ -36,10 +38,14 @@ def _is_excused(history: History, group: str, sample: int) -> bool:
 
 
 def rows_are_what_was_said(history: History) -> Violations:
-    """Whatever was trained is, token by token, one writer's sealed episode: none mixed, no hole.
+    """P1: each trained trajectory is one sealed episode of one writer, token by token.
 
-    A reward that comes later is of no seal: see harness.rewards.
+    Of several writers it is the one whose seal was acknowledged. A reward that was posted later is
+    not part of the seal; see harness.rewards.
     """
+    told: dict[str, set[str]] = {}
+    for line in history.of("sealed"):
+        told.setdefault(line["trajectory"], set()).add(line.process)
     for name, rows in _trained(history):
         for trajectory, found in rows.items():
             ordered = sorted(found, key=lambda row: row["sequence"])
@@ -48,29 +54,14 @@ def rows_are_what_was_said(history: History) -> Violations:
                 [row["num_trained"] for row in ordered],
                 None if trajectory in history.awaiting else ordered[0]["reward"],
             )
+            seals = history.seals.get(trajectory, [])
+            counted = [seal for seal in seals if seal.process in told.get(trajectory, ())]
             said = [
                 (list(seal["rows"]), list(seal["num_trained"]), seal["reward"])
-                for seal in history.seals.get(trajectory, ())
+                for seal in counted or seals
             ]
             if got not in said:
                 yield f"{name}: {trajectory} is {got}, its writers sealed {said}"
-
-
-def writers_are_told_the_truth(history: History) -> Violations:
-    """Of several writers of a trajectory, the one is trained that was told so, with its rows."""
-    told: dict[str, set[str]] = {}
-    for line in history.of("sealed"):
-        told.setdefault(line["trajectory"], set()).add(line.process)
-    for name, rows in _trained(history):
-        for trajectory, found in rows.items():
-            said = [
-                list(seal["rows"])
-                for seal in history.seals.get(trajectory, ())
-                if seal.process in told.get(trajectory, ())
-            ]
-            got = [row["name"] for row in sorted(found, key=lambda row: row["sequence"])]
-            if said and got not in said:
-                yield f"{name}: {trajectory} is {got}, and {told[trajectory]} sealed {said}"
 
 
 def acknowledged_turns_are_kept(history: History) -> Violations:
