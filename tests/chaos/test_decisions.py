@@ -1,4 +1,4 @@
-"""Fault 13 again: batchers killed around the scripts that write what they decide, one by one."""
+"""Fault 13: batchers killed before and after each script that writes a decision."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from turnstream_server.bus.manifests import read_plan
 pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 
 LOST = "dead-0/1/0"
-"""Its generator dies behind the first turn; the other member is sealed by then."""
+"""Its generator dies after the first turn; the other member is sealed by then."""
 
 CONFIG = config(
     batch_groups=2,
@@ -38,10 +38,10 @@ CONFIG = config(
 )
 
 
-def test_a_batcher_killed_around_each_decision_is_followed_by_one_that_decides_the_same(
+def test_batcher_killed_around_each_decision_has_a_successor_that_decides_alike(
     start_rig: Callable[..., Rig],
 ) -> None:
-    # Ten of them in a row: choice, abandonment, refill and end are each decided once.
+    # Choice, abandonment, refill and end are each decided once.
     rig = start_rig(config=CONFIG)
     rig.join(rig.start_generator("w", groups=4))
     _die_around(rig, "batch_due")
@@ -66,7 +66,7 @@ def test_a_batcher_killed_around_each_decision_is_followed_by_one_that_decides_t
     assert rig.counts() == {"accepted": 11, "committed": 10, "abandoned": 1}
 
 
-def test_a_batcher_killed_around_a_deadline_is_followed_by_one_that_fires_it_once(
+def test_batcher_killed_around_a_deadline_has_a_successor_that_fires_it_once(
     start_rig: Callable[..., Rig],
 ) -> None:
     rig = start_rig(config=config(group_deadline_s=0.5, deadline_policy="drop", lease_s=60.0))
@@ -85,7 +85,7 @@ def test_a_batcher_killed_around_a_deadline_is_followed_by_one_that_fires_it_onc
 
 
 def _die_around(rig: Rig, script: str) -> None:
-    """Batchers that come after one another die before this script, and behind it."""
+    """Let one batcher die before this script, and the next one after it."""
     for place in ("before", "after"):
         rig.let_batcher_die(f"{script}.{place}")
 
@@ -97,14 +97,14 @@ def _leave_open(rig: Rig) -> None:
 
 
 def _start_helper(rig: Rig) -> Path:
-    """A generator that takes what is to be tried again, until the file is made that this gives."""
+    """Start a generator that takes refills until the returned file exists."""
     end = rig.folder / "helped"
     rig.start_generator("helper", groups=0, helps_until=end)
     return end
 
 
 def _decisions(rig: Rig) -> Counter[type[Event]]:
-    """How often the run was told of each kind of decision."""
+    """Return the number of events of each kind of decision."""
     entries: Any = rig.client.xrange(keys.run_keys(rig.run).events)
     events = [decode_event(fields[b"r"]) for _, fields in entries]
     kinds = (BatchDue, DeadlineFired, RefillGranted, RunFinished, TrajectoryAbandoned)
@@ -112,6 +112,6 @@ def _decisions(rig: Rig) -> Counter[type[Event]]:
 
 
 def _planned(rig: Rig) -> list[list[str]]:
-    """Groups of every batch."""
+    """Return the groups of every batch."""
     plans = [read_plan(rig.client, rig.run, step + 1) for step in range(rig.planned())]
     return [[group.group_id for group in plan.manifest.groups] for plan in plans if plan]

@@ -1,7 +1,11 @@
-"""Faults of batchers: killed at every step of planning and serving, and two that lead at once."""
+"""Faults of batchers: killed at every step of planning and serving, and put to sleep.
+
+Fault 13, and fault 14 in the last test.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,57 +14,81 @@ from typing import Any, NamedTuple
 import pytest
 
 from harness.history import History
-from harness.rig import PATIENCE_S, Rig, config
+from harness.rig import CONFIG, PATIENCE_S, Rig, config, damage_turn
 from harness.sleepers import asleep, is_asleep
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.plan import Manifest
+from turnstream.records.events import decode_event
 from turnstream.store import keys
+from turnstream.store.revisions import read_revisions, revise_config
+from turnstream.types import ConfigRevised
+from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.manifests import read_plan
+from turnstream_server.bus.replans import await_replan, request_replan
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 
-CONFIG = config(drop_zero_variance=True)
+PLAIN = config(drop_zero_variance=True)
+REVISED = config(
+    estimator="dr_grpo",
+    batch_groups=6,
+    mini_batch_groups=3,
+    max_tokens_per_micro_batch=128,
+    group_deadline_s=2.0,
+    deadline_policy="train_short",
+)
 NUM_PLANNED = CONFIG.max_planned_ahead + 1
 
 
 class Published(NamedTuple):
-    """A store in which groups wait to be planned, one of them damaged.
+    """A store in which groups wait to be planned.
 
     Attributes:
-        folder: of the store's data, and of the history of its generator.
+        folder: the store's data, and the history of its generator.
+        config: first config of the run.
+        is_revised: whether another config applies from step 2 on; otherwise one group is damaged.
         excused: trajectories of groups that the planner must drop.
-        plan_hashes: of the batches that an undisturbed batcher plans.
+        plan: batches that an undisturbed batcher plans.
     """
 
     folder: Path
+    config: BatchingConfig
+    is_revised: bool
     excused: set[str]
-    plan_hashes: dict[int, str]
+    plan: list[Manifest]
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
-    """Groups that nobody has planned yet, with what an undisturbed batcher would make of them."""
-    folder = tmp_path_factory.mktemp("published")
-    with EmbeddedServer(folder / "store") as server, Rig(folder, server, config=CONFIG) as rig:
+def published(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Published:
+    """Publish groups, and let an undisturbed batcher plan a copy of them."""
+    is_revised = request.param == "revised"
+    folder, excused = tmp_path_factory.mktemp("published"), set[str]()
+    first = CONFIG if is_revised else PLAIN
+    with EmbeddedServer(folder / "store") as server, Rig(folder, server, config=first) as rig:
         rig.join(rig.start_generator(groups=20))
-        excused = _without_signal(rig.history())
-        damaged = min(name for name in rig.history().acknowledged if name not in excused)
-        payload = keys.trajectory_keys(rig.run, damaged)
-        assert rig.client.xdel(payload.turns, "0-1") == 1
-        group = damaged.split("/")[0]
-        excused |= rig.history().acknowledged_by_group[group]
-    shutil.copytree(folder, folder / "copy")
-    with (
-        EmbeddedServer(folder / "copy/store") as server,
-        Rig(folder / "copy", server, config=CONFIG) as rig,
-    ):
+        if is_revised:
+            revise_config(rig.client, rig.run, REVISED, from_step=2)
+        else:
+            excused = _without_signal(rig.history())
+            damaged = min(name for name in rig.history().acknowledged if name not in excused)
+            payload = keys.trajectory_keys(rig.run, damaged)
+            assert rig.client.xdel(payload.turns, "0-1") == 1
+            excused |= rig.history().acknowledged_by_group[damaged.split("/")[0]]
+    copy = folder / "copy"
+    shutil.copytree(folder, copy)
+    with EmbeddedServer(copy / "store") as server, Rig(copy, server, config=first) as rig:
         rig.start_batcher()
         rig.wait(lambda: rig.planned() == NUM_PLANNED, "the plan")
-        hashes = rig.plan_hashes()
-    shutil.rmtree(folder / "copy")
-    return Published(folder, excused, hashes)
+        plan = _plan(rig)
+    shutil.rmtree(copy)
+    return Published(folder, first, is_revised, excused, plan)
 
 
 def _without_signal(history: History) -> set[str]:
-    """Trajectories of groups whose rewards are all equal."""
+    """Return the trajectories of groups whose rewards are all equal."""
     return {
         name
         for members in history.acknowledged_by_group.values()
@@ -69,73 +97,116 @@ def _without_signal(history: History) -> set[str]:
     }
 
 
+def _plan(rig: Rig) -> list[Manifest]:
+    """Return the batches without hashes and event ids, which contain the time of a revision."""
+    stored = [read_plan(rig.client, rig.run, step + 1) for step in range(rig.planned())]
+    return [
+        dataclasses.replace(each.manifest, previous_hash="", last_event_id="")
+        for each in stored
+        if each is not None
+    ]
+
+
 @pytest.fixture
 def copied(published: Published, tmp_path: Path, start_rig: Callable[..., Rig]) -> Rig:
-    """A rig around a copy of the published store."""
+    """Start a rig with a copy of the published store."""
     shutil.copytree(published.folder / "store", tmp_path / "store")
     shutil.copytree(published.folder / "history", tmp_path / "history")
-    rig = start_rig(config=CONFIG)
+    rig = start_rig(config=published.config)
     rig.excused = published.excused
     return rig
 
 
 @pytest.mark.parametrize(
-    "failpoint",
+    ("published", "failpoint"),
     [
-        "plan.before_check",
-        "plan.before_write",
-        "plan.before_write@2",
-        "plan.after_write",
-        "plan.after_write@2",
-        "settle.before",
-        "settle.after",
-        "mark_dead.before",
-        "mark_dead.after",
+        ("plain", "plan.before_check"),
+        ("plain", "plan.before_write"),
+        ("plain", "plan.before_write@2"),
+        ("plain", "plan.after_write"),
+        ("plain", "settle.before"),
+        ("plain", "settle.after"),
+        ("plain", "mark_dead.before"),
+        ("plain", "mark_dead.after"),
+        ("revised", "revise.before"),
+        ("revised", "revise.after"),
+        ("revised", "plan.after_write"),
+        ("revised", "plan.before_write@2"),
     ],
+    indirect=["published"],
 )
-def test_a_batcher_killed_at_any_step_of_planning_is_followed_by_one_with_the_same_plan(
+def test_batcher_killed_while_planning_has_a_successor_with_the_same_plan(
     copied: Rig, published: Published, failpoint: str
 ) -> None:
-    # Fault 13
     copied.let_batcher_die(failpoint)
-    partial = copied.plan_hashes()
+    partial = _plan(copied)
 
     copied.start_batcher()
     copied.wait(lambda: copied.planned() == NUM_PLANNED, "the plan")
 
-    assert partial.items() <= published.plan_hashes.items()
-    assert copied.plan_hashes() == published.plan_hashes
-    copied.drain()
+    assert partial == published.plan[: len(partial)]
+    assert _plan(copied) == published.plan
+    if published.is_revised:
+        assert [len(each.groups) for each in published.plan] == [4, 6, 6]
+        assert [each.config_revision for each in published.plan] == [1, 2, 2]
+        entries: Any = copied.client.xrange(keys.run_keys(copied.run).events)
+        events = [decode_event(fields[b"r"]) for _, fields in entries]
+        revised = [event for event in events if isinstance(event, ConfigRevised)]
+        assert revised == [ConfigRevised(revision=2, step=2)]
+        assert read_revisions(copied.client, copied.run).in_force == 2
+    else:
+        copied.drain()
 
 
-def test_a_batcher_killed_while_it_serves_is_followed_by_one_that_goes_on(rig: Rig) -> None:
-    # Fault 13, on the trainer's side: before and after every script that a trainer's call runs,
-    # and in the middle of a transfer.
+@pytest.mark.parametrize("failpoint", ["replan.before_write", "replan.after_write"])
+def test_leader_killed_around_a_withdrawal_has_a_successor_that_completes_it(
+    rig: Rig, failpoint: str
+) -> None:
+    rig.join(rig.start_generator(groups=12, samples=3))
+    first = rig.start_batcher("first").service
+    rig.wait(lambda: rig.planned() == NUM_PLANNED, "the plan")
+    first.kill()
+    plan = read_plan(rig.client, rig.run, 1)
+    assert plan is not None
+    damaged = keys.trajectory_id(plan.manifest.groups[0].trajectories[0].key)
+    damage_turn(rig, damaged)
+
+    request = request_replan(rig.client, rig.run)
+    rig.let_batcher_die(failpoint)
+    is_done = failpoint == "replan.after_write"
+    assert read_frontier(rig.client, rig.run).planned == (0 if is_done else NUM_PLANNED)
+    rig.start_batcher()
+    done = await_replan(rig.client, rig.run, request, wait_s=PATIENCE_S)
+    rig.excused = {damaged}
+    rig.loses_plans = True
+    rig.drain()
+
+    assert (done.first_step, done.newest_step, done.dead) == (1, NUM_PLANNED, (damaged,))
+    assert rig.counts()["committed"] == 12 * 3 - 1
+    assert rig.counts()["dead"] == 1
+
+
+def test_batcher_killed_while_serving_has_a_successor_that_serves_on(rig: Rig) -> None:
+    # Before and after every script that a trainer's call runs, and in the middle of a transfer.
     rig.start_generator(groups=24)
     ranks = rig.start_ranks(1, checkpoint_every=1, timeout_s=PATIENCE_S)
     for failpoint in (
-        "session.before_start",
-        "session.after_start",
-        "get.after_header",
-        "get.after_data",
-        "stepped.before",
-        "stepped.after",
-        "committed.before",
-        "committed.after",
+        *("session.before_start", "session.after_start", "get.after_header", "get.after_data"),
+        *("stepped.before", "stepped.after", "committed.before", "committed.after"),
     ):
         rig.let_batcher_die(failpoint, name="batcher")
     rig.start_batcher()
 
     rig.wait_for_lines("committed", 6)
 
-    assert len(rig.history().sessions) == 1  # the trainer has noticed nothing but the time
+    assert len(rig.history().sessions) == 1  # the trainer only had to wait
     for rank in ranks:
         rank.kill()
     rig.drain()
 
 
-def test_a_leader_that_sleeps_through_its_lease_is_refused_when_it_wakes(rig: Rig) -> None:
-    # Fault 14: it sleeps with a checked plan in its hands. Its successor does not lose the lease.
+def test_leader_that_sleeps_through_its_lease_is_refused_when_it_wakes(rig: Rig) -> None:
+    # Fault 14: it sleeps with a checked plan that is not yet written.
     sleeper = rig.start_batcher("sleeper", failpoint="plan.before_write@2=stop").service
     rig.start_generator(groups=24)
     rig.wait(lambda: is_asleep(sleeper.pid), "the leader's sleep")
@@ -143,17 +214,12 @@ def test_a_leader_that_sleeps_through_its_lease_is_refused_when_it_wakes(rig: Ri
     ranks = rig.start_ranks(1, checkpoint_every=2)
     rig.wait_for_lines("committed")
 
-    with asleep(sleeper.pid):  # it was; this wakes it
+    with asleep(sleeper.pid):  # the end of the block wakes it
         pass
     log = sleeper.log_path
     rig.wait(lambda: "no longer leading" in log.read_text(), "the sleeper's refusal")
 
-    assert _leader(rig)["epoch"] == b"2"
+    assert rig.client.hget(keys.run_keys(rig.run).leader, "epoch") == b"2"
     for rank in ranks:
         rank.kill()
-    rig.drain(target=rig.address("sleeper"))  # it still serves what the other one planned
-
-
-def _leader(rig: Rig) -> dict[str, bytes]:
-    found: Any = rig.client.hgetall(keys.run_keys(rig.run).leader)
-    return {name.decode(): value for name, value in found.items()}
+    rig.drain(target=rig.address("sleeper"))  # it still serves the other one's plans

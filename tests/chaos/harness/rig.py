@@ -396,3 +396,14 @@ class Rig:
 def config(**fields: Any) -> BatchingConfig:
     """The usual configuration, but for these fields."""
     return dataclasses.replace(CONFIG, **fields)
+
+
+def damage_turn(rig: Rig, trajectory_id: str) -> None:
+    """Overwrite a byte of the first turn."""
+    turns = keys.trajectory_keys(rig.run, trajectory_id).turns
+    entries: Any = rig.client.xrange(turns)
+    rig.client.delete(turns)
+    for number, (entry_id, fields) in enumerate(entries):
+        record = bytearray(fields[b"r"])
+        record[-9] ^= number == 0
+        rig.client.xadd(turns, {"r": bytes(record)}, id=entry_id)
