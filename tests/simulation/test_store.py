@@ -19,10 +19,8 @@ from turnstream.store.replies import error_text
 HASH, ZSET, STREAM, SET, STRING = b"hash", b"zset", b"stream", b"set", b"string"
 KEYS = [HASH, ZSET, STREAM, SET, STRING]
 CALL = b"#!lua\nreturn redis.call(unpack(ARGV))"
-UNORDERED = {b"SMEMBERS"}
 NOT_COMPARED = {
     b"TIME",  # the clock of the simulation is set by hand
-    b"TTL",
     b"PTTL",
     b"SCRIPT",
     b"CONFIG",
@@ -64,16 +62,9 @@ BY_COMMAND: dict[bytes, st.SearchStrategy[list[bytes]]] = {
     b"UNLINK": words(b"UNLINK", some(any_key)),
     b"DEL": words(b"DEL", some(any_key)),
     b"PING": words(b"PING"),
-    b"TYPE": words(b"TYPE", any_key),
-    b"EXPIRE": words(b"EXPIRE", any_key, st.sampled_from([b"1000", b"0", b"-1", b"x"])),
     b"PEXPIRE": words(b"PEXPIRE", any_key, st.sampled_from([b"1000000", b"0", b"1.5"])),
-    b"PERSIST": words(b"PERSIST", any_key),
     b"GET": words(b"GET", STRING),
     b"SET": words(b"SET", STRING, texts, st.sampled_from([(), (b"NX",)])),
-    b"INCR": words(b"INCR", STRING),
-    b"INCRBY": words(b"INCRBY", STRING, st.one_of(numbers, texts)),
-    b"DECR": words(b"DECR", STRING),
-    b"DECRBY": words(b"DECRBY", STRING, numbers),
     b"HGET": words(b"HGET", HASH, names),
     b"HSET": words(b"HSET", HASH, some(names, texts)),
     b"HSETNX": words(b"HSETNX", HASH, names, texts),
@@ -87,15 +78,10 @@ BY_COMMAND: dict[bytes, st.SearchStrategy[list[bytes]]] = {
     b"HINCRBY": words(b"HINCRBY", HASH, names, st.one_of(numbers, texts)),
     b"HSCAN": words(b"HSCAN", HASH, b"0", b"COUNT", b"100"),
     b"SADD": words(b"SADD", SET, some(names)),
-    b"SREM": words(b"SREM", SET, some(names)),
-    b"SMEMBERS": words(b"SMEMBERS", SET),
-    b"SISMEMBER": words(b"SISMEMBER", SET, names),
-    b"SCARD": words(b"SCARD", SET),
     b"ZADD": words(b"ZADD", ZSET, st.sampled_from([(), (b"NX",)]), some(scores, names)),
     b"ZREM": words(b"ZREM", ZSET, some(names)),
     b"ZSCORE": words(b"ZSCORE", ZSET, names),
     b"ZCARD": words(b"ZCARD", ZSET),
-    b"ZINCRBY": words(b"ZINCRBY", ZSET, st.sampled_from([b"1", b"-0.5", b"x"]), names),
     b"ZRANGE": words(b"ZRANGE", ZSET, numbers, numbers, st.sampled_from([(), (b"WITHSCORES",)])),
     b"ZRANGEBYSCORE": words(
         b"ZRANGEBYSCORE",
@@ -105,7 +91,6 @@ BY_COMMAND: dict[bytes, st.SearchStrategy[list[bytes]]] = {
         st.sampled_from([(), (b"WITHSCORES",)]),
         st.sampled_from([(), (b"LIMIT", b"0", b"2"), (b"LIMIT", b"1", b"-1")]),
     ),
-    b"ZCOUNT": words(b"ZCOUNT", ZSET, bounds, bounds),
     b"ZREMRANGEBYSCORE": words(b"ZREMRANGEBYSCORE", ZSET, bounds, bounds),
     b"XADD": words(
         b"XADD",
@@ -166,10 +151,6 @@ def _code(error: redis.ResponseError) -> str:
     return f"error {error_text(error).partition(' ')[0]}"
 
 
-def _comparable(reply: Any, command: Sequence[bytes]) -> Any:
-    return sorted(reply) if command[0] in UNORDERED and isinstance(reply, list) else reply
-
-
 def test_every_simulated_command_is_compared() -> None:
     assert set(BY_COMMAND) | NOT_COMPARED == set(COMMANDS)
     assert set(COMMANDS) >= WRITES
@@ -177,7 +158,7 @@ def test_every_simulated_command_is_compared() -> None:
 
 @pytest.mark.redis
 @pytest.mark.timeout(120)
-def test_random_commands_have_the_same_replies_as_of_a_server(client: redis.Redis) -> None:
+def test_random_commands_have_the_replies_of_a_server(client: redis.Redis) -> None:
     @settings(suppress_health_check=[HealthCheck.too_slow])
     @given(calls)
     def compare(drawn: list[tuple[bool, list[bytes]]]) -> None:
@@ -185,7 +166,7 @@ def test_random_commands_have_the_same_replies_as_of_a_server(client: redis.Redi
         both = Both(client)
         for by_script, command in drawn:
             real, simulated = both.say(command, by_script=by_script)
-            assert _comparable(simulated, command) == _comparable(real, command), command
+            assert simulated == real, command
 
     try:
         compare()
@@ -198,14 +179,12 @@ def test_random_commands_have_the_same_replies_as_of_a_server(client: redis.Redi
     "body",
     [
         "return {1.9, -1.9, 'a', {2, {'b'}}, true}",
-        "return {1, nil, 3}",
         "return {1, false, 3}",
         "return false",
-        "return 3.99",
         "return redis.error_reply('WAIT [1-0] why')",
         "return redis.status_reply('FINE')",
         "return redis.sha1hex('a')",
-        "return redis.pcall('INCRBY', 'string', 'x')['err'] ~= nil",
+        "return redis.pcall('HINCRBY', 'hash', 'f', 'x')['err'] ~= nil",
         "redis.call('HSET', 'hash', 'f', 3, 'g', 1.5) return redis.call('HGETALL', 'hash')",
         "redis.call('SET', 'string', 1700000000123) return redis.call('GET', 'string')",
         "return redis.call('HMGET', 'hash', 'none', 'neither')",
@@ -214,22 +193,17 @@ def test_random_commands_have_the_same_replies_as_of_a_server(client: redis.Redi
         'return cjson.decode(\'{"a": [1, 2.5, "b"], "c": null}\').a[3]',
         "return cjson.decode('{\"c\": null}').c == cjson.null",
         "return cjson.encode({1, 'a', {b = true}})",
-        "return tostring(cjson.decode('{\"a\": 0.3}').a)",
         "undeclared = 1",
         "return undeclared",
-        "return tonumber('0x10')",
-        "return string.format('%.0f', 2 ^ 53)",
-        "local s = 0 for _, v in ipairs({1, 2, 3}) do s = s + v end return s",
         "return #KEYS + #ARGV",
         "return redis.call('XADD', 'stream', '1-1', 'r', 'x')",
         "return 1 + '2'",
-        "return nil .. 'a'",
         "return {bit.band(-1, 255), bit.bxor(1, 0xEDB88320), bit.bnot(7), bit.rshift(-1, 3)}",
         "return {bit.bxor(-1, 0xEDB88320), bit.band(0x12345678, -256), bit.bor(-2, 257)}",
         "return {bit.bor(1, 2 ^ 31), bit.lshift(3, 31), bit.rshift(2 ^ 32 + 9, 1), bit.bnot(-1)}",
     ],
 )
-def test_scripts_reply_as_in_a_server(client: redis.Redis, body: str) -> None:
+def test_scripts_have_the_replies_of_a_server(client: redis.Redis, body: str) -> None:
     source = f"#!lua\n{body}".encode()
     client.unlink(*KEYS)
     store = Store()
@@ -251,7 +225,7 @@ def test_scripts_reply_as_in_a_server(client: redis.Redis, body: str) -> None:
     assert simulated == real
 
 
-def test_what_is_not_simulated_raises() -> None:
+def test_unknown_command_raises() -> None:
     store = Store()
 
     with pytest.raises(NotSimulatedError, match="BITCOUNT"):
@@ -260,7 +234,7 @@ def test_what_is_not_simulated_raises() -> None:
         store.execute([b"SET", b"a", b"1", b"KEEPTTL"])
 
 
-def test_a_script_that_calls_what_is_not_simulated_raises() -> None:
+def test_script_with_an_unknown_command_raises() -> None:
     store = Store()
     sha = store.execute([b"SCRIPT", b"LOAD", b"#!lua\nreturn redis.call('BITCOUNT', 'a')"])
 
@@ -268,7 +242,7 @@ def test_a_script_that_calls_what_is_not_simulated_raises() -> None:
         store.execute([b"EVALSHA", sha, b"0"])
 
 
-def test_a_script_without_writes_may_not_write() -> None:
+def test_script_without_writes_may_not_write() -> None:
     store = Store()
     source = b"#!lua flags=no-writes\nreturn redis.call('SET', 'a', '1')"
     sha = store.execute([b"SCRIPT", b"LOAD", source])
@@ -277,7 +251,7 @@ def test_a_script_without_writes_may_not_write() -> None:
         store.execute([b"EVALSHA", sha, b"0"])
 
 
-def test_a_full_store_runs_only_what_may_run_without_memory() -> None:
+def test_full_store_runs_only_scripts_with_allow_oom() -> None:
     store = Store()
     store.is_full = True
     writing = store.execute([b"SCRIPT", b"LOAD", b"#!lua\nreturn 1"])
@@ -288,7 +262,7 @@ def test_a_full_store_runs_only_what_may_run_without_memory() -> None:
         store.execute([b"EVALSHA", writing, b"0"])
 
 
-def test_a_key_is_gone_when_its_time_is_over() -> None:
+def test_key_expires_at_its_time() -> None:
     store = Store()
     store.execute([b"SET", b"a", b"1"])
     store.execute([b"PEXPIRE", b"a", b"1500"])
@@ -299,7 +273,7 @@ def test_a_key_is_gone_when_its_time_is_over() -> None:
     assert store.execute([b"EXISTS", b"a"]) == 0
 
 
-def test_a_scan_gives_every_field_that_stays_once() -> None:
+def test_scan_returns_every_remaining_field_once() -> None:
     store = Store()
     fields = {b"f%d" % n: b"%d" % n for n in range(100)}
     store.execute([b"HSET", HASH, *[word for pair in fields.items() for word in pair]])

@@ -10,9 +10,7 @@ from simulator.values import (
     NotSimulatedError,
     Status,
     StoreError,
-    Stream,
     Words,
-    ZSet,
     integer,
     refuse_options,
 )
@@ -37,15 +35,9 @@ def _unlink(store: Store, words: Words) -> int:
     return sum([store.drop(key) for key in words[1:]])
 
 
-def _type(store: Store, words: Words) -> Status:
-    names = {bytes: b"string", dict: b"hash", set: b"set", ZSet: b"zset", Stream: b"stream"}
-    return Status(names.get(type(store.values.get(words[1])), b"none"))
-
-
 def _expire_after(store: Store, words: Words) -> int:
     refuse_options(words, 3)
-    unit_ms = 1 if words[0].upper() == b"PEXPIRE" else 1000
-    left_ms = integer(words[2]) * unit_ms
+    left_ms = integer(words[2])
     if words[1] not in store.values:
         return 0
     if left_ms <= 0:
@@ -61,12 +53,7 @@ def _left(store: Store, words: Words) -> int:
     end_ms = store.expires.get(words[1])
     if end_ms is None:
         return -1
-    left_ms = int(end_ms - store.now_ms)
-    return left_ms if words[0].upper() == b"PTTL" else (left_ms + 500) // 1000
-
-
-def _persist(store: Store, words: Words) -> int:
-    return int(store.expires.pop(words[1], None) is not None)
+    return int(end_ms - store.now_ms)
 
 
 def _script(store: Store, words: Words) -> Any:
@@ -116,16 +103,6 @@ def _set(store: Store, words: Words) -> Any:
     store.drop(words[1])
     store.values[words[1]] = words[2]
     return OK
-
-
-def _increment(store: Store, words: Words) -> int:
-    by = integer(words[2]) if len(words) > 2 else 1
-    if words[0].upper().startswith(b"DECR"):
-        by = -by
-    before = store.get(words[1], bytes)
-    number = (0 if before is None else integer(before)) + by
-    store.values[words[1]] = b"%d" % number
-    return number
 
 
 # hashes
@@ -230,50 +207,19 @@ def _sadd(store: Store, words: Words) -> int:
     return len(members) - num_before
 
 
-def _srem(store: Store, words: Words) -> int:
-    members = store.get(words[1], set)
-    if members is None:
-        return 0
-    num_before = len(members)
-    members.difference_update(words[2:])
-    num_after = len(members)
-    store.drop_if_empty(words[1], members)
-    return num_before - num_after
-
-
-def _smembers(store: Store, words: Words) -> list[bytes]:
-    return sorted(store.get(words[1], set) or ())
-
-
-def _sismember(store: Store, words: Words) -> int:
-    return int(words[2] in (store.get(words[1], set) or ()))
-
-
-def _scard(store: Store, words: Words) -> int:
-    return len(store.get(words[1], set) or ())
-
-
 PLAIN: dict[bytes, Command] = {
     b"TIME": _time,
     b"EXISTS": _exists,
     b"UNLINK": _unlink,
     b"DEL": _unlink,
-    b"TYPE": _type,
-    b"EXPIRE": _expire_after,
     b"PEXPIRE": _expire_after,
-    b"TTL": _left,
     b"PTTL": _left,
-    b"PERSIST": _persist,
     b"SCRIPT": _script,
     b"CONFIG": _config,
     b"INFO": _info,
     b"PING": _ping,
     b"GET": _get,
     b"SET": _set,
-    b"INCR": _increment,
-    b"INCRBY": _increment,
-    b"DECR": _increment,
-    b"DECRBY": _increment,
     b"HGET": _hget,
     b"HSET": _hset,
     b"HSETNX": _hsetnx,
@@ -287,8 +233,4 @@ PLAIN: dict[bytes, Command] = {
     b"HINCRBY": _hincrby,
     b"HSCAN": _hscan,
     b"SADD": _sadd,
-    b"SREM": _srem,
-    b"SMEMBERS": _smembers,
-    b"SISMEMBER": _sismember,
-    b"SCARD": _scard,
 }

@@ -54,14 +54,6 @@ def _zcard(store: Store, words: Words) -> int:
     return len(store.get(words[1], ZSet) or ())
 
 
-def _zincrby(store: Store, words: Words) -> bytes:
-    by = score_of(words[2])
-    zset = store.make(words[1], ZSet)
-    score = zset.scores.get(words[3], 0.0) + by
-    zset.add(words[3], score)
-    return shown(score)
-
-
 def _listed(pairs: Sequence[tuple[float, bytes]], with_scores: bool) -> list[bytes]:
     if not with_scores:
         return [member for _, member in pairs]
@@ -119,10 +111,6 @@ def _zrangebyscore(store: Store, words: Words) -> list[bytes]:
     return _listed(pairs, with_scores)
 
 
-def _zcount(store: Store, words: Words) -> int:
-    return len(_within(store, words))
-
-
 def _zremrangebyscore(store: Store, words: Words) -> int:
     gone = _within(store, words)
     zset = store.get(words[1], ZSet)
@@ -138,9 +126,7 @@ SORTED_SETS: dict[bytes, Command] = {
     b"ZREM": _zrem,
     b"ZSCORE": _zscore,
     b"ZCARD": _zcard,
-    b"ZINCRBY": _zincrby,
     b"ZRANGE": _zrange,
     b"ZRANGEBYSCORE": _zrangebyscore,
-    b"ZCOUNT": _zcount,
     b"ZREMRANGEBYSCORE": _zremrangebyscore,
 }

@@ -152,9 +152,8 @@ COMMANDS: dict[bytes, Command] = {**PLAIN, **SORTED_SETS, **STREAMS}
 
 WRITES = frozenset(
     {
-        *(b"UNLINK", b"DEL", b"EXPIRE", b"PEXPIRE", b"PERSIST", b"SET", b"INCR", b"INCRBY"),
-        *(b"DECR", b"DECRBY", b"HSET", b"HSETNX", b"HDEL", b"HINCRBY", b"SADD", b"SREM"),
-        *(b"ZADD", b"ZREM", b"ZINCRBY", b"ZREMRANGEBYSCORE", b"XADD", b"XDEL", b"XTRIM"),
+        *(b"UNLINK", b"DEL", b"PEXPIRE", b"SET", b"HSET", b"HSETNX", b"HDEL", b"HINCRBY", b"SADD"),
+        *(b"ZADD", b"ZREM", b"ZREMRANGEBYSCORE", b"XADD", b"XDEL", b"XTRIM"),
     }
 )
 """Those that a script with the flag no-writes may not call."""
