@@ -9,15 +9,12 @@ from pathlib import Path
 import pytest
 
 from fuzz.campaign import CHUNK, Campaign
-from fuzz.damage import Damage, damaged, damaged_message, is_framed
+from fuzz.damage import Damage, damaged
 from testkit import sealed
 from turnstream.errors import UnknownFormatError
 from turnstream.records.events import decode_event, encode_event
 
 pytestmark = pytest.mark.timeout(240)
-
-LEAST_PACE = 0.3
-"""Least share of its pace that the healthy run keeps; a test machine is shared and noisy."""
 
 LONGEST_GAP_S = 10.0
 
@@ -30,15 +27,13 @@ def test_batcher_survives_damaged_runs_and_requests(tmp_path: Path) -> None:
 
     assert report.problems == []
     assert report.num_cases >= 3 * CHUNK
-    assert report.pace > LEAST_PACE
     assert report.longest_gap_s < LONGEST_GAP_S
 
 
 def test_damage_depends_on_the_seed_alone() -> None:
     record = encode_event(sealed("g0"))
 
-    once = [damaged(record, random.Random(seed)) for seed in range(200)]
-    again = [damaged(record, random.Random(seed)) for seed in range(200)]
+    once, again = ([_damage_of(record)(seed) for seed in range(200)] for _ in range(2))
 
     assert once == again
     assert len({damage.data for damage in once}) > 150
@@ -53,15 +48,6 @@ def test_forged_damage_reaches_the_decoder() -> None:
     assert any(_is_read(damage.data) for damage in forged)
     assert any(_is_of_newer_release(damage.data) for damage in forged)
     assert not any(_is_read(damage.data) for damage in plain)
-
-
-def test_damaged_message_changes_every_field() -> None:
-    message = encode_event(sealed("g0"))
-    assert is_framed(message)
-
-    lengths = {len(damaged_message(message[8:-4], random.Random(seed))) for seed in range(200)}
-
-    assert len(lengths) > 5
 
 
 def _damage_of(record: bytes) -> Callable[[int], Damage]:

@@ -8,6 +8,6 @@ Each case depends only on the seed and its number.
 - `runs` makes small runs whose rows are known.
 - `stored` damages one place of a stored run.
 - `calls` sends damaged requests.
-- `pace` trains a healthy run in the same store all the time.
+- `pace` trains an undamaged run in the same store all the time.
 - `campaign` combines these and judges the result.
 """

@@ -31,8 +31,7 @@ def _show(report: Report, *, seed: int) -> None:
         print(f"  {number:5d}  {outcome}")
     for name, growth in report.growth_bytes.items():
         print(f"the {name} grew by {growth / 1e6:.0f} MB")
-    print(f"the healthy run kept {report.pace:.0%} of its pace,", end=" ")
-    print(f"with a longest gap of {report.longest_gap_s:.1f} s")
+    print(f"the longest gap between two steps of the healthy run: {report.longest_gap_s:.1f} s")
     for problem in report.problems:
         print(f"PROBLEM {problem}")
     print(f"{len(report.problems)} problems")

@@ -16,16 +16,8 @@ _TIMEOUT_S = 10.0
 _WAIT_S = 0.01
 
 REFUSALS = {
-    "OK",
-    "INVALID_ARGUMENT",
-    "NOT_FOUND",
-    "ALREADY_EXISTS",
-    "FAILED_PRECONDITION",
-    "ABORTED",
-    "OUT_OF_RANGE",
-    "RESOURCE_EXHAUSTED",
-    "UNIMPLEMENTED",
-    "DEADLINE_EXCEEDED",
+    *("OK", "INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "FAILED_PRECONDITION", "ABORTED"),
+    *("OUT_OF_RANGE", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED", "DEADLINE_EXCEEDED"),
 }
 """Answers that name the error in a request, or end the wait that it asked for."""
 

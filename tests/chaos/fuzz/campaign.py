@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ from turnstream_server.bus.deletion import delete_run
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.jobs.services import StartedBatcher, start_batcher, store_environment
-from turnstream_server.jobs.stack import Service, Stack
+from turnstream_server.jobs.stack import Stack
 
 CHUNK: Final = 16
 """Damaged runs that are offered at once."""
@@ -62,8 +63,6 @@ _READY_S: Final = 60.0
 _OF_ANOTHER_RELEASE: Final = ("newer release", "older release")
 _NAMED: Final = ("damaged", "config revision")
 """Words of reasons that name the damage. A forged plan may name a revision that the run lacks."""
-
-_WARM_UP_S: Final = 3.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,7 +96,6 @@ class Report:
         outcomes: number of cases by kind and end.
         problems: violations, each with the case that shows it.
         growth_bytes: peak growth of each process, by its name.
-        pace: steps per second of the healthy run in damaged chunks, over those in control chunks.
         longest_gap_s: longest time between two steps of the healthy run in damaged chunks.
     """
 
@@ -105,7 +103,6 @@ class Report:
     outcomes: Counter[str] = field(default_factory=Counter[str])
     problems: list[str] = field(default_factory=list[str])
     growth_bytes: dict[str, int] = field(default_factory=dict[str, int])
-    pace: float = 0.0
     longest_gap_s: float = 0.0
 
 
@@ -130,7 +127,6 @@ class Campaign:
         self._folder = folder
         self._seed = seed
         self._resources = contextlib.ExitStack()
-        self._rates: dict[bool, list[float]] = {True: [], False: []}
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -149,18 +145,16 @@ class Campaign:
         self._resources.close()
 
     def run(self, num_cases: int) -> Report:
-        """Run this many cases, and one control chunk before and one after them."""
+        """Run a chunk without damage, and then this many cases."""
         wait_until(lambda: len(self._healthy.steps_s) > NUM_GROUPS, timeout_s=_READY_S)
         self._chunk(range(CHUNK), is_damaged=False)
-        before = self._sizes()
+        before = self._memory("VmRSS")
         number = CHUNK
         while self.report.num_cases < num_cases:
             self._chunk(range(number, number + CHUNK), is_damaged=True)
             number += CHUNK
-        peaks = self._peaks()
-        self._chunk(range(number, number + CHUNK), is_damaged=False)
+        peaks = self._memory("VmHWM")
         self.report.growth_bytes = {name: peaks[name] - before[name] for name in peaks}
-        self.report.pace = _mean(self._rates[True]) / _mean(self._rates[False])
         self._judge_processes()
         return self.report
 
@@ -175,7 +169,6 @@ class Campaign:
             for each in trained:
                 each.result()
         stop_s = time.monotonic()
-        self._rates[is_damaged].append(self._healthy.steps_per_s(start_s, stop_s))
         if is_damaged:
             gap_s = self._healthy.longest_gap_s(start_s, stop_s)
             self.report.longest_gap_s = max(self.report.longest_gap_s, gap_s)
@@ -256,27 +249,24 @@ class Campaign:
 
     def _judge_processes(self) -> None:
         report = self.report
-        for name, service in self._services():
-            if service.status is not None:
-                report.problems.append(f"the {name} has ended with status {service.status}")
+        status = self._subject.batcher.service.status
+        if status is not None:
+            report.problems.append(f"the batcher has ended with status {status}")
         for name, growth in report.growth_bytes.items():
             if growth > GROWTH_LIMIT_BYTES:
                 report.problems.append(f"the {name} grew by {growth / 1e6:.0f} MB")
         if self._healthy.error is not None:
             report.problems.append(f"the healthy run has ended: {self._healthy.error!r}")
 
-    def _services(self) -> Iterator[tuple[str, Service]]:
-        yield "batcher", self._subject.batcher.service
-
-    def _sizes(self) -> dict[str, int]:
-        return {name: _memory(pid, "VmRSS") for name, pid in self._pids()}
-
-    def _peaks(self) -> dict[str, int]:
-        return {name: _memory(pid, "VmHWM") for name, pid in self._pids()}
-
-    def _pids(self) -> Iterator[tuple[str, int]]:
-        yield "batcher", self._subject.batcher.service.pid
-        yield "store", self._subject.server.pid
+    def _memory(self, what: str) -> dict[str, int]:
+        """Return a line of /proc/<pid>/status for each process, in bytes."""
+        found: dict[str, int] = {}
+        pids = {"batcher": self._subject.batcher.service.pid, "store": self._subject.server.pid}
+        for name, pid in pids.items():
+            status = Path(f"/proc/{pid}/status").read_text()
+            (kib,) = re.findall(rf"^{what}:\s+(\d+) kB$", status, re.MULTILINE)
+            found[name] = int(kib) * 1024
+        return found
 
 
 def _stops(case: Case) -> list[str]:
@@ -307,18 +297,6 @@ def _delete(client: redis.Redis, name: str) -> None:
     if found:
         client.delete(*found)
     client.srem(keys.RUNS, keys.encode_name(name))
-
-
-def _mean(rates: list[float]) -> float:
-    return sum(rates) / len(rates)
-
-
-def _memory(pid: int, what: str) -> int:
-    """Return a line of /proc/<pid>/status, in bytes."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith(f"{what}:"):
-            return int(line.split()[1]) * 1024
-    raise LookupError(f"process {pid} has no {what}")
 
 
 @contextlib.contextmanager

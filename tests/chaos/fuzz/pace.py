@@ -50,17 +50,11 @@ class HealthyRun:
         for thread in self._threads:
             thread.join()
 
-    def steps_per_s(self, start_s: float, stop_s: float) -> float:
-        """Return the rate of steps between two times."""
-        return len(self._between(start_s, stop_s)) / (stop_s - start_s)
-
     def longest_gap_s(self, start_s: float, stop_s: float) -> float:
         """Return the longest time between two steps."""
-        times = [start_s, *self._between(start_s, stop_s), stop_s]
+        between = [at_s for at_s in list(self.steps_s) if start_s <= at_s < stop_s]
+        times = [start_s, *between, stop_s]
         return max(later - earlier for earlier, later in itertools.pairwise(times))
-
-    def _between(self, start_s: float, stop_s: float) -> list[float]:
-        return [at_s for at_s in list(self.steps_s) if start_s <= at_s < stop_s]
 
     def _watched(self, work: Callable[[], None]) -> None:
         try:
