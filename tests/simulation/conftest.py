@@ -1,4 +1,4 @@
-"""`pytest tests/simulation --seed N` lives through one seed again."""
+"""`pytest tests/simulation --seed N` simulates one seed again."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Added where this folder is named on the command line."""
-    parser.addoption("--seed", type=int, default=None, help="of the one life to live again")
+    parser.addoption("--seed", type=int, default=None, help="simulate only this seed")

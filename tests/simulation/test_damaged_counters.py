@@ -121,7 +121,7 @@ EVALUATE: Any = Store._evaluate  # pyright: ignore[reportPrivateUsage]
 @pytest.mark.timeout(300)
 def test_damaged_counter_is_refused_before_the_first_write(monkeypatch: pytest.MonkeyPatch) -> None:
     # HINCRBY failed half way: write_manifest left a plan without its batch, the run finished, and
-    # its trajectories were trained by nobody.
+    # its trajectories were never trained.
     trials = Trials()
 
     def evaluate(store: Store, words: Words) -> Any:

@@ -281,7 +281,7 @@ def test_scan_returns_every_remaining_field_once() -> None:
     while True:
         cursor, page = store.execute([b"HSCAN", HASH, cursor, b"COUNT", b"7"])
         found += page[::2]
-        store.execute([b"HDEL", HASH, *page[::2]])  # what went does not shift what is left
+        store.execute([b"HDEL", HASH, *page[::2]])  # a removed field does not move the others
         if cursor == b"0":
             break
 

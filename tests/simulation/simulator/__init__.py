@@ -1,7 +1,9 @@
-"""Lives of a run from seeds: the real code and the real scripts, one thread, no clock but ours.
+"""Simulated runs from seeds: the real code and the real scripts, in one thread with its own clock.
 
-`store` and `lua` are the server in memory, `clients` its clients, `loops` the event loops of
-processes that can be stopped anywhere, `world` the scheduler and its faults, `generators` and
-`services` what the processes do, `laws` what must hold. `lives` puts them together, `guards` breaks
-the code to see whether a life shows it. `python -m simulator --help`.
+- `store` and `lua` are the server in memory, and `clients` its clients.
+- `loops` are event loops of processes that can be stopped between any two calls.
+- `world` is the scheduler with its `faults`.
+- `generators`, `services`, `trainers` and `operators` are the processes.
+- `laws` are the invariants, and `lives` runs everything.
+- `guards` breaks the code, to show that a simulated run fails then.
 """

@@ -1,7 +1,7 @@
-"""Lives from seeds, from the command line; the seed of a life that goes wrong is printed.
+"""Simulate runs from seeds, and print each seed that fails.
 
-python -m simulator --seeds 5000            lives 0 to 4999, on every core
-python -m simulator --seed 1234             one life, with what became of it
+python -m simulator --seeds 5000            seeds 0 to 4999, on every core
+python -m simulator --seed 1234             one seed, with its result
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from simulator.lives import Verdict, lives_of
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Live; 1 where a life went wrong."""
+    """Simulate the runs, and return 1 if one failed."""
     parser = argparse.ArgumentParser(prog="python -m simulator", description=__doc__)
     parser.add_argument("--seeds", type=int, default=2000, help="how many lives")
     parser.add_argument("--first", type=int, default=0, help="the first seed")

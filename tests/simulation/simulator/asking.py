@@ -1,7 +1,7 @@
-"""What the product does with a client that waits for its replies, in a process of the world.
+"""Synchronous functions of the product, run in a process of the simulated world.
 
-Such a function cannot be interrupted while it waits. So it is begun again after each reply, with
-the replies so far: it does the same with the same replies, and comes one command further.
+The function cannot be interrupted while it waits for a reply. So it is restarted after each
+reply with all replies so far, and continues with the next command.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def on_the_spot(world: World) -> redis.Redis:
 
 
 async def carried_out(client: AsyncClient, act: Callable[[redis.Redis], _Result]) -> _Result:
-    """What `act` gives, each of whose commands is an event of the world."""
+    """Return the result of `act`, each of whose commands is an event of the world."""
     replies: list[tuple[Sequence[bytes], Any]] = []
     while True:
         known = iter(replies)

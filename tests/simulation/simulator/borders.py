@@ -27,7 +27,7 @@ _LOOKS = 6
 
 
 def running_process() -> Process:
-    """Whose code runs now."""
+    """Return the process whose code runs now."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, ProcessLoop)
     return loop.process
@@ -37,12 +37,12 @@ _LOSS = re.compile("and the store lost it|the store came back without")
 
 
 class _Complaints(logging.Handler):
-    """What is logged as an error is a problem of the world."""
+    """Turns each logged error into a problem of the world."""
 
     def emit(self, record: logging.LogRecord) -> None:
         loop = asyncio._get_running_loop()
         if not isinstance(loop, ProcessLoop):
-            return  # of a life that failed, when its remains are swept up
+            return  # the remains of a run that failed
         process = loop.process
         may_lose = process.world.counts.keys() & {"cut", "jump"}
         if _LOSS.search(record.getMessage()) and may_lose:

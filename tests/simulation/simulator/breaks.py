@@ -17,10 +17,11 @@ Break = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class Guard(NamedTuple):
-    """A guard and how it is broken.
+    """A guard and the edit that breaks it.
 
     Attributes:
-        needs: what of its fate a life must have to show it, as `has_reviser`; "" for any life.
+        needs: attribute of `Fate` that a run needs to show it, such as `has_reviser`; "" for any
+            run.
     """
 
     name: str

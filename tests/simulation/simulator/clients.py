@@ -25,7 +25,7 @@ _CALLBACKS = {
 
 
 def words_of(arguments: Sequence[Any]) -> list[bytes]:
-    """A command as a server is told it."""
+    """Return a command as the words that a server receives."""
     words = [
         word.encode() if type(word) is str else word if type(word) is bytes else _word(word)
         for word in arguments
@@ -35,14 +35,14 @@ def words_of(arguments: Sequence[Any]) -> list[bytes]:
 
 
 def _word(argument: Any) -> bytes:
-    """That of what is neither bytes nor plain text."""
+    """Return the bytes of an argument that is neither bytes nor plain text."""
     if isinstance(argument, str):  # a member of an enumeration
         return argument.encode()
     return repr(argument).encode() if isinstance(argument, int | float) else bytes(argument)
 
 
 def error_of(error: StoreError) -> Exception:
-    """What redis-py makes of an error reply."""
+    """Return the exception that redis-py makes of an error reply."""
     return BaseParser.parse_error(str(error))
 
 
@@ -58,13 +58,13 @@ def parsed(name: bytes, reply: Any, options: dict[str, Any]) -> Any:
 class AsyncClient(redis.asyncio.Redis):
     """A client in one process; every call is an event of its world.
 
-    It has one connection, which is made anew after it was lost; by chance the client sends then
-    again by itself what was not answered.
+    It has one connection, which is opened again after a loss. By chance the client then resends the
+    unanswered commands.
     """
 
     def __init__(self, process: Process) -> None:  # connects when it is first used
         self._process = process
-        self._start = 0  # of the store, to which the connection leads
+        self._start = 0  # the store's start of the connection
         self.connection_pool: Any = SimpleNamespace(connection_kwargs={})
 
     def __del__(self, *_: Any) -> None:
@@ -110,7 +110,7 @@ class AsyncClient(redis.asyncio.Redis):
 
 
 class _NewConnection:
-    """What `redis_connect_func` is given."""
+    """The argument of `redis_connect_func`."""
 
     def __init__(self, process: Process, start: int) -> None:
         self._process = process
@@ -236,7 +236,7 @@ class AsyncLinkInMemory:
 
     def __init__(self, process: Process) -> None:
         self._process = process
-        self._start = 0  # of the store, to which the connection leads; 0 where there is none
+        self._start = 0  # the store's start of the connection; 0 without one
 
     async def exchange(self, data: bytes, num_replies: int) -> list[Any]:
         """Send packed commands; their replies, errors among them."""

@@ -1,4 +1,4 @@
-"""Guards of the code: of the fold, of its leader, of the publisher that sends again."""
+"""Guards of the fold, its leader, and publishers that resend."""
 
 from __future__ import annotations
 

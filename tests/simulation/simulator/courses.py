@@ -26,10 +26,10 @@ _SETTLING_S = 3.0
 
 
 class Course:
-    """Lets one run live.
+    """The course of one simulated run.
 
     Attributes:
-        laws: that it must keep.
+        laws: invariants of the run.
     """
 
     def __init__(self, world: World, life: Life, drawn: Fate) -> None:
@@ -49,7 +49,7 @@ class Course:
         self._world.end()
 
     def _is_over(self) -> bool:
-        """Unless another session has begun since, as by a call that came late."""
+        """Return whether the run has ended, and no later session has started."""
         return self._life.is_ended and self.laws.knows_session
 
     def _after_step(self) -> None:
@@ -87,7 +87,7 @@ class Course:
             max_steps=_MAX_STEPS,
             until_s=world.now_s + _CALM_S,
         )
-        if has_ended and life.num_evals:  # what comes late to one is settled a moment later
+        if has_ended and life.num_evals:  # late events are settled a moment later
             until_s = world.now_s + _SETTLING_S
             world.run_until(lambda: not is_unfinished(seen), max_steps=_MAX_STEPS, until_s=until_s)
         if world.problems:
@@ -100,7 +100,7 @@ class Course:
 
 
 def _shown(world: World, run: str) -> str:
-    """The store's hashes, for whoever looks into a failure."""
+    """Return the store's main hashes, for the report of a failure."""
     prefix = f"ts:{{{run}}}:".encode()
     shown = {
         name[len(prefix) :].decode(): value

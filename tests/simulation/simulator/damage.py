@@ -26,7 +26,7 @@ from turnstream_server.bus.replans import request_replan
 _UNPLANNED = 0.02
 """How often, of damaged payload, it is not planned yet."""
 _UNASKED = 0.05
-"""How often an operator asks although nobody was refused anything."""
+"""Rate of requests of an operator without a refused rank."""
 
 
 def strike(seen: Seen) -> None:
@@ -65,13 +65,13 @@ async def mender(process: Process, life: Life) -> None:
 
 @dataclass(frozen=True)
 class PutBack:
-    """What becomes of a fold at a position: plans from a step on are withdrawn."""
+    """A withdrawal of plans from a step on, at a position of the fold."""
 
     step: int
     groups: tuple[WithdrawnGroup, ...]
 
     def new_selector(self, config: BatchingConfig, before: Selector) -> Selector:
-        """The selector of a leader that begins anew behind the plan that stands."""
+        """Return the selector of a leader that restarts after the last valid plan."""
         selector = Selector(config)
         selector.versions = before.versions
         selector.pass_step(self.step - 1)

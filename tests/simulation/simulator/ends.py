@@ -1,4 +1,4 @@
-"""What must hold of a life at its end."""
+"""Invariants at the end of a simulated run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DROPPED = ("filtered", "expired", "incomplete")
 
 
 def everything_ended(seen: Seen) -> Violations:
-    """P4: everything is in a final state; what was acknowledged as sealed did not vanish."""
+    """P4: everything is in a final state, and every acknowledged seal is there."""
     frontier = seen.hash("frontier")
     if frontier[b"stepped"] != frontier.get(b"planned", b"0"):
         yield f"the run ended with {frontier}"
@@ -44,9 +44,9 @@ def everything_ended(seen: Seen) -> Violations:
 
 
 def _nothing_vanished(seen: Seen, states: dict[str, str]) -> Violations:
-    """What was acknowledged as sealed has a state at the end of the run.
+    """P1: every acknowledged seal has a state at the end of the run.
 
-    Where the power was cut, this is promised for publishers that live.
+    After a power cut, this is promised to publishers that survived.
     """
     history, world = seen.life.history, seen.world
     for name in sorted({*history.acknowledged, *[n for n in history.lost if "/" in n]}):
@@ -67,14 +67,12 @@ def _nothing_vanished(seen: Seen, states: dict[str, str]) -> Violations:
 
 
 def _is_named_well(seen: Seen, name: str, state: str) -> bool:
-    """Whether a living publisher may be told that the store lost this, and that it stays so.
+    """Return whether a publisher that survived may report this trajectory as lost.
 
-    When the store came back, another generator was faster to hold it, or it was given up while
-    its own slept, or its group got no leave to begin again (its prompt may be given out as the same
-    group then, once the run is opened again), or had gone on without it, or the store goes on with
-    an earlier group of its prompt. A clock that is set forward ends the tombstones that say
-    otherwise. Who took it over does not keep what the writer before it had written, nor does that
-    one, who lives and was refused.
+    After the store came back, one of these happened: another generator held it sooner, its lease
+    ended, its group got no admission or continued without it, or the store continues an earlier
+    group of its prompt. A clock that is set forward also removes tombstones. A new writer does not
+    keep the turns of the writer before it.
     """
     if "jump" in seen.world.counts and seen.life.history.lost[name].endswith(_NO_TOMBSTONE):
         return True
@@ -104,9 +102,9 @@ def _is_decided(seen: Seen, group_id: str) -> bool:
 
 
 def _nothing_came_back(seen: Seen, states: dict[str, str]) -> Violations:
-    """What left the ledger has no payload any more, whoever still wrote to it.
+    """P4: a trajectory that left the ledger has no payload.
 
-    A clock that is set forward ends the tombstones that refuse who was late.
+    A clock that is set forward removes the tombstones that refuse late writers.
     """
     if "jump" in seen.world.counts:
         return
@@ -134,7 +132,7 @@ def states_of(seen: Seen) -> dict[str, str]:
 
 
 def _trained_once(seen: Seen) -> Violations:
-    """I2 and I3: what survives is every step once, each as it was planned."""
+    """I2 and I3: each step is trained once, as it was planned."""
     expected = {step: own_hash for step, (_, own_hash) in seen.manifests.items()}
     trained = seen.life.history.trained
     if trained != expected:

@@ -1,8 +1,7 @@
-"""What a seed decides before a life begins: its length, the settings of its run, its weather.
+"""The seed's decisions before a run starts: its length, settings and faults.
 
-Most lives are short: a few groups, and a storm of a moment. Nearly every broken guard shows in one
-of them, and many short lives see more than a few long ones of the same cost. One in sixteen is
-long: what takes many batches, or a store that is full of what is over, shows there alone.
+Most runs are short: a few groups, and faults for a moment. Nearly every broken guard shows in one
+of them. One run in sixteen is long, to reach many batches and a store with many finished groups.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ RUN = "life"
 _LONG = 1 / 16
 _OBSERVED, _PAUSED, _REVISED, _REOPENED = 0.15, 0.1, 0.25, 0.12
 _CHANGES = 0.5
-"""Of the settings of a config, when it is revised."""
+"""Share of the settings that a revision changes."""
 _SHORT_PACE = 0.5
 """Leases, deadlines, sleeps and delays of short lives take so much of those of long ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fate:
-    """How a life is to go.
+    """The course that a seed decides.
 
     Attributes:
-        is_long: whether it is one of the few long ones.
-        weather: of its storm.
-        storm_s: how long that lasts.
-        num_batchers, num_generators: its processes, beside one trainer.
-        has_observer: whether somebody else sees its batches.
-        has_operator, has_reviser, has_reopener: whether somebody pauses it, revises its config, or
-            closes it and opens it again.
+        is_long: whether it is one of the few long runs.
+        weather: rates of the faults.
+        storm_s: duration of the faults.
+        num_batchers, num_generators: processes in addition to one trainer.
+        has_observer: whether an observer reads the batches.
+        has_operator, has_reviser, has_reopener: whether operators pause, revise, or close and
+            reopen it.
     """
 
     is_long: bool
@@ -76,10 +75,10 @@ def fate(rng: random.Random) -> Fate:
 
 
 def _weather(rng: random.Random, *, density: float, pace: float) -> Weather:
-    """Some faults are frequent, others do not occur.
+    """Draw fault rates; some faults are frequent and others do not occur.
 
-    In a third of the lives only processes fail: there the strictest laws hold, as that nobody loses
-    what he works at.
+    In a third of the runs only processes fail. The strictest laws apply there: no living process
+    loses its work.
     """
     lasting = Weather(
         longest_sleep_s=8.0 * pace, longest_delay_s=4.0 * pace, longest_unsynced_s=2.5 * pace
@@ -113,7 +112,7 @@ def _weather(rng: random.Random, *, density: float, pace: float) -> Weather:
 
 
 def new_life(rng: random.Random, *, is_long: bool) -> Life:
-    """What the processes of a life share, at its beginning."""
+    """Draw the shared settings of a run's processes."""
     most_groups, most_evals, pace = (12, 5, 1.0) if is_long else (4, 1, _SHORT_PACE)
     any_config = partial(_config, rng, most_batch_groups=4 if is_long else 2, pace=pace)
     return Life(
@@ -146,9 +145,9 @@ def prompt(rng: random.Random, number: int) -> Prompt:
 
 
 def _another(rng: random.Random, before: BatchingConfig, drawn: BatchingConfig) -> BatchingConfig:
-    """Some settings of one config, the others of another.
+    """Return some settings of one config and the others of another.
 
-    Who awaits a reward for an evaluation counts on its deadline: there is one, or there is none.
+    A pending reward of an evaluation needs a deadline, so the deadline is never removed.
     """
     names = [each.name for each in changed_settings(before, drawn) if rng.random() < _CHANGES]
     changes = {name: getattr(drawn, name) for name in names}

@@ -1,4 +1,4 @@
-"""What goes wrong in a world, as its weather has it."""
+"""The faults of a simulated world."""
 
 from __future__ import annotations
 
@@ -11,29 +11,27 @@ if TYPE_CHECKING:
     from simulator.world import World
 
 _STOPS = 0.3
-"""Of the batchers that would be killed."""
+"""Share of the killed batchers that stop in order instead."""
 _LONGEST_FULL_S = 2.0
 _JUMPS_MS = (-3_600_000, -5_000, -500, 500, 5_000, 3_600_000)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weather:
-    """How often, per step of the world, something goes wrong.
+    """The rate of each fault per step of the world.
 
     Attributes:
         crash: a process is killed.
-        sleep: a process stops for up to `longest_sleep_s`, and wakes up as if nothing had been.
+        sleep: a process stops for up to `longest_sleep_s`, and then continues.
         lose: a call, or its reply, is lost together with the connection.
-        late: a call that was lost, or whose process was killed, arrives all the same, up to
-            `longest_delay_s` later, as from a buffer of the network.
-        stall: the call of a script takes up to `longest_delay_s` to arrive; whoever made it waits.
+        late: a lost call, or one of a killed process, still arrives up to `longest_delay_s` later.
+        stall: the call of a script takes up to `longest_delay_s` to arrive, and its caller waits.
         repeat: a call is carried out twice, as when a client sends it again.
         jump: the clock of the store is set forward or back.
         restart: every connection is lost, and the store forgets the scripts.
         fill: the store is full for a while.
-        cut: the power fails, and the store comes back without its last moments, unless it syncs
-            before it answers.
-        rot: payload that is planned is damaged on the disk.
+        cut: the power fails, and a store without fsync loses its last writes.
+        rot: planned payload is damaged on the disk.
     """
 
     crash: float = 0.0
@@ -91,7 +89,7 @@ class Faults:
             world.store.is_full = False
 
     def end(self) -> None:
-        """What goes on now ends; power that is about to fail fails now."""
+        """End all faults; a pending power cut happens now."""
         self._world.store.is_full = False
         if self._on_disk is not None:
             self._cut_power()
@@ -134,7 +132,7 @@ class Faults:
         self._world.store.start_anew()
 
     def _sync_for_the_last_time(self) -> None:
-        """What is written from now on is lost a moment later."""
+        """Save the disk; later writes are lost at the next power cut."""
         world = self._world
         if self._on_disk is None and world.store.appends_only == b"everysec":
             self._on_disk = world.store.save()
@@ -158,7 +156,7 @@ class Faults:
 
 
 class _Alarm:
-    """What wakes a process that sleeps: it goes on with what is ready."""
+    """The end of a process's sleep."""
 
     def cancelled(self) -> bool:
         return False

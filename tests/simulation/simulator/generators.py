@@ -24,7 +24,7 @@ from turnstream.types import TrajectoryKey
 
 REWARDS = (0.0, 0.5, 1.0)
 _RESTRAINT = 0.8
-"""How seldom somebody asks for what is not there: to be told so costs more than most acts."""
+"""Share of useless requests that are left out, because a refusal costs more than most acts."""
 
 
 async def generator(process: Process, life: Life) -> None:
@@ -61,7 +61,7 @@ def _has_found_out(process: Process, outbox: Outbox, acknowledged: set[str]) -> 
         return False
     waiting = [keys.trajectory_id(lane.key) for each in queues.waiting for lane in each.lanes]
     if not acknowledged.isdisjoint(waiting):
-        return False  # of groups that get no leave, only those that were never open may wait on
+        return False  # a group without admission may only wait if it was never open
     has_met = outbox._incarnation == process.world.store.run_id
     return outbox._reposts.is_empty and (has_met or outbox._window.is_settled)
 
@@ -124,10 +124,10 @@ async def _evaluation(process: Process, life: Life, publisher: AsyncPublisher) -
 
 
 async def _task(process: Process, life: Life, publisher: AsyncPublisher) -> None:
-    """Whatever the run gives: a refill, or one of its prompts."""
+    """Take a task of the run: a refill, or one of its prompts."""
     task = await publisher.next_task(0.3)
     for each in task.trajectories:
-        life.history.wrote(each.key, process.name)  # nobody else may write it now
+        life.history.wrote(each.key, process.name)  # no other process may write it now
     known = {each.key for each in task.trajectories} & (process.begun - process.given_up)
     if known:
         by_name = all(key.attempt and ("refill", key) not in process.begun for key in known)
@@ -166,7 +166,7 @@ async def _shared_group(process: Process, life: Life, publisher: AsyncPublisher)
 
 
 async def _join_any(process: Process, life: Life, publisher: AsyncPublisher) -> None:
-    """Begin whatever nobody has begun of a group that several generators share."""
+    """Open a member that is not yet open, of a group that several generators share."""
     if life.history.groups:
         await _join(process, life, publisher, life.history.groups, attempt=0)
 
@@ -208,7 +208,7 @@ async def _refill(process: Process, life: Life, publisher: AsyncPublisher) -> No
         process.world.blame(f"{process.name} is given the refill {refill.key} twice")
     process.begun.add(("refill", refill.key))
     if refill.key in process.begun:
-        return  # opened by name at the same time
+        return  # it was opened directly at the same time
     process.begun.add(refill.key)
     await _episode(process, life, publisher.refill_trajectory(refill))
 
@@ -223,7 +223,7 @@ async def _take_over(process: Process, life: Life, publisher: AsyncPublisher) ->
     else:
         return
     if key in process.begun:
-        return  # its own: to go on with it twice would be to write it twice
+        return  # its own: a second writer would write it twice
     process.begun.add(key)
     before = _holder(process, life, key)
     life.history.wrote(key, process.name)  # it may be given to it, and the answer be lost

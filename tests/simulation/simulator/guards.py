@@ -23,11 +23,11 @@ GUARDS = (*SCRIPT_GUARDS, *CODE_GUARDS)
 
 
 class Sight(NamedTuple):
-    """How a broken guard showed.
+    """The runs that a broken guard let fail.
 
     Attributes:
-        seeds: lives that went wrong.
-        problem: of the first of them.
+        seeds: seeds of these runs.
+        problem: problem of the first of them.
     """
 
     seeds: tuple[int, ...]
@@ -87,6 +87,6 @@ def _sight(seeds: range, name: str) -> Sight:
 
 
 if __name__ == "__main__":
-    from simulator.guards import main as start  # the one that a process that is started anew knows
+    from simulator.guards import main as start  # a spawned process imports this one
 
     sys.exit(start())

@@ -1,4 +1,4 @@
-"""What the processes of a life said and were told, by which the laws judge beside the store."""
+"""The record of a run's processes, which the laws compare with the store."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ _NEVER = (
     "the trajectory is being written by",
     "the store refused the command",
 )
-"""What no caller may be told: that another wrote what is its own, or that a script failed."""
+"""Texts of errors that no caller may get: a foreign write, or a script that failed."""
 
 
 @dataclass
 class History:
-    """Facts of one life.
+    """Facts of one run.
 
     Attributes:
-        said: trajectory id -> the CRCs of the turns of every seal that was tried.
-        acknowledged: trajectories of which a writer was told that the run knows their seal.
+        said: trajectory id -> the CRCs of the turns of every attempted seal.
+        acknowledged: trajectories whose seal was acknowledged to a writer.
         writers: trajectory id -> the processes that wrote to it, or asked to.
-        lost: what publishers said that the store had lost, by trajectory id.
-        awaiting: trajectories that were sealed without their reward, which nobody has posted.
-        rewarded: trajectory -> when a reward was acknowledged, and which.
-        trained: step -> manifest hash, of the history that survives.
-        checkpoints: tokens of the history that survives, oldest first; what a trainer starts from.
-        on_disk: all that were ever saved.
-        groups: name, samples and needed members of those that several generators write.
+        lost: losses that publishers reported, by trajectory id.
+        awaiting: trajectories sealed without their reward, which is not yet posted.
+        rewarded: trajectory -> time and value of an acknowledged reward.
+        trained: step -> manifest hash, of the surviving history.
+        checkpoints: tokens of the surviving history, oldest first; a trainer starts from one.
+        on_disk: all tokens that were ever saved.
+        groups: name, samples and needed members of groups that several generators write.
         ever_trained: the same as `trained`, of all histories.
-        planned: step -> manifest hash, as the store has it.
+        planned: step -> manifest hash in the store.
         all_trained: every step and manifest hash that was ever trained.
-        most_withdrawn: the newest step that was trained by a plan that was withdrawn.
+        most_withdrawn: the newest step that was trained by a withdrawn plan.
         releasable: the newest step that may be released.
-        newest_said: the newest step that the present session has acknowledged, or tried to.
+        newest_said: the newest step that the current session acknowledged, or tried to.
         intended: step -> plans that were checked, and maybe not written.
-        revised: the configs whose storing was acknowledged, by number: first step, config.
-        refusals: errors that callers were told, by type.
-        mixed: refusals that no caller may see.
+        revised: acknowledged configs by number: first step, config.
+        refusals: errors of callers, by type.
+        mixed: refusals that no caller may get.
     """
 
     said: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class History:
     def begun(
         self, name: str, session: TrainerSession, token: RecoveryToken | None, *, released: int
     ) -> None:
-        """A session has begun: what was saved after its token is given up, and released no more."""
+        """Start a session: later checkpoints than its token are invalid."""
         self.session = name
         self.newest_said = session.next_step - 1
         kept = [each for each in self.checkpoints if each.step < session.next_step - 1]
@@ -92,7 +92,7 @@ class History:
             self.may_release(retained=retained)
 
     def may_release(self, *, retained: int) -> None:
-        """What is before the checkpoints that are kept."""
+        """Allow the release of steps before the retained checkpoints."""
         if len(self.checkpoints) >= retained:
             self.releasable = max(self.releasable, self.checkpoints[-retained].step)
 
@@ -111,7 +111,7 @@ class History:
                 del trained[step]
         for key, (posted_s, _) in self.rewarded.items():
             if posted_s > synced_s and key not in self.awaiting:
-                self.awaiting.append(key)  # whoever posted it may be gone
+                self.awaiting.append(key)  # its poster may have died
 
     def refused(self, error: Exception) -> None:
         """Count an error that a caller was told."""

@@ -1,4 +1,4 @@
-"""What must hold of a life: after every step, whenever a batch is planned, and at its end."""
+"""The invariants of a run: after every step, after every plan, and at the end."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _EVERY_STEPS = 40
 
 
 class Laws:
-    """Watches one life.
+    """Checks one run.
 
     Attributes:
-        seen: what it wrote.
+        seen: writes of the run.
     """
 
     def __init__(self, world: World, life: Life) -> None:
@@ -56,7 +56,7 @@ class Laws:
             self._blame_all(ledger_adds_up(self.seen))
 
     def check_end(self) -> None:
-        """When the run is over."""
+        """Check the invariants of a finished run."""
         self._check_state()
         self._blame_all(everything_ended(self.seen))
         self._blame_all(history_repeats(self.seen))
@@ -73,7 +73,7 @@ class Laws:
         self._blame_all(self._end_holds())
 
     def _let_plans_fall(self) -> None:
-        """Where plans were withdrawn, what tells of the newest one begins again below it."""
+        """Lower the recorded numbers of the newest plan after a withdrawal."""
         num_withdrawn = sum([isinstance(each, tuple) for each in self.seen.plans])
         if num_withdrawn != self._num_withdrawn:
             self._num_withdrawn = num_withdrawn
@@ -101,9 +101,9 @@ class Laws:
         }
 
     def _writers_stay_apart(self) -> Violations:
-        """Whoever lost a trajectory is told so, before it meets what others wrote.
+        """A writer that lost a trajectory is refused before it meets the turns of another.
 
-        Where the store lost an opening, another may have written the same trajectory since.
+        If the store lost an opening, another generator may have written the same trajectory since.
         """
         if "cut" in self._world.counts:
             return
@@ -111,7 +111,7 @@ class Laws:
             yield f"a caller was told: {text}"
 
     def _frontier_holds(self) -> Violations:
-        """What may only grow has grown, and what follows something comes behind it."""
+        """Growing numbers have grown, and they are in their order."""
         frontier, manifests = self.seen.hash("frontier"), self.seen.manifests
         number = {name: int(frontier.get(name.encode(), 0)) for name in _NUMBERS}
         number["leader_epoch"] = int(self.seen.hash("leader").get(b"epoch", 0))
@@ -128,15 +128,14 @@ class Laws:
 
     @property
     def knows_session(self) -> bool:
-        """Whether the session that the store knows is the newest that was told that it has begun.
+        """Return whether the store's session is the newest that was acknowledged.
 
-        Until it is told so, nobody else knows where it begins. A store that lost its start goes on
-        with the session before, and takes what that one says.
+        A store that lost the start of a session continues the session before it.
         """
         return self.seen.hash("frontier").get(b"session") == self._life.history.session.encode()
 
     def _checkpoints_hold(self, committed: int, released: int) -> Violations:
-        """What is committed is on disk, and of the history that goes on; so is what is kept."""
+        """Committed and retained checkpoints are on disk, and part of the surviving history."""
         history, is_known = self._life.history, self.knows_session
         saved = max([token.step for token in history.checkpoints], default=0)
         if is_known and committed > saved:
@@ -171,7 +170,7 @@ class Laws:
         self._term = epoch, expires_ms
 
     def _snapshot_holds(self) -> Violations:
-        """A snapshot is of a later moment than the one before: what it knows is trimmed."""
+        """A snapshot is never older than the one before it."""
         snapshot = self.seen.hash("snapshot")
         if snapshot:
             ms, seq = event_position(snapshot[b"position"].decode())
@@ -179,9 +178,9 @@ class Laws:
             yield from self._grows(_SNAPSHOT_STEP, int(snapshot[b"step"]))
 
     def _revisions_hold(self) -> Violations:
-        """A config that was acknowledged is there, and from its step on; as long as that stands.
+        """An acknowledged config is stored, and applies from its step on.
 
-        Plans that are withdrawn have it begin with the first of them.
+        If plans are withdrawn, it applies from the first of them on.
         """
         first_steps = dict(self.seen.revisions())
         was_withdrawn = b"withdrawn" in self.seen.hash("frontier")
@@ -202,9 +201,9 @@ class Laws:
             yield "a run that is open is finished"
 
     def _payload_holds(self) -> Violations:
-        """Whoever wrote to a trajectory does not do so any more when another has begun.
+        """The epoch of a payload never falls, so an earlier writer cannot write.
 
-        A clock that is set forward ends the tombstones that refuse who was late.
+        A clock that is set forward removes the tombstones that refuse late writers.
         """
         if "jump" in self._world.counts:
             return
@@ -244,15 +243,15 @@ class Leases:
         self._heard: dict[bytes, tuple[float, int]] = {}
 
     def forget(self) -> None:
-        """The store went back: what it has was heard nobody knows when."""
+        """Forget the times of renewals, because the store went back."""
         self._ends = dict(self._scores())
         self._heard.clear()
 
     def check(self) -> Violations:
-        """Nobody is given up for a jump of the clock who was heard behind it, or just before.
+        """A jump of the clock ends no lease that was renewed after it, or shortly before.
 
-        Whoever was heard less than half a lease ago has had no time to be heard again. Of two jumps
-        in one silence the second may undo the first, and nobody has seen either.
+        A writer that renewed less than half a lease ago had no time to renew again. Of two jumps in
+        one silence the second may undo the first, unnoticed.
         """
         ends = self._scores()
         if ends == self._ends:

@@ -1,4 +1,4 @@
-"""What the processes of one run share."""
+"""Shared state of the processes of one run."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ URL = "redis://simulated"
 
 @dataclass
 class Life:
-    """What the processes of one run share: its settings, and what is written down beside it.
+    """Shared state of the processes of one run: its settings and its record.
 
     Attributes:
-        config: that the run was made with.
-        in_force: the config that it goes by now.
-        ever_in_force: all that it went by, in order.
-        another_config: draws what it may be revised to.
-        is_closing: no new group is begun; what is open is brought to its end.
+        config: first config of the run.
+        in_force: current config.
+        ever_in_force: all configs so far, in order.
+        another_config: draws a config for a revision.
+        is_closing: no new group is started; open groups are completed.
         is_ended: a trainer came to the end of the run.
-        is_closed_for_good: nobody opens the run again.
-        num_begun: groups that generators have begun.
-        max_groups: how many they may.
+        is_closed_for_good: the run is not reopened.
+        num_begun: number of groups that generators have started.
+        max_groups: largest number of groups.
         num_evals, max_evals: the same of evaluations.
-        num_prompts: that the run carries.
-        most_episodes: of one generator at a time.
-        rotten: trajectories whose payload was damaged after they were planned.
-        publishers: those that ever began, each in its process.
+        num_prompts: number of prompts of the run.
+        most_episodes: largest number of concurrent episodes of one generator.
+        rotten: trajectories whose payload was damaged.
+        publishers: all publishers, each with its process.
     """
 
     run: str

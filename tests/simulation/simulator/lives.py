@@ -27,11 +27,11 @@ _PER_CHUNK = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """How a life went.
+    """The result of a simulated run.
 
     Attributes:
-        problems: what must not have happened; empty where all went well.
-        digest: of everything that happened: the same seed gives the same.
+        problems: broken invariants; empty if all held.
+        digest: hash of everything that happened; the same for the same seed.
     """
 
     seed: int
@@ -125,7 +125,7 @@ def lives_of(
     if num_processes <= 1:
         yield from lives(seeds)
         return
-    # Started anew instead of forked, because numpy has threads.
+    # Spawned instead of forked, because numpy has threads.
     context = multiprocessing.get_context("spawn")
     executor = ProcessPoolExecutor(num_processes, mp_context=context)
     try:

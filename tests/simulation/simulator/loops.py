@@ -1,4 +1,4 @@
-"""The event loop of one process: it runs when the world says so, and sleeps by its clock."""
+"""The event loop of one process, driven by the scheduler and the clock of the world."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Task(asyncio.Task[Any]):
 
 
 class ProcessLoop(asyncio.AbstractEventLoop):
-    """What asyncio's tasks, futures and timeouts need of a loop, and no more."""
+    """The parts of an event loop that asyncio's tasks, futures and timeouts need."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -104,7 +104,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         *args: Any,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        handle: Any = _Handle(callback, args, self, context)  # of a timer: when is with the world
+        handle: Any = _Handle(callback, args, self, context)  # the world knows its time
         self.process.world.add_timer(when, handle, self.process)
         return handle
 
@@ -132,7 +132,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         future = self.create_future()
         try:
             future.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001 - whatever it is, who waits is told
+        except Exception as error:  # noqa: BLE001 - the waiting task gets it
             future.set_exception(error)
         return future
 

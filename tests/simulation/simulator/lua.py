@@ -1,8 +1,8 @@
-"""The real scripts, run by a real Lua 5.1 in this process, over commands that a store carries out.
+"""The real scripts, run by a real Lua 5.1 in this process, on the commands of a store.
 
-Each is compiled once. As in a server, a script finds KEYS, ARGV, `redis` and `cjson`, may not touch
-a global that does not exist, and says with its flags whether it writes and whether it runs when
-the server is full. What of `redis` is not here raises.
+Each script is compiled once. As in a server, it finds KEYS, ARGV, `redis` and `cjson`, and may not
+touch a missing global. Its flags state whether it writes, and whether it runs in a full server. Any
+other part of `redis` raises.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class LoadedScript:
         self.is_read_only = b"no-writes" in flags
 
     def run(self, num_keys: int, words: Sequence[bytes]) -> Any:
-        """The reply; of the words, so many are keys, and then come the arguments.
+        """Return the reply; the first words are keys, the others arguments.
 
         Raises:
             StoreError: the error reply.
@@ -297,7 +297,7 @@ class Scripts:
         return values
 
     def _constructor(self, text: bytes) -> Any:
-        """What makes the table of a JSON text; of the value of null it is told."""
+        """Return a Lua function that builds the table of a JSON text."""
         return self._raw_compile(
             b"local null = ... return " + _lua_source(json.loads(text)), b"=json"
         )

@@ -1,6 +1,6 @@
-"""Who decides about a run while it goes on: pauses it, revises its config, closes and opens it.
+"""Operators of a run, who pause, revise, close and reopen it, and its observer.
 
-Each call may be lost, come late or twice, and whoever makes it may be killed: nobody follows him.
+Each call may be lost, late or repeated, and its process may be killed without a successor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LONGEST_REST_S = 0.8
 """Between two revisions, and while a run is open or closed."""
 _LEFTOVERS: tuple[Leftover | None, ...] = (None, "short", "carry", "drop")
 _AT_THE_END = b"short"
-"""What becomes of groups that make no whole batch."""
+"""Policy for groups that make no whole batch."""
 _HEARD_OF_S = 0.1
 """How much later than the others somebody may look at what he decides on."""
 
@@ -45,7 +45,7 @@ async def pauser(process: Process, life: Life) -> None:
 
 
 async def reviser(process: Process, life: Life) -> None:
-    """Two people revise the config now and then, and may be told that the other was faster."""
+    """Let two people revise the config; the slower of them may be refused."""
     await asyncio.gather(*[_revise(process, life) for _ in range(2)])
 
 
@@ -88,7 +88,7 @@ async def reopener(process: Process, life: Life) -> None:
 
 
 async def closer(process: Process, life: Life) -> None:
-    """Closes the run for good: what somebody said before, and comes late, is undone."""
+    """Close the run for good, and undo late calls of other operators."""
     client = AsyncClient(process)
     while True:
         frontier = _frontier(process, life)

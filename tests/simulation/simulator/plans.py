@@ -1,4 +1,4 @@
-"""What must hold of every plan: I2, I4, I6, the chain; and that it can be made again."""
+"""Invariants of every plan: I2, I4, I6, the chain, and its reproduction from the events."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def _has_its_config(seen: Seen, manifest: Manifest) -> Violations:
 
 
 def _was_intended(seen: Seen, manifest: Manifest) -> Violations:
-    """Whoever was about to write the plan of this step before had the same."""
+    """A leader that was about to write the plan of this step had the same plan."""
     if any(each.surplus != "drop" or each.chooses_by_event for each in seen.life.ever_in_force):
-        return  # what comes in between may change it: see `_history_repeats`
+        return  # later events may change it; see `history_repeats`
     if seen.life.rotten:
         return  # so may what died of damage
     for intended in seen.life.history.intended.pop(manifest.step, ()):
@@ -71,7 +71,7 @@ def _was_intended(seen: Seen, manifest: Manifest) -> Violations:
             or intended.revision < manifest.revision
             or intended.config_revision < manifest.config_revision
         ):
-            continue  # it goes on from plans that were withdrawn, or by a config that was revised
+            continue  # its plans were withdrawn, or its config was revised
         if _names(intended) != _names(manifest):
             yield f"step {manifest.step} is not what a leader before was about to plan"
 
@@ -125,7 +125,7 @@ def _denominators_hold(manifest: Manifest, part: MiniBatchPlan) -> Violations:
 
 
 def history_repeats(seen: Seen) -> Violations:
-    """Whoever folds all events from the first on plans every batch again, to the bit."""
+    """A fold of all events from the first on gives every batch again, bit by bit."""
     replay = _Replay(seen)
     due = deque(_in_order(seen))
     for event_id, record in seen.events:
@@ -141,7 +141,7 @@ def history_repeats(seen: Seen) -> Violations:
 
 
 class _Replay:
-    """What a leader does that begins with the first event, and knows what was planned."""
+    """A leader that starts with the first event, and knows the planned batches."""
 
     def __init__(self, seen: Seen) -> None:
         self._seen = seen

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class Process:
-    """Something that can be killed: a loop and what runs in it.
+    """A loop and its tasks, which can be killed.
 
     Attributes:
-        begun: what it has begun and will not begin again, nor take over: after a jump of the
-            clock its own trajectories may look lapsed.
-        hangs_until_s: when a call of it arrives that takes long.
-        given_up: those of them that it gave up: where the store forgot that, it begins again.
+        begun: trajectories that it started; it neither starts them again nor adopts them.
+        hangs_until_s: time at which its slow call arrives.
+        given_up: started trajectories that it abandoned; a store that forgot this may give them
+            again.
     """
 
     def __init__(self, world: World, name: str, main: Main) -> None:
@@ -56,12 +56,12 @@ class Process:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """Commands of a process that are on their way to the store.
+    """Commands of a process on their way to the store.
 
     Attributes:
-        start: of the store, to which their connection leads.
-        is_whole: carried out as one, as MULTI and EXEC.
-        may_repeat: whether the client sends it again by itself.
+        start: number of the store's start to which their connection leads.
+        is_whole: whether they are one transaction.
+        may_repeat: whether the client may resend them.
     """
 
     process: Process
@@ -74,7 +74,7 @@ class Request:
 
 @dataclass(eq=False, slots=True)
 class LateCall:
-    """A call that is carried out when nobody waits for it any more."""
+    """A call that is carried out after its caller has stopped waiting."""
 
     request: Request
 
@@ -85,7 +85,7 @@ class LateCall:
 
 @dataclass(eq=False, slots=True)
 class StalledCall(LateCall):
-    """A call that takes long to arrive; whoever made it waits."""
+    """A slow call whose caller waits."""
 
 
 @dataclass(eq=False, slots=True)

@@ -24,9 +24,9 @@ class Ranks:
     """All ranks of a session, of which the first one acknowledges.
 
     Args:
-        client: of the store.
-        life: of the run.
-        name: of the session.
+        client: client of the store.
+        life: state of the run.
+        name: name of the session.
         begun: the session.
         dp_world_size: number of ranks.
     """
@@ -91,7 +91,7 @@ class Ranks:
             raise
 
     async def _get(self, view: RunView, asked: wire.GetRequest) -> PlannedBatch:
-        """What the servicer does before it sends a batch."""
+        """Do the work of the servicer before it sends a batch."""
         await hear_caller(self._client, asked)
         try:
             batch = await view.wait_for_batch(

@@ -1,4 +1,4 @@
-"""What the store of a life was seen to write, also what it has trimmed or released since."""
+"""The writes of a run that the store received, including those it trimmed or released."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ Violations = Iterator[str]
 
 
 class Seen:
-    """What was written of one life, and how the store looks now.
+    """The writes of one run, and the current content of the store.
 
     Attributes:
-        values: of the store, by key.
-        events: every event that was ever written, by its id.
-        manifests: every plan that was ever written, by step, with its hash; but those withdrawn.
-        plans: every plan that was ever written, in order; and in the place of a withdrawal the
-            position that its snapshot has, and the event.
-        step_of: in which step a trajectory is planned.
+        values: content of the store, by key.
+        events: every event, with its id.
+        manifests: every valid plan, by step, with its hash.
+        plans: every plan in order; a withdrawal is the position of its snapshot, its id and its
+            event.
+        step_of: step of each planned trajectory.
         evals: groups that evaluate.
         opened: groups that were opened.
-        is_closed: whether the run is closed, as its events say.
-        new_steps: that were planned since they were taken.
+        is_closed: whether the run is closed, by its events.
+        new_steps: steps planned since the last call of `take_new_steps`.
     """
 
     def __init__(self, world: World, life: Life) -> None:
@@ -89,9 +89,10 @@ class Seen:
         return len(self.manifests[step][0].groups)
 
     def note_most_live(self) -> int:
-        """The most groups that may be live, as far as is known: at one time they were allowed.
+        """Return the largest number of groups that may be live, by any config so far.
 
-        Those of all plans, and so many batches more as may be planned or wait behind the stepped.
+        It counts the groups of all plans, and of the batches that may be planned or wait for the
+        trainer.
         """
         config, history = self.life.in_force, self.life.history
         stepped = int(self.hash("frontier")[b"stepped"])
@@ -127,7 +128,7 @@ class Seen:
         self.life.is_ended = self.life.is_ended and b"finished" in self.hash("frontier")
 
     def _note_planner(self, written: object) -> None:
-        """What a planner writes, it writes while it leads; a forgotten seal anybody may post."""
+        """Only the leader writes plans and decisions; any process may post a forgotten seal."""
         owner, served = self.hash("leader").get(b"owner", b"").decode(), self.world.served
         is_free = isinstance(written, SealedTrajectory) or not owner
         if served.startswith("batcher") and served != owner and not is_free:
@@ -139,7 +140,7 @@ class Seen:
             self.world.blame(f"{written}, and the run is paused")
 
     def _note_version(self, announced: VersionAnnounced) -> None:
-        """Weights are of the session that is present, and of the history that goes on."""
+        """A version is announced by the current session, for the surviving history."""
         frontier, served = self.hash("frontier"), self.world.served
         lineage, session = frontier[b"lineage"].decode(), frontier[b"session"].decode()
         if announced.lineage != lineage:

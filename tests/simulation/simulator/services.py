@@ -51,7 +51,7 @@ async def batcher(process: Process, life: Life) -> None:
 
 
 async def _renew(process: Process, keeper: LeadershipKeeper) -> None:
-    """What the keeper's thread does; it may hang alone, while the planner goes on as a zombie."""
+    """Renew leases as the keeper's thread does; it may hang while the planner continues."""
     world = process.world
     random = world.rng.random
     hangs = random() * _HANGS
@@ -63,4 +63,4 @@ async def _renew(process: Process, keeper: LeadershipKeeper) -> None:
 
 
 def _ignore(_: object) -> None:
-    """Nobody else wants to know."""
+    """Do nothing."""

@@ -82,15 +82,15 @@ class Store:
 
     @property
     def run_id(self) -> bytes:
-        """Of this start of it."""
+        """Return the id of this start of the server."""
         return b"%040x" % self.num_starts
 
     def save(self) -> Any:
-        """What a disk would hold now, for `load`."""
+        """Return the current content of the disk, for `load`."""
         return copy.deepcopy((self.values, self.expires))
 
     def load(self, saved: Any) -> None:
-        """Stop and start with what the disk held; whoever looks at `values` sees that."""
+        """Restart with the content of the disk, in the same `values`."""
         values, expires = copy.deepcopy(saved)
         self.values.clear()
         self.values.update(values)

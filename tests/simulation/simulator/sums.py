@@ -44,7 +44,7 @@ def _leases_hold(seen: Seen) -> Violations:
 
 
 def _bytes_add_up(seen: Seen) -> Violations:
-    """What is held is held for what may still write, or has payload; the sums are of that."""
+    """Bytes are held for open or stored payload, and their sums are correct."""
     ledger, groups, held = (seen.hash(name) for name in ("ledger", "groups", "held"))
     sums = Counter[str]()
     for name, size in held.items():
@@ -104,7 +104,7 @@ def _prompts_are_counted(seen: Seen, groups: dict[bytes, bytes]) -> Violations:
 
 
 def are_evals_open(seen: Seen) -> bool:
-    """Whether an evaluation goes on: no run waits for it."""
+    """Return whether an evaluation is unfinished; no run waits for it."""
     return any(entry.endswith(b":evaluating") for entry in seen.hash("groups").values())
 
 

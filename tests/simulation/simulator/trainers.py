@@ -39,10 +39,10 @@ from turnstream_server.bus.versions import announce_version
 _LONGEST_WAIT_S = 1.0
 _HANGS = 0.15
 _SHORTEST_HANG_S, _LONGEST_HANG_S = 0.55, 1.2
-"""How often a session hangs before it says something, and for how long: most of the time another
-begins meanwhile."""
+"""How often a session hangs before it says something, and for how long: most of the time
+another session starts in this time."""
 _LONGEST_SAVE_S = 0.5
-"""Of a checkpoint."""
+"""Longest time to save a checkpoint."""
 _FROM_THE_START = RecoveryToken(lineage="main", step=0, chain_hash="")
 
 
@@ -73,7 +73,7 @@ class _Session:
         return token
 
     async def insist(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        """What a call gives that needs all steps so far."""
+        """Return the result of a call that needs all acknowledged steps."""
         try:
             return await call()
         except ConflictError:
@@ -109,7 +109,7 @@ class _Session:
 
     @property
     def is_present(self) -> bool:
-        """Whether no other has begun."""
+        """Return whether no other session has started."""
         return self.life.history.session == self.name
 
     def require_present(self) -> None:
@@ -175,7 +175,7 @@ async def _wait(listener: RunListener) -> None:
 
 
 def _ignore(_: object) -> None:
-    """Nobody else wants to know."""
+    """Do nothing."""
 
 
 async def _begin(
@@ -188,8 +188,8 @@ async def _begin(
     if rng.random() < 0.2:
         token = rng.choice(tokens[-life.in_force.retain_checkpoints - 1 :])
     dp_world_size = rng.choice((2, 3, 4))
-    # Of what is on disk, the newest that the store takes: a session that sleeps may have begun
-    # after one that was given up here.
+    # Try the newest checkpoints on disk first: a session that sleeps may have started after one
+    # that is invalid here.
     others = [tokens[-1], *reversed(history.on_disk), None, _FROM_THE_START]
     while True:
         try:
@@ -241,9 +241,9 @@ async def _train(process: Process, session: _Session, batch: PlannedBatch) -> No
 
 
 async def _hang(process: Process) -> None:
-    """By chance, for so long that another session begins: what this one says then comes too late.
+    """Hang by chance until another session has started, so that the next call is too late.
 
-    Whoever trains cannot know that, and says it: the store is to refuse it.
+    The trainer does not know this and calls; the store must refuse it.
     """
     world = process.world
     if world.rng.random() < _HANGS:
@@ -288,7 +288,7 @@ async def _announce(session: _Session, step: int) -> None:
 
 
 def _payload_is_there(process: Process, life: Life, manifest: Manifest) -> None:
-    """What a session may train is there: nothing was released too soon."""
+    """The payload of a delivered batch is stored."""
     store = process.world.store
     for group in manifest.groups:
         for member in group.trajectories:

@@ -1,4 +1,4 @@
-"""What a key of the store in memory holds, beside the plain types of Python.
+"""Values of the keys of the store in memory, and the words of commands.
 
 bytes: a string; dict: a hash; set: a set; ZSet; Stream.
 """
@@ -32,7 +32,7 @@ LAST_ID = EntryId(2**64 - 1, 2**64 - 1)
 
 
 class ZSet:
-    """Members by score, equal scores by name."""
+    """Members by score; equal scores are sorted by name."""
 
     __slots__ = ("order", "scores")
 

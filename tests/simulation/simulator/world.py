@@ -30,13 +30,13 @@ class World:
     """The store, the processes, and chance.
 
     Attributes:
-        problems: what must not have happened.
-        counts: of the faults that did.
+        problems: broken invariants.
+        counts: number of each fault.
         synced: called when the disk has all of the store.
-        went_back: called when the store came back as it was when that was so, with the time of it.
-        lost: called when a publisher says that the store lost what it had acknowledged.
-        rot: damages payload that is planned.
-        died: names of processes that were killed.
+        went_back: called with the time of the last sync after a power cut.
+        lost: called when a publisher reports an acknowledged write as lost.
+        rot: damages planned payload.
+        died: names of killed processes.
         served: name of the process whose call is carried out, or was last.
     """
 
@@ -108,7 +108,7 @@ class World:
             self._requests.append(request)
 
     def run_until(self, is_over: Callable[[], bool], *, max_steps: int, until_s: float) -> bool:
-        """Go on until something is so; False where it never was within these bounds."""
+        """Run until the condition holds; return False if a limit comes first."""
         last = self.num_steps + max_steps
         while not self.problems:
             if is_over():
@@ -118,7 +118,7 @@ class World:
             self.step()
         return False
 
-    is_dead = False  # of what the timers ask of a process
+    is_dead = False  # for the timers, as a process
 
     def step(self) -> None:
         """One thing happens."""
@@ -145,7 +145,7 @@ class World:
         self.after_step()
 
     def kill(self, process: Process) -> None:
-        """Kill a process; what it has sent may still arrive."""
+        """Kill a process; its sent calls may still arrive."""
         self._requests = [
             request
             for request in self._requests
@@ -260,7 +260,7 @@ class World:
             _reply(request, self._carry_out(request, request.commands))
 
     def _delay(self, request: Request) -> bool:
-        """Whether a lost call is on its way still, and arrives when nobody waits for it."""
+        """Return whether a lost call arrives later, without a waiting caller."""
         weather = self.weather
         if not weather.late or self.rng.random() >= weather.late:
             return False
