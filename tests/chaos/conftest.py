@@ -15,9 +15,9 @@ from turnstream_server.embedded import EmbeddedServer
 
 @pytest.fixture
 def start_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
-    """`start_rig(config=..., **options of the server)` starts a store with a run in it.
+    """Return `start_rig(config=..., **options of the server)`, which starts a store with a run.
 
-    Whatever a test has done to it, the invariants hold at its end.
+    The invariants are checked at the end of every test.
     """
     rigs: list[Rig] = []
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Faults of generators and of what they send: lost replies, repetitions, gaps, poison."""
+"""Faults of generators and their data: lost replies, repetitions, gaps, corrupt turns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def proxied(rig: Rig) -> Iterator[Proxy]:
         yield proxy
 
 
-def test_replies_that_are_lost_after_the_write_leave_one_copy(rig: Rig, proxied: Proxy) -> None:
+def test_replies_lost_after_the_write_leave_one_copy(rig: Rig, proxied: Proxy) -> None:
     # Fault 2: connections are cut again and again behind a request that has arrived.
     places = (0, 5, 10, 15, 20, 25, 30, 35)
     proxied.cut_answers(
@@ -51,7 +51,7 @@ def test_replies_that_are_lost_after_the_write_leave_one_copy(rig: Rig, proxied:
     rig.drain()
 
 
-def test_the_same_key_with_another_content_is_refused_and_changes_nothing(rig: Rig) -> None:
+def test_same_key_with_another_content_is_refused(rig: Rig) -> None:
     # Fault 4
     with Publisher(rig.server.url, rig.run, writer="w") as first:
         writer = first.trajectory("g", 0, num_samples=1)
@@ -68,7 +68,7 @@ def test_the_same_key_with_another_content_is_refused_and_changes_nothing(rig: R
     assert rig.counts() == {"accepted": 1, "sealed": 1}
 
 
-def test_turns_out_of_order_are_refused_by_number_and_never_sealed_with_a_hole(rig: Rig) -> None:
+def test_turns_out_of_order_are_refused_and_never_sealed_with_a_gap(rig: Rig) -> None:
     # Fault 5
     said = episode("g/0/0", writer="w")
     turns = [encode_turn(stored_turn("ab", "CD", index=index)) for index in range(3)]
@@ -106,10 +106,10 @@ def test_turns_out_of_order_are_refused_by_number_and_never_sealed_with_a_hole(r
         ({"policy_version": -1}, "policy_version"),
     ],
 )
-def test_a_poisoned_turn_is_refused_at_the_door(
+def test_invalid_turn_is_refused_by_the_publisher(
     rig: Rig, wrong: dict[str, Any], field: str
 ) -> None:
-    # Fault 22: nothing of it reaches the store, and the trajectory goes on.
+    # Fault 22: the store gets nothing of it, and the trajectory continues.
     with Publisher(rig.server.url, rig.run, writer="w") as publisher:
         writer = publisher.trajectory("g", 0, num_samples=1)
         right = {"prompt_ids": ids("ab"), "response_ids": ids("CD")}
@@ -153,7 +153,7 @@ def _poisons() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("record", "said"), list(_poisons()))
-def test_poison_past_the_door_is_set_aside_and_never_stops_the_batcher(
+def test_invalid_stored_turn_is_dead_lettered_and_never_stops_the_batcher(
     start_rig: Callable[..., Rig], record: bytes, said: TurnShape
 ) -> None:
     # Fault 22: a writer that leaves the SDK out. Its group of one makes way for the next.

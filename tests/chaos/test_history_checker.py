@@ -366,7 +366,7 @@ def test_refusal_after_a_take_over_or_a_loss_has_a_cause() -> None:
     rewarded = Line("poster-1", "refused", 9.0, {"trajectory": "g0/0/0", "error": second})
 
     assert not [*refusals_have_a_cause(History([refused, TAKEN]), lost=())]
-    assert not [*refusals_have_a_cause(History([refused]), lost={"g0/1/0"})]  # of its group
+    assert not [*refusals_have_a_cause(History([refused]), lost={"g0/1/0"})]  # another member
     assert not [*refusals_have_a_cause(History([end, rewarded]), lost=())]
 
 

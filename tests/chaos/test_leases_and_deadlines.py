@@ -1,4 +1,4 @@
-"""Faults that leave a group unfinished: generators that die, sleep too long or hang for ever."""
+"""Faults that leave a group unfinished: generators that die, sleep too long or hang."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 
 StartRig = Callable[..., Rig]
 LEASE_S = 1.0
-"""So that a test need not wait long for its end. Who starves loses it too: where others may take
-over or give up what lives, it waits for long to be given up, or nobody is there yet to do it."""
+"""Short, so that a test need not wait long for its end."""
 
 LOST = "w-1/0/0"
 """The trajectory that is left open, behind its first turn."""
 
 CUT = "w-1/1/0"
-"""Of three turns: its generator dies inside the second. The other member is sealed by then."""
+"""Its generator dies inside the second of three turns. The other member is sealed by then."""
 
 
 def _start_rig(start_rig: StartRig, **fields: Any) -> Rig:
@@ -72,7 +71,7 @@ def _sealed_by(rig: Rig, trajectory: str) -> list[str]:
     return [line.process for line in sealed if line["trajectory"] == trajectory]
 
 
-def test_what_a_killed_generator_left_is_kept_for_its_lease_and_the_run_goes_on_without_it(
+def test_trajectory_of_a_killed_generator_is_kept_until_its_lease_ends(
     start_rig: StartRig,
 ) -> None:
     # Fault 1: abandoned, and its group is dropped with a reason.
@@ -127,12 +126,12 @@ def start_inside(start_rig: StartRig) -> Iterator[Callable[..., Rig]]:
 
 
 def _second_turn() -> bytes:
-    """What the generator samples in it: bytes that nobody else sends."""
+    """Return the sampled bytes of the second turn, which are unique."""
     return episode(CUT, writer="w").turns[1].response_ids.tobytes()
 
 
 @pytest.mark.parametrize(("arrives", "num_kept"), [("half", 1), ("all", 2)])
-def test_a_generator_killed_inside_a_turn_leaves_whole_turns_to_go_on_from(
+def test_generator_killed_inside_a_turn_leaves_whole_turns_to_its_successor(
     start_inside: Callable[..., Rig], arrives: str, num_kept: int
 ) -> None:
     # Fault 1, inside a chunk: half of the turn has arrived, or all of it and no answer came.
@@ -156,10 +155,10 @@ def _is_dead(line: Line) -> bool:
 
 
 @pytest.mark.parametrize("arrives", ["half", "all"])
-def test_the_group_of_a_generator_killed_inside_a_turn_is_filled_up_again(
+def test_group_of_a_generator_killed_inside_a_turn_is_refilled(
     start_inside: Callable[..., Rig], arrives: str
 ) -> None:
-    # Fault 1, inside a chunk: nobody goes on, and nothing of the dead attempt is trained.
+    # Fault 1, inside a chunk: no generator adopts it, and the dead attempt is never trained.
     rig = start_inside(arrives, takeover_s=60.0, deadline_policy="refill", max_refills=4)
 
     rig.end_leases(ago_s=60.0)
@@ -175,9 +174,7 @@ def test_the_group_of_a_generator_killed_inside_a_turn_is_filled_up_again(
 
 
 @pytest.mark.parametrize("wakes", ["before the seal", "after the seal"])
-def test_a_generator_that_sleeps_through_its_lease_is_fenced_and_no_turns_are_mixed(
-    start_rig: StartRig, wakes: str
-) -> None:
+def test_generator_that_sleeps_through_its_lease_is_fenced(start_rig: StartRig, wakes: str) -> None:
     # Fault 3: the zombie wakes while another writes what was its own, or when that is sealed.
     rig = _start_rig(start_rig, takeover_s=60.0)
     rig.start_batcher()
@@ -212,13 +209,12 @@ def _refusals_of(rig: Rig, *, zombie: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("policy", ["drop", "train_short", "refill"])
-def test_a_member_that_hangs_for_ever_holds_up_nothing_beyond_its_deadline(
+def test_member_that_hangs_delays_its_group_until_the_deadline(
     start_rig: StartRig, policy: str
 ) -> None:
-    # Fault 21: the generator lives and keeps its lease. Batches flow, and a restarted batcher,
-    # which reads the same events again, is not held up anew.
-    # All others are whole before a batcher leads: a deadline that passes is that of what hangs. Of
-    # what is tried again it is longer than anybody starves.
+    # Fault 21: the generator lives and keeps its lease. A restarted batcher reads the same events
+    # and is not delayed again. All other groups are complete before a batcher leads, so only the
+    # deadline of the hanging group passes. A refill has a longer deadline.
     deadline: dict[str, Any] = {"group_deadline_s": 0.5}
     if policy == "refill":
         deadline = {"group_deadline_s": 4.0, "max_refills": 4}
@@ -259,7 +255,7 @@ def _is_decided(rig: Rig, policy: str) -> bool:
     return _entry(rig, "h-0/2/1").startswith(("sealed", "planned"))
 
 
-def test_a_token_that_is_no_longer_retained_is_refused_by_name_and_skips_nothing(
+def test_token_that_is_no_longer_retained_is_refused(
     start_rig: StartRig,
 ) -> None:
     # Fault 19: checkpoint 1 is older than the two that the run retains.

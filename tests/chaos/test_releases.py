@@ -15,10 +15,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 
 StartRig = Callable[..., Rig]
 OPEN = "left-1/0/0"
-"""Its generator leaves it open, behind the first turn."""
+"""Its generator leaves it open after the first turn."""
 
 
-def test_every_service_is_exchanged_one_by_one_for_a_newer_release_and_back(rig: Rig) -> None:
+def test_services_are_upgraded_and_downgraded_one_by_one(rig: Rig) -> None:
     # A rolling upgrade and downgrade under load: the trainer notices nothing of the batchers'.
     batchers = {name: rig.start_batcher(name).service for name in ("batcher", "other")}
     rig.start_ranks(1, checkpoint_every=1)
@@ -51,7 +51,7 @@ def _publish_and_train(rig: Rig, writer: str) -> None:
 
 
 @pytest.mark.parametrize("is_newer", [True, False], ids=["downgrade", "upgrade"])
-def test_a_whole_stack_that_is_killed_goes_on_from_a_cold_start_with_another_release(
+def test_killed_stack_continues_with_another_release_after_a_cold_start(
     start_rig: StartRig, is_newer: bool
 ) -> None:
     # With an open lease, and plans that the trainer has not seen. Nothing of the ledger changes,
@@ -102,7 +102,7 @@ def _wait_for_writes(rig: Rig) -> None:
 
 
 def _streams(rig: Rig) -> list[list[tuple[bytes, bool]]]:
-    """Of events, plans and turns each record, and whether the newer release wrote it."""
+    """Return each record of events, plans and turns, and whether the newer release wrote it."""
     names = keys.run_keys(rig.run)
     turns: Any = rig.client.keys("ts:{*/*}:turns")
     found: list[list[tuple[bytes, bool]]] = []

@@ -1,4 +1,4 @@
-"""Fault 23: whatever was sent comes again, several times at once, by gRPC and as scripts."""
+"""Fault 23: every call is repeated, several times at once, by gRPC and as scripts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ AHEAD = config(max_planned_ahead=NUM_STEPS, max_staleness=NUM_STEPS)
 
 @pytest.fixture
 def proxied(rig: Rig) -> Iterator[Proxy]:
-    """Stands between the store and whoever is started next, and keeps what they send."""
+    """Start a proxy before the store that records all requests."""
     with Proxy(rig.server.url) as proxy:
         proxy.requests.is_recorded = True
         rig.store_url = proxy.url
@@ -53,7 +53,7 @@ def planned(start_rig: StartRig) -> Rig:
 
 @pytest.fixture
 def single(planned: Rig, tmp_path: Path) -> list[Any]:
-    """What two ranks say of these steps whose calls are sent once, over a copy of the store."""
+    """Return the log of two ranks whose calls are sent once, over a copy of the store."""
     planned.stop_store()
     shutil.copytree(planned.server.data_dir, tmp_path / "single/store")
     planned.server.restart()
@@ -66,7 +66,7 @@ def single(planned: Rig, tmp_path: Path) -> list[Any]:
         return [*_said(rig), *_observed(rig, rig.address())]
 
 
-def test_calls_that_come_three_times_at_once_have_the_outcome_of_single_calls(
+def test_calls_sent_three_times_have_the_outcome_of_single_calls(
     planned: Rig, single: list[Any]
 ) -> None:
     with Repeater(planned.address()) as repeater:
@@ -83,14 +83,14 @@ def test_calls_that_come_three_times_at_once_have_the_outcome_of_single_calls(
     assert [call for call in calls if len(_lasting(call)) > 1] == []
     assert {_name(call) for call in calls if len(call.outcomes) == 3} == {
         *("Start", "Get", "Stepped", "Committed", "AnnounceVersion", "Observe", "Observed"),
-        "Check",  # of a stream, before its first Get
+        "Check",  # a stream sends it before its first Get
     }
     assert _seen(planned) == NUM_STEPS
     assert _without_wake(planned.digest()) == _without_wake(before)
     for first, again in zip(calls, late, strict=True):
-        if _name(first) == "Start":  # of a trainer that has come further since: a second one
+        if _name(first) == "Start":  # the trainer is further, so this is a second one
             assert {outcome.code for outcome in again.outcomes} == {grpc.StatusCode.ALREADY_EXISTS}
-        elif _name(first) == "Observe":  # of one that has seen all since: it is told so
+        elif _name(first) == "Observe":  # the observer has received everything since
             assert len({*again.outcomes}) == 1
             assert {*again.outcomes} != {*first.outcomes}
         else:
@@ -99,7 +99,7 @@ def test_calls_that_come_three_times_at_once_have_the_outcome_of_single_calls(
 
 
 def _observed(rig: Rig, target: str) -> list[Any]:
-    """What an observer is given, who says of each step that it was seen."""
+    """Return the mini-batches of an observer that acknowledges each step."""
     found: list[Any] = []
     with ObserverStream(target, rig.run, "audit", first_step=1, timeout_s=PATIENCE_S) as observer:
         for mini_batch in observer:
@@ -117,7 +117,7 @@ def _seen(rig: Rig) -> int:
 
 
 def _is_answered(call: Repeated) -> bool:
-    """Not so the calls for a batch behind the last, which wait until their caller leaves."""
+    """Return whether a call succeeded; a call for a batch after the last does not."""
     return any(outcome.code is grpc.StatusCode.OK for outcome in call.outcomes)
 
 
@@ -143,7 +143,7 @@ def _name(call: Repeated) -> str:
 
 
 def _said(rig: Rig) -> list[Any]:
-    """What the ranks were given, but for names of sessions and moments; of one after the other."""
+    """Return what the ranks received, without names of sessions and times, sorted."""
     kinds = ("received", "stepped", "announced", "committed", "done")
     facts = ("step", "mini_batch", "content", "manifest", "token", "version", "weights")
     return sorted(
@@ -153,9 +153,7 @@ def _said(rig: Rig) -> list[Any]:
     )
 
 
-def test_everything_a_generator_ever_sent_may_come_again_and_changes_nothing(
-    rig: Rig, proxied: Proxy
-) -> None:
+def test_repeated_requests_of_a_generator_change_nothing(rig: Rig, proxied: Proxy) -> None:
     # Three copies of all of it at once, before and after it is planned.
     rig.join(rig.start_generator(groups=12))
     before = rig.digest()
@@ -187,9 +185,7 @@ def _without_names(refusal: str) -> str:
     return re.sub(r"planned: \d+$", "planned: *", re.sub(r"(?<=\] )\S+ ", "* ", refusal))
 
 
-def test_everything_a_batcher_ever_sent_may_come_again_and_changes_nothing(
-    rig: Rig, proxied: Proxy
-) -> None:
+def test_repeated_requests_of_a_batcher_change_nothing(rig: Rig, proxied: Proxy) -> None:
     batcher = rig.start_batcher().service
     rig.store_url = rig.server.url
     rig.join(rig.start_generator(groups=16))

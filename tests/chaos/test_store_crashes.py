@@ -45,11 +45,11 @@ def kind_of_server(kind: str) -> Path:
     ("kind", "durability"),
     [(kind, mode) for kind in ("valkey", "redis") for mode in ("fsync", "everysec")],
 )
-def test_a_server_that_is_killed_under_load_loses_nothing_it_acknowledged(
+def test_server_killed_under_load_keeps_acknowledged_writes(
     start_rig: StartRig, tmp_path: Path, kind: str, durability: str
 ) -> None:
-    # Fault 6: three kills; every service goes on by itself. What was acknowledged is looked for
-    # where nobody can have sent it again.
+    # Fault 6: three kills, and every service continues without a restart. Acknowledged data are
+    # read before any process can resend them.
     machine = Machine(tmp_path, server=kind_of_server(kind))
     rig = start_rig(binary=machine.binary, durability=durability)
     batcher = rig.start_batcher().service
@@ -86,7 +86,7 @@ def _kill_between_syncs(rig: Rig, machine: Machine) -> None:
     rig.wait(kill, "a moment between two syncs")
 
 
-def test_a_server_that_is_killed_while_a_slow_disk_syncs_is_sent_again_what_it_held_back(
+def test_server_killed_during_a_slow_sync_gets_lost_writes_again(
     start_rig: StartRig, tmp_path: Path
 ) -> None:
     # Fault 6: with everysec, a server whose sync has not ended answers before it writes.
@@ -124,9 +124,10 @@ def _start_endless_generators(rig: Rig) -> list[Service]:
 
 
 def _wait_for_all(rig: Rig, generators: Sequence[Service], kind: str) -> None:
-    """Until each has logged two lines more of a kind: the second is of a call that began since.
+    """Wait until each generator has logged two more lines of a kind.
 
-    Where the store was started anew, it is one behind all that is sent again.
+    The second line belongs to a call that started later. After a restart of the store it follows
+    all resent data.
     """
     before = Counter(line.process for line in rig.history().of(kind))
 
@@ -145,7 +146,7 @@ def _held_back(rig: Rig) -> set[str]:
     return {name for name in acknowledged if name.encode() not in written}
 
 
-def test_a_power_cut_under_fsync_loses_nothing_it_acknowledged(
+def test_power_cut_under_fsync_keeps_acknowledged_writes(
     start_rig: StartRig, tmp_path: Path
 ) -> None:
     # Fault 7: the append-only file is cut to what had reached the disk.
@@ -168,13 +169,13 @@ def test_a_power_cut_under_fsync_loses_nothing_it_acknowledged(
     rig.drain()
 
 
-def test_a_power_cut_under_everysec_costs_generators_that_live_nothing(
+def test_power_cut_under_everysec_costs_running_generators_nothing(
     start_rig: StartRig, tmp_path: Path
 ) -> None:
-    # Fault 7: what was acknowledged and never synced is sent again, by whoever wrote it.
+    # Fault 7: the writers resend acknowledged data that were never synced.
     machine = Machine(tmp_path)
     rig = start_rig(binary=machine.binary, config=UNHINDERED)
-    _wait_for_sync(rig, machine)  # of the run itself
+    _wait_for_sync(rig, machine)  # the run itself is on the disk
     batcher = rig.start_batcher().service
     generators = _start_endless_generators(rig)
     num_lost: list[int] = []
@@ -197,13 +198,13 @@ def test_a_power_cut_under_everysec_costs_generators_that_live_nothing(
     assert rig.counts() == dict.fromkeys(("accepted", "committed"), rig.count("sealed"))
 
 
-def test_a_power_cut_under_everysec_is_told_to_a_writer_whose_older_turns_are_gone(
+def test_power_cut_under_everysec_is_reported_to_a_writer_with_lost_turns(
     start_rig: StartRig, tmp_path: Path
 ) -> None:
     # Fault 7: a loss of more than is kept is never a hole in a trajectory, and has a name.
     machine = Machine(tmp_path)
     rig = start_rig(binary=machine.binary)
-    # Of what it keeps there is room for one turn: the newest.
+    # Its memory for resending has room for the newest turn only.
     with Publisher(rig.server.url, rig.run, keep_s=600, max_kept_bytes=ONE_TURN) as publisher:
         begun = publisher.trajectory("begun", 0, num_samples=1)
         begun.append(ids("ab"), ids("CD")).result(10)
@@ -232,7 +233,7 @@ def _wait_for_sync(rig: Rig, machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("door", ["batcher", "follower"])
-def test_a_power_cut_under_everysec_is_told_to_a_trainer_that_is_ahead_of_the_store(
+def test_power_cut_under_everysec_is_reported_to_a_trainer_ahead_of_the_store(
     start_rig: StartRig, tmp_path: Path, door: str
 ) -> None:
     # Fault 7: its token is the authority, and the difference has a name. The batchers live on with
@@ -271,7 +272,7 @@ def test_a_power_cut_under_everysec_is_told_to_a_trainer_that_is_ahead_of_the_st
     assert rig.counts() == {"accepted": 32, "committed": 32}
 
 
-def test_a_power_cut_under_everysec_is_told_to_a_trainer_that_lives_on(
+def test_power_cut_under_everysec_is_reported_to_a_running_trainer(
     start_rig: StartRig, tmp_path: Path
 ) -> None:
     # Fault 7: the store plans the steps again that it lost, from what generators send again. The

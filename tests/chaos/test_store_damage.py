@@ -19,7 +19,7 @@ from turnstream.store.runs import create_run
 pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(600)]
 
 
-def test_a_torn_end_of_the_file_is_dropped_and_sent_again(rig: Rig) -> None:
+def test_torn_end_of_the_file_is_dropped_and_sent_again(rig: Rig) -> None:
     # Fault 8: a crash in the middle of a write. The store had acknowledged it, and comes back
     # without; the writer does nothing but live.
     turns = keys.trajectory_keys(rig.run, "g/0/0").turns
@@ -50,7 +50,7 @@ def _append_only_file(rig: Rig) -> Path:
     return path
 
 
-def test_payload_that_was_damaged_on_disk_is_set_aside_and_never_trained(rig: Rig) -> None:
+def test_payload_damaged_on_disk_is_dead_lettered_and_never_trained(rig: Rig) -> None:
     # Fault 8: 64 bytes of a turn are overwritten; the server starts and serves them as they are.
     rig.join(rig.start_generator(groups=12, samples=3))
     damaged = next(iter(rig.history().seals))
@@ -72,7 +72,7 @@ def test_payload_that_was_damaged_on_disk_is_set_aside_and_never_trained(rig: Ri
     assert rig.counts()["committed"] == 12 * 3 - 1
 
 
-def test_a_damaged_event_stops_neither_the_planner_nor_its_successor(rig: Rig) -> None:
+def test_damaged_event_stops_neither_the_planner_nor_its_successor(rig: Rig) -> None:
     # Fault 8, in the run's own stream: the group of that event waits, every other one is trained.
     rig.join(rig.start_generator(groups=13))
     names = keys.run_keys(rig.run)
@@ -97,7 +97,7 @@ def test_a_damaged_event_stops_neither_the_planner_nor_its_successor(rig: Rig) -
     rig.check()
 
 
-def test_an_empty_server_is_noticed_and_nothing_begins_again_at_0(rig: Rig) -> None:
+def test_empty_server_is_noticed_and_never_restarts_at_0(rig: Rig) -> None:
     # Fault 10: the data set is gone, the address is the same.
     batcher = rig.start_batcher().service
     rig.start_generator(groups=40, pause_s=0.05, timeout_s=5)

@@ -34,7 +34,7 @@ StartRig = Callable[..., Rig]
 
 
 HELD = "full-0/0/0"
-"""Of three turns, the first of which is stored when the server becomes full."""
+"""It has three turns; the first is stored when the server becomes full."""
 
 NUM_PLANNED = CONFIG.max_planned_ahead + 1
 
@@ -61,8 +61,8 @@ def full(start_rig: StartRig) -> Rig:
     return rig
 
 
-def test_a_full_server_holds_producers_up_while_consumers_go_on(full: Rig) -> None:
-    # Fault 9: nobody gives the server more memory. What is trained and released makes the room.
+def test_full_server_delays_producers_while_consumers_continue(full: Rig) -> None:
+    # Fault 9: the server gets no more memory. Released steps make room.
     limit = _memory(full)["maxmemory"]
     looks: list[int] = []
 
@@ -86,12 +86,12 @@ def test_a_full_server_holds_producers_up_while_consumers_go_on(full: Rig) -> No
     assert [line["trajectory"] for line in held_up.of("appended")][-1] == HELD
     assert refused < 30 + 10 * lasted_s  # they wait between two tries
     assert looks[0] > limit
-    assert max(looks) < 1.1 * limit  # I8: what goes on takes little
+    assert max(looks) < 1.1 * limit  # I8: the consumers need little
     assert full.counts() == {"accepted": 270, "committed": 270}
 
 
 def _told(rig: Rig) -> str:
-    """What the producer was told last of the write that it waits for."""
+    """Return the reason that the producer of the waiting write received last."""
     told = [line["reasons"] for line in rig.history().of("told_to_wait") if _is_held(line)]
     return dict(told[-1]).get(WaitKind.STORE_FULL, "") if told else ""
 
@@ -124,7 +124,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_full_disk_refuses_writes_before_they_are_acknowledged(
+def test_full_disk_refuses_writes_before_they_are_acknowledged(
     start_rig: StartRig, small_disk: Path
 ) -> None:
     # Fault 11: health is red for as long as writes are refused, and says why.
@@ -136,7 +136,7 @@ def test_a_full_disk_refuses_writes_before_they_are_acknowledged(
     _fill(small_disk)
     held = rig.start_generator("held", groups=16)
     rig.wait(lambda: _num_refused(rig, "MISCONF") > 2, "refused writes")
-    rig.wait_for_lines("opening", 4 + 1)  # of the producer that is to be held up
+    rig.wait_for_lines("opening", 4 + 1)  # by the producer that has to wait
     counts = rig.counts()
     refuses = "the store refuses writes: its last write to the disk failed"
     _wait_for_health(rig, HealthCheckResponse.NOT_SERVING, refuses)
@@ -151,14 +151,14 @@ def test_a_full_disk_refuses_writes_before_they_are_acknowledged(
         ReasonKind.STORE_REFUSES_WRITES,
         {"reason": refuses},
     )
-    rig.server.kill()  # what was acknowledged meanwhile is on the disk
+    rig.server.kill()  # acknowledged data are on the disk
     assert lost_with(small_disk, rig.history(), run=rig.run, binary=None) == []
     assert rig.count("sealed") == 4 * 2 + 16 * 2 > counts["accepted"]
     rig.server.restart()
     rig.drain()
 
 
-def test_a_full_disk_under_fsync_ends_the_server_and_loses_nothing(
+def test_full_disk_under_fsync_ends_the_server_and_loses_nothing(
     start_rig: StartRig, small_disk: Path
 ) -> None:
     # Fault 11: a server that promises fsync ends when it cannot keep the promise.
@@ -178,10 +178,10 @@ def test_a_full_disk_under_fsync_ends_the_server_and_loses_nothing(
     rig.drain()
 
 
-def test_a_full_disk_of_the_archive_holds_back_what_it_has_no_room_for_and_nothing_else(
+def test_full_disk_of_the_archive_only_delays_the_release(
     start_rig: StartRig, small_disk: Path
 ) -> None:
-    # Fault 11: the trainer and the generators go on; the store keeps what is in no file yet.
+    # Fault 11: the trainer and the generators continue; the store keeps what is in no file yet.
     rig = start_rig(config=config(retain_checkpoints=1))
     rig.environment["TURNSTREAM_ARCHIVE_DIR"] = str(small_disk)
     rig.start_batcher()
@@ -217,7 +217,7 @@ def _told_of_release(rig: Rig) -> str:
 
 
 def _wait_for_health(rig: Rig, state: int, trouble: str = "") -> None:
-    """Until the batcher says so, and why."""
+    """Wait until the batcher reports this state and reason."""
     rig.wait(
         lambda: (
             (told := ask_health(rig.address())).state == state and told.trouble.startswith(trouble)
@@ -251,11 +251,11 @@ def _unanswered(rig: Rig, proxy: Proxy) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("standing_still", [_stopped, _unanswered])
-def test_a_store_that_stands_still_for_five_seconds_costs_time_and_nothing_else(
+def test_store_that_stops_for_five_seconds_costs_only_time(
     start_rig: StartRig, standing_still: Callable[[Rig, Proxy], AbstractContextManager[None]]
 ) -> None:
-    # Fault 12: two replicas, and the leases that services and runs have by themselves. The one of
-    # a planner may end meanwhile, and the other replica lead then: each step has one plan.
+    # Fault 12: two replicas with default leases. The lease of the planner may end, and the other
+    # replica may lead then; each step still has one plan.
     rig = start_rig(config=config(lease_s=LEASE_S))
     with Proxy(rig.server.url) as proxy:
         rig.store_url = proxy.url
@@ -281,6 +281,6 @@ def test_a_store_that_stands_still_for_five_seconds_costs_time_and_nothing_else(
 
 
 def _longest_silence_s(rig: Rig) -> float:
-    """For how long nobody was told by the store that something is done."""
+    """Return the longest time without an acknowledgement."""
     done = rig.history().of("appended", "sealed", "stepped", "committed")
     return max(later.at - earlier.at for earlier, later in itertools.pairwise(done))

@@ -22,12 +22,12 @@ HOUR_S = 3600.0
 LONG: dict[str, Any] = {
     "group_deadline_s": HOUR_S / 2,
     "reward_deadline_s": HOUR_S / 2,
-    "takeover_s": 2 * HOUR_S,  # no lease is given up, whoever starves
+    "takeover_s": 2 * HOUR_S,  # no lease ends on a busy machine
 }
 
 
 @pytest.mark.parametrize("jumps", [(HOUR_S, 0.0), (-HOUR_S, 0.0)], ids=["ahead", "back"])
-def test_a_clock_that_jumps_by_an_hour_ends_no_lease_and_loses_nothing(
+def test_clock_that_jumps_by_an_hour_ends_no_lease(
     start_rig: Callable[..., Rig], tmp_path: Path, jumps: tuple[float, ...]
 ) -> None:
     # Fault 24: the server's clock, by which all leases are. One trajectory is open all the time,
@@ -60,10 +60,10 @@ def test_a_clock_that_jumps_by_an_hour_ends_no_lease_and_loses_nothing(
 
 
 @pytest.mark.parametrize("jumps", [(HOUR_S, 0.0), (-HOUR_S, 0.0)], ids=["ahead", "back"])
-def test_a_clock_that_jumps_by_an_hour_ends_no_deadline_and_no_observer(
+def test_clock_that_jumps_by_an_hour_ends_no_deadline_and_no_observer(
     start_rig: Callable[..., Rig], tmp_path: Path, jumps: tuple[float, ...]
 ) -> None:
-    # Fault 24: of a group and of a reward, half an hour each, and an observer of ten minutes. A
+    # Fault 24: a group and a reward of half an hour each, and an observer of ten minutes. A
     # leader looks at those every five seconds, and one that begins at once.
     machine = Machine(tmp_path)
     rig = start_rig(
@@ -121,7 +121,7 @@ def _is_wrong_by(rig: Rig, before: tuple[int, int], wrong_by_s: float) -> bool:
     return abs(now[0] - before[0] - wrong_by_s) < HOUR_S / 2
 
 
-def test_a_leader_that_died_before_the_clock_went_back_is_followed_in_time(
+def test_leader_that_died_before_the_clock_went_back_has_a_successor(
     start_rig: Callable[..., Rig], tmp_path: Path
 ) -> None:
     # Fault 24: its lease ends an hour after the end of the world, by the clock that it was made by.
@@ -147,8 +147,8 @@ def test_a_leader_that_died_before_the_clock_went_back_is_followed_in_time(
     rig.drain()
 
 
-def test_clocks_of_all_others_may_jump_by_an_hour_while_they_wait(rig: Rig, tmp_path: Path) -> None:
-    # Fault 24: of batcher, generator and rank, two hours apart from one another, and then turned.
+def test_clocks_of_waiting_processes_may_jump_by_an_hour(rig: Rig, tmp_path: Path) -> None:
+    # Fault 24: the clocks of batcher, generator and rank are two hours apart, and then swapped.
     machine = Machine(tmp_path)
     processes = ("batcher", "generator", "rank")
     rig.environment = machine.environment("batcher")
@@ -176,7 +176,7 @@ def test_clocks_of_all_others_may_jump_by_an_hour_while_they_wait(rig: Rig, tmp_
     assert rig.counts() == dict.fromkeys(("accepted", "committed"), rig.count("sealed"))
 
 
-def test_the_age_of_tokens_is_restored_where_versions_jump_after_a_recovery(
+def test_age_of_tokens_is_restored_after_a_version_jump(
     start_rig: Callable[..., Rig],
 ) -> None:
     # Fault 24, AReaL #1388: age is counted in steps, whatever numbers the versions have. Behind the

@@ -27,11 +27,14 @@ MODEL = SmallModelSpec(vocab_size=32, hidden_size=16, num_layers=1, num_heads=2)
 @pytest.mark.parametrize(
     ("failpoint", "first_again"),
     [
-        ("train.after_update@3", 3),  # Fault 16: the third update was taken, nobody knows
+        (
+            "train.after_update@3",
+            3,
+        ),  # Fault 16: the third update is not acknowledged
         ("checkpoint.after_weights@2", 3),  # Fault 18: the weights of step 4 without their token
     ],
 )
-def test_a_trainer_killed_anywhere_ends_with_every_step_once_in_its_weights(
+def test_killed_trainer_has_every_step_once_in_its_weights(
     rig: Rig, failpoint: str, first_again: int
 ) -> None:
     rig.start_batcher()

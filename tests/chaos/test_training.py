@@ -34,7 +34,7 @@ def proxy(fed: Rig) -> Iterator[Proxy]:
         yield proxy
 
 
-def test_a_rank_killed_before_it_got_anything_is_missed_until_the_deadline(
+def test_rank_killed_before_its_first_batch_is_missed_until_the_deadline(
     fed: Rig, proxy: Proxy
 ) -> None:
     # Fault 15: one rank's path to the batcher is dead, and the rank is killed.
@@ -52,7 +52,7 @@ def test_a_rank_killed_before_it_got_anything_is_missed_until_the_deadline(
     fed.drain(2)
 
 
-def test_a_rank_killed_after_it_got_a_batch_gets_the_same_bytes_again(fed: Rig) -> None:
+def test_rank_killed_after_a_batch_gets_the_same_bytes_again(fed: Rig) -> None:
     # Fault 15: after the get, while the optimizer works.
     ranks = fed.start_ranks(2, failpoint="train.after_update=stop")
     fed.wait(lambda: is_asleep(ranks[0].pid), "the end of the first update")
@@ -65,7 +65,7 @@ def test_a_rank_killed_after_it_got_a_batch_gets_the_same_bytes_again(fed: Rig) 
     assert len(begun) == 2 * 4  # two mini-batches and ranks, all of them twice
 
 
-def test_a_rank_killed_while_it_reads_a_mini_batch_gets_the_same_bytes_again(rig: Rig) -> None:
+def test_rank_killed_within_a_transfer_gets_the_same_bytes_again(rig: Rig) -> None:
     # Fault 15: during the stream. It has half of the second mini-batch, of some megabytes.
     rig.start_batcher()
     rig.start_generator(groups=4, more_tokens=100_000)
@@ -95,7 +95,7 @@ def test_a_rank_killed_while_it_reads_a_mini_batch_gets_the_same_bytes_again(rig
 
 
 def _contents_of_step_1(rig: Rig) -> dict[tuple[int, int], set[str]]:
-    """What was received: (dp_rank, mini-batch) -> hashes of its content."""
+    """Return the content hashes of each share: (dp_rank, mini-batch) -> hashes."""
     found: dict[tuple[int, int], set[str]] = {}
     for line in rig.history().of("received"):
         if line["step"] == 1:
@@ -103,7 +103,7 @@ def _contents_of_step_1(rig: Rig) -> dict[tuple[int, int], set[str]]:
     return found
 
 
-def test_a_transfer_cut_in_its_middle_is_never_half_accepted(fed: Rig, proxy: Proxy) -> None:
+def test_transfer_cut_in_its_middle_is_never_half_accepted(fed: Rig, proxy: Proxy) -> None:
     # Fault 15: during the stream, in a header, a frame and between frames.
     # The first two transfers begin with the session's start, of some 1,400 bytes; each mini-batch
     # has some 4,700.
@@ -116,9 +116,7 @@ def test_a_transfer_cut_in_its_middle_is_never_half_accepted(fed: Rig, proxy: Pr
     fed.drain()
 
 
-def test_a_step_whose_answer_is_lost_is_taken_once_and_the_trainer_goes_on(
-    fed: Rig, proxy: Proxy
-) -> None:
+def test_step_whose_answer_is_lost_is_recorded_once(fed: Rig, proxy: Proxy) -> None:
     # Fault 23: the batcher has noted the step, and its trainer lives on without an answer.
     with BatchStream(proxy.address, fed.run) as stream, ThreadPoolExecutor(1) as thread:
         trained = [next(stream), next(stream)]
@@ -148,7 +146,7 @@ def test_a_step_whose_answer_is_lost_is_taken_once_and_the_trainer_goes_on(
         "checkpoint.after_committed",
     ],
 )
-def test_a_trainer_killed_between_its_acknowledgements_trains_nothing_twice(
+def test_trainer_killed_between_its_acknowledgements_trains_nothing_twice(
     fed: Rig, failpoint: str
 ) -> None:
     # Faults 16, 17 and 18; with checkpoints every second step, so that two steps come back.
@@ -167,9 +165,7 @@ def test_a_trainer_killed_between_its_acknowledgements_trains_nothing_twice(
 
 
 @pytest.mark.parametrize("from_step", [0, 2])
-def test_a_trainer_that_goes_back_on_purpose_gets_what_followed_and_no_silent_skip(
-    fed: Rig, from_step: int
-) -> None:
+def test_trainer_that_rolls_back_gets_every_later_step(fed: Rig, from_step: int) -> None:
     # Fault 19
     fed.join(fed.start_ranks(1, checkpoint_every=2, max_steps=4))
     assert fed.counts()["committed"] == 4 * 4 * 2
@@ -182,8 +178,8 @@ def test_a_trainer_that_goes_back_on_purpose_gets_what_followed_and_no_silent_sk
     assert fed.history().sessions[2].updated == tuple(range(from_step + 1, NUM_STEPS + 1))
 
 
-def test_a_token_of_another_history_is_refused_by_name(fed: Rig) -> None:
-    # Fault 19: what is no longer, or never was, in the store is never skipped in silence.
+def test_token_of_another_history_is_refused(fed: Rig) -> None:
+    # Fault 19: a batch that is not in the store is never skipped silently.
     fed.join(fed.start_ranks(1, checkpoint_every=2, max_steps=2))
     token = next(fed.history().of("committed"))["token"]
     path = fed.folder / "trainer/000002.token"

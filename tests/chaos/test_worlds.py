@@ -17,7 +17,7 @@ Whole = dict[tuple[int, int], tuple[list[dict[str, Any]], list[float]]]
 """(step, mini-batch) -> its rows, by number, and its denominators."""
 
 
-def test_the_world_may_change_from_four_to_three_to_four(rig: Rig) -> None:
+def test_world_size_changes_from_four_to_three_to_four(rig: Rig) -> None:
     # Processes; each change throws away a step that was stepped, which comes again in the new cut.
     rig.start_batcher()
     rig.start_generator(groups=24)
@@ -52,7 +52,7 @@ def _by_place(lines: Iterable[Line]) -> dict[tuple[int, int], list[Line]]:
 
 
 def _whole(lines: Iterable[Line]) -> Whole:
-    """What all ranks have together of every mini-batch; all name the same denominators."""
+    """Return the rows and denominators of every mini-batch over all ranks."""
     found: Whole = {}
     for place, shares in _by_place(lines).items():
         rows = [row for share in shares for row in share["rows"]]

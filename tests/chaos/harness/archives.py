@@ -1,4 +1,4 @@
-"""What is in the archive folder of a run: each step that was released, once, as it was trained."""
+"""The archive folder of a run must contain each released step once, as it was trained."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _COLUMNS = ("trajectory_id", "sequence_index", "input_ids", "loss_mask", "prompt
 def archive_is_what_was_trained(
     history: History, folder: Path, *, run: str, released: int
 ) -> Violations:
-    """Every step that is released is in the archive, readable, with the rows that the ranks had.
+    """Each released step is in the archive, readable, with the rows that the ranks received.
 
     Args:
-        history: of a run that was trained to its end.
-        folder: of the archive.
+        history: history of a run that was trained to its end.
+        folder: archive folder.
         run: name of the run.
-        released: the newest step that is released.
+        released: newest released step.
     """
     found: Counter[str] = Counter()
     trained = {line["step"]: line for line in history.of("updated") if _survives(history, line)}

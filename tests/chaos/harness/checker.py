@@ -35,7 +35,7 @@ from harness.rewards import awaited_rewards_are_those_posted, nothing_awaits, re
 from harness.versions import stale_sessions_are_refused, versions_are_never_reused
 
 SLACK_S = 3.0
-"""What a wait may last beyond its deadline: the machine has other things to do."""
+"""Allowed delay after a deadline, for a busy machine."""
 
 Violations = Iterator[str]
 
@@ -54,11 +54,10 @@ def check(
     """Prove the invariants.
 
     Args:
-        history: of the run.
-        counts: trajectories by state, and `accepted`; read from the ledger after the last line.
-        is_drained: the run was closed and a trainer came to its end: whatever was acknowledged
-            must have been trained.
-        max_rss_bytes: bound of every process.
+        history: history of the run.
+        counts: trajectories by state, and `accepted`, read from the ledger after the last line.
+        is_drained: whether the run was trained to its end, with everything that was acknowledged.
+        max_rss_bytes: memory limit of every process.
 
     Raises:
         HistoryError: names every contradiction.
@@ -99,7 +98,7 @@ def ledger_adds_up(history: History, counts: Mapping[str, int]) -> Violations:
 
 def _accepted(history: History) -> tuple[int, int]:
     """How many trajectories generators were told that they have, and how many they may have."""
-    # A name may come twice: a store that forgot a task gives it again, also to whoever had it.
+    # A name may come twice: a store that lost a task may assign it again.
     told = {
         f"{line['group']}/{sample}/0"
         for line in history.of("opened")
@@ -149,7 +148,7 @@ def _num_trained_through(history: History, last_step: int) -> int:
 
 
 def trained_once(history: History) -> Violations:
-    """I2: what survives has no trajectory in two batches, and no row twice."""
+    """I2: the surviving steps have no trajectory in two batches, and no row twice."""
     step_of: dict[str, int] = {}
     for step, session in sorted(history.surviving.items()):
         row_ids: set[int] = set()
@@ -177,7 +176,7 @@ def weights_hold_each_step_once(history: History) -> Violations:
 
 
 def restarts_return_what_followed(history: History) -> Violations:
-    """I3: a session gets the steps after its token in order, as whoever had them before did."""
+    """I3: a session gets the steps after its token in order, the same as in earlier sessions."""
     begins = {session.name: session.after_step for session in history.sessions}
     last: dict[tuple[str, int], tuple[int, int, int]] = {}
     for line in history.of("received"):
@@ -219,7 +218,7 @@ def _repetitions_differ(history: History) -> Violations:
 
 
 def groups_stay_whole(history: History) -> Violations:
-    """I4: a group is in one mini-batch, with all members that sealed; baselines are over these."""
+    """I4: a group is in one mini-batch, with baselines from its trained members."""
     place: dict[str, tuple[tuple[int, int], Line]] = {}
     for name, lines in history.complete_mini_batches():
         members: dict[str, dict[str, dict[str, Any]]] = {}
@@ -297,7 +296,7 @@ def waits_end(history: History) -> Violations:
             elif line.kind == "waited" and begun is not None:
                 yield from _late(begun, until=line.at, pauses=pauses)
                 begun = None
-        if begun is not None:  # killed in it: so long as it lived, it was in time
+        if begun is not None:  # killed in it: its wait ends with its last line
             yield from _late(begun, until=lines[-1].at, pauses=pauses)
 
 
@@ -367,4 +366,4 @@ AT_THE_END: tuple[Callable[[History], Violations], ...] = (
     nothing_is_lost,
     everything_was_observed,
 )
-"""What holds in addition of a run that was trained to its end."""
+"""Additional invariants of a run that was trained to its end."""

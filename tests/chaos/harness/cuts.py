@@ -1,11 +1,10 @@
-"""What a store under everysec was left with when its power was cut, and what that excuses.
+"""The losses of a store under everysec after a power cut, and the contradictions that they excuse.
 
-The data are looked at before anybody can send anything again. From then on two histories are told::
+The checker reads the data before any process can resend. The logs then contain two histories::
 
-    steps 1 ... 7 are planned | cut: 5 of them are left | steps 6 and 7 are planned anew
+    steps 1 ... 7 are planned | cut: 5 of them are left | steps 6 and 7 are planned again
 
-Of what is gone, a publisher that lives has to send all again. What is gone with a generator that
-died is gone for good, and nothing else.
+A publisher that survives has to resend every loss. A loss remains only if its generator died.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SENT_AGAIN_S = 15.0
 out within these, and may wait for a store that starts."""
 
 KEPT = ("committed", "evaluated")
-"""What becomes of whatever was not lost, in a run that was trained to its end."""
+"""Final states of everything that was not lost."""
 
 _TOLD = re.compile(
     r"^run \S+: (?P<name>[^/ ]+/\d+/\d+)\b.*"
@@ -43,15 +42,15 @@ _TOLD = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A moment at which a store lost what it had not synced.
+    """A time at which a store lost its unsynced data.
 
     Attributes:
-        at: by the machine's monotonic clock; behind it, nothing is answered by the store that was.
-        planned: steps that are left.
-        newest_version: that was announced, of what is left; -1 without one.
-        seals: trajectories whose seal was tried, and is not there.
-        openings: trajectories that were opened, or whose opening was tried, and are not there.
-        rewards: trajectories that have not, or no longer, a reward that was posted.
+        at: time of the machine's monotonic clock; later answers come from the restarted store.
+        planned: number of remaining steps.
+        newest_version: newest remaining version; -1 without one.
+        seals: trajectories whose seal was attempted, and is missing.
+        openings: trajectories whose opening was attempted, and is missing.
+        rewards: trajectories whose posted reward is missing.
     """
 
     at: float
@@ -65,14 +64,14 @@ class Cut:
 def look_at(
     data_dir: Path, lines: Sequence[Line], *, run: str, binary: Path | None, at: float
 ) -> Cut:
-    """What a server that starts with these data has; they are copied.
+    """Return the cut that a server with a copy of these data shows.
 
     Args:
-        data_dir: of a server that was killed.
-        lines: read after the kill.
+        data_dir: data of a killed server.
+        lines: lines that were read after the kill.
         run: name of the run.
-        binary: the server to ask.
-        at: when it was killed.
+        binary: program of the server.
+        at: time of the kill.
     """
     copy = data_dir.with_name(f"{data_dir.name}-cut")
     shutil.copytree(data_dir, copy)
@@ -126,7 +125,7 @@ def _posted(lines: Iterable[Line]) -> Iterator[str]:
 
 
 def state_of(client: redis.Redis, run: str, name: str) -> str:
-    """Of one that has left the ledger, or was never in it: then empty."""
+    """Return the state of a trajectory that is not in the ledger; empty if there is none."""
     try:
         return str(history_of(client, run, keys.parse_trajectory_id(name)).state)
     except TrajectoryNotFoundError:
@@ -134,7 +133,7 @@ def state_of(client: redis.Redis, run: str, name: str) -> str:
 
 
 def _written(lines: Iterable[Line]) -> Iterator[str]:
-    """Trajectories that generators have begun or sealed."""
+    """Yield the trajectories that generators have opened or sealed."""
     for line in lines:
         if line.kind == "sealing":
             yield line["trajectory"]
@@ -178,12 +177,12 @@ class Gone(NamedTuple):
 
 
 def gone_for_good(lines: Sequence[Line], cuts: Sequence[Cut], *, logs: Path) -> Gone:
-    """What cuts have taken, and nobody who lived on had to send again.
+    """Return the losses of cuts that no surviving process had to resend.
 
     Args:
-        lines: of all processes.
-        cuts: in order of time.
-        logs: a folder with what publishers have said.
+        lines: lines of all processes.
+        cuts: cuts in order of time.
+        logs: folder with the logs of publishers.
     """
     if not cuts:
         return Gone(set(), set(), set())
@@ -194,10 +193,9 @@ def gone_for_good(lines: Sequence[Line], cuts: Sequence[Cut], *, logs: Path) -> 
 def gone_with_their_writers(
     lines: Sequence[Line], cuts: Sequence[Cut], *, told: dict[str, set[str]]
 ) -> tuple[set[str], set[str]]:
-    """What may be gone for good: trajectories as sealed, and as opened at all.
+    """Return the trajectories whose seal, and whose opening, may be lost.
 
-    Those that a cut has taken and whose generator died before it had to have sent them again, or
-    was told by name that they are lost.
+    Their generator died before it had to resend them, or reported them as lost.
     """
     writers: dict[str, set[str]] = {}
     lives = _Lives()
@@ -219,7 +217,7 @@ def gone_with_their_writers(
 
 
 def gone_with_their_posters(lines: Sequence[Line], cuts: Sequence[Cut]) -> set[str]:
-    """Trajectories whose reward may be gone for good: who posted it has not outlived the cut."""
+    """Return the trajectories whose reward may be lost with its poster."""
     posters: dict[str, set[str]] = {}
     lives = _Lives()
     for line in lines:

@@ -1,7 +1,6 @@
-"""What generators say. Every token is a function of its name, and no two names share one.
+"""The content of generated trajectories, in which every token is a function of its name.
 
-So a row that a rank received tells which turns of which writer it was made of, and the checker
-knows it without asking anybody.
+No two names share a token. So a row proves which turns of which writer it contains.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ class EpisodeTurn:
 
     @property
     def context(self) -> NDArray[np.int32]:
-        """What the next call goes on from."""
+        """Return the tokens that the next call continues."""
         return np.concatenate([self.prompt_ids, self.response_ids])
 
 
 class RowColumns(NamedTuple):
-    """What a row must hold: its tokens, the mask of its response, and where that begins."""
+    """The expected tokens of a row, and the mask and the start of its response."""
 
     input_ids: list[int]
     loss_mask: list[int]
@@ -41,13 +40,13 @@ class RowColumns(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Episode:
-    """One trajectory, and the rows that it must become.
+    """One trajectory, and its expected rows.
 
     Attributes:
-        turns: one to three; now and then a prompt forgets what came before.
+        turns: one to three turns; some prompts do not continue the turn before.
         reward: a multiple of 1/4.
-        columns: of the rows, in order.
-        rows: their names; see `row_name`.
+        columns: columns of the rows, in order.
+        rows: names of the rows; see `row_name`.
         num_trained: trained tokens of every row.
     """
 
@@ -61,13 +60,13 @@ class Episode:
 def episode(
     trajectory: str, *, writer: str, before: Sequence[EpisodeTurn] = (), num_more: int = 0
 ) -> Episode:
-    """The episode that this writer plays under this name; the same every time.
+    """Return the episode of this writer and name; the same every time.
 
     Args:
         trajectory: id, such as `g0/1/0`.
-        writer: who plays it: two writers of one trajectory say different things.
-        before: turns of an earlier writer, which this one goes on from with one turn or more.
-        num_more: tokens that are sampled in every turn beside the few that it has anyway.
+        writer: name of the writer, on which the tokens depend.
+        before: turns of an earlier writer, which this one continues.
+        num_more: additional sampled tokens of every turn.
     """
     seed = f"{writer}|{trajectory}"
     num_turns = max(1 + _number(seed, "turns") % MAX_TURNS, len(before) + 1)
@@ -90,7 +89,7 @@ def episode(
 
 
 def sampled(trajectory: str, *, writer: str, index: int, num_more: int = 0) -> NDArray[np.int32]:
-    """What this writer samples in a turn, whatever came before."""
+    """Return the tokens that this writer samples in a turn."""
     seed = f"{writer}|{trajectory}"
     return _tokens(f"{seed}|{index}|s", 1 + _number(seed, f"s{index}") % 5 + num_more)
 
@@ -136,7 +135,7 @@ def awaits_reward(trajectory: str, *, one_in: int) -> bool:
 
 
 def left_alone(group: str, *, one_in: int) -> bool:
-    """Whether nobody goes on with it when its generator is gone: one in so many, 0 for none."""
+    """Return whether no generator adopts this group: one in so many, 0 for none."""
     return bool(one_in) and _number(group, "left alone") % one_in == 0
 
 
@@ -146,10 +145,10 @@ def held_back(trajectory: str) -> bool:
 
 
 def reward_by(poster: str, trajectory: str) -> float:
-    """What a process that posts rewards thinks of a trajectory: a multiple of 1/4."""
+    """Return the reward of a trajectory by a poster: a multiple of 1/4."""
     return _number(f"{poster}|{trajectory}", "reward") % 5 / 4
 
 
 def prompt_payload(prompt_uid: str) -> bytes:
-    """What a run is given with a prompt, and a generator gets with its task."""
+    """Return the payload of a prompt, which a generator gets with its task."""
     return f"the payload of {prompt_uid}".encode()

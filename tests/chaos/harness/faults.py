@@ -180,7 +180,7 @@ def move_the_clock(stack: Stack) -> None:
 def pause_the_run(stack: Stack) -> None:
     """Pause the run; no group starts and no batch is planned until it is resumed.
 
-    Half of the time a batcher dies meanwhile.
+    Half of the time a batcher dies during the pause.
     """
     client, run = stack.rig.client, stack.rig.run
     pause_run(client, run, "a fault")
@@ -241,7 +241,7 @@ def _store_revision(stack: Stack, settings: dict[str, Any]) -> tuple[int, int]:
         from_step = read_frontier(client, run).planned + 1 + AHEAD
         try:
             return revise_config(client, run, wanted, from_step=from_step), from_step
-        except ConflictError:  # the step was planned meanwhile
+        except ConflictError:  # the step is already planned
             continue
 
 

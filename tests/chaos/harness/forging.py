@@ -1,4 +1,4 @@
-"""A right history, written down by nobody, and how to make it wrong."""
+"""A correct history that no process wrote, and ways to make it wrong."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def write_observer(writing: Writing, process: str, *, steps: Sequence[int], ends
 
 
 def share(step: int, mini_batch: int, dp_rank: int) -> dict[str, Any]:
-    """What a rank gets: of a group's two trajectories, the one with its number."""
+    """Return the share of a rank: the trajectory of each group with its number."""
     group = f"g{2 * (step - 1) + mini_batch}"
     rows = rows_of(group)
     mine = [row for row in rows if row["trajectory"] == f"{group}/{dp_rank}/0"]

@@ -1,10 +1,11 @@
-"""A generator process: publishes groups whose content is known in advance, and logs all it does.
+"""A generator process: publishes groups of known content, and logs every call.
 
-It may be told to hang in one trajectory, behind its first turn, until a file appears. Or to help:
-then it has no groups of its own, goes on with what others left, and tries again what is granted.
-Or to take tasks in place of groups of its own; or to open a group now and then to evaluate; or to
-go on with what others left open between its own groups; or to leave the rewards of some
-trajectories to a process that posts them (harness.poster).
+By its options it may do the following:
+
+- It hangs in one trajectory, after its first turn, until a file appears.
+- It helps: it adopts open trajectories and takes refills, without groups of its own.
+- It takes tasks instead of groups of its own, or evaluates now and then.
+- It leaves the rewards of some trajectories to another process (harness.poster).
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ class _Generator:
             self._play_sample(self._publisher.refill_trajectory(refill))
 
     def take_over_lapsed(self) -> None:
-        """Go on with what others have left open, but for what is left alone."""
+        """Adopt open trajectories of dead generators, except in groups that are left alone."""
         try:
             with self._log.waiting("lapsed", deadline_s=self._write_s):
                 found = self._publisher.lapsed()

@@ -14,18 +14,18 @@ LATE_S = 5.0
 """A batch that was lost may be handed out so much later: it had been pulled ahead."""
 
 FORGOTTEN_S = 30.0
-"""What was told so long ago is on the disk, and no store forgets it."""
+"""Age after which acknowledged data are on the disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What a process wrote down.
+    """A line of a log.
 
     Attributes:
         process: name of the log.
-        kind: of line, such as "sealed".
-        at: seconds of the machine's monotonic clock.
-        facts: the rest.
+        kind: kind of line, such as "sealed".
+        at: time of the machine's monotonic clock, in seconds.
+        facts: all other facts.
     """
 
     process: str
@@ -42,13 +42,13 @@ class Line:
 
 
 class Logs:
-    """The logs of a folder. A last line that a kill has cut short was not written.
+    """The logs of a folder, without a last line that a kill has cut short.
 
-    What was read once is not read again: tests look at the history many times a second.
+    Each byte is read once, because tests look at the history many times a second.
 
     Args:
-        folder: of the logs.
-        names: a pattern of their names.
+        folder: folder of the logs.
+        names: pattern of their names.
     """
 
     def __init__(self, folder: Path, *, names: str = "*.jsonl") -> None:
@@ -90,10 +90,10 @@ class Session:
     """One start of a trainer.
 
     Attributes:
-        name: that all its ranks share.
-        after_step: of the token that it presented.
-        dp_world_size: its ranks.
-        updated: steps that its optimizer took, in order.
+        name: name that all its ranks share.
+        after_step: step of the token that it presented.
+        dp_world_size: number of its ranks.
+        updated: steps of its optimizer, in order.
     """
 
     name: str
@@ -177,9 +177,9 @@ class History:
 
     @cached_property
     def members(self) -> dict[str, int]:
-        """Group -> number of members that it was opened with.
+        """Return the number of members of each opened group.
 
-        Who is killed before it has noted what it was given, leaves that to whoever takes it over.
+        A generator that was killed before it logged its task leaves this to its successor.
         """
         taken = {
             line["trajectory"].split("/")[0]: line["num_samples"]
@@ -214,7 +214,7 @@ class History:
 
     @cached_property
     def received(self) -> dict[MiniBatchName, list[Line]]:
-        """What the ranks got, by mini-batch."""
+        """Return the shares of the ranks, by mini-batch."""
         found: dict[MiniBatchName, list[Line]] = {}
         for line in self.of("received"):
             name = MiniBatchName(line["session"], line["step"], line["mini_batch"])
@@ -243,14 +243,15 @@ class History:
 
     @cached_property
     def surviving(self) -> dict[int, str]:
-        """Step -> the session that trained it into the weights which exist at the end.
+        """Return the session that trained each step into the final weights.
 
-        A session that begins after step c starts from weights that know nothing of what was
-        trained beyond c before::
+        The weights of a session that starts after step c contain no later step of an earlier
+        session::
 
             first trains 1 2 3, second begins after 2 and trains 3 4   ->   1 2 first, 3 4 second
 
-        A checkpoint of an abandoned branch is one to begin with, too; it knows its own steps.
+        A session may also start from a checkpoint of an abandoned branch, with the steps of that
+        branch.
         """
         steps: dict[str, dict[int, str]] = {"": {}}
         saved: dict[str, dict[int, str]] = {}

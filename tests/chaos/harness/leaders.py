@@ -1,4 +1,4 @@
-"""Who planned what: from the logs that batchers keep for their operators."""
+"""The plans of each batcher, from its log."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def _monotonic_s(plan: re.Match[str]) -> float:
 
 
 def steps_have_one_leader(history: History) -> Iterator[str]:
-    """I2 and I5, from what batchers noted: a step was written once, by whoever led alone.
+    """I2 and I5: a step was written once, by the only leader of its epoch.
 
-    What the store lost is written anew, and the epochs behind it may be given again.
+    Lost steps are written again, and later epochs may be used again.
     """
     leaders: dict[int, str] = {}
     written: dict[int, Line] = {}

@@ -1,8 +1,8 @@
-"""The log of one process: a line is on disk before the process goes on.
+"""The log of one process: a line is on disk before the process continues.
 
-A process says what it is about to do (`appending`) and what was answered (`appended`), so that a
-line which is missing after a kill leaves exactly the doubt there is. Times are of the machine's
-monotonic clock, which all processes share; what the process takes for the time of day is beside it.
+A process logs each call before it (`appending`) and after it (`appended`). So a missing line after
+a kill leaves exactly the real doubt. Times are of the machine's monotonic clock, which all
+processes share; the time of day is logged too.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _ALIVE_S = 1.0
 
 
 class ProcessLog:
-    """Appends lines to a file of this process's own; a context manager.
+    """Appends lines to a file of this process; a context manager.
 
-    A thread notes once a second that the process lives and what it holds, and every time that the
-    process was kept from running: a deadline that passed in its sleep is nobody's fault.
+    A thread logs once a second that the process lives, and its memory. It also logs each pause of
+    the process, which excuses a missed deadline.
 
     Args:
         path: the file; its name without suffix is the name of the process.
@@ -89,7 +89,7 @@ class ProcessLog:
 
 
 def _max_rss_bytes() -> int:
-    """The most memory of this program: what `getrusage` says counts whoever started it, too."""
+    """Return the peak memory of this program; `getrusage` would include the parent's."""
     status = Path("/proc/self/status").read_text()
     (kib,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
     return int(kib) * 1024

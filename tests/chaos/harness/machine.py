@@ -15,16 +15,16 @@ import pytest
 from turnstream_server.embedded import find_binary
 
 _EARLY_S = 0.5
-"""Behind the beginning of a sync: the next one is not due."""
+"""Time after the start of a sync in which no other sync starts."""
 
 _SOURCE = Path(__file__).with_name("shim.c")
 
 
 class Machine:
-    """The machine of one server, and others of whoever is given a clock of its own.
+    """The simulated machine of one server, and of other processes with their own clocks.
 
     Args:
-        folder: for the shim and its notes.
+        folder: folder for the shim and its notes.
         server: program of the server; None is the embedded one.
 
     Attributes:
@@ -41,7 +41,7 @@ class Machine:
         self.binary = server_with(folder, server or find_binary(), environment=environment)
 
     def environment(self, of: str = "store") -> dict[str, str]:
-        """What a process is told whose clock has this name."""
+        """Return the variables of a process that uses the clock of this name."""
         return {"LD_PRELOAD": str(self._shim), "TS_CLOCK": str(self._clock(of))}
 
     def set_clock(self, *, wrong_by_s: float, of: str = "store") -> None:
@@ -66,7 +66,7 @@ class Machine:
         (self._synced / "frozen").touch()
 
     def lose_power(self, data_dir: Path) -> int:
-        """What the append-only files of a killed server lose; gives the bytes that are gone."""
+        """Cut the files of a killed server to their synced part; return the lost bytes."""
         num_lost = self.unsynced(data_dir)
         for path in _append_only_files(data_dir):
             os.truncate(path, self._synced_size(path))

@@ -1,4 +1,4 @@
-"""Whose work is trained: all members of a group, each of its own writer, with all of its turns."""
+"""Invariants of the trained members of groups and of their turns."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ Violations = Iterator[str]
 
 
 def groups_have_their_members(history: History) -> Violations:
-    """I4: a group that is trained has each member that it was opened with, once.
-
-    A member that a run may go on without is excused.
-    """
+    """I4: a trained group has each member that it was opened with, once, except excused ones."""
     for name, rows in _trained(history):
         attempts: dict[str, dict[int, set[str]]] = {}
         for trajectory in rows:
@@ -40,7 +37,7 @@ def _is_excused(history: History, group: str, sample: int) -> bool:
 def rows_are_what_was_said(history: History) -> Violations:
     """P1: each trained trajectory is one sealed episode of one writer, token by token.
 
-    Of several writers it is the one whose seal was acknowledged. A reward that was posted later is
+    If several writers sealed it, the acknowledged seal counts. A reward that was posted later is
     not part of the seal; see harness.rewards.
     """
     told: dict[str, set[str]] = {}
@@ -65,9 +62,9 @@ def rows_are_what_was_said(history: History) -> Violations:
 
 
 def acknowledged_turns_are_kept(history: History) -> Violations:
-    """P1: whoever takes a trajectory over finds every turn that was acknowledged before.
+    """P1: an adopting generator finds every turn that was acknowledged before.
 
-    But for what a cut took: its writer was dead, or was refused, and did not send it again.
+    A turn that a cut took is excused.
     """
     appended: dict[str, list[Line]] = {}
     for line in history.of("appended", "taken"):

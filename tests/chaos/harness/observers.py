@@ -1,4 +1,4 @@
-"""What an observer saw of a run: what the ranks trained, in order, and all of it."""
+"""Invariants of an observer: it receives the trained batches, in order and completely."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Violations = Iterator[str]
 
 
 def observers_go_on_where_they_were(history: History) -> Violations:
-    """Steps come in order; one that begins again goes on behind what it had said to have seen.
+    """Steps come in order, and a restarted observer continues after its last acknowledged step.
 
-    What a store forgot that the observer has seen, it may see again.
+    If the store lost that acknowledgement, the observer may receive the steps again.
     """
     sure, tried, due = 0, 0, (1, 0)
     told_at = begins_at = -FORGOTTEN_S
@@ -60,9 +60,9 @@ def observers_see_what_is_trained(history: History) -> Violations:
 
 
 def everything_was_observed(history: History) -> Violations:
-    """Of a run that has ended: an observer that came to its end saw each step that survives.
+    """An observer that came to the end of the run received each surviving step.
 
-    Where the plan that it saw was lost, it need not have seen the other one.
+    If its plan was lost, it need not have received the other one.
     """
     if not any(True for _ in history.of("observing")):
         return

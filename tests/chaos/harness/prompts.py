@@ -1,4 +1,4 @@
-"""What is trained beside what generators bring: prompts of the run once each, evaluations never."""
+"""Prompts of the run are trained once each, and evaluations are never trained."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def trained_groups(history: History) -> set[str]:
 
 
 def evaluations_add_up(history: History, counts: Mapping[str, int]) -> Violations:
-    """Of a run that has ended: whatever was sealed to evaluate is part of an evaluation."""
+    """Every trajectory that was sealed to evaluate is part of an evaluation at the end."""
     sure = {
         name
         for group in history.evaluations

@@ -18,22 +18,21 @@ _PIECE_BYTES = 1 << 16
 
 @dataclass(slots=True)
 class Lane:
-    """What happens to bytes of one direction.
+    """The faults of one direction.
 
     Attributes:
-        delay_s: every piece is held so long.
-        held_until_s: whatever comes before this moment of `time.monotonic` is held until then.
-        cut_after_bytes: so many more bytes pass, then the connection that carried them is reset;
-            None lets all pass. Cuts once.
-        is_silent: bytes are taken and never passed on; the connection stays open.
-        num_cuts: connections that were reset.
-        stop_within: of the first piece with these bytes all passes up to their middle, and nothing
-            of that connection behind it; the connection stays open. Stops once.
-        stop_after_bytes: so many more bytes pass, and nothing behind them of the connection that
-            carried the last one; it stays open. None lets all pass. Stops once.
-        num_stops: connections that were stopped so.
-        unanswered: from the first piece with these bytes on, all passes and no answer comes back.
-        is_recorded: bytes that pass are also kept, in `recorded`, by connection.
+        delay_s: delay of every piece.
+        held_until_s: time of `time.monotonic` until which all bytes are held.
+        cut_after_bytes: bytes that pass before one connection is reset; None resets none.
+        is_silent: whether bytes are received and not forwarded; the connection stays open.
+        num_cuts: number of reset connections.
+        stop_within: one connection stays open and forwards nothing after the first half of these
+            bytes.
+        stop_after_bytes: bytes that pass before one connection stops in the same way; None stops
+            none.
+        num_stops: number of stopped connections.
+        unanswered: bytes of a request after which no reply is forwarded.
+        is_recorded: whether forwarded bytes are also kept in `recorded`, by connection.
     """
 
     delay_s: float = 0.0
@@ -102,22 +101,19 @@ class Proxy:
             self.replies.cut_after_bytes = after_bytes
 
     def cut_answers(self, to: bytes, *, after_bytes: Iterable[int | None]) -> None:
-        """Reset connections in the answers to their requests with these bytes.
+        """Reset connections within the answers to requests with these bytes.
 
         Args:
-            to: what every such request has in it.
-            after_bytes: for each of them in the order they come, after how many bytes of its
-                answer its connection is reset; None lets it pass, as those that come later.
+            to: bytes of the requests.
+            after_bytes: bytes of each answer that pass before the reset, in the order of the
+                requests; None lets an answer pass.
         """
         with self._lock:
             self._cut_request = to
             self._cuts = deque(after_bytes)
 
     def cut_connections(self, *, after_bytes: Iterable[int]) -> None:
-        """Reset the connections that come next, each behind so many bytes of what it is answered.
-
-        The first number is of the first connection; those that come behind the last one pass.
-        """
+        """Reset each of the next connections after a number of answered bytes, in their order."""
         with self._lock:
             self._bytes_per_connection = deque(after_bytes)
 
@@ -185,7 +181,7 @@ class Proxy:
                 self._bytes_left.pop(each, None)
 
     def _begun(self, lane: Lane, data: bytes) -> bytes | None:
-        """What passes of the piece in which the connection stops; None where it goes on."""
+        """Return the forwarded part of a piece in which the connection stops, or None."""
         with self._lock:
             passed = self._passed_before_stop(lane, data)
             lane.num_stops += passed is not None
@@ -214,7 +210,7 @@ class Proxy:
                 self._cut_clients[client] = after_bytes
 
     def _take(self, lane: Lane, data: bytes, sink: socket.socket) -> tuple[bytes, bool]:
-        """What of these bytes passes, and whether the connection ends behind it."""
+        """Return the bytes to forward, and whether the connection ends after them."""
         with self._lock:
             if sink in self._cut_clients:
                 lane.num_cuts += 1
@@ -254,7 +250,7 @@ def _reset(opened: socket.socket) -> None:
 
 
 def own_host() -> str:
-    """A loopback address of one rig alone, on which nobody else takes a port that was found free.
+    """Return a loopback address that no other rig uses for its ports.
 
     All of 127.0.0.0/8 is this machine.
     """

@@ -176,10 +176,10 @@ class _Rank:
 
 
 class Checkpoints:
-    """Two files each, the weights first: only with its token a checkpoint counts.
+    """Checkpoints of two files each; a checkpoint without its token file does not count.
 
     Args:
-        folder: of the trainer; all its sessions share it.
+        folder: folder of the trainer, which all its sessions share.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -219,7 +219,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def describe(mini_batch: PulledMiniBatch) -> dict[str, Any]:
-    """What a rank remembers of a mini-batch."""
+    """Return the facts of a mini-batch for the log."""
     info = mini_batch.info
     return {
         "step": info.step,

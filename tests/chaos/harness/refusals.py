@@ -1,4 +1,4 @@
-"""What generators and posters may be refused in a long run, and by which name."""
+"""Invariants of the errors that generators and posters get in a long run."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from harness.history import History, Line
 Violations = Iterator[str]
 
 NAMED = ("ConflictError", "FencedError", "StoreBehindError")
-"""What a generator may be told of a trajectory that it does not have any more."""
+"""Errors for a generator that lost a trajectory."""
 
 _OTHER_REWARD = "another reward was posted"
 
 
 def refusals_have_a_cause(history: History, *, lost: Collection[str]) -> Violations:
-    """Nobody is refused anything but what another took over or rewarded, or the store has lost.
+    """A refused trajectory was adopted or rewarded by another process, or lost by the store.
 
     Args:
-        history: of a run in which nothing else takes a trajectory from whoever writes it.
-        lost: trajectories that cuts have taken; their groups with them.
+        history: history of a run in which nothing else takes a trajectory from its writer.
+        lost: trajectories that cuts have taken; their groups are lost too.
     """
     takers: dict[str, set[str]] = {}
     for line in history.of("taken"):

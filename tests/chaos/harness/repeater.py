@@ -1,6 +1,6 @@
-"""Stands before a batcher and sends every call several times at once, as a storm of retries does.
+"""A gRPC server that forwards every call several times at once, as a storm of retries does.
 
-The caller is told what the first copy brought. What the others brought is kept beside it.
+The caller gets the outcome of the first copy. The other outcomes are recorded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call brought: its messages, and how it ended."""
+    """The messages and the status of a call."""
 
     messages: tuple[bytes, ...]
     code: grpc.StatusCode

@@ -51,7 +51,7 @@ class Report:
     """The results of a long run on one store.
 
     Attributes:
-        survivals: results by name of the fault.
+        survivals: results for each fault.
         totals: numbers of steps, sessions, trajectories and cuts.
         ledger: trajectories by state.
         reached: failpoints at which a process died, with their number.

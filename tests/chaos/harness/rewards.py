@@ -10,7 +10,7 @@ from harness.history import FORGOTTEN_S, History
 Violations = Iterator[str]
 
 TAKEN = ("POSTED", "DUPLICATE")
-"""What is told of a reward that counts."""
+"""Outcomes of a reward that counts."""
 
 
 def awaited_rewards_are_those_posted(history: History) -> Violations:
@@ -64,6 +64,6 @@ def _trained(history: History) -> dict[str, set[float]]:
 
 
 def nothing_awaits(counts: Mapping[str, int]) -> Violations:
-    """Of a run that has ended: no trajectory waits for its reward."""
+    """No trajectory waits for its reward at the end of the run."""
     if num := counts.get("awaiting_reward", 0):
         yield f"{num} still await their reward"

@@ -33,19 +33,19 @@ from turnstream_server.jobs.services import StartedBatcher, start_batcher, store
 from turnstream_server.jobs.stack import Service, Stack
 
 LEASE_S = 1.0
-"""Of a planner: short, so that a test need not wait long for its successor."""
+"""Lease of a planner, short so that a successor starts soon."""
 
 DOOMED_LEASE_S = 0.3
-"""Of one that leads alone until it dies: whoever comes next waits for the end of its lease."""
+"""Lease of a batcher that leads alone until it dies."""
 
 GENERATOR_LEASE_S = 30.0
-"""Longer than any process starves on a busy machine: what is open is lost where a test wants it."""
+"""Lease of a generator, longer than any process waits for a busy machine."""
 
 PATIENCE_S = 180.0
-"""Bound of every wait for what comes soon on a quiet machine: who waits longer waits for ever."""
+"""Limit of every wait for an event that comes soon on a quiet machine."""
 
 ENDLESS = 1_000_000
-"""Groups of a generator that goes on until the run is closed, however long a test takes."""
+"""Groups of a generator that continues until the run is closed."""
 
 CONFIG = BatchingConfig(
     batch_groups=4,
@@ -77,22 +77,22 @@ class _NewerStack(Stack):
 
 
 class Rig:
-    """Everything of one run; a context manager that leaves no process behind.
+    """The processes of one run; a context manager that leaves none behind.
 
     Args:
-        folder: of logs, data, checkpoints and histories.
+        folder: folder of logs, data, checkpoints and histories.
         server: an embedded server that the caller starts and stops.
-        config: of the run.
+        config: config of the run.
 
     Attributes:
-        run: its name.
-        store_url: what services and generators are told; a test may put a proxy there.
+        run: name of the run.
+        store_url: URL of the store for the processes; a test may put a proxy there.
         excused: see History.
-        loses_plans: plans that were written are forgotten, or withdrawn: they are made again.
-        loses_history: what was trained by them is forgotten too: the logs tell of two histories.
-        cuts: what was left where the store lost what it had not synced.
-        ranks: of the newest session.
-        environment: more variables of the processes that are started next.
+        loses_plans: whether plans are lost or withdrawn, and made again.
+        loses_history: whether trained steps are lost too, so that the logs contain two histories.
+        cuts: remaining data after each loss of unsynced data.
+        ranks: ranks of the newest session.
+        environment: additional variables of the processes that are started next.
         is_newer: whether they are of the next minor release; see harness.newer.
     """
 
@@ -150,7 +150,7 @@ class Rig:
         return started
 
     def begin_batcher(self, name: str, *, failpoint: str = "", lease_s: float = LEASE_S) -> Service:
-        """A batcher that nobody waits for: it may die before it answers."""
+        """Start a batcher without waiting for it; it may die before it answers."""
         environment = {"TURNSTREAM_FAILPOINT": failpoint, "TURNSTREAM_LEASE_S": str(lease_s)}
         arguments = ["serve", "batcher", "--listen", self.address(name)]
         return self.keep(self._stack(environment).start(name, arguments))
@@ -287,7 +287,7 @@ class Rig:
             service.wait(PATIENCE_S)
             service.check()
 
-    # -- what may happen at once, so that nobody waits for it ----------------------------------
+    # -- shortcuts ----------------------------------------------------------------------------
 
     def end_leases(self, *, ago_s: float = 0.0) -> None:
         """The leases of all that is open have ended so long ago. Their writers must be dead."""
@@ -319,11 +319,10 @@ class Rig:
         beside: Sequence[Service] = (),
         **options: object,
     ) -> None:
-        """Let generators come to their end, close the run, train all, and prove the invariants.
+        """Complete all generators, close the run, train everything, and prove the invariants.
 
-        Whatever was done to the store, it must have cost generators time and no trajectory but
-        the `num_lost` that others took over; None where the caller knows better. Processes `beside`
-        the ranks come to their end with them.
+        Generators lose `num_lost` trajectories to others; None does not count them. Processes
+        `beside` the ranks end with them.
         """
         ranks = self.start_ranks(dp_world_size, **{"checkpoint_every": 1, **options})
         for generator in self._generators.values():
@@ -369,7 +368,7 @@ class Rig:
         )
 
     def gone(self) -> set[str]:
-        """Trajectories that a cut has taken, and nobody had to bring back, nor has."""
+        """Return acknowledged trajectories that a cut has taken and no process had to resend."""
         gone = self.history().acknowledged & self._gone(self._logs.lines()).seals
         return {name for name in gone if state_of(self.client, self.run, name) not in KEPT}
 
@@ -380,7 +379,7 @@ class Rig:
         """The store was killed, and has lost what it had not synced: look at what is left."""
         lines, killed_s = self._logs.lines(), time.monotonic()
         cut = look_at(self.server.data_dir, lines, run=self.run, binary=binary, at=killed_s)
-        # Until now nobody was answered; whoever is slow has written down by now what it was before.
+        # No process was answered until now, and each has logged the answers from before.
         self.cuts.append(dataclasses.replace(cut, at=time.monotonic()))
 
     def checkpoint_of_store(self) -> int:

@@ -1,4 +1,4 @@
-"""What a long run keeps running, and what it leaves to chance."""
+"""The processes of a long run, and its random choices."""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ REACHED_S = 20.0
 """By when a process comes to its failpoint, or does not."""
 
 AWAITS_ONE_IN = 8
-"""Of so many trajectories one gets its reward from another process."""
+"""One trajectory in so many gets its reward from another process."""
 
 LATE_S = 12.0
-"""So long such a reward is held back now and then: beyond its deadline."""
+"""Delay of some of these rewards, longer than their deadline."""
 
 NUM_PROMPTS = 100
 """Prompts that a run has left, at least half of them: generators never wait for one."""
 
 
 REFUSED = 3
-"""The exit status of a rank that was refused by name. Where the store has lost what its checkpoint
-names, the next one goes back to one that it has."""
+"""Exit status of a rank that got a typed error. It may need an older checkpoint."""
 
 
 class InVainError(Exception):
-    """A fault that did not come about: nobody was where it would have struck."""
+    """A fault that took no effect, because it met no process."""
 
 
 class Draws:
@@ -66,23 +65,23 @@ class Draws:
 
 @dataclass(slots=True, kw_only=True)
 class Stack:
-    """What a long run keeps running.
+    """The processes of a long run.
 
     Attributes:
-        rig: around the store.
-        machine: the server's.
-        store: proxy before the store; generators and batchers go through it.
-        door: proxy before the first batcher; ranks go through it.
-        draws: decide whatever is left to chance.
-        batchers: by name.
-        generators: by writer.
-        others: the newest of each kind of process beside them.
-        num_others: that there ever were.
-        num_writers: that there ever were.
-        reached: failpoints at which a process has died, and how many did.
-        missed: failpoints that nobody came to in time.
-        durability: of the store.
-        clock_s: by how much the clock of the store is wrong.
+        rig: rig around the store.
+        machine: machine of the server.
+        store: proxy before the store, for generators and batchers.
+        door: proxy before the first batcher, for ranks.
+        draws: source of all random choices.
+        batchers: batchers, by their names.
+        generators: generators by writer.
+        others: the newest observer and poster.
+        num_others: number of observers and posters so far.
+        num_writers: number of generators so far.
+        reached: failpoints at which a process has died, with their number.
+        missed: failpoints that no process reached in time.
+        durability: durability of the store.
+        clock_s: error of the store's clock.
     """
 
     rig: Rig
@@ -102,7 +101,7 @@ class Stack:
 
     @property
     def rng(self) -> random.Random:
-        """Of what need not come in turn."""
+        """Return the source of independent random choices."""
         return self.draws.rng
 
     def start(self) -> None:
@@ -140,10 +139,10 @@ class Stack:
         return self.rig.folder / "ends"
 
     def start_generator(self, kind: str) -> None:
-        """A generator that nobody was before.
+        """Start a generator with a new name.
 
-        One of the kind "own" brings its prompts, and evaluates now and then; one of the kind "task"
-        takes what the run gives out. Both go on with most of what others leave open.
+        The kind "own" brings its prompts, and evaluates now and then. The kind "task" takes tasks
+        of the run. Both adopt most of the trajectories of dead generators.
         """
         writer = f"{kind}{self.num_writers}"
         self.num_writers += 1
@@ -153,7 +152,7 @@ class Stack:
         self.generators[writer] = service
 
     def start_ranks(self, failpoint: str = "") -> None:
-        """A new session of one to four ranks; whoever is left of the one before is killed."""
+        """Kill the current ranks, and start a new session of one to four ranks."""
         was_refused = any(rank.status == REFUSED for rank in self.rig.ranks)
         for rank in self.rig.ranks:
             rank.kill()
@@ -169,7 +168,7 @@ class Stack:
         )
 
     def mend(self) -> None:
-        """Start again what has ended, as whoever supervises processes does."""
+        """Restart every process that has ended, as a supervisor does."""
         self.mend_services()
         self.mend_ranks()
 
@@ -211,9 +210,9 @@ class Stack:
             add_prompts(client, run, prompts, first=first)
 
     def restart_store(self, *, power_off: bool = False) -> None:
-        """SIGKILL and restart; what was not synced is lost with its power.
+        """Send SIGKILL and restart; a power cut also loses unsynced data.
 
-        Under everysec it is looked at what is left: see harness.cuts.
+        Under everysec the remaining data are read; see harness.cuts.
         """
         server = self.rig.server
         server.kill()
@@ -234,10 +233,10 @@ class Stack:
         threading.Event().wait(seconds)
 
     def doom(self, failpoint: str, occasion: Callable[[], object] = lambda: None) -> None:
-        """A batcher that leads every run dies at a failpoint; what brings it there is `occasion`.
+        """Let the only active batcher die at a failpoint, which `occasion` makes it reach.
 
         Raises:
-            InVainError: it did not come there in time. It is dead all the same.
+            InVainError: it did not reach the failpoint in time; it is killed anyway.
         """
         self.batchers["batcher"].kill()
         with asleep(self.batchers["other"].pid):

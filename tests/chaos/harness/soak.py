@@ -1,9 +1,8 @@
 """Random faults over a running stack: `make chaos SECONDS=1800`.
 
-Half of the time goes to a store with `fsync`, half to one with `everysec`. After every fault the
-ranks must take another step; at the end all of the run is trained, and the checker has the last
-word. The seed is printed first: the same one draws the same faults. Of a run that failed, what
-every process did is kept, and told where.
+Half of the time the store uses `fsync`, half of the time `everysec`. After every fault the ranks
+must take another step. At the end the whole run is trained and checked. The seed is printed first,
+and draws the same faults again. The logs of a failed run are kept.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ RECOVERY_S = 90.0
 CONFIG = config(
     max_staleness=8, retain_checkpoints=8, lease_s=5.0, takeover_s=3.0, reward_deadline_s=8.0
 )
-"""What a killed generator left is taken over or given up soon."""
+"""Trajectories of killed generators are adopted or abandoned soon."""
 
 MODES: tuple[Durability, ...] = ("fsync", "everysec")
 
@@ -154,7 +153,7 @@ def _finish(stack: Stack, report: Report) -> None:
 
 
 def _check_refusals(rig: Rig) -> None:
-    """Whoever was refused something is told so by name, and there is a cause."""
+    """Every refusal names an error, and has a cause."""
     lost = {name for cut in rig.cuts for name in cut.seals}
     refused = [*refusals_have_a_cause(rig.history(), lost=lost)]
     assert not refused, refused
@@ -174,7 +173,7 @@ def _check_evaluations(rig: Rig) -> None:
 
 
 def _check_archive(rig: Rig) -> None:
-    """What the store has let go is in files."""
+    """Every released step is in a file."""
     released = read_frontier(rig.client, rig.run).released
     folder = rig.folder / "archive"
     wrong = [*archive_is_what_was_trained(rig.history(), folder, run=rig.run, released=released)]

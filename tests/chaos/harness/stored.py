@@ -1,8 +1,7 @@
-"""What a store has, compared with what it told everybody that it has.
+"""The content of a store, compared with its acknowledgements.
 
-Publishers send again what a store forgot, so that a run which is trained to its end says little of
-what was lost on the way. Here the store is asked before anybody could send anything again. Of a
-run that has released nothing, and whose trainer has not gone back.
+The store is read before any process can resend. The run must have released nothing, and its trainer
+must not have gone back.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from turnstream_server.embedded import EmbeddedServer
 
 
 def lost_with(data_dir: Path, history: History, *, run: str, binary: Path | None) -> list[str]:
-    """What a server that starts with these data does not have, and another had acknowledged.
+    """Return what another server acknowledged and a server with these data does not have.
 
     Args:
-        data_dir: of a server that was killed; it is copied.
-        history: read after the kill: what is not in it was not acknowledged, or may be missing.
+        data_dir: data of a killed server; they are copied.
+        history: history that was read after the kill.
         run: name of the run.
-        binary: the server to ask.
+        binary: program of the server.
     """
     copy = data_dir.with_name(f"{data_dir.name}-{len(list(data_dir.parent.iterdir()))}")
     shutil.copytree(data_dir, copy)
@@ -40,7 +39,7 @@ def lost_with(data_dir: Path, history: History, *, run: str, binary: Path | None
 
 
 def lost(client: redis.Redis, history: History, *, run: str) -> Iterator[str]:
-    """What was acknowledged and is not there, or is something else."""
+    """Yield acknowledged writes that are missing or different."""
     groups: Any = client.hgetall(keys.run_keys(run).groups)
     for line in history.of("opened"):
         if keys.encode_name(line["group"]).encode() not in groups:
@@ -69,10 +68,9 @@ def _has_turn(client: redis.Redis, run: str, line: Line) -> bool:
 
 
 def content_of(client: redis.Redis, name: bytes | str) -> Any:
-    """What a key holds, of whatever kind it is; None where it is not there.
+    """Return the content of a key of any type; None without one.
 
-    Not its `DUMP`: a server that moves a hash to a larger table may give the same fields in another
-    order.
+    A `DUMP` would not do: a server that grows a hash may return its fields in another order.
     """
     kind: Any = client.type(name)
     readers: dict[bytes, Callable[[bytes | str], Any]] = {

@@ -1,4 +1,4 @@
-"""Whose weights have which number, and which trainer session is heard."""
+"""Invariants of policy versions and of trainer sessions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def versions_are_never_reused(history: History) -> Violations:
 
 
 def stale_sessions_are_refused(history: History) -> Violations:
-    """No call that began after a newer session had begun was taken from an older one."""
+    """No call of an older session succeeds if it started after a newer session had started."""
     order = {session.name: number for number, session in enumerate(history.sessions)}
     began = {}
     for line in history.of("session"):
