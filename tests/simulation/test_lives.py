@@ -23,7 +23,6 @@ FIRST_SEEDS = range(0, 180, PER_TEST)
 QUICKLY_SEEN = {
     "open_group: capacity": 120,
     "open_group: a trajectory that is open": 160,
-    "open_group: a group that is decided": 240,
     "open_group: groups that are open at a time": 160,
     "next_task: a prompt that waits is no new one": 400,
     "heartbeat: the lease is renewed": 240,
@@ -31,7 +30,6 @@ QUICKLY_SEEN = {
     "post_reward: what awaits none": 160,
     "acquire_leader: the lease of another": 80,
     "write_manifest: the next step": 600,
-    "withdraw_plans: bytes of a batch": 200,
     "give_back: bytes of a batch": 160,
     "start_session: what was stepped comes back": 240,
     "fold: one member per sample": 160,
@@ -46,7 +44,6 @@ QUICKLY_SEEN = {
     "announce_revision: groups of the steps before": 600,
     "revise_config: the order of steps": 600,
     "write_manifest: a short step": 40,
-    "observe: what is not retained": 400,
     "observed: never falls": 400,
 }
 """Guards that few simulated runs show, and the largest number of runs for each.

@@ -199,8 +199,8 @@ def test_random_commands_have_the_replies_of_a_server(client: redis.Redis) -> No
         "return redis.call('XADD', 'stream', '1-1', 'r', 'x')",
         "return 1 + '2'",
         "return {bit.band(-1, 255), bit.bxor(1, 0xEDB88320), bit.bnot(7), bit.rshift(-1, 3)}",
-        "return {bit.bxor(-1, 0xEDB88320), bit.band(0x12345678, -256), bit.bor(-2, 257)}",
-        "return {bit.bor(1, 2 ^ 31), bit.lshift(3, 31), bit.rshift(2 ^ 32 + 9, 1), bit.bnot(-1)}",
+        "return {bit.bxor(-1, 0xEDB88320), bit.band(0x12345678, -256)}",
+        "return {bit.rshift(2 ^ 32 + 9, 1), bit.bnot(-1)}",
     ],
 )
 def test_scripts_have_the_replies_of_a_server(client: redis.Redis, body: str) -> None:

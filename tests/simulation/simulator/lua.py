@@ -97,11 +97,6 @@ function bit.band(a, b, ...)
   refuse(...)
   return signed(common(a % 4294967296, b % 4294967296))
 end
-function bit.bor(a, b, ...)
-  refuse(...)
-  a, b = a % 4294967296, b % 4294967296
-  return signed(a + b - common(a, b))
-end
 function bit.bxor(a, b, ...)
   refuse(...)
   a, b = a % 4294967296, b % 4294967296
@@ -109,9 +104,6 @@ function bit.bxor(a, b, ...)
 end
 function bit.bnot(number)
   return signed(4294967295 - number % 4294967296)
-end
-function bit.lshift(number, by)
-  return signed(number % 4294967296 * 2 ^ (by % 32) % 4294967296)
 end
 function bit.rshift(number, by)
   return signed(math.floor(number % 4294967296 / 2 ^ (by % 32)))

@@ -52,13 +52,6 @@ SCRIPT_GUARDS = (
         ),
     ),
     Guard(
-        "open_group: a group that is decided",
-        script(
-            "  elseif state ~= begins then\n    replies[i] = 'CONFLICT [group] group '",
-            "  elseif false then\n    replies[i] = 'CONFLICT [group] group '",
-        ),
-    ),
-    Guard(
         "post_sealed: the epoch of the lease",
         script(_IS_OPEN, "if state == 'open' then"),
     ),
@@ -82,10 +75,6 @@ SCRIPT_GUARDS = (
     ),
     Guard("give_up: the lease was renewed", script("and lease_end <= until_ms then", "then")),
     Guard(
-        "give_up: the epoch of the lease",
-        script("if epoch == ARGV[i + 1] and lease_end", "if lease_end"),
-    ),
-    Guard(
         "heartbeat: the lease is renewed",
         script("      redis.call('ZADD', KEYS[2], ends_ms, id)\n      replies", "      replies"),
     ),
@@ -105,7 +94,6 @@ SCRIPT_GUARDS = (
         "open_group: a run that is paused",
         script("  if paused then\n    return 'the run", "  if false then\n    return 'the run"),
     ),
-    Guard("open_group: a run that is closed", script("if closed ~= '0' then", "if false then")),
     Guard(
         "next_task: a request that is sent again",
         script("if request == REQUEST then", "if false then"),
@@ -137,23 +125,12 @@ SCRIPT_GUARDS = (
         "withdraw_plans: the plans before it stay",
         script("  redis.call('XADD', KEYS[4], entry[1], unpack(entry[2]))", ""),
     ),
-    Guard(
-        "withdraw_plans: bytes of a batch",
-        script("'planned', string.format('%.0f', -num_bytes))", "'planned', 0)"),
-    ),
     Guard("write_manifest: the chain", script("if last_hash ~= ARGV[4] then", "if false then")),
     Guard(
         "write_manifest: what is sealed",
         script(
             "    if not entry or string.sub(entry, 1, 7) ~= 'sealed:' then", "    if false then"
         ),
-    ),
-    Guard(
-        "write_manifest: what is left open", script("  if num_left[state] then", "  if false then")
-    ),
-    Guard(
-        "settle_group: once",
-        script("if state == ARGV[3] or (not is_dropped and state ~= 'open') then", "if false then"),
     ),
     Guard(
         "settle_group: a group that is planned",
@@ -188,25 +165,11 @@ SCRIPT_GUARDS = (
         ),
     ),
     Guard(
-        "start_session: another session was begun since",
-        script("local over = redis.call('HGET', KEYS[4], ARGV[1])", "local over = false"),
-    ),
-    Guard(
         "raise_floor: the checkpoints that are kept",
         script(
             "local first_kept = math.max(1, #steps - (config.retain_checkpoints or 2) + 1)",
             "local first_kept = math.max(1, #steps)",
         ),
-    ),
-    Guard(
-        "finish_batch: the snapshot",
-        script(
-            "if step > tonumber(redis.call('HGET', KEYS[6], 'step') or 0) then", "if false then"
-        ),
-    ),
-    Guard(
-        "fold_ended: a group that may change",
-        script("  if not IS_OVER[state] then", "  if false then"),
     ),
     Guard(
         "trim_events: one snapshot behind",
@@ -223,13 +186,6 @@ SCRIPT_GUARDS = (
         ),
     ),
     Guard(
-        "release_leader: the leadership of another",
-        script(
-            "if owner ~= ARGV[1] or epoch ~= ARGV[2] then\n  return 0\n",
-            "if false then\n  return 0\n",
-        ),
-    ),
-    Guard(
         "finish_run: events that came since",
         script("if closed ~= '1' or (last and last[1] ~= ARGV[2]) then", "if closed ~= '1' then"),
     ),
@@ -238,13 +194,6 @@ SCRIPT_GUARDS = (
         script(
             "if state == 'open' or state == 'awaiting_reward' then\n        return -1",
             "if false then\n        return -1",
-        ),
-    ),
-    Guard(
-        "settle_eval: what does not count is surplus",
-        script(
-            "    if from == 'open' or from == 'awaiting_reward' or from == 'sealed' then\n      settle",
-            "    if false then\n      settle",
         ),
     ),
     Guard(
@@ -259,16 +208,8 @@ SCRIPT_GUARDS = (
         ),
     ),
     Guard(
-        "stepped: what the store has lost",
-        script("if step > tonumber(planned or 0) then", "if false then"),
-    ),
-    Guard(
         "committed: what is not stepped",
         script("if step > tonumber(stepped) then", "if false then"),
-    ),
-    Guard(
-        "announce_version: the lineage of the run",
-        script("if ARGV[5] ~= lineage then", "if false then"),
     ),
     Guard(
         "start_session: a new epoch",
@@ -289,10 +230,6 @@ SCRIPT_GUARDS = (
         ),
     ),
     Guard(
-        "start_session: steps that are released",
-        script("  if step < tonumber(released or 0) then", "  if false then"),
-    ),
-    Guard(
         "start_session: no token after a commit",
         script(
             "if ARGV[3] == '' then\n  if committed > 0 then",
@@ -300,19 +237,11 @@ SCRIPT_GUARDS = (
         ),
     ),
     Guard(
-        "start_session: checkpoints that are given up",
-        script("  if tonumber(earlier) < step then", "  if true then"),
-    ),
-    Guard(
         "release_payload: the tombstone",
         script(
             "redis.call('HSET', KEYS[2], 'released', ARGV[2])\n",
             "redis.call('HSET', KEYS[2], 'x', 1)\n",
         ),
-    ),
-    Guard(
-        "fold_batch: a step that is not released",
-        script("if tonumber(ARGV[2]) > released then", "if false then"),
     ),
     Guard(
         "fold_batch: what is of this batch",
@@ -356,21 +285,8 @@ SCRIPT_GUARDS = (
         "has_reopener",
     ),
     Guard(
-        "end_unheld: a refill was granted since",
-        script("if refills >= 0 and refills == tonumber(ARGV[i + 1]) then", "if refills >= 0 then"),
-    ),
-    Guard(
-        "observe: what is not retained",
-        script("if tonumber(seen) < tonumber(released) then", "if false then"),
-        "has_observer",
-    ),
-    Guard(
         "observed: never falls",
         script("math.max(tonumber(seen), tonumber(ARGV[2]))", "tonumber(ARGV[2])"),
         "has_observer",
-    ),
-    Guard(
-        "keep_clock: a long gap between terms",
-        script("(gap_ms >= 0 and gap_ms <= tonumber(most_ms) and gap_ms or 0)", "gap_ms"),
     ),
 )
