@@ -17,7 +17,7 @@ from harness.history import History
 from harness.rig import CONFIG, PATIENCE_S, Rig, config, damage_turn
 from harness.sleepers import asleep, is_asleep
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.plan import Manifest
+from turnstream.batching.merge.plan import Manifest
 from turnstream.records.events import decode_event
 from turnstream.store import keys
 from turnstream.store.revisions import read_revisions, revise_config

@@ -125,7 +125,6 @@ SCRIPT_GUARDS = (
         "withdraw_plans: the plans before it stay",
         script("  redis.call('XADD', KEYS[4], entry[1], unpack(entry[2]))", ""),
     ),
-    Guard("write_manifest: the chain", script("if last_hash ~= ARGV[4] then", "if false then")),
     Guard(
         "write_manifest: what is sealed",
         script(
