@@ -17,7 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from harness.history import History, Line
-from harness.leaders import steps_have_one_leader
+from harness.leaders import (
+    stale_sessions_are_refused,
+    steps_have_one_leader,
+    versions_are_never_reused,
+)
 from harness.members import (
     acknowledged_turns_are_kept,
     groups_have_their_members,
@@ -32,7 +36,6 @@ from harness.observers import (
 )
 from harness.prompts import evaluations_add_up, nothing_else_is_trained, prompts_are_trained_once
 from harness.rewards import awaited_rewards_are_those_posted, nothing_awaits, rewards_taken
-from harness.versions import stale_sessions_are_refused, versions_are_never_reused
 
 SLACK_S = 3.0
 """Allowed delay after a deadline, for a busy machine."""
@@ -140,24 +143,21 @@ def _survives(history: History, line: Line) -> bool:
 
 
 def _num_trained_through(history: History, last_step: int) -> int:
-    return sum(
-        len({row["trajectory"] for row in history.rows(session=session, step=step)})
-        for step, session in history.surviving.items()
-        if step <= last_step
+    return len(
+        {(step, row["trajectory"]) for step, row in history.surviving_rows if step <= last_step}
     )
 
 
 def trained_once(history: History) -> Violations:
     """I2: the surviving steps have no trajectory in two batches, and no row twice."""
     step_of: dict[str, int] = {}
-    for step, session in sorted(history.surviving.items()):
-        row_ids: set[int] = set()
-        for row in history.rows(session=session, step=step):
-            if row["row"] in row_ids:
-                yield f"row {row['row']} is twice in step {step}"
-            row_ids.add(row["row"])
-            if step_of.setdefault(row["trajectory"], step) != step:
-                yield f"{row['trajectory']} is in step {step_of[row['trajectory']]} and {step}"
+    row_ids: set[tuple[int, int]] = set()
+    for step, row in history.surviving_rows:
+        if (step, row["row"]) in row_ids:
+            yield f"row {row['row']} is twice in step {step}"
+        row_ids.add((step, row["row"]))
+        if step_of.setdefault(row["trajectory"], step) != step:
+            yield f"{row['trajectory']} is in step {step_of[row['trajectory']]} and {step}"
 
 
 def weights_hold_each_step_once(history: History) -> Violations:
@@ -325,11 +325,7 @@ def nothing_is_lost(history: History) -> Violations:
     One that awaits its reward is whole with it.
     """
     unrewarded = history.awaiting - rewards_taken(history).keys()
-    trained = {
-        row["trajectory"]
-        for step, session in history.surviving.items()
-        for row in history.rows(session=session, step=step)
-    }
+    trained = {row["trajectory"] for _, row in history.surviving_rows}
     for group, members in sorted(history.acknowledged_by_group.items()):
         if group in history.evaluations or members & history.gone:
             continue  # see evaluations_add_up; a group without a member may end untrained

@@ -273,6 +273,15 @@ class History:
         return self._rows_by_step.get((session, step), [])
 
     @cached_property
+    def surviving_rows(self) -> list[tuple[int, dict[str, Any]]]:
+        """Return every surviving step with each of its rows, in order of the steps."""
+        return [
+            (step, row)
+            for step, session in sorted(self.surviving.items())
+            for row in self.rows(session=session, step=step)
+        ]
+
+    @cached_property
     def _rows_by_step(self) -> dict[tuple[str, int], list[dict[str, Any]]]:
         found: dict[tuple[str, int], list[dict[str, Any]]] = {}
         for line in self.of("received"):

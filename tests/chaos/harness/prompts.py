@@ -42,11 +42,7 @@ def trained_prompts(history: History) -> set[str]:
 
 def trained_groups(history: History) -> set[str]:
     """The groups of all surviving steps."""
-    return {
-        row["trajectory"].split("/")[0]
-        for step, session in history.surviving.items()
-        for row in history.rows(session=session, step=step)
-    }
+    return {row["trajectory"].split("/")[0] for _, row in history.surviving_rows}
 
 
 def evaluations_add_up(history: History, counts: Mapping[str, int]) -> Violations:
