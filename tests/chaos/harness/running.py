@@ -17,6 +17,7 @@ from harness.proxy import Proxy
 from harness.rig import Rig
 from harness.sleepers import asleep
 from turnstream.errors import StoreUnavailableError
+from turnstream.store.life import resume_run
 from turnstream.store.tasks import Prompt, add_prompts, read_prompt_counts
 from turnstream_server.embedded import Durability
 from turnstream_server.jobs.stack import Service
@@ -221,6 +222,8 @@ class Stack:
         if self.durability == "everysec":
             self.rig.note_cut(binary=self.machine.binary)
         server.restart()
+        if power_off:
+            resume_run(self.rig.client, self.rig.run)  # the cut may have taken the last resumption
 
     def strike_beside(self) -> None:
         """SIGKILL for a generator, or a process beside; another takes its place."""
