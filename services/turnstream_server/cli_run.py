@@ -33,7 +33,7 @@ def create(
     as_json: AsJson = False,
 ) -> None:
     """Create a run. A run of this name with the same settings is accepted."""
-    from turnstream_server.jobs.life import create
+    from turnstream_server.jobs.run_commands import create
 
     name = create(store_url(redis), run, settings or [], config_file)
     say(f"run {name} is ready", as_json=as_json, run=name)
@@ -81,7 +81,7 @@ def revise(
     as_json: AsJson = False,
 ) -> None:
     """Change settings of a run from a step on."""
-    from turnstream_server.jobs.life import revise_run
+    from turnstream_server.jobs.run_commands import revise_run
 
     lines = [*revise_run(store_url(redis), run, settings, from_step=from_step)]
     say("\n".join(lines), as_json=as_json, run=run, from_step=from_step, changes=lines[1:])
@@ -92,7 +92,7 @@ def pause(
     run: RunArgument, reason: Reason = "", redis: Redis = None, as_json: AsJson = False
 ) -> None:
     """Admit no new group and plan no batch; open groups and planned batches continue."""
-    from turnstream_server.jobs.life import pause
+    from turnstream_server.jobs.run_commands import pause
 
     say(pause(store_url(redis), run, reason), as_json=as_json, run=run, state="paused")
 
@@ -100,7 +100,7 @@ def pause(
 @app.command()
 def resume(run: RunArgument, redis: Redis = None, as_json: AsJson = False) -> None:
     """End a pause."""
-    from turnstream_server.jobs.life import resume
+    from turnstream_server.jobs.run_commands import resume
 
     say(resume(store_url(redis), run), as_json=as_json, run=run, state="open")
 
@@ -120,7 +120,7 @@ def close(
     as_json: AsJson = False,
 ) -> None:
     """Admit no new group, and end the run when its open groups are decided."""
-    from turnstream_server.jobs.life import close
+    from turnstream_server.jobs.run_commands import close
 
     done = close(store_url(redis), run, reason, leftover)
     say(done, as_json=as_json, run=run, state="closed")
@@ -129,7 +129,7 @@ def close(
 @app.command()
 def reopen(run: RunArgument, redis: Redis = None, as_json: AsJson = False) -> None:
     """Admit groups to a closed run again."""
-    from turnstream_server.jobs.life import reopen
+    from turnstream_server.jobs.run_commands import reopen
 
     say(reopen(store_url(redis), run), as_json=as_json, run=run, state="open")
 
@@ -187,7 +187,7 @@ def replan(
     The damaged trajectories become dead letters. The trainer session ends; restart the trainer with
     its recovery token.
     """
-    from turnstream_server.jobs.replanning import replan, replanned_json, replanned_text
+    from turnstream_server.jobs.run_commands import replan, replanned_json, replanned_text
 
     done = replan(store_url(redis), run, from_step, wait_s=wait_s)
     typer.echo(replanned_json(run, done) if as_json else f"planned again: {replanned_text(done)}")

@@ -214,6 +214,6 @@ def replayer(
 
 
 def _end_with_stdin() -> None:
-    from turnstream_server.jobs.orphans import end_when_stdin_closes
+    from turnstream_server.jobs.stack import end_when_stdin_closes
 
     end_when_stdin_closes()

@@ -163,7 +163,7 @@ def archive(
     as_json: AsJson = False,
 ) -> None:
     """Write the committed steps that are still stored as Parquet files."""
-    from turnstream_server.jobs.archives import archive_run
+    from turnstream_server.jobs.batches import archive_run
 
     paths = [str(path) for path in archive_run(store_url(redis), run, folder)]
     say("\n".join(paths) or "nothing to write", as_json=as_json, files=paths)

@@ -1,29 +1,30 @@
-"""One batch of a run, for people and for programs: what is in it, its bytes, its differences."""
+"""Batches of a run: content, numbers, bytes, differences and archive."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
+from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import NotReadyError
 from turnstream.records.compact import CompactBatch
 from turnstream.records.figures import shown_figures
 from turnstream.store import keys
 from turnstream.store.configs import open_run
+from turnstream_server.batcher.archive import archive_step
 from turnstream_server.batcher.local import assemble_locally
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.manifests import StoredManifest, read_plan
 from turnstream_server.bus.past import read_past_batch
 from turnstream_server.bus.states import state_of_step
-from turnstream_server.jobs.batch_numbers import BatchNumbers, numbers_of
-from turnstream_server.jobs.figures import print_figures
 from turnstream_server.jobs.looks import looking_at
+from turnstream_server.jobs.screen import print_figures
 
 MAX_SHOWN: Final = 12
 """Trajectories of a batch that are printed; more do not fit one screen."""
@@ -38,21 +39,7 @@ def print_batch(
     folder: Path | None = None,
     show_all: bool = False,
 ) -> None:
-    """Sizes of a batch, its first trajectories with reward and advantage, and denominators.
-
-    Args:
-        url: of the store.
-        run: name of the run.
-        step: number of the batch.
-        console: where it is printed.
-        folder: the archive folder, which has the oldest batches.
-        show_all: print every trajectory, and the tags and metrics.
-
-    Raises:
-        NotReadyError: the step is not planned yet.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Sizes of a batch, its first trajectories with reward and advantage, and denominators."""
     content = read_batch(url, run, step, folder=folder)
     console.print(f"step {step} of {run}: {content['state']}, {content['manifest_hash']}")
     if content.get("revision"):
@@ -101,26 +88,14 @@ def _print_trajectories(
 
 
 def batch_json(url: str, run: str, step: int, *, folder: Path | None = None) -> str:
-    """The same as JSON.
-
-    Raises:
-        NotReadyError: the step is not planned yet.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the same as JSON."""
     return json.dumps(read_batch(url, run, step, folder=folder), indent=2)
 
 
 def print_difference(
     url: str, run: str, step: int, other: int, console: Console, *, folder: Path | None = None
 ) -> None:
-    """What two batches do not have in common.
-
-    Raises:
-        NotReadyError: a step is not planned yet.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Print the differences of two batches."""
     lines = _difference(url, run, step, other, folder=folder)
     console.print("\n".join(lines) if lines else "no difference", highlight=False)
 
@@ -128,13 +103,7 @@ def print_difference(
 def difference_json(
     url: str, run: str, step: int, other: int, *, folder: Path | None = None
 ) -> str:
-    """The same as JSON: a list of lines.
-
-    Raises:
-        NotReadyError: a step is not planned yet.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the same as JSON: a list of lines."""
     return json.dumps(_difference(url, run, step, other, folder=folder), indent=2)
 
 
@@ -144,12 +113,6 @@ def write_batch(
     """Write the exact bytes of every mini-batch of one rank, as Arrow IPC streams.
 
     One mini-batch is written to `path` itself; of several, the second to `<stem>-1<suffix>`, ...
-
-    Raises:
-        ReleasedError: the step is no longer retained.
-        NotReadyError: the step is not planned yet.
-        DamagedPayloadError: payload of it is damaged.
-        StoreUnavailableError: the store cannot be reached.
     """
     shares = assemble_locally(url, run, step, dp_rank=dp_rank, dp_world_size=dp_world_size)
     paths: list[Path] = []
@@ -163,20 +126,7 @@ def write_batch(
 
 
 def read_batch(url: str, run: str, step: int, *, folder: Path | None = None) -> dict[str, Any]:
-    """What is in a batch, in plain values; of one that is over, names and checksums.
-
-    Args:
-        url: of the store.
-        run: name of the run.
-        step: number of the batch.
-        folder: the archive folder, which knows the oldest batches.
-
-    Raises:
-        LedgerFileError: what is left of it is in a file that is not at hand.
-        NotReadyError: the step is not planned yet.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return a batch in plain values; of a released one, names and checksums."""
     with looking_at(url) as client:
         run = open_run(client, run)
         frontier = read_frontier(client, run)
@@ -195,7 +145,7 @@ def read_batch(url: str, run: str, step: int, *, folder: Path | None = None) -> 
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """What two batches do not have in common, in lines that begin with - or + as a patch does."""
+    """Return the differences of two batches, in lines that begin with - or + as in a patch."""
     lines: list[str] = []
     for sign, batch, without in (("-", one, other), ("+", other, one)):
         known = _trajectories(without)
@@ -294,3 +244,101 @@ def _of_turns(advantages: list[float]) -> str:
 def _denominators(batch: dict[str, Any], index: int) -> dict[str, Any] | None:
     mini_batches = batch["mini_batches"]
     return mini_batches[index]["denominators"] if index < len(mini_batches) else None
+
+
+def archive_run(url: str, run: str, folder: Path) -> Iterator[Path]:
+    """Write the steps that are committed and still retained; each as soon as it is on disk."""
+    with looking_at(url) as client:
+        run = open_run(client, run)
+        frontier = read_frontier(client, run)
+    for step in range(frontier.released + 1, frontier.committed + 1):
+        yield archive_step(url, run, step, folder=folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchNumbers:
+    """Numbers of one or several batches.
+
+    Attributes:
+        num_groups: groups of all batches.
+        num_trajectories: trajectories of all groups.
+        num_rows: merged sequences.
+        num_tokens: tokens of all rows.
+        num_trained_tokens: response tokens with mask 1.
+        padding_share: padding positions / all positions, left-padded to the longest row of each
+            mini-batch; 0 to 1.
+        merge_ratio: tokens of the turns, sent one by one / tokens of the rows; at least 1.
+        mean_reward: mean over the trajectories; None without any.
+        oldest_version, newest_version: policy versions that sampled them; None if not known.
+    """
+
+    num_groups: int
+    num_trajectories: int
+    num_rows: int
+    num_tokens: int
+    num_trained_tokens: int
+    padding_share: float
+    merge_ratio: float
+    mean_reward: float | None
+    oldest_version: int | None
+    newest_version: int | None
+
+    @property
+    def versions(self) -> str:
+        """The range of policy versions.
+
+        >>> numbers_of([]).versions
+        'unknown'
+        """
+        if self.oldest_version is None:
+            return "unknown"
+        if self.oldest_version == self.newest_version:
+            return str(self.oldest_version)
+        return f"{self.oldest_version} to {self.newest_version}"
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return (name, value) for people."""
+        reward = "none" if self.mean_reward is None else f"{self.mean_reward:.3f}"
+        return [
+            ("groups", f"{self.num_groups:,} with {self.num_trajectories:,} trajectories"),
+            ("tokens", f"{self.num_tokens:,} in {self.num_rows:,} rows"),
+            ("trained tokens", f"{self.num_trained_tokens:,}"),
+            ("padding share", f"{self.padding_share:.1%}"),
+            ("merge ratio", f"{self.merge_ratio:.2f}"),
+            ("policy versions", self.versions),
+            ("mean reward", reward),
+        ]
+
+
+def numbers_of(manifests: Sequence[Manifest]) -> BatchNumbers:
+    """Return the numbers of these batches together.
+
+    >>> numbers_of([]).merge_ratio
+    1.0
+    """
+    trajectories = [
+        planned
+        for manifest in manifests
+        for group in manifest.groups
+        for planned in group.trajectories
+    ]
+    rows = [row for planned in trajectories for row in planned.sequences]
+    cuts = [cut for manifest in manifests for cut in manifest.mini_batches]
+    num_tokens = sum(row.num_tokens for row in rows)
+    num_positions = sum(cut.num_rows * cut.width for cut in cuts)
+    oldest = [each.oldest_version for each in trajectories if each.oldest_version is not None]
+    newest = [each.newest_version for each in trajectories if each.newest_version is not None]
+    num_turn_tokens = sum(planned.num_turn_tokens for planned in trajectories)
+    rewards = [planned.reward for planned in trajectories]
+    return BatchNumbers(
+        num_groups=sum(len(manifest.groups) for manifest in manifests),
+        num_trajectories=len(trajectories),
+        num_rows=len(rows),
+        num_tokens=num_tokens,
+        num_trained_tokens=sum(row.num_trained_tokens for row in rows),
+        padding_share=(num_positions - num_tokens) / num_positions if num_positions else 0.0,
+        merge_ratio=num_turn_tokens / num_tokens if num_tokens else 1.0,
+        mean_reward=sum(rewards) / len(rewards) if rewards else None,
+        oldest_version=min(oldest, default=None),
+        newest_version=max(newest, default=None),
+    )

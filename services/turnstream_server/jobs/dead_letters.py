@@ -34,12 +34,7 @@ _YEAR_10000_MS: Final = 253_402_300_800_000
 
 
 def print_dead_letters(url: str, run: str, console: Console) -> None:
-    """Print the dead letters of a run: reason, time, size, and the state of the group.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Print the dead letters of a run: reason, time, size, and the state of the group."""
     found = _read(url, run)
     table = Table(
         *("dead letter", "since", "bytes", "its group", "reason"),
@@ -64,24 +59,14 @@ def print_dead_letters(url: str, run: str, console: Console) -> None:
 
 
 def dead_letters_json(url: str, run: str) -> str:
-    """Return the dead letters of a run as JSON.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the dead letters of a run as JSON."""
     found = _read(url, run)
     content = asdict(found) | {"events": [_event_facts(event) for event in found.events]}
     return json.dumps(content, indent=2)
 
 
 def print_dead_letter(url: str, run: str, name: str, console: Console) -> None:
-    """Print a dead letter: its reason, and the defect of each of its records.
-
-    Raises:
-        DeadLetterNotFoundError: the run keeps no dead letter of this name.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Print a dead letter: its reason, and the defect of each of its records."""
     found = _open(url, run, name)
     if isinstance(found, RejectedEvent):
         lines = _event_lines(found)
@@ -95,12 +80,7 @@ def print_dead_letter(url: str, run: str, name: str, console: Console) -> None:
 
 
 def dead_letter_json(url: str, run: str, name: str) -> str:
-    """Return everything that is stored of a dead letter as JSON: bytes in hex, decoded values.
-
-    Raises:
-        DeadLetterNotFoundError: the run keeps no dead letter of this name.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return everything that is stored of a dead letter as JSON: bytes in hex, decoded values."""
     found = _open(url, run, name)
     is_event = isinstance(found, RejectedEvent)
     facts = _event_facts(found) if is_event else _trajectory_facts(found)
@@ -108,23 +88,12 @@ def dead_letter_json(url: str, run: str, name: str) -> str:
 
 
 def export_dead_letter(url: str, run: str, name: str, path: Path) -> None:
-    """Write everything that is stored of a dead letter to a file, as JSON.
-
-    Raises:
-        DeadLetterNotFoundError: the run keeps no dead letter of this name.
-        StoreUnavailableError: the store cannot be reached.
-        OSError: the file cannot be written.
-    """
+    """Write everything that is stored of a dead letter to a file, as JSON."""
     path.write_text(dead_letter_json(url, run, name), encoding="utf-8")
 
 
 def discard(url: str, run: str, names: Sequence[str]) -> int:
-    """Discard dead letters; return the number that this call discarded.
-
-    Raises:
-        ConflictError: one of them is not dead.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Discard dead letters; return the number that this call discarded."""
     with connect(url) as client:
         run = open_run(client, run)
         return sum(_discard(client, run, name) for name in names)

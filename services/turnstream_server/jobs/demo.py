@@ -23,9 +23,8 @@ from turnstream_server.jobs.services import (
     start_trainer,
     store_environment,
 )
-from turnstream_server.jobs.stack import Service, Stack
+from turnstream_server.jobs.stack import Service, Stack, job_folder
 from turnstream_server.jobs.summary import Summary, summary_table
-from turnstream_server.jobs.workspace import job_folder
 from turnstream_server.settings import Settings, mask_password
 from turnstream_server.trainer.config import ObjectiveConfig, OptimizerConfig, TrainerConfig
 
@@ -69,10 +68,6 @@ def run_demo(settings: Settings, options: DemoOptions, console: Console) -> int:
 
     Returns:
         0 if the policy has learned, 1 if it has not.
-
-    Raises:
-        ServiceFailedError: a process of the job failed.
-        InvalidConfigError: the folder holds something else.
     """
     preset = GuessingPreset()
     run = f"demo-{time.strftime('%Y%m%d-%H%M%S')}"

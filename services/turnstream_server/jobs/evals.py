@@ -11,17 +11,12 @@ from rich.table import Table
 from turnstream.records.figures import shown_figures
 from turnstream.store.evals import eval_results
 from turnstream.types import EvalGroup, EvalResult, Spread
-from turnstream_server.jobs.figures import print_figures
 from turnstream_server.jobs.looks import looking_at
+from turnstream_server.jobs.screen import print_figures
 
 
 def print_evals(url: str, run: str, console: Console) -> None:
-    """A line for each version of the weights, and tags and metrics of the newest.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """A line for each version of the weights, and tags and metrics of the newest."""
     results = _read(url, run)
     columns = ("version", "groups", "trajectories", "lost", "mean reward", "std", "best of n")
     table = Table(*columns, title=f"evaluations of {run}")
@@ -41,12 +36,7 @@ def print_evals(url: str, run: str, console: Console) -> None:
 
 
 def evals_json(url: str, run: str) -> str:
-    """The same as JSON, of all versions, with the groups that are kept one by one.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the same as JSON, of all versions, with the groups that are kept one by one."""
     return json.dumps([_content(each) for each in _read(url, run)], indent=2)
 
 

@@ -58,11 +58,7 @@ class RunHistory:
         return list(self._batches.values())
 
     def refresh(self) -> None:
-        """Read what was added since the last time.
-
-        Raises:
-            StoreUnavailableError: the store cannot be reached.
-        """
+        """Read what was added since the last time."""
         while entries := self._read(self._names.events, self._next_event):
             for entry_id, record in entries:
                 self._first_event_ms = self._first_event_ms or int(entry_id.split("-")[0])
@@ -96,12 +92,7 @@ class RunHistory:
         return read_ledger(self._client, self.run)
 
     def summary(self) -> Summary:
-        """All figures, as of now.
-
-        Raises:
-            LedgerMismatchError: the states of the run do not add up.
-            StoreUnavailableError: the store cannot be reached.
-        """
+        """All figures, as of now."""
         self.refresh()
         ledger = self.ledger()
         ledger.check()

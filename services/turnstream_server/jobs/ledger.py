@@ -21,13 +21,7 @@ from turnstream_server.jobs.looks import looking_at
 
 
 def print_ledger(url: str, run: str, console: Console) -> None:
-    """Every state that occurs: how many trajectories, how old the oldest, and the main reasons.
-
-    Raises:
-        RunNotFoundError: no such run.
-        LedgerMismatchError: the states do not add up.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Every state that occurs: how many trajectories, how old the oldest, and the main reasons."""
     seen = _read_states(url, run)
     table = Table(
         "state", "trajectories", "oldest", "bytes held", "reasons", title=f"ledger of {run}"
@@ -65,13 +59,7 @@ def print_ledger(url: str, run: str, console: Console) -> None:
 
 
 def ledger_json(url: str, run: str) -> str:
-    """The same as JSON.
-
-    Raises:
-        RunNotFoundError: no such run.
-        LedgerMismatchError: the states do not add up.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the same as JSON."""
     seen = _read_states(url, run)
     content: dict[str, Any] = {
         "run": run,
@@ -111,13 +99,7 @@ def ledger_json(url: str, run: str) -> str:
 def print_history(
     url: str, run: str, name: str, console: Console, *, folder: Path | None = None
 ) -> None:
-    """Print the events of one trajectory, then its state.
-
-    Raises:
-        TrajectoryNotFoundError: it was never opened.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Print the events of one trajectory, then its state."""
     with looking_at(url) as client:
         run = open_run(client, run)
         history = read_history(client, run, name, folder=folder)
@@ -135,13 +117,7 @@ def print_history(
 
 
 def history_json(url: str, run: str, name: str, *, folder: Path | None = None) -> str:
-    """Return the history of one trajectory as JSON.
-
-    Raises:
-        TrajectoryNotFoundError: it was never opened.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the history of one trajectory as JSON."""
     with looking_at(url) as client:
         run = open_run(client, run)
         history = read_history(client, run, name, folder=folder)

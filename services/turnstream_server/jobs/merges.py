@@ -1,4 +1,4 @@
-"""What merging made of one batch: how much it saved, and where each broken trajectory broke."""
+"""Merge ratio of one batch, and the first mismatch of each trajectory that breaks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ TOKENS_BEHIND: Final = 4
 
 
 def print_merge(url: str, run: str, step: int, console: Console) -> None:
-    """The merge ratio of a batch, and the first mismatch of each trajectory of several rows.
-
-    Raises what `read_merge` raises.
-    """
+    """The merge ratio of a batch, and the first mismatch of each trajectory of several rows."""
     found = read_merge(url, run, step)
     merge = "merge" if found["merge"] else "would merge, but for merge=False,"
     console.print(
@@ -51,22 +48,15 @@ def print_merge(url: str, run: str, step: int, console: Console) -> None:
 
 
 def merge_json(url: str, run: str, step: int) -> str:
-    """The same as JSON; raises what `read_merge` raises."""
+    """Return the same as JSON."""
     return json.dumps(read_merge(url, run, step), indent=2)
 
 
 def read_merge(url: str, run: str, step: int) -> dict[str, Any]:
-    """What merging makes of the turns of a batch, in plain values.
+    """Return the merge report of a batch in plain values.
 
     `expected_around` and `found_around` of a break are token ids of the turn that its prompt leaves
     and of that prompt, from `around_from` on; those at `position` are the first that differ.
-
-    Raises:
-        ReleasedError: the step is no longer retained.
-        NotReadyError: the step is not planned yet.
-        DamagedPayloadError: payload of it is damaged.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
     """
     batch = read_planned_batch(url, run, step)
     payload = read_batch_payload(url, batch)

@@ -26,9 +26,8 @@ from turnstream_server.jobs.services import (
     start_trainer,
     store_environment,
 )
-from turnstream_server.jobs.stack import Service, Stack
+from turnstream_server.jobs.stack import Service, Stack, job_folder
 from turnstream_server.jobs.summary import Summary, summary_table
-from turnstream_server.jobs.workspace import job_folder
 from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.settings import Settings
 from turnstream_server.trainer.config import OptimizerConfig, TrainerConfig
@@ -76,13 +75,7 @@ class _Replay(NamedTuple):
 
 
 def run_replay_job(settings: Settings, options: ReplayOptions, console: Console) -> int:
-    """Replay the file, print the summary and write it; gives the exit status, 0.
-
-    Raises:
-        RecordError: file or tokenizer cannot be read.
-        ServiceFailedError: a process of the job failed, or the time is over.
-        IncompleteReplayError: a trajectory of the file is missing in the ledger.
-    """
+    """Replay the file, print the summary and write it; gives the exit status, 0."""
     groups = _groups_to_replay(options)
     chat = ChatTokenizer.load(options.tokenizer)
     run = f"replay-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -174,11 +167,7 @@ def _start_services(
 
 
 def _wait(replay: _Replay, services: Sequence[Service]) -> None:
-    """Show the progress until these services are done.
-
-    Raises:
-        ServiceFailedError: a service failed, or the deadline passed.
-    """
+    """Show the progress until these services are done."""
     timeout_s = replay.start_s + replay.timeout_s - time.monotonic()
     for _ in replay.stack.watch(timeout_s=timeout_s, every_s=_REFRESH_S):
         if all(service.status is not None for service in services):
@@ -205,11 +194,7 @@ def _report(summary: Summary, options: ReplayOptions, console: Console) -> None:
 
 
 def check_complete(summary: Summary, *, num_trajectories: int) -> None:
-    """Make sure that every trajectory of the file has come to its end.
-
-    Raises:
-        IncompleteReplayError: some are not in the ledger, or still on their way; says how many.
-    """
+    """Make sure that every trajectory of the file has come to its end."""
     if summary.trajectories != num_trajectories:
         raise IncompleteReplayError(
             f"the file has {num_trajectories} trajectories, the ledger {summary.trajectories}"

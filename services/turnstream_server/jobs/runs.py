@@ -24,11 +24,10 @@ from turnstream_server.bus.ledger import RunSummary, run_summary
 from turnstream_server.bus.manifests import read_plan
 from turnstream_server.bus.observers import Observer, read_observers
 from turnstream_server.bus.replans import last_replanned
-from turnstream_server.jobs.batch_numbers import BatchNumbers, numbers_of
+from turnstream_server.jobs.batches import BatchNumbers, numbers_of
 from turnstream_server.jobs.ledger import duration
-from turnstream_server.jobs.life import pending_revisions
 from turnstream_server.jobs.looks import looking_at
-from turnstream_server.jobs.replanning import replanned_text
+from turnstream_server.jobs.run_commands import pending_revisions, replanned_text
 
 _COLUMNS: Final = (
     "run",
@@ -43,11 +42,7 @@ _COLUMNS: Final = (
 
 
 def print_runs(url: str, console: Console) -> None:
-    """One line per run.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """One line per run."""
     rows = [_run_facts(client, run) for client, run in _runs(url)]
     if not rows:
         console.print(no_runs(url), soft_wrap=True, highlight=False)
@@ -58,11 +53,7 @@ def print_runs(url: str, console: Console) -> None:
 
 
 def runs_json(url: str) -> str:
-    """The same as JSON: a list with an object per run.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the same as JSON: a list with an object per run."""
     return json.dumps([_run_facts(client, run) for client, run in _runs(url)], indent=2)
 
 
@@ -145,18 +136,7 @@ def origin_text(origin: Origin | None) -> str:
 
 
 def print_run(url: str, run: str, console: Console, *, show_all: bool = False) -> None:
-    """Progress, numbers of the newest batch, and settings of a run.
-
-    Args:
-        url: of the store.
-        run: its name.
-        console: where it is printed.
-        show_all: print the settings at their default too.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Progress, numbers of the newest batch, and settings of a run."""
     with looking_at(url) as client:
         run = open_run(client, run)
         seen = run_summary(client, run)
@@ -183,12 +163,7 @@ def print_run(url: str, run: str, console: Console, *, show_all: bool = False) -
 
 
 def run_json(url: str, run: str) -> str:
-    """The same as JSON, with every setting.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the same as JSON, with every setting."""
     with looking_at(url) as client:
         run = open_run(client, run)
         seen = run_summary(client, run)

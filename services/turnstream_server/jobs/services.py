@@ -34,11 +34,7 @@ def store_environment(url: str) -> dict[str, str]:
 
 
 def start_batcher(stack: Stack, *, name: str, listen: str = "127.0.0.1:0") -> StartedBatcher:
-    """Start a batcher and wait until it answers.
-
-    Raises:
-        ServiceFailedError: it ended, or was not ready within a minute.
-    """
+    """Start a batcher and wait until it answers."""
     address_file = stack.folder / f"{name}.address"
     address_file.unlink(missing_ok=True)
     service = stack.start(

@@ -2,22 +2,25 @@
 
 Every process runs in a session of its own, so that Ctrl-C reaches the supervisor alone, and holds
 a pipe from it as standard input: when the supervisor is gone, the input ends and the process with
-it (see `orphans.py`). What a process prints goes to `logs/<name>.log` in the job's folder.
+it (see `end_when_stdin_closes`). The output of a process goes to `logs/<name>.log`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from turnstream.errors import TurnstreamError
+from turnstream.errors import InvalidConfigError, TurnstreamError
 
 _LOG_LINES_IN_ERRORS = 20
 _POLL_S = 0.05
@@ -65,11 +68,7 @@ class Service:
         return self._process.poll()
 
     def check(self) -> None:
-        """Raise if the process failed.
-
-        Raises:
-            ServiceFailedError: it ended with another status than 0; carries its last log lines.
-        """
+        """Raise if the process failed."""
         if self.status:
             how = f"status {self.status}" if self.status > 0 else _signal_name(-self.status)
             raise self.failure(f"{self.name} ended with {how}")
@@ -86,11 +85,7 @@ class Service:
             self._process.terminate()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the end, at most until the deadline.
-
-        Raises:
-            ServiceFailedError: it still runs.
-        """
+        """Wait for the end, at most until the deadline."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
@@ -148,20 +143,12 @@ class Stack:
         return service
 
     def check(self) -> None:
-        """Raise if any process failed.
-
-        Raises:
-            ServiceFailedError: of the one that was started first.
-        """
+        """Raise if any process failed."""
         for service in self._services:
             service.check()
 
     def wait_for_file(self, path: Path, *, of: Service, timeout_s: float) -> str:
-        """The text of a file that a service writes when it is ready.
-
-        Raises:
-            ServiceFailedError: the service ended first, or the deadline passed.
-        """
+        """The text of a file that a service writes when it is ready."""
         for _ in self.watch(timeout_s=timeout_s):
             if path.is_file():
                 return path.read_text(encoding="utf-8").strip()
@@ -170,11 +157,7 @@ class Stack:
         raise of.failure(f"{of.name} was not ready after {timeout_s:.0f} s")
 
     def wait_for_all(self, services: Sequence[Service], *, timeout_s: float) -> None:
-        """Wait until each of these has ended well, while the others go on.
-
-        Raises:
-            ServiceFailedError: a process failed, or the deadline passed.
-        """
+        """Wait until each of these has ended well, while the others go on."""
         for _ in self.watch(timeout_s=timeout_s):
             if all(service.status is not None for service in services):
                 self.check()  # one may have failed since the look that `watch` took
@@ -183,11 +166,7 @@ class Stack:
             service.wait(0.0)
 
     def watch(self, *, timeout_s: float, every_s: float = _POLL_S) -> Iterator[float]:
-        """Seconds since the start, again and again until the deadline; fails with any process.
-
-        Raises:
-            ServiceFailedError: a process failed.
-        """
+        """Seconds since the start, again and again until the deadline; fails with any process."""
         start_s = time.monotonic()
         while (elapsed_s := time.monotonic() - start_s) < timeout_s:
             self.check()
@@ -250,3 +229,65 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+_GRACE_S = 5.0
+
+
+def end_when_stdin_closes() -> None:
+    """Ask this process to end (SIGTERM) once its standard input ends; end it 5 s later anyway.
+
+    The supervisor holds the only write end of that pipe and writes nothing, so its death, of
+    whatever kind, is the end of the input. The grace is bounded because a clean stop may be
+    waiting for a store that went with the supervisor.
+    """
+    threading.Thread(target=_watch, name="orphan-watch", daemon=True).start()
+
+
+def _watch() -> None:
+    while os.read(0, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(_GRACE_S)
+    os._exit(1)
+
+
+_MARK = ".turnstream-job"
+
+
+@contextlib.contextmanager
+def job_folder(folder: Path, *, job: str) -> Iterator[Path]:
+    """An empty folder for as long as a job works in it; what is in it then stays.
+
+    It is made if it is missing, and what an earlier run of the same job left is removed.
+    """
+    folder = folder.absolute()
+    mark = folder / _MARK
+    _check_is_ours(folder, mark, job)
+    folder.mkdir(parents=True, exist_ok=True)
+    with mark.open("a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidConfigError("data_dir", f"another {job} is at work in {folder}") from None
+        _empty(folder)
+        lock.truncate(0)
+        lock.write(f"{job}\n")
+        lock.flush()
+        yield folder
+
+
+def _check_is_ours(folder: Path, mark: Path, job: str) -> None:
+    if not folder.exists():
+        return
+    is_ours = mark.is_file() and mark.read_text(encoding="utf-8").strip() == job
+    if not is_ours and (not folder.is_dir() or any(folder.iterdir())):
+        raise InvalidConfigError("data_dir", f"{folder} holds something else than a {job}")
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != _MARK:
+            path.unlink()

@@ -19,7 +19,7 @@ from turnstream.store.runs import list_runs
 from turnstream_server.bus.ledger import RunSummary, run_summary
 from turnstream_server.bus.reasons import Reason, reasons
 from turnstream_server.bus.waits import read_snapshot
-from turnstream_server.jobs.batch_numbers import BatchNumbers
+from turnstream_server.jobs.batches import BatchNumbers
 from turnstream_server.jobs.looks import looking_at
 from turnstream_server.jobs.runs import newest_batch, no_runs, state_of, steps_text
 
@@ -81,22 +81,12 @@ class RunStatus:
 
 
 def print_status(url: str, run: str | None, console: Console) -> None:
-    """Print the status of one run, or of every run.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Print the status of one run, or of every run."""
     console.print(_table(url, read_status(url, run)))
 
 
 def status_json(url: str, run: str | None) -> str:
-    """Return the same as JSON: an object, or a list of them without a run.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the same as JSON: an object, or a list of them without a run."""
     found = [each.content() for each in read_status(url, run)]
     return json.dumps(found if run is None else found[0], indent=2)
 
@@ -116,12 +106,7 @@ def watch_status(
 
 
 def read_status(url: str, run: str | None) -> list[RunStatus]:
-    """Return the status of one run; None: of every run in the store.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the status of one run; None: of every run in the store."""
     with looking_at(url) as client:
         if run is not None:
             return [_read(client, open_run(client, run))]

@@ -117,16 +117,7 @@ def summarise(
     ledger: Mapping[str, int],
     elapsed_s: float,
 ) -> Summary:
-    """All figures of a job.
-
-    Args:
-        num_groups: groups opened.
-        sealed: in the order of the seals.
-        batches: every planned batch.
-        stepped: number of the last batch that the trainer acknowledged.
-        ledger: number of trajectories by state.
-        elapsed_s: from the first group to the last step.
-    """
+    """All figures of a job."""
     trained = [batch for batch in batches if batch.step <= stepped]
     num_tokens = sum(batch.num_tokens for batch in trained)
     num_positions = sum(batch.num_positions for batch in trained)

@@ -66,10 +66,7 @@ def segments(turn: StoredTurn) -> Iterator[Segment]:
 def print_text(
     url: str, run: str, name: str, console: Console, *, tokenizer: Path, folder: Path | None = None
 ) -> None:
-    """Print a trajectory turn by turn, in colors on a terminal.
-
-    Raises what `read_text` raises.
-    """
+    """Print a trajectory turn by turn, in colors on a terminal."""
     content = read_text(url, run, name, tokenizer=tokenizer, folder=folder)
     console.print(f"{content['run']}: {content['trajectory']}, {content['state']}")
     for turn in content["turns"]:
@@ -89,7 +86,7 @@ def print_text(
 
 
 def text_json(url: str, run: str, name: str, *, tokenizer: Path, folder: Path | None = None) -> str:
-    """Return the same as JSON; raises what `read_text` raises."""
+    """Return the same as JSON."""
     content = read_text(url, run, name, tokenizer=tokenizer, folder=folder)
     return json.dumps(content, indent=2, ensure_ascii=False)
 
@@ -97,22 +94,7 @@ def text_json(url: str, run: str, name: str, *, tokenizer: Path, folder: Path | 
 def read_text(
     url: str, run: str, name: str, *, tokenizer: Path, folder: Path | None = None
 ) -> dict[str, Any]:
-    """Return a trajectory with its turns as text, in plain values.
-
-    Args:
-        url: of the store.
-        run: name of the run.
-        name: <group>/<sample>/<attempt>.
-        tokenizer: folder with a tokenizer.json.
-        folder: the archive folder, which has the ends of the oldest trajectories.
-
-    Raises:
-        InvalidConfigError: the folder has no readable tokenizer.
-        TrajectoryNotFoundError: it was never opened.
-        ReleasedError: its payload is not stored any more.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return a trajectory with its turns as text, in plain values."""
     decode = load_decoder(tokenizer)
     with looking_at(url) as client:
         run = open_run(client, run)
@@ -130,11 +112,7 @@ def read_text(
 
 
 def load_decoder(folder: Path) -> Decode:
-    """Return the function that turns token ids into text, special tokens included.
-
-    Raises:
-        InvalidConfigError: the folder has no readable tokenizer.json.
-    """
+    """Return the function that turns token ids into text, special tokens included."""
     from tokenizers import Tokenizer
 
     path = folder / "tokenizer.json"

@@ -25,11 +25,6 @@ def run_up(settings: Settings, *, folder: Path, num_batchers: int, console: Cons
     """Run until interrupted; print where to connect.
 
     If another `up` runs on the same folder, print its addresses and return.
-
-    Raises:
-        InvalidConfigError: a port is taken; names the port and the option.
-        TurnstreamError: the store or a batcher did not start, or ended.
-        KeyboardInterrupt: the user stops it.
     """
     folder = folder.absolute()
     addresses = folder / "addresses"

@@ -25,7 +25,7 @@ def print_reasons(url: str, run: str, console: Console) -> None:
 
 
 def reasons_json(url: str, run: str) -> str:
-    """The same as JSON.
+    """Return the same as JSON.
 
     Raises:
         RunNotFoundError: no such run.

@@ -33,7 +33,7 @@ from turnstream.generator.publisher import GroupWriter, TrajectoryWriter
 from turnstream.generator.receipts import Receipt
 from turnstream.store import keys
 from turnstream.types import TrajectoryKey
-from turnstream_server.jobs.orphans import end_when_stdin_closes
+from turnstream_server.jobs.stack import end_when_stdin_closes
 
 _POLL_S = 0.05
 _LONG_S = 1.0

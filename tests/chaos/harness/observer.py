@@ -13,7 +13,7 @@ from pathlib import Path
 from harness.log import ProcessLog
 from turnstream.errors import TurnstreamError
 from turnstream.worker import ObserverStream
-from turnstream_server.jobs.orphans import end_when_stdin_closes
+from turnstream_server.jobs.stack import end_when_stdin_closes
 
 MAX_PREFETCH_BYTES = 4 << 20
 _PAUSE_S = 0.2

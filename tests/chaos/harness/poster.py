@@ -18,7 +18,7 @@ from harness.log import ProcessLog
 from turnstream.errors import TurnstreamError
 from turnstream.generator import Publisher
 from turnstream.store import keys
-from turnstream_server.jobs.orphans import end_when_stdin_closes
+from turnstream_server.jobs.stack import end_when_stdin_closes
 
 _POLL_S = 0.05
 _SLACK_S = 5.0

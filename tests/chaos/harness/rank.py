@@ -22,7 +22,7 @@ from turnstream.types import RecoveryToken, Rows
 from turnstream.worker import BatchStream
 from turnstream.worker.mini_batch import PulledMiniBatch
 from turnstream_server.failpoints import arm, reach
-from turnstream_server.jobs.orphans import end_when_stdin_closes
+from turnstream_server.jobs.stack import end_when_stdin_closes
 
 MAX_PREFETCH_BYTES = 4 << 20
 _POLL_S = 0.005

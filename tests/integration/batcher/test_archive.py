@@ -15,7 +15,7 @@ from turnstream_server.batcher.archive import archive_path, archive_step
 from turnstream_server.batcher.upkeep import Upkeep
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.waits import read_snapshot
-from turnstream_server.jobs.archives import archive_run
+from turnstream_server.jobs.batches import archive_run
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

@@ -12,7 +12,7 @@ from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.runs import create_run, list_runs
 from turnstream_server.bus.deletion import delete_run
-from turnstream_server.jobs.archives import archive_run
+from turnstream_server.jobs.batches import archive_run
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

@@ -20,7 +20,7 @@ from turnstream_server.jobs.stack import (
 )
 
 GOES_ON = """
-from turnstream_server.jobs.orphans import end_when_stdin_closes
+from turnstream_server.jobs.stack import end_when_stdin_closes
 end_when_stdin_closes()
 print("started", flush=True)
 import threading
@@ -29,7 +29,7 @@ threading.Event().wait()
 
 DEAF = """
 import signal, threading
-from turnstream_server.jobs.orphans import end_when_stdin_closes
+from turnstream_server.jobs.stack import end_when_stdin_closes
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 end_when_stdin_closes()
 print("started", flush=True)

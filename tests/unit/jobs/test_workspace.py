@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from turnstream.errors import InvalidConfigError
-from turnstream_server.jobs.workspace import job_folder
+from turnstream_server.jobs.stack import job_folder
 
 
 def test_makes_a_folder_that_is_missing(tmp_path: Path) -> None:

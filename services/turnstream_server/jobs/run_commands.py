@@ -1,10 +1,11 @@
-"""What is changed in the life of a run from the command line, in lines for people."""
+"""Commands that change a run, with their outcome in lines for people."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,21 +19,13 @@ from turnstream.store.life import pause_run, reopen_run, resume_run
 from turnstream.store.revisions import Revisions, read_revisions, revise_config
 from turnstream.store.runs import close_run, create_run
 from turnstream.types import Leftover
+from turnstream_server.bus.replans import Replanned, await_replan, request_replan
 
 
 def create(url: str, run: str, settings: Sequence[str], config_file: Path | None) -> str:
-    """Create a run, or accept it if it has these settings already; return its name.
+    """Create a run, or accept it with the same settings; return its name.
 
-    Args:
-        url: of the store.
-        run: its name.
-        settings: "name=value" each.
-        config_file: all settings as JSON; `settings` change it.
-
-    Raises:
-        InvalidConfigError: no such setting, a config that cannot work, or no batch_groups.
-        ConflictError: the run exists with other settings.
-        StoreUnavailableError: the store cannot be reached.
+    `settings` ("name=value" each) change those of the file.
     """
     if config_file is not None:
         config = with_settings(decode_config(config_file.read_text(encoding="utf-8")), settings)
@@ -60,20 +53,7 @@ def _first_config(settings: Sequence[str]) -> BatchingConfig:
 
 
 def revise_run(url: str, run: str, settings: Sequence[str], *, from_step: int) -> Iterator[str]:
-    """Revise the last config of a run, and say what changes.
-
-    Args:
-        url: of the store.
-        run: its name.
-        settings: "name=value" each.
-        from_step: the first step that is planned with it.
-
-    Raises:
-        InvalidConfigError: no such setting, one that cannot change, or a config that cannot work.
-        ConflictError: the step is planned, or comes before that of the last revision.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Revise the last config of a run, and say what changes."""
     with connect(url) as client:
         run = open_run(client, run)
         before = read_revisions(client, run).last
@@ -89,14 +69,7 @@ def revise_run(url: str, run: str, settings: Sequence[str], *, from_step: int) -
 
 
 def close(url: str, run: str, reason: str, leftover: str | None) -> str:
-    """Close a run, and say what became of it.
-
-    Raises:
-        InvalidConfigError: no such leftover.
-        ConflictError: it was closed with another one.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Close a run, and say what became of it."""
     with connect(url) as client:
         run = open_run(client, run)
         is_new = close_run(client, run, reason, leftover=cast("Leftover | None", leftover))
@@ -104,12 +77,7 @@ def close(url: str, run: str, reason: str, leftover: str | None) -> str:
 
 
 def reopen(url: str, run: str) -> str:
-    """Reopen a run, and say what became of it.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Reopen a run, and say what became of it."""
     with connect(url) as client:
         run = open_run(client, run)
         is_new = reopen_run(client, run)
@@ -117,12 +85,7 @@ def reopen(url: str, run: str) -> str:
 
 
 def pause(url: str, run: str, reason: str) -> str:
-    """Pause a run, and say what became of it.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Pause a run, and say what became of it."""
     with connect(url) as client:
         run = open_run(client, run)
         is_new = pause_run(client, run, reason)
@@ -130,12 +93,7 @@ def pause(url: str, run: str, reason: str) -> str:
 
 
 def resume(url: str, run: str) -> str:
-    """End a pause; return the outcome in words.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """End a pause; return the outcome in words."""
     with connect(url) as client:
         run = open_run(client, run)
         is_new = resume_run(client, run)
@@ -148,9 +106,6 @@ def with_settings(config: BatchingConfig, settings: Sequence[str]) -> BatchingCo
     >>> config = BatchingConfig(batch_groups=2, mini_batch_groups=2)
     >>> with_settings(config, ["max_staleness=3", "estimator=rloo"]).estimator
     'rloo'
-
-    Raises:
-        InvalidConfigError: no such setting, or a value that cannot work.
     """
     stored: dict[str, Any] = json.loads(encode_config(config))
     names = {field.name for field in fields(BatchingConfig)}
@@ -184,3 +139,32 @@ def _value(text: str) -> Any:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def replan(url: str, run: str, step: int | None, *, wait_s: float) -> Replanned:
+    """Have the batcher withdraw plans from a damaged step on; None is the first damaged one."""
+    with connect(url) as client:
+        run = open_run(client, run)
+        return await_replan(client, run, request_replan(client, run, step=step), wait_s=wait_s)
+
+
+def replanned_text(done: Replanned) -> str:
+    """What was withdrawn, in one line.
+
+    >>> replanned_text(
+    ...     Replanned(first_step=3, newest_step=4, num_dead=2, dead=("g/0/0",), since_ms=0)
+    ... )
+    'steps 3 to 4, since 1970-01-01 00:00:00+00:00, without g/0/0 and 1 more'
+    """
+    steps = f"step {done.first_step}"
+    if done.newest_step > done.first_step:
+        steps = f"steps {done.first_step} to {done.newest_step}"
+    since = datetime.fromtimestamp(done.since_ms // 1_000, UTC)
+    more = done.num_dead - len(done.dead)
+    names = ", ".join(done.dead) + (f" and {more} more" if more else "")
+    return f"{steps}, since {since}, without {names}"
+
+
+def replanned_json(run: str, done: Replanned) -> str:
+    """Return the same as JSON."""
+    return json.dumps({"run": run, **asdict(done)}, indent=2)
