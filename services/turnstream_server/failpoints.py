@@ -80,11 +80,7 @@ class _Armed:
 
 
 def arm(text: str) -> None:
-    """Wait for the place that `text` names; nothing where it is empty.
-
-    Raises:
-        InvalidConfigError: it names no place, or is not of the form above.
-    """
+    """Wait for the place that `text` names; nothing where it is empty."""
     match = _FORM.fullmatch(text)
     if text and (match is None or match["name"] not in NAMES):
         raise InvalidConfigError(

@@ -61,11 +61,7 @@ class Settings(BaseSettings):
 
 
 def read_settings() -> Settings:
-    """The settings of the environment.
-
-    Raises:
-        InvalidConfigError: names the variable and what is wrong with it.
-    """
+    """The settings of the environment."""
     try:
         return Settings()
     except ValidationError as error:

@@ -11,8 +11,7 @@ import redis
 from redis.exceptions import RedisError, ResponseError
 
 from turnstream.errors import InvalidConfigError
-from turnstream.store.connection import connect
-from turnstream.store.durability import SETTINGS, SYNCS, unsafe_setting
+from turnstream.store.connection import SETTINGS, SYNCS, connect, unsafe_setting
 from turnstream.store.replies import translate
 from turnstream_server.embedded import EmbeddedServer, free_port
 from turnstream_server.settings import Settings, mask_password

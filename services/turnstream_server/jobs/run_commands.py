@@ -15,9 +15,8 @@ from turnstream.errors import InvalidConfigError
 from turnstream.records.configs import decode_config, encode_config
 from turnstream.store.configs import open_run
 from turnstream.store.connection import connect
-from turnstream.store.life import pause_run, reopen_run, resume_run
 from turnstream.store.revisions import Revisions, read_revisions, revise_config
-from turnstream.store.runs import close_run, create_run
+from turnstream.store.runs import close_run, create_run, pause_run, reopen_run, resume_run
 from turnstream.types import Leftover
 from turnstream_server.bus.replans import Replanned, await_replan, request_replan
 

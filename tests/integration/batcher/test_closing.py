@@ -10,8 +10,7 @@ from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.credits import credit
-from turnstream.store.life import reopen_run
-from turnstream.store.runs import close_run
+from turnstream.store.runs import close_run, reopen_run
 from turnstream.store.scripts import Script, run_command
 from turnstream.types import GroupOpened, Purpose, TrajectoryState
 from turnstream_server.bus.frontier import read_frontier

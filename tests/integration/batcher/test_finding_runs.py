@@ -12,8 +12,7 @@ import testkit
 from testkit import group, wait_until_async
 from turnstream.errors import StoreUnavailableError
 from turnstream.store import keys
-from turnstream.store.life import reopen_run
-from turnstream.store.runs import close_run, create_run
+from turnstream.store.runs import close_run, create_run, reopen_run
 from turnstream.types import RecoveryToken
 from turnstream_server.batcher import finder as search
 from turnstream_server.batcher.finder import RunFinder

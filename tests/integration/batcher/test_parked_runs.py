@@ -15,9 +15,8 @@ from turnstream.generator import Publisher
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store import keys
 from turnstream.store.connection import connect, connect_async
-from turnstream.store.life import pause_run, reopen_run, resume_run
 from turnstream.store.revisions import read_revisions, revise_config
-from turnstream.store.runs import close_run
+from turnstream.store.runs import close_run, pause_run, reopen_run, resume_run
 from turnstream.store.scripts import Script, run_command
 from turnstream.store.tasks import Prompt, add_prompts
 from turnstream.store.wait_reasons import reasons_of

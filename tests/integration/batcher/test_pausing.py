@@ -8,7 +8,7 @@ from testkit import group, wait_until_async
 from turnstream.errors import NotReadyError, RunNotFoundError
 from turnstream.generator import Publisher
 from turnstream.store.connection import connect
-from turnstream.store.life import pause_run, resume_run
+from turnstream.store.runs import pause_run, resume_run
 from turnstream_server.bus.frontier import read_frontier
 from turnstream_server.bus.reasons import ReasonKind, reasons
 from turnstream_server.bus.waits import read_snapshot

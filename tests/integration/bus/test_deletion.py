@@ -16,10 +16,16 @@ from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.configs import read_config
 from turnstream.store.leases import list_lapsed, take_over_command
-from turnstream.store.life import pause_run, reopen_run, resume_run
 from turnstream.store.revisions import revise_config
 from turnstream.store.rewards import reward_command
-from turnstream.store.runs import close_run, create_run, list_runs
+from turnstream.store.runs import (
+    close_run,
+    create_run,
+    list_runs,
+    pause_run,
+    reopen_run,
+    resume_run,
+)
 from turnstream.store.scripts import Command, Script, run_command, run_commands
 from turnstream.types import GroupOpened, TrajectoryKey, VersionAnnounced
 from turnstream.types.names import RunId

@@ -12,7 +12,7 @@ from turnstream.generator import Prompt, Publisher, add_prompts
 from turnstream.store import keys
 from turnstream.store.connection import connect
 from turnstream.store.evals import eval_results
-from turnstream.store.life import pause_run
+from turnstream.store.runs import pause_run
 from turnstream.store.scripts import Script, run_command
 from turnstream_server.bus.dead_letters import read_dead_letters
 

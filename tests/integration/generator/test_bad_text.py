@@ -12,7 +12,7 @@ import testkit
 from testkit import ids
 from turnstream.errors import InvalidConfigError, InvalidTurnError, TurnstreamError
 from turnstream.generator import Prompt, Publisher, add_prompts, credit, post_reward
-from turnstream.store import life, runs
+from turnstream.store import runs
 from turnstream.types import TrajectoryKey
 from turnstream.worker import BatchStream, ObserverStream
 from turnstream_server.embedded import EmbeddedServer
@@ -92,7 +92,7 @@ OF_RUNS: dict[str, tuple[str, Callable[[Store], object]]] = {
     "run of a credit": ("run", lambda s: credit(s.client, HALF)),
     "run of a reward": ("run", lambda s: post_reward(s.client, HALF, KEY, 1.0)),
     "reason of an end": ("reason", lambda s: runs.close_run(s.client, s.run, HALF)),
-    "reason of a pause": ("reason", lambda s: life.pause_run(s.client, s.run, HALF)),
+    "reason of a pause": ("reason", lambda s: runs.pause_run(s.client, s.run, HALF)),
     "run of a trainer": ("run", lambda s: BatchStream(NOBODY, HALF)),
     "session": ("session", lambda s: BatchStream(NOBODY, s.run, session=HALF)),
     "token": ("recovery_token", lambda s: BatchStream(NOBODY, s.run, recovery_token=HALF)),

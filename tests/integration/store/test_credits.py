@@ -11,7 +11,7 @@ import redis
 from turnstream.errors import RunNotFoundError
 from turnstream.store.connection import connect_async
 from turnstream.store.credits import CreditReason, credit, credit_async
-from turnstream.store.life import pause_run, resume_run
+from turnstream.store.runs import pause_run, resume_run
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis

@@ -10,7 +10,7 @@ import redis
 
 from turnstream.errors import ConflictError, EndOfRunError
 from turnstream.store.leases import take_over_command
-from turnstream.store.life import pause_run
+from turnstream.store.runs import pause_run
 
 pytestmark = pytest.mark.redis
 

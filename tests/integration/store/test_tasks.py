@@ -18,7 +18,7 @@ from turnstream.errors import (
     RunNotFoundError,
 )
 from turnstream.records.events import encode_event
-from turnstream.store.life import pause_run, resume_run
+from turnstream.store.runs import pause_run, resume_run
 from turnstream.store.tasks import (
     NoTask,
     OfferedTask,

@@ -14,9 +14,8 @@ from simulator.life import Life, patiently
 from simulator.processes import Process
 from turnstream.errors import ConflictError, ObserverExpiredError, ReleasedError
 from turnstream.store import keys
-from turnstream.store.life import pause_run, reopen_run, resume_run
 from turnstream.store.revisions import revise_config
-from turnstream.store.runs import close_run
+from turnstream.store.runs import close_run, pause_run, reopen_run, resume_run
 from turnstream.types import Leftover
 from turnstream_server.bus.frontier import read_frontier_async
 from turnstream_server.bus.observers import declare_observer, note_observed

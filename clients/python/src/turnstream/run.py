@@ -10,7 +10,7 @@ import redis
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.store import life, runs
+from turnstream.store import runs
 from turnstream.store.batchers import wait_for_batchers
 from turnstream.store.configs import read_config
 from turnstream.store.credits import Credit, credit
@@ -164,11 +164,11 @@ class Run:
 
     def pause(self, reason: str = "") -> bool:
         """Let no group begin and no step be planned; return whether that is new."""
-        return life.pause_run(self._client, self._id, reason)
+        return runs.pause_run(self._client, self._id, reason)
 
     def resume(self) -> bool:
         """End a pause; return whether there was one."""
-        return life.resume_run(self._client, self._id)
+        return runs.resume_run(self._client, self._id)
 
     def close(self, reason: str = "", *, leftover: Leftover = "short") -> None:
         """Let no new group begin. Batches end after the last step; see `leftover`.
@@ -182,7 +182,7 @@ class Run:
 
     def reopen(self) -> bool:
         """Take new groups again; return whether the run was closed."""
-        return life.reopen_run(self._client, self._id)
+        return runs.reopen_run(self._client, self._id)
 
     def __repr__(self) -> str:
         return f"Run({str(self._id)!r})"

@@ -9,7 +9,7 @@ from testkit import group, trajectory, turn
 from turnstream.errors import EndOfRunError
 from turnstream.store import keys
 from turnstream.store.connection import connect
-from turnstream.store.life import pause_run, resume_run
+from turnstream.store.runs import pause_run, resume_run
 from turnstream.types import TrajectoryKey, TrajectoryState
 from turnstream_server.batcher import releaser
 from turnstream_server.batcher.upkeep import Upkeep

@@ -16,7 +16,7 @@ from turnstream.records.events import encode_event
 from turnstream.store import keys
 from turnstream.store.budget import RESERVE, reserve_command, settled_lease
 from turnstream.store.configs import read_config_command
-from turnstream.store.durability import SETTINGS, unsafe_setting
+from turnstream.store.connection import SETTINGS, unsafe_setting
 from turnstream.store.groups import group_size
 from turnstream.store.leases import heartbeat_command, take_over_command
 from turnstream.store.replies import error_text

@@ -80,12 +80,7 @@ class StoreWait:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Inside, blocking calls end by the deadline; what ends them is said with its reasons.
-
-        Raises:
-            StoreUnavailableError: a call was not answered in time, or could not be made.
-            StoreFullError: the store refused a call for want of memory.
-        """
+        """Inside, blocking calls end by the deadline; what ends them is said with its reasons."""
         asked_s = self._clock()
         try:
             with ending_by(self._last_s), translating():

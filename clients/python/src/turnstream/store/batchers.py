@@ -32,22 +32,13 @@ def register_command(address: str, *, lease_s: float = LEASE_S) -> Command:
 
 
 def list_batchers(client: redis.Redis) -> list[str]:
-    """Return the addresses of all batchers of a store, the one heard last first.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the addresses of all batchers of a store, the one heard last first."""
     found: Any = run_command(client, _LIST((keys.BATCHERS,)))
     return [address.decode() for address in found]
 
 
 def wait_for_batchers(client: redis.Redis, *, timeout_s: float) -> list[str]:
-    """Return the addresses of all batchers, once there is one.
-
-    Raises:
-        BatcherUnavailableError: none is registered within `timeout_s`; names the store.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the addresses of all batchers, once there is one."""
     ends_s = time.monotonic() + timeout_s
     while not (found := list_batchers(client)):
         if time.monotonic() >= ends_s:

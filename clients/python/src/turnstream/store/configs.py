@@ -21,14 +21,7 @@ _READ_CONFIG = Script("read_config")
 
 
 def read_config(client: redis.Redis, run: str) -> tuple[int, BatchingConfig]:
-    """The config of a run that is in force, and its revision.
-
-    Raises:
-        CorruptRecordError: the config is damaged.
-        UnknownFormatError: another release wrote the run.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """The config of a run that is in force, and its revision."""
     with reading(keys.run_keys(run).config):
         return parse_config(run_command(client, read_config_command(run)), run=run)
 
@@ -43,10 +36,6 @@ def open_run(client: redis.Redis, run: str) -> RunId:
     """Return the id of the run that has this name now.
 
     Damage of its config is left to the caller, as is a run that is gone.
-
-    Raises:
-        UnknownFormatError: another release wrote the run.
-        StoreUnavailableError: the store cannot be reached.
     """
     run_id = find_run(client, run)
     with contextlib.suppress(RunNotFoundError, CorruptRecordError):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 import redis
@@ -65,9 +66,6 @@ def checked_url(url: str, *, field: str = "url") -> str:
 
     >>> checked_url("redis://localhost:7379")
     'redis://localhost:7379'
-
-    Raises:
-        InvalidConfigError: names the field, and the expected form; without the password.
     """
     if text_trouble(url):
         raise InvalidConfigError(field, f"{_without_password(url)} is not a valid text")
@@ -141,22 +139,13 @@ class Link:
         return self._connection.is_connected
 
     def connect(self) -> None:
-        """Connect, where that is not so already.
-
-        Raises:
-            redis.RedisError, OSError: no server answers, or it refuses us.
-        """
+        """Connect, where that is not so already."""
         self._connection.connect()
 
     def exchange(
         self, data: bytes, num_replies: int, *, timeout_s: float = SOCKET_TIMEOUT_S
     ) -> list[Any]:
-        """Send packed commands and give their replies in order, error replies among them.
-
-        Raises:
-            redis.RedisError, OSError: the connection was lost, or was silent for `timeout_s`.
-                Nothing is known of any command.
-        """
+        """Send packed commands and give their replies in order, error replies among them."""
         replies: list[Any] = []
         try:
             with ending_within(timeout_s):
@@ -191,11 +180,7 @@ class AsyncLink:
         return self._connection.is_connected
 
     async def connect(self) -> None:
-        """Connect, where that is not so already.
-
-        Raises:
-            redis.RedisError, OSError: no server answers, or it refuses us.
-        """
+        """Connect, where that is not so already."""
         async with asyncio.timeout(_CONNECT_TIMEOUT_S):
             await self._connection.connect()
 
@@ -203,10 +188,6 @@ class AsyncLink:
         """Send packed commands and give their replies in order, error replies among them.
 
         Whoever cancels it loses the connection.
-
-        Raises:
-            redis.RedisError, OSError: the connection was lost, or was silent for SOCKET_TIMEOUT_S.
-                Nothing is known of any command.
         """
         replies: list[Any] = []
         try:
@@ -225,3 +206,47 @@ class AsyncLink:
     async def close(self) -> None:
         """Disconnect. Safe to repeat."""
         await self._connection.disconnect(nowait=True)
+
+
+SETTINGS: Final = ("appendfsync", "no-appendfsync-on-rewrite")
+"""What is asked for."""
+
+SYNCS: Final = ("everysec", "always")
+"""Of `appendfsync`: "no" leaves the sync to the system, which takes half a minute or longer."""
+
+
+class Unsafe(NamedTuple):
+    """A setting of a server, and a value that it must have instead."""
+
+    setting: str
+    value: str
+    needed: str
+
+    @property
+    def message(self) -> str:
+        """For people."""
+        return f"has {self.value!r}; needed is {self.needed!r}"
+
+
+def unsafe_setting(found: Mapping[str, str], *, syncs: Collection[str] = SYNCS) -> Unsafe | None:
+    """The first setting that loses what was acknowledged; None where none is known.
+
+    With `no-appendfsync-on-rewrite`, nothing is synced while the file is rewritten, however long
+    that takes, whatever `appendfsync` says.
+
+    >>> unsafe_setting({"appendfsync": "everysec", "no-appendfsync-on-rewrite": "yes"})
+    Unsafe(setting='no-appendfsync-on-rewrite', value='yes', needed='no')
+    >>> unsafe_setting({"appendfsync": "always"}) is None
+    True
+
+    Args:
+        found: the settings that the server told.
+        syncs: values of `appendfsync` that are good enough; the first is asked for.
+    """
+    first = next(iter(syncs))
+    sync, pauses = (found.get(name) for name in SETTINGS)
+    if sync is not None and sync not in syncs:
+        return Unsafe("appendfsync", sync, first)
+    if pauses is not None and pauses != "no":
+        return Unsafe("no-appendfsync-on-rewrite", pauses, "no")
+    return None

@@ -23,11 +23,6 @@ def eval_results(client: redis.Redis, run: str) -> list[EvalResult]:
 
     The newest 1,000 versions are kept, and at least the newest 10,000 groups one by one. A version
     that is still being evaluated has what its ended groups gave.
-
-    Raises:
-        RunNotFoundError: no such run.
-        CorruptRecordError: the stored bytes are damaged.
-        StoreUnavailableError: the store cannot be reached.
     """
     run = find_run(client, run)
     names = keys.run_keys(run)

@@ -359,9 +359,6 @@ def parse_trajectory_id(text: str) -> TrajectoryKey:
 
     >>> parse_trajectory_id("g%2F1/3/0")
     TrajectoryKey(group_id='g/1', sample=3, attempt=0)
-
-    Raises:
-        ValueError: the text is not a trajectory id.
     """
     group, sample, attempt = text.split("/")
     return TrajectoryKey(decode_name(group), int(sample), int(attempt))
@@ -382,9 +379,6 @@ def run_of(key: str) -> RunId:
 
     >>> run_of("ts:{a%2Fb}:ledger"), run_of("ts:{a/g/0/0}~2:meta")
     ('a/b', 'a~2')
-
-    Raises:
-        ValueError: it is the key of no run.
     """
     match = _KEY.fullmatch(key)
     if match is None:

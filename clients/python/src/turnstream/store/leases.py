@@ -49,12 +49,7 @@ class LapsedTrajectory:
 def list_lapsed(
     client: redis.Redis, run: str, *, max_count: int = MAX_LAPSED
 ) -> list[LapsedTrajectory]:
-    """Trajectories that may be taken over now, the longest lapsed first.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Trajectories that may be taken over now, the longest lapsed first."""
     run = find_run(client, run)
     return _parse(run_command(client, _list(run, max_count=max_count)))
 

@@ -65,11 +65,7 @@ class BoundedPauses(ExponentialBackoff):
     """Pauses between the tries of a call, none of which goes beyond its deadline."""
 
     def compute(self, failures: int) -> float:
-        """Seconds until the next try.
-
-        Raises:
-            RedisError: there is no time for another.
-        """
+        """Seconds until the next try."""
         pause_s, left_s = super().compute(failures), _left_s()
         if left_s is not None and pause_s >= left_s:
             raise RedisError("the connection was lost, and there is no time for another try")

@@ -64,22 +64,14 @@ class Revisions:
         return due[-1] if due else None
 
     def revision(self, number: int) -> Revision:
-        """The one of this number.
-
-        Raises:
-            RunNotFoundError: there is none.
-        """
+        """The one of this number."""
         for each in self.stored:
             if each.number == number:
                 return each
         raise RunNotFoundError(f"the run has no config revision {number}")
 
     def config(self, number: int) -> BatchingConfig:
-        """The config of this number.
-
-        Raises:
-            RunNotFoundError: there is none.
-        """
+        """The config of this number."""
         return self.revision(number).config
 
     def put_in_force_by(self, event_id: str) -> Revision | None:
@@ -106,14 +98,6 @@ def revise_config(client: redis.Redis, run: str, config: BatchingConfig, *, from
 
     Returns:
         The number of the revision.
-
-    Raises:
-        InvalidConfigError: a setting that cannot change, no step, or a `max_samples` below that of
-            a stored prompt.
-        ConflictError: the step is planned or before that of the last revision, or somebody else
-            revised the config meanwhile; says what holds.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
     """
     if from_step < 1:
         raise InvalidConfigError("from_step", f"{from_step} is no step: steps count from 1")
@@ -149,13 +133,7 @@ def _check_prompts(client: redis.Redis, run: str, config: BatchingConfig) -> Non
 
 
 def read_revisions(client: redis.Redis, run: str) -> Revisions:
-    """All configs of a run.
-
-    Raises:
-        RunNotFoundError: no such run.
-        RecordError: one of them is damaged, or of a newer release.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """All configs of a run."""
     run = find_run(client, run)
     with translating():
         fields: Any = client.hgetall(keys.run_keys(run).config)
@@ -170,12 +148,7 @@ def stored_config(client: redis.Redis, run: str, revision: int) -> bytes:
 
 
 def parse_revisions(run: str, fields: dict[bytes, bytes]) -> Revisions:
-    """The configs of the fields of a run's `config`.
-
-    Raises:
-        RunNotFoundError: there are none.
-        RecordError: one of them is damaged, or of a newer release.
-    """
+    """The configs of the fields of a run's `config`."""
     if b"newest" not in fields:
         raise no_such_run(run)
     numbers = sorted(int(name) for name in fields if name.isdigit())

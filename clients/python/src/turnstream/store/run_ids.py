@@ -23,10 +23,6 @@ def find_run(client: redis.Redis, run: str) -> RunId:
 
     Functions that take a run's name find its id with one more round trip. A process that calls them
     often finds the id once, and passes that.
-
-    Raises:
-        InvalidConfigError: no run can have this name.
-        StoreUnavailableError: the store cannot be reached.
     """
     if is_id(run):
         return RunId(run)
@@ -66,10 +62,6 @@ def create_under(
 
     Returns:
         The id of the run, and the reply.
-
-    Raises:
-        InvalidConfigError: no new run can have this name.
-        StoreUnavailableError: the store cannot be reached.
     """
     run = find_run(client, checked_run_name(name))
     while (reply := create(run)) < 0:

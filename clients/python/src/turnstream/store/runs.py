@@ -1,4 +1,4 @@
-"""Runs in the store: made, read, watched for new weights, closed."""
+"""Runs in the store: create, list, pause, resume, close, reopen and watch for new weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from turnstream.store.replies import translating
 from turnstream.store.run_ids import create_under, find_run
 from turnstream.store.scripts import Command, Script, run_command
 from turnstream.store.wait_reasons import no_version
-from turnstream.types import Leftover, RunClosed, VersionAnnounced
+from turnstream.types import Leftover, RunClosed, RunReopened, VersionAnnounced
 from turnstream.types.names import RunId, checked_setting
 
 _NUM_NEWS: Final = 1_000
@@ -43,11 +43,6 @@ def create_run(client: redis.Redis, run: str, config: BatchingConfig) -> int:
     Returns:
         The config revision in force, 1 for a new run: whoever creates a run that was revised since
         learns it by the number.
-
-    Raises:
-        InvalidConfigError: no run can have this name.
-        ConflictError: the run exists with another config; names the settings that differ.
-        StoreUnavailableError: the store cannot be reached.
     """
 
     def create(run_id: RunId) -> int:
@@ -83,22 +78,14 @@ def _create_command(run: RunId, config: BatchingConfig) -> Command:
 
 
 def list_run(client: redis.Redis, run: str) -> None:
-    """Let a run that was created be listed, and found by every batcher at once.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached; to be repeated.
-    """
+    """Let a run that was created be listed, and found by every batcher at once."""
     with translating():
         client.sadd(keys.RUNS, keys.encode_run(run))
     tell_batchers(client, run)
 
 
 def tell_batchers(client: redis.Redis, run: str) -> None:
-    """Say that a run needs a planner from now on: it is new, or takes groups again.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached; to be repeated.
-    """
+    """Say that a run needs a planner from now on: it is new, or takes groups again."""
     with translating():
         words = ("MAXLEN", "~", _NUM_NEWS, "*", "n", keys.encode_run(run))
         client.execute_command("XADD", keys.NEWS, *words)
@@ -132,7 +119,7 @@ def newest_version(client: redis.Redis, run: str) -> VersionAnnounced | None:
 def wait_for_version(
     client: redis.Redis, run: str, *, above: int, timeout_s: float
 ) -> VersionAnnounced:
-    """The newest version, once it is higher than `above`.
+    """Return the newest version, once it is higher than `above`.
 
     Raises:
         NotReadyError: no such version was announced within `timeout_s`, and why.
@@ -173,22 +160,13 @@ def close_run(
 
     Returns:
         False where it was closed before.
-
-    Raises:
-        ConflictError: it was closed with another leftover.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
     """
     run = find_run(client, run)
     return bool(run_command(client, close_command(run, reason, leftover=leftover)))
 
 
 def close_command(run: str, reason: str, *, leftover: Leftover | None = None) -> Command:
-    """The call that closes a run; nothing is sent.
-
-    Raises:
-        InvalidConfigError: no such leftover, or a reason that is no text.
-    """
+    """The call that closes a run; nothing is sent."""
     if leftover not in (None, *get_args(Leftover)):
         choices = ", ".join(get_args(Leftover))
         raise InvalidConfigError("leftover", f"{leftover!r} is not one of {choices}")
@@ -196,3 +174,49 @@ def close_command(run: str, reason: str, *, leftover: Leftover | None = None) ->
     checked_setting(reason, field="reason")
     record = encode_event(RunClosed(reason=reason, leftover=leftover or "short"))
     return _CLOSE_RUN((names.frontier, names.events, names.wake), record, leftover or "")
+
+
+_REOPEN_RUN = Script("reopen_run")
+_SET_PAUSED = Script("set_paused")
+
+
+def pause_run(client: redis.Redis, run: str, reason: str = "") -> bool:
+    """Take no new group and plan no batch until the run is resumed.
+
+    Groups that are open may be finished, batches that are planned are delivered; leases and
+    deadlines go on. Generators and trainers that wait are told the reason when their time is up.
+
+    Returns:
+        False where it was paused before; the first reason stays.
+    """
+    return bool(run_command(client, _set_paused(find_run(client, run), 1, reason)))
+
+
+def resume_run(client: redis.Redis, run: str) -> bool:
+    """End the pause of a run.
+
+    Returns:
+        False where it was not paused.
+    """
+    return bool(run_command(client, _set_paused(find_run(client, run), 0, "")))
+
+
+def reopen_run(client: redis.Redis, run: str) -> bool:
+    """Reopen a closed run; carried groups are planned with the new ones.
+
+    Returns:
+        False where it was not closed.
+    """
+    run = find_run(client, run)
+    names = keys.run_keys(run)
+    record = encode_event(RunReopened())
+    command = _REOPEN_RUN((names.frontier, names.events, names.wake), record)
+    was_closed = bool(run_command(client, command))
+    tell_batchers(client, run)  # one that began after the run had ended has let it lie
+    return was_closed
+
+
+def _set_paused(run: str, is_paused: int, reason: str) -> Command:
+    names = keys.run_keys(run)
+    text = checked_setting(reason, field="reason")
+    return _SET_PAUSED((names.frontier, names.wake), is_paused, text)

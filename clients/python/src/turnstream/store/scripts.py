@@ -92,11 +92,7 @@ def pack(calls: Iterable[Sequence[Argument]]) -> bytes:
 
 
 def run_command(client: redis.Redis, command: Command) -> Any:
-    """Call a script and give its reply.
-
-    Raises:
-        TurnstreamError: what the refusal, or the failing connection, stands for.
-    """
+    """Call a script and give its reply."""
     try:
         with _translating(command):
             try:
@@ -116,9 +112,6 @@ def run_commands(client: redis.Redis, commands: Sequence[Command]) -> list[Any]:
 
     Returns:
         One reply per command; where a call was refused, the error, not raised.
-
-    Raises:
-        TurnstreamError: the connection failed; nothing is known of any of them.
     """
     with translating():
         replies = _send(client, commands)

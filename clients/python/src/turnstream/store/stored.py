@@ -35,9 +35,6 @@ def reading(key: str, field: str = "") -> Iterator[None]:
     Args:
         key: of the store.
         field: of the hash, or id of the entry; empty for the whole key.
-
-    Raises:
-        CorruptRecordError: names the key, the field and the cause.
     """
     try:
         yield

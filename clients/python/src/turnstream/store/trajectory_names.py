@@ -22,9 +22,6 @@ def keys_named(text: str) -> tuple[TrajectoryKey, ...]:
     ['a/b#1']
     >>> [key.group_id for key in keys_named("a%2Fb%231/3/0")]
     ['a%2Fb%231', 'a/b#1']
-
-    Raises:
-        ValueError: it is the name of no trajectory.
     """
     group, sample, attempt = text.rsplit("/", 2)
     encode_name(group)  # refuses what no group can be called
