@@ -143,25 +143,6 @@ def test_commands_of_a_name_show_its_newest_run(url: str) -> None:
     assert CliRunner().invoke(cli.app, ["run", "list"]).output.startswith("no runs ")
 
 
-def test_show_prints_how_far_a_run_is_and_its_configuration(url: str) -> None:
-    with connect(url) as client:
-        create_run(client, "maze", config(batch_groups=6, mini_batch_groups=3))
-
-    shown = CliRunner().invoke(cli.app, ["run", "show", "maze"])
-
-    assert shown.exit_code == 0
-    for words in ("0 planned, 0 stepped, 0 committed", "mini_batch_groups", "none"):
-        assert words in shown.output
-    assert "accepted" not in shown.output  # that is for `ledger` to say
-
-
-def test_show_of_an_unknown_run_is_a_clear_error(url: str) -> None:
-    shown = CliRunner().invoke(cli.app, ["run", "show", "nobody"])
-
-    assert isinstance(shown.exception, RunNotFoundError)
-    assert "nobody" in str(shown.exception)
-
-
 def open_group(
     client: redis.Redis, run: str, name: str, *ids: str, num_samples: int, num_needed: int = 0
 ) -> None:
@@ -300,12 +281,6 @@ def test_why_without_planner_and_groups(url: str) -> None:
         create_run(client, "maze", config())
 
     assert [each["kind"] for each in reasons_of("maze")] == ["no_planner", "out_of_data"]
-
-
-def test_why_of_an_unknown_run_is_a_clear_error(url: str) -> None:
-    shown = CliRunner().invoke(cli.app, ["why", "nobody"])
-
-    assert isinstance(shown.exception, RunNotFoundError)
 
 
 def test_evals_prints_a_line_for_each_version(url: str) -> None:

@@ -218,10 +218,6 @@ def test_archive_writes_every_committed_step(typed: Any, tmp_path: Path) -> None
     assert groups == [["g1"] * 2, ["g2"] * 2, ["g3"] * 2]
 
 
-def test_why_names_who_is_waited_for(typed: Any) -> None:
-    assert "group late (0 of 2 members) waits for sample 1 of generator gen-2" in typed("why", RUN)
-
-
 def test_dead_show_names_the_defect_of_a_record(place: Any) -> None:
     run = place.create_run("damaged", batch_groups=2, mini_batch_groups=2)
     place.publish(run, group("d", *_members(3)))

@@ -90,21 +90,6 @@ def test_a_first_call_without_records_only_makes_the_place(
     assert run.do(run.append(TURN_0, lease="1")) == 1
 
 
-def test_a_newer_epoch_takes_over_and_fences_the_older_one(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client)
-    run.do(run.append(TURN_0))
-    run.do(run.append(first=1, lease="2:heir"))
-
-    for lease in ("1", "1:w"):
-        with pytest.raises(FencedError, match="epoch 2 writes, not 1"):
-            run.do(run.append(TURN_1, first=1, lease=lease))
-
-    assert run.do(run.append(TURN_1, first=1, lease="2")) == 1
-    assert run.turns() == [(b"0-1", TURN_0), (b"0-2", TURN_1)]
-
-
 def test_two_writers_cannot_share_an_epoch(client: redis.Redis, drive: Drive) -> None:
     run = drive(client)
     run.do(run.append(TURN_0))

@@ -61,17 +61,6 @@ def test_a_further_attempt_holds_its_own_and_never_waits(client: redis.Redis, dr
     assert held(run) == (3 * FIRST_ESTIMATE, 0, 0)
 
 
-def test_a_sealed_trajectory_holds_what_it_takes_and_four_kilobytes(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client)
-    run.do(run.open_group("g/0/0", "g/1/0"))
-
-    seal(run, "g/0/0", 100_000)
-
-    assert held(run) == (FIRST_ESTIMATE, 100_000 + OVERHEAD, 0)
-
-
 def test_the_estimate_is_learned_from_what_is_sealed(client: redis.Redis, drive: Drive) -> None:
     run = drive(client, max_staleness=1000)
     run.do(run.open_group("a/0/0", "a/1/0", group="a"))
@@ -165,17 +154,6 @@ def test_an_evaluation_above_the_budget_is_refused_by_its_size_and_waits_for_not
     )
     assert client.hkeys(run.keys.groups) == [b"f"]
     assert held(run) == (3 * FIRST_ESTIMATE, 0, 0)
-
-
-def test_an_evaluation_is_refused_by_what_trajectories_of_the_run_take(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client, batch_groups=1, max_bytes=3 * FIRST_ESTIMATE)
-    run.do(run.open_group("a/0/0", group="a", num_samples=1))
-    seal(run, "a/0/0", 100_000)
-
-    with pytest.raises(GroupTooLargeError, match="needs 208192 bytes, 104096 for each of its 2"):
-        run.do(run.open_group("e/0/0", group="e", num_samples="2:eval"))
 
 
 @pytest.mark.parametrize("num_samples", ["4:eval", "3:eval", "1"])

@@ -7,7 +7,6 @@ import pytest
 import redis
 
 from turnstream.errors import ConflictError, FencedError, RunNotFoundError
-from turnstream.store import keys
 from turnstream.store.leases import (
     LapsedTrajectory,
     heartbeat_command,
@@ -320,10 +319,6 @@ def test_a_lease_from_before_the_clock_was_set_back_is_cut(
 
     assert is_cut == [True, True]
     assert listed == []
-
-
-def test_a_lease_key_is_declared() -> None:
-    assert keys.declared_type(keys.run_keys("r").leases) == "zset"
 
 
 def test_of_two_writers_with_one_epoch_only_the_one_that_the_ledger_names_is_heard(

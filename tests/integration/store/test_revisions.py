@@ -10,7 +10,7 @@ import redis
 
 from testkit import config
 from turnstream.batching.config import BatchingConfig
-from turnstream.errors import ConflictError, InvalidConfigError, RunNotFoundError
+from turnstream.errors import ConflictError, InvalidConfigError
 from turnstream.records.configs import encode_config
 from turnstream.store import keys
 from turnstream.store.configs import read_config
@@ -114,11 +114,6 @@ def test_what_cannot_change_is_refused_before_anything_is_written(
         revise_config(client, run, LOOSE, from_step=0)
 
     assert len(read_revisions(client, run).stored) == 1
-
-
-def test_an_unknown_run_cannot_be_revised(client: redis.Redis) -> None:
-    with pytest.raises(RunNotFoundError):
-        revise_config(client, "nobody", LOOSE, from_step=1)
 
 
 def test_a_run_is_found_with_the_config_it_was_created_with_after_a_revision(

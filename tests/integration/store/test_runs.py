@@ -11,7 +11,7 @@ import redis
 
 from testkit import wait_until
 from turnstream.batching.config import BatchingConfig
-from turnstream.errors import ConflictError, NotReadyError, RunNotFoundError, StoreUnavailableError
+from turnstream.errors import ConflictError, NotReadyError, RunNotFoundError
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store import keys
 from turnstream.store.configs import read_config
@@ -66,13 +66,6 @@ def test_creating_a_run_again_changes_nothing(client: redis.Redis) -> None:
 
     assert create_run(client, "again", CONFIG) == 1
     assert client.hget(keys.run_keys("again").frontier, "stepped") == b"3"
-
-
-def test_a_run_cannot_be_created_with_two_configs(client: redis.Redis) -> None:
-    create_run(client, "one-config", CONFIG)
-
-    with pytest.raises(ConflictError):
-        create_run(client, "one-config", BatchingConfig(batch_groups=5, mini_batch_groups=5))
 
 
 def test_a_run_that_was_never_created_has_no_config(client: redis.Redis) -> None:
@@ -142,10 +135,3 @@ def test_closing_a_run_is_an_event_with_the_reason(client: redis.Redis, new_run:
     assert [decode_event(fields[b"r"]) for _, fields in entries] == [
         RunClosed(reason="no more prompts")
     ]
-
-
-def test_a_store_that_is_away_is_an_error_of_ours(own_server: EmbeddedServer) -> None:
-    own_server.kill()
-
-    with connect(own_server.url, num_retries=0) as client, pytest.raises(StoreUnavailableError):
-        list_runs(client)

@@ -63,6 +63,9 @@ def test_every_command_explains_itself(command: str) -> None:
     assert result.exit_code == 0
     assert f"Usage: turnstream {command}" in result.output
     assert "--end-with-stdin" not in result.output
+    if command in READS_STORE:
+        assert "--json" in result.output
+        assert "--redis" in result.output
 
 
 @pytest.mark.parametrize("group", ["", *GROUPS])
@@ -72,14 +75,6 @@ def test_help_lists_every_command_on_one_page(group: str) -> None:
     names = GROUPS[group] if group else TOP
     assert all(f" {command} " in result.output for command in names)
     assert len(result.output.splitlines()) <= 40
-
-
-@pytest.mark.parametrize("command", READS_STORE)
-def test_every_command_that_reads_a_store_prints_json(command: str) -> None:
-    result = CliRunner().invoke(cli.app, [*command.split(), "--help"])
-
-    assert "--json" in result.output
-    assert "--redis" in result.output
 
 
 def test_config_prints_the_settings_with_the_password_masked(
@@ -112,7 +107,7 @@ ADDRESSES = {
 }
 
 
-@pytest.mark.parametrize("command", ["status", "run list", "ledger a", "serve batcher"])
+@pytest.mark.parametrize("command", ["run list", "serve batcher"])
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_wrong_store_address_is_one_line_with_the_expected_form(command: str, address: str) -> None:
     done = turnstream(*command.split(), "--redis", address)
@@ -140,8 +135,8 @@ def test_a_store_that_is_away_is_one_clear_line() -> None:
     done = turnstream("run", "list", "--redis", "redis://127.0.0.1:1/0")
 
     assert done.returncode == 1
-    assert done.stderr.startswith("error: ")
-    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: the store at 127.0.0.1:1 ")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_replay_of_a_missing_file_is_one_clear_line(tmp_path: Path) -> None:

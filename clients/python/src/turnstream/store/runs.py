@@ -32,6 +32,8 @@ _NUM_NEWS: Final = 1_000
 
 _CREATE_RUN = Script("create_run")
 _CLOSE_RUN = Script("close_run")
+_REOPEN_RUN = Script("reopen_run")
+_SET_PAUSED = Script("set_paused")
 
 
 def create_run(client: redis.Redis, run: str, config: BatchingConfig) -> int:
@@ -174,10 +176,6 @@ def close_command(run: str, reason: str, *, leftover: Leftover | None = None) ->
     checked_setting(reason, field="reason")
     record = encode_event(RunClosed(reason=reason, leftover=leftover or "short"))
     return _CLOSE_RUN((names.frontier, names.events, names.wake), record, leftover or "")
-
-
-_REOPEN_RUN = Script("reopen_run")
-_SET_PAUSED = Script("set_paused")
 
 
 def pause_run(client: redis.Redis, run: str, reason: str = "") -> bool:
