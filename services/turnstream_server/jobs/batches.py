@@ -112,7 +112,7 @@ def write_batch(
 ) -> list[Path]:
     """Write the exact bytes of every mini-batch of one rank, as Arrow IPC streams.
 
-    One mini-batch is written to `path` itself; of several, the second to `<stem>-1<suffix>`, ...
+    One mini-batch is written to `path` itself; a second one is written to `<stem>-1<suffix>`, ...
     """
     shares = assemble_locally(url, run, step, dp_rank=dp_rank, dp_world_size=dp_world_size)
     paths: list[Path] = []
@@ -126,7 +126,7 @@ def write_batch(
 
 
 def read_batch(url: str, run: str, step: int, *, folder: Path | None = None) -> dict[str, Any]:
-    """Return a batch in plain values; of a released one, names and checksums."""
+    """Return a batch in plain values; a released batch has names and checksums."""
     with looking_at(url) as client:
         run = open_run(client, run)
         frontier = read_frontier(client, run)

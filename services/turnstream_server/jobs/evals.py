@@ -1,4 +1,4 @@
-"""What the evaluations of a run gave, for people and for programs."""
+"""Results of the evaluations of a run, for people and for programs."""
 
 from __future__ import annotations
 

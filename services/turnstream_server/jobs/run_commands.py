@@ -148,7 +148,7 @@ def replan(url: str, run: str, step: int | None, *, wait_s: float) -> Replanned:
 
 
 def replanned_text(done: Replanned) -> str:
-    """What was withdrawn, in one line.
+    """Return the withdrawn steps in one line.
 
     >>> replanned_text(
     ...     Replanned(first_step=3, newest_step=4, num_dead=2, dead=("g/0/0",), since_ms=0)

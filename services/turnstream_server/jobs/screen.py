@@ -1,4 +1,4 @@
-"""The screen of a command: whatever comes from users is text on it, never markup."""
+"""The console of a command, which shows text from users without markup."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def visible(text: str) -> str:
 
 
 def print_figures(figures: Mapping[str, Any] | None, console: Console) -> None:
-    """A table of metrics and one of tags, where there are any; of what `shown_figures` gave."""
+    """Print a table of metrics and one of tags, as returned by `shown_figures`."""
     if figures is None:
         return
     if figures["metrics"]:

@@ -29,7 +29,7 @@ class StartedBatcher(NamedTuple):
 
 
 def store_environment(url: str) -> dict[str, str]:
-    """What a service's environment says of the store."""
+    """Return the environment variable that names the store to a service."""
     return {"TURNSTREAM_REDIS_URL": url}
 
 

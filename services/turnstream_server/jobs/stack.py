@@ -104,7 +104,7 @@ class Stack:
     """The processes of a job; a context manager that leaves none behind.
 
     Args:
-        folder: of the job; logs and temporary files stay inside it.
+        folder: the job's folder; logs and temporary files stay inside it.
         environment: variables of every process, beside those of this one.
     """
 
@@ -157,7 +157,7 @@ class Stack:
         raise of.failure(f"{of.name} was not ready after {timeout_s:.0f} s")
 
     def wait_for_all(self, services: Sequence[Service], *, timeout_s: float) -> None:
-        """Wait until each of these has ended well, while the others go on."""
+        """Wait until each of these has exited with status 0."""
         for _ in self.watch(timeout_s=timeout_s):
             if all(service.status is not None for service in services):
                 self.check()  # one may have failed since the look that `watch` took
@@ -257,7 +257,7 @@ _MARK = ".turnstream-job"
 
 @contextlib.contextmanager
 def job_folder(folder: Path, *, job: str) -> Iterator[Path]:
-    """An empty folder for as long as a job works in it; what is in it then stays.
+    """Lock and empty the folder of a job; its files stay after the job.
 
     It is made if it is missing, and what an earlier run of the same job left is removed.
     """

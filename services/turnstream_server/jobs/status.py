@@ -106,7 +106,7 @@ def watch_status(
 
 
 def read_status(url: str, run: str | None) -> list[RunStatus]:
-    """Return the status of one run; None: of every run in the store."""
+    """Return the status of one run, or of all runs of the store for None."""
     with looking_at(url) as client:
         if run is not None:
             return [_read(client, open_run(client, run))]
@@ -116,7 +116,7 @@ def read_status(url: str, run: str | None) -> list[RunStatus]:
 def _read_if_there(client: redis.Redis, run: str) -> RunStatus | None:
     try:
         return _read(client, run)
-    except RunNotFoundError:  # a deletion has begun
+    except RunNotFoundError:  # a deletion is under way
         return None
     except UnknownFormatError as error:
         logger.warning("%s", error)

@@ -1,4 +1,4 @@
-"""What a job did, in figures: pure functions from its events, manifests and ledger."""
+"""Statistics of a job: pure functions from its events, manifests and ledger."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from turnstream.types import SealedTrajectory
 
 
 class SealedFigures(NamedTuple):
-    """What one sealed trajectory adds.
+    """Numbers of one sealed trajectory.
 
     Attributes:
-        wire_bytes: of its turn records, as they are stored.
+        wire_bytes: bytes of its turn records, as they are stored.
         resend_bytes: the same records, did every turn carry its whole context.
     """
 
@@ -28,12 +28,12 @@ class SealedFigures(NamedTuple):
 
 
 class BatchFigures(NamedTuple):
-    """What one batch adds.
+    """Numbers of one batch.
 
     Attributes:
-        num_tokens: of its rows.
-        num_turn_tokens: of its turns sent one by one, whole context each.
-        num_positions: of its mini-batches in the left-padded layout.
+        num_tokens: tokens of its rows.
+        num_turn_tokens: tokens of its turns if each were sent with its whole context.
+        num_positions: positions of its mini-batches in the left-padded layout.
     """
 
     step: int

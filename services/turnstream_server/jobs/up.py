@@ -82,7 +82,7 @@ def _require_free(port: int, *, host: str, option: str) -> None:
 
 @contextlib.contextmanager
 def _kept(path: Path, text: str) -> Iterator[None]:
-    """Inside, the file has this text, for whoever runs `up` on the same folder."""
+    """Keep this text in the file for another `up` on the same folder."""
     path.write_text(text, encoding="utf-8")
     path.chmod(0o600)
     try:
