@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +17,7 @@ from testkit import wait_until
 from turnstream.errors import EndOfRunError, NotReadyError, PromptsExhaustedError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store.runs import close_run
+from turnstream.store.scripts import Script
 from turnstream.store.tasks import Prompt, add_prompts, read_prompt_counts
 from turnstream.types import TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
@@ -22,6 +26,21 @@ pytestmark = pytest.mark.redis
 
 NewRun = Callable[..., str]
 Read = Callable[[redis.Redis, str], Any]
+
+# Prints the group that it is offered, and does not open it.
+OFFERED = """
+import sys
+import time
+from turnstream.store.connection import connect
+from turnstream.store.scripts import run_command
+from turnstream.store.tasks import next_task_command, parse_task
+
+url, run = sys.argv[1:]
+with connect(url) as client:
+    command = next_task_command(run, writer="killed", request="ab12")
+    print(parse_task(run_command(client, command)).group.group_id, flush=True)
+    time.sleep(60)
+"""
 
 
 def give(client: redis.Redis, run: str, *uids: str, num_samples: int = 2) -> None:
@@ -141,14 +160,16 @@ def test_the_leases_of_a_task_are_kept_from_the_moment_it_is_taken(
     assert read(client, run).counts() == {"accepted": 2, "sealed": 2}
 
 
-def test_a_reply_that_is_lost_neither_loses_nor_doubles_a_task(
+@pytest.mark.parametrize("cuts", [[0], [None, 0]], ids=["offer", "task"])
+def test_lost_reply_neither_loses_nor_doubles_a_task(
     server: EmbeddedServer,
     client: redis.Redis,
     new_run: NewRun,
     read: Read,
     proxy_to: Callable[[str], Any],
-    lose_answer: Callable[[Any, str], None],
+    cuts: list[int | None],
 ) -> None:
+    # A new group takes two calls of next_task: the first is offered it, the second opens it.
     run, proxy = new_run(client), proxy_to(server.url)
     give(client, run, "a", "b")
 
@@ -157,7 +178,7 @@ def test_a_reply_that_is_lost_neither_loses_nor_doubles_a_task(
             for trajectory in first.trajectories:
                 write(trajectory)
         publisher.flush()
-        lose_answer(proxy, "next_task")
+        proxy.cut_answers(Script("next_task").sha.encode(), after_bytes=cuts)
         with publisher.next_task(10) as second:
             for trajectory in second.trajectories:
                 write(trajectory)
@@ -165,6 +186,30 @@ def test_a_reply_that_is_lost_neither_loses_nor_doubles_a_task(
     assert proxy.replies.num_cuts == 1
     assert (first.group_id, second.group_id) == ("a#1", "b#1")
     assert read(client, run).counts() == {"accepted": 4, "sealed": 4}
+    assert read_prompt_counts(client, run).num_given == 2
+
+
+def test_offer_of_killed_generator_goes_to_the_next(
+    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
+) -> None:
+    run = new_run(client)
+    give(client, run, "a", "b")
+    program = [sys.executable, "-c", OFFERED, server.url, run]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
+        offered = process.stdout and process.stdout.readline().strip()
+        process.kill()
+
+    with Publisher(server.url, run) as publisher:
+        taken = []
+        for _ in range(2):
+            with publisher.next_task(10) as task:
+                taken.append(task.group_id)
+                for trajectory in task.trajectories:
+                    write(trajectory)
+
+    assert process.returncode == -signal.SIGKILL
+    assert offered == "a#1"
+    assert taken == ["a#1", "b#1"]
     assert read_prompt_counts(client, run).num_given == 2
 
 
