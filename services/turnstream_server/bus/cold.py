@@ -1,7 +1,7 @@
 """Compact records of old batches, in files of the archive folder.
 
-The file is on disk, whole and under its name, before the store forgets what is in it. It never
-changes, and its name says what it holds: a leader that dies in between is followed by one that
+A file is on disk, whole and under its name, before the store deletes its records. It never changes,
+and its name has its steps and the hash of its content. If a leader dies in between, the next one
 writes the same file again.
 """
 
@@ -21,7 +21,7 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from turnstream.errors import RejectedError
-from turnstream.records.ledger_files import decode_ledger_file, encode_ledger_file
+from turnstream.records.compact import decode_ledger_file, encode_ledger_file
 from turnstream.store import keys
 from turnstream.store.replies import translate
 from turnstream.store.scripts import Script, run_command_async
@@ -30,35 +30,30 @@ from turnstream_server.bus.leadership import Term
 from turnstream_server.bus.pages import hash_fields
 
 MAX_FILE_BATCHES: Final = 256
-"""Batches of one file: read whole to find one of them, some hundreds of kilobytes."""
+"""Batches of one file. It is read whole to find one of them: some hundreds of kilobytes."""
 
 _MOVE = Script("move_to_file", "turnstream_server.bus")
 _RANGE: Final = re.compile(r"ledger-([0-9]+)-([0-9]+)-")
 
 
 class LedgerFileError(RejectedError):
-    """What is asked for is in a file of the archive folder, which is not at hand."""
+    """The requested record is in a missing file of the archive folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerFolder:
-    """Where compact records go, and when.
-
-    Attributes:
-        folder: the archive folder.
-        hot_batches: the newest ones stay in the store.
-    """
+    """The archive folder, and the number of newest batches whose records stay in the store."""
 
     folder: Path
     hot_batches: int
 
     @property
     def file_batches(self) -> int:
-        """Batches of one file; so many more than `hot_batches` may wait in the store."""
+        """Number of batches in one file; the store holds up to as many more than `hot_batches`."""
         return min(self.hot_batches, MAX_FILE_BATCHES)
 
     def next_steps(self, *, cold: int, folded: int) -> range:
-        """The steps of the next file; none while they are hot.
+        """Return the steps of the next file; none until all of them are old enough.
 
         >>> LedgerFolder(folder=Path("archive"), hot_batches=2).next_steps(cold=2, folded=6)
         range(3, 5)
@@ -70,11 +65,7 @@ class LedgerFolder:
 async def read_hot_records(
     client: redis.asyncio.Redis, run: str, steps: range
 ) -> list[bytes] | None:
-    """The compact records of these steps; None where one of them is not there (yet).
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the stored compact records of these steps, or None if one is missing."""
     past = keys.run_keys(run).past
     try:
         records: Any = await client.execute_command("HMGET", past, *steps)
@@ -84,11 +75,7 @@ async def read_hot_records(
 
 
 def write_ledger_file(folder: Path, run: str, steps: range, records: Sequence[bytes]) -> str:
-    """Write the records of these steps to a file; its name in the folder, once it is on disk.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the records of these steps to a file, fsync it and return its name in the folder."""
     content = encode_ledger_file(records)
     digest = hashlib.sha256(content).hexdigest()[:12]
     file_name = f"ledger-{steps[0]:08d}-{steps[-1]:08d}-{digest}.bin"
@@ -109,13 +96,7 @@ def write_ledger_file(folder: Path, run: str, steps: range, records: Sequence[by
 
 
 async def move_to_file(term: Term, steps: range, *, name: str) -> None:
-    """Forget the records of steps that are in the file of this name.
-
-    Raises:
-        FencedError: another planner leads the run.
-        ConflictError: the steps are not the next ones.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Delete the stored records of steps that are in the file of this name."""
     names = keys.run_keys(term.run)
     where = (names.leader, names.frontier, names.past, names.cold)
     await run_command_async(term.client, _MOVE(where, term.epoch, steps[0], steps[-1], name))
@@ -124,13 +105,7 @@ async def move_to_file(term: Term, steps: range, *, name: str) -> None:
 def read_cold_record(
     client: redis.Redis, run: str, step: int, *, folder: Path | None
 ) -> bytes | None:
-    """The compact record of a step that is in a file; None where it is in none.
-
-    Raises:
-        LedgerFileError: the file is not at hand.
-        CorruptRecordError: it is damaged.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the compact record of a step from its file, or None if no file has it."""
     for last, name in _files(client, run):
         if last >= step:
             index = step - _first_step(name)
@@ -139,13 +114,7 @@ def read_cold_record(
 
 
 def cold_records(client: redis.Redis, run: str, *, folder: Path | None) -> Iterator[bytes]:
-    """All compact records that are in files, the oldest first.
-
-    Raises:
-        LedgerFileError: a file is not at hand.
-        CorruptRecordError: one is damaged.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Yield all compact records of files, the oldest first."""
     before = 0
     for last, name in _files(client, run):
         first = _first_step(name)
@@ -154,7 +123,7 @@ def cold_records(client: redis.Redis, run: str, *, folder: Path | None) -> Itera
 
 
 def _files(client: redis.Redis, run: str) -> list[tuple[int, str]]:
-    """(last step, name), in order."""
+    """Return the last step and the name of each file, in order."""
     key = keys.run_keys(run).cold
     files: list[tuple[int, str]] = []
     for last, name in hash_fields(client, key):
@@ -166,17 +135,13 @@ def _files(client: redis.Redis, run: str) -> list[tuple[int, str]]:
 
 
 def files_up_to(client: redis.Redis, run: str, step: int) -> dict[int, str]:
-    """The files of the batches up to a step: the newest such step in it -> the name of each.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the name of each file with batches up to a step, by the newest such step in it."""
     files = _files(client, run)
     return {min(last, step): name for last, name in files if _first_step(name) <= step}
 
 
 def _first_step(name: str) -> int:
-    """The first step of a file.
+    """Return the first step of a file.
 
     >>> _first_step("maze/ledger-00000257-00000512-0a1b2c3d4e5f.bin")
     257
@@ -200,8 +165,9 @@ def _read_file(folder: Path | None, run: str, name: str) -> list[bytes]:
 
 
 def _sync_folder(path: Path) -> None:
+    """Fsync the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)  # the name, too, is on disk
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Where every accepted trajectory of a run is: counts that always add up."""
+"""Counts of the accepted trajectories of a run by state; they always add up."""
 
 from __future__ import annotations
 
@@ -12,21 +12,11 @@ import redis.asyncio
 from turnstream.errors import TurnstreamError
 from turnstream.store import keys
 from turnstream.store.configs import read_config
-from turnstream.store.runs import list_runs, newest_version
+from turnstream.store.runs import newest_version
 from turnstream.store.scripts import Command, Script, run_command, run_command_async
 from turnstream.store.stored import StoredHash, damaged, parsed_number, reading
 from turnstream.types import TrajectoryState, VersionAnnounced
 from turnstream_server.bus.frontier import Frontier, read_frontier
-
-__all__ = [
-    "LedgerCounts",
-    "LedgerMismatchError",
-    "RunSummary",
-    "list_runs",
-    "read_ledger",
-    "read_ledger_async",
-    "run_summary",
-]
 
 _READ = Script("read_ledger", "turnstream_server.bus")
 _FOLLOW_FROM_THE_FRONTIER = (
@@ -34,24 +24,22 @@ _FOLLOW_FROM_THE_FRONTIER = (
     TrajectoryState.STEPPED,
     TrajectoryState.COMMITTED,
 )
-
-
 _COUNTS = (*TrajectoryState, "accepted", "late_rewards")
 
 
 class LedgerMismatchError(TurnstreamError):
-    """The states of a run do not add up: a defect, or a store that was changed by hand."""
+    """The states of a run do not add up: a defect, or a store that was edited by hand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerCounts:
-    """Trajectories of a run by state, as of one moment.
+    """Trajectories of a run by state in one snapshot.
 
     Attributes:
         accepted: trajectories ever opened.
-        by_state: how many of them are in each state; every state is a key.
-        num_in_batches: trajectories that the manifests name; planned, stepped and committed ones.
-        num_late_rewards: rewards that were posted after the group was decided, and changed nothing.
+        by_state: number of them in each state; every state is a key.
+        num_in_batches: trajectories in manifests: planned, stepped and committed ones.
+        num_late_rewards: rewards without effect, posted after the group was decided.
         num_conflicts: writes that were refused because their key has another content.
         last_conflict: the last of them, "<trajectory id>: <why>"; empty if there was none.
     """
@@ -65,11 +53,11 @@ class LedgerCounts:
 
     @property
     def num_trained(self) -> int:
-        """Trajectories whose batch the optimizer has taken."""
+        """Number of trajectories in stepped batches."""
         return self.by_state[TrajectoryState.STEPPED] + self.by_state[TrajectoryState.COMMITTED]
 
     def check(self) -> None:
-        """Make sure that every accepted trajectory is in exactly one state.
+        """Check that every accepted trajectory is in exactly one state.
 
         Raises:
             LedgerMismatchError: the states do not add up, or one of them is below 0.
@@ -89,12 +77,12 @@ class LedgerCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """What there is to say of a run at a glance.
+    """Summary of a run for one screen.
 
     Attributes:
         config_revision: the newest revision of its configuration.
         newest_version: the highest policy version announced; None before the first.
-        planner: name of the batcher that plans it; empty if none does.
+        planner: name of the batcher that plans it; empty without one.
     """
 
     run: str
@@ -106,12 +94,7 @@ class RunSummary:
 
 
 def read_ledger(client: redis.Redis, run: str) -> LedgerCounts:
-    """The counts of the run, in one round trip.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the counts of a run in one round trip."""
     command = _read(run)
     with reading(" or ".join(command.keys)):
         reply = run_command(client, command)
@@ -119,7 +102,7 @@ def read_ledger(client: redis.Redis, run: str) -> LedgerCounts:
 
 
 async def read_ledger_async(client: redis.asyncio.Redis, run: str) -> LedgerCounts:
-    """The same as `read_ledger`, for asyncio."""
+    """Return the counts of a run like `read_ledger`, for asyncio."""
     command = _read(run)
     with reading(" or ".join(command.keys)):
         reply = await run_command_async(client, command)
@@ -127,12 +110,7 @@ async def read_ledger_async(client: redis.asyncio.Redis, run: str) -> LedgerCoun
 
 
 def run_summary(client: redis.Redis, run: str) -> RunSummary:
-    """The run at a glance, for people; its parts are read one after the other.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the summary of a run; its parts are read one after the other."""
     revision, _ = read_config(client, run)
     owner: Any = client.hget(keys.run_keys(run).leader, "owner")
     return RunSummary(

@@ -19,13 +19,9 @@ PAGE: Final = 1_000
 
 
 def stream_entries(client: redis.Redis, stream: str) -> Iterator[tuple[str, bytes]]:
-    """(id, record) of every entry that the stream holds now, in order.
+    """Yield the id and the record of every entry of a stream, in order.
 
-    The record of an entry without one is empty, which no reader takes.
-
-    Raises:
-        CorruptRecordError: it is no stream.
-        StoreUnavailableError: the store cannot be reached.
+    The record of an entry without one is empty, which every reader refuses.
     """
     start = "-"
     while True:
@@ -39,11 +35,7 @@ def stream_entries(client: redis.Redis, stream: str) -> Iterator[tuple[str, byte
 
 
 def readable_events(client: redis.Redis, run: str) -> Iterator[tuple[str, Event]]:
-    """Yield (id, event) of every event of a run that can be read; the planner rejects the others.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Yield the id and each readable event of a run; the planner rejects the others."""
     for entry in read_events(client, run):
         try:
             event = decode_event(entry.record)
@@ -53,14 +45,9 @@ def readable_events(client: redis.Redis, run: str) -> Iterator[tuple[str, Event]
 
 
 def hash_fields(client: redis.Redis, name: str) -> Iterator[tuple[str, bytes]]:
-    """(field, value) of every field that is there from the first page to the last, once.
-
-    Raises:
-        CorruptRecordError: it is no hash, or the name of a field is no text.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Yield each field and its value once, if the field exists from the first page to the last."""
     cursor = 0
-    seen: set[bytes] = set()  # a hash that grows meanwhile gives some fields twice
+    seen: set[bytes] = set()  # HSCAN returns some fields of a growing hash twice
     while True:
         with reading(name), translating():
             page: Any = client.hscan(name, cursor, count=PAGE)
@@ -76,7 +63,7 @@ def hash_fields(client: redis.Redis, name: str) -> Iterator[tuple[str, bytes]]:
 
 
 def entry_ms(entry_id: str) -> int:
-    """When an entry was added, in milliseconds of the server's clock.
+    """Return the time of an entry in milliseconds of the server's clock.
 
     >>> entry_ms("1700000000123-4")
     1700000000123
@@ -85,11 +72,7 @@ def entry_ms(entry_id: str) -> int:
 
 
 def server_ms(client: redis.Redis) -> int:
-    """The server's clock, in milliseconds.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the server's clock in milliseconds."""
     with translating():
         time: Any = client.time()
     seconds, microseconds = time

@@ -1,4 +1,4 @@
-"""The compact records of a run: what is still known of what is over."""
+"""The compact records of a run: batches and ends of finished trajectories."""
 
 from __future__ import annotations
 
@@ -20,19 +20,7 @@ from turnstream_server.bus.pages import hash_fields
 def read_past_batch(
     client: redis.Redis, run: str, step: int, *, folder: Path | None = None
 ) -> CompactBatch | None:
-    """What is left of a step; None where it has no compact record.
-
-    Args:
-        client: of the store.
-        run: name of the run.
-        step: number of the batch.
-        folder: the archive folder, where records of old batches may be.
-
-    Raises:
-        LedgerFileError: its record is in a file, and that is not at hand.
-        CorruptRecordError: the stored bytes are damaged.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the compact record of a step, from the store or a file of `folder`, or None."""
     with reading(keys.run_keys(run).past), translating():
         record: Any = client.hget(keys.run_keys(run).past, str(step))
     if record is None:
@@ -46,21 +34,9 @@ def read_past_batch(
 def find_past_step(
     client: redis.Redis, run: str, key: TrajectoryKey, *, folder: Path | None = None
 ) -> int | None:
-    """The step that a trajectory was trained in, if a compact record names it: all are looked at.
+    """Return the newest step whose compact record names a trajectory, or None.
 
-    The newest one: a forked run may use a name again that its origin had. Files of old batches are
-    looked at last.
-
-    Args:
-        client: of the store.
-        run: name of the run.
-        key: of the trajectory.
-        folder: the archive folder, where records of old batches may be.
-
-    Raises:
-        LedgerFileError: it may be in a file that is not at hand.
-        CorruptRecordError: the stored bytes are damaged.
-        StoreUnavailableError: the store cannot be reached.
+    A forked run may use a name of its origin again. Files are read after the store.
     """
     past = keys.run_keys(run).past
     hot = (_decoded(past, step, record) for step, record in hash_fields(client, past))
@@ -78,12 +54,7 @@ def _newest_with(key: TrajectoryKey, batches: Iterable[CompactBatch]) -> int | N
 
 
 def find_past_end(client: redis.Redis, run: str, key: TrajectoryKey) -> str | None:
-    """What the ledger said, "<state>:<reason>", of what ended untrained and is compact; else None.
-
-    Raises:
-        CorruptRecordError: the stored bytes are damaged.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return "<state>:<reason>" of an untrained trajectory in a compact record, or None."""
     name = keys.run_keys(run).ended
     for number, record in hash_fields(client, name):
         with reading(name, number):
@@ -94,12 +65,7 @@ def find_past_end(client: redis.Redis, run: str, key: TrajectoryKey) -> str | No
 
 
 def past_reasons(client: redis.Redis, run: str) -> Iterator[tuple[str, int]]:
-    """("<state>:<reason>", number) of what ended untrained and is compact.
-
-    Raises:
-        CorruptRecordError: a number is damaged.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Yield "<state>:<reason>" and its number of untrained trajectories in compact records."""
     name = keys.run_keys(run).reasons
     for reason, number in hash_fields(client, name):
         with reading(name, reason):

@@ -6,10 +6,10 @@ import pytest
 import redis
 
 from turnstream.errors import RunNotFoundError
+from turnstream.store.runs import list_runs
 from turnstream.types import TrajectoryState, VersionAnnounced
 from turnstream_server.bus.ledger import (
     LedgerMismatchError,
-    list_runs,
     read_ledger,
     read_ledger_async,
     run_summary,

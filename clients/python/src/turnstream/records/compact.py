@@ -18,14 +18,21 @@ import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any, Final
 
 import numpy as np
 
 from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import CorruptRecordError, RecordError, UnknownFormatError
-from turnstream.records.framing import COMPACT, ENDS, MAJOR_VERSION, read_frame, write_frame
+from turnstream.records.framing import (
+    COMPACT,
+    ENDS,
+    LEDGER_FILE,
+    MAJOR_VERSION,
+    read_frame,
+    write_frame,
+)
 from turnstream.types import TrajectoryKey
 
 _KEY_COLUMNS: Final = {"groups", "members"}
@@ -167,6 +174,29 @@ def decode_ends(record: bytes) -> CompactEnds:
     except (IndexError, TypeError) as error:
         raise CorruptRecordError("a compact record names a reason that it lacks") from error
     return CompactEnds(trajectories=trajectories, ends=ends)
+
+
+def encode_ledger_file(records: Sequence[bytes]) -> bytes:
+    """Return the content of a file: the lengths of the records, and the records in order."""
+    lengths = struct.pack(f"<{len(records)}I", *map(len, records))
+    return write_frame(LEDGER_FILE, lengths, [np.frombuffer(b"".join(records), np.uint8)])
+
+
+def decode_ledger_file(content: bytes) -> list[bytes]:
+    """Return the records of a file, in order.
+
+    Raises:
+        CorruptRecordError: the bytes are damaged or contradict themselves.
+        UnknownFormatError: another release wrote it.
+    """
+    frame = read_frame(content, kind=LEDGER_FILE)
+    if len(frame.header) % 4:
+        raise CorruptRecordError("the lengths of a ledger file are cut short")
+    lengths = [length for (length,) in struct.iter_unpack("<I", frame.header)]
+    stops = [*accumulate(lengths, initial=frame.body_start)]
+    if stops[-1] != frame.body_stop:
+        raise CorruptRecordError(f"a ledger file has not the {sum(lengths)} bytes of its records")
+    return [content[start:stop] for start, stop in pairwise(stops)]
 
 
 def _key_columns(keys: Iterable[TrajectoryKey]) -> dict[str, Any]:
