@@ -104,7 +104,7 @@ def forged_header(data: bytes, rng: random.Random) -> Damage:
 def newer_version(data: bytes, rng: random.Random) -> Damage:
     """Write the major version of a newer release."""
     header, body = _split(data)
-    newer = _with_byte(data, 3, rng.randrange(1, 256))
+    newer = _with_byte(data, 3, rng.randrange(2, 256))
     return Damage("a newer release", _join(newer, header, body), True)
 
 

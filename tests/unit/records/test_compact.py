@@ -141,6 +141,16 @@ def test_contradictory_record_of_ends_is_refused(changes: dict[str, Any], proble
         decode_ends(record_of({**GOOD, **changes}))
 
 
+def test_record_of_older_release_names_both_formats() -> None:
+    # Packed columns of format 0 were reported as a damaged record.
+    record = bytearray(record_of(GOOD))
+    record[3] = 0
+    record[-4:] = zlib.crc32(record[:-4]).to_bytes(4, "little")
+
+    with pytest.raises(UnknownFormatError, match=r"older release .*format 0; .* reads format 1"):
+        decode_ends(bytes(record))
+
+
 def test_column_of_newer_release_is_named() -> None:
     with pytest.raises(UnknownFormatError, match=r"newer release .*weights"):
         decode_ends(record_of({**GOOD, "weights": []}))

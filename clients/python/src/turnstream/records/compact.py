@@ -27,9 +27,9 @@ from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import CorruptRecordError, RecordError, UnknownFormatError
 from turnstream.records.framing import (
     COMPACT,
+    COMPACT_VERSION,
     ENDS,
     LEDGER_FILE,
-    MAJOR_VERSION,
     read_frame,
     write_frame,
 )
@@ -240,7 +240,8 @@ def _unpacked(record: bytes, *, kind: bytes, known: set[str]) -> tuple[dict[str,
         columns: Any = json.loads(zlib.decompress(frame.header))
         unknown = sorted(columns.keys() - known)
         if unknown:
-            raise UnknownFormatError("compact", MAJOR_VERSION, MAJOR_VERSION, ", ".join(unknown))
+            part = ", ".join(unknown)
+            raise UnknownFormatError("compact", COMPACT_VERSION, COMPACT_VERSION, part)
         missing = sorted(known - columns.keys())
     except RecordError:
         raise

@@ -6,7 +6,7 @@
     0       2      b"TS"
     2       1      kind: b"T" turn, b"E" event, b"M" manifest, b"C" compact record, b"S" snapshot,
                    b"L" ledger file, b"U" compact record of ends, b"V" result of an evaluation
-    3       1      major version, now 0
+    3       1      major version of this kind: 1 of C and U, 0 of the others
     4       4      length of the header, unsigned, little-endian
     8       h      header: a protobuf message; of L, lengths; of C, U, S and V, packed
                    columns or JSON
@@ -15,8 +15,8 @@
             4      CRC-32 (zlib) of everything before it, unsigned, little-endian
 
 A newer minor version adds header fields or arrays. Readers skip unknown ones, and services pass on
-the stored bytes without encoding them again, so nothing is lost. A newer major version is refused
-by name; the frame and its checksum are the same in all versions.
+the stored bytes without encoding them again, so nothing is lost. Another major version is refused
+with its number; the frame and its checksum are the same in all versions.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ from numpy.typing import NDArray
 from turnstream.errors import CorruptRecordError, UnknownFormatError
 
 MAJOR_VERSION: Final = 0
+"""Version of all kinds except compact records."""
+
+COMPACT_VERSION: Final = 1
+"""Version of compact records; version 0 had packed columns, which this release does not read."""
+
 TURN: Final = b"T"
 EVENT: Final = b"E"
 MANIFEST: Final = b"M"
@@ -65,7 +70,8 @@ class Frame(NamedTuple):
 
 def write_frame(kind: bytes, header: bytes, body: Iterable[NDArray[Any]] = ()) -> bytes:
     """Return the record of a header and contiguous little-endian arrays; each is copied once."""
-    prefix = _PREFIX.pack(b"TS", kind, MAJOR_VERSION, len(header))
+    version = COMPACT_VERSION if kind in (COMPACT, ENDS) else MAJOR_VERSION
+    prefix = _PREFIX.pack(b"TS", kind, version, len(header))
     parts: list[Any] = [prefix, header, bytes(-len(header) % 8), *body]
     crc = 0
     for part in parts:
@@ -78,7 +84,7 @@ def read_frame(record: bytes, *, kind: bytes) -> Frame:
     """Return the frame of a record after a check of frame and checksum.
 
     Raises:
-        UnknownFormatError: its major version is newer than this code.
+        UnknownFormatError: this release does not read its major version.
         CorruptRecordError: it is no record of this kind, is cut short, or its bytes are damaged.
     """
     name = _NAMES[kind]
@@ -91,8 +97,11 @@ def read_frame(record: bytes, *, kind: bytes) -> Frame:
     (crc,) = _CRC.unpack_from(record, body_stop)
     if zlib.crc32(memoryview(record)[:body_stop]) != crc:
         raise CorruptRecordError(f"the checksum of a {name} record of {len(record)} bytes differs")
-    # After the checksum: damage must not look like a newer release.
-    check_format(name, version, newest=MAJOR_VERSION)
+    # After the checksum: damage must not look like another release.
+    if kind in (COMPACT, ENDS):
+        check_format(name, version, newest=COMPACT_VERSION, oldest=COMPACT_VERSION)
+    else:
+        check_format(name, version, newest=MAJOR_VERSION)
     header_stop = _PREFIX.size + num_header_bytes
     body_start = header_stop + -num_header_bytes % 8
     if body_start > body_stop:
