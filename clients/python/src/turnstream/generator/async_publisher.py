@@ -12,6 +12,7 @@ from turnstream.generator import writers
 from turnstream.generator.async_sender import AsyncSender
 from turnstream.generator.bases import PublisherBase
 from turnstream.generator.group_writers import AsyncGroupWriter
+from turnstream.generator.lanes import Lane
 from turnstream.generator.receipts import AsyncReceipt
 from turnstream.generator.refills import take_refill_async, wait_for_refill
 from turnstream.generator.reopening import Reopened, Reopening
@@ -19,7 +20,6 @@ from turnstream.generator.statistics import PublisherStatistics
 from turnstream.generator.takeovers import take_over_async
 from turnstream.generator.tasks import AsyncTask, take_task_async, wait_for_task
 from turnstream.generator.trajectory_writers import AsyncTrajectoryWriter
-from turnstream.generator.writers import WriterState
 from turnstream.store.asking import StoreWait
 from turnstream.store.connection import connect_async
 from turnstream.store.ending import to_the_end
@@ -212,7 +212,9 @@ class AsyncPublisher(
 
     def _group_writer(self, group: GroupOpened, *, exist_ok: bool) -> AsyncGroupWriter:
         reopen = self._reopen if exist_ok else None
-        return AsyncGroupWriter(self._sender, self._outbox, group, reopen=reopen)
+        return AsyncGroupWriter(
+            self._sender, self._outbox, group, make_writer=self._writer, reopen=reopen
+        )
 
     async def _reopen(self, group: GroupOpened) -> Reopened[AsyncTrajectoryWriter]:
         """Return the unfinished samples of a group that may exist, those without turns adopted."""
@@ -234,5 +236,7 @@ class AsyncPublisher(
             await asyncio.sleep(reopening.pause_s)
         return reopening.result
 
-    def _writer(self, state: WriterState) -> AsyncTrajectoryWriter:
-        return AsyncTrajectoryWriter(self._sender, state)
+    def _writer(
+        self, group: GroupOpened, key: TrajectoryKey, lane: Lane | None = None
+    ) -> AsyncTrajectoryWriter:
+        return AsyncTrajectoryWriter(self._sender, self._outbox, group, key, lane)

@@ -11,15 +11,20 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from turnstream.errors import InvalidTurnError, RejectedError
 from turnstream.generator import writers
 from turnstream.generator.checks import check_key
-from turnstream.generator.drafts import DraftedTrajectory, draft_group
+from turnstream.generator.drafts import (
+    DraftedTrajectory,
+    SealMaker,
+    TrajectoryDraft,
+    TurnRecord,
+    draft_group,
+)
 from turnstream.generator.lanes import Lane, RewardPost
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import Delivery
-from turnstream.generator.reopening import AnyTrajectoryWriter, Reopened
+from turnstream.generator.reopening import Reopened
 from turnstream.generator.takeovers import Taken
-from turnstream.generator.tasks import task_states
 from turnstream.generator.window import KEEP_S, MAX_KEPT_BYTES
-from turnstream.generator.writers import NOT_STARTED, WriterState
+from turnstream.generator.writers import NOT_STARTED
 from turnstream.store.groups import Refill
 from turnstream.store.rewards import reward_command
 from turnstream.store.tasks import TakenTask
@@ -33,6 +38,8 @@ from turnstream.types import (
 )
 from turnstream.types.names import shown
 from turnstream.types.scalars import flag
+
+_MAX_REASON_LENGTH = 200  # a ledger keeps it for every trajectory
 
 _Result = TypeVar("_Result")
 _Receipt = TypeVar("_Receipt", bound=Delivery)
@@ -60,40 +67,130 @@ class Carrier(Protocol[_Receipt_co]):
 _Carrier = TypeVar("_Carrier", bound=Carrier[Any])
 
 
-class TrajectoryWriterBase(Generic[_Carrier]):
-    """A trajectory being written."""
+class TrajectoryWriterBase(ABC, Generic[_Carrier]):
+    """A trajectory being written.
 
-    def __init__(self, sender: _Carrier, state: WriterState) -> None:
+    Args:
+        sender: of the publisher.
+        outbox: of the publisher.
+        group: group of the trajectory, which the first use opens if no lane is given.
+        key: name of the trajectory.
+        lane: lane of a trajectory that is open; None asks for admission at the first use.
+    """
+
+    def __init__(
+        self,
+        sender: _Carrier,
+        outbox: Outbox,
+        group: GroupOpened,
+        key: TrajectoryKey,
+        lane: Lane | None,
+    ) -> None:
+        check_key(key, num_samples=group.num_samples)
         self._sender = sender
-        self._state = state
+        self._outbox = outbox
+        self._group = group
+        self._key = TrajectoryKey(key.group_id, int(key.sample), int(key.attempt))
+        self._lane = lane
+        self._draft: TrajectoryDraft | None = None
+        self._turns: tuple[Turn, ...] = ()
+        self._has_ended = False
 
     @property
     def key(self) -> TrajectoryKey:
         """The name of the trajectory in its run."""
-        return self._state.key
+        return self._key
 
     @property
     def turns(self) -> tuple[Turn, ...]:
         """The turns that were stored when it was taken over, whole; empty if it was not."""
-        return self._state.turns
+        return self._turns
 
     @property
     def has_ended(self) -> bool:
         """Whether it was sealed or abandoned."""
-        return self._state.has_ended
+        return self._has_ended
+
+    @abstractmethod
+    def abandon(self, reason: str) -> Delivery:
+        """End the trajectory untrained."""
+
+    def _restore(self, taken: Taken) -> None:
+        """Continue after the turns that an earlier writer stored."""
+        for record, turn, shape in taken.turns:
+            self._drafted.restore(turn, TurnRecord(record, shape))
+        self._turns = tuple(each.turn for each in taken.turns)
+
+    @property
+    def _drafted(self) -> TrajectoryDraft:
+        """The turns so far; made when the columns of the run are known."""
+        if self._draft is None:
+            columns = self._outbox.extra_columns or ()
+            self._draft = TrajectoryDraft(self._key, extra_columns=columns)
+        return self._draft
+
+    def _require_open(self) -> None:
+        """Refuse writes to a trajectory that was sealed or abandoned here."""
+        if self._has_ended:
+            raise RejectedError(f"trajectory {self._key} is sealed or abandoned")
+
+    def _ask(self, opened: Delivery) -> Lane:
+        """Ask for the admission of the trajectory; the store's answer settles `opened`."""
+        key, group = self._key, self._group
+        self._lane = self._sender.put(lambda: self._outbox.admit(group, [key], opened=opened)[0])
+        return self._lane
+
+    def _has_room(self, turn: Turn) -> Callable[[], bool]:
+        """Return a test for room for this turn, which may prove smaller when it is encoded."""
+        num_tokens = len(turn.prompt_ids) + 2 * len(turn.response_ids)
+        num_bytes = 4 * num_tokens + sum([values.nbytes for values in turn.extras.values()])
+        return lambda: self._outbox.tally.has_room_for_turn(num_bytes)
+
+    def _put_seal(self, lane: Lane, seal: SealMaker, end: Delivery, *, awaits_reward: bool) -> None:
+        """Put the seal behind the last turn; the store's answer settles `end`."""
+        merged_tokens = self._drafted.merged_tokens
+        self._sender.put(
+            lambda: self._outbox.seal(
+                lane, seal, merged_tokens=merged_tokens, end=end, awaits_reward=awaits_reward
+            )
+        )
+        self._has_ended = True
+
+    def _put_abandon(self, reason: str, end: Delivery) -> None:
+        """Abandon the trajectory after its last turn, if it was opened."""
+        if not isinstance(reason, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidTurnError("reason", f"{shown(reason)} is not a text")
+        self._require_open()
+        lane = self._lane
+        if lane is None:
+            self._sender.require_open()
+            end.settle(self._key)
+        else:
+            # It may quote anything; invalid Unicode could not be sent.
+            text = reason[:_MAX_REASON_LENGTH].encode(errors="replace").decode()
+            self._sender.put(lambda: self._outbox.abandon(lane, text, end=end))
+        self._has_ended = True
 
 
-_Writer = TypeVar("_Writer", bound=AnyTrajectoryWriter)
+_Writer = TypeVar("_Writer", bound=TrajectoryWriterBase[Any])
 
 
-class GroupWriterBase(ABC, Generic[_Carrier, _Writer]):
+class GroupWriterBase(Generic[_Carrier, _Writer]):
     """A group being written, with a writer per sample."""
 
     _entered_by: ClassVar[str]
 
-    def __init__(self, sender: _Carrier, outbox: Outbox, group: GroupOpened) -> None:
+    def __init__(
+        self,
+        sender: _Carrier,
+        outbox: Outbox,
+        group: GroupOpened,
+        *,
+        make_writer: Callable[[GroupOpened, TrajectoryKey, Lane | None], _Writer],
+    ) -> None:
         self._sender = sender
         self._outbox = outbox
+        self._make_writer = make_writer
         self._group = group
         self._is_open = False
         self._lanes: dict[int, Lane] = {}
@@ -117,17 +214,13 @@ class GroupWriterBase(ABC, Generic[_Carrier, _Writer]):
                 raise RejectedError(
                     f"sample {sample} of group {group_id!r} is finished, or has another generator"
                 )
-            state = WriterState(self._outbox, self._group, key, None)
-            state.lane = self._lanes[sample]
-            writer = self._writers[sample] = self._writer(state)
+            writer = self._make_writer(self._group, key, self._lanes[sample])
+            self._writers[sample] = writer
         return writer
 
     def __iter__(self) -> Iterator[_Writer]:
         """Yield the writers of all samples in order; with `exist_ok`, of the unfinished ones."""
         return map(self.trajectory, sorted({*self._lanes, *self._writers}))
-
-    @abstractmethod
-    def _writer(self, state: WriterState) -> _Writer: ...
 
     def _ask(self, opened: Delivery, samples: Sequence[int]) -> None:
         """Ask for the admission of these samples, all at once."""
@@ -261,7 +354,7 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
             group_id, num_samples, prompt_uid, num_needed=num_needed, purpose=purpose
         )
         key = TrajectoryKey(group_id, sample, attempt)
-        return self._writer(WriterState(self._outbox, group, key, None))
+        return self._writer(group, key)
 
     def refill_trajectory(self, refill: Refill) -> _Writer:
         """Return the writer of an attempt that `next_refill` returned.
@@ -271,7 +364,7 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         """
         if not isinstance(refill, Refill):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidTurnError("refill", f"{shown(refill)} is not a Refill")
-        return self._writer(WriterState(self._outbox, refill.group, refill.key, None))
+        return self._writer(refill.group, refill.key)
 
     @abstractmethod
     def _connect(self, url: str) -> _Carrier:
@@ -281,7 +374,9 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
     def _group_writer(self, group: GroupOpened, *, exist_ok: bool) -> _GroupWriter: ...
 
     @abstractmethod
-    def _writer(self, state: WriterState) -> _Writer: ...
+    def _writer(
+        self, group: GroupOpened, key: TrajectoryKey, lane: Lane | None = None
+    ) -> _Writer: ...
 
     def _is_written_here(self, key: TrajectoryKey) -> bool:
         """Return whether this publisher has the trajectory open."""
@@ -302,15 +397,28 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
 
     def _taken_over(self, key: TrajectoryKey, taken: Taken) -> _Writer:
         """The writer of a trajectory that is this publisher's from now on."""
-        now_s = time.monotonic()
-        state = self._sender.put(lambda: WriterState.taken_over(self._outbox, key, taken, now_s))
-        return self._writer(state)
+        num_bytes = sum(len(each.record) for each in taken.turns)
+        lane = self._sender.put(
+            lambda: self._outbox.adopt(
+                key,
+                epoch=taken.epoch,
+                num_turns=len(taken.turns),
+                num_bytes=num_bytes,
+                now_s=time.monotonic(),
+            )
+        )
+        group = GroupOpened(group_id=key.group_id, prompt_uid="", num_samples=taken.num_samples)
+        writer = self._writer(group, key, lane)
+        writer._restore(taken)
+        return writer
 
     def _writers_of(self, taken: TakenTask) -> list[_Writer]:
         """The writers of a task, whose leases are kept; none where it is written here already."""
         now_s = time.monotonic()
-        states = self._sender.put(lambda: task_states(self._outbox, taken, now_s))
-        return [self._writer(state) for state in states]
+        lanes = self._sender.put(
+            lambda: self._outbox.adopt_opened(taken.group, taken.epochs, now_s=now_s)
+        )
+        return [self._writer(taken.group, lane.key, lane) for lane in lanes]
 
     def _drafted(
         self, group: Group, declared: Sequence[DeclaredColumn]

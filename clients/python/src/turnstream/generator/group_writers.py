@@ -8,12 +8,12 @@ from typing import Self
 from turnstream.errors import ConflictError
 from turnstream.generator.async_sender import AsyncSender
 from turnstream.generator.bases import GroupWriterBase
+from turnstream.generator.lanes import Lane
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.reopening import Reopened
 from turnstream.generator.sender import Sender
 from turnstream.generator.trajectory_writers import AsyncTrajectoryWriter, TrajectoryWriter
-from turnstream.generator.writers import WriterState
-from turnstream.types import GroupOpened
+from turnstream.types import GroupOpened, TrajectoryKey
 
 
 class GroupWriter(GroupWriterBase[Sender, TrajectoryWriter]):
@@ -23,6 +23,7 @@ class GroupWriter(GroupWriterBase[Sender, TrajectoryWriter]):
         sender: of the publisher.
         outbox: of the publisher.
         group: as it is opened.
+        make_writer: return the writer of an open trajectory.
         reopen: finds the unfinished samples of a group that may exist; None if it must be new.
     """
 
@@ -34,9 +35,10 @@ class GroupWriter(GroupWriterBase[Sender, TrajectoryWriter]):
         outbox: Outbox,
         group: GroupOpened,
         *,
+        make_writer: Callable[[GroupOpened, TrajectoryKey, Lane | None], TrajectoryWriter],
         reopen: Callable[[GroupOpened], Reopened[TrajectoryWriter]] | None,
     ) -> None:
-        super().__init__(sender, outbox, group)
+        super().__init__(sender, outbox, group, make_writer=make_writer)
         self._reopen = reopen
 
     def __enter__(self) -> Self:
@@ -61,9 +63,6 @@ class GroupWriter(GroupWriterBase[Sender, TrajectoryWriter]):
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._give_up(error)
 
-    def _writer(self, state: WriterState) -> TrajectoryWriter:
-        return TrajectoryWriter(self._sender, state)
-
 
 class AsyncGroupWriter(GroupWriterBase[AsyncSender, AsyncTrajectoryWriter]):
     """A group being written; made by `AsyncPublisher.group`. See `GroupWriter`."""
@@ -76,9 +75,10 @@ class AsyncGroupWriter(GroupWriterBase[AsyncSender, AsyncTrajectoryWriter]):
         outbox: Outbox,
         group: GroupOpened,
         *,
+        make_writer: Callable[[GroupOpened, TrajectoryKey, Lane | None], AsyncTrajectoryWriter],
         reopen: Callable[[GroupOpened], Awaitable[Reopened[AsyncTrajectoryWriter]]] | None,
     ) -> None:
-        super().__init__(sender, outbox, group)
+        super().__init__(sender, outbox, group, make_writer=make_writer)
         self._reopen = reopen
 
     async def __aenter__(self) -> Self:
@@ -102,6 +102,3 @@ class AsyncGroupWriter(GroupWriterBase[AsyncSender, AsyncTrajectoryWriter]):
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._give_up(error)
-
-    def _writer(self, state: WriterState) -> AsyncTrajectoryWriter:
-        return AsyncTrajectoryWriter(self._sender, state)

@@ -11,6 +11,7 @@ from turnstream.errors import ConflictError, FencedError, NotReadyError, Turnstr
 from turnstream.generator import writers
 from turnstream.generator.bases import PublisherBase
 from turnstream.generator.group_writers import GroupWriter
+from turnstream.generator.lanes import Lane
 from turnstream.generator.receipts import Receipt
 from turnstream.generator.refills import take_refill, wait_for_refill
 from turnstream.generator.reopening import Reopened, Reopening
@@ -19,7 +20,6 @@ from turnstream.generator.statistics import PublisherStatistics
 from turnstream.generator.takeovers import take_over
 from turnstream.generator.tasks import Task, take_task, wait_for_task
 from turnstream.generator.trajectory_writers import TrajectoryWriter
-from turnstream.generator.writers import WriterState
 from turnstream.store.asking import StoreWait
 from turnstream.store.connection import connect
 from turnstream.store.groups import Refill, parse_unfinished, read_group_command
@@ -264,7 +264,9 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
 
     def _group_writer(self, group: GroupOpened, *, exist_ok: bool) -> GroupWriter:
         reopen = self._reopen if exist_ok else None
-        return GroupWriter(self._sender, self._outbox, group, reopen=reopen)
+        return GroupWriter(
+            self._sender, self._outbox, group, make_writer=self._writer, reopen=reopen
+        )
 
     def _reopen(self, group: GroupOpened) -> Reopened[TrajectoryWriter]:
         """Return the unfinished samples of a group that may exist, those without turns adopted."""
@@ -287,5 +289,7 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
             time.sleep(reopening.pause_s)
         return reopening.result
 
-    def _writer(self, state: WriterState) -> TrajectoryWriter:
-        return TrajectoryWriter(self._sender, state)
+    def _writer(
+        self, group: GroupOpened, key: TrajectoryKey, lane: Lane | None = None
+    ) -> TrajectoryWriter:
+        return TrajectoryWriter(self._sender, self._outbox, group, key, lane)

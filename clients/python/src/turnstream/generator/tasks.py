@@ -21,8 +21,6 @@ from turnstream.errors import (
     WaitKind,
 )
 from turnstream.generator import writers
-from turnstream.generator.outbox import Outbox
-from turnstream.generator.writers import WriterState
 from turnstream.store import keys
 from turnstream.store.asking import StoreWait
 from turnstream.store.tasks import NoTask, TakenTask, next_task, next_task_async
@@ -170,12 +168,6 @@ async def take_task_async(
             raise _none_came(run, found, wait, waits)
         async with wait.asking_async():
             await client.xread({keys.run_keys(run).wake: found.wake_id}, block=wait.block_ms)
-
-
-def task_states(outbox: Outbox, taken: TakenTask, now_s: float) -> list[WriterState]:
-    """The trajectories of a task as ones that are open here: their leases are kept from now on."""
-    lanes = outbox.adopt_opened(taken.group, taken.epochs, now_s=now_s)
-    return [WriterState(outbox, taken.group, lane.key, lane) for lane in lanes]
 
 
 def _none_came(

@@ -13,10 +13,10 @@ from turnstream.generator.bases import TrajectoryWriterBase
 from turnstream.generator.checks import checked_turn
 from turnstream.generator.extras import with_checked_extras
 from turnstream.generator.lanes import Lane
+from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import AsyncReceipt, Receipt
 from turnstream.generator.sender import Sender
-from turnstream.generator.writers import WriterState
-from turnstream.types import Anchor, Status, VersionRun
+from turnstream.types import Anchor, GroupOpened, Status, TrajectoryKey, VersionRun
 
 
 class TrajectoryWriter(TrajectoryWriterBase[Sender]):
@@ -26,8 +26,15 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
     append: the turns are numbered here.
     """
 
-    def __init__(self, sender: Sender, state: WriterState) -> None:
-        super().__init__(sender, state)
+    def __init__(
+        self,
+        sender: Sender,
+        outbox: Outbox,
+        group: GroupOpened,
+        key: TrajectoryKey,
+        lane: Lane | None,
+    ) -> None:
+        super().__init__(sender, outbox, group, key, lane)
         self._order = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -94,11 +101,9 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
         with self._order:
             lane = self._opened_lane()
             # Room first: whatever the draft has counted must be sent.
-            self._sender.wait_until(
-                lambda: self._state.has_room(turn), timeout_s=self._state.room_timeout_s
-            )
-            made = self._state.draft.add(turn)
-            self._sender.put(lambda: self._state.append(lane, made, receipt))
+            self._sender.wait_until(self._has_room(turn), timeout_s=self._outbox.timeout_s)
+            made = self._drafted.add(turn)
+            self._sender.put(lambda: self._outbox.append(lane, made, receipt))
         return receipt
 
     def seal(
@@ -131,19 +136,16 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
         end = self._sender.receipt()
         with self._order:
             lane = self._opened_lane()
-            self._sender.put(
-                lambda: self._state.seal(
-                    lane,
-                    end,
-                    reward=reward,
-                    reward_components=reward_components,
-                    status=status,
-                    sampling=sampling,
-                    tags=tags,
-                    metrics=metrics,
-                    awaits_reward=awaits_reward,
-                )
+            seal = self._drafted.seal(
+                reward=reward,
+                reward_components=reward_components,
+                status=status,
+                sampling=sampling,
+                tags=tags,
+                metrics=metrics,
+                awaits_reward=awaits_reward,
             )
+            self._put_seal(lane, seal, end, awaits_reward=awaits_reward)
         end.result()
 
     def abandon(self, reason: str) -> Receipt:
@@ -156,20 +158,21 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
             return self._abandon(reason)
 
     def _opened_lane(self) -> Lane:
-        self._state.require_open()
-        if self._state.lane is None:
-            opened = self._sender.receipt()
-            self._state.lane = self._sender.put(lambda: self._state.ask_leave(opened))
-            try:
-                opened.result()
-            except BaseException as error:
-                self._abandon(writers.reason_of(error))
-                raise
-        return self._state.lane
+        self._require_open()
+        if self._lane is not None:
+            return self._lane
+        opened = self._sender.receipt()
+        lane = self._ask(opened)
+        try:
+            opened.result()
+        except BaseException as error:
+            self._abandon(writers.reason_of(error))
+            raise
+        return lane
 
     def _abandon(self, reason: str) -> Receipt:
         end = self._sender.receipt()
-        self._sender.put(lambda: self._state.abandon(reason, end))
+        self._put_abandon(reason, end)
         return end
 
 
@@ -180,8 +183,15 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[AsyncSender]):
     append: the turns are numbered here.
     """
 
-    def __init__(self, sender: AsyncSender, state: WriterState) -> None:
-        super().__init__(sender, state)
+    def __init__(
+        self,
+        sender: AsyncSender,
+        outbox: Outbox,
+        group: GroupOpened,
+        key: TrajectoryKey,
+        lane: Lane | None,
+    ) -> None:
+        super().__init__(sender, outbox, group, key, lane)
         self._order = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -226,11 +236,11 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[AsyncSender]):
         async with self._order:
             lane = await self._opened_lane()
             # Room first: whatever the draft has counted must be sent.
-            await self._sender.wait_until(
-                lambda: self._state.has_room(turn), timeout_s=self._state.room_timeout_s
-            )
-            self._state.require_open()
-            self._sender.put(lambda: self._state.append(lane, self._state.draft.add(turn), receipt))
+            await self._sender.wait_until(self._has_room(turn), timeout_s=self._outbox.timeout_s)
+            self._require_open()  # `abandon` does not wait for its turn
+            self._sender.require_open()
+            made = self._drafted.add(turn)
+            self._sender.put(lambda: self._outbox.append(lane, made, receipt))
         return receipt
 
     async def seal(
@@ -248,19 +258,16 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[AsyncSender]):
         end = self._sender.receipt()
         async with self._order:
             lane = await self._opened_lane()
-            self._sender.put(
-                lambda: self._state.seal(
-                    lane,
-                    end,
-                    reward=reward,
-                    reward_components=reward_components,
-                    status=status,
-                    sampling=sampling,
-                    tags=tags,
-                    metrics=metrics,
-                    awaits_reward=awaits_reward,
-                )
+            seal = self._drafted.seal(
+                reward=reward,
+                reward_components=reward_components,
+                status=status,
+                sampling=sampling,
+                tags=tags,
+                metrics=metrics,
+                awaits_reward=awaits_reward,
             )
+            self._put_seal(lane, seal, end, awaits_reward=awaits_reward)
         await end
 
     def abandon(self, reason: str) -> AsyncReceipt:
@@ -270,17 +277,19 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[AsyncSender]):
             RejectedError: the trajectory has ended.
         """
         end = self._sender.receipt()
-        self._sender.put(lambda: self._state.abandon(reason, end))
+        self._put_abandon(reason, end)
         return end
 
     async def _opened_lane(self) -> Lane:
-        self._state.require_open()
-        if self._state.lane is None:
-            opened = self._sender.receipt()
-            self._state.lane = self._sender.put(lambda: self._state.ask_leave(opened))
-            try:
-                await opened
-            except BaseException as error:
-                self.abandon(writers.reason_of(error))
-                raise
-        return self._state.lane
+        self._require_open()
+        if self._lane is not None:
+            return self._lane
+        opened = self._sender.receipt()
+        lane = self._ask(opened)
+        try:
+            await opened
+        except BaseException as error:
+            self.abandon(writers.reason_of(error))
+            raise
+        self._require_open()  # `abandon` does not wait for its turn
+        return lane

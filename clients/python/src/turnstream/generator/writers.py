@@ -7,26 +7,17 @@ import os
 import random
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
-from typing import Self
+from collections.abc import Sequence
 
-from turnstream.errors import (
-    InvalidConfigError,
-    InvalidTurnError,
-    RejectedError,
-    TurnstreamError,
-)
+from turnstream.errors import InvalidConfigError, TurnstreamError
 from turnstream.generator import checks
-from turnstream.generator.drafts import DraftedTrajectory, TrajectoryDraft, TurnRecord
-from turnstream.generator.lanes import Lane
+from turnstream.generator.drafts import DraftedTrajectory
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import Delivery
-from turnstream.generator.takeovers import Taken
 from turnstream.generator.target import TargetRun
 from turnstream.store.connection import address_of, checked_url
 from turnstream.store.wait_reasons import UNSEALED
-from turnstream.types import GroupOpened, Purpose, Status, TrajectoryKey, Turn
-from turnstream.types.names import shown
+from turnstream.types import GroupOpened, Purpose, TrajectoryKey
 from turnstream.types.scalars import seconds, whole_number
 
 MAX_INFLIGHT_BYTES = 64 * 1024 * 1024
@@ -40,7 +31,6 @@ NOT_STARTED = "never started"
 
 _logger = logging.getLogger(__name__)
 
-_MAX_REASON_LENGTH = 200  # a ledger keeps it for every trajectory
 _MAX_NOTES = 5  # of an error, for those beside it
 
 
@@ -133,129 +123,6 @@ def reason_of(error: BaseException | None) -> str:
     if error is None:
         return UNSEALED
     return f"{type(error).__name__}: {error}"
-
-
-class WriterState:
-    """One trajectory: its draft, its lane, and whether it has ended.
-
-    Args:
-        outbox: where its writes go.
-        group: its group, in case that it must be opened.
-        key: its name.
-        lane: where it is open already; None asks for leave at the first use.
-    """
-
-    def __init__(
-        self, outbox: Outbox, group: GroupOpened, key: TrajectoryKey, lane: Lane | None
-    ) -> None:
-        checks.check_key(key, num_samples=group.num_samples)
-        self.key = TrajectoryKey(key.group_id, int(key.sample), int(key.attempt))
-        self._draft: TrajectoryDraft | None = None
-        self.has_ended = False
-        self.lane = lane
-        self.turns: tuple[Turn, ...] = ()
-        self._outbox = outbox
-        self._group = group
-
-    @property
-    def draft(self) -> TrajectoryDraft:
-        """Its turns so far; made when the columns of the run are known."""
-        if self._draft is None:
-            columns = self._outbox.extra_columns or ()
-            self._draft = TrajectoryDraft(self.key, extra_columns=columns)
-        return self._draft
-
-    @classmethod
-    def taken_over(cls, outbox: Outbox, key: TrajectoryKey, taken: Taken, now_s: float) -> Self:
-        """The state of a trajectory that another writer began; it has a lane."""
-        group = GroupOpened(group_id=key.group_id, prompt_uid="", num_samples=taken.num_samples)
-        lane = outbox.adopt(
-            key,
-            epoch=taken.epoch,
-            num_turns=len(taken.turns),
-            num_bytes=sum(len(each.record) for each in taken.turns),
-            now_s=now_s,
-        )
-        state = cls(outbox, group, key, lane)
-        for record, turn, shape in taken.turns:
-            state.draft.restore(turn, TurnRecord(record, shape))
-        state.turns = tuple(each.turn for each in taken.turns)
-        return state
-
-    def ask_leave(self, opened: Delivery) -> Lane:
-        """Open the trajectory; `opened` is told when that is so."""
-        return self._outbox.admit(self._group, [self.key], opened=opened)[0]
-
-    def require_open(self) -> None:
-        """Refuse writes to a trajectory that was sealed or abandoned here."""
-        if self.has_ended:
-            raise RejectedError(f"trajectory {self.key} is sealed or abandoned")
-
-    @property
-    def room_timeout_s(self) -> float:
-        """How long a turn may wait for room."""
-        return self._outbox.timeout_s
-
-    def has_room(self, turn: Turn) -> bool:
-        """Whether this turn may be accepted now; it may prove smaller when it is encoded."""
-        num_tokens = len(turn.prompt_ids) + 2 * len(turn.response_ids)
-        num_extra_bytes = sum([values.nbytes for values in turn.extras.values()])
-        return self._outbox.tally.has_room_for_turn(4 * num_tokens + num_extra_bytes)
-
-    def append(self, lane: Lane, turn: TurnRecord, receipt: Delivery) -> None:
-        """Put a turn that the draft has made behind the others."""
-        self._outbox.append(lane, turn, receipt)
-
-    def seal(
-        self,
-        lane: Lane,
-        end: Delivery,
-        *,
-        reward: float | None,
-        reward_components: Mapping[str, float] | None,
-        status: Status | str,
-        sampling: Mapping[str, float] | None,
-        tags: Mapping[str, str] | None,
-        metrics: Mapping[str, float] | None,
-        awaits_reward: bool,
-    ) -> None:
-        """Put the seal behind the last turn."""
-        self.require_open()
-        make_seal = self.draft.seal(
-            reward=reward,
-            reward_components=reward_components,
-            status=status,
-            sampling=sampling,
-            tags=tags,
-            metrics=metrics,
-            awaits_reward=awaits_reward,
-        )
-        self._outbox.seal(
-            lane,
-            make_seal,
-            merged_tokens=self.draft.merged_tokens,
-            end=end,
-            awaits_reward=awaits_reward,
-        )
-        self.has_ended = True
-
-    def abandon(self, reason: str, end: Delivery) -> None:
-        """Abandon the trajectory after its last turn, if it was opened.
-
-        Raises:
-            InvalidTurnError: the reason is no text.
-            RejectedError: the trajectory has ended.
-        """
-        if not isinstance(reason, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidTurnError("reason", f"{shown(reason)} is not a text")
-        self.require_open()
-        self.has_ended = True
-        if self.lane is None:
-            end.settle(self.key)
-        else:
-            # It may quote anything; what is no valid Unicode could not be sent.
-            text = reason[:_MAX_REASON_LENGTH].encode(errors="replace").decode()
-            self._outbox.abandon(self.lane, text, end=end)
 
 
 def checked_key(group_id: str, sample: int, attempt: int) -> TrajectoryKey:
