@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from turnstream.batching.fold.decisions import GroupCut
-from turnstream.errors import ConflictError, FencedError, NotReadyError
-from turnstream.generator.refills import take_refill_async
+from turnstream.errors import ConflictError, FencedError, NotReadyError, WaitKind
+from turnstream.generator.refills import take_refill
+from turnstream.generator.steps import take_steps_async
+from turnstream.store.asking import StoreWait
+from turnstream.store.groups import Refill
 from turnstream.store.rewards import RewardOutcome
 from turnstream.store.scripts import Script, run_command_async
 from turnstream.types import (
@@ -296,9 +299,14 @@ async def test_one_of_many_takes_a_refill(timed: Any) -> None:
     await timed.open("a/b", num_samples=3, num_needed=2)
     await timed.grant("a/b", 2)
 
-    refill = await take_refill_async(timed.client, timed.name, writer="w1", timeout_s=0)
-    with pytest.raises(NotReadyError, match="no sample was to be tried again within 0 s"):
-        await take_refill_async(timed.client, timed.name, writer="w2", timeout_s=0)
+    async def take(writer: str) -> Refill:
+        wait = StoreWait(timed.client, WaitKind.NO_REFILL, "no refill", wait_s=0)
+        steps = take_refill(timed.name, writer=writer, wait=wait, tried={})
+        return await take_steps_async(timed.client, steps, wait)
+
+    refill = await take("w1")
+    with pytest.raises(NotReadyError, match="no refill within 0 s"):
+        await take("w2")
 
     assert (refill.key, refill.prompt_uid) == (TrajectoryKey("a/b", 2, 1), "uid")
     assert (refill.num_samples, refill.num_needed) == (3, 2)

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import redis
-import redis.asyncio
 
 from testkit import ids, wait_until, wait_until_async
 from turnstream.batching.merge.merged_extras import MergedRow, merged_sequence_columns
 from turnstream.batching.merge.merging import plan_sequences
 from turnstream.errors import ConflictError, FencedError, InvalidTurnError
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.generator.takeovers import take_over, take_over_async
+from turnstream.generator.steps import take_steps
+from turnstream.generator.takeovers import take_over
 from turnstream.store import keys
+from turnstream.store.asking import StoreWait
 from turnstream.types import DeclaredColumn, SealedTrajectory, TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 
@@ -274,18 +275,6 @@ class Sleepy(redis.Redis):
         return super().execute_command(*args, **options)
 
 
-class SleepyAsync(redis.asyncio.Redis):
-    """The same, for asyncio."""
-
-    slept: tuple[str, Callable[[], None]]
-
-    async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """The reply."""
-        if args[0] == self.slept[0]:
-            self.slept[1]()
-        return await super().execute_command(*args, **options)
-
-
 @pytest.fixture
 def left_open(server: EmbeddedServer, client: redis.Redis, new_run: NewRun) -> str:
     """A run in which g/0/0 has one turn, and its lease has ended."""
@@ -318,16 +307,6 @@ def test_who_sleeps_while_another_takes_over_and_seals_is_told_so(
     # for a turn, and the payload for damaged.
     sleepy: Any = Sleepy.from_url(server.url)
     sleepy.slept = command, another_seals
+    wait = StoreWait(sleepy, None, "not taken over", wait_s=10)
     with sleepy, pytest.raises(FencedError, match="epoch 2, and is by now that of epoch 3"):
-        take_over(sleepy, left_open, writer="second", key=KEY)
-
-
-@pytest.mark.parametrize("command", ["XRANGE", "HMGET"])
-async def test_who_sleeps_meanwhile_is_told_so_in_asyncio_too(
-    server: EmbeddedServer, left_open: str, another_seals: Callable[[], None], command: str
-) -> None:
-    sleepy: Any = SleepyAsync.from_url(server.url)
-    sleepy.slept = command, another_seals
-    async with sleepy:
-        with pytest.raises(FencedError, match="epoch 2, and is by now that of epoch 3"):
-            await take_over_async(sleepy, left_open, writer="second", key=KEY)
+        take_steps(sleepy, take_over(left_open, writer="second", key=KEY), wait)

@@ -7,27 +7,24 @@ import contextlib
 from collections.abc import Mapping
 from typing import Self
 
-from turnstream.errors import ConflictError, FencedError, NotReadyError, TurnstreamError
+from turnstream.errors import ConflictError, FencedError, NotReadyError, TurnstreamError, WaitKind
 from turnstream.generator import writers
 from turnstream.generator.async_sender import AsyncSender
 from turnstream.generator.bases import PublisherBase
 from turnstream.generator.group_writers import AsyncGroupWriter
 from turnstream.generator.lanes import Lane
 from turnstream.generator.receipts import AsyncReceipt
-from turnstream.generator.refills import take_refill_async, wait_for_refill
 from turnstream.generator.reopening import Reopened, Reopening
 from turnstream.generator.statistics import PublisherStatistics
-from turnstream.generator.takeovers import take_over_async
-from turnstream.generator.tasks import AsyncTask, take_task_async, wait_for_task
+from turnstream.generator.steps import take_steps_async
+from turnstream.generator.tasks import AsyncTask
 from turnstream.generator.trajectory_writers import AsyncTrajectoryWriter
 from turnstream.store.asking import StoreWait
 from turnstream.store.connection import connect_async
 from turnstream.store.ending import to_the_end
-from turnstream.store.groups import Refill, parse_unfinished, read_group_command
+from turnstream.store.groups import Refill
 from turnstream.store.leases import LapsedTrajectory, list_lapsed_async
 from turnstream.store.rewards import RewardOutcome
-from turnstream.store.run_ids import find_run_async
-from turnstream.store.scripts import run_command_async
 from turnstream.types import Group, GroupOpened, TrajectoryKey
 from turnstream.types.names import checked_setting
 from turnstream.types.scalars import seconds, timeout
@@ -63,25 +60,20 @@ class AsyncPublisher(
 
     async def lapsed(self) -> list[LapsedTrajectory]:
         """Trajectories of the run that may be taken over now. See `Publisher.lapsed`."""
-        what = f"run {self._outbox.run!r}: what has lapsed was not listed"
-        async with self._asking(what).asking_async():
-            return await list_lapsed_async(self._client, await self._found_run())
+        wait = self._wait(f"run {self._outbox.run!r}: what has lapsed was not listed")
+        run = await take_steps_async(self._client, self._found(), wait)
+        async with wait.asking_async():
+            return await list_lapsed_async(self._client, run)
 
     async def take_over(
         self, group_id: str, sample: int, attempt: int = 0
     ) -> AsyncTrajectoryWriter:
         """Go on with a trajectory whose writer is gone. See `Publisher.take_over`."""
         key = writers.checked_key(group_id, sample, attempt)
-        outbox = self._outbox
         self._sender.require_open()
         declared = await self._sender.learn_columns()
-        async with self._asking(
-            f"run {outbox.run!r}: {key.readable_name} was not taken over"
-        ).asking_async():
-            taken = await take_over_async(
-                self._client, outbox.run, writer=outbox.writer, key=key, declared=declared
-            )
-        return self._taken_over(key, taken)
+        wait = self._wait(f"run {self._outbox.run!r}: {key.readable_name} was not taken over")
+        return await take_steps_async(self._client, self._take_over(key, declared), wait)
 
     async def post_reward(
         self,
@@ -108,35 +100,17 @@ class AsyncPublisher(
             StoreUnavailableError: the store cannot be reached, or did not answer by then.
         """
         timeout_s = seconds(timeout_s, field="timeout_s")
-        clock = asyncio.get_running_loop().time
-        wait = wait_for_refill(self._client, self._outbox.run, wait_s=timeout_s, clock=clock)
-        async with wait.asking_async():
-            run = await self._found_run()
-        return await take_refill_async(
-            self._client,
-            run,
-            writer=self._outbox.writer,
-            timeout_s=timeout_s,
-            tried=self._tried_refills,
-        )
+        what = f"run {self._outbox.run!r}: no sample was to be tried again"
+        wait = self._wait(what, WaitKind.NO_REFILL, timeout_s)
+        return await take_steps_async(self._client, self._next_refill(wait), wait)
 
     async def next_task(self, wait_s: float) -> AsyncTask[AsyncTrajectoryWriter]:
         """Take a refill if there is one, else the next prompt. See `Publisher.next_task`."""
-        outbox = self._outbox
         self._sender.require_open()
         wait_s = seconds(wait_s, field="wait_s")
-        clock = asyncio.get_running_loop().time
-        wait = wait_for_task(self._client, outbox.run, wait_s=wait_s, clock=clock)
-        async with wait.asking_async():
-            run = await self._found_run()
-        return await take_task_async(
-            self._client,
-            run,
-            writer=outbox.writer,
-            adopt=self._writers_of,
-            wait_s=wait_s,
-            unanswered=self._unanswered,
-        )
+        wait = self._wait(f"run {self._outbox.run!r}: no task", WaitKind.NO_TASK, wait_s)
+        taken, trajectories = await take_steps_async(self._client, self._next_task(wait), wait)
+        return AsyncTask(taken, trajectories)
 
     async def publish(self, group: Group) -> AsyncReceipt:
         """Send a whole finished group. See `Publisher.publish`; the receipt can be awaited."""
@@ -191,16 +165,12 @@ class AsyncPublisher(
         finally:
             await self._close()
 
-    def _asking(self, what: str) -> StoreWait:
-        """A call that has no deadline of its own."""
+    def _wait(
+        self, what: str, kind: WaitKind | None = None, wait_s: float | None = None
+    ) -> StoreWait:
+        wait_s = self._outbox.timeout_s if wait_s is None else wait_s
         clock = asyncio.get_running_loop().time
-        return StoreWait(self._client, None, what, wait_s=self._outbox.timeout_s, clock=clock)
-
-    async def _found_run(self) -> str:
-        """The id of the run; only the first call asks the store."""
-        if not self._outbox.target.is_found:
-            self._outbox.target.found(await find_run_async(self._client, self._outbox.run))
-        return self._outbox.run
+        return StoreWait(self._client, kind, what, wait_s=wait_s, clock=clock)
 
     async def _close(self) -> None:
         writers.tell_what_stays_open(self._outbox)
@@ -218,11 +188,8 @@ class AsyncPublisher(
 
     async def _reopen(self, group: GroupOpened) -> Reopened[AsyncTrajectoryWriter]:
         """Return the unfinished samples of a group that may exist, those without turns adopted."""
-        what = f"run {self._outbox.run!r}: group {group.group_id} was not read"
-        async with self._asking(what).asking_async():
-            command = read_group_command(await self._found_run(), group)
-            reply = await run_command_async(self._client, command)
-        unfinished = parse_unfinished(reply, num_samples=group.num_samples)
+        wait = self._wait(f"run {self._outbox.run!r}: group {group.group_id} was not read")
+        unfinished = await take_steps_async(self._client, self._unfinished(group), wait)
         reopening = Reopening[AsyncTrajectoryWriter](group.group_id, unfinished)
         while reopening.pending:
             for sample in [*reopening.pending]:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from turnstream.errors import InvalidTurnError, RejectedError
+from turnstream.errors import InvalidTurnError, RejectedError, WaitKind
 from turnstream.generator import writers
 from turnstream.generator.checks import check_key
 from turnstream.generator.drafts import (
@@ -21,12 +21,22 @@ from turnstream.generator.drafts import (
 from turnstream.generator.lanes import Lane, RewardPost
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import Delivery
+from turnstream.generator.refills import take_refill
 from turnstream.generator.reopening import Reopened
-from turnstream.generator.takeovers import Taken
+from turnstream.generator.steps import Steps
+from turnstream.generator.takeovers import Taken, take_over
+from turnstream.generator.tasks import take_task
 from turnstream.generator.window import KEEP_S, MAX_KEPT_BYTES
 from turnstream.generator.writers import NOT_STARTED
-from turnstream.store.groups import Refill
+from turnstream.store.asking import StoreWait
+from turnstream.store.groups import (
+    Refill,
+    Unfinished,
+    parse_unfinished,
+    read_group_command,
+)
 from turnstream.store.rewards import reward_command
+from turnstream.store.run_ids import parse_incarnation
 from turnstream.store.tasks import TakenTask
 from turnstream.types import (
     DeclaredColumn,
@@ -377,6 +387,51 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
     def _writer(
         self, group: GroupOpened, key: TrajectoryKey, lane: Lane | None = None
     ) -> _Writer: ...
+
+    @abstractmethod
+    def _wait(
+        self, what: str, kind: WaitKind | None = None, wait_s: float | None = None
+    ) -> StoreWait:
+        """Return the wait of a call; without a deadline of its own it has the publisher's."""
+
+    def _found(self) -> Steps[str]:
+        """Return the id of the run; only the first call asks the store."""
+        target = self._outbox.target
+        if not target.is_found:
+            answer = yield ("GET", target.pointer)
+            target.found(parse_incarnation(target.run, answer))
+        return self._outbox.run
+
+    def _take_over(self, key: TrajectoryKey, declared: Sequence[DeclaredColumn]) -> Steps[_Writer]:
+        """Return the writer of a trajectory that this publisher adopts."""
+        outbox = self._outbox
+        taken = yield from take_over(outbox.run, writer=outbox.writer, key=key, declared=declared)
+        return self._taken_over(key, taken)
+
+    def _next_refill(self, wait: StoreWait) -> Steps[Refill]:
+        """Return a refill that is open and this publisher's."""
+        run = yield from self._found()
+        writer = self._outbox.writer
+        return (yield from take_refill(run, writer=writer, wait=wait, tried=self._tried_refills))
+
+    def _next_task(self, wait: StoreWait) -> Steps[tuple[TakenTask, list[_Writer]]]:
+        """Return a task and the writers of its trajectories, which are open."""
+        run = yield from self._found()
+        return (
+            yield from take_task(
+                run,
+                writer=self._outbox.writer,
+                adopt=self._writers_of,
+                wait=wait,
+                unanswered=self._unanswered,
+            )
+        )
+
+    def _unfinished(self, group: GroupOpened) -> Steps[Unfinished]:
+        """Return the samples without an end of a group that may exist."""
+        run = yield from self._found()
+        reply = yield read_group_command(run, group)
+        return parse_unfinished(reply, num_samples=group.num_samples)
 
     def _is_written_here(self, key: TrajectoryKey) -> bool:
         """Return whether this publisher has the trajectory open."""

@@ -7,26 +7,23 @@ import time
 from collections.abc import Mapping
 from typing import Self
 
-from turnstream.errors import ConflictError, FencedError, NotReadyError, TurnstreamError
+from turnstream.errors import ConflictError, FencedError, NotReadyError, TurnstreamError, WaitKind
 from turnstream.generator import writers
 from turnstream.generator.bases import PublisherBase
 from turnstream.generator.group_writers import GroupWriter
 from turnstream.generator.lanes import Lane
 from turnstream.generator.receipts import Receipt
-from turnstream.generator.refills import take_refill, wait_for_refill
 from turnstream.generator.reopening import Reopened, Reopening
 from turnstream.generator.sender import Sender
 from turnstream.generator.statistics import PublisherStatistics
-from turnstream.generator.takeovers import take_over
-from turnstream.generator.tasks import Task, take_task, wait_for_task
+from turnstream.generator.steps import take_steps
+from turnstream.generator.tasks import Task
 from turnstream.generator.trajectory_writers import TrajectoryWriter
 from turnstream.store.asking import StoreWait
 from turnstream.store.connection import connect
-from turnstream.store.groups import Refill, parse_unfinished, read_group_command
+from turnstream.store.groups import Refill
 from turnstream.store.leases import LapsedTrajectory, list_lapsed
 from turnstream.store.rewards import RewardOutcome
-from turnstream.store.run_ids import find_run
-from turnstream.store.scripts import run_command
 from turnstream.types import Group, GroupOpened, TrajectoryKey
 from turnstream.types.names import checked_setting
 from turnstream.types.scalars import seconds, timeout
@@ -83,8 +80,10 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
             RunNotFoundError: no such run.
             StoreUnavailableError: the store cannot be reached, or did not answer for `timeout_s`.
         """
-        with self._asking(f"run {self._outbox.run!r}: what has lapsed was not listed").asking():
-            return list_lapsed(self._client, self._found_run())
+        wait = self._wait(f"run {self._outbox.run!r}: what has lapsed was not listed")
+        run = take_steps(self._client, self._found(), wait)
+        with wait.asking():
+            return list_lapsed(self._client, run)
 
     def take_over(self, group_id: str, sample: int, attempt: int = 0) -> TrajectoryWriter:
         """Go on with a trajectory whose writer is gone, from the next turn.
@@ -101,13 +100,9 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
             StoreUnavailableError: the store cannot be reached, or did not answer for `timeout_s`.
         """
         key = writers.checked_key(group_id, sample, attempt)
-        outbox = self._outbox
         declared = self._sender.learn_columns()
-        with self._asking(f"run {outbox.run!r}: {key.readable_name} was not taken over").asking():
-            taken = take_over(
-                self._client, outbox.run, writer=outbox.writer, key=key, declared=declared
-            )
-        return self._taken_over(key, taken)
+        wait = self._wait(f"run {self._outbox.run!r}: {key.readable_name} was not taken over")
+        return take_steps(self._client, self._take_over(key, declared), wait)
 
     def post_reward(
         self,
@@ -135,15 +130,9 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
             StoreUnavailableError: the store cannot be reached, or did not answer by then.
         """
         timeout_s = seconds(timeout_s, field="timeout_s")
-        with wait_for_refill(self._client, self._outbox.run, wait_s=timeout_s).asking():
-            run = self._found_run()
-        return take_refill(
-            self._client,
-            run,
-            writer=self._outbox.writer,
-            timeout_s=timeout_s,
-            tried=self._tried_refills,
-        )
+        what = f"run {self._outbox.run!r}: no sample was to be tried again"
+        wait = self._wait(what, WaitKind.NO_REFILL, timeout_s)
+        return take_steps(self._client, self._next_refill(wait), wait)
 
     def next_task(self, wait_s: float) -> Task[TrajectoryWriter]:
         """Take what the run gives out: a refill if there is one, else the next prompt.
@@ -159,19 +148,11 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
             EndOfRunError: the run is closed.
             StoreUnavailableError: the store cannot be reached, or did not answer by then.
         """
-        outbox = self._outbox
         self._sender.require_open()
         wait_s = seconds(wait_s, field="wait_s")
-        with wait_for_task(self._client, outbox.run, wait_s=wait_s).asking():
-            run = self._found_run()
-        return take_task(
-            self._client,
-            run,
-            writer=outbox.writer,
-            adopt=self._writers_of,
-            wait_s=wait_s,
-            unanswered=self._unanswered,
-        )
+        wait = self._wait(f"run {self._outbox.run!r}: no task", WaitKind.NO_TASK, wait_s)
+        taken, trajectories = take_steps(self._client, self._next_task(wait), wait)
+        return Task(taken, trajectories)
 
     def publish(self, group: Group) -> Receipt:
         """Send a whole finished group; its samples must be 0 to n - 1.
@@ -244,17 +225,11 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
         finally:
             self._close()
 
-    def _asking(self, what: str) -> StoreWait:
-        """A call that has no deadline of its own."""
-        return StoreWait(self._client, None, what, wait_s=self._outbox.timeout_s)
-
-    def _found_run(self) -> str:
-        """The id of the run; only the first call asks the store."""
-        if not self._outbox.target.is_found:
-            run = find_run(self._client, self._outbox.run)
-            with self._sender.lock:
-                self._outbox.target.found(run)
-        return self._outbox.run
+    def _wait(
+        self, what: str, kind: WaitKind | None = None, wait_s: float | None = None
+    ) -> StoreWait:
+        wait_s = self._outbox.timeout_s if wait_s is None else wait_s
+        return StoreWait(self._client, kind, what, wait_s=wait_s)
 
     def _close(self) -> None:
         with self._sender.lock:
@@ -270,12 +245,8 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
 
     def _reopen(self, group: GroupOpened) -> Reopened[TrajectoryWriter]:
         """Return the unfinished samples of a group that may exist, those without turns adopted."""
-        with self._asking(
-            f"run {self._outbox.run!r}: group {group.group_id} was not read"
-        ).asking():
-            command = read_group_command(self._found_run(), group)
-            reply = run_command(self._client, command)
-        unfinished = parse_unfinished(reply, num_samples=group.num_samples)
+        wait = self._wait(f"run {self._outbox.run!r}: group {group.group_id} was not read")
+        unfinished = take_steps(self._client, self._unfinished(group), wait)
         reopening = Reopening[TrajectoryWriter](group.group_id, unfinished)
         while reopening.pending:
             for sample in [*reopening.pending]:

@@ -6,20 +6,18 @@ The order is what keeps two writers apart; see the header of store/lua/append.lu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import redis
-import redis.asyncio
+from typing import NamedTuple
 
 from turnstream.batching.merge.merged_extras import whole_extras
 from turnstream.batching.merge.merging import turn_prompts
 from turnstream.errors import ConflictError, FencedError
+from turnstream.generator.steps import Steps
 from turnstream.records.turns import decode_turn
 from turnstream.store import keys
 from turnstream.store.budget import lease_of_seal
 from turnstream.store.leases import take_over_command
-from turnstream.store.replies import refusal, translating
-from turnstream.store.scripts import Command, Script, run_command, run_command_async
+from turnstream.store.replies import refusal
+from turnstream.store.scripts import Command, Script
 from turnstream.types import DeclaredColumn, TrajectoryKey, Turn, TurnShape
 
 _APPEND = Script("append")
@@ -56,65 +54,32 @@ class Taken(NamedTuple):
 
 
 def take_over(
-    client: redis.Redis,
-    run: str,
-    *,
-    writer: str,
-    key: TrajectoryKey,
-    declared: Sequence[DeclaredColumn] = (),
-) -> Taken:
-    """Make a lapsed trajectory this writer's own, and read its turns.
+    run: str, *, writer: str, key: TrajectoryKey, declared: Sequence[DeclaredColumn] = ()
+) -> Steps[Taken]:
+    """Adopt a lapsed trajectory for this writer, and read its turns.
 
     Args:
-        client: of the store.
         run: name of the run.
-        writer: who takes over.
-        key: of the trajectory.
+        writer: the writer that adopts it.
+        key: name of the trajectory.
         declared: extra columns of the run.
 
     Raises:
         ConflictError: its lease has not ended, which `retry_after_s` says, or it is not open.
-            Where the writer died between the seal and its event, the seal counts from now on.
-        FencedError: yet another writer has taken it over meanwhile.
+            If the writer died between the seal and its event, the seal counts from now on.
+        FencedError: another writer has adopted it meanwhile.
         RecordError: a stored turn is damaged.
-        StoreUnavailableError: the store cannot be reached.
     """
     name = keys.trajectory_id(key)
-    epoch, num_samples = run_command(client, take_over_command(run, name, writer=writer))
-    run_command(client, _fence(run, name, lease=f"{epoch}:{writer}"))
+    epoch, num_samples = yield take_over_command(run, name, writer=writer)
+    yield _fence(run, name, lease=f"{epoch}:{writer}")
     payload = keys.trajectory_keys(run, name)
-    with translating():
-        entries: Any = client.xrange(payload.turns)
-        meta: Any = client.hmget(payload.meta, *_WHOSE)  # last: see _is_sealed
+    entries = yield ("XRANGE", payload.turns, "-", "+")
+    meta = yield ("HMGET", payload.meta, *_WHOSE)  # last: see _is_sealed
     records = [fields[b"r"] for _, fields in entries]
     if _is_sealed(name, meta, epoch=epoch):
-        raise _posted(
-            name, run_command(client, _post(run, name, lease=(epoch, writer), seal=records[-1]))
-        )
-    return Taken(epoch, num_samples, taken_turns(records, declared))
-
-
-async def take_over_async(
-    client: redis.asyncio.Redis,
-    run: str,
-    *,
-    writer: str,
-    key: TrajectoryKey,
-    declared: Sequence[DeclaredColumn] = (),
-) -> Taken:
-    """The same as `take_over`, for asyncio."""
-    name = keys.trajectory_id(key)
-    command = take_over_command(run, name, writer=writer)
-    epoch, num_samples = await run_command_async(client, command)
-    await run_command_async(client, _fence(run, name, lease=f"{epoch}:{writer}"))
-    payload = keys.trajectory_keys(run, name)
-    with translating():
-        entries: Any = await client.execute_command("XRANGE", payload.turns, "-", "+")
-        meta: Any = await client.execute_command("HMGET", payload.meta, *_WHOSE)
-    records = [fields[b"r"] for _, fields in entries]
-    if _is_sealed(name, meta, epoch=epoch):
-        post = _post(run, name, lease=(epoch, writer), seal=records[-1])
-        raise _posted(name, await run_command_async(client, post))
+        answers = yield _post(run, name, lease=(epoch, writer), seal=records[-1])
+        raise _posted(name, answers)
     return Taken(epoch, num_samples, taken_turns(records, declared))
 
 

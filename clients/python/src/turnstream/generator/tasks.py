@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Protocol, Self, TypeVar
-
-import redis
-import redis.asyncio
 
 from turnstream.errors import (
     NotReadyError,
     PromptsExhaustedError,
     TurnstreamError,
     UnavailableError,
-    WaitKind,
 )
 from turnstream.generator import writers
-from turnstream.store import keys
+from turnstream.generator.steps import ReadWaits, Steps, until_woken
 from turnstream.store.asking import StoreWait
-from turnstream.store.tasks import NoTask, TakenTask, next_task, next_task_async
+from turnstream.store.tasks import (
+    NoTask,
+    OfferedTask,
+    TakenTask,
+    next_task_command,
+    parse_task,
+)
 from turnstream.store.wait_reasons import no_task
 from turnstream.store.waits import WaitFacts
 
@@ -89,85 +89,50 @@ class AsyncTask(_Task[_AnyWriter]):
         self._give_up(error)
 
 
-def wait_for_task(
-    client: redis.Redis | redis.asyncio.Redis,
-    run: str,
-    *,
-    wait_s: float,
-    clock: Callable[[], float] = time.monotonic,
-) -> StoreWait:
-    """The wait of a call that takes a task; see StoreWait."""
-    return StoreWait(client, WaitKind.NO_TASK, f"run {run!r}: no task", wait_s=wait_s, clock=clock)
-
-
 def take_task(
-    client: redis.Redis,
     run: str,
     *,
     writer: str,
     adopt: Callable[[TakenTask], list[_AnyWriter]],
-    wait_s: float,
+    wait: StoreWait,
     unanswered: deque[str],
-) -> Task[_AnyWriter]:
-    """The next task of a run, as soon as there is one.
+) -> Steps[tuple[TakenTask, list[_AnyWriter]]]:
+    """Take the next task of a run, as soon as there is one, with the writers of its trajectories.
 
     Args:
-        client: of the store.
         run: name of the run.
-        writer: who takes it.
-        adopt: begins to write what was given; nothing, where that is written here already.
-        wait_s: how long to wait.
+        writer: the writer that takes it.
+        adopt: return the writers of a task; none if this publisher writes it already.
+        wait: deadline of the call.
         unanswered: requests of this writer that the store has not answered, and may have granted;
             calls for this writer share it.
 
     Raises:
-        NotReadyError: there was none within `wait_s`, and why.
+        NotReadyError: there was none before the deadline, and why.
         PromptsExhaustedError: every prompt of the run was done by then.
         EndOfRunError: the run is closed.
-        StoreUnavailableError: the store cannot be reached, or did not answer by then.
     """
-    wait = wait_for_task(client, run, wait_s=wait_s)
-    while True:
-        with _request(unanswered) as request, wait.asking():
-            found = next_task(client, run, writer=writer, request=request)
-        if isinstance(found, TakenTask):
-            if found.epochs and (trajectories := adopt(found)):
-                return Task(found, trajectories)
-            continue  # it came late, and was given up meanwhile; or it was given before
-        wait.told(found.why)
-        if wait.is_over:
-            waits = None if found.is_exhausted else wait.look(client, run)
-            raise _none_came(run, found, wait, waits)
-        with wait.asking():
-            client.xread({keys.run_keys(run).wake: found.wake_id}, block=wait.block_ms)
-
-
-async def take_task_async(
-    client: redis.asyncio.Redis,
-    run: str,
-    *,
-    writer: str,
-    adopt: Callable[[TakenTask], list[_AnyWriter]],
-    wait_s: float,
-    unanswered: deque[str],
-) -> AsyncTask[_AnyWriter]:
-    """The same as `take_task`, for asyncio."""
-    clock = asyncio.get_running_loop().time
-    wait = wait_for_task(client, run, wait_s=wait_s, clock=clock)
     while True:
         with _request(unanswered) as request:
-            async with wait.asking_async():
-                found = await next_task_async(client, run, writer=writer, request=request)
+            found = yield from _next_task(run, writer=writer, request=request)
         if isinstance(found, TakenTask):
             if found.epochs and (trajectories := adopt(found)):
-                return AsyncTask(found, trajectories)
-            continue  # it came late, and was given up meanwhile; or it was given before
+                return found, trajectories
+            continue  # it came late, and was abandoned meanwhile; or it was taken before
         wait.told(found.why)
         if wait.is_over:
-            waits = None if found.is_exhausted else await wait.look_async(client, run)
-            raise _none_came(run, found, wait, waits)
-        async with wait.asking_async():
-            await client.xread({keys.run_keys(run).wake: found.wake_id}, block=wait.block_ms)
+            facts = None if found.is_exhausted else (yield ReadWaits(run))
+            raise _none_came(run, found, wait, facts)
+        yield until_woken(run, found.wake_id, wait)
+
+
+def _next_task(run: str, *, writer: str, request: str) -> Steps[TakenTask | NoTask]:
+    """Open the next task of a run; a repeated request returns the same task."""
+    found = parse_task((yield next_task_command(run, writer=writer, request=request)))
+    while isinstance(found, OfferedTask):
+        command = next_task_command(run, writer=writer, request=request, offered=found)
+        found = parse_task((yield command))
+    return found
 
 
 def _none_came(
