@@ -9,17 +9,11 @@ import redis
 
 from testkit import group, ids, trajectory, turn, wait_until_async
 from turnstream.errors import (
-    ConflictError,
-    FencedError,
     InvalidTurnError,
-    NotReadyError,
     RejectedError,
-    RunNotFoundError,
-    StoreUnavailableError,
 )
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.generator.async_publisher import AsyncTrajectoryWriter
-from turnstream.store import keys
 from turnstream.types import (
     GroupOpened,
     RunClosed,
@@ -180,45 +174,6 @@ async def test_ended_and_unsealed_trajectories_are_treated_as_by_the_other_publi
     }
 
 
-async def test_errors_of_one_trajectory_stop_no_other(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(client)
-
-    async with AsyncPublisher(server.url, run) as publisher, publisher.group("g", 2) as visit:
-        fenced, other = visit.trajectory(0), visit.trajectory(1)
-        await (await fenced.append(ids("ab"), ids("c")))
-        client.hset(keys.trajectory_keys(run, "g/0/0").meta, "epoch", 2)
-        receipt = await fenced.append(ids("abc"), ids("d"))
-        with pytest.raises(FencedError):
-            await receipt
-        with pytest.raises(FencedError):
-            await fenced.seal(1.0)
-        await other.append(ids("ab"), ids("c"))
-        await other.seal(1.0)
-
-    assert read(client, run).states() == {"g/0/0": "open", "g/1/0": "sealed"}
-
-
-async def test_failures_name_their_reason(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(client)
-
-    async with AsyncPublisher(server.url, run, writer="first") as first:
-        await first.trajectory("g", 0, num_samples=1).append(ids("ab"), ids("c"))
-        await first.flush()
-        async with AsyncPublisher(server.url, run) as second:
-            with pytest.raises(ConflictError, match="being written by first"):
-                await second.trajectory("g", 0, num_samples=1).append(ids("ab"), ids("c"))
-    publisher = AsyncPublisher(server.url, "nobody")
-    await publisher.publish(group("g"))
-    with pytest.raises(RunNotFoundError):
-        await publisher.close()
-    with pytest.raises(StoreUnavailableError, match="closed"):
-        await publisher.publish(group("g"))
-
-
 async def test_a_group_waits_for_capacity_and_starts_when_it_is_freed(
     server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
 ) -> None:
@@ -235,17 +190,6 @@ async def test_a_group_waits_for_capacity_and_starts_when_it_is_freed(
             assert not was_done
 
     assert read(client, run).counts() == {"accepted": 6, "sealed": 6}
-
-
-async def test_a_wait_for_leave_ends_by_its_deadline(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(client, **ONE_GROUP)
-
-    async with AsyncPublisher(server.url, run, admission_timeout_s=0.1) as publisher:
-        await publisher.publish(group("a"))
-        with pytest.raises(NotReadyError, match=r"within 0\.1 s: 1 groups are live"):
-            await (await publisher.publish(group("b")))
 
 
 async def test_a_server_that_is_killed_mid_stream_ends_up_with_every_turn_once(
@@ -272,60 +216,6 @@ async def test_a_server_that_is_killed_mid_stream_ends_up_with_every_turn_once(
         assert stored.spelled(key) == [("a" * number, "b") for number in range(1, 61)]
 
 
-async def test_a_reply_lost_after_the_write_was_applied_leaves_one_copy(
-    server: EmbeddedServer,
-    client: redis.Redis,
-    new_run: NewRun,
-    read: Read,
-    proxy_to: Callable[[str], Any],
-    lose_answer: LoseAnswer,
-    without_heartbeats: None,
-) -> None:
-    run = new_run(client)
-    proxy = proxy_to(server.url)
-
-    async with AsyncPublisher(proxy.url, run) as publisher:
-        episode = publisher.trajectory("g", 0, num_samples=1)
-        await (await episode.append(ids("ab"), ids("c")))
-        lose_answer(proxy, "append")
-        await (await episode.append(ids("abc"), ids("d")))
-        statistics = publisher.statistics()
-        await episode.seal(1.0)
-
-    assert proxy.replies.num_cuts == 1
-    assert (statistics.num_duplicates, statistics.num_retries) == (1, 1)
-    assert read(client, run).spelled(KEY) == [("ab", "c"), ("abc", "d")]
-
-
-async def test_a_full_server_holds_writes_up_until_there_is_memory(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(own_client)
-    long = trajectory(turn("a" * 20_000, "B"))
-
-    async def write(writer: AsyncTrajectoryWriter) -> None:
-        (only,) = long.turns
-        await writer.append(only.prompt_ids, only.response_ids, logprobs=only.logprobs)
-        await writer.seal(1.0)
-
-    async with AsyncPublisher(own_server.url, run, max_inflight_bytes=200_000) as publisher:
-        await publisher.publish(group("before", long))
-        await publisher.flush()
-        async with publisher.group("open", 20) as opened:
-            used: Any = own_client.info("memory")
-            own_client.config_set("maxmemory", used["used_memory"] + 300_000)
-            ends = [asyncio.create_task(write(opened.trajectory(n))) for n in range(20)]
-            await until(lambda: publisher.statistics().num_retries > 3, "a full server")
-            is_blocked = not all(end.done() for end in ends)
-            inflight_bytes = publisher.statistics().inflight_bytes
-            own_client.config_set("maxmemory", 0)
-            await asyncio.gather(*ends)
-
-    assert is_blocked
-    assert 0 < inflight_bytes <= 200_000
-    assert read(own_client, run).counts() == {"accepted": 21, "sealed": 21}
-
-
 async def test_a_seal_does_not_overtake_a_turn_that_waits_for_room(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
 ) -> None:
@@ -346,21 +236,6 @@ async def test_a_seal_does_not_overtake_a_turn_that_waits_for_room(
     assert was_waiting
     assert len(read(own_client, run).spelled(KEY)) == 3
     assert read(own_client, run).states() == {"g/0/0": "sealed"}
-
-
-async def test_an_outage_longer_than_the_timeout_fails_what_was_accepted(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(own_client)
-
-    async with AsyncPublisher(own_server.url, run, timeout_s=0.3) as publisher:
-        await (await publisher.publish(group("f")))
-        own_server.kill()
-        receipt = await publisher.publish(group("g"))
-        with pytest.raises(NotReadyError):
-            await receipt.result(0.01)
-        with pytest.raises(StoreUnavailableError, match=r"took no writes for 0\.3 s"):
-            await receipt
 
 
 async def test_closing_the_run_comes_after_everything_accepted(

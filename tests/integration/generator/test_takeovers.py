@@ -217,36 +217,6 @@ def test_take_over_resumes_after_turns_that_left_a_column_out(
     assert row_of(read(client, other)) == row_of(read(client, run))
 
 
-@GAPS
-async def test_async_take_over_resumes_after_turns_that_left_a_column_out(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read, given: str
-) -> None:
-    # The same for asyncio, by another publisher: a turn had left an optional per-token column out,
-    # and a later turn that had it could not be read back.
-    run, other = (new_run(client, extra_columns=(PER_TOKEN,), lease_s=60) for _ in range(2))
-    turns = gappy_turns(given)
-    async with AsyncPublisher(server.url, run) as publisher:
-        episode = publisher.trajectory("g", 0, num_samples=1)
-        for each in turns:
-            await episode.append(**each)
-        await episode.seal(1.0)
-
-    async with AsyncPublisher(server.url, other) as publisher:
-        episode = publisher.trajectory("g", 0, num_samples=1)
-        for each in turns[:2]:
-            await (await episode.append(**each))
-    client.zadd(keys.run_keys(other).leases, {"g/0/0": 1})
-    async with AsyncPublisher(server.url, other) as publisher:
-        episode = await publisher.take_over("g", 0)
-        await (await episode.append(**turns[2]))
-    client.zadd(keys.run_keys(other).leases, {"g/0/0": 1})
-    async with AsyncPublisher(server.url, other) as publisher:
-        await (await publisher.take_over("g", 0)).seal(1.0)
-
-    assert turn_records(read(client, other)) == turn_records(read(client, run))
-    assert row_of(read(client, other)) == row_of(read(client, run))
-
-
 def turn_records(stored: Any) -> list[bytes]:
     """The stored turns of g/0/0 as bytes, without the seal."""
     return stored.records(KEY)[:-1]

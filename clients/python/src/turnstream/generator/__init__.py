@@ -7,7 +7,7 @@ from turnstream.generator.async_publisher import (
 )
 from turnstream.generator.publisher import GroupWriter, Publisher, TrajectoryWriter
 from turnstream.generator.receipts import AsyncReceipt, Receipt
-from turnstream.generator.statistics import PublisherStatistics
+from turnstream.generator.tally import PublisherStatistics
 from turnstream.generator.tasks import AsyncTask, Task
 from turnstream.store.credits import Credit, CreditReason, credit, credit_async
 from turnstream.store.groups import Refill

@@ -15,8 +15,8 @@ from turnstream.generator.group_writers import AsyncGroupWriter
 from turnstream.generator.lanes import Lane
 from turnstream.generator.receipts import AsyncReceipt
 from turnstream.generator.reopening import Reopened, Reopening
-from turnstream.generator.statistics import PublisherStatistics
 from turnstream.generator.steps import take_steps_async
+from turnstream.generator.tally import PublisherStatistics
 from turnstream.generator.tasks import AsyncTask
 from turnstream.generator.trajectory_writers import AsyncTrajectoryWriter
 from turnstream.store.asking import StoreWait

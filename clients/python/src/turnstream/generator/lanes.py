@@ -74,6 +74,11 @@ class Lane:
         """Whether it takes no further turn."""
         return self.seal is not None or self.abandon_reason is not None or self.error is not None
 
+    def raise_error(self) -> None:
+        """Raise the error of a trajectory that has failed."""
+        if self.error is not None:
+            raise self.error
+
     @property
     def num_pending_bytes(self) -> int:
         """Bytes of the turns that were never acknowledged."""

@@ -11,12 +11,10 @@ from typing import Any
 
 from turnstream.errors import ConflictError, StoreBehindError, TurnstreamError
 from turnstream.generator.calls import Call, HeartbeatCall, NoteCall, PayloadCall
-from turnstream.generator.drafts import SealMaker, TurnRecord
-from turnstream.generator.heartbeats import Heartbeats
-from turnstream.generator.lanes import Lane, PendingTurn
+from turnstream.generator.heartbeats import Heartbeats, Reservations
+from turnstream.generator.lanes import Admission, Lane
 from turnstream.generator.queues import Queues
 from turnstream.generator.receipts import Delivery
-from turnstream.generator.reservations import Reservations
 from turnstream.generator.rewinds import (
     has_survived,
     is_ended,
@@ -92,38 +90,6 @@ class Lives:
         """Whether one of these is written here, or was and may have to be sent again."""
         is_written = any(lane.key in keys for lane in self.unended)
         return is_written or any(map(self.window.has_opened, keys))
-
-    def append(self, lane: Lane, turn: TurnRecord, receipt: Delivery | None) -> None:
-        """Put a turn behind the others of its trajectory.
-
-        Raises:
-            TurnstreamError: the trajectory has failed before.
-        """
-        _raise_error(lane)
-        lane.pending.append(PendingTurn(turn, receipt))
-        self.tally.accepted(lane, len(turn.record))
-        lane.num_bytes += len(turn.record)
-        self.reservations.grew(lane)
-        self.queues.add_payload(lane)
-
-    def seal(
-        self,
-        lane: Lane,
-        seal: SealMaker,
-        *,
-        merged_tokens: int,
-        end: Delivery,
-        awaits_reward: bool,
-    ) -> None:
-        """Put the seal behind the last turn; `end` is told when the run knows.
-
-        Raises:
-            TurnstreamError: the trajectory has failed before.
-        """
-        _raise_error(lane)
-        lane.seal, lane.merged_tokens, lane.end = seal, merged_tokens, end
-        lane.awaits_reward = awaits_reward
-        self.queues.add_payload(lane)
 
     def opened(self, lane: Lane, epoch: int, now_s: float) -> None:
         """The store has opened it, with this epoch: its turns may go."""
@@ -318,11 +284,28 @@ class Lives:
         self.tally.add("num_lost")
         self.losses.append(error)
 
-    def give_up(self, error_of: Callable[[Lane], TurnstreamError]) -> None:
-        """Fail whatever has something that is not acknowledged."""
+    def fail_all(self, error_of: Callable[[Lane | Admission | str], TurnstreamError]) -> None:
+        """Fail whatever is not acknowledged, and settle its receipts.
+
+        Args:
+            error_of: return the error of a trajectory, of a group that waits for admission, or of
+                a call, in words.
+        """
+        queues = self.queues
+        opened = [(each.opened, error_of(each)) for each in queues.admissions]
+        calls: list[tuple[Delivery, str]] = [
+            *[(call.receipt, "the closing of the run") for call in queues.closings],
+            *[(call.receipt, "the question what the run declares") for call in queues.questions],
+            *[(call.post.receipt, f"the reward of {call.post.name}") for call in queues.rewards],
+        ]
+        queues.clear()
         for lane in list(self.unended):
             if lane.pending or lane.end is not None or lane.epoch == 0 or lane.has_ended:
                 self.end(lane, error_of(lane))
+        for receipt, error in opened:
+            receipt.settle(None, error)
+        for receipt, what in calls:
+            receipt.settle(None, error_of(what))
 
     def give_back(self, key: TrajectoryKey, epoch: int, *, reason: str) -> None:
         """The store has opened, with this epoch, what nobody here will write."""
@@ -347,8 +330,3 @@ def _is_gone_unwritten(lane: Lane, refused: Refusal) -> bool:
     """Whether a lane would write its first turns for nothing: its seal cannot be stored."""
     is_gone = refused.fact in ("abandoned", "unknown")
     return is_gone and bool(lane.pending) and not lane.is_placed
-
-
-def _raise_error(lane: Lane) -> None:
-    if lane.error is not None:
-        raise lane.error

@@ -49,15 +49,13 @@ from turnstream.generator.calls import (
     Round,
 )
 from turnstream.generator.drafts import SealMaker, TurnRecord
-from turnstream.generator.endings import end_all
 from turnstream.generator.explaining import Explanations
-from turnstream.generator.lanes import Admission, Lane, RewardPost
+from turnstream.generator.lanes import Admission, Lane, PendingTurn, RewardPost
 from turnstream.generator.lives import Lives
 from turnstream.generator.patience import Patience, first_of
 from turnstream.generator.receipts import Delivery
 from turnstream.generator.rewinds import Reposts
-from turnstream.generator.statistics import PublisherStatistics
-from turnstream.generator.tally import Tally
+from turnstream.generator.tally import PublisherStatistics, Tally
 from turnstream.generator.target import TargetRun
 from turnstream.generator.window import KEEP_S, MAX_KEPT_BYTES, Window
 from turnstream.store.limits import is_silence
@@ -170,7 +168,12 @@ class Outbox:
         Raises:
             TurnstreamError: the trajectory has failed before.
         """
-        self._lives.append(lane, turn, receipt)
+        lane.raise_error()
+        lane.pending.append(PendingTurn(turn, receipt))
+        self.tally.accepted(lane, len(turn.record))
+        lane.num_bytes += len(turn.record)
+        self._lives.reservations.grew(lane)
+        self._queues.add_payload(lane)
 
     def seal(
         self,
@@ -186,9 +189,10 @@ class Outbox:
         Raises:
             TurnstreamError: the trajectory has failed before.
         """
-        self._lives.seal(
-            lane, seal, merged_tokens=merged_tokens, end=end, awaits_reward=awaits_reward
-        )
+        lane.raise_error()
+        lane.seal, lane.merged_tokens, lane.end = seal, merged_tokens, end
+        lane.awaits_reward = awaits_reward
+        self._queues.add_payload(lane)
 
     def abandon(self, lane: Lane, reason: str, *, end: Delivery) -> None:
         """Give a trajectory up behind its last turn; `end` is told when the run knows.
@@ -385,7 +389,7 @@ class Outbox:
             self._queues.put_back(self._round.calls)
             self._scripts_known = not self._ends(self._round)
         self.woken()
-        end_all(self._lives, error_of)
+        self._lives.fail_all(error_of)
 
     def _ends(self, sent: Round) -> bool:
         """Whether this is the round on its way; it is not if everything was given up meanwhile."""

@@ -15,8 +15,8 @@ from turnstream.generator.lanes import Lane
 from turnstream.generator.receipts import Receipt
 from turnstream.generator.reopening import Reopened, Reopening
 from turnstream.generator.sender import Sender
-from turnstream.generator.statistics import PublisherStatistics
 from turnstream.generator.steps import take_steps
+from turnstream.generator.tally import PublisherStatistics
 from turnstream.generator.tasks import Task
 from turnstream.generator.trajectory_writers import TrajectoryWriter
 from turnstream.store.asking import StoreWait
