@@ -146,21 +146,6 @@ ASYNC_CALLS: dict[str, Callable[[AsyncPublisher, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("call", ASYNC_CALLS)
-async def test_old_asyncio_publisher_is_refused_and_writes_nothing_to_the_next_run(
-    server: EmbeddedServer, client: redis.Redis, name: str, call: str
-) -> None:
-    async with AsyncPublisher(server.url, name, writer="w") as publisher:
-        trajectory = publisher.trajectory("g", 0, num_samples=1)
-        await trajectory.append(ids("ab"), ids("c"))
-        before = replace_run(client, name)
-
-        with pytest.raises(REFUSALS):
-            await ASYNC_CALLS[call](publisher, trajectory)
-
-        assert content(client, f"{name}~2") == before
-
-
 def test_holder_of_an_old_task_is_refused_and_the_next_run_gives_it_again(
     server: EmbeddedServer, client: redis.Redis, name: str
 ) -> None:

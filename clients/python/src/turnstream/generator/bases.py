@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 from turnstream.errors import InvalidTurnError, RejectedError, WaitKind
 from turnstream.generator import writers
@@ -22,12 +22,10 @@ from turnstream.generator.lanes import Lane, RewardPost
 from turnstream.generator.outbox import Outbox
 from turnstream.generator.receipts import Delivery
 from turnstream.generator.refills import take_refill
-from turnstream.generator.reopening import Reopened
 from turnstream.generator.steps import Steps
 from turnstream.generator.takeovers import Taken, take_over
 from turnstream.generator.tasks import take_task
 from turnstream.generator.window import KEEP_S, MAX_KEPT_BYTES
-from turnstream.generator.writers import NOT_STARTED
 from turnstream.store.asking import StoreWait
 from turnstream.store.groups import (
     Refill,
@@ -183,83 +181,6 @@ class TrajectoryWriterBase(ABC, Generic[_Carrier]):
 
 
 _Writer = TypeVar("_Writer", bound=TrajectoryWriterBase[Any])
-
-
-class GroupWriterBase(Generic[_Carrier, _Writer]):
-    """A group being written, with a writer per sample."""
-
-    _entered_by: ClassVar[str]
-
-    def __init__(
-        self,
-        sender: _Carrier,
-        outbox: Outbox,
-        group: GroupOpened,
-        *,
-        make_writer: Callable[[GroupOpened, TrajectoryKey, Lane | None], _Writer],
-    ) -> None:
-        self._sender = sender
-        self._outbox = outbox
-        self._make_writer = make_writer
-        self._group = group
-        self._is_open = False
-        self._lanes: dict[int, Lane] = {}
-        self._writers: dict[int, _Writer] = {}
-
-    def trajectory(self, sample: int) -> _Writer:
-        """The writer of one sample, open already; the same writer for the same sample.
-
-        Raises:
-            InvalidTurnError: the group has no such sample.
-            RejectedError: the group was not entered, or the sample is finished already.
-        """
-        group_id = self._group.group_id
-        key = TrajectoryKey(group_id, sample)
-        check_key(key, num_samples=self._group.num_samples)
-        writer = self._writers.get(sample)
-        if writer is None:
-            if not self._is_open:
-                raise RejectedError(f"group {group_id!r} is not open: use it in {self._entered_by}")
-            if sample not in self._lanes:
-                raise RejectedError(
-                    f"sample {sample} of group {group_id!r} is finished, or has another generator"
-                )
-            writer = self._make_writer(self._group, key, self._lanes[sample])
-            self._writers[sample] = writer
-        return writer
-
-    def __iter__(self) -> Iterator[_Writer]:
-        """Yield the writers of all samples in order; with `exist_ok`, of the unfinished ones."""
-        return map(self.trajectory, sorted({*self._lanes, *self._writers}))
-
-    def _ask(self, opened: Delivery, samples: Sequence[int]) -> None:
-        """Ask for the admission of these samples, all at once."""
-        group = self._group
-        members = [TrajectoryKey(group.group_id, sample) for sample in samples]
-        self._is_open = True
-        if not members:
-            opened.settle(None)
-            return
-        lanes = self._sender.put(lambda: self._outbox.admit(group, members, opened=opened))
-        self._lanes = dict(zip(samples, lanes, strict=True))
-
-    def _resume(self, reopened: Reopened[_Writer]) -> Sequence[int]:
-        """Keep the samples that an earlier process opened; return those to be opened."""
-        self._writers = dict(reopened.adopted)
-        return reopened.unopened
-
-    def _give_up(self, error: BaseException | None) -> None:
-        """Abandon the samples that are not sealed, and warn of those that should be."""
-        unsealed: list[int] = []
-        for sample in sorted({*self._lanes, *self._writers}):
-            is_started = sample in self._writers
-            writer = self.trajectory(sample)
-            if not writer.has_ended:
-                reason = NOT_STARTED if error is None and not is_started else ""
-                writer.abandon(reason or writers.reason_of(error))
-                unsealed.append(sample)
-        if unsealed and error is None:
-            writers.warn_unsealed(self._group.group_id, unsealed)
 
 
 _GroupWriter = TypeVar("_GroupWriter")
