@@ -1,4 +1,4 @@
-"""What the two publishers and their writers have in common: everything but the waiting."""
+"""The common bases of both publishers and of their trajectory writers, without the waiting."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _Receipt_co = TypeVar("_Receipt_co", bound=Delivery, covariant=True)
 
 
 class Carrier(Protocol[_Receipt_co]):
-    """What carries an outbox to the store, by a thread or by a task."""
+    """Sends an outbox to the store, with a thread or with a task."""
 
     def put(self, write: Callable[[], _Result]) -> _Result:
         """Do something to the outbox, and send what comes of it."""
@@ -79,8 +79,8 @@ class TrajectoryWriterBase(ABC, Generic[_Carrier]):
     """A trajectory being written.
 
     Args:
-        sender: of the publisher.
-        outbox: of the publisher.
+        sender: sender of the publisher.
+        outbox: outbox of the publisher.
         group: group of the trajectory, which the first use opens if no lane is given.
         key: name of the trajectory.
         lane: lane of a trajectory that is open; None asks for admission at the first use.
@@ -155,7 +155,7 @@ class TrajectoryWriterBase(ABC, Generic[_Carrier]):
         return lambda: self._outbox.tally.has_room_for_turn(num_bytes)
 
     def _put_seal(self, lane: Lane, seal: SealMaker, end: Delivery, *, awaits_reward: bool) -> None:
-        """Put the seal behind the last turn; the store's answer settles `end`."""
+        """Put the seal after the last turn; the store's answer settles `end`."""
         merged_tokens = self._drafted.merged_tokens
         self._sender.put(
             lambda: self._outbox.seal(

@@ -103,8 +103,8 @@ class GroupWriter(GroupWriterBase[Sender, TrajectoryWriter]):
     """A group being written; a context manager. Made by `Publisher.group`.
 
     Args:
-        sender: of the publisher.
-        outbox: of the publisher.
+        sender: sender of the publisher.
+        outbox: outbox of the publisher.
         group: as it is opened.
         make_writer: return the writer of an open trajectory.
         reopen: finds the unfinished samples of a group that may exist; None if it must be new.

@@ -1,4 +1,4 @@
-"""Taking refills: attempts that stand in for those that ended or hang, begun by whoever is free."""
+"""Refills: attempts that replace those that ended or hang, opened by a free generator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_LISTED = 32
 def take_refill(
     run: str, *, writer: str, wait: StoreWait, tried: dict[TrajectoryKey, object]
 ) -> Steps[Refill]:
-    """Open an attempt that was granted, as soon as there is one; of many who try, one wins.
+    """Open an attempt that was granted, as soon as there is one; one caller of several wins.
 
     Args:
         run: name of the run.
@@ -67,7 +67,7 @@ def _trying(key: TrajectoryKey, tried: dict[TrajectoryKey, object]) -> Iterator[
 
 
 def _in_turn(refills: Sequence[Refill], writer: str) -> Sequence[Refill]:
-    """The same refills, begun elsewhere by every writer, so that not all of them want the first."""
+    """Return the refills in an order that differs by writer, so that few want the same one."""
     if not refills:
         return refills
     start = zlib.crc32(writer.encode()) % len(refills)

@@ -44,8 +44,8 @@ class Taken(NamedTuple):
 
     Attributes:
         epoch: its lease epoch.
-        num_samples: of its group.
-        turns: what its writers have stored so far.
+        num_samples: number of samples of its group.
+        turns: turns that its writers have stored so far.
     """
 
     epoch: int
@@ -67,7 +67,7 @@ def take_over(
     Raises:
         ConflictError: its lease has not ended, which `retry_after_s` says, or it is not open.
             If the writer died between the seal and its event, the seal counts from now on.
-        FencedError: another writer has adopted it meanwhile.
+        FencedError: another writer has adopted it.
         RecordError: a stored turn is damaged.
     """
     name = keys.trajectory_id(key)
@@ -84,14 +84,14 @@ def take_over(
 
 
 def _fence(run: str, name: str, *, lease: str) -> Command:
-    """A first append without a record: what writers before us send from now on is refused."""
+    """Return a first append without a record, which fences earlier writers off."""
     return _APPEND(keys.trajectory_keys(run, name), lease, 0, 0)
 
 
 def _is_sealed(name: str, meta: Sequence[bytes | None], *, epoch: int) -> bool:
     """Whether what was read before `meta` ends with a seal.
 
-    Nobody else has added to it, or released it, as long as it is ours afterwards.
+    No other writer has added to it or released it, if the lease is still ours afterwards.
 
     Raises:
         FencedError: it is not.
@@ -113,7 +113,7 @@ def _post(run: str, name: str, *, lease: tuple[int, str], seal: bytes) -> Comman
 
 
 def _posted(name: str, answers: Sequence[bytes]) -> Exception:
-    """Why there is nothing to go on with, after the seal of an earlier writer was posted."""
+    """Return the error of a trajectory whose earlier seal has just been posted."""
     text = answers[0].decode()
     if text not in ("OK", "DUPLICATE", "SURPLUS"):
         return refusal(text)

@@ -41,7 +41,7 @@ _AnyWriter = TypeVar("_AnyWriter", bound=_Writer)
 
 
 class _Task(Generic[_AnyWriter]):
-    """What both kinds of tasks have in common."""
+    """The common base of both kinds of tasks."""
 
     def __init__(self, taken: TakenTask, trajectories: Sequence[_AnyWriter]) -> None:
         self.group_id = taken.group.group_id
@@ -64,10 +64,10 @@ class Task(_Task[_AnyWriter]):
     not sealed, so that the group can end and the prompt is given out again.
 
     Attributes:
-        group_id: of the group.
+        group_id: name of the group.
         prompt_uid: the dataset's name of the prompt.
-        payload: of the prompt; empty where the run was not given it, and a refill is taken.
-        num_samples: of the group.
+        payload: bytes of the prompt; empty where the run was not given it, and a refill is taken.
+        num_samples: number of samples of the group.
         num_needed: members that decide the group.
         trajectories: their writers, open already: all samples of a new group, one of a refill.
     """
@@ -118,7 +118,7 @@ def take_task(
         if isinstance(found, TakenTask):
             if found.epochs and (trajectories := adopt(found)):
                 return found, trajectories
-            continue  # it came late, and was abandoned meanwhile; or it was taken before
+            continue  # it came late and was abandoned, or it was taken before
         wait.told(found.why)
         if wait.is_over:
             facts = None if found.is_exhausted else (yield ReadWaits(run))
@@ -146,7 +146,7 @@ def _none_came(
 
 @contextlib.contextmanager
 def _request(unanswered: deque[str]) -> Iterator[str]:
-    """A name for one request: of one that was not answered, so that what it was given is found."""
+    """Return a name for one request; an unanswered request is repeated to find its task."""
     try:
         request = unanswered.pop()  # atomic: threads share it
     except IndexError:
