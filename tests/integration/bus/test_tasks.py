@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import redis
 
+from testkit.tasks import next_task_async
 from turnstream.batching.fold.decisions import GroupCut
 from turnstream.store.tasks import (
     NoTask,
@@ -14,7 +15,6 @@ from turnstream.store.tasks import (
     PromptCounts,
     TakenTask,
     add_prompts,
-    next_task_async,
     read_prompt_counts,
 )
 from turnstream.types import TrajectoryState

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import redis
 
+from testkit.tasks import next_task
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.rules import LARGEST_GROUP
 from turnstream.errors import (
@@ -23,7 +24,7 @@ from turnstream.records.configs import encode_config
 from turnstream.store.budget import settled_lease
 from turnstream.store.revisions import revise_config
 from turnstream.store.scripts import Script, run_command
-from turnstream.store.tasks import Prompt, add_prompts, next_task
+from turnstream.store.tasks import Prompt, add_prompts
 from turnstream_server.bus.budget import read_budget
 
 pytestmark = pytest.mark.redis

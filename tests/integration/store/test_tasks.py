@@ -11,6 +11,7 @@ import redis
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from testkit.tasks import next_task
 from turnstream.errors import (
     ConflictError,
     EndOfRunError,
@@ -25,7 +26,6 @@ from turnstream.store.tasks import (
     Prompt,
     TakenTask,
     add_prompts,
-    next_task,
     next_task_command,
     parse_task,
     read_prompt_counts,

@@ -233,7 +233,7 @@ async def _take_over(process: Process, life: Life, publisher: AsyncPublisher) ->
         process.begun.discard(key)
         raise
     epoch, name = before
-    lane = writer._state.lane
+    lane = writer._lane
     if lane is not None and lane.epoch == epoch + 1 and process.world.must_keep_leases(name):
         process.world.blame(f"{name} lives, and lost {keys.trajectory_id(key)} to {process.name}")
     await _episode(process, life, writer)
@@ -296,7 +296,7 @@ async def _episode(process: Process, life: Life, writer: AsyncTrajectoryWriter) 
 async def _seal(life: Life, writer: AsyncTrajectoryWriter, rng: random.Random) -> None:
     history, key = life.history, writer.key
     name = keys.trajectory_id(key)
-    crcs = tuple(writer._state.draft._crcs)
+    crcs = tuple(writer._draft._crcs) if writer._draft else ()
     history.said.setdefault(name, set()).add(crcs)
     is_eval = key.group_id.startswith("e") and not life.in_force.reward_deadline_s
     awaits = rng.random() < 0.3 and not is_eval  # no run waits for its evaluations

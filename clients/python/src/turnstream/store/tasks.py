@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 import redis
-import redis.asyncio
 
 from turnstream.batching.config.rules import LARGEST_GROUP
 from turnstream.errors import InvalidTurnError
@@ -16,7 +15,7 @@ from turnstream.store import keys
 from turnstream.store.replies import translating
 from turnstream.store.revisions import read_revisions
 from turnstream.store.run_ids import find_run
-from turnstream.store.scripts import Command, Script, run_command, run_command_async
+from turnstream.store.scripts import Command, Script, run_command
 from turnstream.store.stored import StoredHash, parsed_number, reading
 from turnstream.types import GroupOpened, TrajectoryKey
 from turnstream.types.names import checked_setting, checked_text, shown
@@ -204,27 +203,6 @@ def read_prompt_counts(client: redis.Redis, run: str) -> PromptCounts:
         num_trained=done - filtered,
         num_filtered=filtered,
     )
-
-
-def next_task(client: redis.Redis, run: str, *, writer: str, request: str) -> TakenTask | NoTask:
-    """Open the next task of a run for a writer; a repeated request returns the same task."""
-    found = parse_task(run_command(client, next_task_command(run, writer=writer, request=request)))
-    while isinstance(found, OfferedTask):
-        command = next_task_command(run, writer=writer, request=request, offered=found)
-        found = parse_task(run_command(client, command))
-    return found
-
-
-async def next_task_async(
-    client: redis.asyncio.Redis, run: str, *, writer: str, request: str
-) -> TakenTask | NoTask:
-    """Open the next task like `next_task`, for asyncio."""
-    command = next_task_command(run, writer=writer, request=request)
-    found = parse_task(await run_command_async(client, command))
-    while isinstance(found, OfferedTask):
-        command = next_task_command(run, writer=writer, request=request, offered=found)
-        found = parse_task(await run_command_async(client, command))
-    return found
 
 
 def next_task_command(
