@@ -5,6 +5,7 @@ Shapes: B rows, T columns, R response columns, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -77,16 +78,17 @@ def sample_batch(
 
 def _forward(model: PreTrainedModel, ids_BT: Tensor, attention_BT: Tensor | None, *, cache: object):
     """Run the columns that are not in the cache, with logits of the last one."""
+    # transformers 5.24 renamed the argument, and calls the old name deprecated
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    cached = {name: cache, "use_cache": True, "logits_to_keep": 1}
     if attention_BT is None:
-        return model(input_ids=ids_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return model(input_ids=ids_BT, **cached)
     positions_BT = (attention_BT.cumsum(dim=1) - 1).clamp(min=0)
     return model(
         input_ids=ids_BT,
         attention_mask=attention_BT,
         position_ids=positions_BT[:, -ids_BT.shape[1] :],
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
+        **cached,
     )
 
 
